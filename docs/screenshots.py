@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from playwright.sync_api import sync_playwright
 
@@ -29,8 +30,17 @@ def violation(folder: Path) -> Path:
     return folder / "violation.html"
 
 
+def notebook() -> str:
+    """Return what a cell of the page on notebooks shows for its audit."""
+    cells = re.findall(r"```python\n(.*?)```", (DOCS / "notebooks.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for number, cell in enumerate(cells[:2], start=1):
+        exec(compile(cell, f"Cell In[{number}]", "exec"), names)
+    return f"<body style='font: 14px sans-serif; margin: 12px'>{names['audit'].result._repr_html_()}</body>"
+
+
 def main() -> None:
-    """Take both pictures, as a laptop shows the pages."""
+    """Take the pictures, as a laptop shows the pages."""
     with sync_playwright() as running, tempfile.TemporaryDirectory() as folder:
         browser = running.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         for name, path in (("report", REPORT), ("violation", violation(Path(folder)))):
@@ -38,6 +48,9 @@ def main() -> None:
             page.goto(path.resolve().as_uri())
             page.evaluate("() => window.drawnPlots")
             page.screenshot(path=PICTURES / f"{name}.png")
+        page = browser.new_page(viewport={"width": 1000, "height": 200})
+        page.set_content(notebook())
+        page.screenshot(path=PICTURES / "notebook.png", full_page=True)
         browser.close()
 
 

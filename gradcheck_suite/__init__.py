@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gradcheck_suite.core.case import Case, Input, Layer, Loss, Plan, ProblemSpec, case_from_json
 from gradcheck_suite.core.contract import ASSUMPTIONS, Problem, TrainingRun, training_loop
 from gradcheck_suite.core.results import Result, Verdict, Violation
-from gradcheck_suite.errors import CannotRunHere, GradcheckSuiteError, UsageError
+from gradcheck_suite.errors import CannotRunHere, GradcheckSuiteError, UsageError, ViolationFound
 from gradcheck_suite.run import environment
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ __all__ = [
     "UsageError",
     "Verdict",
     "Violation",
+    "ViolationFound",
     "audit",
     "case_from_json",
     "cases",

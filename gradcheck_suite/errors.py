@@ -11,3 +11,7 @@ class UsageError(GradcheckSuiteError, ValueError):
 
 class CannotRunHere(UsageError):
     """A valid request that this machine or installation cannot run."""
+
+
+class ViolationFound(GradcheckSuiteError, AssertionError):
+    """A loop or a run is violated: what `result.raise_for_violation()` raises."""

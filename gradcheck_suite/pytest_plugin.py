@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from gradcheck_suite.cli.arguments import EXAMPLES, MARKER_OPTIONS, SEED
+from gradcheck_suite.core.text import of_bound
 
 if TYPE_CHECKING:
     from gradcheck_suite.cli.verify import Verified
@@ -65,7 +66,7 @@ def verify_training_loop(request: pytest.FixtureRequest) -> Callable[..., Result
     config = request.config
 
     def verify_loop(loop: Loop, *, problem: Problem | None = None, name: str | None = None, **options: Any) -> Result:
-        from gradcheck_suite.cli.verify import Subject, record, verify_subject
+        from gradcheck_suite.cli.verify import Subject, record, store, verify_subject
         from gradcheck_suite.errors import UsageError
         from gradcheck_suite.loops.trainers import PACKAGES
         from gradcheck_suite.run import environment
@@ -88,7 +89,9 @@ def verify_training_loop(request: pytest.FixtureRequest) -> Callable[..., Result
         reports = config.getoption("--gradcheck-reports")
         stored = None
         if reports is not None:
-            stored = record(subject, chosen, verified, reports, environment.environment(PACKAGES))
+            about = environment.environment(PACKAGES)
+            stored = store(subject, chosen, verified, reports, about)
+            record(subject, chosen, verified, reports, about, stored)
         if verified.result.interrupted:
             raise KeyboardInterrupt
         if message := _failure(verified, stored):
@@ -108,13 +111,11 @@ def audit_training() -> Callable[..., AbstractContextManager[Any]]:
     @contextmanager
     def audited(**options: Any) -> Iterator[Any]:
         from gradcheck_suite.auditing.context import audit
-        from gradcheck_suite.core.text import result_lines
 
-        with audit(**{"name": "this test", **options}) as opened:
+        with audit(**{"name": "this test", "quiet": True, **options}) as opened:
             yield opened
-        result = opened.result
-        if not result.holds:
-            pytest.fail("\n".join([*result_lines(result), result.unjudged or ""]).rstrip(), pytrace=False)
+        if not opened.holds:
+            pytest.fail(str(opened.result), pytrace=False)
 
     return audited
 
@@ -145,21 +146,19 @@ def _options(node: Any, given: dict[str, Any]) -> VerifyOptions:
 
 def _line(result: Result) -> str:
     opinion = f"; {result.second_opinion}" if result.second_opinion else ""
-    verdict, worst = "holds", f", worst error {result.ratio:.2g} of what is allowed"
+    verdict, worst = "holds", f", worst error {of_bound(result.ratio)}"
     if result.violation is not None:
         verdict, worst = f"VIOLATED ({result.violation.diagnosis})", ""
     return f"{result.loop}: {verdict}, {result.cases} cases, {result.seconds:.1f} s{worst}{opinion}"
 
 
 def _failure(verified: Verified, stored: Counterexample | None) -> str | None:
-    from gradcheck_suite.catalogue.description import describe_violation, example_text
-
     result = verified.result
     if result.violation is None:
-        if result.findings and not verified.unjudged:
+        if result.findings and not result.unjudged:
             return "\n".join([f"{result.loop} holds, but torch and JAX disagree:", *result.findings])
-        return verified.unjudged
-    lines = [f"{result.loop} is violated", *describe_violation(result.violation), example_text(result.violation.case)]
+        return result.unjudged and f"{result.loop}: {result.unjudged}"
+    lines = [f"{result.loop} is violated", *result.violation.words]
     return "\n".join(lines if stored is None else [*lines, f"stored  {stored.case}"])
 
 

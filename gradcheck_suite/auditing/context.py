@@ -26,6 +26,7 @@ from gradcheck_suite.auditing.terms import Reader, declare
 from gradcheck_suite.auditing.window_again import Asked, JaxOpinion, KeptCall, ask_jax, compute_again, kept_calls
 from gradcheck_suite.core.contract import AuditFields, AuditOptions
 from gradcheck_suite.core.results import LiveResult, LiveViolation
+from gradcheck_suite.core.text import live_lines, say, violation_lines
 from gradcheck_suite.errors import UsageError
 
 _open: list[audit] = []
@@ -34,6 +35,16 @@ _open: list[audit] = []
 def _shown(error: BaseException | None) -> str:
     """Return the exception that ended a run in words, `""` where none of the program's did."""
     return f"{type(error).__name__}: {error}" if isinstance(error, Exception) else ""
+
+
+def _say(lines: Sequence[str]) -> None:
+    """Print lines on standard error, which a notebook would show as an error, so there on standard output.
+
+    They begin on a fresh line: a progress bar of the program may stand in the last one.
+    """
+    in_notebook = type(sys.stderr).__module__.startswith("ipykernel")
+    with contextlib.suppress(OSError, ValueError):  # full, or closed by the program
+        say(["", *lines] if not in_notebook else lines, sys.stdout if in_notebook else sys.stderr)
 
 
 class StoppedOnViolation(BaseException):
@@ -47,7 +58,10 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
         with gradcheck_suite.audit(steps=20) as audit:
             trainer.train()
-        audit.result
+        audit.result.raise_for_violation()
+
+    The first violation of each kind is printed when it is found, and the verdict when the audit is closed: on standard
+    error, as the command does, or below the cell of a notebook.
 
     Args:
         steps: number of optimizer steps to judge; all by default.
@@ -62,7 +76,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         objectives: what the mean divides by of a loss that cannot be read, as `"train.py:40=mask.sum()"`: the line of
             its backward, and an expression of the names there.
         name: of the run in the result.
-        quiet: whether the first violation is not printed on standard error when it is found.
+        quiet: whether nothing is printed; `print(audit.result)` prints the verdict later.
 
     Raises:
         UsageError: an option is wrong, or another audit is open.
@@ -72,13 +86,13 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self,
         *,
         name: str | None = None,
-        quiet: bool = True,
+        quiet: bool = False,
         **options: Unpack[AuditFields],
     ) -> None:
         self.options = AuditOptions(**options)
         if wrong := sorted({name.partition("@")[0] for name in self.options.accept} - KNOWN):
             raise UsageError(f"audit: accept takes diagnoses ({', '.join(sorted(KNOWN))}); got {wrong[0]!r}")
-        self._name, self._quiet = name or here().line, quiet
+        self._name, self.quiet = name or here().line, quiet
         self._result: LiveResult | None = None
         self._opened = self._observing = False
         self._process = os.getpid()
@@ -161,8 +175,13 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         Args:
             error: the exception that ended the run, if any.
         """
-        if self._result is not None:
-            return self._result
+        if self._result is None:
+            self._result = self._closed(error)
+            if not self.quiet and not self._result.is_another_ranks:
+                _say(live_lines(self._result, shown=bool(self._result.violations)))
+        return self._result
+
+    def _closed(self, error: BaseException | None) -> LiveResult:
         if not self._opened:
             raise UsageError("audit: the audit was never opened: use `with gradcheck_suite.audit() as audit:`")
         complete = self._observing and error is None
@@ -175,8 +194,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             recorder = self._recorder
             end = End(_shown(error), complete, recorder.off, self._dtypes, self._names, recorder.steps_seen)
             self._writer.end(end)
-            self._result = self._of_all_ranks(self._ranks, error)
-            return self._result
+            return self._of_all_ranks(self._ranks, error)
         try:
             self._judge_events()
             self._judge.end(complete=complete)
@@ -185,8 +203,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if self.options.jax and not isinstance(error, KeyboardInterrupt):
             calls = self._calls or []
             self._opinion = JaxOpinion(refusal=calls) if isinstance(calls, str) else ask_jax(calls)
-        self._result = self._finished(error)
-        return self._result
+        return self._finished(error)
 
     def _of_all_ranks(self, ranks: Ranks, error: BaseException | None) -> LiveResult:
         """Judge the run from what all ranks have written, in the first rank that has not died."""
@@ -225,6 +242,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
     def result(self) -> LiveResult:
         """The result so far, or the final one where the audit is closed."""
         return self._result if self._result is not None else self._finished(None)
+
+    @property
+    def holds(self) -> bool:
+        """Whether some step was judged, and no violation was found so far."""
+        return self.result.holds
 
     @property
     def observing(self) -> bool:
@@ -367,10 +389,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._judge.add(replace(fault, error=found.error, allowed=found.allowed))
 
     def _tell(self, violation: LiveViolation) -> None:
-        if not self._quiet:
-            from gradcheck_suite.core.text import violation_lines
-
-            print("\n".join(violation_lines(violation)), file=sys.stderr, flush=True)
+        if not self.quiet:
+            _say(violation_lines(violation))
         if self.options.stop_on_violation and self._observing:
             raise StoppedOnViolation
 

@@ -458,7 +458,8 @@ def _base_of(container: Any) -> Any:
 
 def _content(container: Any) -> Any:
     """Return what a container holds, read without the methods of a subclass: transformers' `ACT2FN` makes an object
-    of a class at each access."""
+    of a class at each access.
+    """
     kind = _base_of(container)
     keys = list(kind.__iter__(container))
     return {key: dict.__getitem__(container, key) for key in keys} if isinstance(container, dict) else keys

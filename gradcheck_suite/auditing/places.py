@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from gradcheck_suite.core.text import file_text
+
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _SUITE = str(Path(__file__).parents[1]) + os.sep
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -56,9 +58,14 @@ def is_users(filename: str | None) -> bool:
     return filename is not None and _kind_of_file(filename) == "user"
 
 
-@lru_cache(maxsize=4096)
 def shown(filename: str) -> str:
-    """Return the path of a file as a user would name it: relative to the folder that the program runs in."""
+    """Return a file as a user would name it: relative to the folder that the program runs in, or a notebook's cell."""
+    cell = file_text(filename)
+    return _relative(filename) if cell == filename else cell
+
+
+@lru_cache(maxsize=4096)
+def _relative(filename: str) -> str:
     try:
         relative = os.path.relpath(filename)
     except ValueError:

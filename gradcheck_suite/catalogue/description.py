@@ -10,28 +10,13 @@ from gradcheck_suite.catalogue.definitions import Signal
 from gradcheck_suite.catalogue.tables import chain_signal, input_signal, layer_definition, out_signal, with_signals
 from gradcheck_suite.core.case import ALWAYS_WRITTEN, Case, Layer, Loss, Plan, ProblemSpec
 from gradcheck_suite.core.results import ItemWeight, Violation
-from gradcheck_suite.core.text import aligned, counted, weight_lines
+from gradcheck_suite.core.text import aligned, counted, violation_title, weight_lines
+from gradcheck_suite.core.text import error_text as error_text
 
 SPLIT = (*ALWAYS_WRITTEN, "ranks")
 """The fields of a plan that its split shows."""
 MOST_SHOWN = 24
 """Micro-batches of an epoch that are shown one by one."""
-SURE_VIOLATION = 100
-"""Error over bound from which on the digits of the bound decide nothing: one of them is printed."""
-
-
-def error_text(error: float, allowed: float) -> str:
-    """Return an error beside its bound, such as `0.205, where rounding allows 7e-15`.
-
-    The bound has three digits where the error is close to it. Far below the error it has one: its further digits are
-    rounding error themselves and differ between processors.
-
-    Args:
-        error: |observed - expected|, in the units of the gradient.
-        allowed: the largest error that rounding explains, in the same units.
-    """
-    digits = 1 if error > SURE_VIOLATION * allowed else 3
-    return f"{error:.3g}, where rounding allows {allowed:.{digits}g}"
 
 
 def split_text(plan: Plan) -> str:
@@ -108,11 +93,6 @@ def describe_case(case: Case) -> list[str]:
         ("run", f"{case.dtype} on {case.device}, seed {case.seed}, {optimizer}"),
     ]
     return aligned(pairs)
-
-
-def violation_title(kind: str, diagnosis: str) -> str:
-    """Return `kind: diagnosis`, or the kind alone where the diagnosis says no more."""
-    return kind if kind == diagnosis else f"{kind}: {diagnosis}"
 
 
 def describe_violation(violation: Violation) -> list[str]:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import shutil
+import textwrap
+import tomllib
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -19,8 +23,8 @@ from gradcheck_suite.core.contract import (
     VerifyOptions,
     checked_assumptions,
 )
-from gradcheck_suite.core.records import FOLDER, expect_writable_folder
-from gradcheck_suite.core.text import aligned
+from gradcheck_suite.core.records import FOLDER, expect_schema, expect_writable_folder
+from gradcheck_suite.core.text import aligned, suggestion
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run.environment import own_version
 
@@ -33,10 +37,16 @@ class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` that raises in place of printing its usage, and takes no abbreviations."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(allow_abbrev=False, **settings)
+        # the examples at the end keep their lines, and the formatter that keeps them wraps no description
+        width = shutil.get_terminal_size().columns - 2
+        settings["description"] = textwrap.fill(settings.get("description") or "", width)
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
 
     def error(self, message: str) -> NoReturn:
-        """Raise `BadUsageError`."""
+        """Raise `BadUsageError`, with the option that may have been meant."""
+        unknown, _, given = message.partition(": ")
+        if unknown == "unrecognized arguments":
+            message += suggestion(given.split()[0].partition("=")[0], self._option_string_actions)
         raise BadUsageError(f"{message.removeprefix('argument ')} (see {self.prog} --help)")
 
 
@@ -48,7 +58,6 @@ def top_parser(program: str, commands: Mapping[str, str]) -> Parser:
         usage=f"{program} COMMAND ...",
         description="Does this training loop hand its optimizer the gradient it should?",
         epilog=f"commands:\n{listed}\n\n`{program} COMMAND --help` says what each takes.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"{program} {own_version()}")
     parser.add_argument("COMMAND", nargs="?", type=one_of(commands), help=argparse.SUPPRESS)
@@ -61,7 +70,8 @@ def one_of(names: Iterable[str]) -> Callable[[str], str]:
 
     def check(text: str) -> str:
         if text not in allowed:
-            raise argparse.ArgumentTypeError(f"expected one of {', '.join(allowed)}; got {text!r}")
+            meant = suggestion(text, allowed)
+            raise argparse.ArgumentTypeError(f"expected one of {', '.join(allowed)}; got {text!r}{meant}")
         return text
 
     return check
@@ -131,6 +141,7 @@ class Option:
         help: what it does, without its default.
         read: text -> value; raises `argparse.ArgumentTypeError`. None for a flag, which takes no value.
         repeatable: whether each use adds one value to a tuple.
+        short: a second flag of one letter, or None.
     """
 
     field: str
@@ -139,9 +150,10 @@ class Option:
     help: str
     read: Callable[[str], Any] | None
     repeatable: bool = False
+    short: str | None = None
 
 
-EXAMPLES = Option("examples", "--examples", "N", "cases drawn for each loop", positive_integer)
+EXAMPLES = Option("examples", "--examples", "N", "cases drawn for each loop", positive_integer, short="-n")
 SEED = Option("seed", "--seed", "S", "the same seed and the same versions draw the same cases", seed)
 TIME_LIMIT = Option(
     "time_limit_s",
@@ -212,7 +224,7 @@ def add_option(parser: Parser, option: Option) -> None:
         return
     shown = f"{default:g}" if isinstance(default, float) else default
     parser.add_argument(
-        option.flag,
+        *filter(None, (option.short, option.flag)),
         dest=option.field,
         type=option.read,
         metavar=option.metavar,
@@ -230,16 +242,63 @@ def options_of(arguments: Namespace) -> VerifyOptions:
 # The paths that a command writes to, refused before its work starts where they cannot be written.
 
 
-def add_reports(parser: Parser, what: str) -> None:
-    """Add `--reports`; its help says what the command writes there."""
-    parser.add_argument(
-        "--reports", type=Path, default=Path("reports"), metavar="DIR", help=f"{what} (default %(default)s)"
-    )
+CONFIGURED = "[tool.gradcheck-suite] in pyproject.toml"
+
+
+def configured_reports() -> Path | None:
+    """Return the folder of records that the project asks for; None where it asks for none.
+
+    The project is that of the nearest `pyproject.toml`, from the working directory upwards.
+
+    Raises:
+        UsageError: the table has another key, or another value than a string.
+    """
+    here = Path.cwd()
+    file = next((path for folder in (here, *here.parents) if (path := folder / "pyproject.toml").is_file()), None)
+    if file is None:
+        return None
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {}).get("gradcheck-suite", {})
+    except (OSError, ValueError):
+        return None  # whoever reads more of it says what is wrong
+    if unknown := sorted(table.keys() - {"reports"}):
+        raise UsageError(f"{CONFIGURED}: expected reports, got {unknown[0]!r}{suggestion(unknown[0], ['reports'])}")
+    if not isinstance(table.get("reports", ""), str):
+        raise UsageError(f"{CONFIGURED}: reports must be a string, the path of a folder; got {table['reports']!r}")
+    return Path(os.path.relpath(file.parent / table["reports"])) if table.get("reports") else None
+
+
+def add_reports(parser: Parser, what: str, default: Path | None = None) -> None:
+    """Add `--reports`; its help says what the command writes there.
+
+    Args:
+        parser: of the command.
+        what: it writes.
+        default: the folder where neither the option nor the project names one; None where nothing is recorded then.
+    """
+    nowhere = "nothing is recorded" if default is None else f"{default}"
+    shown = f"{what} (default: reports of {CONFIGURED}; without that, {nowhere})"
+    parser.add_argument("--reports", type=Path, default=configured_reports() or default, metavar="DIR", help=shown)
 
 
 def add_json(parser: Parser, what: str) -> None:
     """Add `--json`; its help says what the command writes there."""
     parser.add_argument("--json", type=Path, metavar="PATH", help=f"write {what} here as JSON")
+
+
+def add_html(parser: Parser) -> None:
+    """Add `--html`."""
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="PATH",
+        help="write a page on each violation here, one HTML file, and open it if a desktop's terminal runs the command",
+    )
+
+
+def add_quiet(parser: Parser) -> None:
+    """Add `-q`."""
+    parser.add_argument("-q", "--quiet", action="store_true", help="print each verdict in one line, and no more")
 
 
 def add_number(
@@ -263,11 +322,11 @@ def add_rows(parser: Parser) -> None:
     add_reports(parser, "the rows are recorded in DIR/records")
 
 
-def expect_writable(reports: Path, *folders: str, **files: Path | None) -> None:
+def expect_writable(reports: Path | None, *folders: str, **files: Path | None) -> None:
     """Refuse paths that cannot be written.
 
     Args:
-        reports: the reports folder, whose records are written.
+        reports: the reports folder, whose records are written; None for no records.
         folders: others under it.
         files: option without its dashes, such as `json`, -> the file that it names, or None.
     """
@@ -279,5 +338,9 @@ def expect_writable(reports: Path, *folders: str, **files: Path | None) -> None:
         if not path.parent.is_dir():
             raise UsageError(f"--{option} {path}: there is no folder {path.parent}; make it first")
         expect_writable_folder(path.parent, f"--{option} {path}")
+    if reports is None:
+        return
     for folder in (*folders, FOLDER):
         expect_writable_folder(reports / folder, f"--reports {reports}")
+    for path in (reports / FOLDER).glob("*.jsonl"):
+        expect_schema(path)

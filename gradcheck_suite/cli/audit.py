@@ -15,18 +15,24 @@ import tomllib
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
+from gradcheck_suite.cli.loading import no_file
 from gradcheck_suite.core.contract import INSTRUMENTS
-from gradcheck_suite.core.records import write_json
+from gradcheck_suite.core.counterexamples import places_source
+from gradcheck_suite.core.records import append_record, write_json, write_text
 from gradcheck_suite.core.results import LiveResult, results_to_json
+from gradcheck_suite.core.text import live_lines, say
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run import environment
+
+PROGRAM = "gradcheck-suite audit"
 
 # Run somebody's script or module as `python SCRIPT ARGS` does.
 
@@ -50,8 +56,17 @@ def script_runner(path: str, arguments: Sequence[str]) -> Callable[[], dict[str,
         UsageError: there is no such script, it cannot be read, or it is no Python.
     """
     file = Path(path)
+    if file.is_dir():
+        module = ".".join(file.parts)
+        package = f", or `-m {module}` for the package" if (file / "__main__.py").is_file() else ""
+        raise UsageError(f"{path} is a folder: expected a Python script in it, such as {file / 'train.py'}{package}")
     if not file.is_file():
-        raise UsageError(f"{path}: no such script")
+        raise UsageError(no_file(file))
+    if file.suffix == ".ipynb":
+        raise UsageError(
+            f"{path} is a notebook, and a script is expected: put `with gradcheck_suite.audit():` around the training "
+            "in its cell, or make a script by `jupyter nbconvert --to script`"
+        )
     try:
         with io.open_code(str(file.resolve())) as opened:
             code = compile(opened.read(), path, "exec")
@@ -114,7 +129,7 @@ def add_arguments(parser: parsers.Parser) -> None:
     )
     eager = "run what torch.compile compiles eagerly, so that its losses can be read"
     without = f"switch off one of {', '.join(INSTRUMENTS)}; repeatable"
-    add("--steps", type=count, metavar="N", help=steps)
+    add("-n", "--steps", type=count, metavar="N", help=steps)
     add("--every", type=count, default=10, metavar="M", help=every)
     add("--accumulation-steps", type=count, metavar="K", help=size)
     add("--accept", action="append", default=[], metavar="DIAGNOSIS[@FILE:LINE]", help=accept)
@@ -122,9 +137,11 @@ def add_arguments(parser: parsers.Parser) -> None:
     add("--eager", action="store_true", help=eager)
     add("--without", action="append", default=[], type=listed, metavar="INSTRUMENT", help=without)
     add("--jax", action="store_true", help="let JAX compute the first window too, of a small model, at the end")
-    add("--stop-on-violation", action="store_true", help="end the script at its first violation")
+    add("-x", "--stop-on-violation", action="store_true", help="end the script at its first violation")
+    parsers.add_quiet(parser)
     parsers.add_json(parser, "the result")
-    add("--reports", type=Path, metavar="DIR", help="append the result to the records under DIR")
+    parsers.add_html(parser)
+    parsers.add_reports(parser, "append the result to the records under DIR")
     add("-m", dest="module", action="store_true", help="SCRIPT is a module, as for `python -m`")
     add("script", metavar="SCRIPT.py", help="the script, and its own arguments")
     add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help=argparse.SUPPRESS)
@@ -154,9 +171,15 @@ def accepted_by_project() -> tuple[str, ...]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the script under an audit; print and store the result."""
-    if arguments.json is not None or arguments.reports is not None:
-        parsers.expect_writable(arguments.reports or Path("."), json=arguments.json)
+    parsers.expect_writable(arguments.reports, json=arguments.json, html=arguments.html)
+    if arguments.html is not None:
+        from gradcheck_suite.page.render import expect_installed
 
+        expect_installed("the HTML report", ["jinja2"])
+    for option in ("json", "html", "reports"):
+        # the script may change its working directory
+        if (path := getattr(arguments, option)) is not None:
+            setattr(arguments, option, path.absolute())
     runner = (module_runner if arguments.module else script_runner)(arguments.script, arguments.arguments)
     from gradcheck_suite.auditing.context import StoppedOnViolation, audit
 
@@ -168,6 +191,7 @@ def run(arguments: argparse.Namespace) -> int:
     if "RANK" in os.environ and terminated is signal.SIG_DFL:
         # a launcher ends the other ranks so when one has failed: what was seen is still to be written
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    folder = Path.cwd()
     name = f"-m {arguments.script}" if arguments.module else arguments.script
     audited = audit(
         steps=arguments.steps,
@@ -180,12 +204,18 @@ def run(arguments: argparse.Namespace) -> int:
         eager=arguments.eager,
         objectives=tuple(arguments.objective),
         name=name,
-        quiet=False,
+        quiet=arguments.quiet,
     ).open()
+
+    def finished(error: BaseException | None, status: int) -> int:
+        audited.quiet = True  # printed below
+        return _finish(arguments, audited.close(error), status, folder)
+
     error: BaseException | None = None
     status = 0
     try:
-        runner()
+        with exit_status.ends_with(partial(finished, None)):
+            runner()
     except StoppedOnViolation as stop:
         error = stop
     except SystemExit as stop:
@@ -195,34 +225,58 @@ def run(arguments: argparse.Namespace) -> int:
     except BaseException as raised:
         error, status = raised, 1
         _print_own_traceback(raised)
-    result = audited.close(error)
-    signal.signal(signal.SIGINT, previous)
-    signal.signal(signal.SIGTERM, terminated)
-    if result.rank is not None and result.unjudged is not None and result.unjudged.startswith("rank "):
-        return status  # another rank judges
-    return _finish(arguments, result, status, name)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        signal.signal(signal.SIGTERM, terminated)
+    return finished(error, status)
 
 
-def _finish(arguments: argparse.Namespace, result: LiveResult, status: int, name: str) -> int:
-    """Write and print the result; return the exit status."""
-    from gradcheck_suite.core.text import result_lines
+def _write_page(
+    path: Path, result: LiveResult, violations: Sequence[Mapping[str, Any]], lines: Sequence[str], folder: Path
+) -> None:
+    """Write the page of the run, name it, and open it where there is a violation to look at."""
+    from gradcheck_suite.page.render import open_page, violations_html
+    from gradcheck_suite.page.violation import live_page
 
+    pages = [live_page(found, result.script, str(i)) for i, found in enumerate(violations)]
+    write_text(path, violations_html(pages, lines))
+    say([f"page    {os.path.relpath(path, folder)}"], sys.stderr)
+    if pages:
+        open_page(path)
+
+
+def _finish(arguments: argparse.Namespace, result: LiveResult, status: int, folder: Path) -> int:
+    """Print the result, then write it; return the exit status, which a file that cannot be written does not change.
+
+    Args:
+        arguments: of the command.
+        result: of the audit.
+        status: of the script.
+        folder: in which the script began.
+    """
+    if result.is_another_ranks:
+        return status
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    lines = live_lines(result, shown=True)
+    with contextlib.suppress(OSError, ValueError):  # a script may close its standard error
+        say(lines[:1] if arguments.quiet else ["", *lines], sys.stderr)
     about = environment.environment()
+    violations = [
+        {**violation.to_json(), "source": places_source(violation.places, folder)} for violation in result.violations
+    ]
+    data = {**result.to_json(), "arguments": arguments.arguments, "violations": violations}
     if arguments.json is not None:
-        write_json(arguments.json, results_to_json([result], about))
-    if arguments.reports is not None:
-        from gradcheck_suite.core.records import append_record
-
-        data = {**result.to_json(), "arguments": arguments.arguments}
-        append_record(arguments.reports, "audit", data, environment=about)
-    sys.stdout.flush()
-    print("\n".join(result_lines(result, shown=True)), file=sys.stderr, flush=True)
+        exit_status.attempt(PROGRAM, lambda: write_json(arguments.json, results_to_json([result], about)))
+    exit_status.attempt(PROGRAM, lambda: append_record(arguments.reports, "audit", data, environment=about))
+    if arguments.html is not None:
+        exit_status.attempt(PROGRAM, lambda: _write_page(arguments.html, result, violations, lines, folder))
     if result.violations:
         return exit_status.VIOLATED
     if status:
         return status
     if result.unjudged is not None:
-        raise UsageError(f"{name}: unjudged: {result.unjudged}")
+        return exit_status.fail(PROGRAM, f"{result.script}: unjudged: {result.unjudged}")
     return exit_status.status_of(violated=False, findings=bool(result.disagreements))
 
 

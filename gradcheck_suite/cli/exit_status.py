@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn, TypeVar
 
+from gradcheck_suite.errors import UsageError
+
+_T = TypeVar("_T")
 HOLDS = 0
 VIOLATED = 1
 BAD_USAGE = 2
@@ -49,15 +53,15 @@ _MEANINGS: dict[str, dict[int, str]] = {
 """Command -> what its own statuses mean; that of others is `_JUDGED`."""
 
 
-def epilog(command: str) -> str:
-    """Return what the exit statuses of a command mean, as the end of its help."""
-    meanings = {
+def meanings(command: str) -> dict[int, str]:
+    """Return what the exit statuses of a command mean, in order."""
+    found = {
         **_MEANINGS.get(command, _JUDGED),
         BAD_USAGE: "bad usage or input, or nothing could be judged" if command != "doctor" else "bad usage",
         BUG: "a bug in gradcheck-suite",
         INTERRUPTED: "interrupted before any violation was found",
     }
-    return f"Exit status: {'; '.join(f'{status} {meanings[status]}' for status in sorted(meanings))}."
+    return dict(sorted(found.items()))
 
 
 def status_of(*, violated: bool, findings: bool, interrupted: bool = False) -> int:
@@ -67,6 +71,49 @@ def status_of(*, violated: bool, findings: bool, interrupted: bool = False) -> i
     if interrupted:
         return INTERRUPTED
     return DISAGREEMENT if findings else HOLDS
+
+
+# What goes wrong, in one line on standard error.
+
+
+def fail(program: str, message: str, status: int = BAD_USAGE) -> int:
+    """Print one line on standard error, where that takes any, and return the status."""
+    with suppress(OSError, ValueError):
+        print(f"{program}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    return status
+
+
+def attempt(program: str, write: Callable[[], _T]) -> _T | None:
+    """Write what was found; that it cannot be written is one line, and changes no verdict."""
+    try:
+        return write()
+    except UsageError as error:
+        fail(program, str(error))
+        return None
+
+
+# The code under test may end the process past every handler of Python's.
+
+
+_exit = os._exit
+
+
+@contextmanager
+def ends_with(act: Callable[[int], int]) -> Iterator[None]:
+    """Let `os._exit` call `act` first, with its status, and end the process with what that returns.
+
+    In a child process, as `multiprocessing` forks them, it stays what it is.
+    """
+    outer, process = os._exit, os.getpid()
+
+    def ended(status: int) -> NoReturn:
+        _exit(act(status) if os.getpid() == process else status)
+
+    os._exit = ended
+    try:
+        yield
+    finally:
+        os._exit = outer
 
 
 # Note each Ctrl-C beside raising `KeyboardInterrupt`, which a loop under test may catch.

@@ -21,6 +21,7 @@ from types import FunctionType, ModuleType
 from typing import Any, cast
 
 from gradcheck_suite.core.contract import Loop, Problem
+from gradcheck_suite.core.text import suggestion
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.trainers import TRAINERS
 from gradcheck_suite.run.processes import Source, remember
@@ -35,15 +36,73 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
-def expect_file(text: str) -> None:
-    """Refuse `FILE.py:NAME` where there is no such file; imports nothing.
+def expect_found(text: str) -> None:
+    """Refuse a loop or a problem that its source plainly lacks, before torch and jax are imported, which takes seconds.
 
     Raises:
-        UsageError: the file does not exist.
+        UsageError: there is no such file, it is no Python, or the name occurs nowhere in it; or a built-in's name does
+            not exist.
     """
-    path = Path(text.rpartition(":")[0])
-    if path.suffix == ".py" and not path.exists():
-        raise UsageError(_no_file(path))
+    place, colon, name = text.rpartition(":")
+    path = Path(place)
+    if not colon:
+        if text and not text.endswith(".py") and not Path(text).is_dir():
+            _expect_built_in(text)
+        return
+    if path.suffix != ".py":
+        parts = Path(*place.split("."))
+        files = (Path(f) / end for f in (".", *sys.path) for end in (parts.with_suffix(".py"), parts / "__init__.py"))
+        path = next((file for file in files if file.is_file()), path)
+    if path.suffix == ".py" and not path.is_dir():
+        if not path.exists():
+            raise UsageError(no_file(path))
+        file = str(path.resolve())
+        tree = _guarded(lambda: ast.parse(path.read_bytes(), file), place, file)
+        bound = _names_bound(tree)
+        if bound is not None and (first := name.partition(".")[0]) not in bound:
+            listed = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+            offer = f"; it defines {_listed(listed)}" if listed else ""
+            raise UsageError(f"{place} has no {first!r}{suggestion(first, bound)}{offer}")
+
+
+_HIDES_NAMES = {"globals", "vars", "locals", "setattr", "exec", "eval", "__getattr__", "__dict__", "modules"}
+
+
+def _names_bound(tree: ast.AST) -> set[str] | None:
+    """Return every name that a module may define; None where names may come from elsewhere."""
+    bound: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.alias):
+            bound.add(node.asname or node.name.partition(".")[0])
+        elif isinstance(node, ast.Name):
+            bound.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            bound.add(node.attr)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+    return None if bound & {"*", *_HIDES_NAMES} else bound
+
+
+def _expect_built_in(text: str) -> None:
+    """Refuse a name that the sources of the built-in loops have nowhere; the names of trainers are known."""
+    loops = Path(__file__).parents[1] / "loops"
+    nodes = (
+        node
+        for file in (loops / "reset_modes.py", loops / "ranks.py")
+        for node in ast.walk(ast.parse(file.read_bytes()))
+    )
+    # loops are registered under names in quotes, or under their functions'
+    names = {getattr(node, "name", None) or getattr(node, "value", None) for node in nodes}
+    known = {name for name in names if isinstance(name, str) and name.isidentifier()}
+    if text not in TRAINERS and not known.issuperset(text.split("/")):
+        raise UsageError(_no_built_in(text, sorted([*known, *TRAINERS])))
+
+
+def _no_built_in(text: str, names: Iterable[str]) -> str:
+    return (
+        f"no built-in loop is called {text!r}{suggestion(text, names)}; `gradcheck-suite verify --list` prints them, "
+        "and a loop of your own is FILE.py:NAME or package.module:NAME"
+    )
 
 
 def resolve_loop(text: str) -> Loop:
@@ -109,7 +168,7 @@ def _built_in(text: str) -> Loop:
         raise UsageError(f"{text} is a folder: expected FILE.py:NAME, package.module:NAME or a built-in's name")
     if text.endswith(".py"):
         if not path.is_file():
-            raise UsageError(_no_file(path))
+            raise UsageError(no_file(path))
         names = _functions_in(path)
         listed = f"; it defines {_listed(names)}" if names else ""
         raise UsageError(f"{text} names no loop: expected {text}:NAME{listed}")
@@ -120,10 +179,7 @@ def _built_in(text: str) -> Loop:
 
     loops = {**BUILT_IN, **RANK_LOOPS}
     if text not in loops:
-        raise UsageError(
-            f"no built-in loop is called {text!r}{_suggestion(text, [*loops, *TRAINERS])}; "
-            "`gradcheck-suite verify --list` prints them, and a loop of your own is FILE.py:NAME or package.module:NAME"
-        )
+        raise UsageError(_no_built_in(text, [*loops, *TRAINERS]))
     return loops[text]
 
 
@@ -138,7 +194,7 @@ def _find(text: str, what: str) -> tuple[Any, ModuleType]:
         try:
             found = getattr(found, part)
         except AttributeError:
-            raise UsageError(f"{place} has no {name!r}{_suggestion(name, vars(module))}{_offer(module)}") from None
+            raise UsageError(f"{place} has no {name!r}{suggestion(name, vars(module))}{_offer(module)}") from None
         except Exception as error:  # a lazy module imports what it stands for at the first access
             raise UsageError(f"cannot look up {name} in {place}: {one_line(error)}") from None
     return found, module
@@ -159,7 +215,7 @@ def _module(place: str) -> ModuleType:
 
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise UsageError(f"{path} is a folder: expected a Python file" if path.is_dir() else _no_file(path))
+        raise UsageError(f"{path} is a folder: expected a Python file" if path.is_dir() else no_file(path))
     if path.suffix != ".py":
         raise UsageError(f"{path} is no Python file: expected a name that ends in .py")
     resolved, status = path.resolve(), path.stat()
@@ -285,12 +341,8 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
-def _suggestion(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, [n for n in names if not n.startswith("__")], n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def _no_file(path: Path) -> str:
+def no_file(path: Path) -> str:
+    """Return that there is no such file, with the one that may have been meant."""
     folder = path.parent
     near = difflib.get_close_matches(path.name, [p.name for p in folder.glob("*.py")], n=1) if folder.is_dir() else []
     hint = f" (did you mean {folder / near[0]}?)" if near else ""

@@ -10,9 +10,10 @@ from typing import TypeVar
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.arguments import AUTOCAST, TIME_LIMIT, add_option
-from gradcheck_suite.cli.loading import note_untested_trainers
+from gradcheck_suite.cli.loading import expect_found, note_untested_trainers
 from gradcheck_suite.core.contract import Loop, Problem
 from gradcheck_suite.core.counterexamples import StoredCase, read_case_file
+from gradcheck_suite.core.text import of_bound, say
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.run import environment
 
@@ -40,6 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     if name is None:
         raise UsageError(f"{arguments.case} holds a bare case, which names no loop: pass LOOP after it")
     environment.expect_main_job()
+    for text in filter(None, (arguments.loop, arguments.problem)):
+        expect_found(text)
     environment.prepare()
     loop, problem = _subjects(arguments, stored, name)
     note_untested_trainers([name])
@@ -59,7 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if verdict.skipped:
         raise CannotRunHere(f"case {case.digest} cannot be judged here: {verdict.skipped}")
-    print(f"{name}  {'holds' if verdict.holds else 'VIOLATED'}  on case {case.digest}")
     findings, lines = [verdict.finding] if verdict.finding else [], []
     if problem is not None:
         opinion = second_opinion([case], problem)
@@ -68,9 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
     if verdict.violation is not None:
         lines += [*describe_violation(verdict.violation), example_text(case)]
     else:
-        lines += [] if verdict.finding else [f"worst error {verdict.ratio:.2g} of what is allowed"]
+        lines += [] if verdict.finding else [f"worst error {of_bound(verdict.ratio)}"]
         lines += describe_case(case)
-    print("\n".join(f"    {line}".rstrip() for line in lines))
+    first = f"{name}  {'holds' if verdict.holds else 'VIOLATED'}  on case {case.digest}"
+    say([first, *(f"    {line}".rstrip() for line in lines)])
     return exit_status.status_of(violated=not verdict.holds, findings=bool(findings))
 
 

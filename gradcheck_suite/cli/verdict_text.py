@@ -6,11 +6,10 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gradcheck_suite.catalogue.description import describe_violation, example_text
-from gradcheck_suite.core.contract import DECLARED, DEFAULT_TIME_LIMIT, VerifyOptions
+from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, VerifyOptions
 from gradcheck_suite.core.counterexamples import Counterexample
 from gradcheck_suite.core.results import Result
-from gradcheck_suite.core.text import counted
+from gradcheck_suite.core.text import counted, loop_lines
 from gradcheck_suite.loops.trainers import TRAINERS
 
 
@@ -52,46 +51,16 @@ def subjects(names: Iterable[str], versions: Mapping[str, str | None], libraries
     return ", ".join(f"{name} {versions[name]}" for name in ("gradcheck-suite", "torch", "jax", *packages))
 
 
-def result_lines(
-    result: Result, stored: Counterexample | None, options: VerifyOptions, width: int, *, judged: bool
-) -> list[str]:
-    """Return one line on a loop, and below it its assumptions, findings, violation and stored files.
+def result_lines(result: Result, stored: Counterexample | None, options: VerifyOptions, width: int) -> list[str]:
+    """Return the verdict on a loop in words, and the files of its violation.
 
     Args:
         result: of its verification.
         stored: the files of its counterexample.
         options: of its verification.
         width: of the column of names, in characters.
-        judged: whether any case could be judged.
     """
-    lines = [_one_line(result, width, judged=judged)]
-    if drawn := [name for name in result.assumes if name not in DECLARED]:
-        lines.append(f"    assumes {', '.join(drawn)}: nothing else was tried")
-    lines += [f"    assumes {name}: {meaning}" for name, meaning in DECLARED.items() if name in result.assumes]
-    if result.autocast:
-        lines.append(f"    losses may be computed under torch.autocast in {result.autocast}")
-    if result.traffic:
-        lines.append(f"    {result.traffic}")
-    if result.moved_by_zeros:
-        lines.append(
-            f"    in {counted(result.moving_cases, 'case')} zeros moved a parameter that None leaves: "
-            f"{result.moved_by_zeros}"
-        )
-    if result.second_opinion:
-        lines += [f"    {line}" for line in result.second_opinion.splitlines()]
-    lines += [f"    finding, for which no loop is to blame: {finding}" for finding in result.findings]
-    lines += [
-        f"    {counted(count, 'case')} could not be judged here: {' '.join(reason.split())}"
-        for reason, count in result.skipped.items()
-    ]
-    lines += [
-        f"    {count} of {result.windows + sum(result.windows_skipped.values())} steps could not be judged: {reason}"
-        for reason, count in result.windows_skipped.items()
-    ]
-    if result.violation is not None:
-        violation = [*describe_violation(result.violation), example_text(result.violation.case)]
-        lines += [f"    {line}".rstrip() for line in violation]
-        lines.append(f"    {_found(result)}")
+    lines = loop_lines(result, width)
     if stored is not None:
         further = "" if options.time_limit_s == DEFAULT_TIME_LIMIT else f" --time-limit {options.time_limit_s:g}"
         further += "" if options.autocast is None else f" --autocast {options.autocast}"
@@ -118,31 +87,6 @@ def summary(results: Sequence[Result], asked: int, *, interrupted: bool) -> str:
     if interrupted:
         text += f"; interrupted, {len(complete)} of {counted(asked, 'loop')} went to the end"
     return text
-
-
-def _found(result: Result) -> str:
-    assert result.violation is not None
-    first = "the weight probe"
-    if result.violation.case.problem_name:
-        first = "the case that is tried first, two whole windows"
-    if not result.cases:
-        return f"found on {first}, before any case was drawn"
-    if result.found_after is None:
-        return f"found on {first}; none of {counted(result.cases, 'case')} drawn shows it"
-    if result.shrinking:
-        return f"found after {counted(result.found_after, 'case')}; {result.shrinking}"
-    return f"found after {counted(result.found_after, 'case')}, then shrunk to this one"
-
-
-def _one_line(result: Result, width: int, *, judged: bool) -> str:
-    verdict = "holds" if result.holds else "VIOLATED"
-    if result.interrupted and result.holds:
-        verdict = "holds so far (interrupted)"
-    worst = f"worst error {result.ratio:.2g} of what is allowed" if result.holds and result.cases else ""
-    if not judged:
-        verdict, worst = "unjudged", ""
-    cases = counted(result.cases, "case")
-    return f"{result.loop:<{width}}  {verdict:<8}  {cases:>9}  {result.seconds:6.1f} s  {worst}".rstrip()
 
 
 def _on(flag: Any) -> str:

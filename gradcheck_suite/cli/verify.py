@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-import webbrowser
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,7 +12,7 @@ from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.arguments import OPTIONS, add_option, options_of
 from gradcheck_suite.cli.exit_status import noted_interrupts
-from gradcheck_suite.cli.loading import note_untested_trainers
+from gradcheck_suite.cli.loading import expect_found, note_untested_trainers
 from gradcheck_suite.cli.progress import Progress
 from gradcheck_suite.core.contract import (
     Loop,
@@ -28,10 +24,11 @@ from gradcheck_suite.core.contract import (
     checked_autocast,
     expect_within,
 )
-from gradcheck_suite.core.counterexamples import Counterexample, store_counterexample
-from gradcheck_suite.core.records import append_record, judge_digest, write_json, write_text
+from gradcheck_suite.core.counterexamples import FOLDER as COUNTEREXAMPLES
+from gradcheck_suite.core.counterexamples import Counterexample, loop_source, store_counterexample
+from gradcheck_suite.core.records import append_record, expect_writable_folder, judge_digest, write_json, write_text
 from gradcheck_suite.core.results import Result, Verdict, results_to_json
-from gradcheck_suite.core.text import aligned
+from gradcheck_suite.core.text import aligned, say, violation_title
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.trainers import PACKAGES, TRAINERS
 from gradcheck_suite.run import environment
@@ -39,15 +36,9 @@ from gradcheck_suite.run.processes import template_ahead
 from gradcheck_suite.strategies.coverage import CaseCoverage, Coverage
 from gradcheck_suite.verification.judge_process import second_process
 
-
-def open_page(path: Path) -> bool:
-    """Open a file in the browser, and return whether a browser took it.
-
-    Nothing opens in a pipe, as in CI, or on a machine without a desktop: `webbrowser` would start a browser of text in
-    the terminal there.
-    """
-    desktop = sys.platform in ("darwin", "win32") or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
-    return bool(desktop) and sys.stdout.isatty() and webbrowser.open(path.resolve().as_uri())
+PROGRAM = "gradcheck-suite verify"
+DEFAULT_REPORTS = Path("reports")
+"""Where counterexamples go if no folder is named: `replay` needs their files."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +67,10 @@ class Verified:
     Attributes:
         result: the verdict.
         reached: how many judged cases had each layer, loss and kind of split.
-        unjudged: the most frequent reason where no case could be judged, else None.
     """
 
     result: Result
     reached: Coverage
-    unjudged: str | None
 
 
 def verify_subject(subject: Subject, options: VerifyOptions, progress: Callable[[Verdict], None]) -> Verified:
@@ -94,37 +83,36 @@ def verify_subject(subject: Subject, options: VerifyOptions, progress: Callable[
     """
     from gradcheck_suite.verification.verify import verify
 
-    reach, reasons = CaseCoverage(), Counter[str]()
+    reach = CaseCoverage()
 
     def note(verdict: Verdict) -> None:
-        if reason := verdict.skipped or verdict.finding:
-            reasons[reason] += 1
-        else:
+        if not (verdict.skipped or verdict.finding):
             reach.note(verdict.case)
         progress(verdict)
 
-    problem_name = subject.problem_name or "problem"
     result = verify(
-        subject.loop, options, name=subject.name, problem=subject.problem, problem_name=problem_name, progress=note
+        subject.loop,
+        options,
+        name=subject.name,
+        problem=subject.problem,
+        problem_name=subject.problem_name or "problem",
+        progress=note,
+        quiet=True,
     )
-    unjudged = None
-    if result.holds and not result.judged and not result.interrupted:
-        ((reason, _),) = reasons.most_common(1) or [("none was drawn", 0)]
-        unjudged = f"{result.loop}: none of {result.cases} cases could be judged: {reason}"
-    return Verified(result, reach.to_json(), unjudged)
+    return Verified(result, reach.to_json())
 
 
-def record(
+def store(
     subject: Subject, options: VerifyOptions, verified: Verified, reports: Path, environment: Mapping[str, Any]
 ) -> Counterexample | None:
-    """Record a verification under a reports folder; return the files of its counterexample, None where it holds.
+    """Store a violation under a reports folder; return its files, None where the loop holds.
 
     Raises:
         UsageError: a file cannot be written.
     """
     violation, stored = verified.result.violation, None
     if violation is not None:
-        case = store_counterexample(reports, verified.result, environment)
+        case = store_counterexample(reports, verified.result, environment, loop_source(subject.loop))
         stored = Counterexample(case, None)
         # a script is one process
         if subject.importable and not violation.case.plan.ranks:
@@ -135,6 +123,22 @@ def record(
             script = case.with_suffix(".py")
             write_text(script, script_text(subject.loop, subject.name, violation, problem=problem, time_limit_s=limit))
             stored = Counterexample(case, script, unrepeatable(script, violation, limit))
+    return stored
+
+
+def record(
+    subject: Subject,
+    options: VerifyOptions,
+    verified: Verified,
+    reports: Path | None,
+    environment: Mapping[str, Any],
+    stored: Counterexample | None,
+) -> None:
+    """Append the record of a verification; nothing where no folder was asked for.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
     data = {
         **asdict(options),
         **verified.result.to_json(),
@@ -144,7 +148,6 @@ def record(
         "unrepeatable": stored and stored.unrepeatable,
     }
     append_record(reports, "verify", data, environment=environment)
-    return stored
 
 
 FEW_CASES = 50
@@ -176,14 +179,11 @@ def add_arguments(parser: parsers.Parser) -> None:
         help="with 2, a second process judges gradients while this one runs the loop on the next cases, with the same "
         f"verdicts (default: {environment.PROCESSES_VARIABLE}, or 2 where there are two processors)",
     )
+    parser.add_argument("-x", "--stop-on-violation", action="store_true", help="stop after the first violated loop")
+    parsers.add_quiet(parser)
     parsers.add_json(parser, "the results")
-    parser.add_argument(
-        "--html",
-        type=Path,
-        metavar="PATH",
-        help="write a page on each violation here, one HTML file, and open it if a desktop's terminal runs the command",
-    )
-    parsers.add_reports(parser, "counterexamples go to DIR/counterexamples")
+    parsers.add_html(parser)
+    parsers.add_reports(parser, f"record the verdicts under DIR; counterexamples go to DIR, else to {DEFAULT_REPORTS}")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -191,15 +191,15 @@ def run(arguments: argparse.Namespace) -> int:
     environment.expect_main_job()
     if arguments.list:
         return _list(arguments.ranks)
-    parsers.expect_writable(arguments.reports, "counterexamples", json=arguments.json, html=arguments.html)
+    parsers.expect_writable(arguments.reports, json=arguments.json, html=arguments.html)
+    shown = arguments.reports or DEFAULT_REPORTS
+    expect_writable_folder(shown / COUNTEREXAMPLES, f"--reports {shown}")
     if arguments.html is not None:
         from gradcheck_suite.page.render import expect_installed
 
         expect_installed("the HTML report", ["jinja2"])
-    from gradcheck_suite.cli.loading import expect_file
-
-    for text in (*arguments.loops, *([] if arguments.problem is None else [arguments.problem])):
-        expect_file(text)  # before torch and jax are imported, which takes seconds
+    for text in (*arguments.loops, *filter(None, [arguments.problem])):
+        expect_found(text)
     options = options_of(arguments)
     with template_ahead(wanted=options.ranks > 1), second_process(wanted=_is_worth_a_process(arguments, options)):
         environment.prepare()
@@ -228,41 +228,46 @@ def _verify(arguments: argparse.Namespace, options: VerifyOptions) -> int:
     libraries = dict.fromkeys(name for subject in subjects for name in libraries_of(subject.loop))
     about = environment.environment((*PACKAGES, *libraries))
     header = verdict_text.header(arguments.loops, options, arguments.problem, about, libraries)
-    print(header, flush=True)
-    done = _Run(lines=header.splitlines())
+    if not arguments.quiet:
+        say(header.splitlines())
+    done = _Run(arguments, Path.cwd(), header.splitlines())
     try:
-        _verify_all(subjects, options, arguments.reports, about, done)
+        _verify_all(subjects, options, about, done)
     finally:
         results = [verified.result for verified in done.verified]
         # bad input stops the work before any result: then nothing is written
         if arguments.json is not None and (results or done.interrupted):
-            write_json(arguments.json, results_to_json(results, about))
+            document = results_to_json(results, about)
+            exit_status.attempt(PROGRAM, lambda: write_json(done.folder / arguments.json, document))
         if arguments.html is not None and results:
-            _write_page(arguments.html, done)
+            exit_status.attempt(PROGRAM, lambda: _write_page(done))
     violated = any(not result.holds for result in results)
-    unjudged = [verified.unjudged for verified in done.verified if verified.unjudged]
+    unjudged = [f"{result.loop}: {result.unjudged}" for result in results if result.unjudged]
     if unjudged and not violated and not done.interrupted:
         raise UsageError(unjudged[0])
-    print(verdict_text.summary(results, len(subjects), interrupted=done.interrupted), flush=True)
+    if not arguments.quiet:
+        say([verdict_text.summary(results, len(subjects), interrupted=done.interrupted)])
     findings = any(result.findings for result in results)
     return exit_status.status_of(violated=violated, findings=findings, interrupted=done.interrupted)
 
 
 @dataclass
 class _Run:
-    """The verifications so far, what was printed on them and stored, and whether Ctrl-C has stopped them."""
+    """The verifications so far, what was printed on them and stored, and whether Ctrl-C has stopped them.
 
+    Paths of the arguments are relative to the folder in which the command began: a loop may leave it.
+    """
+
+    arguments: argparse.Namespace
+    folder: Path
+    lines: list[str]
     verified: list[Verified] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
-    stored: list[Path] = field(default_factory=list)
+    stored: list[tuple[Path, Path]] = field(default_factory=list)
     interrupted: bool = False
 
 
-def _verify_all(
-    subjects: list[Subject], options: VerifyOptions, reports: Path, about: dict[str, Any], done: _Run
-) -> None:
-    """Verify, record and print the subjects one after the other, until Ctrl-C."""
-    from gradcheck_suite.cli.verdict_text import result_lines
+def _verify_all(subjects: list[Subject], options: VerifyOptions, about: dict[str, Any], done: _Run) -> None:
+    """Verify, store and print the subjects one after the other, until Ctrl-C, or the first violation with `-x`."""
     from gradcheck_suite.run.ranks import kept_ranks
 
     width = max(len(subject.name) for subject in subjects)
@@ -280,29 +285,63 @@ def _verify_all(
                 progress.start(subject.name)
                 verified = verify_subject(subject, options, advance)
                 done.verified.append(verified)
-                stored = record(subject, options, verified, reports, about)
-                progress.stop()
-                lines = result_lines(verified.result, stored, options, width, judged=not verified.unjudged)
-                print("\n".join(lines), flush=True)
-                done.lines.append(lines[0])
-                done.stored += [] if stored is None else [stored.case]
+                _keep(subject, options, verified, about, done, width, progress.stop)
                 if verified.result.interrupted or pressed:
                     done.interrupted = True
+                    return
+                if done.arguments.stop_on_violation and not verified.result.holds:
                     return
         except KeyboardInterrupt:
             done.interrupted = True
 
 
-def _write_page(path: Path, done: _Run) -> None:
+def _keep(
+    subject: Subject,
+    options: VerifyOptions,
+    verified: Verified,
+    about: dict[str, Any],
+    done: _Run,
+    width: int,
+    before: Callable[[], None],
+) -> None:
+    """Store a violation, print the verdict with the names of its files, then append the record where one is asked for.
+
+    A file that cannot be written is said after the verdict, and changes no status.
+    """
+    from gradcheck_suite.cli.verdict_text import result_lines
+
+    result, reports = verified.result, done.arguments.reports
+    shown = DEFAULT_REPORTS if reports is None else reports
+    refusal: UsageError | None = None
+    stored = None
+    try:
+        stored = store(subject, options, verified, done.folder / shown, about)
+    except UsageError as error:
+        refusal = error
+    before()
+    files = stored and stored.seen_from(done.folder / shown, shown)
+    lines = result_lines(result, files, options, width)
+    if done.arguments.quiet:
+        titles = (violation_title(violation.kind, violation.diagnosis) for violation in result.violations)
+        say(["  ".join([lines[0], *titles])])
+    else:
+        say(lines)
+    done.lines.append(lines[0])
+    done.stored += [(stored.case, files.case)] if stored and files else []
+    if refusal is not None:
+        exit_status.fail(PROGRAM, str(refusal))
+    folder = None if reports is None else done.folder / reports
+    exit_status.attempt(PROGRAM, lambda: record(subject, options, verified, folder, about, stored))
+
+
+def _write_page(done: _Run) -> None:
     """Write the page of the run and of each violation, name it, and open it where there is a violation to look at."""
-    from gradcheck_suite.core.records import write_text
-    from gradcheck_suite.page.render import violations_html
+    from gradcheck_suite.page.render import open_page, violations_html
     from gradcheck_suite.page.violation import read_violation
 
-    count = len(done.stored)
-    title = "No violation" if not count else "A violation" if count == 1 else f"{count} violations"
-    write_text(path, violations_html(title, done.lines, [read_violation(stored) for stored in done.stored]))
-    print(f"page    {path}", flush=True)
+    path = done.folder / done.arguments.html
+    write_text(path, violations_html([read_violation(*paths) for paths in done.stored], done.lines))
+    say([f"page    {done.arguments.html}"])
     if done.stored:
         open_page(path)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import re
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from gradcheck_suite.core.comparison import Comparison, Vector, elementwise_erro
 from gradcheck_suite.core.contract import checked_assumptions
 from gradcheck_suite.core.records import write_json
 from gradcheck_suite.core.results import Result, json_number
+from gradcheck_suite.core.text import file_text
 from gradcheck_suite.errors import UsageError
 
 # The evidence of a violation as plain data: the elements of the gradient that differ, as many as a page can show.
@@ -72,6 +76,66 @@ def _around(index: int, size: int) -> slice:
     return slice(start, min(size, start + SIDE))
 
 
+# The user's source lines, with what computes the loss, sends it backward and steps marked.
+
+
+MARGIN = 3
+"""Lines that are shown before the first and after the last marked one of a script."""
+MOST_LINES = 60
+
+
+def loop_source(loop: Any) -> dict[str, Any] | None:
+    """Return the lines of a loop as JSON-ready data; None where it has no source, as a trainer's loop has none of one.
+
+    `marks` has the number of each line that calls `backward` or `step`, and of those that assign what goes backward.
+    """
+    try:
+        lines, first = inspect.getsourcelines(inspect.unwrap(loop))
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+        file = file_text(inspect.getsourcefile(inspect.unwrap(loop)) or "")
+    except (OSError, TypeError, SyntaxError):
+        return None
+    calls = [(n, getattr(n.func, "attr", "")) for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    marks = {call.lineno: name for call, name in calls if name in ("backward", "step")}
+    sent = [part for call, name in calls if name == "backward" for part in ast.walk(call)]
+    backward = {part.id for part in sent if isinstance(part, ast.Name)}
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if isinstance(node, ast.Assign | ast.AugAssign) and backward & {getattr(t, "id", "") for t in targets}:
+            marks.setdefault(node.lineno, "loss")
+    return _source(Path(file).name, first, lines, {first + line - 1: name for line, name in marks.items()})
+
+
+def places_source(places: Mapping[str, str | None], folder: Path) -> dict[str, Any] | None:
+    """Return the lines of a script around some places, which are all in the file of the first one.
+
+    Args:
+        places: `loss`, `backward` and `step` -> `file:line`, or None.
+        folder: that the files are relative to.
+    """
+    marks: dict[int, str] = {}
+    file = ""
+    for name, place in places.items():
+        where, _, line = (place or "").partition(" < ")[0].rpartition(":")
+        if line.isdigit() and where == (file or where):
+            file = where
+            marks.setdefault(int(line), name)
+    try:
+        lines = (folder / file).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return None
+    first = max(1, min(marks) - MARGIN)
+    return _source(file, first, lines[first - 1 : max(marks) + MARGIN], marks)
+
+
+def _source(file: str, first: int, lines: Sequence[str], marks: Mapping[int, str]) -> dict[str, Any]:
+    """Return some lines; of more than `MOST_LINES` those around the marked ones."""
+    shown = {n: line.rstrip() for n, line in enumerate(lines, first)}
+    if len(shown) > MOST_LINES:
+        shown = {n: line for n, line in shown.items() if any(abs(n - marked) <= MARGIN for marked in marks)}
+    return {"file": file, "lines": [[n, line, marks.get(n, "")] for n, line in shown.items()]}
+
+
 # Counterexamples on disk: one JSON file each, which `gradcheck-suite replay` takes, and a script beside it.
 
 
@@ -100,8 +164,10 @@ def counterexample_path(reports: Path, loop: str, case: Case) -> Path:
     return reports / FOLDER / f"{name}-{case.digest}.json"
 
 
-def store_counterexample(reports: Path, result: Result, environment: Mapping[str, Any]) -> Path:
-    """Write a result's violation, whole or not at all, and return where.
+def store_counterexample(
+    reports: Path, result: Result, environment: Mapping[str, Any], source: Mapping[str, Any] | None = None
+) -> Path:
+    """Write a result's violation, with the lines of its loop, whole or not at all, and return where.
 
     Raises:
         UsageError: the file cannot be written.
@@ -118,6 +184,7 @@ def store_counterexample(reports: Path, result: Result, environment: Mapping[str
         "case": case,
         "violation": {**about, "details": list(violation.details)},
         "evidence": [] if violation.evidence is None else evidence_to_json(violation.evidence),
+        "source": source,
         "environment": dict(environment),
     }
     write_json(path, document)
@@ -195,3 +262,9 @@ class Counterexample:
     case: Path
     script: Path | None
     unrepeatable: str | None = None
+
+    def seen_from(self, folder: Path, shown: Path) -> Counterexample:
+        """Return the same files with the paths that a user knows: `shown` in place of the folder that has them."""
+        case, script = (path and shown / path.relative_to(folder) for path in (self.case, self.script))
+        assert case is not None
+        return Counterexample(case, script, self.unrepeatable)

@@ -320,22 +320,44 @@ def records_path(reports: Path, kind: str) -> Path:
     return reports / FOLDER / f"{kind}.jsonl"
 
 
+def expect_schema(path: Path) -> None:
+    """Refuse to append to a file whose last record is of another schema; a damaged one is no reason.
+
+    Raises:
+        UsageError: it is.
+    """
+    *_, last = (None, *(found for _, found in read_lines(path))) if path.is_file() else (None,)
+    if isinstance(last, dict) and last.get("schema") != SCHEMA:
+        raise UsageError(
+            f"{path} holds records of schema {last.get('schema')!r}, and this version writes schema {SCHEMA}: choose "
+            "another folder by --reports"
+        )
+
+
 def append_record(
-    reports: Path, kind: str, data: Mapping[str, Any], *, environment: Mapping[str, Any], command: str | None = None
-) -> Path:
-    """Append one record and return the file.
+    reports: Path | None,
+    kind: str,
+    data: Mapping[str, Any],
+    *,
+    environment: Mapping[str, Any],
+    command: str | None = None,
+) -> Path | None:
+    """Append one record and return the file; nothing where there is no folder, since no record was asked for.
 
     Args:
-        reports: the folder of all records.
+        reports: the folder of all records, or None.
         kind: one of `KINDS`.
         data: the result, JSON-ready.
         environment: of the run.
         command: that made it; the command of this process if None.
 
     Raises:
-        UsageError: the file cannot be written.
+        UsageError: the file cannot be written, or holds records of another schema.
     """
+    if reports is None:
+        return None
     path = records_path(reports, kind)
+    expect_schema(path)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     record = Record(
         kind,

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from gradcheck_suite.core.case import SCHEMA, Case
+from gradcheck_suite.core.text import live_lines, loop_lines, result_html, violation_title
+from gradcheck_suite.errors import UsageError, ViolationFound
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,6 +39,11 @@ class ItemWeight:
     observed: float
     rank: int | None = None
 
+    @property
+    def place(self) -> str:
+        """The micro-batches, as a table shows them."""
+        return self.micro_batches
+
     def to_json(self) -> dict[str, Any]:
         """Return the weight as JSON-ready data."""
         numbers = {"count": self.count, "expected": self.expected, "observed": self.observed}
@@ -64,6 +71,8 @@ class Violation:
             `none-pattern` and `non-finite`; None for others. It is no part of the JSON, the repr or equality.
         moved: whether the gradient is that of other parameters than the initial ones. It is no part of the JSON.
         rank: the rank whose gradient or run it is, from 0; None for a plan of one rank.
+        described: the violation and its case in words, which need the layers' definitions; filled in by `verify`. It is
+            no part of the JSON, the repr or equality.
     """
 
     kind: ViolationKind
@@ -80,6 +89,12 @@ class Violation:
     evidence: Comparison | None = field(default=None, repr=False, compare=False)
     rank: int | None = None
     moved: bool = False
+    described: tuple[str, ...] = field(default=(), repr=False, compare=False)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The violation in words, one line each."""
+        return self.described or (violation_title(self.kind, self.diagnosis), self.explanation, *self.details)
 
     def to_json(self, found_after: int | None = None) -> dict[str, Any]:
         """Return the violation as JSON-ready data; NaN and infinities become strings."""
@@ -117,6 +132,36 @@ class Verdict:
     def holds(self) -> bool:
         """Whether the case shows no violation."""
         return self.violation is None
+
+
+# What the results of `verify` and of `audit` share.
+
+
+def _lines(result: Result | LiveResult) -> list[str]:
+    return loop_lines(result) if isinstance(result, Result) else live_lines(result)
+
+
+def _text(result: Result | LiveResult) -> str:
+    """Return the verdict in words."""
+    return "\n".join(_lines(result))
+
+
+def _html(result: Result | LiveResult) -> str:
+    """Return the verdict as a notebook shows it."""
+    return result_html(_lines(result), result.verdict, result.violations)
+
+
+def _raise_for_violation(result: Result | LiveResult) -> None:
+    """Do nothing where something was judged and holds.
+
+    Raises:
+        ViolationFound: there is a violation; the message is the verdict in words.
+        UsageError: nothing could be judged.
+    """
+    if result.violations:
+        raise ViolationFound(_text(result))
+    if result.unjudged is not None:
+        raise UsageError(f"{_lines(result)[0]}: {result.unjudged}")
 
 
 @dataclass(frozen=True)
@@ -165,10 +210,32 @@ class Result:
     moved_by_zeros: str | None = None
     moving_cases: int = 0
 
+    __str__ = _text
+    _repr_html_ = _html
+    raise_for_violation = _raise_for_violation
+
     @property
     def holds(self) -> bool:
         """Whether no violation was found."""
         return self.violation is None
+
+    @property
+    def violations(self) -> tuple[Violation, ...]:
+        """The violation, if there is one."""
+        return () if self.violation is None else (self.violation,)
+
+    @property
+    def unjudged(self) -> str | None:
+        """Why no case could be judged; None where one was, or where the run was interrupted."""
+        if self.judged or self.violation is not None or self.interrupted:
+            return None
+        reason = max(self.skipped, key=self.skipped.__getitem__, default=next(iter(self.findings), "none was drawn"))
+        return f"none of {self.cases} cases could be judged: {reason}"
+
+    @property
+    def verdict(self) -> str:
+        """`"holds"`, `"violated"` or `"unjudged"`."""
+        return "violated" if self.violation is not None else "holds" if self.unjudged is None else "unjudged"
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON-ready data."""
@@ -246,6 +313,11 @@ class WeightRow:
     observed: float
     rank: int | None = None
 
+    @property
+    def place(self) -> int:
+        """The micro-batch, as a table shows it."""
+        return self.micro_batch
+
     def to_json(self) -> dict[str, Any]:
         """Return the row as JSON-ready data."""
         return {name: json_number(value) if isinstance(value, float) else value for name, value in asdict(self).items()}
@@ -284,6 +356,11 @@ class LiveViolation:
     weights: tuple[WeightRow, ...] = ()
     gradient_error: float | None = None
     occurrences: int = 1
+
+    @property
+    def places(self) -> dict[str, str | None]:
+        """Where the loss is computed, goes backward and is stepped on: `file:line`."""
+        return {"loss": self.where, "backward": self.backward, "step": self.stepped}
 
     def again(self, other: LiveViolation) -> LiveViolation:
         """Return the violation with the occurrences of a later one, which may be the first whose size is known."""
@@ -367,6 +444,15 @@ class LiveResult:
     raised: str | None = None
     rank: int | None = None
     ranks: int = 1
+
+    __str__ = _text
+    _repr_html_ = _html
+    raise_for_violation = _raise_for_violation
+
+    @property
+    def is_another_ranks(self) -> bool:
+        """Whether another rank judges what this one recorded."""
+        return self.rank is not None and (self.unjudged or "").startswith("rank ")
 
     @property
     def violation(self) -> LiveViolation | None:

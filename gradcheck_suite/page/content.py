@@ -247,6 +247,7 @@ class Report:
 
     Attributes:
         title: of the page.
+        name: at the top of the page: the suite's, or the project's.
         subtitle: what the page is about, in a line that explains its first words.
         made: when, ISO 8601.
         answers: of the first screen.
@@ -257,6 +258,7 @@ class Report:
     """
 
     title: str
+    name: str
     subtitle: str
     made: str
     answers: tuple[Answer, ...]

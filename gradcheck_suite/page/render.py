@@ -7,11 +7,15 @@ import copy
 import hashlib
 import importlib.util
 import json
+import os
 import re
+import sys
 import tomllib
+import webbrowser
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradcheck_suite.errors import CannotRunHere
@@ -21,6 +25,7 @@ from gradcheck_suite.page.violation import ViolationPage
 
 if TYPE_CHECKING:
     import jinja2
+    from markupsafe import Markup
 
 
 # Links from bugs, as they are cited, to their threads on GitHub.
@@ -59,22 +64,43 @@ def with_links(html: str) -> str:
 
 WIDTH = 640
 """Pixels of a picture; two plots beside each other share it."""
+STATIC_WIDTH = 380
+"""Pixels of a picture on a page that runs no script, which a telephone shows too."""
 AXIS = 70
 """Pixels beside each of such plots."""
 
 
+_PLACES = re.compile(r' (?:d|transform|x|y|x1|x2|y1|y2|width|height)="[^"]*"')
+_DIGITS = re.compile(r"(\.\d)\d+")
+_SAID = re.compile(r' (?:aria-[a-z]+|role)="[^"]*"')
+
+
 def svg(spec: Mapping[str, Any], alt: str) -> str:
     """Return a plot as the text of an SVG file, in light colours on a light ground."""
+    return with_palette(_drawing(spec, alt, {"background": LIGHT["card"]}))
+
+
+def static(figure: Figure) -> Markup:
+    """Return a plot for a page that runs no script, in the page's colours; empty where nothing here draws it."""
+    from markupsafe import Markup
+
+    if importlib.util.find_spec("vl_convert") is None:
+        return Markup("")
+    # the element around it says what it shows; a tenth of a pixel is seen by nobody
+    drawing = _SAID.sub("", _drawing(figure.spec, figure.alt, {}, STATIC_WIDTH))
+    return Markup(_PLACES.sub(lambda place: _DIGITS.sub(r"\1", place[0]), drawing))
+
+
+def _drawing(spec: Mapping[str, Any], alt: str, further: Mapping[str, Any], width: int = WIDTH) -> str:
     import vl_convert
 
     sized = copy.deepcopy(dict(spec))
     panels = sized.get("hconcat")
     for panel in panels or [sized]:
-        panel["width"] = WIDTH // len(panels) - AXIS if panels else WIDTH
-    drawing = vl_convert.vegalite_to_svg({**sized, "config": {**config(), "background": LIGHT["card"]}})
+        panel["width"] = WIDTH // len(panels) - AXIS if panels else width
+    drawing = str(vl_convert.vegalite_to_svg({**sized, "config": {**config(), **further}}))
     title = alt.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    named = re.sub(r"(<svg [^>]*>)", lambda tag: f"{tag[1]}<title>{title}</title>", drawing, count=1)
-    return with_palette(named)
+    return re.sub(r"(<svg [^>]*>)", lambda tag: f"{tag[1]}<title>{title}</title>", drawing, count=1)
 
 
 # The short story as Markdown, for a page on GitHub: answers, pictures, claims, violations, where it all comes from.
@@ -156,14 +182,26 @@ def report_html(report: Report) -> str:
     return _html("report.html.j2", parts, report=report, title=report.title)
 
 
-def violations_html(title: str, lines: Sequence[str], violations: Sequence[ViolationPage]) -> str:
+def open_page(path: Path) -> bool:
+    """Open a file in the browser, and return whether a browser took it.
+
+    Nothing opens in a pipe, as in CI, or on a machine without a desktop: `webbrowser` would start a browser of text in
+    the terminal there.
+    """
+    desktop = sys.platform in ("darwin", "win32") or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
+    return bool(desktop) and sys.stdout.isatty() and webbrowser.open(path.resolve().as_uri())
+
+
+def violations_html(violations: Sequence[ViolationPage], lines: Sequence[str]) -> str:
     """Return the pages of some violations as one HTML document.
 
     Args:
-        title: of the document.
-        lines: on the run that found them: versions, one line for each loop.
         violations: in order.
+        lines: on the run that found them: versions, one line for each loop.
     """
+    loops = ", ".join(dict.fromkeys(page.loop for page in violations))
+    titles = ", ".join(dict.fromkeys(page.title for page in violations))
+    title = f"{loops}: {titles}" if violations else "No violation"
     return _html("violations.html.j2", violations, title=title, lines=lines, violations=violations)
 
 
@@ -232,6 +270,7 @@ def _environment() -> jinja2.Environment:
     environment.filters |= {"text": _plain, "cell": _cell, "code": _code}
     environment.globals |= {
         "shown": shown,
+        "static": static,
         "cell_class": cell_class,
         "is_number": _is_number,
         "sort_key": _sort_key,

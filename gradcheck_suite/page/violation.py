@@ -9,10 +9,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from gradcheck_suite.catalogue.description import describe_case, error_text, example_text, violation_title
 from gradcheck_suite.core.case import Plan, case_from_json
 from gradcheck_suite.core.counterexamples import FOLDER
-from gradcheck_suite.core.text import counted
+from gradcheck_suite.core.text import counted, error_text, percent, violation_title
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.page.charts import Rows, Spec, colour, colours, layer, layers, name, number, sized, tooltip
 from gradcheck_suite.page.content import Figure, Table, machine, table
@@ -123,6 +122,26 @@ class Block:
 
 
 @dataclass(frozen=True)
+class SourceLines:
+    """Lines of the user's source.
+
+    Attributes:
+        file: as the user names it.
+        lines: number, text, and `loss`, `backward`, `step` or nothing.
+    """
+
+    file: str
+    lines: tuple[tuple[int, str, str], ...]
+
+
+def source_lines(data: Mapping[str, Any] | None) -> SourceLines | None:
+    """Return the lines of a record, as `core.counterexamples` writes them; None where there are none."""
+    if data is None:
+        return None
+    return SourceLines(str(data["file"]), tuple((int(n), str(text), str(mark)) for n, text, mark in data["lines"]))
+
+
+@dataclass(frozen=True)
 class ViolationPage:
     """What the page of a violation shows.
 
@@ -132,10 +151,11 @@ class ViolationPage:
         title: kind and diagnosis.
         explanation: one or two sentences.
         facts: pairs of a name and a value: parameter, error and so on.
-        windows: the micro-batches of each window of an epoch.
-        wrong: index of the window in which the gradient is wrong, or None.
         figures: the weights as bars, the elements as heat maps.
         weights: the same weights as a table, or None.
+        source: the user's lines, with loss, backward and step marked; None where they are unknown.
+        windows: the micro-batches of each window of an epoch; empty for a live run.
+        wrong: index of the window in which the gradient is wrong, or None.
         details: further lines, as the console has them.
         case: the case in words, in pairs of lines.
         example: the decorator that makes Hypothesis try the case first.
@@ -149,20 +169,25 @@ class ViolationPage:
     title: str
     explanation: str
     facts: tuple[tuple[str, str], ...]
-    windows: tuple[tuple[Block, ...], ...]
-    wrong: int | None
     figures: tuple[Figure, ...]
     weights: Table | None
-    details: tuple[str, ...]
-    case: tuple[str, ...]
-    example: str
-    replay: str
-    script: str
+    source: SourceLines | None = None
+    windows: tuple[tuple[Block, ...], ...] = ()
+    wrong: int | None = None
+    details: tuple[str, ...] = ()
+    case: tuple[str, ...] = ()
+    example: str = ""
+    replay: str = ""
+    script: str = ""
     machine: str = ""
 
 
-def read_violation(path: Path) -> ViolationPage:
+def read_violation(path: Path, shown: Path | None = None) -> ViolationPage:
     """Return the page of a stored counterexample, with the script beside it.
+
+    Args:
+        path: of the file.
+        shown: the same path as the user knows it.
 
     Raises:
         UsageError: the file is not a counterexample.
@@ -171,7 +196,9 @@ def read_violation(path: Path) -> ViolationPage:
         data = json.loads(path.read_text(encoding="utf-8"))
         script = path.with_suffix(".py")
         text = script.read_text(encoding="utf-8") if script.is_file() else ""
-        return violation_page(data, name=path.stem, replay=f"gradcheck-suite replay {path.as_posix()}", script=text)
+        return violation_page(
+            data, name=path.stem, replay=f"gradcheck-suite replay {(shown or path).as_posix()}", script=text
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise UsageError(f"{path}: not a stored counterexample ({type(error).__name__}: {error})") from None
 
@@ -196,6 +223,9 @@ def violation_page(data: Mapping[str, Any], *, name: str, replay: str = "", scri
         replay: the command that runs it again.
         script: the text of its script.
     """
+    # the layers' definitions import torch and JAX, which the page of a live run does not need
+    from gradcheck_suite.catalogue.description import describe_case, example_text
+
     violation, case = data["violation"], case_from_json(data["case"])
     weights = violation.get("weights") or []
     return ViolationPage(
@@ -207,22 +237,51 @@ def violation_page(data: Mapping[str, Any], *, name: str, replay: str = "", scri
         windows=_windows(case.plan),
         wrong=violation.get("window"),
         figures=_figures(name, weights, data.get("evidence") or []),
-        weights=table(
-            "Weight of each item, by micro-batch",
-            [
-                {"micro-batch": micro_batch(w), **{name: w[name] for name in ("count", "expected", "observed")}}
-                for w in weights
-            ],
-        )
-        if weights
-        else None,
+        weights=_weights_table(weights),
         details=tuple(map(str, violation.get("details") or ())),
         case=tuple(describe_case(case)),
         example=example_text(case),
         replay=replay,
         script=script,
         machine=machine(data.get("environment") or {}),
+        source=source_lines(data.get("source")),
     )
+
+
+def live_page(found: Mapping[str, Any], script: str, name: str, machine: str = "") -> ViolationPage:
+    """Return the page of a violation of an audited run.
+
+    Args:
+        found: the violation as its JSON has it, with its `source`.
+        script: as the user named it.
+        name: unique on its page.
+        machine: where it was found.
+    """
+    weights = [{**row, "micro_batches": str(row["micro_batch"])} for row in found.get("weights") or ()]
+    error = found.get("gradient_error")
+    pairs = (
+        ("step", found.get("step")), ("loss", found.get("where")), ("backward", found.get("backward")),
+        ("optimizer's step", found.get("stepped")), ("parameter", found.get("parameter")),
+        ("gradient", percent(error) + " off" if isinstance(error, int | float) else None),
+        ("steps like it", found.get("occurrences")),
+    )  # fmt: skip
+    return ViolationPage(
+        key=f"violation-{name}",
+        loop=script,
+        title=violation_title(str(found["kind"]), str(found["diagnosis"])),
+        explanation=str(found["explanation"]),
+        facts=tuple((key, str(value)) for key, value in pairs if value is not None),
+        figures=_figures(name, weights, []),
+        weights=_weights_table(weights),
+        source=source_lines(found.get("source")),
+        machine=machine,
+    )
+
+
+def _weights_table(weights: Rows) -> Table | None:
+    columns = ("count", "expected", "observed")
+    rows = [{"micro-batch": micro_batch(w), **{name: w[name] for name in columns}} for w in weights]
+    return table("Weight of each item, by micro-batch", rows) if rows else None
 
 
 def _facts(violation: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
@@ -249,7 +308,7 @@ def _windows(plan: Plan) -> tuple[tuple[Block, ...], ...]:
     return tuple(tuple(blocks[j] for j in window) for window in plan.windows)
 
 
-def _figures(name: str, weights: list[Mapping[str, Any]], evidence: list[Mapping[str, Any]]) -> tuple[Figure, ...]:
+def _figures(name: str, weights: Rows, evidence: Rows) -> tuple[Figure, ...]:
     found = []
     if weights:
         said = "; ".join(f"micro-batch {micro_batch(w)}: expected {_short(w['expected'])}, observed "

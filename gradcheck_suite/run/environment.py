@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import stat
+import sys
 import tempfile
 import tomllib
 from collections.abc import Callable, Iterable
@@ -190,32 +191,28 @@ def processes() -> int:
 
 
 def precision_flags() -> dict[str, Any]:
-    """Return the precision flags of torch and jax; a framework that cannot be imported has none."""
+    """Return the precision flags of torch and jax; a framework that is not imported has computed nothing."""
     flags: dict[str, Any] = {}
-    torch = imported("torch")
-    if not isinstance(torch, str):
+    if (torch := sys.modules.get("torch")) is not None:
         flags["torch_float32_matmul_precision"] = _asked(torch.get_float32_matmul_precision)
         flags["torch_cuda_matmul_allow_tf32"] = _asked(lambda: torch.backends.cuda.matmul.allow_tf32)
         flags["torch_cudnn_allow_tf32"] = _asked(lambda: torch.backends.cudnn.allow_tf32)
         flags["torch_deterministic_algorithms"] = _asked(torch.are_deterministic_algorithms_enabled)
-    jax = imported("jax")
-    if not isinstance(jax, str):
+    if (jax := sys.modules.get("jax")) is not None:
         flags["jax_enable_x64"] = _asked(lambda: jax.config.jax_enable_x64)
         flags["jax_default_matmul_precision"] = _asked(lambda: jax.config.jax_default_matmul_precision)
     return flags
 
 
 def devices() -> dict[str, list[str]]:
-    """Return the devices that torch and jax see; a framework that cannot be imported sees none."""
+    """Return the devices that torch and jax see; a framework that is not imported sees none."""
     found: dict[str, list[str]] = {"torch": [], "jax": []}
-    torch = imported("torch")
-    if not isinstance(torch, str):
+    if (torch := sys.modules.get("torch")) is not None:
         found["torch"].append("cpu")
         if _asked(torch.cuda.is_available) is True:
             count = torch.cuda.device_count()
             found["torch"] += [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(count)]
-    jax = imported("jax")
-    if not isinstance(jax, str):
+    if (jax := sys.modules.get("jax")) is not None:
         listed = _asked(lambda: [f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices()])
         found["jax"] = listed if isinstance(listed, list) else []
     return found

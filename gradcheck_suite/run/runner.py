@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, Loop
+from gradcheck_suite.core.text import file_text
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.run.instance import AutocastRecorder, Compute, Instance, epoch_of, seeded
 from gradcheck_suite.run.observer import (
@@ -43,7 +44,7 @@ def users_line(error: BaseException) -> str:
     foreign = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
     own = [frame for frame in foreign if not frame.filename.startswith(_INSTALLED)]
     frame = (own or foreign or frames)[-1]
-    return f"{Path(frame.filename).name}, line {frame.lineno}"
+    return f"{Path(file_text(frame.filename)).name}, line {frame.lineno}"
 
 
 def is_import_failure(error: BaseException) -> bool:
@@ -262,7 +263,7 @@ def _account(error: BaseException, loop: Loop) -> tuple[str, str]:
     own = error.__traceback__ and error.__traceback__.tb_next
     code = getattr(inspect.unwrap(loop), "__code__", None)
     inside = [frame for frame in traceback.extract_tb(own) if code and frame.filename == code.co_filename]
-    where = f" ({Path(inside[-1].filename).name}, line {inside[-1].lineno})" if inside else ""
+    where = f" ({Path(file_text(inside[-1].filename)).name}, line {inside[-1].lineno})" if inside else ""
     message = " ".join(str(error).split())
     line = f"{type(error).__name__}: {message}" if message else type(error).__name__
     meaning = hint(error)

@@ -9,6 +9,7 @@ import random
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from statistics import fmean, median
 from typing import Any, Literal
@@ -28,7 +29,9 @@ from gradcheck_suite.studies.ledger import Ledger
 from gradcheck_suite.studies.report.reading import answer
 from gradcheck_suite.studies.step_times import median_seconds, time_paired_steps, timer
 from gradcheck_suite.studies.workload import Size
-from gradcheck_suite.verification.verify import verify
+from gradcheck_suite.verification import verify as verification
+
+verify = partial(verification.verify, quiet=True)
 
 # The finding of a claim's check, and the measurements and loops by which claims are checked.
 

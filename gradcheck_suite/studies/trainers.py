@@ -93,6 +93,7 @@ def ask(
                 plan=small if question.cut is None else cut_plans(question.cut),
                 examples=examples,
                 seed_value=seed,
+                quiet=True,
             )
     except CannotRunHere as error:
         return Answer(trainer, question, None, str(error))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from gradcheck_suite.catalogue.description import describe_violation, example_text
 from gradcheck_suite.core.case import Case, Plan, is_probe
 from gradcheck_suite.core.contract import (
     EQUAL_BATCHES,
@@ -32,6 +33,7 @@ from gradcheck_suite.core.contract import (
     expect_within,
 )
 from gradcheck_suite.core.results import Result, Verdict, Violation
+from gradcheck_suite.core.text import loop_lines, say
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.judge.elements import wrong_and_right
 from gradcheck_suite.judge.gradient import OF_ELEMENTS
@@ -578,9 +580,10 @@ def verify(
     problem_name: str = "problem",
     plan: st.SearchStrategy[Plan] | None = None,
     progress: Progress | None = None,
+    quiet: bool = False,
     **fields: Any,
 ) -> Result:
-    """Verify a loop on drawn cases.
+    """Verify a loop on drawn cases, and print the verdict in words.
 
     Args:
         loop: the subject, a callable that takes a `TrainingRun`.
@@ -590,6 +593,7 @@ def verify(
         problem_name: the problem's name in cases, such as `"model.py:PROBLEM"`.
         plan: a strategy in place of `plans()`; then the fixed first cases, which have their own plans, are left out.
         progress: called with every verdict.
+        quiet: whether nothing is printed; `print(result)` prints it later.
         fields: fields of `VerifyOptions`, over those of `options`: `examples=5`. `seed_value` is another name of
             `seed`.
 
@@ -617,11 +621,15 @@ def verify(
         interrupted = True  # the verdicts so far stand
     except StopError as stop:
         raise stop.error from None
-    return Result(
+    violation = search.violation
+    if violation is not None:
+        words = (*describe_violation(violation), example_text(violation.case))
+        violation = replace(violation, described=words)
+    result = Result(
         loop=name or str(getattr(loop, "__name__", repr(loop))),
         cases=search.cases,
         seconds=time.perf_counter() - started,
-        violation=search.violation,
+        violation=violation,
         found_after=search.found_after,
         assumes=tuple(sorted(chosen)),
         autocast=autocast,
@@ -638,6 +646,9 @@ def verify(
         moved_by_zeros=next(iter(search.moved_by_zeros), None),
         moving_cases=len(search.moved_by_zeros),
     )
+    if not quiet:
+        say(loop_lines(result))
+    return result
 
 
 def _assumed(loop: Loop, options: VerifyOptions, problem: Problem | None, problem_name: str) -> frozenset[str]:

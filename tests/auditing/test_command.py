@@ -144,7 +144,7 @@ def test_what_cannot_be_judged_has_status_2_and_one_line(script, tmp_path, capfd
         ([unseen], "declare it with `loss = gradcheck_suite.objective(loss, count=n)`"),
         ([str(empty)], "no optimizer.step() was seen"),
         ([*without, sound], "every instrument was switched off"),
-        (["no_such.py"], "no_such.py: no such script"),
+        (["no_such.py"], "no_such.py: no such file"),
         (["-m", "no_such_module"], "-m no_such_module: no such module"),
         (["--steps", "0", sound], "--steps: expected a positive integer, got '0'"),
         (["--accept", "mean", sound], "got 'mean'"),

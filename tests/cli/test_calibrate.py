@@ -18,8 +18,8 @@ from gradcheck_suite.verification import judge_run
 from tests.cli.conftest import files
 from tests.one_problem import LINEAR
 
-SMALL = ("calibrate", "--checks", 40, "--planted", 1, "--dtypes", "float32")
-FEWER = ("calibrate", "--checks", 8, "--planted", 1, "--dtypes", "float32")
+SMALL = ("calibrate", "--reports", "reports", "--checks", 40, "--planted", 1, "--dtypes", "float32")
+FEWER = ("calibrate", "--reports", "reports", "--checks", 8, "--planted", 1, "--dtypes", "float32")
 """For a bound that nothing is within: every check then makes all draws."""
 
 

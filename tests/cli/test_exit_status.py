@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from gradcheck_suite.cli import COMMANDS
+from gradcheck_suite.cli import COMMANDS, epilog
 from gradcheck_suite.cli.exit_status import (
     BAD_USAGE,
     BUG,
@@ -17,7 +17,6 @@ from gradcheck_suite.cli.exit_status import (
     HOLDS,
     INTERRUPTED,
     VIOLATED,
-    epilog,
     noted_interrupts,
 )
 from gradcheck_suite.core.records import write_json
@@ -27,8 +26,8 @@ NEVER_VIOLATED, NEVER_A_FINDING = {"atlas", "steps", "report"}, {"atlas", "claim
 
 
 def _statuses(command: str) -> set[int]:
-    said = epilog(command).removeprefix("Exit status: ").split("; ")
-    return {int(one.split()[0]) for one in said}
+    _, _, said = epilog(command).partition("exit status:\n")
+    return {int(line.split()[0]) for line in said.splitlines()}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -23,10 +23,10 @@ VIOLATION_KEYS = {
 
 
 def test_a_sound_loop_holds_and_leaves_its_record_alone(run, project):
-    outcome = run("verify", "loops.py:sound", "--examples", 7)
+    outcome = run("verify", "loops.py:sound", "--examples", 7, "--reports", "reports")
     assert outcome.status == 0
     assert outcome.err == ""
-    assert re.search(r"loops.py:sound +holds +7 cases +\d+\.\d s +worst error \S+ of what is allowed", outcome.out)
+    assert re.search(r"loops.py:sound +holds +7 cases +\d+\.\d s +worst error \S+ of the rounding bound", outcome.out)
     assert outcome.out.endswith("the loop holds\n")
     assert files(project) == ["loops.py", "reports/records/verify.jsonl"]
     ((record,), problems) = read_records(project / "reports", "verify")
@@ -92,7 +92,7 @@ def test_a_violation_is_explained_stored_and_replayable(run, project):
 
 
 def test_a_fault_that_needs_more_than_its_case_is_said_to_be_not_repeatable(run, project):
-    outcome = run("verify", "loops.py:tires", "--examples", 50)
+    outcome = run("verify", "loops.py:tires", "--examples", 50, "--reports", "reports")
     assert outcome.status == 1
     said = "(not repeatable: in a process of its own the loop does not show the fault (status 0))"
     assert re.search(rf"script  python \S+  {re.escape(said)}\n", outcome.out)

@@ -34,7 +34,7 @@ from gradcheck_suite.__main__ import main
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-SHOWN_ONLY = ("text", "json")
+SHOWN_ONLY = ("text", "json", "toml")
 NOT_RUN = ("python3 -m venv", "pip install", ".venv/bin/", "tox")
 """Commands that install, or run the suite's own tests."""
 FEW, FEW_ON_PROBLEM, AS_SHOWN = 5, 1, 20

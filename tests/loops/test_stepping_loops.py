@@ -360,7 +360,7 @@ def test_a_schedule_of_micro_batches_may_be_declared():
     loop, _ = FAULTY["plateau_per_micro_batch"]
     meant = verify(loop, examples=10, assumes=("schedules-micro-batches",))
     assert meant.holds, meant.violation
-    lines = result_lines(meant, None, VerifyOptions(examples=10), 4, judged=True)
+    lines = result_lines(meant, None, VerifyOptions(examples=10), 4)
     assert "    assumes schedules-micro-batches: steps of schedulers were not judged" in lines
     violation = verify(loop, examples=10).violation
     assert violation.diagnosis == "scheduler-per-micro-batch"

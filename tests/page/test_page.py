@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from gradcheck_suite.core.records import records_path
+from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.page import render as pages
 from gradcheck_suite.page.render import REPOSITORIES, with_links
 from gradcheck_suite.studies.report.build import build
@@ -91,7 +92,8 @@ def test_every_page_is_there_with_its_figures(html):
     text = "".join(_read(html).text)
     for expected in (
         "Does every mode hold?",
-        "Yes, all 2 modes hold: in 200 random cases each, the gradient is that of one large batch",
+        f"Yes, 2 of {len(MODES)} modes were verified and hold: in 200 random cases each, the gradient is that of one "
+        "large batch",
         "Of 1 widely read claims 0 are true (confirmed), 1 true under a condition, 0 false (refuted).",
         "True where: it rains",
         "200 cases for each of",
@@ -182,3 +184,16 @@ def test_an_empty_folder_says_what_to_run(tmp_path):
                      "bounds have not been calibrated yet", "Not verified yet."):  # fmt: skip
         assert expected in text
     assert page.open == []
+
+
+def test_a_static_picture_keeps_its_words_and_drops_only_digits_of_places(tmp_path):
+    from gradcheck_suite.page.violation import weights_plot
+
+    rows = [{"micro_batches": "0", "count": 4, "expected": 0.0714, "observed": 0.25}]
+    plot = pages.Figure("weights", weights_plot(rows), "weights of <items>")
+    drawn, whole = str(pages.static(plot)), pages.svg(plot.spec, plot.alt)
+    words = re.compile(r">([^<]+)</(?:text|title)>")
+    assert words.findall(drawn) == words.findall(whole)
+    assert "0.25" in words.findall(drawn)
+    assert len(drawn) < len(whole)
+    assert "var(--c4)" in drawn  # a theme changes its colours

@@ -127,7 +127,7 @@ def _at_a_terminal(*arguments):
     return process.returncode
 
 
-OPEN = "from pathlib import Path; from gradcheck_suite.cli.verify import open_page; open_page(Path('page.html'))"
+OPEN = "from pathlib import Path; from gradcheck_suite.page.render import open_page; open_page(Path('page.html'))"
 
 
 def test_a_page_opens_at_a_desktop_s_terminal_alone(tmp_path, desktop, monkeypatch):

@@ -247,7 +247,7 @@ def test_steps_that_were_not_judged_are_counted_over_all_cases():
     assert result.windows_skipped[DIVERGED] > 20
     assert result.windows >= result.judged == 40
     options = VerifyOptions(examples=40, optimizer="normalized")
-    line = next(line for line in result_lines(result, None, options, 4, judged=True) if DIVERGED in line)
+    line = next(line for line in result_lines(result, None, options, 4) if DIVERGED in line)
     total = result.windows + sum(result.windows_skipped.values())
     assert line.strip() == f"{result.windows_skipped[DIVERGED]} of {total} steps could not be judged: {DIVERGED}"
 
@@ -620,7 +620,7 @@ def test_the_output_says_that_parameters_were_not_judged():
     result = verify(_loop(_shrink), examples=10, assumes=EDITS)
     assert result.holds
     assert result.windows >= 10
-    lines = result_lines(result, None, VerifyOptions(examples=10), 4, judged=True)
+    lines = result_lines(result, None, VerifyOptions(examples=10), 4)
     assert "    assumes edits-parameters: gradients were judged at the parameters that each step found" in lines
     assert not any("nothing else was tried" in line for line in lines)
 

@@ -4,7 +4,6 @@
   const { config, specs } = JSON.parse(document.getElementById("plots").textContent);
   const NARROW = 420; // pixels of a plot on a phone
   const BESIDE = 560; // pixels of a plot that has room for two legends beside each other
-  const HIDDEN = 640; // pixels of a plot on a page that is not shown, for paper
 
   // legends in columns that fit, and names beside the plot that leave room for it
   function narrowed(part, width) {
@@ -50,9 +49,16 @@
     return { ...config, legend: { ...config.legend, ...layout, labelLimit: width - 40 } };
   }
 
-  async function draw(place) {
-    const width = Math.floor(place.clientWidth) || HIDDEN;
-    if (place.drawnAt === width) return;
+  // at the width that its place has: one drawing at a time, and again where the place has changed meanwhile
+  function draw(place) {
+    place.drawing = (place.drawing || Promise.resolve()).then(async () => {
+      const width = Math.floor(place.clientWidth);
+      if (width && width !== place.drawnAt) await drawn(place, width);
+    });
+    return place.drawing;
+  }
+
+  async function drawn(place, width) {
     place.drawnAt = width;
     place.classList.toggle("wide", ((specs[place.dataset.chart].usermeta || {}).least || 0) > width);
     const options = { actions: false, renderer: "svg", ast: true, config: fitted(width), tooltip: { theme: "custom", sanitize: told }, defaultStyle: false };
@@ -71,10 +77,11 @@
     for (const place of which) await draw(place);
   }
   window.drawPlots = (within) => drawAll(places.filter((place) => within.contains(place)));
-  window.drawnPlots = drawAll(places.filter((place) => place.clientWidth)).then(() => drawAll(places));
+  window.drawnPlots = drawAll(places);
   let waiting;
-  window.addEventListener("resize", () => {
+  const seen = new ResizeObserver(() => {
     clearTimeout(waiting);
-    waiting = setTimeout(() => drawAll(places.filter((place) => place.clientWidth)), 150);
+    waiting = setTimeout(() => drawAll(places), 150);
   });
+  for (const place of places) seen.observe(place);
 })();

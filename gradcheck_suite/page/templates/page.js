@@ -72,16 +72,6 @@
     placeClaims();
   }
 
-  // a closed table would be missing on paper
-  let opened = [];
-  window.addEventListener("beforeprint", () => {
-    opened = [...document.querySelectorAll("details:not([open])")];
-    for (const part of opened) part.open = true;
-  });
-  window.addEventListener("afterprint", () => {
-    for (const part of opened) part.open = false;
-  });
-
   const theme = document.getElementById("theme");
   const names = ["as the system has them", "light", "dark"];
   let chosen = 0;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 from functools import partial
+from pathlib import Path
 
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
@@ -33,7 +34,8 @@ def add_arguments(parser: parsers.Parser) -> None:
         "--address", metavar="ADDR", help="with --engine ray: the cluster to join, in place of a local one"
     )
     parsers.add_json(parser, "the merged results")
-    parsers.add_reports(parser, f"the records go to DIR/records, and until then the shards to DIR/{FOLDER}")
+    where = f"the records go to DIR/records, and until then the shards to DIR/{FOLDER}"
+    parsers.add_reports(parser, where, Path("reports"))
     parser.add_argument("what", type=parsers.one_of(COMMANDS), metavar="COMMAND", help=f"one of {', '.join(COMMANDS)}")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="the command's own arguments")
 

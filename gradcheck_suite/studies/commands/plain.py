@@ -16,7 +16,7 @@ from gradcheck_suite.cli.loading import note_untested_trainers
 from gradcheck_suite.cli.progress import Progress
 from gradcheck_suite.core.case import DTYPES
 from gradcheck_suite.core.records import append_record, write_document
-from gradcheck_suite.core.text import aligned
+from gradcheck_suite.core.text import aligned, of_bound
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.loops.trainers import PACKAGES, TRAINERS, Trainer
 from gradcheck_suite.run import environment
@@ -117,7 +117,7 @@ def _steps(arguments: Namespace) -> int:
     for name in arguments.optimizers or COUNTERPARTS:
         row = compare(COUNTERPARTS[name], range(arguments.seeds), arguments.device)
         rows.append(row)
-        worst = ", ".join(f"{ratio:.2g} of what is allowed in {dtype}" for dtype, ratio in row.ratios.items())
+        worst = ", ".join(f"{of_bound(ratio)} in {dtype}" for dtype, ratio in row.ratios.items())
         verdict = f"{'agrees' if row.agree else 'DIFFERS'}, {row.cases} cases, worst error {worst}"
         outside = [f"not compared: {row.counterpart.outside}"] if row.counterpart.outside else []
         below = (f"optax: {row.counterpart.optax}", *row.counterpart.differs, *outside)

@@ -15,7 +15,7 @@ PICTURES = "pictures"
 
 def add_arguments(parser: parsers.Parser) -> None:
     """Add the command's arguments."""
-    parsers.add_reports(parser, "where the records are and the report goes")
+    parsers.add_reports(parser, "where the records are and the report goes", Path("reports"))
     parser.add_argument(
         "--compare",
         nargs=2,

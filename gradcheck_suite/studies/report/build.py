@@ -9,11 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from gradcheck_suite.core.records import Record
-from gradcheck_suite.loops.reset_modes import MODES
-from gradcheck_suite.page.content import Answer, Figure, Report, Section, sources
-from gradcheck_suite.page.violation import stored_violations
+from gradcheck_suite.loops.ranks import RANK_LOOPS
+from gradcheck_suite.loops.reset_modes import BUILT_IN, MODES
+from gradcheck_suite.loops.trainers import TRAINERS
+from gradcheck_suite.page.content import Answer, Figure, Report, Section, machine, sources
+from gradcheck_suite.page.violation import ViolationPage, live_page, stored_violations
 from gradcheck_suite.studies.report import charts, costs, evidence, reading, verdicts
-from gradcheck_suite.studies.report.reading import Data, Part, Records, by_device, current, device_name, step_times
+from gradcheck_suite.studies.report.reading import (
+    Data,
+    Part,
+    Records,
+    by_device,
+    current,
+    device_name,
+    run_of,
+    step_times,
+)
+from gradcheck_suite.studies.report.verdicts import outcome
 
 PARTS: tuple[Part, ...] = (
     verdicts.VERIFICATION, verdicts.AUDITS, costs.DECISION, costs.MEMORY, costs.COSTS, costs.COMPILED, costs.TRAFFIC,
@@ -32,8 +44,91 @@ HEIGHT = 112
 
 
 def answers(records: Records) -> tuple[Answer, ...]:
-    """Return the answers to the four main questions."""
-    return _holds(records), _differs(records), _costs(records), _true(records)
+    """Return the answers of the first screen.
+
+    Of a project with loops or scripts of its own these come first, then what else its records answer; otherwise there
+    are the four main questions.
+    """
+    if not own(records):
+        return _holds(records), _differs(records), _costs(records), _true(records)
+    modes = any(record.data.get("loop") in MODES for record in records.of("verify"))
+    asked = {
+        _holds: modes,
+        _differs: records.of("zero-or-none") or records.of("claim"),
+        _costs: records.of("benchmark") or records.of("memory"),
+        _true: records.of("claim"),
+    }
+    return _own(records), *(answer(records) for answer, found in asked.items() if found)
+
+
+MOST_RUNS = 6
+"""Commits whose verdicts on own loops and scripts are shown."""
+MOST_NAMED = 3
+"""Violated loops and scripts that the answer names."""
+
+
+def own(records: Records) -> list[Record]:
+    """Return the records of loops and scripts of a user's project, oldest first; none in this suite's own folder.
+
+    This suite's folder has records of its known bugs and of its calibration, which are no user's.
+    """
+    if records.of("zoo") or records.of("calibration"):
+        return []
+    built_in = {*BUILT_IN, *RANK_LOOPS, *TRAINERS}
+    mine = [record for record in records.of("verify") if record.data.get("loop") not in built_in]
+    return sorted([*mine, *records.of("audit")], key=lambda record: record.time)
+
+
+def _own(records: Records) -> Answer:
+    """Return the verdicts on the loops and scripts of a project, by commit, the worst first, and what changed."""
+    found: dict[str, dict[str, Data]] = {}
+    runs: dict[str, str] = {}
+    for record in own(records):
+        commit = record.commit[:7] or "no commit"
+        runs.pop(commit, None)
+        runs[commit] = f"{commit}, {record.time[:10]}"
+        row, name = found.setdefault(run_of(record.data)[0], {}), commit
+        row.pop(name, None)
+        row[name] = record.data
+    last = {name: list(row.values())[-1] for name, row in found.items()}
+    order = sorted(found, key=lambda name: (_RANKED.index(str(last[name]["verdict"])), name))
+    violated = [name for name in order if last[name]["verdict"] == "violated"]
+    holding = sum(data["verdict"] == "holds" for data in last.values())
+    what = "loop or script" if len(found) == 1 else "loops and scripts"
+    if violated:
+        named = [f"{name} ({_diagnosis(last[name])})" for name in violated[:MOST_NAMED]]
+        rest = [f"{len(violated) - MOST_NAMED} more"] if violated[MOST_NAMED:] else []
+        brief = f"No: {len(violated)} of {len(found)} {what} violated: {', '.join([*named, *rest])}"
+    else:
+        brief = f"{'Yes' if holding == len(found) else 'Not known'}: {holding} of {len(found)} {what} hold"
+    turned = [
+        f"{name} turned from {outcome(before)} to {outcome(after)}"
+        for name in order
+        if len(found[name]) > 1
+        for before, after in [list(found[name].values())[-2:]]
+        if outcome(before) != outcome(after)
+    ]
+    since = f" Since the run before: {'; '.join(turned)}." if turned else ""
+    columns = dict(list(runs.items())[-MOST_RUNS:])
+    return Answer(
+        "own",
+        "Do your loops and scripts hold?",
+        brief,
+        f"{brief}.{since}",
+        "violations" if violated else "verification",
+        matrix=reading.matrix_of(
+            "The verdict at each commit, the newest on the right", "loop or script", columns,
+            {name: found[name] for name in order}, verdicts.own_cell,
+        ),
+        sources=sources(own(records)),
+    )  # fmt: skip
+
+
+_RANKED = ("violated", "unjudged", "holds")
+
+
+def _diagnosis(data: Data) -> str:
+    return str((data.get("violation") or {}).get("diagnosis", "violated"))
 
 
 def _holds(records: Records) -> Answer:
@@ -46,7 +141,7 @@ def _holds(records: Records) -> Answer:
         brief,
         sentence,
         "verification",
-        matrix=verdicts.verdict_matrix(newest, len(MODES)) if newest else None,
+        matrix=verdicts.verdict_matrix(modes or newest, len(MODES)) if newest else None,
         sources=sources(modes or newest),
     )
 
@@ -63,7 +158,10 @@ def _holds_sentence(datas: Sequence[Data]) -> tuple[str, str]:
     judged = sorted({int(d.get("judged", 0)) for d in datas})
     cases = " to ".join(f"{count:,}" for count in dict.fromkeys((judged[0], judged[-1])))
     worst = max(float(d.get("worst_error_over_allowed") or 0) for d in datas)
-    brief = f"Yes, all {len(modes)} modes hold"
+    verified = f"1 of {len(MODES)} modes was verified and holds"
+    if len(modes) > 1:
+        verified = f"{len(modes)} of {len(MODES)} modes were verified and hold"
+    brief = f"Yes, {f'all {len(modes)} modes hold' if len(modes) == len(MODES) else verified}"
     disagreement = verdicts.disagreement(datas)
     return f"{brief}{_where_all(datas)}: the gradient is that of one large batch", (
         f"{brief}: in {cases} random cases each, the gradient is that of one large batch. The worst error is "
@@ -211,22 +309,34 @@ def build(reports: Path) -> Report:
     """Build the report from the records under a folder; a record that cannot be read is left out and named."""
     (answered, sections), records = reading.made_from(reading.read_all(reports), _parts)
     violations, unread = stored_violations(reports)
+    mine = bool(own(records))
+    project = reports.resolve().parent.name
     return Report(
-        title=TITLE,
-        subtitle=SUBTITLE,
+        title=f"{project}: {answered[0].brief}" if mine else TITLE,
+        name=project if mine else "gradcheck-suite",
+        subtitle="verdicts of gradcheck-suite" if mine else SUBTITLE,
         made=datetime.now(UTC).isoformat(timespec="minutes"),
         answers=answered,
         sections=sections,
         environments=_made_on(records),
         problems=(*records.problems, *unread),
-        violations=violations,
+        violations=(*_live_violations(records), *violations),
     )
+
+
+def _live_violations(records: Records) -> Iterable[ViolationPage]:
+    """Yield the violations of the newest audit of each script, where a project of a user's has them."""
+    for number, record in enumerate(records.newest("audit") if own(records) else ()):
+        for i, found in enumerate(record.data.get("violations") or ()):
+            script = run_of(record.data)[0]
+            yield live_page(found, script, f"audit-{number}-{i}", machine(record.environment))
 
 
 def _parts(records: Records) -> tuple[tuple[Answer, ...], tuple[Section, ...]]:
     records = evidence.with_steps(records, costs.timed_steps(records.of("benchmark")))
     answered = answers(records)
-    sections = tuple(filter(None, (part.section(records) for part in PARTS)))
+    # a user's project has no section on what it never asked
+    sections = tuple(s for part in PARTS if (s := part.section(records)) and not (s.missing and own(records)))
     last = verdicts.provenance(records, answered, sections, _made_on(records))
     return answered, (*sections, *([last] if last else []))
 

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gradcheck_suite.catalogue.description import violation_title
 from gradcheck_suite.core.case import DTYPES
 from gradcheck_suite.core.records import Record
-from gradcheck_suite.core.text import counted
+from gradcheck_suite.core.text import counted, violation_title
 from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.loops.trainers import TRAINERS
 from gradcheck_suite.loops.trainers.trainer import MODEL
@@ -239,6 +238,13 @@ def _audits(newest: list[Record]) -> Section:
         ),
         tables=(table("Every script and its verdict", rows),),
     )
+
+
+def own_cell(data: Data | None) -> Tone:
+    """Return the verdict on a loop or script at a commit."""
+    if data is None:
+        return "none", ("-",)
+    return _audit_cell(data)
 
 
 def _audit_cell(data: Data | None) -> Tone:

@@ -232,7 +232,15 @@ def run_bug(bug: Bug, seeds: Iterable[int], *, examples: int, dtype: str | None 
 
 
 def _verify(bug: Bug, options: VerifyOptions, progress: Callable[[Verdict], None] | None = None) -> Result:
-    return verify(bug.loop, options, name=bug.name, problem=bug.problem, problem_name=bug.name, progress=progress)
+    return verify(
+        bug.loop,
+        options,
+        name=bug.name,
+        problem=bug.problem,
+        problem_name=bug.name,
+        progress=progress,
+        quiet=True,
+    )
 
 
 def _lies_within_rounding(bug: Bug, options: VerifyOptions) -> bool:

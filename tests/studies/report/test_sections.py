@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -326,24 +327,23 @@ def test_communication_is_held_to_its_prediction(tmp_path):
     )  # fmt: skip
 
 
-def test_the_first_screen_shows_the_modes_and_counts_other_loops(tmp_path):
+def test_the_answer_on_modes_shows_the_modes_alone(tmp_path):
     verdict(tmp_path, "zero_")
     verdict(tmp_path, "mine", state="violated", violation={"kind": "gradient", "diagnosis": "mean-of-means"})
     for mode in list(MODES)[1:]:
         verdict(tmp_path, mode)
     report = build(tmp_path)
-    answer, (everything,) = report.answers[0], _section(report, "verified").matrices
+    answer, (everything,) = report.answers[1], _section(report, "verified").matrices
     assert {name for name, _ in answer.matrix.rows} == set(MODES)
-    assert answer.matrix.caption.endswith("; 1 more loops, 1 violated")
     assert (
         answer.brief
         == f"Yes, all {len(MODES)} modes hold in float64 on the CPU: the gradient is that of one large batch"
     )
     verdict(tmp_path, "zero_", dtype="float32", worst_error_over_allowed=0.9964)
-    assert "The worst error is 0.996 of" in build(tmp_path).answers[0].answer
+    assert "The worst error is 0.996 of" in build(tmp_path).answers[1].answer
     for mode in MODES:
         verdict(tmp_path, mode, dtype="bfloat16")
-    brief = build(tmp_path).answers[0].brief
+    brief = build(tmp_path).answers[1].brief
     assert brief.startswith(f"Yes, all {len(MODES)} modes hold in float64, bfloat16 on the CPU:")  # float32: one mode
     assert everything.rows[0][0] == "mine"
     assert everything.notes[0].startswith("Not run: ")
@@ -415,3 +415,77 @@ def test_steps_of_optimizers_show_the_newest_row_of_each(tmp_path):
     adam, sgd = section.tables[0].rows
     assert adam == ("Adam", "scale_by_adam", "a; b; not compared: c", 6, 0.5, 2.0, "s")
     assert sgd[0] == "SGD"
+
+
+# A user's project: its own loops and scripts come first.
+
+
+def run_at(reports, commit, monkeypatch):
+    """Let records that follow come from a commit."""
+    from gradcheck_suite.core import records
+
+    monkeypatch.setattr(records, "this_commit", lambda: commit)
+
+
+BROKEN = {"kind": "gradient", "diagnosis": "mean-of-means", "explanation": "means are averaged"}
+
+
+@pytest.mark.parametrize("beside", [[], ["zero_"]])
+def test_a_violated_loop_of_ones_own_is_what_the_page_says_first(tmp_path, beside):
+    for mode in beside:
+        verdict(tmp_path, mode)
+    verdict(tmp_path, "mine.py:train", state="violated", violation=BROKEN)
+    report = build(tmp_path)
+    assert report.answers[0].brief == "No: 1 of 1 loop or script violated: mine.py:train (mean-of-means)"
+    assert report.title == f"{tmp_path.parent.name}: {report.answers[0].brief}"
+    said = " ".join(answer.brief + answer.answer for answer in report.answers)
+    assert "all 1 modes" not in said
+    assert "Not verified yet" not in said
+    assert "Not measured yet" not in said
+    # one mode is not all of them
+    assert [
+        f"Yes, 1 of {len(MODES)} modes was verified and holds" in answer.brief for answer in report.answers[1:]
+    ] == [True] * len(beside)
+    assert {name for answer in report.answers[1:] for name, _ in answer.matrix.rows} == set(beside)
+    assert not [section.key for section in report.sections if section.missing]
+
+
+def test_own_verdicts_stand_by_commit_with_what_changed(tmp_path, monkeypatch):
+    for commit, state in (("a" * 40, "holds"), ("b" * 40, "violated")):
+        run_at(tmp_path, commit, monkeypatch)
+        verdict(tmp_path, "mine.py:train", state=state, violation=BROKEN if state == "violated" else None)
+        verdict(tmp_path, "mine.py:other")
+    first = build(tmp_path).answers[0]
+    assert [column.split(",")[0] for column in first.matrix.columns] == ["aaaaaaa", "bbbbbbb"]
+    assert first.matrix.rows == (
+        ("mine.py:train", (("good", ("holds",)), ("bad", ("mean-of-means",)))),
+        ("mine.py:other", (("good", ("holds",)), ("good", ("holds",)))),
+    )
+    assert "1 of 2 loops and scripts violated: mine.py:train" in first.brief
+    assert "mine.py:train turned from holds to violated (mean-of-means)" in first.answer
+    assert "mine.py:other turned" not in first.answer
+
+
+def test_all_own_loops_that_hold_are_a_yes_and_an_unjudged_script_is_none(tmp_path):
+    verdict(tmp_path, "mine.py:train")
+    assert build(tmp_path).answers[0].brief == "Yes: 1 of 1 loop or script hold"
+    record(tmp_path, "audit", loop="train.py", verdict="unjudged", windows=0, ranks=1, arguments=[])
+    first = build(tmp_path).answers[0]
+    assert first.brief == "Not known: 1 of 2 loops and scripts hold"
+    assert first.matrix.rows[0][0] == "train.py"
+
+
+def test_the_violation_of_an_audit_has_a_page_with_its_lines(tmp_path):
+    source = {"file": "train.py", "lines": [[8, "for x in data:", ""], [9, "    (loss / 4).backward()", "backward"]]}
+    found = {**BROKEN, "step": 0, "where": "train.py:8", "backward": "train.py:9", "weights": [], "source": source}
+    record(tmp_path, "audit", loop="train.py", verdict="violated", windows=1, ranks=1, arguments=[],
+           violation=found, violations=[found])  # fmt: skip
+    (page,) = build(tmp_path).violations
+    assert (page.loop, page.title) == ("train.py", "gradient: mean-of-means")
+    assert page.source.lines[1] == (9, "    (loss / 4).backward()", "backward")
+
+
+def test_this_suites_own_folder_keeps_its_four_questions(tmp_path, reports):
+    shutil.copytree(reports, tmp_path / "reports")
+    record(tmp_path / "reports", "audit", loop="train.py", verdict="holds", windows=1, ranks=1, arguments=[])
+    assert build(tmp_path / "reports").answers[0].key == "holds"

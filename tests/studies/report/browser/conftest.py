@@ -42,7 +42,7 @@ def files(tmp_path_factory):
     _fill(folder, EVIL)
     stored = counterexample(folder, loop=f"my_loop.py:{EVIL}")
     (folder / "report.html").write_text(pages.report_html(build(folder)), encoding="utf-8")
-    one = pages.violations_html("A violation", [EVIL], [read_violation(stored)])
+    one = pages.violations_html([read_violation(stored)], [EVIL])
     (folder / "violation.html").write_text(one, encoding="utf-8")
     plain = tmp_path_factory.mktemp("plain")
     _fill(plain, "and so on")

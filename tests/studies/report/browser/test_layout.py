@@ -35,7 +35,9 @@ def layout(tmp_path_factory):
         Section("trust", "Trust", "trust", ("More.",)),
     )
     path = tmp_path_factory.mktemp("layout") / "layout.html"
-    path.write_text(pages.report_html(Report("A report", "On it", "2026-01-01", (), sections)), encoding="utf-8")
+    path.write_text(
+        pages.report_html(Report("A report", "the suite", "On it", "2026-01-01", (), sections)), encoding="utf-8"
+    )
     return path
 
 
@@ -85,12 +87,14 @@ def test_words_of_a_table_stay_whole(open_page, layout):
     assert page.locator("tbody td:nth-child(2)").first.evaluate("cell => cell.clientHeight < 40")
 
 
-def test_tables_stand_on_paper(open_page, layout):
+def test_paper_has_the_page_that_is_read_and_its_tables_as_they_stand(open_page, layout):
     page = open_page(layout, "#zoo")
-    page.evaluate("dispatchEvent(new Event('beforeprint'))")
-    assert page.locator("details:not([open])").count() == 0
-    page.evaluate("dispatchEvent(new Event('afterprint'))")
-    assert page.locator("details[open]").count() == 0
+    page.emulate_media(media="print")
+    shown = page.locator("[role=tabpanel]").evaluate_all(
+        "all => all.filter(one => one.clientHeight).map(one => one.id)"
+    )
+    assert shown == ["zoo"]
+    assert page.locator("details.table table:visible").count() == 0
 
 
 def test_a_place_needs_no_page_in_its_link_and_back_returns_to_where_the_reader_was(open_page, layout):
@@ -107,13 +111,20 @@ def test_a_place_needs_no_page_in_its_link_and_back_returns_to_where_the_reader_
     assert abs(page.evaluate("scrollY") - 400) < 20
 
 
-def test_a_page_without_javascript_says_so(browser, layout):
+def test_without_javascript_each_plot_is_a_picture(browser, layout):
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()
     page.goto(layout.as_uri())
-    assert "need JavaScript" in page.locator("noscript .missing").inner_text()
     assert page.locator(".tools:visible, .chart:visible, #theme:visible").count() == 0
+    drawn = page.locator(".static svg:visible")
+    assert drawn.count() == page.locator(".chart").count() > 1
+    sizes = drawn.evaluate_all("all => all.map(svg => svg.getBoundingClientRect()).map(box => [box.width, box.height])")
+    assert all(width > 200 and height > 50 for width, height in sizes), sizes
     context.close()
+
+
+def test_with_javascript_no_picture_stands_beside_its_plot(open_page, layout):
+    assert open_page(layout, "#zoo").locator(".static svg").count() == 0
 
 
 def test_numbers_in_a_tooltip_have_three_digits(open_page, layout):
