@@ -457,8 +457,9 @@ def _base_of(container: Any) -> Any:
 
 
 def _content(container: Any) -> Any:
-    """Return what a container holds, read without the methods of a subclass: transformers' `ACT2FN` makes an object
-    of a class at each access.
+    """Return what a container holds, read without the methods of a subclass.
+
+    transformers' `ACT2FN` makes an object of a class at each access.
     """
     kind = _base_of(container)
     keys = list(kind.__iter__(container))
