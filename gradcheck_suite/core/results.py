@@ -102,6 +102,7 @@ class Verdict:
         windows_skipped: reason why gradients of steps were not judged -> number of such steps.
         moved_by_zeros: a sentence about a parameter that its window does not reach, and that a gradient of zeros let
             the optimizer move; None where there is none.
+        runs: how often the loop was run, the runs that named a fault included.
     """
 
     case: Case
@@ -112,6 +113,7 @@ class Verdict:
     windows: int = 0
     windows_skipped: dict[str, int] = field(default_factory=dict)
     moved_by_zeros: str | None = None
+    runs: int = 1
 
     @property
     def holds(self) -> bool:
@@ -143,6 +145,7 @@ class Result:
         moved_by_zeros: a sentence about the first parameter that a window does not reach, and that a gradient of zeros
             let the optimizer move; None where there is none. It is no violation: the loop contract allows zeros.
         moving_cases: number of cases with such a parameter.
+        runs: how often the loop was run.
     """
 
     loop: str
@@ -164,6 +167,7 @@ class Result:
     traffic: str | None = None
     moved_by_zeros: str | None = None
     moving_cases: int = 0
+    runs: int = 0
 
     @property
     def holds(self) -> bool:
@@ -177,6 +181,7 @@ class Result:
             "verdict": "holds" if self.holds else "violated",
             "cases": self.cases,
             "judged": self.judged,
+            "runs": self.runs,
             "seconds": round(self.seconds, 3),
             "assumes": list(self.assumes),
             "autocast": self.autocast,

@@ -207,12 +207,16 @@ def check(
     def run(instance: Instance) -> list[Outcome]:
         return [outcome] if outcome else run_ranks(loop, instance, time_limit_s=time_limit_s)
 
+    runners: list[LoopRunner] = []
+
     def runner(rank: int, alike: bool) -> LoopRunner | None:
         if shrinking:
             return None
-        return LoopRunner(loop, time_limit_s=time_limit_s, assumes=terms.assumes, rank=rank, alike=alike)
+        runners.append(LoopRunner(loop, time_limit_s=time_limit_s, assumes=terms.assumes, rank=rank, alike=alike))
+        return runners[-1]
 
-    return check_run(run, case, terms, runner, problem=problem, shrinking=shrinking)
+    verdict = check_run(run, case, terms, runner, problem=problem, shrinking=shrinking)
+    return replace(verdict, runs=verdict.runs + sum(runner.runs for runner in runners))
 
 
 def check_run(
