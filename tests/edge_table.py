@@ -1,4 +1,4 @@
-"""What `verify` says of known loops: one row each of verdict, kind, name and runs of the loop. Compares two such tables.
+"""What `verify` says of known loops, one row each: verdict, kind, name, runs of the loop. Compares two such tables.
 
     python -m tests.edge_table write TABLE.json [--seed 0] [--examples 200] [--shard 0/2]
     python -m tests.edge_table compare BEFORE.json AFTER.json

@@ -12,6 +12,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from gradcheck_suite.core.case import DEVICES, DTYPES, OBJECTIVES, Objective, Plan, is_integer
+from gradcheck_suite.core.faults import current_name
 from gradcheck_suite.errors import UsageError
 
 if TYPE_CHECKING:
@@ -422,7 +423,7 @@ class AuditOptions:
         """Return whether a violation is accepted."""
         for accepted in self.accept:
             name, _, place = accepted.partition("@")
-            if name == diagnosis and (not place or (where is not None and place in where)):
+            if current_name(name) == diagnosis and (not place or (where is not None and place in where)):
                 return True
         return False
 

@@ -14,6 +14,7 @@ import numpy as np
 from gradcheck_suite.core.case import SCHEMA, Case, case_from_json
 from gradcheck_suite.core.comparison import Comparison, Vector, elementwise_error
 from gradcheck_suite.core.contract import checked_assumptions
+from gradcheck_suite.core.faults import current_name
 from gradcheck_suite.core.records import write_json
 from gradcheck_suite.core.results import Result, json_number
 from gradcheck_suite.errors import UsageError
@@ -187,8 +188,8 @@ def _named(case: Any, about: Mapping[str, Any]) -> StoredCase:
         raise UsageError(f"loop must be a string, got {name!r}")
     assumes = tuple(sorted(checked_assumptions(about.get("assumes", ()))))
     found = about.get("violation") or {}
-    said = (str(found.get(field) or "") for field in ("kind", "diagnosis", "explanation"))
-    return StoredCase(read, name, assumes, *said)
+    kind, diagnosis, explanation = (str(found.get(field) or "") for field in ("kind", "diagnosis", "explanation"))
+    return StoredCase(read, name, assumes, kind, current_name(diagnosis), explanation)
 
 
 @dataclass(frozen=True)

@@ -199,6 +199,15 @@ class Result:
         }
 
 
+ENDLESS = "the loop was stopped there"
+"""Ends the explanation of a wrong number of steps of a loop that would not end."""
+
+
+def is_endless(violation: Violation) -> bool:
+    """Return whether the loop did not end by itself, so that each further run of it takes as long as it is given."""
+    return violation.diagnosis == "timed-out" or violation.explanation.endswith(ENDLESS)
+
+
 def results_to_json(results: Sequence[Result | LiveResult], environment: dict[str, Any]) -> dict[str, Any]:
     """Return the document that `verify --json` and `audit --json` write."""
     return {"schema": SCHEMA, "environment": environment, "results": [result.to_json() for result in results]}

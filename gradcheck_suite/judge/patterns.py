@@ -235,7 +235,7 @@ INSIDE: tuple[Pattern, ...] = (
     ),
     *(
         Pattern(
-            "weighted-by-count",
+            "wrong-count",
             _power_of_count(power),
             f"{how} its micro-batch's count: {SHARES}",
             informs=_unequal_counts,
@@ -246,7 +246,7 @@ INSIDE: tuple[Pattern, ...] = (
         )
     ),
     Pattern(
-        "rounded-weights",
+        "low-precision",
         lambda w: w.is_right or rounded_to(w) is not None,
         lambda w, wrong: (
             f"the weights have a relative error of {np.abs(w.ratio - 1).max():.1g}, and are rounded to "
@@ -254,7 +254,7 @@ INSIDE: tuple[Pattern, ...] = (
         ),
     ),
     Pattern(
-        "running-loss",
+        "repeated-micro-batch",
         lambda w: not w.foreign and w.close(w.ratio, np.arange(len(w.inside), 0, -1)),
         lambda w, wrong: (
             f"the window's micro-batches are in the gradient {_countdown(len(w.inside))} times: "
@@ -317,7 +317,7 @@ def _by_count_of(w: Weights, away: int) -> bool:
 
 NEIGHBOURS = tuple(
     Pattern(
-        "weighted-by-count",
+        "wrong-count",
         lambda w, away=away: _by_count_of(w, away),  # type: ignore[misc]
         f"each micro-batch's mean is weighted by the count of the micro-batch {where} it: {SHARES}",
         informs=lambda w: more_than_two(w) and len({w.counts[j] for j in w.inside}) > 1,
@@ -392,7 +392,7 @@ def _delayed(windows: int) -> Pattern:
 
     how_far = "the window before" if windows == 1 else f"{windows} windows before"
     return Pattern(
-        "delayed-window",
+        "other-window",
         lambda w: bool(w.windows) and fits(w),
         f"the step holds the gradient of {how_far}, and not its own: read the gradient after it has been computed "
         "or communicated",
@@ -439,7 +439,7 @@ def _shifted(distance: Callable[[Weights], int]) -> Pattern:
             "fetched"
         )
 
-    return Pattern("shifted-window", fits, sentence, informs=lambda w: bool(w.foreign and np.any(w.ratio)))
+    return Pattern("wrong-windows", fits, sentence, informs=lambda w: bool(w.foreign and np.any(w.ratio)))
 
 
 def _mixed_text(w: Weights, wrong: Steps) -> str:
@@ -458,7 +458,7 @@ def outside(accumulation_steps: int) -> tuple[Pattern, ...]:
     return (
         Pattern("stale-window", _stale, _stale_text),
         Pattern(
-            "later-window",
+            "other-window",
             _later,
             _later_text,
             informs=lambda w: w.epoch == 0 and any(j > w.window[-1] for j in w.foreign),
@@ -474,7 +474,7 @@ def outside(accumulation_steps: int) -> tuple[Pattern, ...]:
             2,
         ),
         Pattern(
-            "later-window",
+            "other-window",
             lambda w: _own_is_there(w) and w.epoch == 0 and not any(_earlier(w, j) for j in w.foreign),
             lambda w, wrong: f"{_later_text(w, wrong)}; the window's own weights are wrong as well",
             2,
@@ -758,8 +758,8 @@ def by_rank(wrong: Steps) -> tuple[Pattern, ...]:
 
 RANKS: tuple[Pattern, ...] = (
     Pattern("not-reduced", lambda w: _only_one_rank(w) is not None, _said_alone, -1, informs=_several),
-    Pattern("dropped-rank", lambda w: bool(_dropped_ranks(w)), _said_dropped, -1),
-    Pattern("partly-reduced", lambda w: _complete_rank(w) is not None, _said_partly, -1, informs=_some_of_others),
+    Pattern("not-reduced", lambda w: bool(_dropped_ranks(w)), _said_dropped, -1),
+    Pattern("not-reduced", lambda w: _complete_rank(w) is not None, _said_partly, -1, informs=_some_of_others),
     *(
         Pattern(
             "mean-of-means",
@@ -775,14 +775,14 @@ RANKS: tuple[Pattern, ...] = (
         )
     ),
     Pattern(
-        "local-count",
+        "mean-of-means",
         _ranks_means(lambda w: 1.0),
         f"each rank divides by its own count, and the gradients are added up: {GLOBAL_COUNT}",
         -1,
         informs=_unequal_counts_of_ranks,
     ),
     Pattern(
-        "reduced-repeatedly",
+        "rescaled-accumulator",
         _reduced_again,
         lambda w, wrong: (
             f"each of a rank's micro-batches weighs {w.world_size} times its next one: the running sum goes through an "

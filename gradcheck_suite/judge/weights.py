@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcheck_suite.core.comparison import WEIGHT_TOLERANCE
+from gradcheck_suite.core.faults import FAULTS, names_of
 from gradcheck_suite.core.results import ItemWeight
 
 ALONE = " alone, while "
@@ -127,21 +128,20 @@ class Diagnosis:
     details: tuple[str, ...] = ()
     weights: tuple[ItemWeight, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Expect a name of the table; empty where none is given."""
+        assert not self.name or names_of(self.name) <= FAULTS.keys(), f"{self.name}: no row in core/faults.py"
+
     @property
     def names(self) -> frozenset[str]:
         """The faults that it may be."""
         return names_of(self.name)
 
 
-def names_of(diagnosis: str) -> frozenset[str]:
-    """Return the faults that a diagnosis of the form `a or b` leaves open."""
-    return frozenset(diagnosis.split(" or "))
-
-
 def missing_gradient(parameter: str) -> Diagnosis:
     """Return the diagnosis of a parameter whose gradient is None at the step, without a reason."""
     return Diagnosis(
-        "missing-gradient",
+        "no-gradient",
         f"{parameter}.grad is None at the step, but the window's items reach {parameter}: look for a loss that is not "
         "sent backward, a `no_grad`, a `requires_grad_(False)`, or a reset before the step",
     )

@@ -113,11 +113,7 @@ SLOW_S = 0.1
 
 
 class Ahead:
-    """The cases of one loop that are prepared; those that the loop has run on already are in the second process.
-
-    Attributes:
-        unused: number of runs of the loop on cases whose turn did not come.
-    """
+    """The cases of one loop that are prepared; those that the loop has run on already are in the second process."""
 
     def __init__(
         self, loop: Loop, problem: Problem | None, terms: Terms, time_limit_s: float | None, *, runs: bool
@@ -135,7 +131,6 @@ class Ahead:
         self._waiting: deque[Case] = deque()
         self._sent: deque[tuple[Judge, int, Case, Outcome]] = deque()
         self._runs, self._slow = runs, False
-        self.unused = 0
 
     def prepare(self, case: Case) -> None:
         """Begin with what a check of a case needs."""
@@ -157,7 +152,6 @@ class Ahead:
         began = time.perf_counter()
         try:
             outcome = run_loop(self._loop, generated_instance(case), time_limit_s=self._time_limit_s)
-            self.unused += 1
             message = packed(Run(case, outcome, self._terms))
         except Exception:
             # a case that cannot be built, or settings that no other process can have: told where the turn comes
@@ -176,7 +170,6 @@ class Ahead:
         while any(sent is case for *_, sent, _ in self._sent):
             judge, number, sent, outcome = self._sent.popleft()
             if sent is case:
-                self.unused -= 1
                 answer = judge.answer(number)
                 verdict: Verdict | None = None if answer is None else unpacked(answer)
                 return verdict, outcome

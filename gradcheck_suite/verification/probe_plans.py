@@ -19,7 +19,7 @@ from gradcheck_suite.core.contract import (
     WHOLE_WINDOWS,
     dealt_to_ranks,
 )
-from gradcheck_suite.core.results import Verdict, Violation
+from gradcheck_suite.core.results import Verdict, Violation, is_endless
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.strategies.cases import reductions_within
 
@@ -150,7 +150,7 @@ def smallest_probe(
         assumes: assumptions of the loop, which smaller plans satisfy too.
     """
     began, right = Stopwatch(), dict[str, str]()
-    if violation.kind == "raised" or violation.diagnosis == "endless":
+    if violation.kind == "raised" or is_endless(violation):
         return violation, []
     before = None
     while before is not violation:

@@ -26,11 +26,11 @@ from gradcheck_suite.core.contract import (
     VerifyOptions,
     dealt_to_ranks,
 )
+from gradcheck_suite.core.faults import FAULTS, is_general, names_of
 from gradcheck_suite.core.results import Verdict, Violation
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.judge.probe_faults import linear_fault
 from gradcheck_suite.judge.reruns import LoopRunner
-from gradcheck_suite.judge.weights import names_of
 from gradcheck_suite.loops.ranks import RANK_LOOPS
 from gradcheck_suite.loops.reset_modes import plain
 from gradcheck_suite.reference.large_batch import CannotJudgeError, Window
@@ -102,62 +102,19 @@ def _is_finite(window: Window) -> bool:
 # Which of two names stands.
 
 
-GENERAL = frozenset(
-    (
-        "not-linear",
-        "unrecognised-weights",
-        "unequal-items",
-        "no-gradient",
-        "wrong-step-count",
-        "partial-gradient",
-        "raised",
-    )
-)
-"""Names that say no more than that something is wrong, or where. A probe gives them to faults of elements, too."""
-OF_WEIGHTS = frozenset(
-    (
-        "mean-of-means",
-        "local-count",
-        "wrong-count",
-        "weighted-by-count",
-        "wrong-scale",
-        "weighted-by-place",
-        "rounded-weights",
-        "rescaled-accumulator",
-        "reduced-repeatedly",
-        "running-loss",
-        "stale-window",
-        "later-window",
-        "delayed-window",
-        "shifted-window",
-        "wrong-windows",
-        "other-window",
-        "reset-inside-window",
-        "first-only",
-        "dropped-micro-batch",
-        "repeated-micro-batch",
-        "not-reduced",
-        "partly-reduced",
-        "dropped-rank",
-        "no-gradient",
-        "unrecognised-weights",
-    )
-)
-"""Names that the weights of micro-batches give. On a small case, whose numbers are few, one of them fits by chance."""
-
-
 def surer(first: Violation, smallest: Violation) -> Violation:
     """Return the violation on the smallest case, under the name that the evidence supports best.
 
     The case that showed the fault first is larger, and its name explains more numbers: it stands, unless it is a
-    general one and the smallest case gives a name that does not fit a small case by chance.
+    general one and the smallest case's is not one of weights. On a small case, whose numbers are few, one of those fits
+    by chance.
     """
     if first.diagnosis == smallest.diagnosis:
         return smallest
     if first.kind != smallest.kind or not smallest.explanation:
         return first
-    by_chance = names_of(smallest.diagnosis) & OF_WEIGHTS or smallest.diagnosis == "not-linear"
-    if first.diagnosis in GENERAL and not by_chance:
+    by_chance = any(FAULTS[name].evidence == "weights" for name in names_of(smallest.diagnosis) & FAULTS.keys())
+    if is_general(first.kind, first.diagnosis) and not by_chance and smallest.diagnosis != "not-linear":
         return smallest
     alone = f"on this case alone the fault would be {smallest.diagnosis}: {smallest.explanation}"
     return replace(
@@ -198,6 +155,7 @@ class Search:
         found_after: number of drawn cases until one showed it, 0 where a case of the ladder does; None where no
             ordinary case does.
         stopped: why shrinking ended before it had tried every smaller case, in words, or None.
+        runs: how often the loop was run on cases whose turn came.
     """
 
     def __init__(
@@ -214,7 +172,7 @@ class Search:
         terms = terms_of(loop, assumes, autocast)
         self.ahead = Ahead(loop, problem, terms, options.time_limit_s, runs=not self._finite_only)
         self.cases, self.judged, self.windows, self.ratio = 0, 0, 0, 0.0
-        self._outside = self._runs = 0
+        self._outside = self.runs = 0
         self.findings: dict[str, None] = {}
         self.skipped: Counter[str] = Counter()
         self.windows_skipped: Counter[str] = Counter()
@@ -223,11 +181,7 @@ class Search:
         self.found_after: int | None = None
         self.violation: Violation | None = None
         self.stopped: str | None = None
-
-    @property
-    def runs(self) -> int:
-        """How often the loop was run, on all ranks together where there are several."""
-        return self._runs + self.ahead.unused
+        self._sloped = False
 
     def run(
         self, drawn: st.SearchStrategy[Case], small: st.SearchStrategy[Case], fixed: Case | None, *, probes: bool
@@ -242,7 +196,7 @@ class Search:
         """
         seen, final = self.check(fixed).violation if fixed else None, False
         if probes and seen is None:
-            seen, final = self._on_probes()
+            seen, final = self.on_probes()
         self.violation = seen
         if seen is not None and self._is_enough(seen, final=final):
             return
@@ -256,11 +210,10 @@ class Search:
             smaller = self._drawn(small, smallest, MOST_SMALL, again=True)
             if smaller is not None and size_of(smaller[1].case) < size_of(smallest.case):
                 smallest = smaller[1]
-        sloped = seen is not None and has_slopes(seen.case)
         named = smallest if smallest is first else self._named(smallest)
         # a violation of ordinary gradients is plainer than that of large, small or infinite ones
-        surest = surer(first if seen is None or sloped or seen.kind != named.kind else seen, named)
-        if not (sloped and surest.diagnosis == "not-linear"):  # there the probe says more
+        surest = surer(first if seen is None or self._sloped or seen.kind != named.kind else seen, named)
+        if not (self._sloped and surest.diagnosis == "not-linear"):  # there the probe says more
             self.violation = surest
 
     def _is_enough(self, seen: Violation, *, final: bool) -> bool:
@@ -271,8 +224,8 @@ class Search:
         if seen.diagnosis == "timed-out":
             return True
         if final:
-            return self._problem is not None or not (has_slopes(seen.case) or seen.diagnosis in GENERAL)
-        return self._problem is None and seen.diagnosis not in GENERAL and self._on_ladder(seen)
+            return self._problem is not None or not (self._sloped or is_general(seen.kind, seen.diagnosis))
+        return self._problem is None and not is_general(seen.kind, seen.diagnosis) and self.on_ladder(seen)
 
     def _named(self, violation: Violation) -> Violation:
         """Return the violation of a case with its name; the same where the loop shows none again."""
@@ -344,7 +297,7 @@ class Search:
             return still if still.violation else verdict
         return verdict
 
-    def _on_ladder(self, seen: Violation) -> bool:
+    def on_ladder(self, seen: Violation) -> bool:
         """Show a probe's fault on a small case: the first that gives it the same name, else the first of its kind."""
         shown: Violation | None = None
         for case in self._ladder(seen.case):
@@ -365,11 +318,15 @@ class Search:
         assert probe.spec is not None
         layers, loss = (Layer("linear", bias=False, features=1),), Loss("mse", reduction=probe.spec.loss.reduction)
         spec, options, assumes = ProblemSpec(Input("vector", size=1), layers, loss), self._options, self._assumes
-        for plan in dict.fromkeys(within(plan, assumes) for plan in LADDER):
+        plans: dict[Plan, None] = {}
+        for plan in LADDER:
+            with suppress(UsageError):  # the assumptions leave no micro-batch
+                plans[within(plan, assumes)] = None
+        for plan in plans:
             dealt = dealt_to_ranks(plan, options.ranks, assumes)
             yield Case(spec, dealt, dtype=options.dtype, device=options.device, optimizer=options.optimizer)
 
-    def _on_probes(self) -> tuple[Violation | None, bool]:
+    def on_probes(self) -> tuple[Violation | None, bool]:
         """Check the weight probes; return the first violation, and whether no drawn case can show it.
 
         A loop may be made for its problem alone. Beside a user's problem the probes therefore count only if the loop
@@ -416,6 +373,7 @@ class Search:
 
     def _smallest_probe(self, first: Violation, assumes: frozenset[str]) -> Violation:
         """Return the violation on the smallest probe that shows it, named there and on the first."""
+        self._sloped = has_slopes(first.case)
         smallest, beside = smallest_probe(lambda case: self.check(case, shrinking=True), first, assumes)
         named = first if smallest is first else surer(first, self._named(smallest))
         return replace(named, details=(*named.details, *beside))
@@ -429,7 +387,7 @@ class Search:
             return violation
         runner = LoopRunner(self._loop, time_limit_s=self._options.time_limit_s)
         fault = linear_fault(case, runner)
-        self._runs += runner.runs
+        self.runs += runner.runs
         if fault is None or fault.name in (violation.diagnosis, "not-linear"):
             return violation
         return replace(violation, details=(*violation.details, f"a further fault, {fault.name}: {fault.sentence}"))
@@ -450,7 +408,7 @@ class Search:
             autocast=self._autocast,
             assumes=self._assumes,
         )
-        self._runs += verdict.runs
+        self.runs += verdict.runs
         if verdict.violation and self._finite_only and not is_probe(case) and not stays_finite(case, problem):
             return Verdict(case, skipped=OUTSIDE)
         return verdict

@@ -213,7 +213,7 @@ def test_autocast_is_declared_or_a_violation(run, project):
 
 def test_a_case_of_a_loop_with_autocast_is_replayed_with_it(run, project, a_case):
     (project / "case.json").write_text(json.dumps(a_case.replace(dtype="float32", plan=Plan((2,), 1)).to_json()))
-    assert "undeclared-autocast" in run("replay", "case.json", "loops.py:autocast").out
+    assert "low-precision" in run("replay", "case.json", "loops.py:autocast").out
     assert run("replay", "case.json", "loops.py:autocast", "--autocast", "bfloat16").status == 0
 
 

@@ -161,7 +161,7 @@ def counts_memoised(run: TrainingRun) -> None:
         run.optimizer.zero_grad()
 
 
-@_right("gradient/rescaled-accumulator", "gradient/reduced-repeatedly", ranks=2)
+@_right("gradient/rescaled-accumulator", "gradient/rescaled-accumulator", ranks=2)
 def running_sum_reduced_each_time(run: TrainingRun) -> None:
     """The running sum is added up over the ranks after every micro-batch."""
     for window in windows(run):

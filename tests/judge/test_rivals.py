@@ -304,7 +304,7 @@ def _rectify(run):
 @pytest.mark.parametrize(
     ("loop", "name", "says"),
     [
-        (then(_quantise), "rounded-gradient", "multiples of 1/127 of the largest"),
+        (then(_quantise), "low-precision", "multiples of 1/127 of the largest"),
         (then(of_weight(lambda g: g[:, 1].zero_())), "partial-gradient", "in columns 1, and are 0"),
         (then(_average), "projected-gradient", "each of its elements is the mean of its column"),
         (then(_centre), "projected-gradient", "the mean of each column has been subtracted"),
@@ -398,7 +398,7 @@ def _once_per_name(run):
 
 def test_a_use_of_a_tied_weight_that_is_missing_is_told_from_what_is_done_once_per_name():
     name, sentence, _ = explained(_untied, model=lambda seed: _Tied())
-    assert name == "untied-weights"
+    assert name == "partial-gradient"
     assert "its use as last.weight is not in the gradient" in sentence
     name, sentence, _ = explained(then(_once_per_name), model=lambda seed: _Tied())
     assert name == "wrong-scale"
@@ -444,7 +444,7 @@ def test_elements_are_asked_for_where_a_long_probe_shows_nothing_of_a_window():
 @pytest.mark.parametrize(
     ("loop", "name"),
     [
-        (delayed_by_one, "delayed-window"),
+        (delayed_by_one, "other-window"),
         (then(every(lambda g, p: g.zero_())), "no-gradient"),
         (then(every(lambda g, p: g.sub_(g.mean()))), "projected-gradient"),
     ],

@@ -61,7 +61,7 @@ def test_the_expected_weight():
         (_weights(2 / 3, 2 / 6, 2 / 9), "mean-of-means", "mean has weight 0.666667, whatever its count"),
         # other windows' micro-batches
         (_weights(1 / 6, 1 / 6, 1 / 6, others=(1 / 2, 0)), "stale-window", "micro-batches [0] belong to earlier"),
-        (_weights(1 / 6, 1 / 6, 1 / 6, others=(0, 1 / 4)), "later-window", "micro-batches [4] belong to a later"),
+        (_weights(1 / 6, 1 / 6, 1 / 6, others=(0, 1 / 4)), "other-window", "micro-batches [4] belong to a later"),
         (_weights(1 / 6, 1 / 6, 1 / 6, others=(1 / 2, 1 / 4)), "other-window", "micro-batches 0, 4 of other windows"),
         (_weights(1 / 6, 1 / 6, 1 / 6, others=(1 / 2, 1 / 4), epoch=1), "stale-window", "[0, 4] belong to earlier"),
         (_weights(2 / 6, 2 / 6, 2 / 6, epoch=1), "stale-window or wrong-scale", "from earlier epochs"),
@@ -76,20 +76,20 @@ def test_the_expected_weight():
         # some more than once
         (_weights(1 / 6, 2 / 6, 1 / 6), "repeated-micro-batch", "micro-batches [2] of the window are in"),
         (_weights(2 / 6, 1 / 6, 2 / 6), "repeated-micro-batch", "micro-batches [1, 3] of the window"),
-        (_weights(3 / 6, 2 / 6, 1 / 6), "running-loss", "3, 2, ..., 1 times"),
-        (_short(4 / 4, 3 / 4, 2 / 4, 1 / 4, k=4, counts=(1, 1, 1, 1)), "running-loss", "4, 3, ..., 1 times"),
+        (_weights(3 / 6, 2 / 6, 1 / 6), "repeated-micro-batch", "3, 2, ..., 1 times"),
+        (_short(4 / 4, 3 / 4, 2 / 4, 1 / 4, k=4, counts=(1, 1, 1, 1)), "repeated-micro-batch", "4, 3, ..., 1 times"),
         # of two, running sums cannot be told from a repetition
-        (_short(2 / 4, 1 / 4, k=2, counts=(1, 3)), "running-loss or repeated-micro-batch", "are in the gradient twice"),
+        (_short(2 / 4, 1 / 4, k=2, counts=(1, 3)), "repeated-micro-batch", "are in the gradient twice"),
         (_weights(1 / 6, 3 / 6, 1 / 6), "repeated-micro-batch", "micro-batches [2] of the window are in the gradient"),
         (_weights(0, 0, 3 / 6), "repeated-micro-batch", "the window's last micro-batch is in the gradient 3 times"),
         (_weights(3 / 6, 0, 0), "repeated-micro-batch", "the window's first micro-batch is in the gradient 3 times"),
         (_weights(1 / 6, 1 / 6, 1 / 6 + 1 / 3), "repeated-micro-batch", "micro-batches [3] of the window"),
         # in proportion to the count, and to its inverse square
-        (_weights(1 / 36, 2 / 36, 3 / 36), "weighted-by-count", "proportional to its micro-batch's count"),
-        (_weights(1 / 6, 1 / 24, 1 / 54), "weighted-by-count", "divided by the square of its micro-batch's count"),
+        (_weights(1 / 36, 2 / 36, 3 / 36), "wrong-count", "proportional to its micro-batch's count"),
+        (_weights(1 / 6, 1 / 24, 1 / 54), "wrong-count", "divided by the square of its micro-batch's count"),
         # the count of the micro-batch before, of the one after
-        (_weights(0.7, 1 / 12, 2 / 18), "weighted-by-count", "by the count of the micro-batch before it"),
-        (_weights(2 / 6, 3 / 12, 0.7), "weighted-by-count", "by the count of the micro-batch after it"),
+        (_weights(0.7, 1 / 12, 2 / 18), "wrong-count", "by the count of the micro-batch before it"),
+        (_weights(2 / 6, 3 / 12, 0.7), "wrong-count", "by the count of the micro-batch after it"),
         # acc = (acc + mean)/3; acc = 2 acc + share; acc = acc/2 + share
         (_weights(1 / 27, 1 / 18, 1 / 9), "rescaled-accumulator", "weighs 3 times the one before it"),
         (_weights(4 / 6, 2 / 6, 1 / 6), "rescaled-accumulator", "weighs 0.5 times the one before it"),
@@ -97,10 +97,10 @@ def test_the_expected_weight():
         (_weights(-4 / 6, -2 / 6, -1 / 6), "rescaled-accumulator", "weighs 0.5 times the one before it"),
         (_short(1 / 4, 1 / 6, k=2, counts=(1, 3)), "rescaled-accumulator", "weighs 2 times the one before it"),
         # 1/6 rounded to float32, and a factor that is none
-        (_weights(*[float(np.float32(1 / 6))] * 3), "wrong-scale or rounded-weights", "are rounded to float32"),
-        (_weights(*[float(np.float16(n / 6)) / n for n in (1, 2, 3)]), "rounded-weights", "are rounded to float16"),
-        (_weights(0.17, 0.33 / 2, 0.5 / 3), "rounded-weights", "are rounded to 2 decimals"),
-        (_weights(0.2, 0.3 / 2, 0.5 / 3), "rounded-weights", "are rounded to 1 decimal:"),
+        (_weights(*[float(np.float32(1 / 6))] * 3), "wrong-scale or low-precision", "are rounded to float32"),
+        (_weights(*[float(np.float16(n / 6)) / n for n in (1, 2, 3)]), "low-precision", "are rounded to float16"),
+        (_weights(0.17, 0.33 / 2, 0.5 / 3), "low-precision", "are rounded to 2 decimals"),
+        (_weights(0.2, 0.3 / 2, 0.5 / 3), "low-precision", "are rounded to 1 decimal:"),
         (_weights(*[(1 - 5e-7) / 6] * 3), "wrong-scale", "1 - 5e-07 times"),
     ],
 )
@@ -254,18 +254,18 @@ PAIRS = ((0, 1), (2, 3), (4, 5))
 @pytest.mark.parametrize(
     ("steps", "name"),
     [
-        (_run([1, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], k=1, windows=FOUR), "delayed-window"),
-        (_run([0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], k=1, windows=FOUR), "delayed-window"),
-        (_run([0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], k=1, windows=FOUR), "delayed-window"),
+        (_run([1, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], k=1, windows=FOUR), "other-window"),
+        (_run([0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], k=1, windows=FOUR), "other-window"),
+        (_run([0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], k=1, windows=FOUR), "other-window"),
         (_run([1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0], k=1, windows=FOUR), "other-window"),
         (_run([0, 0, 0, 1], [0, 0, 1, 0], [0, 1, 0, 0], [1, 0, 0, 0], k=1, windows=FOUR), "other-window"),
         (_run([1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1], k=1, windows=FOUR), "stale-window"),
         (_run([1, 0, 0, 0], [0.1, 1, 0, 0], [0.01, 0.1, 1, 0], [0, 0.01, 0.1, 1], k=1, windows=FOUR), "stale-window"),
-        (_run([1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1], [0, 0, 0, 1], k=1, windows=FOUR), "later-window"),
+        (_run([1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1], [0, 0, 0, 1], k=1, windows=FOUR), "other-window"),
         # two windows alone leave open which
-        (_run([1, 0], [1, 0], k=1, windows=FOUR[:2], counts=(1.0, 1.0)), "delayed-window or other-window"),
-        (_run([1, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0], k=2, windows=PAIRS), "shifted-window"),
-        (_run([0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 1], k=2, windows=PAIRS), "shifted-window"),
+        (_run([1, 0], [1, 0], k=1, windows=FOUR[:2], counts=(1.0, 1.0)), "other-window"),
+        (_run([1, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0], k=2, windows=PAIRS), "wrong-windows"),
+        (_run([0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 1], k=2, windows=PAIRS), "wrong-windows"),
     ],
 )
 def test_steps_together_tell_which_window_a_gradient_is_of(steps, name):
@@ -302,7 +302,7 @@ def test_a_factor_must_fit_all_windows():
         ((1, 1, 0), (1, 0), "dropped-micro-batch"),
         ((1, 0, 1), (1, 0), "dropped-micro-batch"),
         ((0, 0, 3), (0, 2), "repeated-micro-batch"),
-        ((3, 2, 1), (2, 1), "running-loss"),
+        ((3, 2, 1), (2, 1), "repeated-micro-batch"),
         ((4, 2, 1), (2, 1), "rescaled-accumulator"),
         ((2, 1, 1), (2, 1), "repeated-micro-batch"),
     ],
