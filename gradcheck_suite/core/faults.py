@@ -401,8 +401,8 @@ _ROWS = (
         command="verify",
     ),
     *(
-        Fault(name, "parameters", meaning, remedy, "state", old, command="verify")
-        for name, meaning, remedy, *old in (  # type: ignore[misc]
+        Fault(name, "parameters", meaning, remedy, "state", tuple(old), command="verify")
+        for name, meaning, remedy, *old in (
             (
                 "parameter-drift",
                 "something other than `optimizer.step()` changed a parameter before, between or after steps; nothing "

@@ -244,7 +244,7 @@ class Search:
         """
         found: list[Violation] = []
         began = Stopwatch()
-        kinds = {seen.kind} if seen else set()
+        kinds: set[str] = {seen.kind} if seen else set()
         kinds |= OF_GRADIENT if kinds & OF_GRADIENT and not again else set()
 
         def judge(case: Case) -> None:

@@ -79,7 +79,7 @@ def test_the_expected_weight():
         (_weights(3 / 6, 2 / 6, 1 / 6), "repeated-micro-batch", "3, 2, ..., 1 times"),
         (_short(4 / 4, 3 / 4, 2 / 4, 1 / 4, k=4, counts=(1, 1, 1, 1)), "repeated-micro-batch", "4, 3, ..., 1 times"),
         # of two, running sums cannot be told from a repetition
-        (_short(2 / 4, 1 / 4, k=2, counts=(1, 3)), "repeated-micro-batch", "are in the gradient twice"),
+        (_short(2 / 4, 1 / 4, k=2, counts=(1, 3)), "repeated-micro-batch", "are in the gradient 2 and 1 times"),
         (_weights(1 / 6, 3 / 6, 1 / 6), "repeated-micro-batch", "micro-batches [2] of the window are in the gradient"),
         (_weights(0, 0, 3 / 6), "repeated-micro-batch", "the window's last micro-batch is in the gradient 3 times"),
         (_weights(3 / 6, 0, 0), "repeated-micro-batch", "the window's first micro-batch is in the gradient 3 times"),
@@ -313,7 +313,8 @@ def test_a_longer_window_tells_what_a_window_of_two_does_not(long, short, name):
     assert _first_wrong(both).name == name
     alone = _run(list(short), k=2, windows=((0, 1),))
     assert name in _first_wrong(alone).names or name == "rescaled-accumulator"
-    assert len(_first_wrong(alone).names) > 1
+    # a running sum and a repetition are one fault
+    assert len(_first_wrong(alone).names) > 1 or "repeated-micro-batch" in _first_wrong(alone).names
 
 
 def test_missing_micro_batches_whose_window_counts_the_others_alone_are_not_taken_for_samples():
