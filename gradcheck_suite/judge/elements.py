@@ -16,8 +16,7 @@ import torch
 
 from gradcheck_suite.core.case import SMALL_SCALE
 from gradcheck_suite.core.comparison import Comparison, Vector
-from gradcheck_suite.judge.naming import constant_meaning
-from gradcheck_suite.judge.patterns import FORMATS
+from gradcheck_suite.judge.naming import FORMATS, constant_meaning
 from gradcheck_suite.judge.weights import ALONE, Diagnosis, listed, times_text
 from gradcheck_suite.reference.large_batch import Window, gradients_of
 

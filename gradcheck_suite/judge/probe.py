@@ -205,9 +205,10 @@ def held_by(plan: Plan, items: Vector) -> list[int]:
     return held
 
 
-UNEQUAL = ((1, 2, 4), (2, 2, 1), (3,), (4, 2))
+UNEQUAL = ((2, 3, 5), (3, 3, 2), (3,), (5, 2))
 EQUAL = ((2,), (1,), (4,), (3,))
-"""Sizes of the micro-batches of three windows and a short one, repeated as often as a window is long."""
+"""Sizes of the micro-batches of three windows and a short one, repeated as often as a window is long. Quotients of
+unequal ones are no whole numbers: otherwise a coefficient that is kept from another window looks like a repetition."""
 
 
 def separating_probe(probe: WeightProbe, assumes: Collection[str]) -> WeightProbe:

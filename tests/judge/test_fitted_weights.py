@@ -106,7 +106,7 @@ def test_the_epoch_tells_a_stale_gradient_from_a_scale():
 def test_a_sum_is_read_as_one():
     diagnosis = _read(_gradient(1 / 6, 1 / 6, 1 / 6, 0), reduction="sum")
     assert diagnosis.name == "wrong-scale"
-    assert "one over the window's count, 1/6" in diagnosis.sentence
+    assert "one over the window's count, 6" in diagnosis.sentence
 
 
 def test_weights_without_a_name_are_not_named():
@@ -225,7 +225,7 @@ def test_every_element_of_all_must_agree():
 
 
 @pytest.mark.parametrize(
-    ("empty", "name"), [((), "no-gradient"), (slice(1, 3), "no-gradient or dropped-micro-batch"), (7, "no-gradient")]
+    ("empty", "name"), [((), "no-gradient"), (slice(1, 3), "dropped-micro-batch"), (7, "no-gradient")]
 )
 def test_what_a_parameter_lacks_may_be_there_where_a_micro_batch_has_a_gradient_of_zero(empty, name):
     rows = ROWS.copy()
@@ -371,8 +371,8 @@ def test_a_known_fault_is_tried_where_there_are_too_few_elements_to_solve_for_we
         (1, (1 / 2, 1 / 2, 0, 0), "other-window"),
         (1, (1 / 2, 1 / 2, 1 / 3, 1 / 3), "stale-window"),
         (0, (1 / 2, 1 / 2, 1 / 3, 1 / 3), "other-window"),
-        (0, (1 / 2, 0, 0, 0), "first-only or dropped-micro-batch"),
-        (0, (0, 1 / 2, 0, 0), "reset-inside-window or dropped-micro-batch"),
+        (0, (1 / 2, 0, 0, 0), "dropped-micro-batch"),
+        (0, (0, 1 / 2, 0, 0), "dropped-micro-batch"),
         (1, (0, 0, 1 / 4, 1 / 2), "mean-of-means"),
         (1, (0, 0, 0.31, 0.29), None),
     ):

@@ -156,7 +156,7 @@ def _train(run: TrainingRun, micro_batches: list[Batch]) -> None:
 
 
 @rank_bug(
-    "gradient/repeated-micro-batch, gradient/stale-window, gradient/wrong-scale, gradient/unrecognised-weights, "
+    "gradient/other-window, gradient/repeated-micro-batch, gradient/wrong-scale, gradient/unrecognised-weights, "
     "gradient/mean-of-means",
     needs="a rank with fewer micro-batches",
     least_micro_batches=4,
