@@ -25,6 +25,7 @@ from gradcheck_suite.auditing.replay import Window
 from gradcheck_suite.auditing.terms import Reader, declare
 from gradcheck_suite.auditing.window_again import Asked, JaxOpinion, KeptCall, ask_jax, compute_again, kept_calls
 from gradcheck_suite.core.contract import AuditFields, AuditOptions
+from gradcheck_suite.core.faults import current_name
 from gradcheck_suite.core.results import LiveResult, LiveViolation
 from gradcheck_suite.core.text import live_lines, say, violation_lines
 from gradcheck_suite.errors import UsageError
@@ -90,7 +91,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         **options: Unpack[AuditFields],
     ) -> None:
         self.options = AuditOptions(**options)
-        if wrong := sorted({name.partition("@")[0] for name in self.options.accept} - KNOWN):
+        if wrong := sorted({current_name(name.partition("@")[0]) for name in self.options.accept} - KNOWN):
             raise UsageError(f"audit: accept takes diagnoses ({', '.join(sorted(KNOWN))}); got {wrong[0]!r}")
         self._name, self.quiet = name or here().line, quiet
         self._result: LiveResult | None = None
@@ -338,7 +339,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         violation, used = self._judge.of_last_step(), self._judge.used
         own = {i: 1.0 for i, seen in window.passes.items() if not window.seen[i] and not seen.by_hand}
         weights = own if violation is not None and not violation.weights else {i: c for (_, i), c in used.items()}
-        if violation is not None and violation.diagnosis in ("running-loss", "repeated-micro-batch"):
+        if violation is not None and violation.diagnosis == "repeated-micro-batch":
             return  # what arrived holds the repetitions already
         if violation is not None and violation.weights:
             weights = _righted(violation, weights)

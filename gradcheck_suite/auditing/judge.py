@@ -16,7 +16,6 @@ from itertools import pairwise
 import numpy as np
 
 from gradcheck_suite.auditing import weights as reading_weights
-from gradcheck_suite.auditing import window_again
 from gradcheck_suite.auditing.places import Place, lines_with
 from gradcheck_suite.auditing.recorder import BY_HAND, Event, PassRecord, StepRecord
 from gradcheck_suite.auditing.replay import EARLIER, NEGLIGIBLE, UNKNOWN, Replay, Source, Window, near
@@ -34,6 +33,7 @@ from gradcheck_suite.auditing.weights import (
     Scale,
     Use,
 )
+from gradcheck_suite.core.faults import FAULTS
 from gradcheck_suite.core.results import LiveViolation, Unknown, WeightRow
 from gradcheck_suite.core.text import counted
 from gradcheck_suite.judge.naming import diagnose, names_nothing
@@ -46,7 +46,7 @@ SENTENCES = {
     "reset once per window, not per micro-batch",
     "dropped-micro-batch": "some backward passes of the window are not in the gradient",
     "repeated-micro-batch": "a loss goes backward more than once in the window: send each loss through once",
-    "running-loss": "earlier losses go backward several times, as when the running sum of the losses goes backward "
+    "running sum": "earlier losses go backward several times, as when the running sum of the losses goes backward "
     "each time: send each loss through once",
     "rescaled-accumulator": "the running sum itself is rescaled at every micro-batch; scale each contribution instead",
     "not-linear": "the gradient is not a weighted sum of what arrived in the window: something else writes to `.grad` "
@@ -56,11 +56,11 @@ SENTENCES = {
     "foreign": "`.grad` still has the gradient of a backward pass that belonged to another optimizer's step: "
     "reset the gradients of this optimizer before its own backward passes",
     "step-per-micro-batch": "the optimizer steps after every micro-batch, where accumulation_steps = {steps}",
-    "missing-gradient": "a parameter that the window reaches has no gradient at the step: "
+    "missing": "a parameter that the window reaches has no gradient at the step: "
     "look for what resets or replaces its `.grad`",
     "stale-parameters": "parameters were written between the backward passes of the window, so its micro-batches were "
     "computed with different ones: write to parameters between windows, not inside one",
-    "moving-parameters": "another optimizer, which trains on the same passes, steps between the micro-batches of this "
+    "another optimizer": "another optimizer, which trains on the same passes, steps between the micro-batches of this "
     "window: let both step once per window",
     "not-reduced": "only each rank's own gradient is in `.grad` at the step, not reduced over the ranks: run the "
     "forward and the backward of the window's last micro-batch outside no_sync",
@@ -70,13 +70,8 @@ SENTENCES = {
     WRONG_COUNT: "each micro-batch is weighted by the number of {note}",
     BY_PLACE: "items of different micro-batches have different weights: {note}",
 }
-"""Name -> what is wrong and what to do."""
-KNOWN = (
-    frozenset(SENTENCES) - {"hook", "foreign"}
-    | {"wrong-scale", "tail-leak", "unrecognised-weights"}
-    | {"weighted-by-count", "rounded-weights"}
-    | frozenset(window_again.SENTENCES)
-)
+"""Name, or what it is about where a name has several -> what is wrong and what to do."""
+KNOWN = frozenset(fault.name for fault in FAULTS.values() if fault.command != "verify")
 """Every diagnosis of a live run."""
 REMEDIES = {
     ("accelerate", "where the window has"): "Accelerate divides by K in a short window too, up to 1.15.0 at least: "
@@ -241,7 +236,7 @@ def judge_sums(window: Window, usual: int | None) -> Sums:
     if left and not members.places(left) & members.places(members.own):
         return _fault("stale-window", SENTENCES["foreign"])
     if not members.own and _another_stepped_between(window, members):
-        return _fault("moving-parameters")
+        return _fault("stale-parameters", SENTENCES["another optimizer"])
     if window.edit == BY_HAND:
         return _judge_by_hand(members)
     if any(source[1] == UNKNOWN for cs in window.coefficients.values() for source in cs):
@@ -256,7 +251,7 @@ def judge_sums(window: Window, usual: int | None) -> Sums:
     if unequal := _judge_parameters(members, missing):
         return unequal
     if window.edit == "reset":
-        return _fault("missing-gradient")
+        return _fault("no-gradient", SENTENCES["missing"])
     if len(members.required) > 1 and any(members.moved(i) for i in members.required):
         return _fault("stale-parameters")
     return Sums(coefficients=_used(window))
@@ -478,8 +473,8 @@ def _again(one: Pending) -> Fault | None:
     repeated = [(sum(term.again for term in terms), len(terms)) for terms in found if terms]
     if not any(again for again, _ in repeated):
         return None
-    name = "running-loss" if any(0 < again < number for again, number in repeated) else "repeated-micro-batch"
-    return Fault(name, SENTENCES[name])
+    running = any(0 < again < number for again, number in repeated)
+    return Fault("repeated-micro-batch", SENTENCES["running sum" if running else "repeated-micro-batch"])
 
 
 PARTIAL = "the loss sees items through which no gradient flows, and is no sum over the window's micro-batches"

@@ -13,6 +13,7 @@ from gradcheck_suite.cli.arguments import AUTOCAST, TIME_LIMIT, add_option
 from gradcheck_suite.cli.loading import expect_found, note_untested_trainers
 from gradcheck_suite.core.contract import Loop, Problem
 from gradcheck_suite.core.counterexamples import StoredCase, read_case_file
+from gradcheck_suite.core.results import Violation
 from gradcheck_suite.core.text import of_bound, say
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.run import environment
@@ -68,13 +69,20 @@ def run(arguments: argparse.Namespace) -> int:
         findings, lines = [*opinion.findings], [opinion.summary()]
     lines += [f"finding, for which no loop is to blame: {finding}" for finding in findings]
     if verdict.violation is not None:
-        lines += [*describe_violation(verdict.violation), example_text(case)]
+        lines += [*describe_violation(verdict.violation), *_named_before(stored, verdict.violation), example_text(case)]
     else:
         lines += [] if verdict.finding else [f"worst error {of_bound(verdict.ratio)}"]
         lines += describe_case(case)
     first = f"{name}  {'holds' if verdict.holds else 'VIOLATED'}  on case {case.digest}"
     say([first, *(f"    {line}".rstrip() for line in lines)])
     return exit_status.status_of(violated=not verdict.holds, findings=bool(findings))
+
+
+def _named_before(stored: StoredCase, violation: Violation) -> list[str]:
+    """Return a line with the name that the file has for the violation, where a larger case gave it another one."""
+    if stored.kind != violation.kind or stored.diagnosis in ("", violation.diagnosis):
+        return []
+    return [f"stored as {stored.diagnosis}: {stored.explanation}"]
 
 
 def _subjects(arguments: argparse.Namespace, stored: StoredCase, name: str) -> tuple[Loop, Problem | None]:

@@ -12,6 +12,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from gradcheck_suite.core.case import DEVICES, DTYPES, OBJECTIVES, Objective, Plan, is_integer
+from gradcheck_suite.core.faults import current_name
 from gradcheck_suite.errors import UsageError
 
 if TYPE_CHECKING:
@@ -426,7 +427,8 @@ class AuditOptions:
         for accepted in self.accept:
             name, _, place = accepted.partition("@")
             places = (where or "").split(" < ")
-            if name == diagnosis and (not place or any(one == place or one.endswith("/" + place) for one in places)):
+            here = not place or any(one == place or one.endswith("/" + place) for one in places)
+            if here and current_name(name) == diagnosis:
                 return True
         return False
 

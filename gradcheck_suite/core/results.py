@@ -117,6 +117,7 @@ class Verdict:
         windows_skipped: reason why gradients of steps were not judged -> number of such steps.
         moved_by_zeros: a sentence about a parameter that its window does not reach, and that a gradient of zeros let
             the optimizer move; None where there is none.
+        runs: how often the loop was run, the runs that named a fault included.
     """
 
     case: Case
@@ -127,6 +128,7 @@ class Verdict:
     windows: int = 0
     windows_skipped: dict[str, int] = field(default_factory=dict)
     moved_by_zeros: str | None = None
+    runs: int = 1
 
     @property
     def holds(self) -> bool:
@@ -188,6 +190,7 @@ class Result:
         moved_by_zeros: a sentence about the first parameter that a window does not reach, and that a gradient of zeros
             let the optimizer move; None where there is none. It is no violation: the loop contract allows zeros.
         moving_cases: number of cases with such a parameter.
+        runs: how often the loop was run.
     """
 
     loop: str
@@ -209,6 +212,7 @@ class Result:
     traffic: str | None = None
     moved_by_zeros: str | None = None
     moving_cases: int = 0
+    runs: int = 0
 
     __str__ = _text
     _repr_html_ = _html
@@ -244,6 +248,7 @@ class Result:
             "verdict": "holds" if self.holds else "violated",
             "cases": self.cases,
             "judged": self.judged,
+            "runs": self.runs,
             "seconds": round(self.seconds, 3),
             "assumes": list(self.assumes),
             "autocast": self.autocast,
@@ -259,6 +264,15 @@ class Result:
             "moved_by_zeros": self.moved_by_zeros and {"cases": self.moving_cases, "explanation": self.moved_by_zeros},
             "violation": self.violation and self.violation.to_json(self.found_after),
         }
+
+
+ENDLESS = "the loop was stopped there"
+"""Ends the explanation of a wrong number of steps of a loop that would not end."""
+
+
+def is_endless(violation: Violation) -> bool:
+    """Return whether the loop did not end by itself, so that each further run of it takes as long as it is given."""
+    return violation.diagnosis == "timed-out" or violation.explanation.endswith(ENDLESS)
 
 
 def results_to_json(results: Sequence[Result | LiveResult], environment: dict[str, Any]) -> dict[str, Any]:

@@ -272,13 +272,16 @@ def _found(result: Result) -> str:
     first = "the weight probe"
     if result.violation.case.problem_name:
         first = "the case that is tried first, two whole windows"
+    runs = f"; the loop was run {counted(result.runs, 'time')}"
+    if result.found_after == 0:
+        return f"found on {first}, then shown on this small case{runs}"
     if not result.cases:
-        return f"found on {first}, before any case was drawn"
+        return f"found on {first}, before any case was drawn{runs}"
     if result.found_after is None:
-        return f"found on {first}; none of {counted(result.cases, 'case')} drawn shows it"
+        return f"found on {first}; none of {counted(result.cases, 'case')} drawn shows it{runs}"
     if result.shrinking:
-        return f"found after {counted(result.found_after, 'case')}; {result.shrinking}"
-    return f"found after {counted(result.found_after, 'case')}, then shrunk to this one"
+        return f"found after {counted(result.found_after, 'case')}; {result.shrinking}{runs}"
+    return f"found after {counted(result.found_after, 'case')}, then shrunk to this one{runs}"
 
 
 # The same as HTML, for a notebook, which runs no script and has no style sheet of ours.

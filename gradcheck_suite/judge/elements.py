@@ -16,8 +16,7 @@ import torch
 
 from gradcheck_suite.core.case import SMALL_SCALE
 from gradcheck_suite.core.comparison import Comparison, Vector
-from gradcheck_suite.judge.naming import constant_meaning
-from gradcheck_suite.judge.patterns import FORMATS
+from gradcheck_suite.judge.naming import FORMATS, constant_meaning
 from gradcheck_suite.judge.weights import ALONE, Diagnosis, listed, times_text
 from gradcheck_suite.reference.large_batch import Window, gradients_of
 
@@ -99,14 +98,14 @@ def mixed(comparison: Comparison, wrong: Sequence[str]) -> Diagnosis | None:
     expected, observed, allowed, _ = (np.concatenate([parts[name][i] for name in wrong]) for i in range(4))
     if (np.abs(np.sort(observed) - np.sort(expected)) <= allowed.max()).all():
         return Diagnosis(
-            "permuted-gradient",
+            "misplaced-gradient",
             f"the gradients of {listed(wrong)} together have the right elements, at other places: they are flattened "
             "in one order and taken apart in another; match parameters by name",
         )
     for what in ("mean", "sum"):
         if all(_is_of_all(comparison, name, what) for name in wrong):
             return Diagnosis(
-                "mixed-gradients",
+                "misplaced-gradient",
                 f"each of {listed(wrong)} has the {what} of the gradients of all parameters of its shape: match "
                 "parameters by name, not by shape",
             )
@@ -254,7 +253,7 @@ def as_rounded_gradient(comparison: Comparison) -> Diagnosis | None:
     form = format_of(expected, observed)
     if form is None or format_of(expected, expected) is not None:
         return None
-    return Diagnosis("rounded-gradient", f"the gradient {_rounded_text(expected, observed, form)}")
+    return Diagnosis("low-precision", f"the gradient {_rounded_text(expected, observed, form)}")
 
 
 def _rounded_text(expected: Array, observed: Array, form: str) -> str:
@@ -295,22 +294,22 @@ def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Ite
         yield "wrong-scale", scale
     how = _permutation(expected, observed, allowed) if np.count_nonzero(there) > 1 else None
     if how:
-        yield "permuted-gradient", f"the gradient of {name} has the right elements at other places: {how}"
+        yield "misplaced-gradient", f"the gradient of {name} has the right elements at other places: {how}"
     if other:
         yield (
-            "swapped-gradients",
+            "misplaced-gradient",
             f"{name} has the gradient of {other}: match parameters by name, not by position or shape",
         )
     if weights is None and (levels := levels_of(expected, observed)):
         yield (
-            "rounded-gradient",
+            "low-precision",
             f"all elements of the gradient of {name} are multiples of 1/{levels} of the largest: they are quantised; "
             "hand the optimizer the gradient itself",
         )
     elif weights is None and not how and not other and (there & ~off).any():
         yield "partial-gradient", _partial_text(name, expected, observed, allowed, off)
     elif weights is None and (form := format_of(expected, observed)):
-        yield "rounded-gradient", f"the gradient of {name} {_rounded_text(expected, observed, form)}"
+        yield "low-precision", f"the gradient of {name} {_rounded_text(expected, observed, form)}"
 
 
 def _factor(expected: Array, observed: Array, allowed: Array) -> str | None:
@@ -499,7 +498,7 @@ def wrong_reduction(window: Window, comparison: Comparison, rank: int, *, alike:
     for name, what, combined in OPERATIONS if alike else ():
         if is_seen(combined(own)):
             return Diagnosis(
-                "wrong-operation",
+                "not-summed",
                 f"each element is {what} of those of the ranks' own gradients, not their sum: the all-reduce is called "
                 f"with ReduceOp.{name}; use ReduceOp.SUM",
             )
@@ -507,7 +506,7 @@ def wrong_reduction(window: Window, comparison: Comparison, rank: int, *, alike:
     got = np.sort(comparison.observed - own[rank]) - np.sort(others)
     if not alike and np.any(np.abs(others) > allowed) and (np.abs(got) <= allowed.max()).all():
         return Diagnosis(
-            "permuted-gradient",
+            "misplaced-gradient",
             "the other ranks' elements are added to other elements of this one: ranks lay out their gradients, or call "
             "their all-reduces, in different orders, or leave out parameters without a gradient; go through the "
             "parameters in the same order on every rank, all of them",
@@ -539,9 +538,9 @@ def with_second_names(
             "a functional call in which they are two"
         )
         if found is None or found.name != "no-gradient":
-            return Diagnosis("untied-weights", untying)
+            return Diagnosis("partial-gradient", untying)
         # the other use has a gradient of 0
-        return Diagnosis(f"{found.name} or untied-weights", f"{found.sentence}; or: {untying}")
+        return Diagnosis(f"{found.name} or partial-gradient", f"{found.sentence}; or: {untying}")
     if found is None:
         return None
     said = (
@@ -659,7 +658,7 @@ def explain_size(
     if lost.any() and _near(observed[rest], expected[rest], exact) and not with_small_loss[lost].any():
         largest = np.abs(expected[lost]).max()
         return Diagnosis(
-            "flushed-to-zero",
+            "skipped-by-size",
             f"small elements are 0 ({np.count_nonzero(lost)} of {len(lost)}, the largest of them {largest:.3g}), and "
             "with a loss 2**-20 times as large more of them are: look for a threshold, a sparse communication or a "
             "format with a narrow exponent",

@@ -19,11 +19,13 @@ import torch
 from gradcheck_suite.core.comparison import Comparison, Vector
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.judge.elements import diagnose_elements, with_second_names, wrong_and_right
-from gradcheck_suite.judge.naming import MOST_NAMES, constant_meaning, diagnose, fitting_factors, names_nothing
+from gradcheck_suite.judge.naming import constant_meaning, diagnose, meanings, names_nothing
 from gradcheck_suite.judge.weights import Diagnosis, Weights, trial_weights
 from gradcheck_suite.reference.large_batch import Gradients, Window, gradients_of
 from gradcheck_suite.run.instance import Instance, seeded
 
+MOST_NAMES = 3
+"""Faults that one gradient may leave open."""
 CONDITION = 1e-7
 """Singular values below this share of the largest are left out: with them the weights would have fewer than half of
 the digits of float64."""
@@ -450,4 +452,4 @@ def _is_named(weights: Weights, read: Sequence[int]) -> bool:
     """Whether the only micro-batch that is read is right up to a factor that the run itself has."""
     (only,) = read
     factor = float(weights.observed[only] / weights.expected)
-    return any(fitting_factors([weights], [factor])) or any(constant_meaning(factor))
+    return bool(meanings([weights]) or any(constant_meaning(factor)))

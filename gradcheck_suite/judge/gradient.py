@@ -170,19 +170,15 @@ NOT_BY_VALUES = frozenset(
         "dropped-micro-batch",
         "repeated-micro-batch",
         "not-reduced",
-        "partly-reduced",
-        "dropped-rank",
     )
 )
 """Diagnoses that the probe, where it is right, shows to depend on values or on the model."""
 OF_ELEMENTS = frozenset(
     (
         "projected-gradient",
-        "permuted-gradient",
-        "swapped-gradients",
-        "mixed-gradients",
+        "misplaced-gradient",
         "partial-gradient",
-        "rounded-gradient",
+        "low-precision",
     )
 )
 """Diagnoses of the case itself that no weights of micro-batches give."""
@@ -223,7 +219,7 @@ def explain_gradient(comparison: Comparison, window: Window, epoch: int, runner:
             runner, window, comparison, epoch, is_linear_there=is_linear
         )
         diagnosis = on_case or diagnosis
-    if "rounded-weights" in diagnosis.names:
+    if "low-precision" in diagnosis.names:
         diagnosis = as_rounded_gradient(comparison) or diagnosis
     if on_probe is None and diagnosis.names & NOT_BY_VALUES:
         diagnosis = replace(diagnosis, sentence=f"{diagnosis.sentence}; but {RIGHT_ON_PROBE}")

@@ -1,316 +1,658 @@
-"""Naming a fault from weights: the pattern that fits all wrong steps, and whatever else fits them as well.
+"""From the weights that steps gave to micro-batches to the name of the fault: one list of predicates, the surest first.
 
-A name is given alone where the evidence refutes its rivals; where it does not, the name is "a or b".
+A predicate must hold for every wrong step, of one run or of two, and one wrong step at least must tell: have enough
+micro-batches, of enough different counts, that nothing further down the list looks the same. What none fits is
+`unrecognised-weights`, with the numbers. A finer cause is part of the sentence.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
+import numpy.typing as npt
 
-from gradcheck_suite.core.contract import MAX_RANKS
-from gradcheck_suite.judge.patterns import (
-    INSIDE,
-    NEIGHBOURS,
-    RANKS,
-    Pattern,
-    averaged,
-    by_place,
-    by_rank,
-    outside,
-    reordered,
-    rescaled,
-    rounded_to,
+from gradcheck_suite.judge.weights import (
+    Array,
+    Diagnosis,
+    Steps,
+    Weights,
+    dropped_text,
+    listed,
+    places,
+    repeated_text,
+    times_text,
 )
-from gradcheck_suite.judge.weights import Diagnosis, Steps, Weights, listed, times_text
 
-# Factors of a run by which every item of a window may be too heavy or too light, each with its remedy.
-
-
+Holds = Callable[[Weights], bool]
+Text = Callable[[Weights, Steps], str]
+FORMATS = {"bfloat16": 8, "float16": 11, "float32": 24}
+"""Precision of the formats that weights may have been rounded to, in binary digits, the narrowest first."""
+MOST_DECIMALS = 6
+MOST_TIMES = 64
+"""How often a micro-batch may be there to be called repeated."""
 LEAST_LOSS_SCALE = 2**7
-Value = Callable[[Weights], float | None]
-MicroBatches = Callable[[Weights], tuple[int, ...] | None]
+SHARES = "divide each summed loss by the window's count (mean loss * count of the micro-batch / count of the window)"
+GLOBAL_COUNT = "add up the counts over all ranks (all_reduce) and divide every rank's summed losses by the total"
+RESET = "reset the gradients once after every step, the short last window's too"
+REDUCE_ONCE = "add up the gradients of all ranks once, after the last backward of the window and before the step"
 
 
-@dataclass(frozen=True)
-class Factor:
-    """A factor with a meaning.
+# What the numbers of one step say.
 
-    Attributes:
-        value: the factor in a step, or None where the step does not have it.
-        text: what it is in a step, as the end of a sentence.
-        remedy: what to do about it.
-        rare: 1 if it counts only where nothing simpler fits, 2 if two windows must tell it from a coincidence as well.
+
+def _own(w: Weights) -> bool:
+    return not w.foreign and bool(len(w.inside))
+
+
+def _long(w: Weights) -> bool:
+    return len(w.inside) > 2
+
+
+def _several(w: Weights) -> bool:
+    return len(w.inside) > 1
+
+
+def _always(_: Weights) -> bool:
+    return True
+
+
+def _counts(w: Weights) -> Array:
+    return np.array([w.counts[j] for j in w.inside])
+
+
+def _unequal(w: Weights) -> bool:
+    return len({*_counts(w)}) > 1
+
+
+def _ranks(w: Weights) -> Array:
+    return np.array([w.owners[j] if w.owners else 0 for j in w.inside])
+
+
+def _one(w: Weights, values: Array) -> bool:
+    """Whether numbers of the micro-batches inside are all the same and not 0."""
+    return _own(w) and bool(np.all(values != 0)) and w.close(values, values.mean())
+
+
+def _right(w: Weights) -> npt.NDArray[np.bool_]:
+    """Return (inside,): whether each micro-batch weighs what it should."""
+    right: npt.NDArray[np.bool_] = np.isclose(w.ratio, 1.0, rtol=w.tolerance, atol=0)
+    return right
+
+
+def _no_gradient_text(w: Weights, wrong: Steps) -> str:
+    return "nothing of the window is in the gradient: it was reset before the step"
+
+
+# Means that are not weighted by their counts.
+
+
+def _share(w: Weights) -> str:
+    """Return the weight of the means of micro-batches, in words."""
+    share = float(w.per_mean.mean())
+    found = (n for n in (len(w.window), w.accumulation_steps) if w.close(share, 1 / n))
+    return next((f"1/{n}" for n in found), f"{share:.6g}")
+
+
+def _usual_means(w: Weights) -> bool:
+    """Whether the means of micro-batches have one weight that they may well have."""
+    usual = {1, len(w.window), w.accumulation_steps, w.accumulation_steps * w.world_size, len(w.inside)}
+    return _one(w, w.per_mean) and (w.reduction == "sum" or any(w.close(w.per_mean, 1 / n) for n in usual))
+
+
+def _grouped(w: Weights) -> tuple[str, int, bool] | None:
+    """Return into what micro-batches are dealt whose own means weigh alike: what, how many, and whether added up."""
+    if not _own(w) or w.reduction == "sum":
+        return None
+    at = np.array(places(w, lambda ratio: True))
+    ways = [("ranks", _ranks(w))] if w.owners else []
+    for what, group in [*ways, *(("groups", at % number) for number in range(2, max(3, len(w.window))))]:
+        # of what cannot be read, the counts are 0
+        counts = np.array([_counts(w)[group == g].sum() for g in group])
+        weights, number = w.observed[w.inside] * counts, len(set(group))
+        for share in (number, w.world_size, 1):
+            if w.close(weights, 1 / share):
+                return what, number, share == 1
+    return None
+
+
+def _unequal_groups(w: Weights) -> bool:
+    found = _grouped(w)
+    if found is None:
+        return False
+    group = _ranks(w) if found[0] == "ranks" else np.array(places(w, lambda ratio: True)) % found[1]
+    unequal = len({float(_counts(w)[group == g].sum()) for g in set(group)}) > 1
+    return unequal or (found[0] == "groups" and found[2] and found[1] < len(w.inside))
+
+
+def _means_text(w: Weights, wrong: Steps) -> str:
+    if w.reduction == "sum":
+        return (
+            f"each micro-batch's mean has weight {float(w.per_mean.mean()):.6g}, whatever its count, where sums "
+            "are to be added up: do not divide a summed loss by the micro-batch's count"
+        )
+    short = f", in a window of {len(w.window)}" if len(w.window) != w.accumulation_steps * w.world_size else ""
+    return f"each micro-batch's mean has weight {_share(w)}, whatever its count{short}: {SHARES}"
+
+
+def _grouped_text(w: Weights, wrong: Steps) -> str:
+    what, number, added = _grouped(w) or ("groups", 1, False)
+    if what == "ranks":
+        how, share = ("added up", "1") if added else ("averaged", f"1/{number}")
+        return (
+            f"each rank's mean has weight {share}, whatever its count, as where ranks divide by their own counts and "
+            f"gradients are {how}: {GLOBAL_COUNT}"
+        )
+    how = "are added up, each with a count of its own" if added else "have one weight whatever their counts"
+    return (
+        f"the micro-batches are dealt to {number} groups, as to tasks or ranks, and the groups' means {how}: {SHARES}"
+    )
+
+
+def _other_counts(w: Weights) -> Iterator[tuple[str, Array, bool]]:
+    """Yield what means may be weighted by in place of counts, in words, the numbers, and whether over the count."""
+    own = _counts(w)
+    if w.items:
+        yield (
+            "their numbers of items, as if every item of theirs counted alike",
+            np.array([w.items[j] for j in w.inside]),
+            False,
+        )
+    for word, whole in (("rounded down", np.floor), ("rounded", np.round), ("rounded up", np.ceil)):
+        yield f"their counts {word}, and a count may be a fraction", whole(own), False
+    for word, one in (("last", w.window[-1]), ("first", w.window[0])):
+        yield f"the count of the window's {word} micro-batch", np.full(len(own), w.counts[one]), True
+    if len(w.window) == len(own):
+        yield "the count of the micro-batch before it", np.array([np.nan, *own[:-1]]), True
+        yield "the count of the micro-batch after it", np.array([*own[1:], np.nan]), True
+    for power, what in (
+        (2.0, "the square of their counts"),
+        (-1.0, "one over their counts"),
+        (0.5, "the root of them"),
+    ):
+        yield what, own**power, False
+
+
+def _weighted_by(w: Weights) -> list[str]:
+    """Return what means may be weighted by in place of their counts."""
+    if not _own(w) or not np.all(w.per_mean) or w.reduction == "sum":
+        return []
+    found = []
+    for what, numbers, is_over in _other_counts(w):
+        known = np.isfinite(numbers)
+        if not numbers[known].all() or known.sum() < min(2, len(w.inside)):
+            continue
+        share, own = w.per_mean[known] / numbers[known], _counts(w)[known]
+        is_new = not w.close(numbers[known] * own[0], own * numbers[known][0])
+        if w.close(share, 1 / w.window_count if is_over else share[0]) and (is_new or not _unequal(w)):
+            found.append(what)
+    return found
+
+
+def _weighted_alike(wrong: Steps) -> list[str]:
+    """Return what all wrong steps may weight means by."""
+    return [what for what in _weighted_by(wrong[0]) if all(what in _weighted_by(w) for w in wrong)]
+
+
+def rounded_to(w: Weights) -> str | None:
+    """Return the format that the right weights seem to have been rounded to, or None."""
+    if not _own(w):
+        return None
+    off = float(np.abs(w.ratio - 1).max())
+    for name, digits in FORMATS.items():
+        for values in (w.observed[w.inside], w.per_mean) if off <= 4 * 2.0**-digits else ():
+            scaled = np.frexp(values)[0] * 2.0**digits
+            if np.abs(scaled - np.round(scaled)).max() <= 2.0**digits * 2.0**-50:
+                return name
+    right = w.expected * _counts(w)
+    for decimals in range(1, MOST_DECIMALS + 1) if w.reduction == "mean" else ():
+        if w.close(w.per_mean, np.round(right, decimals)):
+            return f"{decimals} decimal{'s' if decimals > 1 else ''}"
+    return None
+
+
+def _rounded_text(w: Weights, wrong: Steps) -> str:
+    return (
+        f"the weights have a relative error of {np.abs(w.ratio - 1).max():.1g}, and are rounded to "
+        f"{rounded_to(w) or 'a narrower dtype'}: compute counts, quotients and sums in the loss's dtype or in Python "
+        "floats"
+    )
+
+
+# Micro-batches that are missing, or there several times.
+
+
+def _alone(place: int) -> Holds:
+    """Whether the first (0) or last (-1) micro-batch alone is there, with a weight that it may well have."""
+
+    def fits(w: Weights) -> bool:
+        if not _own(w) or np.count_nonzero(w.ratio) != 1 or not w.ratio[place]:
+            return len(w.inside) < 2 and w.is_right
+        mean = w.per_mean[place]
+        shares = (1.0, 1 / len(w.window), 1 / w.accumulation_steps)
+        return w.close(w.ratio[place], 1.0) or any(w.close(mean, share) for share in shares)
+
+    return fits
+
+
+def _times(w: Weights) -> bool:
+    """Whether each micro-batch is there a whole number of times, or once more by its mean; some perhaps not at all."""
+    ratio = w.ratio
+    if not _own(w) or not np.any(ratio):
+        return False
+    if w.close(np.where(ratio == 0, 1, ratio), np.maximum(np.round(ratio), 1)):
+        return bool(1.5 < ratio.max() <= MOST_TIMES)
+    more = ~_right(w) & (ratio != 0)
+    extra = w.per_mean * (1 - 1 / np.where(ratio == 0, 1, ratio))
+    return bool(more.any()) and any(w.close(extra[more], s) for s in (1.0, 1 / len(w.window), 1 / w.accumulation_steps))
+
+
+def _is_running_sum(w: Weights) -> bool:
+    return _own(w) and w.close(w.ratio, np.arange(len(w.inside), 0, -1))
+
+
+def _times_text(w: Weights, wrong: Steps) -> str:
+    if all(_is_running_sum(v) for v in wrong):
+        number = len(w.inside)
+        times = " and ".join(str(n) for n in range(number, 0, -1)) if number < 3 else f"{number}, {number - 1}, ..., 1"
+        return (
+            f"the window's micro-batches are in the gradient {times} times: the running sum of the losses goes through "
+            "backward each time; send each loss through once"
+        )
+    if np.count_nonzero(w.ratio) == 1 and len(w.inside) > 1:
+        for place, word in ((-1, "last"), (0, "first")):
+            if w.ratio[place] and w.close(w.ratio[place], len(w.inside)):
+                return (
+                    f"the window's {word} micro-batch is in the gradient {len(w.inside)} times, and the others not at "
+                    "all: look for a closure that reads the loop's variable late, or an iterator that is made anew for "
+                    "each micro-batch"
+                )
+    return repeated_text(w, wrong)
+
+
+def _missing_ranks(w: Weights) -> bool:
+    """Whether micro-batches of some ranks are missing while another rank's are all there.
+
+    What is missing in the same way on all ranks was added up, unless a whole rank is missing. A gradient that was not
+    averaged over ranks weighs as many times too much as there are ranks.
     """
+    if not w.owners or not _own(w):
+        return False
+    gone, rank = w.ratio == 0, _ranks(w)
+    missing = {r: int(gone[rank == r].sum()) for r in set(rank)}
+    partly = any(0 < number < (rank == r).sum() for r, number in missing.items())
+    if not gone.any() or all(missing.values()) or (w.alike and partly):
+        return False
+    there = w.ratio[~gone]
+    whole = np.isclose(there, 1, rtol=w.tolerance, atol=0) | np.isclose(there, w.world_size, rtol=w.tolerance, atol=0)
+    return bool(whole.all()) or (len({int(r) for r, number in missing.items() if not number}) == 1 and not partly)
 
-    value: Value
-    text: Callable[[Weights], str]
-    remedy: str
-    rare: int = 0
+
+def _missing_ranks_text(w: Weights, wrong: Steps) -> str:
+    gone, rank = w.ratio == 0, _ranks(w)
+    none = [int(r) for r in sorted(set(rank)) if gone[rank == r].all()]
+    there = [int(r) for r in sorted(set(rank)) if not gone[rank == r].any()]
+    if w.alike or (none and len(there) > 1):
+        said = f"no micro-batch of rank {', '.join(map(str, none))} is in the gradient, and all of the others are"
+        why = "a process group that does not have all ranks"
+        if w.alike:
+            why = "a broadcast in place of an all-reduce, a reduction that is no sum, a rank that adds zeros"
+        return f"{said}: look for {why}"
+    if len(there) + len(none) == len(set(rank)):
+        return (
+            f"only rank {there[0]}'s micro-batches are in the gradient: it was not added up over the ranks; look for a "
+            "last micro-batch whose forward runs under no_sync (DistributedDataParallel decides in the forward whether "
+            "backward reduces), a rank that leaves out its all-reduce, one that is not waited for, a buffer that is no "
+            f"longer the gradient's; {REDUCE_ONCE}"
+        )
+    missing = [j for j, ratio in zip(w.inside, w.ratio, strict=True) if not ratio]
+    some = f"micro-batch {missing[0]} of another rank is"
+    if len(missing) > 1:
+        some = f"micro-batches {listed(missing)} of other ranks are"
+    return (
+        f"rank {there[0]}'s micro-batches are all in the gradient, and {some} not: the gradients were added up at "
+        f"another time than after the last backward; {REDUCE_ONCE}"
+    )
+
+
+def _steps_of_ranks(w: Weights, values: Array) -> Array:
+    """Return each micro-batch's number over that of the one before it, on each rank."""
+    own = [values[_ranks(w) == rank] for rank in sorted(set(_ranks(w)))]
+    return np.concatenate([part[1:] / part[:-1] for part in own])
+
+
+def _rescaled(w: Weights) -> float | None:
+    """Return how many times each micro-batch weighs the one before it, on each rank; None where that differs."""
+    if not _own(w) or not np.all(w.ratio):
+        return None
+    k = w.accumulation_steps
+    if len(w.inside) == 2 and w.close(w.per_mean, [k**-2, k**-1]):
+        return float(k)
+    for values in (w.ratio, w.per_mean):
+        steps = _steps_of_ranks(w, values)
+        if len(steps) and steps[0] > 0 and w.close(steps, steps[0]) and not w.close(steps[0], 1.0):
+            return float(steps[0])
+    return None
+
+
+def _reduced_between(w: Weights) -> bool:
+    """Whether micro-batches weigh powers of the number of ranks, and none more than the one before it on its rank."""
+    if not w.owners or not _own(w) or not np.all(w.ratio > 0):
+        return False
+    powers = np.log(w.ratio) / np.log(w.world_size)
+    falls = bool((_steps_of_ranks(w, w.ratio) <= 1 + w.tolerance).all())
+    return falls and bool((np.abs(powers - np.round(powers)) <= 1e-6).all())
+
+
+def _falls(w: Weights) -> bool:
+    return bool((_steps_of_ranks(w, w.ratio) < 1 - w.tolerance).any())
+
+
+def _rescaled_text(w: Weights, wrong: Steps) -> str:
+    if all(map(_reduced_between, wrong)):
+        return (
+            f"earlier micro-batches of a rank weigh more, by powers of the number of ranks, {w.world_size}: the "
+            "running sum goes through an all-reduce between micro-batches, which adds up what is already the sum of "
+            f"all ranks; {REDUCE_ONCE}"
+        )
+    factor = _rescaled(w) or _rescaled(max(wrong, key=lambda v: len(v.inside))) or 1.0
+    return (
+        f"each micro-batch weighs {factor:.6g} times the one before it: the running sum itself is rescaled at every "
+        "micro-batch; scale each contribution instead"
+    )
+
+
+def _rescales(wrong: Steps) -> Holds:
+    """Whether each step has the factor that the longest one has; a step of one micro-batch has any."""
+    longest = max(wrong, key=lambda w: len(w.inside))
+    factor, k = _rescaled(longest), longest.accumulation_steps
+    if factor is not None and not _has_usual_last(longest, factor):
+        factor = None
+
+    def fits(w: Weights) -> bool:
+        own = _rescaled(w)
+        if len(w.inside) < 2:
+            return _own(w)
+        if own is None or factor is None:
+            return False
+        return w.close(own, factor) or w.close([own, factor], [w.accumulation_steps, k])
+
+    return fits
+
+
+def _has_usual_last(w: Weights, factor: float) -> bool:
+    """Whether the latest contribution has its own weight, or was rescaled once."""
+    mean = abs(float(w.per_mean[-1]))
+    usual = any(w.close(mean, 1 / n) for n in {1, w.accumulation_steps, len(w.window)})
+    return usual or any(w.close(abs(float(w.ratio[-1])), last) for last in (1.0, 1 / factor))
+
+
+def _rescale_tells(w: Weights) -> bool:
+    """Whether a step has three micro-batches, or two whose means weigh 1/K and less by K: any two have some factor."""
+    k = w.accumulation_steps
+    return _long(w) or (_several(w) and w.close(w.per_mean, [k**-2, k**-1]))
+
+
+# What steps say together.
+
+
+def _same_place(w: Weights, j: int) -> int:
+    return w.window.index(j)
+
+
+def _same_rank(w: Weights, j: int) -> int:
+    return w.owners[j]
+
+
+def _by_place(wrong: Steps, place: Callable[[Weights, int], int]) -> Holds:
+    """Whether a micro-batch's factor is that of its place, the same wherever it is read, which is several times."""
+    known: dict[int, float] = {}
+    for w in wrong:
+        for j, factor in zip(w.inside, map(float, w.ratio), strict=True):
+            if w.foreign or not w.close(known.setdefault(place(w, j), factor), factor):
+                return lambda w: False
+    several = sum(len(w.inside) for w in wrong) > len(known)
+    differ = len({f"{factor:.9g}" for factor in known.values()}) > 1
+    return lambda w: several and differ and all(known.values())
+
+
+def _by_place_text(w: Weights, wrong: Steps) -> str:
+    longest = max(wrong, key=lambda v: len(v.inside))
+    shown = ", ".join(f"{factor:.6g}" for factor in longest.ratio[:4]) + (", ..." if len(longest.inside) > 4 else "")
+    return (
+        f"a micro-batch's weight depends on its place in the window: {shown} times what it should be for the first and "
+        f"those after it, whatever they count: {SHARES}"
+    )
+
+
+def _by_rank_text(w: Weights, wrong: Steps) -> str:
+    factors = dict(zip(map(int, _ranks(w)), map(float, w.ratio), strict=True))
+    said = " and ".join(
+        f"those of rank {rank} weigh {factor:.6g} times" for rank, factor in factors.items() if not w.close(factor, 1)
+    )
+    return (
+        f"of the window's micro-batches {said} what they should, and the other ranks' are right: look for what a rank "
+        "does to its losses or gradients before the gradients are added up"
+    )
+
+
+def _earlier(w: Weights) -> bool:
+    # in later epochs, whose items are the same, a gradient of another window may come from either side
+    return w.epoch > 0 or all(j < w.window[0] for j in w.foreign)
+
+
+def _whole_and_earlier(w: Weights) -> bool:
+    """Whether the window's own gradient is there once, and all that is foreign belongs to earlier windows."""
+    if w.epoch and (w.foreign or len(w.windows) < 2):
+        off = w.tolerance * (w.epoch + 1)
+        return bool(np.all(w.ratio >= 1 - off) and np.all(w.ratio <= w.epoch + 1 + off))
+    return w.close(w.ratio, 1.0) and _earlier(w)
+
+
+def _whole_windows(w: Weights) -> bool:
+    """Whether all of the window's own is there, with any weights, and of each other window all or nothing."""
+    parts = [[bool(w.observed[j]) for j in v if w.counts[j]] for v in w.windows if v != w.window]
+    return bool(np.all(w.ratio)) and all(all(part) or not any(part) for part in parts)
+
+
+def _stale_text(w: Weights, wrong: Steps) -> str:
+    off = "" if all(map(_whole_and_earlier, wrong)) else "; the window's own weights are wrong as well"
+    if not w.foreign:
+        return f"the same window's gradient from earlier epochs is still in it: {RESET}{off}"
+    share = max(abs(w.observed[j] / w.expected) for j in w.foreign)
+    trace = f", with {share:.3g} of an item's right weight" if share < 0.5 else ""
+    return f"micro-batches {w.foreign} belong to earlier windows and are still in the gradient{trace}: {RESET}{off}"
+
+
+def _cut_elsewhere(wrong: Steps) -> bool:
+    """Whether the steps hold runs of consecutive micro-batches that begin or end at other places than windows."""
+    whole = True
+    for w in wrong:
+        held = [j for j, n in enumerate(w.counts) if n and w.observed[j]]
+        runs = [*groupby(enumerate(held), lambda pair: pair[1] - pair[0])]
+        # after the last micro-batch of an epoch comes the first one
+        is_end = w.epoch > 0 or w.index == len(w.windows) - 1
+        if w.foreign and (len(runs) > 1 + is_end or (len(w.window) > 1 and not np.any(w.ratio))):
+            return False
+        whole = whole and bool(np.all(w.ratio))
+    # where each has its own window, and something beside it, none is cut
+    return any(w.foreign and np.any(w.ratio) for w in wrong) and not whole
+
+
+def _cut_text(w: Weights, wrong: Steps) -> str:
+    held = [j for j, n in enumerate(w.counts) if n and w.observed[j]]
+    return (
+        f"the step holds micro-batches {held}, where its window is {list(w.window)}: windows begin and end at other "
+        "places; step after the window's last backward, where (i + 1) % accumulation_steps == 0, and begin anew in "
+        "every epoch"
+    )
+
+
+def _other_text(w: Weights, wrong: Steps) -> str:
+    if w.foreign and not np.any(w.ratio):
+        return (
+            f"the step has the gradient of other micro-batches, {w.foreign}, and not of its own, {list(w.window)}: "
+            "train the windows in the loader's order, each once, and read gradients after they are computed or "
+            "communicated"
+        )
+    if w.close(w.ratio, 1.0):
+        return (
+            f"micro-batches {w.foreign} belong to a later window and are in the gradient already, or to another one: "
+            "send a micro-batch backward after the step of the window before it, and train each once, in the loader's "
+            "order"
+        )
+    gone = [j for j, ratio in zip(w.inside, w.ratio, strict=True) if not ratio]
+    held = f"micro-batches {w.foreign} of other windows are in the gradient" if w.foreign else ""
+    missing = f"micro-batches {gone} of the window are not in the gradient" if gone else ""
+    return (
+        f"{', and '.join(filter(None, (held, missing)))}: train the windows in the loader's "
+        "order, each micro-batch once"
+    )
+
+
+# The meaning of one factor of a whole window: the quantities of a run, each with its remedy.
 
 
 DIVIDE_ONCE = "divide each summed loss by the window's count, and by nothing else"
 UNDIVIDED = f"a division is left out: {DIVIDE_ONCE}"
 TWICE = f"something divides a second time: {DIVIDE_ONCE}"
 SHORT = "a short window is divided as if it were whole: divide by its own count"
-OTHER_COUNT = "divide by the count of the micro-batches whose gradients are in this step"
-
-
-def _over_count(count: Callable[[Weights], float | None]) -> Value:
-    """Return the window's count over another one; None where there is no such count, or counts do not matter."""
-
-    def value(w: Weights) -> float | None:
-        other = None if w.reduction == "sum" else count(w)
-        return w.window_count / other if other and other > 0 else None
-
-    return value
-
-
-def _other_count(micro_batches: MicroBatches, times: Callable[[Weights], float] = lambda w: 1) -> Value:
-    """Return the window's count over a multiple of that of other micro-batches; None where there are none."""
-    return _over_count(lambda w: None if (chosen := micro_batches(w)) is None else times(w) * w.count_of(chosen))
-
-
-def _neighbour(step: int) -> MicroBatches:
-    """Return the window so many before or after, of the epoch before or after where necessary."""
-
-    def window(w: Weights) -> tuple[int, ...] | None:
-        if w.index is None:
-            return None
-        epoch, index = divmod(w.index + step, len(w.windows))
-        return None if w.epoch + epoch < 0 else w.windows[index]
-
-    return window
-
-
-def _one_more(w: Weights) -> tuple[int, ...] | None:
-    return (*w.window, w.window[-1] + 1) if w.window[-1] + 1 < len(w.counts) else None
-
-
-def _epoch(w: Weights) -> tuple[int, ...] | None:
-    return tuple(range(len(w.counts))) if w.windows else None
-
-
-def _count_so_far(w: Weights) -> float | None:
-    if w.index is None:
-        return None
-    return w.epoch * sum(w.counts) + sum(w.count_of(v) for v in w.windows[: w.index]) + w.window_count
-
-
-def _items(w: Weights) -> float | None:
-    """Return the window's items where they are not what is counted."""
-    if not w.items or w.items == w.counts:
-        return None
-    return float(sum(w.items[j] for j in w.window))
-
-
-def _with_empty(w: Weights) -> float | None:
-    """Return the window's count with the items of each micro-batch without valid targets; None where there is none."""
-    empty = [j for j in w.window if not w.counts[j]]
-    return w.window_count + sum(w.items[j] for j in empty if w.items) if empty else None
-
-
-def _k(w: Weights) -> int:
-    return w.accumulation_steps
-
-
-def _short(w: Weights) -> int | None:
-    return len(w.window) if len(w.window) != w.accumulation_steps * w.world_size else None
-
-
-def _part_of_rank(rank: int) -> MicroBatches:
-    def part(w: Weights) -> tuple[int, ...] | None:
-        own = tuple(j for j in w.window if w.owners and w.owners[j] == rank)
-        return own if len(own) < len(w.window) else None
-
-    return part
-
-
+OTHER_COUNT = "divide by the count of the micro-batches whose gradients are in this step, of all ranks"
 OF_RANKS = (
-    *(
-        Factor(
-            lambda w, power=power: float(w.world_size) ** power if w.owners else None,  # type: ignore[misc]
-            lambda w, what=what: f"{what}, {w.world_size}",  # type: ignore[misc]
-            "DistributedDataParallel and fully_shard average gradients over ranks, and all_reduce adds them up: "
-            "multiply each rank's share of the loss (summed loss / count of all ranks) by the number of ranks where "
-            "gradients are averaged, and leave it as it is where they are added",
-        )
-        for power, what in (
-            (1, "the number of ranks"),
-            (-1, "one over the number of ranks"),
-            (2, "the square of the number of ranks"),
-            (-2, "one over the square of the number of ranks"),
-        )
-    ),
-    *(
-        Factor(
-            _other_count(_part_of_rank(rank), lambda w, times=times: w.world_size**times),  # type: ignore[misc]
-            lambda w, times=times, rank=rank: (  # type: ignore[misc]
-                f"the window's count over {'the number of ranks times ' * times}that of rank {rank}, "
-                f"{w.window_count:g}/{w.count_of(_part_of_rank(rank)(w) or ()) * w.world_size**times:g}"
-            ),
-            "add up the counts of all ranks",
-        )
-        for times in (0, 1)
-        for rank in range(MAX_RANKS)
-    ),
-)
-
-OTHER_COUNTS: tuple[tuple[MicroBatches, Callable[[Weights], float], str], ...] = (
-    (_neighbour(-1), lambda w: 1, "the previous window's, {}"),
-    (_neighbour(1), lambda w: 1, "the next window's, {}"),
-    (lambda w: w.windows[0] if w.windows else None, lambda w: 1, "the first window's, {}"),
-    (_epoch, lambda w: 1, "the whole epoch's, {}"),
-    (_epoch, lambda w: 1 / len(w.windows), "the mean count of the epoch's windows"),
-    (_one_more, lambda w: 1, "that of one micro-batch more, {}"),
-    (lambda w: w.window[:-1] if len(w.window) > 1 else None, lambda w: 1, "that without its last micro-batch, {}"),
-    (lambda w: w.window[1:] if len(w.window) > 1 else None, lambda w: 1, "that without its first micro-batch, {}"),
-)
-"""Micro-batches whose count, times a number, a loop may divide by in place of the window's, and what that is, with a
-place for the quotient."""
-
-FACTORS = (
-    Factor(
-        lambda w: (n := _short(w)) and n / _k(w),
-        lambda w: f"the short window's micro-batches over accumulation_steps, {len(w.window)}/{_k(w)}",
-        SHORT,
-    ),
-    Factor(
-        lambda w: (n := _short(w)) and _k(w) / n,
-        lambda w: f"accumulation_steps over the short window's micro-batches, {_k(w)}/{len(w.window)}",
-        f"{OTHER_COUNT}, and not by its number of micro-batches",
-    ),
-    Factor(_k, lambda w: f"accumulation_steps = {_k(w)}", UNDIVIDED),
-    *OF_RANKS,
-    Factor(lambda w: 1 / _k(w), lambda w: f"1/accumulation_steps = 1/{_k(w)}", TWICE),
-    Factor(
-        lambda w: len(w.window),
-        lambda w: f"the {'short ' if _short(w) else ''}window's micro-batches, {len(w.window)}",
-        UNDIVIDED,
-        rare=1,
-    ),
-    Factor(
-        lambda w: 1 / len(w.window),
-        lambda w: f"one over the {'short ' if _short(w) else ''}window's micro-batches, 1/{len(w.window)}",
-        TWICE,
-        rare=1,
-    ),
-    Factor(lambda w: w.window_count, lambda w: f"the window's count, {w.window_count:g}", UNDIVIDED),
-    Factor(
-        lambda w: 1 / w.window_count,
-        lambda w: f"one over the window's count, 1/{w.window_count:g}",
-        "a sum is divided by the count, or a mean is divided twice: divide the summed losses by the window's count "
-        "once if run.reduction is 'mean', and not at all if it is 'sum'",
-    ),
-    *(
-        Factor(
-            _other_count(chosen, times),
-            lambda w, words=words, chosen=chosen: (  # type: ignore[misc]
-                f"the window's count over {words.format(_over(w, chosen))}"
-            ),
-            OTHER_COUNT,
-            rare=2,
-        )
-        for chosen, times, words in OTHER_COUNTS
-    ),
-    Factor(
-        _over_count(_count_so_far),
-        lambda w: "the window's count over that of all windows up to it",
-        "set the count to 0 when a window begins",
-        rare=2,
-    ),
-    *(
-        Factor(
-            _other_count(lambda w, chosen=chosen: (chosen(w),), times),  # type: ignore[misc]
-            lambda w, word=word, named=named: f"the window's count over {named} times that of its {word} micro-batch",  # type: ignore[misc]
-            "add up the counts of the window's micro-batches: they are not all alike",
-            rare=2,
-        )
-        for chosen, word in (
-            (lambda w: w.window[0], "first"),
-            (lambda w: w.window[-1], "last"),
-            (lambda w: max(w.window, key=w.counts.__getitem__), "largest"),
-        )
-        for times, named in ((_k, "accumulation_steps"), (lambda w: len(w.window), "its micro-batches"))
-    ),
-    Factor(
-        _over_count(_items),
-        lambda w: f"the window's count over its items, {w.window_count:g}/{_items(w):g}",
-        "divide by run.count(batch), which is not the number of items",
-    ),
-    Factor(
-        _over_count(lambda w: (n := _items(w)) and w.window_count + n),
-        lambda w: (
-            f"the window's count over that and its items together, {w.window_count:g}/({w.window_count:g} + "
-            f"{_items(w):g}): one target too many is counted for every item"
-        ),
-        "count the targets that are not ignored",
-    ),
-    *(
-        Factor(
-            _over_count(lambda w, by=by: w.window_count + by * len(w.window)),  # type: ignore[misc]
-            lambda w, how=how: f"the window's count over one with {how} for each micro-batch",  # type: ignore[misc]
-            "count the targets that the loss divides by, no first or last one more or less",
-            rare=2,
-        )
-        for by, how in ((-1, "one target too few"), (1, "one target too many"))
-    ),
-    Factor(
-        _over_count(lambda w: sum(max(w.counts[j], 1.0) for j in w.window)),
-        lambda w: "the window's count over one in which every micro-batch counts at least 1",
-        "do not raise the count of a micro-batch: one without valid targets counts 0",
-    ),
-    *(
-        Factor(
-            _over_count(count),
-            lambda w: f"its count, {w.window_count:g}, over the same made a whole number",
-            "a count may be a fraction, as a sum of class weights is: do not make it a whole number",
-            rare=1,
-        )
-        for whole in (math.floor, round, math.ceil)
-        for count in (
-            lambda w, whole=whole: whole(w.window_count),
-            lambda w, whole=whole: sum(whole(w.counts[j]) for j in w.window),
-        )
-    ),
-    *(
-        Factor(
-            lambda w, power=power: float(_k(w)) ** power,  # type: ignore[misc]
-            lambda w, said=said: f"{said}accumulation_steps**0.5, with {_k(w)} accumulation steps",  # type: ignore[misc]
-            DIVIDE_ONCE,
-            rare=1,
-        )
-        for power, said in ((0.5, ""), (-0.5, "1/"))
-    ),
-    Factor(
-        _over_count(_with_empty),
-        lambda w: "the window's count over that and the items of micro-batches without valid targets",
-        "a micro-batch without valid targets counts 0",
-    ),
+    "DistributedDataParallel and fully_shard average gradients over ranks, and all_reduce adds them up: multiply each "
+    "rank's share of the loss (summed loss / count of all ranks) by the number of ranks where gradients are averaged, "
+    "and leave it as it is where they are added"
 )
 
 
-def _over(w: Weights, micro_batches: MicroBatches) -> str:
-    return f"{w.window_count:g}/{w.count_of(micro_batches(w) or ()):g}"
+@dataclass(frozen=True)
+class Quantity:
+    """A number of a run that a factor may be.
+
+    Attributes:
+        key: what it is, the same in every step.
+        text: the same with the step's numbers.
+        value: the number; one over it is looked for as well where `inverse` is given.
+        remedy: what to do where the factor is the number.
+        inverse: what to do where it is one over it.
+        rare: 1 if it counts only where nothing plainer fits, 2 if two windows must tell it from a coincidence as well.
+    """
+
+    key: str
+    text: str
+    value: float
+    remedy: str
+    inverse: str = ""
+    rare: int = 0
 
 
-def fitting_factors(steps: list[Weights], ratios: list[float]) -> Iterator[Factor]:
-    """Yield the factors that every step's ratio of observed to right weights is."""
-    found = False
-    for factor in FACTORS:
-        # where something simpler explains the weights, a rare factor is the same number
-        if (factor.rare and found) or (factor.rare == 2 and len({w.window_count for w in steps}) < 2):
+def quantities(w: Weights) -> Iterator[Quantity]:
+    """Yield the numbers of a run that a factor of a whole window may be, or one over it, the plainest first."""
+    k, n, count, ranks = w.accumulation_steps, len(w.window), w.window_count, w.world_size
+    if n != k * ranks:
+        said = f"accumulation_steps over the short window's micro-batches, {k}/{n}"
+        yield Quantity("K over the short window", said, k / n, f"{OTHER_COUNT}, and not by its number of micro-batches")
+        said = f"the short window's micro-batches over accumulation_steps, {n}/{k}"
+        yield Quantity("the short window over K", said, n / k, SHORT)
+    yield Quantity("K", f"accumulation_steps = {k}", k, UNDIVIDED, TWICE)
+    if w.owners:
+        yield Quantity("ranks", f"the number of ranks, {ranks}", ranks, OF_RANKS, OF_RANKS)
+        yield Quantity("squared", f"the square of the number of ranks, {ranks**2}", ranks**2, OF_RANKS, OF_RANKS)
+    yield Quantity("count", f"the window's count, {count:g}", count, UNDIVIDED, f"{TWICE}; do not divide a sum")
+    said = f"the {'short ' if n != k * ranks else ''}window's micro-batches, {n}"
+    yield Quantity("micro-batches", said, n, UNDIVIDED, TWICE, rare=1)
+    said = f"accumulation_steps**0.5, with {k} accumulation steps"
+    yield Quantity("root of K", said, k**0.5, DIVIDE_ONCE, DIVIDE_ONCE, rare=1)
+    beside = () if w.reduction == "sum" else (*_other_items(w), *_other_windows(w), *_miscounts(w))
+    for what, other, remedy, rare in beside:
+        if other > 0:
+            said = f"the window's count over {what}, {count:g}/{other:g}"
+            yield Quantity(what, said, count / other, remedy, rare=rare)
+
+
+Beside = Iterator[tuple[str, float, str, int]]
+"""What a loop may divide by in place of the window's count, in words, the number, what to do, and how rare it is."""
+
+
+def _other_items(w: Weights) -> Beside:
+    count = w.window_count
+    if w.items and w.items != w.counts:
+        items, empty = (sum(w.items[j] for j in w.window if not (own and w.counts[j])) for own in (False, True))
+        yield "its items", items, "divide by run.count(batch), which is not the number of items", 0
+        said = "one target too many is counted for every item: count the targets that are not ignored"
+        yield "that and its items together", count + items, said, 0
+        said = "a micro-batch without valid targets counts 0"
+        yield "that and the items of micro-batches without valid targets", count + empty, said, 0
+    said = "do not raise the count of a micro-batch: one without valid targets counts 0"
+    yield "one in which every micro-batch counts at least 1", sum(max(w.counts[j], 1.0) for j in w.window), said, 0
+    said = "a count may be a fraction, as a sum of class weights is: do not make it a whole number"
+    for word, whole in (("down", np.floor), ("", np.round), ("up", np.ceil)):
+        yield f"the same made a whole number {word}".strip(), float(whole(count)), said, 1
+        yield (
+            f"the sum of its counts made whole numbers {word}".strip(),
+            float(sum(whole(w.counts[j]) for j in w.window)),
+            said,
+            1,
+        )
+
+
+def _other_windows(w: Weights) -> Beside:
+    if w.windows:
+        at, of = w.windows.index(w.window), [w.count_of(window) for window in w.windows]
+        yield "the previous window's", of[at - 1] if at or w.epoch else 0, OTHER_COUNT, 2
+        yield "the next window's", of[(at + 1) % len(of)], OTHER_COUNT, 2
+        yield "the first window's", of[0], OTHER_COUNT, 2
+        yield "the whole epoch's", sum(of), OTHER_COUNT, 2
+        yield "the mean count of the epoch's windows", sum(of) / len(of), OTHER_COUNT, 2
+        so_far = w.epoch * sum(of) + sum(of[: at + 1])
+        yield "that of all windows up to it", so_far, "set the count to 0 when a window begins", 2
+    for rank in sorted(set(w.owners)):
+        yield f"that of rank {rank}", w.count_of_rank(rank), OTHER_COUNT, 0
+        yield f"the number of ranks times that of rank {rank}", w.world_size * w.count_of_rank(rank), OTHER_COUNT, 0
+
+
+def _miscounts(w: Weights) -> Beside:
+    count, n = w.window_count, len(w.window)
+    if w.window[-1] + 1 < len(w.counts):
+        yield "that of one micro-batch more", count + w.counts[w.window[-1] + 1], OTHER_COUNT, 2
+    yield "that without its last micro-batch", count - w.counts[w.window[-1]], OTHER_COUNT, 2
+    yield "that without its first micro-batch", count - w.counts[w.window[0]], OTHER_COUNT, 2
+    said = "count the targets that the loss divides by, no first or last one more or less"
+    yield "one with one target too few for each micro-batch", count - n, said, 2
+    yield "one with one target too many for each micro-batch", count + n, said, 2
+    said = "add up the counts of the window's micro-batches: they are not all alike"
+    largest = max(w.window, key=w.counts.__getitem__)
+    for word, j in (("first", w.window[0]), ("last", w.window[-1]), ("largest", largest)):
+        yield f"accumulation_steps times that of its {word} micro-batch", w.accumulation_steps * w.counts[j], said, 2
+        yield f"its micro-batches times that of its {word} micro-batch", n * w.counts[j], said, 2
+
+
+def meanings(wrong: Steps, right: Steps = ()) -> list[tuple[str, str]]:
+    """Return what the factor of each wrong step is, in words, and the remedy; no more than three.
+
+    Args:
+        wrong: steps whose items have one wrong weight.
+        right: other steps. One number may be anything: where there is one wrong step, they must agree with what it is.
+    """
+    ratios = [float(w.ratio.mean()) for w in wrong]
+    known = [{q.key: q for q in quantities(w)} for w in wrong]
+    elsewhere = [{q.key: q for q in quantities(w)} for w in right] if len(wrong) == 1 else []
+    telling = len({w.window_count for w in wrong}) > 1
+    found: list[tuple[str, str]] = []
+    for key, first in known[0].items():
+        of_steps = [numbers.get(key) for numbers in known]
+        refuted = any(key in q and not wrong[0].close(q[key].value, 1.0) for q in elsewhere)
+        if (first.rare and found) or (first.rare == 2 and not telling) or refuted:
             continue
-        values = [factor.value(w) for w in steps]
-        if all(
-            v is not None and not w.close(v, 1.0) and w.close(r, v)
-            for w, r, v in zip(steps, ratios, values, strict=True)
-        ):
-            found = True
-            yield factor
+        for power, remedy, before in ((1, first.remedy, ""), (-1, first.inverse, "one over ")):
+            if remedy and all(
+                q is not None and not w.close(q.value, 1.0) and w.close(ratio, float(q.value) ** power)
+                for w, ratio, q in zip(wrong, ratios, of_steps, strict=True)
+            ):
+                found.append((before + first.text, remedy))
+    return found[:3]
 
 
 def constant_meaning(factor: float) -> tuple[str, str]:
@@ -324,98 +666,26 @@ def constant_meaning(factor: float) -> tuple[str, str]:
     return "", ""
 
 
-MOST_NAMES = 3
-SEVERAL = "windows of several micro-batches"
 NO_COUNT = ", which no usual count or quotient of counts gives"
-OF_SEVERAL = f" (only in {SEVERAL})"
-NOT_A_SUM = (
-    "; or the micro-batches' gradients are combined by a median, a minimum or an agreement of signs in place of a sum: "
-    "on the weight probe each element is nonzero in one micro-batch only, so such a combination gives 0"
-)
-"""What a probe shows as a missing gradient as well."""
 
 
-def diagnose(violated: Weights, others: Sequence[Weights] = (), *, known_only: bool = False) -> Diagnosis:
-    """Name the fault that gives such weights; `unrecognised-weights` where no known one does.
-
-    Args:
-        violated: the weights of the step that is violated.
-        others: those of other steps, of this run or of another one, in the order of a run.
-        known_only: whether factors that change from window to window and are none of the run's are no name.
-    """
-    steps = [violated, *others]
-    wrong = [w for w in steps if not w.is_right]
-    fitting = [
-        p for p in _fitting(violated, steps, wrong) if not (known_only and p.name == "wrong-scale" and p.priority)
-    ]
-    # what predicts the steps that are right, too, is preferred
-    complete = [p for p in fitting if all(p.fits(w) for w in steps)]
-    chosen = _most_special(complete or fitting, wrong)
-    if not chosen:
-        return _unrecognised(violated)
-    names = list(dict.fromkeys(pattern.name for pattern in chosen))[:MOST_NAMES]
-    first = {name: next(p.text(violated, wrong) for p in chosen if p.name == name) for name in names}
-    rare = _alike(steps) or ("" if complete else _where(violated, steps))
-    if rare == OF_SEVERAL and names == ["no-gradient"]:
-        rare += NOT_A_SUM
-    return Diagnosis(" or ".join(names), "; or: ".join(first.values()) + rare)
-
-
-def names_nothing(diagnosis: Diagnosis) -> bool:
-    """Return whether a diagnosis says no more than that the weights are wrong."""
-    return diagnosis.name == "unrecognised-weights"
-
-
-def _fitting(violated: Weights, steps: Steps, wrong: Steps) -> list[Pattern]:
-    if not wrong:
-        return []
-    scaled = (*_scales(steps, wrong), *rescaled(wrong), *by_place(wrong))
-    ranks = (*RANKS, *by_rank(wrong)) if violated.owners else ()
-    others = (*outside(violated.accumulation_steps), *averaged(steps), *reordered(steps))
-    patterns = (*ranks, *others, *scaled, *INSIDE, *NEIGHBOURS)
-    return [p for p in patterns if all(p.fits(w) for w in wrong) and any(p.informs(w) for w in wrong)]
-
-
-def _most_special(fitting: Sequence[Pattern], wrong: Steps) -> list[Pattern]:
-    """Return the patterns of the lowest priority number, with those of the next where nothing tells them apart."""
-    if not fitting:
-        return []
-    lowest = min(p.priority for p in fitting)
-    chosen = [p for p in fitting if p.priority == lowest]
-    if not any(p.tells(w) for p in chosen for w in wrong):
-        chosen += [p for p in fitting if p.priority == lowest + 1]
-    return chosen
-
-
-def _scales(steps: Steps, wrong: Steps) -> list[Pattern]:
-    """Return the pattern of weights that are right but for one factor in each window, where they are like that."""
-    if any(w.foreign or not len(w.inside) or not np.any(w.ratio) for w in wrong):
-        return []
-    ratios = [float(w.ratio.mean()) for w in wrong]
-    if not all(w.close(w.ratio, ratio) for w, ratio in zip(wrong, ratios, strict=True)):
-        return []
-    factors = list(fitting_factors(list(wrong), ratios))
-    if len(wrong) == 1:
-        # one number may be anything: the steps that are right must agree with what it is
-        right = [w for w in steps if w.is_right]
-        factors = [f for f in factors if all((v := f.value(w)) is None or w.close(v, 1.0) for w in right)]
+def _scale(steps: Steps) -> tuple[bool, Text]:
+    """Return whether something of the run explains the factors of the wrong steps, and the sentence."""
+    wrong, right = [w for w in steps if not w.is_right], [w for w in steps if w.is_right]
+    ratios = [float(w.ratio.mean()) if len(w.inside) else 0.0 for w in wrong]
     constant = wrong[0].close(ratios, ratios[0])
     meaning, remedy = constant_meaning(ratios[0]) if constant else ("", "")
-    power = _power_of_steps(wrong, ratios)
-    known = bool(factors or constant or power is not None)
-    if not known and all(rounded_to(w) for w in wrong):
-        return []
+    power, found = _power_of_steps(wrong, ratios), meanings(wrong, right)
 
     def sentence(w: Weights, wrong: Steps) -> str:
-        scale = float(w.ratio.mean())
-        said = f"every item of the window weighs {times_text(scale)} what it should"
+        said = f"every item of the window weighs {times_text(float(w.ratio.mean()))} what it should"
         if meaning:
             return f"{said}: {meaning}; {remedy}"
-        if factors:
+        if found:
             alternatives: dict[str, list[str]] = {}
-            for factor in factors[:MOST_NAMES]:
-                alternatives.setdefault(factor.remedy, []).append(factor.text(w))
-            each = [f"{' or '.join(dict.fromkeys(texts))}: {remedy}" for remedy, texts in alternatives.items()]
+            for text, what_to_do in meanings([w, *(v for v in wrong if v is not w)], right) or found:
+                alternatives.setdefault(what_to_do, []).append(text)
+            each = [f"{' or '.join(texts)}: {what_to_do}" for what_to_do, texts in alternatives.items()]
             return f"{said}, which is {'; or '.join(each)}"
         if power is not None:
             return (
@@ -433,13 +703,7 @@ def _scales(steps: Steps, wrong: Steps) -> list[Pattern]:
         look = "look for a schedule, a coefficient, or a count that other windows take part in"
         return f"{said}; over the wrong windows the factors are {shown}{NO_COUNT}: {look}"
 
-    def fits(w: Weights) -> bool:
-        if any(w is v for v in wrong):
-            return True
-        values = [factor.value(w) for factor in factors]
-        return w.is_right and any(value is None or w.close(value, 1.0) for value in values)
-
-    return [Pattern("wrong-scale", fits, sentence, 0 if known else 1)]
+    return bool(found or (constant and len(wrong) > 1) or meaning or power is not None), sentence
 
 
 def _power_of_steps(wrong: Steps, ratios: Sequence[float]) -> float | None:
@@ -451,7 +715,122 @@ def _power_of_steps(wrong: Steps, ratios: Sequence[float]) -> float | None:
     return bases[0] if wrong[0].close(bases, bases[0]) else None
 
 
-KINDS_OF_STEPS: tuple[tuple[str, Callable[[Weights], bool]], ...] = (
+# The list.
+
+
+@dataclass(frozen=True)
+class Predicate:
+    """A fault as a statement about steps.
+
+    Attributes:
+        name: of the fault.
+        holds: whether a wrong step is as the fault makes it; all must be.
+        tells: whether a wrong step tells the fault from those that follow in the list; one must.
+        text: what the loop did and what to do, of the violated step and of all wrong ones.
+    """
+
+    name: str
+    holds: Holds
+    tells: Holds
+    text: Text
+
+
+def _of_other_windows(wrong: Steps) -> Iterator[Predicate]:
+    yield Predicate("stale-window", _whole_and_earlier, lambda w: bool(w.foreign or w.epoch), _stale_text)
+    yield Predicate("wrong-windows", lambda w: _cut_elsewhere(wrong), _always, _cut_text)
+    yield Predicate("stale-window", lambda w: _whole_windows(w) and _earlier(w), lambda w: bool(w.foreign), _stale_text)
+    yield Predicate("other-window", _always, lambda w: bool(w.foreign), _other_text)
+
+
+def _predicates(steps: Steps, wrong: Steps, *, known_only: bool) -> Iterator[Predicate]:
+    if any(w.foreign or (w.epoch and len(w.windows) < 2) for w in wrong):
+        yield from _of_other_windows(wrong)
+    yield Predicate(
+        "no-gradient",
+        lambda w: not w.foreign and not np.any(w.ratio),
+        # what cannot be read may be there
+        lambda w: not any(w.counts[j] for j in w.unread.intersection(w.window)),
+        _no_gradient_text,
+    )
+    yield Predicate("not-reduced", _missing_ranks, lambda w: len(set(_ranks(w))) > 1, _missing_ranks_text)
+    yield Predicate("rescaled-accumulator", _reduced_between, _falls, _rescaled_text)
+    yield Predicate("mean-of-means", _usual_means, _unequal, _means_text)
+    yield Predicate("mean-of-means", lambda w: _grouped(w) is not None, _unequal_groups, _grouped_text)
+    yield Predicate("low-precision", lambda w: rounded_to(w) is not None, _always, _rounded_text)
+    if all(_one(w, w.ratio) for w in wrong):
+        explained, sentence = _scale(steps)
+        if explained or not known_only:
+            yield Predicate("wrong-scale", _always, lambda w: explained or _several(w), sentence)
+    yield Predicate("wrong-count", lambda w: bool(_weighted_alike(wrong)), _unequal, _wrong_count_text)
+    yield Predicate("reset-inside-window", _alone(-1), _long, _last_text)
+    yield Predicate("first-only", _alone(0), _long, _first_text)
+    yield Predicate("rescaled-accumulator", _rescales(wrong), _rescale_tells, _rescaled_text)
+    yield Predicate("repeated-micro-batch", _times, lambda w: not w.close(w.ratio, w.ratio[0]), _times_text)
+    yield Predicate("dropped-micro-batch", lambda w: _own(w) and not np.all(w.ratio), _some_missing, dropped_text)
+    yield Predicate("weighted-by-place", _by_place(wrong, _same_place), _long, _by_place_text)
+    if wrong[0].owners:
+        yield Predicate("wrong-scale", _by_place(wrong, _same_rank), _several, _by_rank_text)
+    yield Predicate("mean-of-means", lambda w: _one(w, w.per_mean), _unequal, _means_text)
+
+
+def _some_missing(w: Weights) -> bool:
+    # what cannot be read may be there
+    return not np.all(w.ratio) and bool(np.any(w.ratio) or w.unread.intersection(w.window))
+
+
+def _last_text(w: Weights, wrong: Steps) -> str:
+    return (
+        "only the window's last micro-batch is in the gradient: reset once per window, not per micro-batch, and add to "
+        "the gradient, do not assign it"
+    )
+
+
+def _first_text(w: Weights, wrong: Steps) -> str:
+    return (
+        "only the window's first micro-batch is in the gradient: look for what excludes the later ones (a flag, "
+        "no_sync, a detached graph)"
+    )
+
+
+def _wrong_count_text(w: Weights, wrong: Steps) -> str:
+    what = _weighted_alike(wrong)[0]
+    return f"micro-batches' means are weighted by {what}: weight each by run.count(batch) over the window's count"
+
+
+OF_SEVERAL = "windows of several micro-batches"
+NOT_A_SUM = (
+    "; or the micro-batches' gradients are combined by a median, a minimum or an agreement of signs in place of a sum: "
+    "on the weight probe each element is nonzero in one micro-batch only, so such a combination gives 0"
+)
+"""What a probe shows as a missing gradient as well."""
+
+
+def diagnose(violated: Weights, others: Sequence[Weights] = (), *, known_only: bool = False) -> Diagnosis:
+    """Name the fault that gives such weights; `unrecognised-weights` where no known one does.
+
+    Args:
+        violated: the weights of the step that is violated.
+        others: those of other steps, of this run or of another one, in the order of a run.
+        known_only: whether factors that change from window to window and are none of the run's are no name.
+    """
+    steps = [violated, *others]
+    wrong = [w for w in steps if not w.is_right]
+    for fault in _predicates(steps, wrong, known_only=known_only) if wrong else ():
+        if all(fault.holds(w) for w in wrong) and any(fault.tells(w) for w in wrong):
+            where = _alike(steps) or _where(violated, steps)
+            if fault.name == "no-gradient" and OF_SEVERAL in where:
+                where += NOT_A_SUM
+            return Diagnosis(fault.name, fault.text(violated, wrong) + where)
+    found = _unrecognised(violated)
+    return replace(found, sentence=found.sentence + (_alike(steps) or _where(violated, steps)))
+
+
+def names_nothing(diagnosis: Diagnosis) -> bool:
+    """Return whether a diagnosis says no more than that the weights are wrong."""
+    return diagnosis.name == "unrecognised-weights"
+
+
+KINDS_OF_STEPS: tuple[tuple[str, Holds], ...] = (
     ("short windows", lambda w: len(w.window) < w.accumulation_steps),
     ("whole windows", lambda w: len(w.window) == w.accumulation_steps),
     ("epochs after the first", lambda w: w.epoch > 0),
@@ -460,7 +839,7 @@ KINDS_OF_STEPS: tuple[tuple[str, Callable[[Weights], bool]], ...] = (
     ("windows after the first of the run", lambda w: bool(w.epoch or w.index)),
     ("the first window of an epoch", lambda w: w.index == 0),
     ("windows after the first of an epoch", lambda w: bool(w.index)),
-    (SEVERAL, lambda w: len(w.inside) > 1),
+    (OF_SEVERAL, lambda w: len(w.inside) > 1),
     ("windows with a micro-batch without valid targets", lambda w: any(not w.counts[j] for j in w.window)),
 )
 """What steps may have in common that are wrong."""

@@ -13,7 +13,7 @@ import torch
 from gradcheck_suite.core.case import PARAMETER, Case, Plan, Reduction, probe_case, slopes_of, slopes_text
 from gradcheck_suite.core.comparison import Vector
 from gradcheck_suite.core.contract import EQUAL_BATCHES, EQUAL_MICRO_BATCHES, ONE_EPOCH, WHOLE_WINDOWS, dealt_to_ranks
-from gradcheck_suite.core.results import ItemWeight
+from gradcheck_suite.core.results import ENDLESS, ItemWeight
 from gradcheck_suite.core.text import counted
 from gradcheck_suite.judge.reruns import NOT_REPEATABLE, SKIPPED, LoopRunner, run_with_finite_losses
 from gradcheck_suite.judge.weights import Diagnosis, Weights
@@ -205,9 +205,10 @@ def held_by(plan: Plan, items: Vector) -> list[int]:
     return held
 
 
-UNEQUAL = ((1, 2, 4), (2, 2, 1), (3,), (4, 2))
+UNEQUAL = ((2, 3, 5), (3, 3, 2), (3,), (5, 2))
 EQUAL = ((2,), (1,), (4,), (3,))
-"""Sizes of the micro-batches of three windows and a short one, repeated as often as a window is long."""
+"""Sizes of the micro-batches of three windows and a short one, repeated as often as a window is long. Quotients of
+unequal ones are no whole numbers: otherwise a coefficient that is kept from another window looks like a repetition."""
 
 
 def separating_probe(probe: WeightProbe, assumes: Collection[str]) -> WeightProbe:
@@ -336,12 +337,12 @@ def _simulated(plan: Plan) -> Iterator[tuple[str, Held, str]]:
         said = f": windows run on from one epoch into the next, {k} micro-batches each; step at the end of every "
         said += "epoch and start the next one's windows anew"
         running_on = _chunks(range(count), plan.epochs, k, across=True, dropped=True)
-        yield "windows-across-epochs", running_on, said
-        yield "windows-across-epochs", _chunks(range(count), plan.epochs, k, across=True, dropped=False), said
+        yield "wrong-windows", running_on, said
+        yield "wrong-windows", _chunks(range(count), plan.epochs, k, across=True, dropped=False), said
         # transformers 4.45 asks for as many steps as the epochs have whole windows
         whole_windows = plan.epochs * (count // k)
         ended = f"{said}; it ends after {whole_windows} steps, the number of whole windows of its epochs"
-        yield "windows-across-epochs", running_on[:whole_windows], ended
+        yield "wrong-windows", running_on[:whole_windows], ended
     yield from _wrong_epochs(plan)
     singles = [frozenset({j}) for j in range(count)] * plan.epochs
     growing = [frozenset(window[: i + 1]) for window in plan.windows for i in range(len(window))] * plan.epochs
@@ -350,7 +351,7 @@ def _simulated(plan: Plan) -> Iterator[tuple[str, Held, str]]:
         if steps != right:
             yield "step-per-micro-batch", steps, ": it stepped once per micro-batch"
     yield (
-        "inverted-condition",
+        "wrong-windows",
         _stepping(plan, lambda i: (i + 1) % k != 0),
         ": it steps after the micro-batches that do not end a window; step where (i + 1) % accumulation_steps == 0",
     )
@@ -359,7 +360,7 @@ def _simulated(plan: Plan) -> Iterator[tuple[str, Held, str]]:
         for across in (False, True):
             for dropped in (False, True):
                 steps = _chunks(range(count), plan.epochs, size, across=across, dropped=dropped)
-                yield "wrong-window-size", steps, said
+                yield "wrong-windows", steps, said
 
 
 def _simulated_over_ranks(plan: Plan) -> Iterator[tuple[str, Held, str]]:
@@ -388,7 +389,7 @@ def _simulated_over_ranks(plan: Plan) -> Iterator[tuple[str, Held, str]]:
     for size in sorted({*range(2, 9), k - 1, k + 1, 2 * k, k // 2} - {0, 1, k}):
         said = f": its windows have {size} micro-batches of each rank, where accumulation_steps is {k}"
         steps = _united(zip_longest(*dealt(size), fillvalue=frozenset()))
-        yield "wrong-window-size", steps * plan.epochs, said
+        yield "wrong-windows", steps * plan.epochs, said
 
 
 def _united(steps: Iterable[Sequence[frozenset[int]]]) -> Held:
@@ -400,7 +401,7 @@ def _wrong_epochs(plan: Plan) -> Iterator[tuple[str, Held, str]]:
     for epochs in range(1, plan.epochs + 3):
         if epochs != plan.epochs:
             said = f": it makes {epochs} pass(es); pass over run.loader run.epochs times"
-            yield "wrong-epochs", _right(plan, epochs), said
+            yield "wrong-step-count", _right(plan, epochs), said
 
 
 def _chunks(epoch: Iterable[int], epochs: int, size: int, *, across: bool, dropped: bool) -> Held:
@@ -427,7 +428,7 @@ def _general(plan: Plan, held: Held) -> Iterator[tuple[str, str]]:
     right, kept = _right(plan), [step for step in held if step]
     if len(kept) < len(held) and kept == right:
         yield (
-            "empty-step",
+            "repeated-step",
             f": {len(held) - len(kept)} of its steps came right after a reset and held nothing; step only where a "
             "window has been accumulated",
         )
@@ -483,7 +484,7 @@ def explain_steps(instance: Instance, outcome: Outcome, runner: LoopRunner) -> D
         f"({counted(plan.epochs, 'epoch')} of {counted(len(plan.windows), 'window')})"
     )
     if outcome.endless:
-        return Diagnosis("endless", f"{asked}; the loop was stopped there")
+        return Diagnosis("wrong-step-count", f"{asked}; {ENDLESS}")
     for again in runner.repeat(instance, 1):
         if len(again.observations) != taken:
             return NOT_REPEATABLE
@@ -514,7 +515,7 @@ def _explained(instance: Instance, outcome: Outcome, runner: LoopRunner, asked: 
     if "never-stepped" in faults:
         faults["never-stepped"] = _never(outcome)
     if _may_skip(instance, outcome) and not faults.keys() - {"dropped-window", "never-stepped"}:
-        faults["skipped-steps"] = f"; {SKIPPED_BY_SCALER}"
+        faults["skipped-by-size"] = f"; {SKIPPED_BY_SCALER}"
     whole_run = [*range(len(plan.micro_batches))] * plan.epochs
     if not faults and own and all(own) and [j for step in own for j in sorted(step)] == whole_run:
         faults["wrong-windows"] = "; each micro-batch is in one step, but the steps are at other places"
@@ -526,7 +527,7 @@ def _explained(instance: Instance, outcome: Outcome, runner: LoopRunner, asked: 
 def step_pattern(plan: Plan, outcome: Outcome) -> Diagnosis:
     """Return what the number of steps alone suggests, without a sentence and without a further run of the loop."""
     if outcome.endless:
-        return Diagnosis("endless", "")
+        return Diagnosis("wrong-step-count", ENDLESS)
     return Diagnosis(_from_counts(plan, outcome) or "wrong-step-count", "")
 
 
@@ -558,7 +559,7 @@ def _by_values(asked: str, plan: Plan, taken: int) -> Diagnosis:
     said = f"{asked}; on the weight probe, under the same plan, it takes the right number"
     if taken < plan.steps:
         return Diagnosis(
-            "skipped-steps", f"{said}, so it skips steps by the values of gradients or losses: {SKIPPED_BY_SCALER}"
+            "skipped-by-size", f"{said}, so it skips steps by the values of gradients or losses: {SKIPPED_BY_SCALER}"
         )
     return Diagnosis("wrong-step-count", f"{said}, so the number depends on the values of gradients or losses")
 
@@ -575,7 +576,7 @@ def _from_counts(plan: Plan, outcome: Outcome) -> str | None:
     if plan.has_short_window and taken == plan.epochs * (len(plan.micro_batches) // plan.accumulation_steps):
         return "tail-dropped"
     if plan.has_short_window and taken == micro // plan.accumulation_steps:
-        return "windows-across-epochs"
+        return "wrong-windows"
     return None
 
 

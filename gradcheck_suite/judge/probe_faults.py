@@ -40,7 +40,7 @@ from gradcheck_suite.run.runner import Outcome
 
 SIZE_DEPENDENT = "a loss 2**-20 times as large does not give a gradient 2**-20 times as large: something depends on"
 
-OF_OTHER_WINDOWS = frozenset(("stale-window", "later-window", "other-window"))
+OF_OTHER_WINDOWS = frozenset(("stale-window", "other-window"))
 """Names that fit a number which is added to every element, too: on the probe, other windows' items have that weight."""
 
 
@@ -450,7 +450,7 @@ def _size_fault(case: Case, expected: Sequence[Vector], steps: Steps, step: int,
         return Diagnosis("overflow", f"a gradient of {_size(right[items])} becomes infinite or NaN in this loop")
     if np.abs(right[items]).max() < 1 and not seen[wrong].any():
         return Diagnosis(
-            "flushed-to-zero",
+            "skipped-by-size",
             f"elements of the gradient of {_size(right[wrong])} are 0 at the step, while elements of about 1 are "
             "right: small values are set to zero, or they are lost in a coarser dtype",
         )
@@ -503,7 +503,7 @@ def _of_non_finite(case: Case, right: Vector, seen: Vector, window: int) -> Diag
             "threshold, a norm)"
         )
     return Diagnosis(
-        "replaced-non-finite",
+        "skipped-non-finite",
         f"an element of the gradient that is {what} comes out as {values}: something replaces values that are not "
         "finite, such as nan_to_num or a clamp, and hides that the run diverged",
     )

@@ -30,6 +30,7 @@ class LoopRunner:
         assumes: what the loop assumes, names from `ASSUMPTIONS`.
         rank: the rank whose outcome is looked at.
         alike: whether all ranks had the same gradients at each step, in every run so far.
+        runs: number of runs so far.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class LoopRunner:
         alike: bool = False,
     ) -> None:
         self._loop, self._time_limit_s, self.runs_left = loop, time_limit_s, max_runs
-        self.rank, self.alike = rank, alike
+        self.rank, self.alike, self.runs = rank, alike, 0
         self.assumes = frozenset(assumes) | assumptions_of(loop)
 
     def run(self, instance: Instance) -> Outcome | None:
@@ -51,6 +52,7 @@ class LoopRunner:
         if not self.runs_left:
             return None
         self.runs_left -= 1
+        self.runs += 1
         outcomes = run_ranks(self._loop, instance, time_limit_s=self._time_limit_s)
         failed = next((outcome for outcome in outcomes if outcome.raised is not None), None)
         if failed is None:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcheck_suite.core.comparison import WEIGHT_TOLERANCE
+from gradcheck_suite.core.faults import FAULTS, names_of
 from gradcheck_suite.core.results import ItemWeight
 
 ALONE = " alone, while "
@@ -127,21 +128,20 @@ class Diagnosis:
     details: tuple[str, ...] = ()
     weights: tuple[ItemWeight, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Expect a name of the table; empty where none is given."""
+        assert not self.name or names_of(self.name) <= FAULTS.keys(), f"{self.name}: no row in core/faults.py"
+
     @property
     def names(self) -> frozenset[str]:
         """The faults that it may be."""
         return names_of(self.name)
 
 
-def names_of(diagnosis: str) -> frozenset[str]:
-    """Return the faults that a diagnosis of the form `a or b` leaves open."""
-    return frozenset(diagnosis.split(" or "))
-
-
 def missing_gradient(parameter: str) -> Diagnosis:
     """Return the diagnosis of a parameter whose gradient is None at the step, without a reason."""
     return Diagnosis(
-        "missing-gradient",
+        "no-gradient",
         f"{parameter}.grad is None at the step, but the window's items reach {parameter}: look for a loss that is not "
         "sent backward, a `no_grad`, a `requires_grad_(False)`, or a reset before the step",
     )
@@ -164,39 +164,6 @@ def listed(names: Sequence[object], shown: int = 3) -> str:
 
 Steps = Sequence[Weights]
 
-MOST_TIMES = 64
-"""How often a micro-batch may be there to be called repeated."""
-
-
-def more_than_two(w: Weights) -> bool:
-    """Whether more than two of the window's micro-batches can be read."""
-    return len(w.inside) > 2
-
-
-def more_than_one(w: Weights) -> bool:
-    """Whether more than one of the window's micro-batches can be read."""
-    return len(w.inside) > 1
-
-
-def alone(place: int, *, for_all: bool = False) -> Callable[[Weights], bool]:
-    """Whether the window's first (0) or last (-1) micro-batch alone is there, with a weight that it may well have.
-
-    With `for_all`, it must weigh as much as all of them together.
-    """
-
-    def fits(w: Weights) -> bool:
-        ratio = w.ratio
-        if w.foreign or not len(ratio) or not ratio[place] or np.count_nonzero(ratio) != 1:
-            return False
-        if for_all:
-            return len(ratio) > 1 and w.close(ratio[place], len(ratio))
-        mean = w.per_mean[place]
-        return any(w.close(*pair) for pair in ((ratio[place], 1), (mean, 1 / w.accumulation_steps), (mean, 1))) or (
-            w.close(mean, 1 / len(w.window))
-        )
-
-    return fits
-
 
 def some_dropped(w: Weights) -> bool:
     """Whether some micro-batches are missing, and the others have one weight, by sums or by means."""
@@ -205,25 +172,6 @@ def some_dropped(w: Weights) -> bool:
         if not w.foreign and len(kept) < len(values) and (not len(kept) or w.close(kept, kept[0])):
             return True
     return False
-
-
-def some_missing(w: Weights) -> bool:
-    """Whether some micro-batches are missing and some are there, with any weights."""
-    return not w.foreign and bool(0 < np.count_nonzero(w.ratio) < len(w.ratio))
-
-
-def repeated(w: Weights) -> bool:
-    """Whether some micro-batches are there several times, or a second time by their means, and others perhaps not."""
-    if w.foreign:
-        return False
-    ratio = w.ratio
-    if w.close(np.where(ratio == 0, 1, ratio), np.maximum(np.round(ratio), 1)):
-        return bool((ratio > 1.5).any() and (ratio <= MOST_TIMES).all())
-    extra = w.per_mean * (1 - 1 / np.where(ratio == 0, 1, ratio))
-    more = ~np.isclose(ratio, 1, rtol=w.tolerance, atol=0)
-    return bool(more.any()) and any(
-        w.close(extra[more], share) for share in (1.0, 1 / len(w.window), 1 / w.accumulation_steps)
-    )
 
 
 def places(w: Weights, chosen: Callable[[float], bool]) -> tuple[int, ...]:
@@ -237,7 +185,7 @@ def dropped_text(w: Weights, wrong: Steps) -> str:
     missing = [j for j, ratio in zip(w.inside, w.ratio, strict=True) if ratio == 0]
     said = f"micro-batches {missing} of the window are not in the gradient"
     last = {tuple(range(len(v.window) - 1, len(v.window))) for v in wrong}
-    several = any(more_than_two(v) for v in wrong)
+    several = any(len(v.inside) > 2 for v in wrong)
     if any((v.ratio > 1 + v.tolerance).any() and not some_dropped(v) for v in wrong):
         more = "and others weigh more than they should: look for micro-batches that are sampled with replacement"
         return f"{said}, {more}, or that stand in for others"
@@ -266,7 +214,7 @@ def repeated_text(w: Weights, wrong: Steps) -> str:
     said = f"micro-batches {twice} of the window are in the gradient {' or '.join(times)} times"
     said = said.replace(" 2 times", " twice")
     said += f"{f', and {gone} not at all' if gone else ''}{_in_common(wrong)}"
-    if any(more_than_one(v) for v in wrong) and all(_weighs_its_number(v) for v in wrong):
+    if any(len(v.inside) > 1 for v in wrong) and all(_weighs_its_number(v) for v in wrong):
         return (
             f"{said}, as often as the window has micro-batches: multiply no loss by them, and send each backward once"
         )

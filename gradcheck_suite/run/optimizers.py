@@ -221,7 +221,7 @@ def fault_between(
         assert state is not None
         if lost := sorted(map(str, kept.keys() - state.get(name, {}).keys())):
             sentence = f"the optimizer's state of {name} was lost {when}: {', '.join(lost)}"
-            return ParameterFault("optimizer-state-lost", name, sentence)
+            return ParameterFault("optimizer-state-changed", name, sentence)
         if changed := sorted(str(key) for key, value in kept.items() if not same_tree(value, state[name][key])):
             sentence = f"something other than optimizer.step() changed the state of {name} {when}: {', '.join(changed)}"
             return ParameterFault("optimizer-state-changed", name, sentence)

@@ -10,8 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gradcheck_suite.core.results import Violation
-from gradcheck_suite.script.writer import HANGS, script_text
+from gradcheck_suite.core.results import Violation, is_endless
+from gradcheck_suite.script.writer import script_text
 
 __all__ = ["script_text", "unrepeatable"]
 
@@ -36,7 +36,7 @@ def unrepeatable(script: Path, violation: Violation, time_limit_s: float | None)
     except (KeyboardInterrupt, OSError) as error:
         return f"it could not be run: {error}" if str(error) else "it was not run to its end: interrupted"
     # a loop that hangs ends the process, so nothing more is printed
-    shown = violation.diagnosis in HANGS or done.stdout.endswith("the fault is there\n")
+    shown = is_endless(violation) or done.stdout.endswith("the fault is there\n")
     if done.returncode == 1 and shown:
         return None
     if done.returncode == 0:

@@ -28,7 +28,7 @@ from gradcheck_suite.catalogue.description import describe_case, details_of, err
 from gradcheck_suite.core.case import Case, Layer
 from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT as LIMIT
 from gradcheck_suite.core.contract import Loop, Problem
-from gradcheck_suite.core.results import Violation
+from gradcheck_suite.core.results import Violation, is_endless
 from gradcheck_suite.core.text import violation_title
 from gradcheck_suite.loops.trainers import TRAINERS
 from gradcheck_suite.run.instance import Instance, Pairs, instance_of, leaves, loader_over, map_leaves
@@ -42,8 +42,6 @@ AT_A_STEP = ("gradient", "none-pattern", "non-finite")
 """Kinds of violation that show in the gradients at one step."""
 MOST_SHOWN = 4096
 """Largest number of elements of a parameter whose observed gradient a script contains."""
-HANGS = ("timed-out", "endless")
-"""Diagnoses for which a script limits the loop's time. A loop may catch the exception that should stop it."""
 TEMPLATE = (Path(__file__).parent / "template.txt").read_text(encoding="utf-8")
 """Of every script: `%% A B` stands above lines of those scripts that have A or B, and `%%` above those of all."""
 WRITTEN = {*re.findall(r"(?m)^(?:def |class )?(\w+)(?:\(| =|, )", TEMPLATE), "DTYPE", "Model", "TrainingRun"}
@@ -450,7 +448,8 @@ def _flags(violation: Violation, reduction: str, time_limit_s: float | None) -> 
         flags |= {"objective", "compares", "objective_mean" if reduction == "mean" else "objective_plain"}
         return flags | ({"objective_sum"} if violation.window is None else {"objective_window", "compares_elements"})
     flags |= {"loop", "real_optimizer" if case.optimizer else "no_optimizer"}
-    is_hang = violation.diagnosis in HANGS and bool(time_limit_s)
+    # the loop may catch the exception that should stop it
+    is_hang = is_endless(violation) and bool(time_limit_s)
     if kind == "raised" and not is_hang:
         return flags | {"raised"}
     flags |= {"called", *["hang"] * is_hang}

@@ -16,11 +16,11 @@ from gradcheck_suite.core.contract import (
     assumptions_of,
     autocast_of,
 )
+from gradcheck_suite.core.faults import names_of
 from gradcheck_suite.core.results import Verdict, Violation
 from gradcheck_suite.core.text import counted
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.judge.reruns import LoopRunner
-from gradcheck_suite.judge.weights import names_of
 from gradcheck_suite.reference.large_batch import CannotJudgeError
 from gradcheck_suite.run.instance import Compute, Instance
 from gradcheck_suite.run.observer import same_tree
@@ -68,7 +68,7 @@ def step_calls_fault(case: Case, outcome: Outcome, rank: int, *, schedules: bool
         if not schedules and (said := calls(counts)):
             return Violation(
                 "step-count",
-                "scheduler-per-micro-batch",
+                "step-per-micro-batch",
                 f"a learning rate scheduler was stepped {said}: step the scheduler where the optimizer steps; if its "
                 f"schedule is meant to advance once per micro-batch, assume {SCHEDULES_MICRO_BATCHES}",
                 case,
@@ -77,7 +77,7 @@ def step_calls_fault(case: Case, outcome: Outcome, rank: int, *, schedules: bool
         if said := calls(counts):
             return Violation(
                 "step-count",
-                "scaler-per-micro-batch",
+                "step-per-micro-batch",
                 f"GradScaler.{method} was called {said}: unscale, step and update once per window, after its last "
                 "backward. A scaler that is disabled, as without CUDA, hides what this does to the gradient",
                 case,
@@ -151,7 +151,7 @@ def _of_rank(
         said = f"on all {counted(len(outcomes), 'rank')} alike: {said}"
     else:
         said = f"on rank {rank} of {len(outcomes)}: {said}"
-        if right and names_of(violation.diagnosis) & {"not-reduced", "partly-reduced", "dropped-rank"}:
+        if right and names_of(violation.diagnosis) & {"not-reduced"}:
             said += f" (the gradients of rank {right[0]} are right: look for a reduce in place of an all_reduce)"
     return replace(violation, explanation=said, rank=rank)
 
@@ -208,12 +208,16 @@ def check(
     def run(instance: Instance) -> list[Outcome]:
         return [outcome] if outcome else run_ranks(loop, instance, time_limit_s=time_limit_s)
 
+    runners: list[LoopRunner] = []
+
     def runner(rank: int, alike: bool) -> LoopRunner | None:
         if shrinking:
             return None
-        return LoopRunner(loop, time_limit_s=time_limit_s, assumes=terms.assumes, rank=rank, alike=alike)
+        runners.append(LoopRunner(loop, time_limit_s=time_limit_s, assumes=terms.assumes, rank=rank, alike=alike))
+        return runners[-1]
 
-    return check_run(run, case, terms, runner, problem=problem, shrinking=shrinking)
+    verdict = check_run(run, case, terms, runner, problem=problem, shrinking=shrinking)
+    return replace(verdict, runs=verdict.runs + sum(runner.runs for runner in runners))
 
 
 def check_run(

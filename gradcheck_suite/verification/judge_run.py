@@ -98,7 +98,7 @@ def undeclared_autocast(window: Window, evaluation: Evaluation, compute: Compute
     except CannotJudgeError:
         return None
     return Diagnosis(
-        "undeclared-autocast",
+        "low-precision",
         f"the loop computes its losses under torch.autocast in {compute} in a {name} run: the gradient has rounding "
         f"errors of {compute}, and no other error. If this precision is meant, declare it: --autocast {compute}, or "
         f'@training_loop(autocast="{compute}")',
@@ -534,7 +534,7 @@ def judge_run(
             reference.window(0, compute=autocast).bound.expect_computable()
         trace = tuple(outcome.trace.rstrip().splitlines())
         explanation = f"the loop failed: {outcome.raised}"
-        diagnosis = "mismatched-collectives" if outcome.mismatched else "raised"
+        diagnosis = "deadlock" if outcome.mismatched else "raised"
         if outcome.timed_out:
             diagnosis = "deadlock" if outcome.deadlock else "timed-out"
         return Verdict(case, Violation("raised", diagnosis, explanation, case, details=trace))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from gradcheck_suite.core.contract import (
     WHOLE_WINDOWS,
     dealt_to_ranks,
 )
-from gradcheck_suite.core.results import Verdict, Violation
+from gradcheck_suite.core.results import Verdict, Violation, is_endless
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.strategies.cases import reductions_within
 
@@ -123,16 +124,14 @@ def _of_size(exponent: int) -> tuple[float, ...]:
     return tuple(2.0 ** (exponent + within) for within in WITHIN)
 
 
-# The smallest weight probe that shows a fault: fewer windows, epochs and micro-batches, smaller K, fewer slopes.
+# The smallest weight probe that shows a violation of the same kind: fewer windows, epochs and micro-batches, smaller K,
+# fewer slopes. Greedy: the first smaller one that shows it is kept, and the search begins anew.
 
 
-Checked = Callable[[Case], Verdict]
 SHRINK_SECONDS = 20.0
 """Seconds of computing after which a violated probe is not made smaller any more."""
-
-
-MOST_BELOW = 4
-"""Numbers below the least violated one among which one that holds is looked for."""
+Smaller = Iterator[tuple[str, Case]]
+"""Smaller probes, each with the number of its plan that is smaller, in words; empty where none alone is."""
 
 
 def has_slopes(case: Case) -> bool:
@@ -140,124 +139,89 @@ def has_slopes(case: Case) -> bool:
     return case.spec is not None and "slopes" in case.spec.loss.o
 
 
-def smallest_probe(checked: Checked, violation: Violation, assumes: frozenset[str]) -> Violation:
-    """Return the violation on the smallest weight probe that shows it, with the next smaller plans that hold.
+def smallest_probe(
+    checked: Callable[[Case], Verdict], violation: Violation, assumes: frozenset[str]
+) -> tuple[Violation, list[str]]:
+    """Return the violation on the smallest weight probe that shows it, and the next smaller plans that hold, in words.
 
     Args:
         checked: returns a loop's verdict on a case.
         violation: of that loop, on a weight probe.
         assumes: assumptions of the loop, which smaller plans satisfy too.
     """
-    if violation.kind == "raised" or violation.diagnosis == "endless":
-        return violation
-    search = _Search(checked, violation, assumes)
-    if has_slopes(violation.case) and not search.attempt(_of_plan(violation.case, violation.case.plan)):
-        _shrink_slopes(search)
-        return search.best
+    began, right = Stopwatch(), dict[str, str]()
+    if violation.kind == "raised" or is_endless(violation):
+        return violation, []
     before = None
-    while before is not search.best:
-        before = search.best
-        for number in NUMBERS:
-            search.bisect(number)
-        search.attempt(_of_plan(search.case, replace(search.plan, micro_batches=(1,) * len(search.plan.micro_batches))))
-    beside = [line for number in NUMBERS if (line := search.line_beside(number))]
-    return replace(search.best, details=(*search.best.details, *beside))
+    while before is not violation:
+        before = violation
+        right.clear()
+        for text, case in _smaller(violation, assumes):
+            if began.passed() > SHRINK_SECONDS:
+                return violation, []
+            verdict = checked(case)
+            if verdict.violation is not None and verdict.violation.kind == violation.kind:
+                violation = verdict.violation
+                break
+            if text and verdict.holds and not verdict.skipped:
+                # the last one of a number is the next smaller
+                right[text.partition(" = ")[0]] = f"the loop is right with {text}, all else alike"
+    return violation, [*right.values()]
 
 
-@dataclass(frozen=True)
-class _Number:
-    """A number of a plan that is made smaller.
-
-    Attributes:
-        text: what it counts, with `{}` for the number.
-        value: returns the plan's number.
-        plan: (plan, number) -> the plan with that number.
-    """
-
-    text: str
-    value: Callable[[Plan], int]
-    plan: Callable[[Plan, int], Plan]
-
-
-def _with_steps(plan: Plan, steps: int) -> Plan:
-    """Return the plan with another K; a plan of one window keeps one."""
-    if len(plan.windows) > 1:
-        return replace(plan, accumulation_steps=steps)
-    return replace(plan, accumulation_steps=steps, micro_batches=plan.micro_batches[:steps])
+def _smaller(violation: Violation, assumes: frozenset[str]) -> Smaller:
+    case = violation.case
+    if has_slopes(case):
+        yield "", _of_plan(case, case.plan)
+        yield from _of_fewer_slopes(violation)
+        return
+    for text, number, with_number in _numbers(case.plan):
+        step = number // 2
+        while step:
+            # the assumptions may leave no micro-batch
+            with suppress(UsageError):
+                if (plan := within(with_number(number - step), assumes)) != case.plan:
+                    yield f"{text} = {number - step}", _of_plan(case, plan)
+            step //= 2
+    single = replace(case.plan, micro_batches=(1,) * len(case.plan.micro_batches))
+    if single != case.plan:
+        yield "", _of_plan(case, within(single, assumes))
 
 
-NUMBERS = (
-    _Number("epochs = {}", lambda plan: plan.epochs, lambda plan, n: replace(plan, epochs=n)),
-    _Number(
-        "micro-batches in an epoch = {}",
-        lambda plan: len(plan.micro_batches),
-        lambda plan, n: plan.select(range(n)),
-    ),
-    _Number("accumulation_steps = {}", lambda plan: plan.accumulation_steps, _with_steps),
-)
+def _numbers(plan: Plan) -> Iterator[tuple[str, int, Callable[[int], Plan]]]:
+    """Yield each number of a plan that can be smaller, in words, its value, and the plan with another."""
+    count, k = len(plan.micro_batches), plan.accumulation_steps
+    yield "epochs", plan.epochs, lambda n: replace(plan, epochs=n)
+    yield "micro-batches in an epoch", count, lambda n: plan.select(range(n))
+    # a plan of one window keeps one
+    one = count <= k
+    yield (
+        "accumulation_steps",
+        k,
+        lambda n: replace(plan, accumulation_steps=n, micro_batches=plan.micro_batches[: n if one else count]),
+    )
 
 
-class _Search:
-    """The smallest violation so far.
-
-    Attributes:
-        best: it; its diagnosis never changes.
-    """
-
-    def __init__(self, checked: Checked, violation: Violation, assumes: frozenset[str]) -> None:
-        self._checked, self._assumes, self.best = checked, assumes, violation
-        self._began = Stopwatch()
-
-    @property
-    def case(self) -> Case:
-        """The smallest case so far."""
-        return self.best.case
-
-    @property
-    def plan(self) -> Plan:
-        """Its plan."""
-        return self.case.plan
-
-    def attempt(self, case: Case | None) -> bool:
-        """Keep a case if it shows the same fault; return whether it does."""
-        if case is None or case == self.case or self._began.passed() > SHRINK_SECONDS:
-            return False
-        found = self._checked(case).violation
-        if found is None or found.diagnosis != self.best.diagnosis:
-            return False
-        self.best = found
-        return True
-
-    def bisect(self, number: _Number) -> None:
-        """Keep the least of a plan's numbers that shows the fault, if it shows from some number on."""
-        plan = self.plan
-        _bisect(1, number.value(plan), lambda value: self.attempt(self._with_number(plan, number, value)))
-
-    def line_beside(self, number: _Number) -> str | None:
-        """Return which somewhat smaller number of the plan the loop is right with, or None if there is none."""
-        value = number.value(self.plan)
-        for fewer in range(value - 1, max(0, value - 1 - MOST_BELOW), -1):
-            case = self._with_number(self.plan, number, fewer)
-            if case is None or self._began.passed() > SHRINK_SECONDS:
-                return None
-            verdict = self._checked(case)
-            if verdict.holds and not verdict.skipped:
-                return f"the loop is right with {number.text.format(number.value(case.plan))}, all else alike"
-        return None
-
-    def _with_number(self, plan: Plan, number: _Number, value: int) -> Case | None:
-        try:
-            smaller = within(number.plan(plan, value), self._assumes)
-        except UsageError:
-            return None  # the assumptions leave no micro-batch
-        return None if smaller == plan else _of_plan(self.case, smaller)
-
-
-def _bisect(low: int, high: int, shows: Callable[[int], bool]) -> None:
-    """Ask for ever smaller numbers that show a fault: of hundreds of micro-batches some ten are asked about."""
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if shows(middle) else (middle + 1, high)
+def _of_fewer_slopes(violation: Violation) -> Smaller:
+    """Yield one window or two, then one item of each, then slopes nearer to 1, all by the same power of two."""
+    case, plan, slopes = violation.case, violation.case.plan, tuple(slopes_of(violation.case))
+    number, last = len(plan.windows), len(plan.windows) - 1 if violation.window is None else violation.window
+    alone = range(last + 1) if violation.window is None else [last]
+    chosen = [*((w,) for w in alone), *((w, last) for w in reversed(range(last)))]
+    for windows in chosen:
+        if len(windows) < number:
+            kept = [j for w in windows for j in plan.windows[w]]
+            yield "", _of_plan(case, plan.select(kept), tuple(slopes[i] for j in kept for i in plan.items(j)))
+    if plan.total_items > number <= 2 and not plan.ranks:
+        for item in plan.window_items(0):
+            items = (item, plan.window_items(1)[0]) if number == 2 else (item,)
+            yield "", _of_plan(case, Plan((1,) * number, 1), tuple(slopes[i] for i in items))
+    if number == 1 and np.isfinite(slopes).all():
+        largest = max(math.frexp(slope)[1] - 1 for slope in slopes)
+        step = abs(largest) // 2 or abs(largest)
+        while step:
+            yield "", _of_plan(case, plan, tuple(slope * 2.0 ** -math.copysign(step, largest) for slope in slopes))
+            step //= 2
 
 
 def _of_plan(case: Case, plan: Plan, slopes: tuple[float, ...] = ()) -> Case:
@@ -265,36 +229,3 @@ def _of_plan(case: Case, plan: Plan, slopes: tuple[float, ...] = ()) -> Case:
     assert case.spec is not None
     text = slopes_text(slopes)
     return probe_case(plan, case.spec.loss.reduction, device=case.device, dtype=case.dtype, slopes=text)
-
-
-def _shrink_slopes(search: _Search) -> None:
-    """Keep one window or two, then one item in each, then slopes as close to 1 as show the fault."""
-    start, violated = search.case, search.best.window
-    last = len(search.plan.windows) - 1 if violated is None else violated
-    alone = range(last + 1) if violated is None else [last]
-    for windows in [*((w,) for w in alone), *((w, last) for w in reversed(range(last)))]:
-        kept = [j for w in windows for j in start.plan.windows[w]]
-        own = tuple(slopes_of(start)[i] for j in kept for i in start.plan.items(j))
-        if search.attempt(_of_plan(start, start.plan.select(kept), own)):
-            break
-    before, slopes = search.plan.windows, tuple(slopes_of(search.case))
-    if len(before) <= 2:
-        first = search.plan.window_items(0)
-        second = [] if len(before) == 1 else [search.plan.window_items(1)[0]]
-        for choice in [[i, *second] for i in first]:
-            if search.attempt(_of_plan(start, Plan((1,) * len(choice), 1), tuple(slopes[i] for i in choice))):
-                break
-    if len(search.plan.windows) == 1 and np.isfinite(slopes_of(search.case)).all():
-        _bisect_exponent(search)
-
-
-def _bisect_exponent(search: _Search) -> None:
-    """Bring the slopes of one window as close to 1 as show the fault, all by the same power of two."""
-    slopes, case = tuple(slopes_of(search.case)), search.case
-    largest = max(math.frexp(slope)[1] - 1 for slope in slopes)
-
-    def shows(exponent: int) -> bool:
-        factor = 2.0 ** (math.copysign(exponent, largest) - largest)
-        return search.attempt(_of_plan(case, case.plan, tuple(slope * factor for slope in slopes)))
-
-    _bisect(0, abs(largest), shows)

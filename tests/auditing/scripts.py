@@ -358,7 +358,7 @@ def halve(parameter):
 model[0].weight.register_post_accumulate_grad_hook(halve)""",
     ),
     "faulty_head_steps_each_micro_batch": faulty(
-        "moving-parameters",
+        "stale-parameters",
         model="",
         setup="""
 body, head = toy.classifier(5), torch.nn.Linear(5, 3).to(toy.dtype())
@@ -584,7 +584,7 @@ for parameter in model.parameters():
 optimizer.step()""",
     ),
     "faulty_running_loss": faulty(
-        "running-loss",
+        "repeated-micro-batch",
         "*[4] * 12",
         start="running = 0.0",
         loss="running = running + F.cross_entropy(model(x), y) / len(window)",

@@ -225,8 +225,8 @@ for sizes in ((4, 2, 1), (3, 1, 5), (6, 2, 3)):
 @pytest.mark.parametrize(
     ("weight", "diagnosis"),
     [
-        ("n**2 / sum(m**2 for m in sizes)", "weighted-by-count"),
-        ("round(n / sum(sizes), 2)", "rounded-weights"),
+        ("n**2 / sum(m**2 for m in sizes)", "wrong-count"),
+        ("round(n / sum(sizes), 2)", "low-precision"),
         ("1 / len(sizes)", "mean-of-means"),
         ("n / sum(sizes) / len(sizes)", "wrong-scale"),
         ("(1 if n == sizes[0] else 0.9) * n / sum(sizes)", "weighted-by-place"),

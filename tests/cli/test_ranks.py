@@ -58,12 +58,12 @@ def test_a_violation_of_ranks_is_stored_as_a_case_to_replay_without_a_script(run
     options = "--ranks 2 --examples 1 --assume busy-ranks"
     outcome = run(*f"verify own.py:train --problem own.py:problem {options}".split())
     assert outcome.status == exit_status.VIOLATED
-    assert "local-count" in outcome.out
+    assert "mean-of-means" in outcome.out
     assert "script" not in outcome.out
     (case,) = project.glob("reports/counterexamples/*.json")
     again = run(*f"replay {case}".split())
     assert again.status == exit_status.VIOLATED
-    assert "local-count" in again.out
+    assert "mean-of-means" in again.out
 
 
 @pytest.mark.full

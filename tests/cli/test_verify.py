@@ -74,11 +74,11 @@ def test_a_violation_is_explained_stored_and_replayable(run, project):
         "where rounding allows",
         "expected",
         "observed",
-        "linear       (n, 2) -> (n, 1)  bias=False, features=1",
+        "linear       (n, 1) -> (n, 1)  bias=False, features=1",
         "mse          (n, 1) -> scalar, reduction mean",
         "accumulation_steps = 1",
         "@example(Case(problem=ProblemSpec(",
-        "then shrunk to this one",
+        "found on the weight probe, then shown on this small case; the loop was run ",
         f"script  python reports/counterexamples/{stored.stem}.py\n",
         f"replay  gradcheck-suite replay reports/counterexamples/{stored.name}\n",
         "1 of 1 loop violated: loops.py:no_reset\n",
@@ -213,7 +213,7 @@ def test_autocast_is_declared_or_a_violation(run, project):
 
 def test_a_case_of_a_loop_with_autocast_is_replayed_with_it(run, project, a_case):
     (project / "case.json").write_text(json.dumps(a_case.replace(dtype="float32", plan=Plan((2,), 1)).to_json()))
-    assert "undeclared-autocast" in run("replay", "case.json", "loops.py:autocast").out
+    assert "low-precision" in run("replay", "case.json", "loops.py:autocast").out
     assert run("replay", "case.json", "loops.py:autocast", "--autocast", "bfloat16").status == 0
 
 

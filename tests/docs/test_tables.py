@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import configparser
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -16,8 +15,9 @@ from gradcheck_suite import bridge
 from gradcheck_suite.cli import COMMANDS, exit_status
 from gradcheck_suite.cli.arguments import DEFAULTS, MARKER_OPTIONS
 from gradcheck_suite.core.contract import ASSUMPTIONS
+from gradcheck_suite.core.faults import FAULTS, TABLES, current_name, names_of, table_of
 from gradcheck_suite.core.results import ViolationKind
-from gradcheck_suite.judge.weights import names_of
+from gradcheck_suite.judge.weights import Diagnosis
 from gradcheck_suite.pytest_plugin import OVERRIDES, SECOND_OPINION_S
 from gradcheck_suite.run.optimizers import NEEDS, NEEDS_CLOSURE
 from gradcheck_suite.studies.optimizers import COUNTERPARTS
@@ -45,88 +45,44 @@ def _first_cells(text: str) -> list[str]:
     return [row.split(" ")[0].split("(")[0] for row in rows]
 
 
-def diagnoses_in(source: str) -> Iterator[str]:
-    """Yield the diagnoses that a source can name.
-
-    They stand as the first argument of `Diagnosis` and `ParameterFault`, as the second of `Violation`, in what is
-    assigned to `diagnosis`, alone or as one of several, and as the first of what a function returns to be assigned so.
-    """
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            place = {"Diagnosis": 0, "Pattern": 0, "ParameterFault": 0, "Violation": 1}.get(node.func.id)
-            if place is not None:
-                yield from _names(node.args[place])
-        elif isinstance(node, ast.Yield) and isinstance(node.value, ast.Tuple):
-            yield from (name for name in _names(node.value) if "-" in name and " " not in name)
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-            yield from (name for name in _names(node.targets[0].slice) if "-" in name)
-        elif isinstance(node, ast.Assign):
-            yield from _assigned(node.targets[0], node.value)
-        elif isinstance(node, ast.FunctionDef) and _returns(node) == "tuple[str, str] | None":
-            for inner in ast.walk(node):
-                if isinstance(inner, ast.Return) and inner.value is not None:
-                    yield from (name for name in _names(inner.value) if "-" in name and " " not in name)
+def names_in(source: str) -> set[str]:
+    """Return the texts of a source that have the form of a name, and the parts of those of the form `a or b`."""
+    texts = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
+    found = (names_of(text) for text in texts if isinstance(text, str))
+    return {name for names in found for name in names if re.fullmatch(r"[a-z]+(-[a-z]+)*", name)}
 
 
-def _returns(node: ast.FunctionDef) -> str:
-    return "" if node.returns is None else ast.unparse(node.returns)
+def test_every_fault_is_named_somewhere_beside_the_table():
+    code = [path for path in PACKAGE.rglob("*.py") if path.name != "faults.py"]
+    assert set(FAULTS) <= set().union(*(names_in(path.read_text()) for path in code if "zoo" not in path.parts))
 
 
-def _assigned(target: ast.expr, value: ast.expr) -> Iterator[str]:
-    if isinstance(target, ast.Name) and target.id == "diagnosis":
-        if isinstance(value, ast.Constant | ast.IfExp):
-            yield from _names(value)
-    elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-        # not strict: a starred target takes what it takes, and is no diagnosis
-        for one, its_value in zip(target.elts, value.elts, strict=False):
-            yield from _assigned(one, its_value)
+@pytest.mark.parametrize("name", ["new-name", "missing-gradient", "first-only or new-name"])
+def test_a_name_without_a_row_is_refused(name):
+    with pytest.raises(AssertionError, match=r"no row in core/faults.py"):
+        Diagnosis(name, "sentence")
 
 
-def _names(node: ast.expr) -> Iterator[str]:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        yield node.value
-    elif isinstance(node, ast.IfExp):
-        yield from _names(node.body)
-        yield from _names(node.orelse)
-    elif isinstance(node, ast.Tuple):
-        yield from _names(node.elts[0])
+def test_every_name_that_is_gone_was_taken_in_by_one():
+    gone = [old for fault in FAULTS.values() for old in fault.takes_in]
+    assert len(gone) == len(set(gone))
+    assert not FAULTS.keys() & set(gone)
+    assert {current_name(old) for old in gone} <= FAULTS.keys()
+    assert all(current_name(name) == name for name in FAULTS)
 
 
-def _in_the_code() -> set[str]:
-    return {name for path in sorted(PACKAGE.rglob("*.py")) for name in diagnoses_in(path.read_text()) if name}
-
-
-def test_every_diagnosis_has_one_row_and_every_row_is_a_diagnosis():
-    rows = _first_cells(_section("read-a-verdict.md", "## Diagnoses"))
-    assert len(rows) == len(set(rows))
-    assert set(rows) == _in_the_code()
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        'return Diagnosis("new-name", f"in {where}")',
-        'Violation("gradient", "new-name", explanation, case)',
-        'diagnosis = "new-name"',
-        'diagnosis = "new-name" if late else other',
-        'kind, diagnosis = "raised", "new-name"',
-        'def read() -> tuple[str, str] | None:\n    return "new-name", ", and more"',
-        'PATTERN = Pattern("new-name", fits, sentence)',
-        'def faults() -> Iterator[tuple[str, str]]:\n    yield "new-name", f"{what}"',
-        'found["new-name"] = "what"',
-        'def read() -> tuple[str, str] | None:\n    return ("new-name", "what") if seen else None',
-    ],
-)
-def test_a_new_diagnosis_is_seen_wherever_the_code_may_name_it(source):
-    assert "new-name" in set(diagnoses_in(source))
+def test_the_pages_tables_are_those_of_the_faults():
+    text = _section("read-a-verdict.md", "## Diagnoses")
+    for title, kinds in TABLES.items():
+        table = text.partition(f"### {title}\n")[2].partition("\n### ")[0]
+        assert table_of(kinds) in table, "python -m tests.docs.faults writes the tables"
 
 
 def test_the_known_bugs_are_named_by_diagnoses_of_the_table():
     """Names from another source than the one that the table is held against."""
-    rows = set(_first_cells(_section("read-a-verdict.md", "## Diagnoses")))
     wanted = {one for bug in BUGS.values() for name in bug.wanted for one in names_of(name.partition("/")[2])}
     assert len(wanted) > 10
-    assert wanted <= rows
+    assert wanted <= FAULTS.keys()
 
 
 def test_every_kind_of_violation_has_one_row():

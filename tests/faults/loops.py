@@ -28,7 +28,7 @@ def _shows(*findings: str):
 # Resets
 
 
-@_shows("none-pattern/missing-gradient")
+@_shows("none-pattern/no-gradient")
 def reset_between_backward_and_step(run: TrainingRun) -> None:
     for window in windows(run):
         backward_window(run, window)
@@ -87,7 +87,7 @@ def count_of_the_epoch(run: TrainingRun) -> None:
     train_with_weights(run, lambda window, batch: run.count(batch) / total)
 
 
-@_shows("gradient/rounded-weights")
+@_shows("gradient/low-precision")
 def weights_in_float32(run: TrainingRun) -> None:
     train_with_weights(run, lambda window, batch: (run.count(batch) / window_count(run, window)).float())
 
@@ -95,7 +95,7 @@ def weights_in_float32(run: TrainingRun) -> None:
 # Window boundaries
 
 
-@_shows("step-count/windows-across-epochs")
+@_shows("step-count/wrong-windows")
 def counter_runs_over_epochs(run: TrainingRun) -> None:
     seen = 0
     for window in windows(run):

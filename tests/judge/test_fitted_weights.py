@@ -76,7 +76,7 @@ def _gradient(*weights, rows=ROWS, plan=PLAN):
         ((1 / 6, 0, 1 / 6, 0), "dropped-micro-batch", "micro-batches [1] of the window"),
         ((0, 0, 1 / 6, 0), "reset-inside-window", "only the window's last micro-batch"),
         ((0, 0, 0, 0), "no-gradient", "nothing of the window"),
-        ((1 / 6, 1 / 6, 1 / 6, 1 / 2), "later-window", "micro-batches [3] belong to a later window"),
+        ((1 / 6, 1 / 6, 1 / 6, 1 / 2), "other-window", "micro-batches [3] belong to a later window"),
     ],
 )
 def test_weights_of_the_micro_batches_are_found_and_named(weights, name, says):
@@ -86,7 +86,7 @@ def test_weights_of_the_micro_batches_are_found_and_named(weights, name, says):
 
 
 def test_a_trace_of_another_window_is_no_rounding():
-    assert _read(_gradient(1 / 6, 1 / 6, 1 / 6, 1e-9)).name == "later-window"
+    assert _read(_gradient(1 / 6, 1 / 6, 1 / 6, 1e-9)).name == "other-window"
     assert _read(_gradient(1 / 6, 1 / 6, 1 / 6, 1e-9), epoch=1).name == "stale-window"
 
 
@@ -106,7 +106,7 @@ def test_the_epoch_tells_a_stale_gradient_from_a_scale():
 def test_a_sum_is_read_as_one():
     diagnosis = _read(_gradient(1 / 6, 1 / 6, 1 / 6, 0), reduction="sum")
     assert diagnosis.name == "wrong-scale"
-    assert "one over the window's count, 1/6" in diagnosis.sentence
+    assert "one over the window's count, 6" in diagnosis.sentence
 
 
 def test_weights_without_a_name_are_not_named():
@@ -225,7 +225,7 @@ def test_every_element_of_all_must_agree():
 
 
 @pytest.mark.parametrize(
-    ("empty", "name"), [((), "no-gradient"), (slice(1, 3), "no-gradient or dropped-micro-batch"), (7, "no-gradient")]
+    ("empty", "name"), [((), "no-gradient"), (slice(1, 3), "dropped-micro-batch"), (7, "no-gradient")]
 )
 def test_what_a_parameter_lacks_may_be_there_where_a_micro_batch_has_a_gradient_of_zero(empty, name):
     rows = ROWS.copy()
@@ -290,7 +290,7 @@ def test_a_rounded_gradient_of_multiples_is_not_told_by_other_windows():
     """-x and 2x round as x does, so all that is known is one number; the other window's elements are no multiples."""
     rows, plan = np.array([[1.2345, -1.2345, 2.469], [2.0, 11.0, 4.0], [1.0, 13.0, 6.0]]), Plan((1, 2), 1)
     rounded = torch.tensor(rows[0]).bfloat16().double().numpy()
-    assert "rounded-gradient" in _read(rounded, rows=rows, plan=plan, sizes={"a": 3}).names
+    assert "low-precision" in _read(rounded, rows=rows, plan=plan, sizes={"a": 3}).names
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -327,7 +327,7 @@ def test_weights_agree_up_to_what_rounding_may_move_them():
     assert _read(moved, rows=MANY, plan=OF_MANY, allowed=allowed) is None
 
 
-@pytest.mark.parametrize(("share", "name"), [(0.9, "wrong-scale"), (1.1, "later-window")])
+@pytest.mark.parametrize(("share", "name"), [(0.9, "wrong-scale"), (1.1, "other-window")])
 def test_a_weight_within_rounding_is_none(share, name):
     sums, allowed = _sums(MANY, OF_MANY), 2.0**-20
     error = 4 * np.abs(np.linalg.pinv(sums.T)).sum(axis=1)[3] * allowed
@@ -359,7 +359,7 @@ def test_other_windows_are_blamed_only_by_more_elements_than_weights():
         # a share that no known fault has, of the other window
         observed = _gradient(*((1, 0.3) if window == 0 else (0.3, 1 / 2)), rows=rows, plan=plan)
         diagnosis = _read(observed, rows=rows, plan=plan, sizes={"a": size}, window=window)
-        name = "stale-window" if window else "later-window"
+        name = "stale-window" if window else "other-window"
         assert (diagnosis is not None and diagnosis.name == name) == named
 
 
@@ -368,11 +368,11 @@ def test_a_known_fault_is_tried_where_there_are_too_few_elements_to_solve_for_we
     rows = np.array([[3.0], [2.0], [7.0], [1.0], [11.0]])
     plan = Plan((1, 1, 2, 1), 2)
     for window, weights, name in (
-        (1, (1 / 2, 1 / 2, 0, 0), "delayed-window or other-window"),
+        (1, (1 / 2, 1 / 2, 0, 0), "other-window"),
         (1, (1 / 2, 1 / 2, 1 / 3, 1 / 3), "stale-window"),
-        (0, (1 / 2, 1 / 2, 1 / 3, 1 / 3), "later-window"),
-        (0, (1 / 2, 0, 0, 0), "first-only or dropped-micro-batch"),
-        (0, (0, 1 / 2, 0, 0), "reset-inside-window or dropped-micro-batch"),
+        (0, (1 / 2, 1 / 2, 1 / 3, 1 / 3), "other-window"),
+        (0, (1 / 2, 0, 0, 0), "dropped-micro-batch"),
+        (0, (0, 1 / 2, 0, 0), "dropped-micro-batch"),
         (1, (0, 0, 1 / 4, 1 / 2), "mean-of-means"),
         (1, (0, 0, 0.31, 0.29), None),
     ):
@@ -389,10 +389,10 @@ def test_elements_that_are_multiples_of_each_other_are_no_evidence_for_weights()
     rows, plan = np.hstack([base, -2 * base[:, :7]]), Plan((1,) * 8, 4)
     expected = rows[:4].sum(axis=0) / 4
     rounded = torch.tensor(expected).bfloat16().double().numpy()
-    assert _read(rounded, rows=rows, plan=plan).name == "rounded-gradient"
+    assert _read(rounded, rows=rows, plan=plan).name == "low-precision"
     # as many elements that are no multiples do show a micro-batch of the next window
     rows = np.hstack([base, base[:, :7] ** 2])
-    assert _read(rows[:5].sum(axis=0) / 4, rows=rows, plan=plan).name == "later-window"
+    assert _read(rows[:5].sum(axis=0) / 4, rows=rows, plan=plan).name == "other-window"
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-7])
@@ -406,11 +406,11 @@ def test_right_elements_that_are_sums_of_others_are_no_evidence_for_weights(scal
     assert found.sentence.startswith("in b alone, while a is right: ")
     # where it is wrong as well, it says that no other weights are meant
     later = rows[:3].sum(axis=0) / 2
-    assert _read(later, rows=rows, plan=plan, sizes={"a": 4, "b": 1}).name == "later-window"
+    assert _read(later, rows=rows, plan=plan, sizes={"a": 4, "b": 1}).name == "other-window"
     # and so does a second wrong element that depends on the first
     rows = np.column_stack([rows, rows[:, 4] + rows[:, 0]])
     later = rows[:3].sum(axis=0) / 2
-    assert _read(later, rows=rows, plan=plan, sizes={"a": 4, "b": 2}).name == "later-window"
+    assert _read(later, rows=rows, plan=plan, sizes={"a": 4, "b": 2}).name == "other-window"
 
 
 def test_wrong_elements_are_evidence_where_they_are_more_than_they_tell_alone():
@@ -418,9 +418,9 @@ def test_wrong_elements_are_evidence_where_they_are_more_than_they_tell_alone():
     rows, plan = np.random.default_rng(3).standard_normal((4, 5)), Plan((1,) * 4, 2)
     rows[2, :2] = 0
     later = rows[:3].sum(axis=0) / 2
-    assert _read(later, rows=rows, plan=plan, sizes={"a": 5}).name == "later-window"
+    assert _read(later, rows=rows, plan=plan, sizes={"a": 5}).name == "other-window"
     fewer = _read(later[:4], rows=rows[:, :4], plan=plan, sizes={"a": 4})
-    assert fewer is None or fewer.name != "later-window"
+    assert fewer is None or fewer.name != "other-window"
 
 
 # Whether weights, or the elements of one sign, explain a gradient

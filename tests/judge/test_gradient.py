@@ -69,7 +69,7 @@ _double_matrices = every(lambda g, p: g.mul_(2) if p.ndim == 2 else g)
         ),
         (
             every(lambda g, p: g.masked_fill_(g.abs() < g.abs().max().clamp(min=1e-3), 0)),
-            "flushed-to-zero",
+            "skipped-by-size",
             "small elements are 0",
         ),
     ],
@@ -404,7 +404,7 @@ def _rounds_weights(run):
 
 
 @pytest.mark.parametrize(
-    ("loop", "name"), [(then(_rounds_gradients), "rounded-gradient"), (_rounds_weights, "rounded-weights")]
+    ("loop", "name"), [(then(_rounds_gradients), "low-precision"), (_rounds_weights, "low-precision")]
 )
 def test_rounded_gradients_are_told_from_rounded_weights_by_the_case(loop, name):
     """Thirds, which no binary format has."""
@@ -697,7 +697,7 @@ def _swap(run):
             "projected-gradient",
             "what lies along the parameter itself has been subtracted",
         ),
-        (_swap, "permuted-gradient", "they are flattened in one order and taken apart in another"),
+        (_swap, "misplaced-gradient", "they are flattened in one order and taken apart in another"),
     ],
 )
 def test_what_is_taken_from_a_gradient_or_moved_to_another_is_named(change, diagnosis, says):
@@ -924,7 +924,7 @@ def test_a_gradient_of_0_is_no_reset_where_the_probe_is_right():
 
 def test_an_accumulator_in_float32_is_not_taken_for_weights_in_float32():
     case = LINEAR.replace(plan=Plan((1, 2, 3), 3))
-    assert check(then(every(lambda g, p: g.copy_(g.float()))), case).violation.diagnosis == "rounded-gradient"
+    assert check(then(every(lambda g, p: g.copy_(g.float()))), case).violation.diagnosis == "low-precision"
 
 
 def test_an_element_that_is_off_by_some_millionths_is_not_said_to_be_1_times_what_it_should_be():

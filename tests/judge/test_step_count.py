@@ -185,26 +185,26 @@ def _fails_on_other_plans(run):
         (_left_in_the_gradient, Plan((1, 1, 1, 1), 3), "tail-leak", "(micro-batches [3]) is never stepped, and its"),
         (_every_micro_batch, PLAN, "step-per-micro-batch", "called 6 times, expected 4 (2 epochs of 2 windows)"),
         (_every_micro_batch, Plan((1, 1), 2), "step-per-micro-batch", "called 2 times, expected 1 ("),
-        (_one_pass, PLAN, "wrong-epochs", "called 2 times, expected 4 (2 epochs of 2 windows): it makes 1 pass"),
-        (_one_pass, Plan((1, 2, 1), 2, 3), "wrong-epochs", "it makes 1 pass(es); pass over run.loader run.epochs"),
-        (_one_pass_too_many, PLAN, "wrong-epochs", "called 6 times, expected 4 (2 epochs of 2 windows)"),
-        (_one_pass_too_many, Plan((1, 1), 2), "wrong-epochs", "called 2 times, expected 1 (1 epoch of 1 window)"),
-        (_across_epochs, PLAN, "windows-across-epochs", "called 3 times, expected 4 (2 epochs of 2 windows): win"),
-        (_across_epochs, Plan((1,), 2, 2), "windows-across-epochs", "called 1 time, expected 2 (2 epochs of 1 window)"),
-        (_across_epochs, Plan((1, 1, 1, 1), 3, 2), "windows-across-epochs", "called 2 times, expected 4 ("),
-        (_across_epochs_and_ended_early, PLAN, "windows-across-epochs", "it ends after 2 steps, the number of whole"),
-        (_across_epochs_and_ended_early, Plan((1, 1, 1), 2), "windows-across-epochs", "windows run on from one epoch"),
+        (_one_pass, PLAN, "wrong-step-count", "called 2 times, expected 4 (2 epochs of 2 windows): it makes 1 pass"),
+        (_one_pass, Plan((1, 2, 1), 2, 3), "wrong-step-count", "it makes 1 pass(es); pass over run.loader run.epochs"),
+        (_one_pass_too_many, PLAN, "wrong-step-count", "called 6 times, expected 4 (2 epochs of 2 windows)"),
+        (_one_pass_too_many, Plan((1, 1), 2), "wrong-step-count", "called 2 times, expected 1 (1 epoch of 1 window)"),
+        (_across_epochs, PLAN, "wrong-windows", "called 3 times, expected 4 (2 epochs of 2 windows): win"),
+        (_across_epochs, Plan((1,), 2, 2), "wrong-windows", "called 1 time, expected 2 (2 epochs of 1 window)"),
+        (_across_epochs, Plan((1, 1, 1, 1), 3, 2), "wrong-windows", "called 2 times, expected 4 ("),
+        (_across_epochs_and_ended_early, PLAN, "wrong-windows", "it ends after 2 steps, the number of whole"),
+        (_across_epochs_and_ended_early, Plan((1, 1, 1), 2), "wrong-windows", "windows run on from one epoch"),
         (_across_epochs_in_shorter_windows, Plan((1,) * 4, 3, 2), "wrong-step-count", "(2 epochs of 2 windows)"),
         (_every_micro_batch, Plan((1,) * 5, 5, 3), "step-per-micro-batch", "called 15 times, expected 3 ("),
         # numbers beyond 256 are no longer one object each
         (_every_micro_batch, Plan((1,) * 257, 257), "step-per-micro-batch", "called 257 times, expected 1 ("),
         (_whole_windows_only, Plan((1,) * 515, 2), "tail-dropped", "[514]) is never stepped: its items contribute to"),
-        (_once_more, PLAN, "empty-step", "the steps held micro-batches [0, 1], [2], [0, 1], [2], nothing"),
+        (_once_more, PLAN, "repeated-step", "the steps held micro-batches [0, 1], [2], [0, 1], [2], nothing"),
         (_never, PLAN, "never-stepped", "called 0 times, expected 4 (2 epochs of 2 windows): run.optimizer was"),
-        (_across_epochs, Plan((1, 1, 1), 2), "windows-across-epochs", "called 1 time, expected 2 (1 epoch of 2"),
-        (_downhill(_across_epochs), PLAN, "windows-across-epochs", "2 micro-batches each; step at the end of every"),
+        (_across_epochs, Plan((1, 1, 1), 2), "wrong-windows", "called 1 time, expected 2 (1 epoch of 2"),
+        (_downhill(_across_epochs), PLAN, "wrong-windows", "2 micro-batches each; step at the end of every"),
         (_downhill(_left_in_the_gradient), PLAN, "tail-leak", "its gradient leaks into the next epoch's first window"),
-        (_downhill(_one_pass), PLAN, "wrong-epochs", "it makes 1 pass(es)"),
+        (_downhill(_one_pass), PLAN, "wrong-step-count", "it makes 1 pass(es)"),
         (_first_window_of_an_epoch, Plan((1,) * 5, 2, 2), "dropped-window", "called 2 times, expected 6 ("),
         (_first_window_of_all, PLAN, "dropped-window", "called 1 time, expected 4 (2 epochs of 2 windows)"),
         (_first_window_of_all, Plan((1, 2, 1), 2), "dropped-window", "called 1 time, expected 2 ("),
@@ -213,7 +213,7 @@ def _fails_on_other_plans(run):
         (_every_micro_batch_twice, PLAN, "wrong-step-count", "called 12 times, expected 4 (2 epochs of 2 windows)"),
         (_never, Plan((1,), 2), "never-stepped", "run.optimizer was never stepped"),
         (_another_optimizer, PLAN, "never-stepped", "never stepped, yet the parameters moved, so something else was"),
-        (_for_ever, PLAN, "endless", "called 20 or more times, expected 4 (2 epochs of 2 windows); the loop"),
+        (_for_ever, PLAN, "wrong-step-count", "called 20 or more times, expected 4 (2 epochs of 2 windows); the loop"),
         (_fails_on_other_plans, Plan((1, 1, 1, 1), 2), "wrong-step-count", "called 1 time"),
         (_fails_on_other_plans, Plan((1, 1, 1, 1), 3, 1), "wrong-step-count", "called 1 time"),
     ],
@@ -267,14 +267,14 @@ def _inverted(run):
 @pytest.mark.parametrize(
     ("loop", "diagnosis"),
     [
-        (_windows_of(lambda k: k + 1), "wrong-window-size"),
-        (_windows_of(lambda k: 2 * k), "wrong-window-size"),
+        (_windows_of(lambda k: k + 1), "wrong-windows"),
+        (_windows_of(lambda k: 2 * k), "wrong-windows"),
         (_stepped_twice, "repeated-step"),
         (_every_micro_batch_without_a_reset, "step-per-micro-batch"),
         (_first_window_skipped, "dropped-window"),
-        (_inverted, "inverted-condition"),
-        (_once_more, "empty-step"),
-        (_across_epochs, "windows-across-epochs"),
+        (_inverted, "wrong-windows"),
+        (_once_more, "repeated-step"),
+        (_across_epochs, "wrong-windows"),
         (_left_in_the_gradient, "tail-leak"),
         (_whole_windows_only, "tail-dropped"),
         (_never, "never-stepped"),
@@ -303,7 +303,7 @@ def test_a_loop_that_skips_steps_by_their_values_is_told_from_one_that_never_ste
     outcome = run_loop(skips, instance)
     assert not outcome.observations
     diagnosis = explain_steps(instance, outcome, LoopRunner(skips))
-    assert diagnosis.name == "skipped-steps"
+    assert diagnosis.name == "skipped-by-size"
     assert "on the weight probe, under the same plan, it takes the right number" in diagnosis.sentence
 
 
@@ -324,7 +324,7 @@ def test_a_scaler_that_skips_a_step_is_thought_of_in_float16_alone():
     case = probe_case(PLAN).replace(dtype="float32")
     instance = generated_instance(case)
     diagnosis = explain_steps(instance, run_loop(scaled, instance), LoopRunner(scaled))
-    assert diagnosis.name == "dropped-window or skipped-steps"
+    assert diagnosis.name == "dropped-window or skipped-by-size"
     assert "GradScaler skips the step" in diagnosis.sentence
     assert "GradScaler" not in _explained(_never).sentence
 

@@ -36,16 +36,16 @@ def test_the_expected_weight():
     [
         # K times, one K-th, N times, one N-th
         (_weights(3 / 6, 3 / 6, 3 / 6), "wrong-scale", "weighs 3 times what it should, which is accumulation_steps"),
-        (_weights(1 / 18, 1 / 18, 1 / 18), "wrong-scale", "which is 1/accumulation_steps = 1/3"),
+        (_weights(1 / 18, 1 / 18, 1 / 18), "wrong-scale", "which is one over accumulation_steps = 3"),
         (_weights(1, 1, 1), "wrong-scale", "weighs 6 times what it should, which is the window's count, 6"),
-        (_weights(1 / 36, 1 / 36, 1 / 36), "wrong-scale", "which is one over the window's count, 1/6"),
-        (_weights(1 / 6, 1 / 6, 1 / 6, reduction="sum"), "wrong-scale", "one over the window's count, 1/6"),
+        (_weights(1 / 36, 1 / 36, 1 / 36), "wrong-scale", "which is one over the window's count, 6"),
+        (_weights(1 / 6, 1 / 6, 1 / 6, reduction="sum"), "wrong-scale", "one over the window's count, 6"),
         (_weights(1 / 12, 1 / 12, 1 / 12), "wrong-scale", "weighs 0.5 times what it should"),
         (_weights(-1 / 6, -1 / 6, -1 / 6), "wrong-scale", "weighs -1 times what it should"),
         # a short window of 2 where K is 5: 2/5, 5/2, one half
         (_short(0.1, 0.1, k=5, counts=(1, 3)), "wrong-scale", "window's micro-batches over accumulation_steps, 2/5"),
         (_short(5 / 8, 5 / 8, k=5, counts=(1, 3)), "wrong-scale", "over the short window's micro-batches, 5/2"),
-        (_short(1 / 8, 1 / 8, k=5, counts=(1, 3)), "wrong-scale", "one over the short window's micro-batches, 1/2"),
+        (_short(1 / 8, 1 / 8, k=5, counts=(1, 3)), "wrong-scale", "one over the short window's micro-batches, 2"),
         # each mean counted the same: 1/(3 * count)
         (_weights(1 / 3, 1 / 6, 1 / 9), "mean-of-means", "each micro-batch's mean has weight 1/3, whatever its count:"),
         (_weights(1 / 3, 1 / 6, 1 / 9, k=5), "mean-of-means", "mean has weight 1/3, whatever its count"),
@@ -57,14 +57,18 @@ def test_the_expected_weight():
         (_weights(1 / 6, 1 / 6, 2 / 6), "repeated-micro-batch", "twice: send each loss backward once, and multiply"),
         (_weights(1 / 3, 1 / 6, 1 / 9, reduction="sum"), "mean-of-means", "has weight 0.333333, whatever its count,"),
         (_weights(1 / 5, 1 / 10, 1 / 15, k=5), "mean-of-means", "has weight 1/5, whatever its count, in a window of 3"),
-        (_weights(1, 1 / 2, 1 / 3), "wrong-scale", "each micro-batch's mean has weight 1, 3 times the mean of means"),
+        (_weights(1, 1 / 2, 1 / 3), "mean-of-means", "each micro-batch's mean has weight 1, whatever its count"),
         (_weights(2 / 3, 2 / 6, 2 / 9), "mean-of-means", "mean has weight 0.666667, whatever its count"),
         # other windows' micro-batches
         (_weights(1 / 6, 1 / 6, 1 / 6, others=(1 / 2, 0)), "stale-window", "micro-batches [0] belong to earlier"),
-        (_weights(1 / 6, 1 / 6, 1 / 6, others=(0, 1 / 4)), "later-window", "micro-batches [4] belong to a later"),
-        (_weights(1 / 6, 1 / 6, 1 / 6, others=(1 / 2, 1 / 4)), "other-window", "micro-batches 0, 4 of other windows"),
+        (_weights(1 / 6, 1 / 6, 1 / 6, others=(0, 1 / 4)), "other-window", "micro-batches [4] belong to a later"),
+        (
+            _weights(1 / 6, 1 / 6, 1 / 6, others=(1 / 2, 1 / 4)),
+            "other-window",
+            "micro-batches [0, 4] belong to a later window",
+        ),
         (_weights(1 / 6, 1 / 6, 1 / 6, others=(1 / 2, 1 / 4), epoch=1), "stale-window", "[0, 4] belong to earlier"),
-        (_weights(2 / 6, 2 / 6, 2 / 6, epoch=1), "stale-window or wrong-scale", "from earlier epochs"),
+        (_weights(2 / 6, 2 / 6, 2 / 6, epoch=1), "stale-window", "from earlier epochs"),
         # some missing
         (_weights(0, 0, 1 / 6), "reset-inside-window", "only the window's last micro-batch"),
         (_weights(0, 0, 1 / 9), "reset-inside-window", "only the window's last micro-batch"),
@@ -76,20 +80,20 @@ def test_the_expected_weight():
         # some more than once
         (_weights(1 / 6, 2 / 6, 1 / 6), "repeated-micro-batch", "micro-batches [2] of the window are in"),
         (_weights(2 / 6, 1 / 6, 2 / 6), "repeated-micro-batch", "micro-batches [1, 3] of the window"),
-        (_weights(3 / 6, 2 / 6, 1 / 6), "running-loss", "3, 2, ..., 1 times"),
-        (_short(4 / 4, 3 / 4, 2 / 4, 1 / 4, k=4, counts=(1, 1, 1, 1)), "running-loss", "4, 3, ..., 1 times"),
+        (_weights(3 / 6, 2 / 6, 1 / 6), "repeated-micro-batch", "3, 2, ..., 1 times"),
+        (_short(4 / 4, 3 / 4, 2 / 4, 1 / 4, k=4, counts=(1, 1, 1, 1)), "repeated-micro-batch", "4, 3, ..., 1 times"),
         # of two, running sums cannot be told from a repetition
-        (_short(2 / 4, 1 / 4, k=2, counts=(1, 3)), "running-loss or repeated-micro-batch", "are in the gradient twice"),
+        (_short(2 / 4, 1 / 4, k=2, counts=(1, 3)), "repeated-micro-batch", "are in the gradient 2 and 1 times"),
         (_weights(1 / 6, 3 / 6, 1 / 6), "repeated-micro-batch", "micro-batches [2] of the window are in the gradient"),
         (_weights(0, 0, 3 / 6), "repeated-micro-batch", "the window's last micro-batch is in the gradient 3 times"),
         (_weights(3 / 6, 0, 0), "repeated-micro-batch", "the window's first micro-batch is in the gradient 3 times"),
         (_weights(1 / 6, 1 / 6, 1 / 6 + 1 / 3), "repeated-micro-batch", "micro-batches [3] of the window"),
         # in proportion to the count, and to its inverse square
-        (_weights(1 / 36, 2 / 36, 3 / 36), "weighted-by-count", "proportional to its micro-batch's count"),
-        (_weights(1 / 6, 1 / 24, 1 / 54), "weighted-by-count", "divided by the square of its micro-batch's count"),
+        (_weights(1 / 36, 2 / 36, 3 / 36), "wrong-count", "weighted by the square of their counts"),
+        (_weights(1 / 6, 1 / 24, 1 / 54), "wrong-count", "weighted by one over their counts"),
         # the count of the micro-batch before, of the one after
-        (_weights(0.7, 1 / 12, 2 / 18), "weighted-by-count", "by the count of the micro-batch before it"),
-        (_weights(2 / 6, 3 / 12, 0.7), "weighted-by-count", "by the count of the micro-batch after it"),
+        (_weights(0.7, 1 / 12, 2 / 18), "wrong-count", "by the count of the micro-batch before it"),
+        (_weights(2 / 6, 3 / 12, 0.7), "wrong-count", "by the count of the micro-batch after it"),
         # acc = (acc + mean)/3; acc = 2 acc + share; acc = acc/2 + share
         (_weights(1 / 27, 1 / 18, 1 / 9), "rescaled-accumulator", "weighs 3 times the one before it"),
         (_weights(4 / 6, 2 / 6, 1 / 6), "rescaled-accumulator", "weighs 0.5 times the one before it"),
@@ -97,10 +101,10 @@ def test_the_expected_weight():
         (_weights(-4 / 6, -2 / 6, -1 / 6), "rescaled-accumulator", "weighs 0.5 times the one before it"),
         (_short(1 / 4, 1 / 6, k=2, counts=(1, 3)), "rescaled-accumulator", "weighs 2 times the one before it"),
         # 1/6 rounded to float32, and a factor that is none
-        (_weights(*[float(np.float32(1 / 6))] * 3), "wrong-scale or rounded-weights", "are rounded to float32"),
-        (_weights(*[float(np.float16(n / 6)) / n for n in (1, 2, 3)]), "rounded-weights", "are rounded to float16"),
-        (_weights(0.17, 0.33 / 2, 0.5 / 3), "rounded-weights", "are rounded to 2 decimals"),
-        (_weights(0.2, 0.3 / 2, 0.5 / 3), "rounded-weights", "are rounded to 1 decimal:"),
+        (_weights(*[float(np.float32(1 / 6))] * 3), "low-precision", "are rounded to float32"),
+        (_weights(*[float(np.float16(n / 6)) / n for n in (1, 2, 3)]), "low-precision", "are rounded to float16"),
+        (_weights(0.17, 0.33 / 2, 0.5 / 3), "low-precision", "are rounded to 2 decimals"),
+        (_weights(0.2, 0.3 / 2, 0.5 / 3), "low-precision", "are rounded to 1 decimal:"),
         (_weights(*[(1 - 5e-7) / 6] * 3), "wrong-scale", "1 - 5e-07 times"),
     ],
 )
@@ -198,7 +202,7 @@ def test_what_cannot_be_read_still_counts():
     halved = diagnose(replace(weights, observed=weights.observed / 2))
     assert halved.name == "wrong-scale"
     assert "weighs 0.5 times" in halved.sentence
-    assert diagnose(replace(weights, observed=0 * weights.observed)).name == "no-gradient or dropped-micro-batch"
+    assert diagnose(replace(weights, observed=0 * weights.observed)).name == "dropped-micro-batch"
 
 
 def test_tokens_are_counted_though_there_are_more_than_items():
@@ -219,7 +223,7 @@ def test_one_target_too_many_for_every_item_has_its_name():
     weights = Weights(np.full(3, 1 / 13), (3.0, 2.0, 4.0), (0, 1, 2), 3, 0, "mean", items=(1, 1, 2))
     diagnosis = diagnose(weights)
     assert diagnosis.name == "wrong-scale"
-    assert "9/(9 + 4): one target too many is counted for every item" in diagnosis.sentence
+    assert "9/13: one target too many is counted for every item" in diagnosis.sentence
     for other in (
         replace(weights, items=()),
         replace(weights, observed=np.full(3, 1 / 12)),
@@ -254,18 +258,18 @@ PAIRS = ((0, 1), (2, 3), (4, 5))
 @pytest.mark.parametrize(
     ("steps", "name"),
     [
-        (_run([1, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], k=1, windows=FOUR), "delayed-window"),
-        (_run([0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], k=1, windows=FOUR), "delayed-window"),
-        (_run([0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], k=1, windows=FOUR), "delayed-window"),
+        (_run([1, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], k=1, windows=FOUR), "other-window"),
+        (_run([0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], k=1, windows=FOUR), "other-window"),
+        (_run([0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], k=1, windows=FOUR), "other-window"),
         (_run([1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0], k=1, windows=FOUR), "other-window"),
         (_run([0, 0, 0, 1], [0, 0, 1, 0], [0, 1, 0, 0], [1, 0, 0, 0], k=1, windows=FOUR), "other-window"),
         (_run([1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1], k=1, windows=FOUR), "stale-window"),
         (_run([1, 0, 0, 0], [0.1, 1, 0, 0], [0.01, 0.1, 1, 0], [0, 0.01, 0.1, 1], k=1, windows=FOUR), "stale-window"),
-        (_run([1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1], [0, 0, 0, 1], k=1, windows=FOUR), "later-window"),
+        (_run([1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1], [0, 0, 0, 1], k=1, windows=FOUR), "other-window"),
         # two windows alone leave open which
-        (_run([1, 0], [1, 0], k=1, windows=FOUR[:2], counts=(1.0, 1.0)), "delayed-window or other-window"),
-        (_run([1, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0], k=2, windows=PAIRS), "shifted-window"),
-        (_run([0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 1], k=2, windows=PAIRS), "shifted-window"),
+        (_run([1, 0], [1, 0], k=1, windows=FOUR[:2], counts=(1.0, 1.0)), "other-window"),
+        (_run([1, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0], k=2, windows=PAIRS), "wrong-windows"),
+        (_run([0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 1], k=2, windows=PAIRS), "wrong-windows"),
     ],
 )
 def test_steps_together_tell_which_window_a_gradient_is_of(steps, name):
@@ -286,7 +290,8 @@ def test_a_factor_must_fit_all_windows():
     assert "over the previous window's" in _first_wrong(run(1, 2, 3 / 2)).sentence
     assert "over the next window's" in _first_wrong(run(1 / 2, 2 / 3, 3)).sentence
     assert "over the whole epoch's" in _first_wrong(run(1 / 6, 2 / 6, 3 / 6)).sentence
-    assert "the factors are 7, 11, 13" in _first_wrong(run(7, 11, 13)).sentence
+    # read off one micro-batch each, they are no factor of a window unless the run explains them
+    assert _first_wrong(run(7, 11, 13)).name == "unrecognised-weights"
     assert "2**16, such as a loss scale that is never divided out" in _first_wrong(run(*[2.0**16] * 3)).sentence
     assert "the sign is wrong" in _first_wrong(run(-1, -1, -1)).sentence
     sentence = _first_wrong(run(1, 7, 1)).sentence
@@ -302,7 +307,7 @@ def test_a_factor_must_fit_all_windows():
         ((1, 1, 0), (1, 0), "dropped-micro-batch"),
         ((1, 0, 1), (1, 0), "dropped-micro-batch"),
         ((0, 0, 3), (0, 2), "repeated-micro-batch"),
-        ((3, 2, 1), (2, 1), "running-loss"),
+        ((3, 2, 1), (2, 1), "repeated-micro-batch"),
         ((4, 2, 1), (2, 1), "rescaled-accumulator"),
         ((2, 1, 1), (2, 1), "repeated-micro-batch"),
     ],
@@ -311,9 +316,9 @@ def test_a_longer_window_tells_what_a_window_of_two_does_not(long, short, name):
     windows = ((0, 1, 2), (3, 4))
     both = _run([*long, 0, 0], [0, 0, 0, *short], k=3, windows=windows)
     assert _first_wrong(both).name == name
-    alone = _run(list(short), k=2, windows=((0, 1),))
-    assert name in _first_wrong(alone).names or name == "rescaled-accumulator"
-    assert len(_first_wrong(alone).names) > 1
+    # of two alone, what is said is right of either fault: that one is missing, or is there too often
+    alone = _first_wrong(_run(list(short), k=2, windows=((0, 1),)))
+    assert alone.name == ("repeated-micro-batch" if max(short) > 1 else "dropped-micro-batch")
 
 
 def test_missing_micro_batches_whose_window_counts_the_others_alone_are_not_taken_for_samples():

@@ -75,7 +75,7 @@ def scheduler_per_epoch(run):
         scheduler.step()
 
 
-@faulty("scheduler-per-micro-batch")
+@faulty("step-per-micro-batch")
 def plateau_per_micro_batch(run):
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(run.optimizer)
     for window in windows(run):
@@ -88,7 +88,7 @@ def plateau_per_micro_batch(run):
         run.optimizer.step()
 
 
-@faulty("scheduler-per-micro-batch")
+@faulty("step-per-micro-batch")
 def scheduler_per_micro_batch_in_the_last_epoch(run):
     scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 100)
     for epoch in range(run.epochs):
@@ -131,7 +131,7 @@ def scaler_at_the_windows_end(run):
         scaler.update()
 
 
-@faulty("scaler-per-micro-batch")
+@faulty("step-per-micro-batch")
 def disabled_scaler_updated_per_micro_batch(run):
     scaler = torch.amp.GradScaler(run.device.type, enabled=False)
     for window in windows(run):
@@ -143,7 +143,7 @@ def disabled_scaler_updated_per_micro_batch(run):
         scaler.step(run.optimizer)
 
 
-@faulty("scaler-per-micro-batch")
+@faulty("step-per-micro-batch")
 def disabled_scaler_unscaled_per_micro_batch(run):
     scaler = torch.amp.GradScaler(run.device.type, enabled=False)
     for window in windows(run):
@@ -274,12 +274,12 @@ def resumed_with_everything(run):
     resumed(run, lambda checkpoint: restore(run, checkpoint))
 
 
-@faulty("missing-gradient")
+@faulty("no-gradient")
 def resumed_without_the_gradients(run):
     resumed(run, lambda checkpoint: restore(run, checkpoint, gradients=False))
 
 
-@faulty("optimizer-state-lost")
+@faulty("optimizer-state-changed")
 def resumed_without_the_optimizer(run):
     resumed(run, lambda checkpoint: restore(run, checkpoint, optimizer=False))
 
@@ -363,7 +363,7 @@ def test_a_schedule_of_micro_batches_may_be_declared():
     lines = result_lines(meant, None, VerifyOptions(examples=10), 4)
     assert "    assumes schedules-micro-batches: steps of schedulers were not judged" in lines
     violation = verify(loop, examples=10).violation
-    assert violation.diagnosis == "scheduler-per-micro-batch"
+    assert violation.diagnosis == "step-per-micro-batch"
     assert "assume schedules-micro-batches" in violation.explanation
 
 

@@ -156,7 +156,7 @@ CATCHES = """while True:
 @pytest.mark.parametrize("body", ["while True: run.optimizer.step()", CATCHES])
 def test_a_loop_that_steps_without_end_is_stopped(mine, body):
     mine.write_text(LOOP.format(body=body))
-    violation = Violation("step-count", "endless", "planted", CASE)
+    violation = Violation("step-count", "wrong-step-count", "planted", CASE)
     done = run_alone(script_of("mine.py:train", violation))
     told = "the loop calls optimizer.step() 12 times and does not stop there\nthe fault is there\n"
     assert (done.status, done.output) == (1, told)

@@ -115,8 +115,8 @@ def clips_to_a_limit_that_no_finite_gradient_reaches(run):
 
 SIZES = {
     "reset by * 0": (reset_by_product, "poisoned-by-earlier-window"),
-    "nan_to_num": (_each(torch.nan_to_num), "replaced-non-finite"),
-    "nan_to_num to 0": (_each(lambda g: torch.nan_to_num(g, 0.0, 0.0, 0.0)), "replaced-non-finite"),
+    "nan_to_num": (_each(torch.nan_to_num), "skipped-non-finite"),
+    "nan_to_num to 0": (_each(lambda g: torch.nan_to_num(g, 0.0, 0.0, 0.0)), "skipped-non-finite"),
     "skips losses": (skips_losses, "skipped-non-finite"),
     "skips steps": (skips_steps, "skipped-non-finite"),
     "zeroes bad gradients": (before_step(zeroes_bad_gradients), "skipped-non-finite"),
@@ -131,8 +131,8 @@ SIZES = {
         "clipped",
     ),
     "clip micro-batches at 1000": (clips_micro_batches, "clipped"),
-    "flush below 1e-6": (_each(lambda g: torch.where(g.abs() < 1e-6, 0.0, g)), "flushed-to-zero"),
-    "flush below 1e-30": (_each(lambda g: torch.where(g.abs() < 1e-30, 0.0, g)), "flushed-to-zero"),
+    "flush below 1e-6": (_each(lambda g: torch.where(g.abs() < 1e-6, 0.0, g)), "skipped-by-size"),
+    "flush below 1e-30": (_each(lambda g: torch.where(g.abs() < 1e-30, 0.0, g)), "skipped-by-size"),
     "drop below a share of the largest": (
         _each(lambda g: torch.where(g.abs() < 1e-4 * g.abs().max(), 0.0, g)),
         "not-linear",
@@ -225,14 +225,15 @@ def scales_fourth_epoch(run):
 
 
 LONG = {
-    "counter modulo 16": (_wraps(16), "wrong-windows", 17, 17, 1),
+    "counter modulo 16": (_wraps(16), "wrong-windows", 18, 17, 1),
     "counter in uint8": (_wraps(256), "wrong-windows", 257, 3, 1),
     "fourth epoch is scaled": (scales_fourth_epoch, "wrong-scale", 1, 1, 4),
-    "fourth epoch is left out": (_counted(lambda j, epoch: epoch >= 3), "missing-gradient", 1, 1, 4),
+    "fourth epoch is left out": (_counted(lambda j, epoch: epoch >= 3), "no-gradient", 1, 1, 4),
     "every 100th micro-batch is left out": (_counted(lambda j, epoch: j % 100 == 99), "dropped-micro-batch", 102, 3, 1),
-    "wrong from micro-batch 17 on": (_counted(lambda j, epoch: j >= 16), "missing-gradient", 17, 1, 1),
-    "K capped at 16": (capped, "wrong-windows", 17, 17, 1),
+    "wrong from micro-batch 17 on": (_counted(lambda j, epoch: j >= 16), "no-gradient", 17, 1, 1),
+    "K capped at 16": (capped, "wrong-windows", 18, 17, 1),
     "keyed modulo 32": (keyed, "dropped-micro-batch", 33, 33, 1),
     "stale after 50 steps": (stale_later, "stale-window", 52, 1, 1),
 }
-"""Faults of long plans: loop, diagnosis, and the smallest plan: micro-batches in an epoch, K, epochs."""
+"""Faults of long plans: loop, diagnosis, and the smallest plan with that kind of violation (micro-batches in an epoch,
+K, epochs). Where windows are cut at 16, one of 17 alone gives a wrong number of steps, which is another kind."""

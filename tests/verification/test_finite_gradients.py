@@ -7,7 +7,7 @@ import torch
 
 from gradcheck_suite import Problem, verify
 from gradcheck_suite.loops.reset_modes import backward_window, windows
-from gradcheck_suite.verification.verify import OUTSIDE
+from gradcheck_suite.verification.search import OUTSIDE
 
 pytestmark = pytest.mark.usefixtures("without_second_opinion")
 

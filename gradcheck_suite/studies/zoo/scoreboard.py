@@ -14,8 +14,8 @@ import torch
 
 from gradcheck_suite.core.case import Case, Input, Layer, Loss, Plan, ProblemSpec
 from gradcheck_suite.core.contract import Loop, Problem, VerifyOptions
+from gradcheck_suite.core.faults import names_of
 from gradcheck_suite.core.results import Result, Verdict, Violation
-from gradcheck_suite.judge.weights import names_of
 from gradcheck_suite.loops.reset_modes import plain
 from gradcheck_suite.reference.large_batch import REFERENCES, CannotJudgeError, Reference
 from gradcheck_suite.run.instance import Instance, instance_of

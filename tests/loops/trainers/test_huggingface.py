@@ -22,7 +22,7 @@ from tests.loops.trainers.expecting import at_version, cells, diagnosis
 
 OLD, NEW = at_version("transformers", "4.45.2"), at_version("transformers", "5.23.0")
 # equal counts, unequal counts, short last window, epoch shorter than K, several epochs, sum loss
-BY_K = (None, "mean-of-means", "windows-across-epochs", "mean-of-means", None, "wrong-scale")
+BY_K = (None, "mean-of-means", "wrong-windows", "mean-of-means", None, "wrong-scale")
 RIGHT = (None,) * len(PLANS)
 BY_LENGTH = (None, "mean-of-means", None, None, None, "wrong-scale")
 IN_OLD = {"hf-trainer": BY_K, "hf-trainer-plain": BY_K}
@@ -46,7 +46,7 @@ def test_the_old_trainer(trainer, question, wanted):
 def test_the_old_trainer_on_padded_rows_takes_means_of_means(question):
     trainer = "hf-trainer-smoothing" if question in SMOOTHED else "hf-trainer"
     # in a run of one epoch, windows that run on into the next one are a tail that is never stepped
-    names = "mean-of-means", "windows-across-epochs", "tail-dropped"
+    names = "mean-of-means", "wrong-windows", "tail-dropped"
     assert diagnosis(trainer, question, examples=12, small=False) in names
 
 

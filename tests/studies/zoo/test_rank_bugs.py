@@ -13,12 +13,12 @@ from gradcheck_suite.verification.verify import verify
 pytestmark = pytest.mark.usefixtures("ranks")
 ON_PROBES = {
     "mean-of-ranks-means": "mean-of-means",
-    "local-count": "local-count",
+    "local-count": "mean-of-means",
     "count-gathered-gradient-averaged": "wrong-scale",
     "rank-0-count-broadcast": "wrong-scale",
     "no-sync-left-on-at-the-step": "not-reduced",
-    "buckets-reduced-before-the-last-backward": "partly-reduced",
-    "running-sum-reduced-each-micro-batch": "reduced-repeatedly",
+    "buckets-reduced-before-the-last-backward": "not-reduced",
+    "running-sum-reduced-each-micro-batch": "rescaled-accumulator",
 }
 """Bugs that the first weight probes show, with the diagnosis there; `full` searches drawn cases for all of them."""
 

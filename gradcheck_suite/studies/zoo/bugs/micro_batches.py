@@ -143,7 +143,7 @@ def aux_loss_unscaled(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-@bug("gradient/weighted-by-count", needs="a mean, unequal counts")
+@bug("gradient/wrong-count", needs="a mean, unequal counts")
 @reported("open_clip#1211", number=9)
 def own_size_coefficient(run: TrainingRun) -> None:
     """A loss that is scaled for the whole window is multiplied by the micro-batch's own share of it."""
@@ -267,7 +267,7 @@ def batch_norm(run: TrainingRun) -> None:
 
 
 @bug(
-    "none-pattern/missing-gradient, gradient/dropped-micro-batch, gradient/reset-inside-window, gradient/no-gradient",
+    "none-pattern/no-gradient, gradient/dropped-micro-batch, gradient/reset-inside-window, gradient/no-gradient",
     needs="any case",
 )
 @reported("pytorch#112583", number=45)
@@ -303,7 +303,7 @@ class Experts(torch.nn.Module):
 OF_EXPERTS = Problem(seeded(Experts), normal_rows(2), lambda model, batch: (model(batch) - 1).square().mean())
 
 
-@bug("none-pattern/missing-gradient", needs="a parameter that only some micro-batches reach", problem=OF_EXPERTS)
+@bug("none-pattern/no-gradient", needs="a parameter that only some micro-batches reach", problem=OF_EXPERTS)
 @reported("pytorch#69031", number=47)
 def missing_from_the_last(run: TrainingRun) -> None:
     """Gradients are reduced after the last backward; a parameter that it does not reach is taken for unused."""

@@ -26,8 +26,8 @@ from gradcheck_suite.studies.zoo.bug import (
 
 rank_bug = partial(bug, ranks=2, assumes=(BUSY_RANKS, DENSE_GRADIENTS))
 count_bug = partial(bug, ranks=2, assumes=(BUSY_RANKS, DENSE_GRADIENTS, MEAN_REDUCTION))
-HANG = "raised/deadlock, raised/mismatched-collectives"
-ALONE = "gradient/not-reduced, gradient/partly-reduced"
+HANG = "raised/deadlock"
+ALONE = "gradient/not-reduced"
 
 # Gradients that are added up, of losses that were divided by the wrong number.
 
@@ -50,7 +50,7 @@ def mean_of_ranks_means(run: TrainingRun) -> None:
     train_over_ranks(run, lambda own, total: own, reduce=_averaged)
 
 
-@count_bug("gradient/local-count", needs="two ranks")
+@count_bug("gradient/mean-of-means", needs="two ranks")
 def local_count(run: TrainingRun) -> None:
     """each rank divides by the targets of its own micro-batches, and the ranks' gradients are added up."""
     train_over_ranks(run, lambda own, total: own)
@@ -156,7 +156,7 @@ def _train(run: TrainingRun, micro_batches: list[Batch]) -> None:
 
 
 @rank_bug(
-    "gradient/repeated-micro-batch, gradient/stale-window, gradient/wrong-scale, gradient/unrecognised-weights, "
+    "gradient/other-window, gradient/repeated-micro-batch, gradient/wrong-scale, gradient/unrecognised-weights, "
     "gradient/mean-of-means",
     needs="a rank with fewer micro-batches",
     least_micro_batches=4,
@@ -299,7 +299,7 @@ def first_micro_batch_only_reduced(run: TrainingRun) -> None:
 
 
 @rank_bug(
-    "gradient/reduced-repeatedly, gradient/wrong-scale, gradient/rescaled-accumulator",
+    "gradient/rescaled-accumulator, gradient/wrong-scale",
     needs="accumulation steps of two",
     least_micro_batches=4,
 )
@@ -321,7 +321,7 @@ def one_parameter_not_reduced(run: TrainingRun) -> None:
     train_over_ranks(run, reduce=lambda run: reduce_each(fill_missing(run)[:-1]))
 
 
-@rank_bug("gradient/dropped-rank", needs="two ranks")
+@rank_bug("gradient/not-reduced", needs="two ranks")
 def gradient_broadcast_from_rank_0(run: TrainingRun) -> None:
     """all ranks step with the gradients of rank 0, and the others' are lost."""
 
@@ -332,7 +332,7 @@ def gradient_broadcast_from_rank_0(run: TrainingRun) -> None:
     train_over_ranks(run, reduce=broadcast)
 
 
-@rank_bug("gradient/rounded-weights, gradient/rounded-gradient", needs="a gradient that bfloat16 does not hold")
+@rank_bug("gradient/low-precision", needs="a gradient that bfloat16 does not hold")
 def gradient_reduced_in_bfloat16(run: TrainingRun) -> None:
     """gradients are rounded to bfloat16 before they are added up over ranks."""
 

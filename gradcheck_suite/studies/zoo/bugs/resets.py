@@ -188,13 +188,13 @@ def _delay(run: TrainingRun, before: ByParameter | None) -> None:
         before = own
 
 
-@bug("gradient/delayed-window", needs="any case")
+@bug("gradient/other-window", needs="any case")
 def delayed_by_one(run: TrainingRun) -> None:
     """The step applies the gradient of the window before it; the first step has none."""
     _delay(run, {})
 
 
-@bug("gradient/delayed-window", needs="2 windows")
+@bug("gradient/other-window", needs="2 windows")
 def delayed_after_warm_up(run: TrainingRun) -> None:
     """Communication overlaps the next window, and the step applies the gradient that has arrived by then."""
     _delay(run, None)
@@ -226,7 +226,7 @@ def first_window_always(run: TrainingRun) -> None:
         step_with(run, window_gradients(run, first))
 
 
-@bug("gradient/later-window", needs="2 windows")
+@bug("gradient/other-window", needs="2 windows")
 def prefetched_micro_batch(run: TrainingRun) -> None:
     """The first micro-batch of the next window is computed ahead, and its gradient joins this window's."""
     everything = list(windows(run))
@@ -238,7 +238,7 @@ def prefetched_micro_batch(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-@bug("gradient/later-window", needs="2 windows")
+@bug("gradient/other-window", needs="2 windows")
 def traces_of_the_next(run: TrainingRun) -> None:
     """An interpolation between windows has a weight of 1e-7 for the next one."""
     everything = [window_gradients(run, window) for window in windows(run)]
@@ -246,7 +246,7 @@ def traces_of_the_next(run: TrainingRun) -> None:
         step_with(run, {p: own.get(p, 0) + 1e-7 * ahead.get(p, torch.zeros_like(p)) for p in own | ahead})
 
 
-@bug("gradient/shifted-window", needs="any case")
+@bug("gradient/wrong-windows", needs="any case")
 def step_before_the_last(run: TrainingRun) -> None:
     """The step comes before the window's last backward, whose gradient joins the next window."""
     run.optimizer.zero_grad()
@@ -260,7 +260,7 @@ def step_before_the_last(run: TrainingRun) -> None:
         last.backward()
 
 
-@bug("gradient/shifted-window", needs="2 micro-batches")
+@bug("gradient/wrong-windows", needs="2 micro-batches")
 def previous_batch_variable(run: TrainingRun) -> None:
     """A prefetcher returns the batch that it fetched one call before: all batches come one late."""
     before: Batch = None
@@ -318,7 +318,7 @@ def tail_dropped(run: TrainingRun) -> None:
 
 
 @bug(
-    "step-count/inverted-condition, gradient/inverted-condition",
+    "step-count/wrong-windows, gradient/wrong-windows",
     needs="any accumulation_steps but 2, or one window",
     assumes=(EQUAL_MICRO_BATCHES, WHOLE_WINDOWS),
 )
@@ -328,7 +328,7 @@ def inverted_condition(run: TrainingRun) -> None:
     _step_where(run, lambda i: (i + 1) % run.accumulation_steps != 0)
 
 
-@bug("gradient/shifted-window", needs="2 micro-batches in a window", assumes=(EQUAL_MICRO_BATCHES, WHOLE_WINDOWS))
+@bug("gradient/wrong-windows", needs="2 micro-batches in a window", assumes=(EQUAL_MICRO_BATCHES, WHOLE_WINDOWS))
 @reported("LLMs-from-scratch#299, torchtune#1275", number=15)
 def off_by_one(run: TrainingRun) -> None:
     """`i % K == 0` in place of `(i + 1) % K == 0`: steps fall one micro-batch into each window."""

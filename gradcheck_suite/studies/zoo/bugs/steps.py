@@ -22,13 +22,13 @@ from gradcheck_suite.studies.zoo.bug import (
 # Wrong steps: the optimizer is stepped at other places than at the end of each window.
 
 
-@bug("step-count/wrong-window-size", needs="2 windows")
+@bug("step-count/wrong-windows", needs="2 windows")
 def windows_of_one_more(run: TrainingRun) -> None:
     """The counter is compared with `>` in place of `>=`: windows have K + 1 micro-batches."""
     train_soundly(replace(run, accumulation_steps=run.accumulation_steps + 1))
 
 
-@bug("step-count/wrong-window-size", needs="2 windows")
+@bug("step-count/wrong-windows", needs="2 windows")
 def windows_of_twice_the_size(run: TrainingRun) -> None:
     """Two layers of the software both accumulate."""
     train_soundly(replace(run, accumulation_steps=run.accumulation_steps * 2))
@@ -65,7 +65,7 @@ def last_window_skipped(run: TrainingRun) -> None:
             run.optimizer.step()
 
 
-@bug("step-count/empty-step", needs="an epoch of whole windows")
+@bug("step-count/repeated-step", needs="an epoch of whole windows")
 def step_at_the_end_of_an_epoch(run: TrainingRun) -> None:
     """A step for the rest of an epoch is taken where there is no rest: momentum moves on an empty gradient."""
     for _ in range(run.epochs):
@@ -78,7 +78,7 @@ def step_at_the_end_of_an_epoch(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-@bug("step-count/skipped-steps, step-count/skipped-by-size", needs="an element above the threshold")
+@bug("step-count/skipped-by-size", needs="an element above the threshold")
 def large_gradients_skipped(run: TrainingRun) -> None:
     """A guard skips the step of a window with a large gradient."""
     for window in windows(run):
@@ -89,7 +89,7 @@ def large_gradients_skipped(run: TrainingRun) -> None:
             run.optimizer.step()
 
 
-@bug("step-count/skipped-steps, step-count/skipped-by-size", needs="a gradient that overflows")
+@bug("step-count/skipped-by-size", needs="a gradient that overflows")
 @reported("pytorch: GradScaler skips optimizer.step() if gradients contain inf")
 def scaler_overflows(run: TrainingRun) -> None:
     """The loss scale is so large that every window's gradient overflows, and every step is skipped."""
@@ -163,7 +163,7 @@ def optimizer_in_backward(run: TrainingRun) -> None:
             run.optimizer.zero_grad()
 
 
-@bug("step-count/scheduler-per-micro-batch", needs="2 micro-batches in a window")
+@bug("step-count/step-per-micro-batch", needs="2 micro-batches in a window")
 @reported("Lightning#1476, accelerate#999", number=38)
 def scheduler_per_micro_batch(run: TrainingRun) -> None:
     """The scheduler steps at every micro-batch: the learning rate falls K times as fast as it was meant to."""

@@ -89,7 +89,7 @@ def ignores_add_mode(run: TrainingRun) -> None:
     train_with_sums(run, lambda j, total, gradient: gradient if total is None or j >= 4 else total + gradient)
 
 
-@bug("gradient/running-loss, gradient/repeated-micro-batch", needs="2 micro-batches in a window")
+@bug("gradient/repeated-micro-batch", needs="2 micro-batches in a window")
 @reported("pytorch#187268", number=32)
 def hook_accumulates_the_sum(run: TrainingRun) -> None:
     """A post-accumulate hook reads p.grad, the running sum, and adds it to a sum of its own."""
@@ -112,7 +112,7 @@ def hook_accumulates_the_sum(run: TrainingRun) -> None:
         handle.remove()
 
 
-@bug("gradient/running-loss, gradient/repeated-micro-batch", needs="2 micro-batches in a window")
+@bug("gradient/repeated-micro-batch", needs="2 micro-batches in a window")
 @reported("discuss.pytorch.org: backward of the total loss", number=33)
 def running_loss(run: TrainingRun) -> None:
     """`total += loss; total.backward(retain_graph=True)`: the first micro-batch counts K times."""
@@ -125,7 +125,7 @@ def running_loss(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-@bug("gradient/rounded-gradient, gradient/rounded-weights", needs="a gradient that bfloat16 does not hold exactly")
+@bug("gradient/low-precision", needs="a gradient that bfloat16 does not hold exactly")
 @reported("DeepSpeed#2768", number=44)
 def low_precision_accumulator(run: TrainingRun) -> None:
     """Gradients are added up in bfloat16: small contributions are rounded away."""
@@ -228,7 +228,7 @@ def noise_in_the_gradient(run: TrainingRun) -> None:
         g.add_(1e-3 * torch.randn_like(g))
 
 
-@bug("gradient/flushed-to-zero", needs="an element below the threshold")
+@bug("gradient/skipped-by-size", needs="an element below the threshold")
 def small_elements_dropped(run: TrainingRun) -> None:
     """Small elements of the gradient are not communicated."""
     for g in each_gradient(run):
@@ -258,7 +258,7 @@ def centred_gradient(run: TrainingRun) -> None:
 
 
 @bug(
-    "gradient/permuted-gradient, gradient/swapped-gradients",
+    "gradient/misplaced-gradient",
     needs="2 parameters whose names are not in the model's order",
 )
 def flat_buffer_in_another_order(run: TrainingRun) -> None:
@@ -317,7 +317,7 @@ def last_parameter_zero(run: TrainingRun) -> None:
 
 
 @bug(
-    "gradient/delayed-window, gradient/other-window, gradient/delayed-window or other-window",
+    "gradient/other-window",
     needs="2 parameters, and 2 windows",
     says=("alone",),
 )
@@ -334,7 +334,7 @@ def last_parameter_stale(run: TrainingRun) -> None:
 
 @bug(
     "gradient/reset-inside-window, gradient/reset-inside-window or dropped-micro-batch, "
-    "gradient/no-gradient or dropped-micro-batch, none-pattern/missing-gradient",
+    "gradient/no-gradient or dropped-micro-batch, none-pattern/no-gradient",
     needs="2 parameters, and 2 micro-batches in a window",
 )
 def last_parameter_overwritten(run: TrainingRun) -> None:
@@ -348,14 +348,14 @@ def last_parameter_overwritten(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-@bug("gradient/permuted-gradient", needs="a matrix of several rows")
+@bug("gradient/misplaced-gradient", needs="a matrix of several rows")
 def rows_permuted(run: TrainingRun) -> None:
     """Shards are gathered in another order than they were scattered in: rows change places."""
     for g in each_matrix(run):
         g.copy_(g.roll(1, 0))
 
 
-@bug("gradient/permuted-gradient", needs="a square matrix", says=("transpose",))
+@bug("gradient/misplaced-gradient", needs="a square matrix", says=("transpose",))
 def square_transposed(run: TrainingRun) -> None:
     """A square weight's gradient is written transposed: no shape tells."""
     for g in each_matrix(run):
@@ -393,7 +393,7 @@ class TwoHeads(torch.nn.Module):
 TWO_HEADS = Problem(seeded(TwoHeads), normal_rows(4), lambda model, batch: (model(batch) - 1).square().mean())
 
 
-@bug("gradient/swapped-gradients", needs="2 parameters of one shape", problem=TWO_HEADS)
+@bug("gradient/misplaced-gradient", needs="2 parameters of one shape", problem=TWO_HEADS)
 def heads_swapped(run: TrainingRun) -> None:
     """Parameters are matched by position, in another order than the model's: two of one shape are swapped."""
     for gradients in before_each_step(run):
