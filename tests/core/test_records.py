@@ -122,13 +122,13 @@ def test_a_changed_statement_changes_the_digest(tmp_path, old, new):
 @pytest.mark.parametrize(
     ("changed", "older"),
     [
-        ("auditing/context.py", {"audit"}),
+        ("auditing/context.py", {"audit", "public-script"}),
         ("loops/trainers/trainer.py", {"trainer"}),
         ("studies/claims.py", {"claim"}),
         ("studies/zoo/bug.py", {"zoo"}),
         ("loops/reset_modes.py", {"benchmark", "claim", "memory", "traffic", "verify"}),
         ("loops/laws.py", {"benchmark", "claim", "memory", "traffic", "verify"}),
-        ("core/comparison.py", {"atlas", "audit", "bridge", "calibration", "claim", "trainer", "verify", "zoo"}),
+        ("core/comparison.py", {"atlas", "audit", "bridge", "calibration", "claim", "public-script", "trainer", "verify", "zoo"}),
         ("page/render.py", set()),
     ],
 )
