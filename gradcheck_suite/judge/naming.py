@@ -151,28 +151,25 @@ def _grouped_text(w: Weights, wrong: Steps) -> str:
     )
 
 
-def _other_counts(w: Weights) -> Iterator[tuple[str, Array, bool]]:
-    """Yield what means may be weighted by in place of counts, in words, the numbers, and whether over the count."""
-    own = _counts(w)
+def _other_counts(w: Weights) -> Iterator[tuple[str, Array, float | None]]:
+    """Yield what means may be weighted by in place of counts, the numbers, and over what; None for anything."""
+    own, count = _counts(w), w.window_count
     if w.items:
-        yield (
-            "their numbers of items, as if every item of theirs counted alike",
-            np.array([w.items[j] for j in w.inside]),
-            False,
-        )
+        what = "their numbers of items, as if every item of theirs counted alike"
+        yield what, np.array([float(w.items[j]) for j in w.inside]), float(sum(w.items[j] for j in w.window))
     for word, whole in (("rounded down", np.floor), ("rounded", np.round), ("rounded up", np.ceil)):
-        yield f"their counts {word}, and a count may be a fraction", whole(own), False
+        yield f"their counts {word}, and a count may be a fraction", whole(own), None
     for word, one in (("last", w.window[-1]), ("first", w.window[0])):
-        yield f"the count of the window's {word} micro-batch", np.full(len(own), w.counts[one]), True
+        yield f"the count of the window's {word} micro-batch", np.full(len(own), w.counts[one]), count
     if len(w.window) == len(own):
-        yield "the count of the micro-batch before it", np.array([np.nan, *own[:-1]]), True
-        yield "the count of the micro-batch after it", np.array([*own[1:], np.nan]), True
+        yield "the count of the micro-batch before it", np.array([np.nan, *own[:-1]]), count
+        yield "the count of the micro-batch after it", np.array([*own[1:], np.nan]), count
     for power, what in (
         (2.0, "the square of their counts"),
         (-1.0, "one over their counts"),
         (0.5, "the root of them"),
     ):
-        yield what, own**power, False
+        yield what, own**power, None
 
 
 def _weighted_by(w: Weights) -> list[str]:
@@ -180,13 +177,14 @@ def _weighted_by(w: Weights) -> list[str]:
     if not _own(w) or not np.all(w.per_mean) or w.reduction == "sum":
         return []
     found = []
-    for what, numbers, is_over in _other_counts(w):
+    for what, numbers, over in _other_counts(w):
         known = np.isfinite(numbers)
         if not numbers[known].all() or known.sum() < min(2, len(w.inside)):
             continue
         share, own = w.per_mean[known] / numbers[known], _counts(w)[known]
-        is_new = not w.close(numbers[known] * own[0], own * numbers[known][0])
-        if w.close(share, 1 / w.window_count if is_over else share[0]) and (is_new or not _unequal(w)):
+        # in proportion to counts, numbers tell nothing unless they are over a sum of their own
+        is_new = over is not None or not w.close(numbers[known] * own[0], own * numbers[known][0])
+        if w.close(share, share[0] if over is None else 1 / over) and (is_new or not _unequal(w)):
             found.append(what)
     return found
 

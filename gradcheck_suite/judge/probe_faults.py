@@ -447,7 +447,12 @@ def _size_fault(case: Case, expected: Sequence[Vector], steps: Steps, step: int,
         return Diagnosis("added-term", f"an error of {off:.2g} is small beside weights of about 1, {NO_LOSS}")
     wrong = wrong or items
     if not np.isfinite(seen).all():
-        return Diagnosis("overflow", f"a gradient of {_size(right[items])} becomes infinite or NaN in this loop")
+        said = f"a gradient of {_size(right[items])} becomes infinite or NaN in this loop"
+        if case.dtype == "float64":
+            # the probe's gradients, squared and cubed, stay within float64: what overflows is a narrower dtype
+            why = "it passes through a narrower dtype, such as float32 or float16: keep it in the parameter's dtype"
+            return Diagnosis("low-precision", f"{said}, and float64 holds its square and its cube: {why}")
+        return Diagnosis("overflow", said)
     if np.abs(right[items]).max() < 1 and not seen[wrong].any():
         return Diagnosis(
             "skipped-by-size",

@@ -235,5 +235,6 @@ LONG = {
     "keyed modulo 32": (keyed, "dropped-micro-batch", 33, 33, 1),
     "stale after 50 steps": (stale_later, "stale-window", 52, 1, 1),
 }
-"""Faults of long plans: loop, diagnosis, and the smallest plan with that kind of violation (micro-batches in an epoch,
-K, epochs). Where windows are cut at 16, one of 17 alone gives a wrong number of steps, which is another kind."""
+"""Faults of long plans: loop, diagnosis, and the smallest plan with that kind of violation: micro-batches, K, epochs.
+
+Where windows are cut at 16, one of 17 alone gives a wrong number of steps, which is another kind."""

@@ -342,3 +342,14 @@ def test_a_fault_of_one_size_of_a_micro_batch_is_found(size):
 
     violation = battery(loses_an_item).violation
     assert size in violation.case.plan.micro_batches
+
+
+def test_what_overflows_in_a_cast_is_low_precision():
+    """Planted fault: elements above 60,000 go through float16, whose largest number is 65,504."""
+
+    def cast(run):
+        for p in run.model.parameters():
+            p.grad = torch.where(p.grad.abs() > 60_000, p.grad.to(torch.float16).to(p.dtype), p.grad)
+
+    violation = battery(before_step(cast)).violation
+    assert (violation.kind, violation.diagnosis) == ("non-finite", "low-precision")
