@@ -245,24 +245,33 @@ def options_of(arguments: Namespace) -> VerifyOptions:
 CONFIGURED = "[tool.gradcheck-suite] in pyproject.toml"
 
 
-def configured_reports() -> Path | None:
-    """Return the folder of records that the project asks for; None where it asks for none.
-
-    The project is that of the nearest `pyproject.toml`, from the working directory upwards.
+def project_table() -> tuple[Path, dict[str, Any]]:
+    """Return the nearest `pyproject.toml`, from the working directory upwards, and its table of the suite.
 
     Raises:
-        UsageError: the table has another key, or another value than a string.
+        UsageError: the file cannot be read, or the table has another key.
     """
     here = Path.cwd()
     file = next((path for folder in (here, *here.parents) if (path := folder / "pyproject.toml").is_file()), None)
     if file is None:
-        return None
+        return here, {}
     try:
         table = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {}).get("gradcheck-suite", {})
-    except (OSError, ValueError):
-        return None  # whoever reads more of it says what is wrong
-    if unknown := sorted(table.keys() - {"reports"}):
-        raise UsageError(f"{CONFIGURED}: expected reports, got {unknown[0]!r}{suggestion(unknown[0], ['reports'])}")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file}: {error}") from None
+    if unknown := sorted(table.keys() - {"reports", "audit"}):
+        expected = "expected reports or a table audit"
+        raise UsageError(f"{CONFIGURED}: {expected}, got {unknown[0]!r}{suggestion(unknown[0], ['reports', 'audit'])}")
+    return file, table
+
+
+def configured_reports() -> Path | None:
+    """Return the folder of records that the project asks for; None where it asks for none.
+
+    Raises:
+        UsageError: the table has another key, or another value than a string.
+    """
+    file, table = project_table()
     if not isinstance(table.get("reports", ""), str):
         raise UsageError(f"{CONFIGURED}: reports must be a string, the path of a folder; got {table['reports']!r}")
     return Path(os.path.relpath(file.parent / table["reports"])) if table.get("reports") else None

@@ -11,7 +11,6 @@ import os
 import runpy
 import signal
 import sys
-import tomllib
 import traceback
 import types
 import warnings
@@ -153,14 +152,8 @@ def accepted_by_project() -> tuple[str, ...]:
     Raises:
         UsageError: the table has something else than a list of names.
     """
-    folder = Path.cwd()
-    file = next((path for one in (folder, *folder.parents) if (path := one / "pyproject.toml").is_file()), None)
-    if file is None:
-        return ()
-    try:
-        table = tomllib.loads(file.read_text()).get("tool", {}).get("gradcheck-suite", {}).get("audit", {})
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file}: {error}") from None
+    file, project = parsers.project_table()
+    table = project.get("audit", {})
     accepted = table.get("accept", [])
     if set(table) - {"accept"} or not isinstance(accepted, list) or not all(isinstance(one, str) for one in accepted):
         raise UsageError(

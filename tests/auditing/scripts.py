@@ -695,7 +695,7 @@ optimizer.zero_grad()""",
         "window in (((1, 0, 3), (2, 2, 1), (0, 0, 2)), ((0, 3, 1), (1, 2, 3), (3, 0, 1))) * 2",
         batch="numbers in window",
         loss="loss = torch.zeros(1)\nfor n in filter(None, numbers):\n"
-        "    loss = loss + model(torch.ones(n, 5, dtype=toy.dtype())).square().sum(1).mean()",
+        "    loss = loss + model(torch.ones(n, 5, dtype=toy.dtype())).square().sum(1).mean() / len(window)",
     ),
     # The trainer of an example of Lightning Fabric counts steps where it means to count batches, and steps once.
     "faulty_stops_stepping": faulty(

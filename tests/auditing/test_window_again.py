@@ -275,7 +275,6 @@ FAULTY = {
     "relu at zeros": ((elementwise(torch.relu, lambda x: 2 * (x > 0).to(x)), ZEROS), "2 times"),
     "log": ((elementwise(torch.log, lambda x: 2 / x), POSITIVE), "2 times"),
     "float32 inside": ((elementwise(through_float32, lambda x: 1.5 * slope(x)), leaf(8, 5)), "1.5 times"),
-    "a softmax in float32 that small steps do not move": (ATTENTION, SMALL, SMALL),
     "float32 alone": ((elementwise(only_float32, lambda x: 1.5 * slope(x)), leaf(8, 5)), "1.5 times"),
 }
 

@@ -261,7 +261,7 @@ def test_a_project_asks_for_records_in_its_pyproject(run, project, monkeypatch):
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ('report = "kept"', "expected reports, got 'report' (did you mean 'reports'?)"),
+        ('report = "kept"', "expected reports or a table audit, got 'report' (did you mean 'reports'?)"),
         ("reports = 3", "reports must be a string, the path of a folder; got 3"),
     ],
 )
