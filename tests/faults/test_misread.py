@@ -10,7 +10,6 @@ from gradcheck_suite.core.faults import is_general
 from gradcheck_suite.verification.probe_plans import first_cases, slopes_case
 from tests.faults.misread import RANKS, RIGHT, float32_copies_from_the_second_on
 
-
 # the parameters of the probes are numbers of float32, so that a search alone shows the copies
 ON_PROBES = [loop for loop in RIGHT if loop is not float32_copies_from_the_second_on]
 
