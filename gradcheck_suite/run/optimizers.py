@@ -175,7 +175,7 @@ SCHEDULED = {"lr": "initial_lr", "momentum": "base_momentum", "betas": "base_mom
 """Settings that a scheduler changes, and what torch's schedulers leave in the group as they do."""
 
 
-def _changed_settings(previous: Observation, observation: Observation) -> ParameterFault | None:
+def _changed_settings(previous: Observation, observation: Observation, *, scheduled: bool) -> ParameterFault | None:
     """Return the fault of settings that something other than a scheduler changed since the previous step, or None."""
     before, now = (
         {name: group for group, names in zip(o.settings, o.groups, strict=True) for name in names}
@@ -184,7 +184,7 @@ def _changed_settings(previous: Observation, observation: Observation) -> Parame
     when = "between two steps" if previous.evaluations else "before the first step"
     for name, own in before.items():
         found = now.get(name, own)
-        free = {key for key, mark in SCHEDULED.items() if mark in found}
+        free = {key for key, mark in SCHEDULED.items() if scheduled or mark in found}
         for key in sorted(map(str, own.keys() - free - {"initial_lr"})):
             if key not in found or not same_tree(own[key], found[key]):
                 sentence = f"the optimizer's {key} of {name} was {own[key]!r}, and is {found.get(key)!r} {when}"
@@ -229,7 +229,7 @@ def fault_between(
 
 
 def fault_before(
-    previous: Observation, observation: Observation, start: Values, *, settings: bool = True
+    previous: Observation, observation: Observation, start: Values, *, settings: bool = True, scheduled: bool = False
 ) -> ParameterFault | None:
     """Return what keeps a step from continuing where the previous one ended, or None.
 
@@ -238,10 +238,11 @@ def fault_before(
         observation: the step.
         start: the parameters before the run.
         settings: whether the optimizer's settings are judged.
+        scheduled: whether a scheduler of torch has stepped: `ReduceLROnPlateau` leaves no mark in the groups.
     """
     if fault := fault_between(previous, observation.evaluations[0].parameters, start, observation.state):
         return fault
-    if settings and (fault := _changed_settings(previous, observation)):
+    if settings and (fault := _changed_settings(previous, observation, scheduled=scheduled)):
         return fault
     held = {name for group in observation.groups for name in group}
     for name in observation.gradients:

@@ -292,7 +292,8 @@ class Trajectory:
             self._previous = replace(self._previous, after=observation.evaluations[0].parameters)
         # the settings of an optimizer whose step changes nothing decide nothing
         settings = self._settings and self._make is not None
-        fault = fault_before(self._previous, observation, self._outcome.start, settings=settings)
+        scheduled = bool(self._outcome.scheduler_steps)
+        fault = fault_before(self._previous, observation, self._outcome.start, settings=settings, scheduled=scheduled)
         return None if fault is None else self._violation(fault, step)
 
     def at(self, step: int) -> Violation | None:

@@ -189,6 +189,11 @@ def test_settings_that_no_scheduler_changes_stay_what_they_are(loop, said):
     assert check(loop, case.replace(optimizer=None)).holds
 
 
+class _Plateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
+    def step(self):
+        super().step(1.0)
+
+
 def _under(make):
     def loop(run):
         scheduler = make(run.optimizer)
@@ -206,6 +211,7 @@ def test_what_a_scheduler_changes_is_no_fault():
     schedules = torch.optim.lr_scheduler
     assert check(_under(lambda o: schedules.OneCycleLR(o, 0.1, total_steps=20)), case).holds
     assert check(_under(lambda o: schedules.LambdaLR(o, lambda step: 1 / (1 + step))), case).holds
+    assert check(_under(lambda o: _Plateau(o, patience=0, threshold=1.0)), case).holds
     by_hand = training_loop(assumes=("edits-settings",))(_around_steps(after=_at({1}, _setting("lr", 0.1))))
     assert verify(by_hand, VerifyOptions(optimizer="momentum", examples=5)).holds
 
