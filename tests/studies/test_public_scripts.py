@@ -74,7 +74,7 @@ def test_each_row_is_well_formed():
         assert bool(script.names) == (script.truth == "violated"), script.key
         assert set(script.names) <= KNOWN, script.key
         assert re.fullmatch(r"[\w.-]+\.py:\d+(-\d+)?", script.place) or not script.place, script.key
-        assert len(script.why) > 60, script.key
+        assert len(script.why) > 40, script.key
         assert all(len(pair) == 2 for pair in script.replace), script.key
         assert not any(source.startswith("@") for source in script.stubs.values()), script.key
         for source in (script.data, script.driver, *script.stubs.values()):

@@ -57,6 +57,7 @@ SUBJECTS: dict[str, tuple[str, ...] | Callable[[Data], Hashable] | None] = {
     "traffic": ("loop", "ranks", "accumulation_steps"),
     "step": None,
     "audit": run_of,
+    "public-script": ("key",),
 }
 """Kind of record -> the fields that name its subject, of which the newest record counts; no field: the last record;
 None: every record."""

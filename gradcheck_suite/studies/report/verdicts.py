@@ -262,6 +262,31 @@ def _audit_facts(data: Data) -> Facts:
 AUDITS = Part("audits", "verification", "Audited scripts", "audit", _audits, _audit_facts)
 
 
+def _public_scripts(newest: list[Record]) -> Section:
+    rows = [record.data for record in newest]
+    number = Counter(row["outcome"] for row in rows)
+    shown = ("repository", "file", "kind", "framework", "truth", "verdict", "outcome")
+    return Section(
+        text=(
+            f"Of {counted(len(rows), 'run')} of public training scripts, each at a stated commit and with a truth that "
+            f"was worked out before by reading, the audit judged {number['right']} rightly; the others: "
+            + (", ".join(f"{n} {how}" for how, n in number.items() if how != "right") or "none")
+            + ".",
+        ),
+        tables=(table("Public scripts", [{name: row.get(name) for name in shown} for row in rows]),),
+    )
+
+
+def _public_script_facts(data: Data) -> Facts:
+    return {data["key"]: f"{data.get('verdict', 'no verdict')}, {data['outcome']}"}
+
+
+PUBLIC_SCRIPTS = Part(
+    "public-scripts", "verification", "Public training scripts under the audit", "public-script",
+    _public_scripts, _public_script_facts,
+)  # fmt: skip
+
+
 # Which real architectures the bridge carries over to JAX, and how well torch and JAX agree there.
 
 

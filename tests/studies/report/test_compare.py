@@ -48,6 +48,9 @@ CHANGED = {
                 "ddp/zero_ on 2 ranks, K = 4: 4 collectives of 64 bytes -> 13 collectives of 232 bytes"),
     "audit": ({"loop": "train.py", **HOLDS}, {"loop": "train.py", **LEAKS},
               "train.py: holds -> violated (tail-leak)"),
+    "public-script": ({"key": "a/b train.py", "verdict": "holds", "outcome": "right"},
+                      {"key": "a/b train.py", "verdict": "violated", "outcome": "wrong"},
+                      "a/b train.py: holds, right -> violated, wrong"),
     "step": ({"rows": [{"torch": "Adam", "agree": True}]}, {"rows": [{"torch": "Adam", "agree": False}]},
              "step of Adam: agrees with optax -> differs from optax"),
 }  # fmt: skip
