@@ -141,7 +141,9 @@ class Option:
     repeatable: bool = False
 
 
-EXAMPLES = Option("examples", "--examples", "N", "cases drawn for each loop", positive_integer)
+EXAMPLES = Option(
+    "examples", "--examples", "N", "cases drawn for each loop (default 200, and 50 of a loop of JAX)", positive_integer
+)
 SEED = Option("seed", "--seed", "S", "the same seed and the same versions draw the same cases", seed)
 TIME_LIMIT = Option(
     "time_limit_s",
@@ -171,7 +173,13 @@ def _assumption(text: str) -> str:
 OPTIONS = (
     EXAMPLES,
     SEED,
-    Option("dtype", "--dtype", "DTYPE", f"of parameters and data: {', '.join(DTYPES)}", one_of(DTYPES)),
+    Option(
+        "dtype",
+        "--dtype",
+        "DTYPE",
+        f"of parameters and data: {', '.join(DTYPES)} (default float64, and float32 of a loop of JAX)",
+        one_of(DTYPES),
+    ),
     Option("device", "--device", "DEVICE", " or ".join(DEVICES), one_of(DEVICES)),
     Option(
         "ranks",

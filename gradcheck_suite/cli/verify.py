@@ -27,6 +27,7 @@ from gradcheck_suite.core.contract import (
     checked_assumptions,
     checked_autocast,
     expect_within,
+    is_jax,
 )
 from gradcheck_suite.core.counterexamples import Counterexample, store_counterexample
 from gradcheck_suite.core.records import append_record, judge_digest, write_json, write_text
@@ -210,7 +211,7 @@ def _is_worth_a_process(arguments: argparse.Namespace, options: VerifyOptions) -
     """Whether a second process, which takes seconds to start, can judge enough: generated problems on one CPU rank."""
     if arguments.processes == 1 or arguments.problem is not None or options.ranks > 1 or options.device != "cpu":
         return False
-    return options.examples * max(len(arguments.loops), 1) >= FEW_CASES
+    return (options.examples or FEW_CASES) * max(len(arguments.loops), 1) >= FEW_CASES
 
 
 def _verify(arguments: argparse.Namespace, options: VerifyOptions) -> int:
@@ -227,7 +228,8 @@ def _verify(arguments: argparse.Namespace, options: VerifyOptions) -> int:
         judge_digest()  # its sources are read while the ranks' process imports torch, and kept for the records
     libraries = dict.fromkeys(name for subject in subjects for name in libraries_of(subject.loop))
     about = environment.environment((*PACKAGES, *libraries))
-    header = verdict_text.header(arguments.loops, options, arguments.problem, about, libraries)
+    chosen = {is_jax(subject.loop): options.of(subject.loop) for subject in subjects}
+    header = verdict_text.header(arguments.loops, chosen, arguments.problem, about, libraries)
     print(header, flush=True)
     done = _Run(lines=header.splitlines())
     try:
@@ -267,7 +269,7 @@ def _verify_all(
 
     width = max(len(subject.name) for subject in subjects)
     then = None if subjects[0].problem is None else "judged, asking JAX for a second opinion"
-    with Progress(examples=options.examples, then=then) as progress, noted_interrupts() as pressed, kept_ranks():
+    with Progress(then=then) as progress, noted_interrupts() as pressed, kept_ranks():
 
         def advance(verdict: Verdict) -> None:
             if pressed:
@@ -277,10 +279,11 @@ def _verify_all(
 
         try:
             for subject in subjects:
-                progress.start(subject.name)
-                verified = verify_subject(subject, options, advance)
+                chosen = options.of(subject.loop)
+                progress.start(subject.name, chosen.examples)
+                verified = verify_subject(subject, chosen, advance)
                 done.verified.append(verified)
-                stored = record(subject, options, verified, reports, about)
+                stored = record(subject, chosen, verified, reports, about)
                 progress.stop()
                 lines = result_lines(verified.result, stored, options, width, judged=not verified.unjudged)
                 print("\n".join(lines), flush=True)

@@ -49,6 +49,9 @@ def _mixed(micro_batches: int) -> tuple[int, ...]:
 FIRST = (Plan((1, 3, 2, 2, 4), 2, 2), Plan((1, 2, 5, 2, 2, 2, 4), 3, 2))
 """The plans that show most faults. In windows of three micro-batches, what two show alike is different: the last one
 alone, all but the first, the last one of several equal sizes."""
+WHOLE = Plan((1, 3), 2)
+"""The plan that a loop of JAX is checked on before: a loop that ends no short window may average means as well, and
+that is what most training meets. It compiles little, and cannot be made smaller."""
 LONG = (
     Plan((*_mixed(17), *_mixed(5)), 17, 2),
     Plan((*_mixed(33), 2, 1, 1), 33),
@@ -85,17 +88,26 @@ def within(plan: Plan, assumes: frozenset[str]) -> Plan:
     return plan
 
 
-def first_cases(assumes: frozenset[str], dtype: str, device: str, ranks: int = 1) -> Iterator[Case]:
-    """Yield the probes that show most faults, within a loop's assumptions."""
+def first_cases(
+    assumes: frozenset[str], dtype: str, device: str, ranks: int = 1, *, compiles: bool = False
+) -> Iterator[Case]:
+    """Yield the probes that show most faults, within a loop's assumptions; `WHOLE` first of one that compiles."""
+    if compiles:
+        yield probe_case(within(WHOLE, assumes), reductions_within(assumes)[0], dtype=dtype, device=device)
     for number, plan in enumerate(FIRST):
         dealt = dealt_to_ranks(within(plan, assumes), ranks, assumes, uneven=number > 0)
         for reduction in reductions_within(assumes):
             yield probe_case(dealt, reduction, dtype=dtype, device=device)
 
 
-def long_cases(assumes: frozenset[str], dtype: str, device: str, ranks: int = 1) -> Iterator[Case]:
-    """Yield the probes with plans that no strategy draws, within a loop's assumptions."""
-    for plan in LONG:
+def long_cases(
+    assumes: frozenset[str], dtype: str, device: str, ranks: int = 1, *, compiles: bool = False
+) -> Iterator[Case]:
+    """Yield the probes with plans that no strategy draws, within a loop's assumptions.
+
+    A loop that compiles each size of a micro-batch is not checked on the last one, which has twenty sizes.
+    """
+    for plan in LONG[:-1] if compiles else LONG:
         dealt = dealt_to_ranks(within(plan, assumes), ranks, assumes)
         yield probe_case(dealt, reductions_within(assumes)[0], dtype=dtype, device=device)
 
@@ -140,17 +152,20 @@ def has_slopes(case: Case) -> bool:
     return case.spec is not None and "slopes" in case.spec.loss.o
 
 
-def smallest_probe(checked: Checked, violation: Violation, assumes: frozenset[str]) -> Violation:
+def smallest_probe(
+    checked: Checked, violation: Violation, assumes: frozenset[str], seconds: float = SHRINK_SECONDS
+) -> Violation:
     """Return the violation on the smallest weight probe that shows it, with the next smaller plans that hold.
 
     Args:
         checked: returns a loop's verdict on a case.
         violation: of that loop, on a weight probe.
         assumes: assumptions of the loop, which smaller plans satisfy too.
+        seconds: of computing after which it is not made smaller any more.
     """
     if violation.kind == "raised" or violation.diagnosis == "endless":
         return violation
-    search = _Search(checked, violation, assumes)
+    search = _Search(checked, violation, assumes, seconds)
     if has_slopes(violation.case) and not search.attempt(_of_plan(violation.case, violation.case.plan)):
         _shrink_slopes(search)
         return search.best
@@ -204,8 +219,8 @@ class _Search:
         best: it; its diagnosis never changes.
     """
 
-    def __init__(self, checked: Checked, violation: Violation, assumes: frozenset[str]) -> None:
-        self._checked, self._assumes, self.best = checked, assumes, violation
+    def __init__(self, checked: Checked, violation: Violation, assumes: frozenset[str], seconds: float) -> None:
+        self._checked, self._assumes, self.best, self._seconds = checked, assumes, violation, seconds
         self._began = Stopwatch()
 
     @property
@@ -220,7 +235,7 @@ class _Search:
 
     def attempt(self, case: Case | None) -> bool:
         """Keep a case if it shows the same fault; return whether it does."""
-        if case is None or case == self.case or self._began.passed() > SHRINK_SECONDS:
+        if case is None or case == self.case or self._began.passed() > self._seconds:
             return False
         found = self._checked(case).violation
         if found is None or found.diagnosis != self.best.diagnosis:
@@ -238,7 +253,7 @@ class _Search:
         value = number.value(self.plan)
         for fewer in range(value - 1, max(0, value - 1 - MOST_BELOW), -1):
             case = self._with_number(self.plan, number, fewer)
-            if case is None or self._began.passed() > SHRINK_SECONDS:
+            if case is None or self._began.passed() > self._seconds:
                 return None
             verdict = self._checked(case)
             if verdict.holds and not verdict.skipped:

@@ -21,6 +21,7 @@ from gradcheck_suite.core.contract import (
     FINITE_GRADIENTS,
     MEAN_REDUCTION,
     SUM_REDUCTION,
+    ChosenOptions,
     Loop,
     Problem,
     VerifyOptions,
@@ -30,6 +31,7 @@ from gradcheck_suite.core.contract import (
     checked_autocast,
     dealt_to_ranks,
     expect_within,
+    is_jax,
 )
 from gradcheck_suite.core.results import Result, Verdict, Violation
 from gradcheck_suite.errors import UsageError
@@ -185,6 +187,7 @@ def run_battery(
     device: str,
     time_limit_s: float | None,
     ranks: int = 1,
+    compiles: bool = False,
 ) -> Battery:
     """Check a loop on the battery, within its assumptions.
 
@@ -199,16 +202,26 @@ def run_battery(
         device: of the runs.
         time_limit_s: seconds after which the loop is stopped on one probe.
         ranks: number of ranks of the probes.
+        compiles: whether each run compiles, as that of a loop of JAX, so that it takes seconds: what a probe shows is
+            then the verdict, and few smaller ones are tried.
     """
     pace = _Pace(time_limit_s)
-    for case in first_cases(assumes, dtype, device, ranks):
+    seconds = COMPILING_SECONDS if compiles else SHRINK_SECONDS
+    for case in first_cases(assumes, dtype, device, ranks, compiles=compiles):
         verdict = pace.timed(checked, case)
         if verdict.skipped:
             return Battery(skipped=(f"the weight probes: {verdict.skipped}",))
+        if verdict.violation is not None and compiles:
+            small = len(case.plan.micro_batches) <= 2
+            found = verdict.violation if small else smallest_probe(checked, verdict.violation, assumes, seconds)
+            return Battery(found, final=True)
         if verdict.violation is not None:
             return Battery(_with_size_fault(verdict.violation, slopes_case(assumes, dtype, device, ranks), runner))
     skipped: list[str] = []
-    for case in (slopes_case(assumes, dtype, device, ranks), *long_cases(assumes, dtype, device, ranks)):
+    for case in (
+        slopes_case(assumes, dtype, device, ranks),
+        *long_cases(assumes, dtype, device, ranks, compiles=compiles),
+    ):
         if reason := pace.too_slow(case):
             skipped.append(reason)
             continue
@@ -216,7 +229,9 @@ def run_battery(
         if verdict.skipped:
             skipped.append(f"a weight probe: {verdict.skipped}")
         if verdict.violation is not None:
-            return Battery(smallest_probe(checked, verdict.violation, assumes), final=True, skipped=tuple(skipped))
+            return Battery(
+                smallest_probe(checked, verdict.violation, assumes, seconds), final=True, skipped=tuple(skipped)
+            )
     return Battery(skipped=tuple(skipped))
 
 
@@ -261,8 +276,9 @@ def _with_size_fault(violation: Violation, case: Case, runner: Callable[[], Loop
     return replace(violation, details=(*violation.details, f"a further fault, {fault.name}: {fault.sentence}"))
 
 
-SHRINK_SECONDS = 30.0
-"""Seconds of computing, or a quarter of the clock's: a busy machine shrinks as far."""
+SHRINK_SECONDS, COMPILING_SECONDS = 30.0, 3.0
+"""Seconds of computing, or a quarter of the clock's: a busy machine shrinks as far. A loop that compiles in each run is
+not run so often."""
 MOST_HUNTED = 50
 """Cases that are searched for the fault of a probe."""
 MOST_AFTER = 20
@@ -294,11 +310,11 @@ class Search:
     ) -> None:
         self._ranks = ranks
         self._moves_by_chance = moves_by_chance
-        self._loop, self._problem, self._time_limit_s, self._progress = loop, problem, time_limit_s, progress
+        self.loop, self._problem, self._time_limit_s, self._progress = loop, problem, time_limit_s, progress
         self._autocast, self._assumes, self._finite_only = autocast, assumes, FINITE_GRADIENTS in assumes
         self._outside = 0
         terms = terms_of(loop, assumes, autocast)
-        self.ahead = Ahead(loop, problem, terms, time_limit_s, runs=not self._finite_only)
+        self.ahead = Ahead(loop, problem, terms, time_limit_s, runs=not (self._finite_only or is_jax(loop)))
         self.cases = 0
         self.ratio = 0.0
         self.findings: dict[str, None] = {}
@@ -371,12 +387,13 @@ class Search:
     def _battery(self, assumes: frozenset[str], dtype: str, device: str) -> Battery:
         return run_battery(
             self._check,
-            lambda: LoopRunner(self._loop, time_limit_s=self._time_limit_s),
+            lambda: LoopRunner(self.loop, time_limit_s=self._time_limit_s),
             assumes=assumes,
             dtype=dtype,
             device=device,
             time_limit_s=self._time_limit_s,
             ranks=self._ranks,
+            compiles=is_jax(self.loop),
         )
 
     def probe(self, cases: Iterable[Case]) -> None:
@@ -470,7 +487,7 @@ class Search:
             return Verdict(case, skipped=OUTSIDE)
         known, outcome = self.ahead.result(case)
         verdict = known or check(
-            self._loop,
+            self.loop,
             case,
             problem=problem,
             outcome=outcome,
@@ -557,7 +574,7 @@ UNASKED = ("not-accumulable", "raised", "step-count")
 """Kinds of violation on which JAX is not asked: the gradient is not what is wrong."""
 
 
-def whole_windows_case(problem_name: str, assumes: frozenset[str], options: VerifyOptions) -> Case:
+def whole_windows_case(problem_name: str, assumes: frozenset[str], options: ChosenOptions) -> Case:
     """Return the case of a user's problem that is tried first: two whole windows of unequal micro-batches, one pass.
 
     Most training meets a fault in whole windows; a fault of the short last window is searched for afterwards.
@@ -598,7 +615,7 @@ def verify(
     """
     if "seed_value" in fields:
         fields["seed"] = fields.pop("seed_value")
-    options = (options or VerifyOptions()).replace(**fields)
+    options = (options or VerifyOptions()).replace(**fields).of(loop)
     chosen = _assumed(loop, options, problem, problem_name)
     autocast = options.autocast or checked_autocast(autocast_of(loop))
     by_chance = options.optimizer is None
@@ -663,14 +680,22 @@ def _settled(search: Search) -> Iterator[None]:
 
 
 @lru_cache(maxsize=64)
-def _cases(**fields: Any) -> st.SearchStrategy[Case]:
+def _cases(*, compiles: bool, **fields: Any) -> st.SearchStrategy[Case]:
     """Return the strategy of the cases; the same for the same arguments, since `run_on_cases` keeps what it draws."""
-    return cases(**fields)
+    return cases(**fields).map(_of_two_sizes) if compiles else cases(**fields)
+
+
+def _of_two_sizes(case: Case) -> Case:
+    """Return a case whose micro-batches have its smallest or its largest size: a loop of JAX compiles each size."""
+    sizes = case.plan.micro_batches
+    low, high = min(sizes), max(sizes)
+    few = tuple(low if 2 * n < low + high else high for n in sizes)
+    return case if few == sizes else case.replace(plan=case.plan.replace(micro_batches=few))
 
 
 def _search(
     search: Search,
-    options: VerifyOptions,
+    options: ChosenOptions,
     assumes: frozenset[str],
     problem_name: str | None,
     plan: st.SearchStrategy[Plan] | None,
@@ -686,6 +711,7 @@ def _search(
             assumes=tuple(sorted(assumes)),
             small=few,
             ranks=options.ranks,
+            compiles=is_jax(search.loop),
         )
         for few in (False, True)
     )
@@ -712,7 +738,7 @@ def _opinion(search: Search, problem: Problem | None, budget_s: float) -> Second
     return second_opinion([violation.case] if violation else search.users_cases, problem, budget_s=budget_s)
 
 
-def _traffic(loop: Loop, options: VerifyOptions, problem: Problem | None, problem_name: str) -> str | None:
+def _traffic(loop: Loop, options: ChosenOptions, problem: Problem | None, problem_name: str) -> str | None:
     """Return a sentence about what ranks communicate in each window; None where the loop fails on such plans."""
     subject = PLAIN if problem is None else problem_name
 
