@@ -112,6 +112,17 @@ def add_problem(parser: Parser) -> None:
     )
 
 
+def add_framework(parser: Parser, names: tuple[str, ...]) -> None:
+    """Add `--framework`."""
+    parser.add_argument(
+        "--framework",
+        type=one_of(names),
+        metavar="NAME",
+        help=f"{', '.join(names)}: what loops without a decorator are written in, and whose reset modes are verified "
+        "where no loop is named (default torch)",
+    )
+
+
 # The options of a verification, declared once for the command line and for pytest.
 
 

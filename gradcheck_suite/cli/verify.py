@@ -134,8 +134,10 @@ def record(
             # a weight probe that was checked beside the user's problem brings its own
             problem, limit = None if violation.case.spec else subject.problem, options.time_limit_s
             script = case.with_suffix(".py")
-            write_text(script, script_text(subject.loop, subject.name, violation, problem=problem, time_limit_s=limit))
-            stored = Counterexample(case, script, unrepeatable(script, violation, limit))
+            text = script_text(subject.loop, subject.name, violation, problem=problem, time_limit_s=limit)
+            if text is not None:
+                write_text(script, text)
+                stored = Counterexample(case, script, unrepeatable(script, violation, limit))
     data = {
         **asdict(options),
         **verified.result.to_json(),
@@ -166,6 +168,7 @@ def add_arguments(parser: parsers.Parser) -> None:
         action="store_true",
         help="print the built-in loops and the trainers, and stop; with --ranks, those for several ranks",
     )
+    parsers.add_framework(parser, ("torch", "jax", "all"))
     parsers.add_problem(parser)
     for option in OPTIONS:
         add_option(parser, option)
@@ -311,27 +314,39 @@ def _write_page(path: Path, done: _Run) -> None:
 
 
 def _list(ranks: int) -> int:
+    from gradcheck_suite.loops.jax_modes import JAX_MODES
     from gradcheck_suite.loops.ranks import RANK_LOOPS
     from gradcheck_suite.loops.reset_modes import BUILT_IN
 
-    loops = BUILT_IN if ranks == 1 else RANK_LOOPS
+    loops = {**BUILT_IN, **JAX_MODES} if ranks == 1 else RANK_LOOPS
     built_in = [(name, (loop.__doc__ or "").strip().splitlines()[0]) for name, loop in loops.items()]
     trainers = [(name, f"{trainer.about} [{trainer.status}]") for name, trainer in TRAINERS.items()]
     print("\n".join(aligned([*built_in, *(trainers if ranks == 1 else [])])))
     return exit_status.HOLDS
 
 
+def _modes(arguments: argparse.Namespace, options: VerifyOptions) -> dict[str, Loop]:
+    """Return the reset modes of the frameworks that are asked for."""
+    from gradcheck_suite.loops.jax_modes import JAX_MODES
+    from gradcheck_suite.loops.ranks import RANK_MODES
+    from gradcheck_suite.loops.reset_modes import MODES
+
+    if options.ranks > 1:
+        return dict(RANK_MODES)
+    of_torch = {} if arguments.framework == "jax" else MODES
+    return {**of_torch, **(JAX_MODES if arguments.framework in ("jax", "all") else {})}
+
+
 def _subjects(arguments: argparse.Namespace, options: VerifyOptions) -> list[Subject]:
     """Load the loops and the problem; refuse a problem that a loop's assumptions exclude."""
     from gradcheck_suite.cli.loading import resolve_loop, resolve_problem
-    from gradcheck_suite.loops.ranks import RANK_LOOPS, RANK_MODES
-    from gradcheck_suite.loops.reset_modes import MODES
+    from gradcheck_suite.loops.ranks import RANK_LOOPS
     from gradcheck_suite.strategies.cases import expect_layers_left
 
     if options.ranks == 1 and (over_ranks := next((text for text in arguments.loops if text in RANK_LOOPS), None)):
         raise UsageError(f"{over_ranks} trains on several ranks: give --ranks 2, 3 or 4")
     problem = None if arguments.problem is None else resolve_problem(arguments.problem)
-    loops = {text: resolve_loop(text) for text in arguments.loops} or dict(MODES if options.ranks == 1 else RANK_MODES)
+    loops = {text: resolve_loop(text, arguments.framework) for text in arguments.loops} or _modes(arguments, options)
     note_untested_trainers(loops)
     for name, loop in loops.items():
         try:

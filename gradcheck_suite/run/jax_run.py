@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
-from functools import partial
+from functools import cache, partial
 from threading import Lock
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from jax.experimental import io_callback
 
 from gradcheck_suite.catalogue.tables import is_accumulable, jax_output, loss_definition
-from gradcheck_suite.core.contract import Batch, JaxTrainingRun, Loop, TrainingRun
+from gradcheck_suite.core.contract import Batch, JaxTrainingRun, Loop, Problem, TrainingRun
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.run.environment import imported
 from gradcheck_suite.run.instance import Instance, map_leaves
@@ -88,6 +88,126 @@ def functions_of(instance: Instance) -> tuple[Function, Function]:
     return loss, count
 
 
+# A user's problem of JAX, as a problem of torch: the references, the check whether it is a sum over items, and the
+# bounds on rounding errors are then those of every problem.
+
+
+ROUNDINGS = 16
+"""How often what JAX is given, and the gradient, are rounded where a lower precision is simulated: nothing rounds the
+results of the operations between them."""
+
+
+def _rounded(tensor: torch.Tensor) -> torch.Tensor:
+    for _ in range(ROUNDINGS if tensor.is_floating_point() else 0):
+        tensor = tensor * 1.0
+    return tensor
+
+
+@dataclass(frozen=True)
+class LiftedProblem(Problem):
+    """A problem of torch whose loss and gradient JAX computes.
+
+    Attributes:
+        own: the problem of JAX.
+        names: of the parameters, in the order of the leaves.
+        tree: the structure of the parameters.
+    """
+
+    own: Problem = field(kw_only=True)
+    names: tuple[str, ...] = field(kw_only=True)
+    tree: Any = field(kw_only=True)
+
+
+class _JaxLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Any, tree: Any, batch: Batch, *parameters: torch.Tensor) -> torch.Tensor:
+        """Return the loss, and keep its gradient."""
+        with jax.enable_x64(True):
+            leaves = [to_jax(p) for p in parameters]
+            value, gradient = function(jax.tree.unflatten(tree, leaves), map_leaves(to_jax, batch))
+            ctx.gradient = [to_torch(g) for g in jax.tree.leaves(gradient)]
+            return to_torch(value)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
+        """Return the gradient, times the cotangent."""
+        return None, None, None, *(g * cotangents[0].to(g.dtype) for g in ctx.gradient)
+
+
+@cache
+def lifted(problem: Problem) -> LiftedProblem:
+    """Return a problem of JAX as one of torch.
+
+    Raises:
+        UsageError: it is none of JAX, or its loss is no pure function with a scalar result.
+    """
+    params = problem.model(0)
+    if isinstance(params, torch.nn.Module) or not jax.tree.leaves(params):
+        raise UsageError(
+            "Problem.model(seed) must return a pytree of JAX arrays for a loop of JAX, got "
+            f"{type(params).__name__}: pass a problem whose model and loss are of JAX"
+        )
+    paths, tree = jax.tree_util.tree_flatten_with_path(params)
+    for path, leaf in paths:
+        if not jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.floating):
+            raise UsageError(
+                f"Problem.model(seed) must return floating-point arrays, got {jnp.asarray(leaf).dtype} at "
+                f"{jax.tree_util.keystr(path)}: keep what is not trained in the batch or in the loss"
+            )
+    names = tuple(jax.tree_util.keystr(path, simple=True, separator=".") or "params" for path, _ in paths)
+    _expect_pure(problem, params)
+    function = jax.jit(jax.value_and_grad(problem.loss))
+
+    def model(seed: int) -> torch.nn.Module:
+        module = torch.nn.Module()
+        with jax.enable_x64(True):
+            values = [to_torch(jnp.asarray(leaf)) for leaf in jax.tree.leaves(problem.model(seed))]
+        # not by `register_parameter`, which takes no name with a dot
+        module._parameters.update({name: torch.nn.Parameter(value) for name, value in zip(names, values, strict=True)})
+        return module
+
+    def loss(module: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        given = map_leaves(_rounded, batch)
+        found: torch.Tensor = _JaxLoss.apply(function, tree, given, *map(_rounded, module.parameters()))
+        return found
+
+    def batch(items: int, seed: int) -> Batch:
+        with jax.enable_x64(True):
+            return jax.tree.map(lambda leaf: to_torch(jnp.asarray(leaf)), problem.batch(items, seed))
+
+    own = problem.count
+    return LiftedProblem(
+        model,
+        batch,
+        loss,
+        problem.reduction,
+        None if own is None else lambda batch: float(own(map_leaves(to_jax, batch))),  # type: ignore[arg-type,return-value]
+        own=problem,
+        names=names,
+        tree=tree,
+    )
+
+
+def _expect_pure(problem: Problem, params: Any) -> None:
+    batch = jax.tree.map(jnp.asarray, problem.batch(3, 0))
+    try:
+        found = [problem.loss(params, batch), problem.loss(params, batch), jax.jit(problem.loss)(params, batch)]
+        shapes = {jnp.shape(value) for value in found}
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise UsageError(
+            f"Problem.loss(params, batch) must be a pure function of JAX: it fails with {type(error).__name__}: {first}"
+        ) from None
+    if shapes != {()}:
+        raise UsageError(f"Problem.loss(params, batch) must return a scalar array, got shape {shapes.pop()}")
+    first, *others = (float(value) for value in found)
+    if not all(math.isclose(first, other, rel_tol=1e-4, abs_tol=1e-6) or first != first != other for other in others):
+        raise UsageError(
+            f"Problem.loss(params, batch) must be pure, and returned {first:.6g}, {others[0]:.6g} and, under jax.jit, "
+            f"{others[1]:.6g} for the same arguments: put what it draws or counts into the batch"
+        )
+
+
 # The optimizer, and what reaches its update.
 
 
@@ -136,11 +256,10 @@ class _Event:
     way: str
 
 
-_NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
-
-
 class JaxObserver:
     """An optimizer whose `update` is observed."""
+
+    NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
 
     def __init__(self, params: Any, inner: Any, limit: int) -> None:
         """Start observing.
@@ -171,7 +290,7 @@ class JaxObserver:
     def _init(self, params: Any) -> ObservedState:
         self.is_multi_steps |= _is_called_from("/optax/transforms/_accumulation.py")
         inner = () if self._inner is None else self._inner.init(params)
-        return ObservedState(io_callback(self._root, _NUMBER, ordered=True), inner, self)
+        return ObservedState(io_callback(self._root, self.NUMBER, ordered=True), inner, self)
 
     def _root(self) -> np.int32:
         with self._lock:
@@ -191,7 +310,9 @@ class JaxObserver:
             made, inner = self._inner.update(updates, state.inner, params)
         arguments = (gradient, known, self._as_params(made) if self._inner else [])
         eager = not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((updates, state.call)))
-        call = io_callback(partial(self._record, devices, eager), _NUMBER, state.call, device, arguments, ordered=True)
+        call = io_callback(
+            partial(self._record, devices, eager), self.NUMBER, state.call, device, arguments, ordered=True
+        )
         return made, ObservedState(call, inner, self)
 
     def _as_params(self, tree: Any) -> list[Any]:
@@ -258,6 +379,10 @@ def _is_called_from(file: str) -> bool:
     while frame is not None and not frame.f_code.co_filename.endswith(file):
         frame = frame.f_back
     return frame is not None
+
+
+OBSERVER = (ObservedState, _Call, _Event, JaxObserver, _device, _is_called_from)
+"""What a stand-alone script copies, which therefore needs jax and optax alone."""
 
 
 # A run.
@@ -414,8 +539,27 @@ def _run(loop: Loop, instance: Instance, optax: Any, time_limit_s: float | None)
 def _parts(instance: Instance) -> tuple[list[str], Any, Function, Function]:
     """Return the names of the parameters, in the order of their leaves, the parameters, the loss and the count."""
     model = instance.model()
+    problem = instance.users_problem
+    if isinstance(problem, LiftedProblem):
+        params = jax.tree.unflatten(problem.tree, [to_jax(p) for p in model.parameters()])
+        return [*problem.names], params, *_users_functions(instance, problem.own)
     params = {name: to_jax(p) for name, p in model.named_parameters() if p.requires_grad}
     return sorted(params), params, *functions_of(instance)
+
+
+def _users_functions(instance: Instance, problem: Problem) -> tuple[Function, Function]:
+    counted, dtype = problem.count, jnp.dtype(instance.case.dtype)
+
+    def loss(params: Any, batch: Batch) -> jax.Array:
+        _expect_arrays("loss", params, batch)
+        return (instance.scale * problem.loss(params, batch)).astype(dtype)
+
+    def count(batch: Batch) -> jax.Array:
+        _expect_arrays("count", batch)
+        found = jax.tree.leaves(batch)[0].shape[0] if counted is None else counted(batch)
+        return jnp.asarray(found, jnp.promote_types(dtype, jnp.float32))
+
+    return loss, count
 
 
 _OF_TORCH = {field.name for field in fields(TrainingRun)} - {field.name for field in fields(JaxTrainingRun)}

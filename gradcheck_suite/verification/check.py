@@ -14,6 +14,7 @@ from gradcheck_suite.core.contract import (
     Problem,
     assumptions_of,
     autocast_of,
+    is_jax,
 )
 from gradcheck_suite.core.results import Verdict, Violation
 from gradcheck_suite.core.text import counted
@@ -180,6 +181,19 @@ def terms_of(loop: Loop, assumes: Iterable[str] = (), autocast: str | None = Non
     return Terms(frozenset(assumes) | assumptions_of(loop), autocast or autocast_of(loop))
 
 
+def of_torch(loop: Loop, problem: Problem | None) -> Problem | None:
+    """Return a user's problem; of a loop of JAX, the problem of torch that the references are computed by.
+
+    Raises:
+        UsageError: the loop is of JAX and the problem is not, or its loss is not pure.
+    """
+    if problem is None or not is_jax(loop):
+        return problem
+    from gradcheck_suite.run.jax_run import LiftedProblem, lifted  # torch loops need none of it
+
+    return problem if isinstance(problem, LiftedProblem) else lifted(problem)
+
+
 def check(
     loop: Loop,
     case: Case,
@@ -209,7 +223,7 @@ def check(
         UsageError: the case cannot be built, or the user's problem fails before any loop runs.
         CannotRunHere: the loop cannot train the user's problem, or passes no closure to an optimizer that needs one.
     """
-    terms = terms_of(loop, assumes, autocast)
+    terms, problem = terms_of(loop, assumes, autocast), of_torch(loop, problem)
 
     def run(instance: Instance) -> list[Outcome]:
         return [outcome] if outcome else run_ranks(loop, instance, time_limit_s=time_limit_s)

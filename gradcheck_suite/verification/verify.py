@@ -50,7 +50,7 @@ from gradcheck_suite.run.traffic import PLAIN, traffic_per_window, traffic_text
 from gradcheck_suite.strategies.cases import SMALL_MICRO_BATCHES, SOMETIMES_MOVING, cases, expect_layers_left, size_of
 from gradcheck_suite.strategies.drawing import ATTEMPTS, RedrawError, run_on_cases
 from gradcheck_suite.verification.ahead import Ahead
-from gradcheck_suite.verification.check import check, terms_of
+from gradcheck_suite.verification.check import check, of_torch, terms_of
 from gradcheck_suite.verification.probe_plans import (
     Checked,
     Stopwatch,
@@ -616,6 +616,7 @@ def verify(
     if "seed_value" in fields:
         fields["seed"] = fields.pop("seed_value")
     options = (options or VerifyOptions()).replace(**fields).of(loop)
+    problem = of_torch(loop, problem)
     chosen = _assumed(loop, options, problem, problem_name)
     autocast = options.autocast or checked_autocast(autocast_of(loop))
     by_chance = options.optimizer is None
@@ -659,6 +660,11 @@ def verify(
 
 def _assumed(loop: Loop, options: VerifyOptions, problem: Problem | None, problem_name: str) -> frozenset[str]:
     """Return what a loop relies on; expect the problem, or what is drawn, to be within it."""
+    if is_jax(loop) and options.ranks > 1:
+        raise UsageError(
+            "a loop of JAX runs in one process: drop --ranks, and set "
+            "XLA_FLAGS=--xla_force_host_platform_device_count=2 for a loop that uses shard_map on several devices"
+        )
     if not callable(loop):
         raise UsageError(f"a loop must be callable with one TrainingRun, got {type(loop).__name__}")
     chosen = checked_assumptions({*options.assumes, *assumptions_of(loop)})
@@ -733,7 +739,8 @@ def _search(
 def _opinion(search: Search, problem: Problem | None, budget_s: float) -> SecondOpinion | None:
     """Ask JAX about a user's problem, on the cases that the verdict rests on; None where it is not asked."""
     violation = search.violation
-    if problem is None or (violation and (violation.kind in UNASKED or violation.case.spec)):
+    # JAX computes the gradient of a problem of JAX already
+    if problem is None or is_jax(search.loop) or (violation and (violation.kind in UNASKED or violation.case.spec)):
         return None
     return second_opinion([violation.case] if violation else search.users_cases, problem, budget_s=budget_s)
 
