@@ -16,7 +16,7 @@ Sum = tuple[Any, Any]
 """The sum of the summed losses' gradients so far, a pytree, and that of the counts."""
 
 
-def _parts(run: JaxTrainingRun) -> tuple[Callable[..., Sum], Callable[..., Any]]:
+def summed_parts(run: JaxTrainingRun) -> tuple[Callable[..., Sum], Callable[..., Any]]:
     """Return (params, batch) -> the gradient of the summed loss and the count; (sum) -> the window's gradient."""
     import jax
     import jax.numpy as jnp
@@ -34,7 +34,8 @@ def _parts(run: JaxTrainingRun) -> tuple[Callable[..., Sum], Callable[..., Any]]
     return part, mean
 
 
-def _windows(run: JaxTrainingRun) -> list[list[Any]]:
+def windows_of(run: JaxTrainingRun) -> list[list[Any]]:
+    """Return the windows of one epoch, the last one possibly shorter."""
     batches, k = list(run.batches), run.accumulation_steps
     return [batches[i : i + k] for i in range(0, len(batches), k)]
 
@@ -49,7 +50,7 @@ def _accumulate(run: JaxTrainingRun, reset: Reset, *, donate: bool = False) -> N
     import jax.numpy as jnp
     import optax
 
-    part, mean = _parts(run)
+    part, mean = summed_parts(run)
 
     @partial(jax.jit, donate_argnums=(0,) if donate else ())
     def add(kept: Sum, params: Any, batch: Any, first: Any) -> Sum:
@@ -58,7 +59,7 @@ def _accumulate(run: JaxTrainingRun, reset: Reset, *, donate: bool = False) -> N
     params, state = run.params, run.optimizer.init(run.params)
     kept = jax.tree.map(jnp.zeros_like, (params, part(params, next(iter(run.batches)))[1]))
     for _ in range(run.epochs):
-        for window in _windows(run):
+        for window in windows_of(run):
             for number, batch in enumerate(window):
                 kept = add(kept, params, batch, number == 0)
             updates, state = run.optimizer.update(mean(*kept), state, params)
@@ -111,7 +112,7 @@ def jax_scan_carry(run: JaxTrainingRun) -> None:
     import jax.numpy as jnp
     import optax
 
-    part, mean = _parts(run)
+    part, mean = summed_parts(run)
 
     @jax.jit
     def scanned(start: Sum, params: Any, stacked: Any) -> Sum:
@@ -124,7 +125,7 @@ def jax_scan_carry(run: JaxTrainingRun) -> None:
     params, state = run.params, run.optimizer.init(run.params)
     zeros = jax.tree.map(jnp.zeros_like, (params, part(params, next(iter(run.batches)))[1]))
     for _ in range(run.epochs):
-        for window in _windows(run):
+        for window in windows_of(run):
             kept = zeros
             for run_of_equals in _of_one_size(window):
                 kept = scanned(kept, params, jax.tree.map(lambda *a: jnp.stack(a), *run_of_equals))

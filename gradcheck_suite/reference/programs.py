@@ -246,7 +246,9 @@ class Programs:
         if path is None or not path.exists() or not is_own(path):
             return None
         try:
-            program = serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
+            stored = pickle.loads(path.read_bytes())
+            # by default it runs on all devices, where it was compiled for one
+            program = serialize_executable.deserialize_and_load(*stored, execution_devices=[device(self._platform)])
         except Exception:  # a damaged or foreign file raises anything; it is only a cache, so compile again
             path.unlink(missing_ok=True)
             return None

@@ -290,7 +290,8 @@ class JaxObserver:
     def _init(self, params: Any) -> ObservedState:
         self.is_multi_steps |= _is_called_from("/optax/transforms/_accumulation.py")
         inner = () if self._inner is None else self._inner.init(params)
-        return ObservedState(io_callback(self._root, self.NUMBER, ordered=True), inner, self)
+        root = io_callback(self._root, self.NUMBER, ordered=True) if _is_traced() else jnp.asarray(self._root())
+        return ObservedState(root, inner, self)
 
     def _root(self) -> np.int32:
         with self._lock:
@@ -309,10 +310,10 @@ class JaxObserver:
         else:
             made, inner = self._inner.update(updates, state.inner, params)
         arguments = (gradient, known, self._as_params(made) if self._inner else [])
-        eager = not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((updates, state.call)))
-        call = io_callback(
-            partial(self._record, devices, eager), self.NUMBER, state.call, device, arguments, ordered=True
-        )
+        traced = _is_traced()
+        record, given = partial(self._record, devices, not traced), (state.call, device, arguments)
+        # what an eager callback returns lies on one device alone, and no function over several would take it
+        call = io_callback(record, self.NUMBER, *given, ordered=True) if traced else jnp.asarray(record(*given))
         return made, ObservedState(call, inner, self)
 
     def _as_params(self, tree: Any) -> list[Any]:
@@ -374,6 +375,11 @@ def _device() -> tuple[Any, int]:
     return index, devices
 
 
+def _is_traced() -> bool:
+    """Return whether JAX is tracing a function."""
+    return isinstance(jnp.zeros((), jnp.int32) + 0, jax.core.Tracer)
+
+
 def _is_called_from(file: str) -> bool:
     frame: Any = sys._getframe(2)
     while frame is not None and not frame.f_code.co_filename.endswith(file):
@@ -381,7 +387,7 @@ def _is_called_from(file: str) -> bool:
     return frame is not None
 
 
-OBSERVER = (ObservedState, _Call, _Event, JaxObserver, _device, _is_called_from)
+OBSERVER = (ObservedState, _Call, _Event, JaxObserver, _device, _is_traced, _is_called_from)
 """What a stand-alone script copies, which therefore needs jax and optax alone."""
 
 
