@@ -276,7 +276,7 @@ def _with_size_fault(violation: Violation, case: Case, runner: Callable[[], Loop
     return replace(violation, details=(*violation.details, f"a further fault, {fault.name}: {fault.sentence}"))
 
 
-SHRINK_SECONDS, COMPILING_SECONDS = 30.0, 3.0
+SHRINK_SECONDS, COMPILING_SECONDS = 30.0, 5.0
 """Seconds of computing, or a quarter of the clock's: a busy machine shrinks as far. A loop that compiles in each run is
 not run so often."""
 MOST_HUNTED = 50
@@ -358,7 +358,7 @@ class Search:
         if seen is None or seen.diagnosis == "timed-out":
             return seen is not None
         # small elements that are 0 are a fault of elements already, and a name of weights says what a long plan shows
-        as_drawn = seen.diagnosis not in MAY_BE_OF_ELEMENTS and not has_slopes(seen.case)
+        as_drawn = seen.diagnosis not in MAY_BE_OF_ELEMENTS and (is_jax(self.loop) or not has_slopes(seen.case))
         as_drawn |= seen.diagnosis == "flushed-to-zero"
         return self._final and (self._problem is not None or as_drawn)
 
@@ -422,8 +422,9 @@ class Search:
     def judge(self, case: Case) -> None:
         """Check a case; raise `ViolatedError` where it shows the fault that is searched for."""
         shrinking = bool(self._trail)
-        if (shrinking or self._settled) and self._found_at.passed() > SHRINK_SECONDS:
-            self.stopped = f"shrinking stopped after {SHRINK_SECONDS:g} s, so a smaller case may exist"
+        seconds = COMPILING_SECONDS if is_jax(self.loop) else SHRINK_SECONDS
+        if (shrinking or self._settled) and self._found_at.passed() > seconds:
+            self.stopped = f"shrinking stopped after {seconds:g} s, so a smaller case may exist"
             return
         try:
             if self._is_outside(case) and self._outside % ATTEMPTS:
