@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields, replace
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, overload
 
 from gradcheck_suite.core.case import DEVICES, DTYPES, OBJECTIVES, Objective, Plan, is_integer
 from gradcheck_suite.errors import UsageError
@@ -262,6 +262,14 @@ def training_loop(*, assumes: Iterable[str] = (), autocast: str | None = None) -
         return loop
 
     return mark
+
+
+@overload
+def jax_training_loop(loop: _LoopT, *, assumes: Iterable[str] = ()) -> _LoopT: ...
+
+
+@overload
+def jax_training_loop(loop: None = None, *, assumes: Iterable[str] = ()) -> Callable[[_LoopT], _LoopT]: ...
 
 
 def jax_training_loop(loop: Any = None, *, assumes: Iterable[str] = ()) -> Any:

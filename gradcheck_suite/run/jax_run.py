@@ -141,7 +141,7 @@ def lifted(problem: Problem) -> LiftedProblem:
     Raises:
         UsageError: it is none of JAX, or its loss is no pure function with a scalar result.
     """
-    params = problem.model(0)
+    params: Any = problem.model(0)
     if isinstance(params, torch.nn.Module) or not jax.tree.leaves(params):
         raise UsageError(
             "Problem.model(seed) must return a pytree of JAX arrays for a loop of JAX, got "
@@ -175,13 +175,13 @@ def lifted(problem: Problem) -> LiftedProblem:
         with jax.enable_x64(True):
             return jax.tree.map(lambda leaf: to_torch(jnp.asarray(leaf)), problem.batch(items, seed))
 
-    own = problem.count
+    own: Any = problem.count
     return LiftedProblem(
         model,
         batch,
         loss,
         problem.reduction,
-        None if own is None else lambda batch: float(own(map_leaves(to_jax, batch))),  # type: ignore[arg-type,return-value]
+        None if own is None else lambda batch: torch.tensor(float(own(map_leaves(to_jax, batch)))),
         own=problem,
         names=names,
         tree=tree,
@@ -194,9 +194,9 @@ def _expect_pure(problem: Problem, params: Any) -> None:
         found = [problem.loss(params, batch), problem.loss(params, batch), jax.jit(problem.loss)(params, batch)]
         shapes = {jnp.shape(value) for value in found}
     except Exception as error:
-        first = (str(error).splitlines() or [""])[0]
+        line = (str(error).splitlines() or [""])[0]
         raise UsageError(
-            f"Problem.loss(params, batch) must be a pure function of JAX: it fails with {type(error).__name__}: {first}"
+            f"Problem.loss(params, batch) must be a pure function of JAX: it fails with {type(error).__name__}: {line}"
         ) from None
     if shapes != {()}:
         raise UsageError(f"Problem.loss(params, batch) must return a scalar array, got shape {shapes.pop()}")
@@ -290,7 +290,7 @@ class JaxObserver:
     def _init(self, params: Any) -> ObservedState:
         self.is_multi_steps |= _is_called_from("/optax/transforms/_accumulation.py")
         inner = () if self._inner is None else self._inner.init(params)
-        root = io_callback(self._root, self.NUMBER, ordered=True) if _is_traced() else jnp.asarray(self._root())
+        root = io_callback(self._root, self.NUMBER, ordered=True) if _is_traced(params) else jnp.asarray(self._root())
         return ObservedState(root, inner, self)
 
     def _root(self) -> np.int32:
@@ -310,8 +310,9 @@ class JaxObserver:
         else:
             made, inner = self._inner.update(updates, state.inner, params)
         arguments = (gradient, known, self._as_params(made) if self._inner else [])
-        traced = _is_traced()
-        record, given = partial(self._record, devices, not traced), (state.call, device, arguments)
+        given = state.call, device, arguments
+        traced = _is_traced(given)
+        record = partial(self._record, devices, not traced)
         # what an eager callback returns lies on one device alone, and no function over several would take it
         call = io_callback(record, self.NUMBER, *given, ordered=True) if traced else jnp.asarray(record(*given))
         return made, ObservedState(call, inner, self)
@@ -375,9 +376,9 @@ def _device() -> tuple[Any, int]:
     return index, devices
 
 
-def _is_traced() -> bool:
-    """Return whether JAX is tracing a function."""
-    return isinstance(jnp.zeros((), jnp.int32) + 0, jax.core.Tracer)
+def _is_traced(tree: Any) -> bool:
+    """Return whether JAX is tracing a function: the tree holds what it traces, or whatever is made here is traced."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in (*jax.tree.leaves(tree), jnp.zeros((), jnp.int32) + 0))
 
 
 def _is_called_from(file: str) -> bool:
@@ -558,7 +559,8 @@ def _users_functions(instance: Instance, problem: Problem) -> tuple[Function, Fu
 
     def loss(params: Any, batch: Batch) -> jax.Array:
         _expect_arrays("loss", params, batch)
-        return (instance.scale * problem.loss(params, batch)).astype(dtype)
+        value: Any = problem.loss(params, batch)
+        return (instance.scale * value).astype(dtype)
 
     def count(batch: Batch) -> jax.Array:
         _expect_arrays("count", batch)

@@ -273,10 +273,13 @@ _OF_JAX = {field.name for field in dataclasses.fields(JaxTrainingRun)} - {
 
 def _expect_torch(error: BaseException, run: TrainingRun) -> None:
     """Raise `UsageError` where a loop failed because it takes what a loop of JAX is given."""
-    if isinstance(error, AttributeError) and error.obj is run and error.name in _OF_JAX:
+    if not isinstance(error, AttributeError):
+        return
+    of_run = error.obj is run and error.name in _OF_JAX
+    if of_run or (error.obj is run.optimizer and error.name in ("init", "update")):
         raise UsageError(
-            f"the loop asks for run.{error.name}, which a loop of JAX is given: decorate it with "
-            "@gradcheck_suite.jax_training_loop, or say --framework jax"
+            f"the loop asks for run.{'' if of_run else 'optimizer.'}{error.name}, which a loop of JAX is given: "
+            "decorate it with @gradcheck_suite.jax_training_loop, or say --framework jax"
         ) from None
 
 

@@ -83,7 +83,7 @@ def test_a_planted_fault_is_found_and_named(bug):
 def test_multi_steps_averages_means_and_its_weights_say_so():
     result = verify(multi_steps, examples=1)
     assert (result.violation.diagnosis, result.cases) == ("mean-of-means", 0)
-    assert [(w.count, w.observed) for w in result.violation.weights] == [(1, 1 / 2), (3, pytest.approx(1 / 6))]
+    assert [(w.count, w.observed) for w in result.violation.weights] == [(2, 1 / 4), (6, pytest.approx(1 / 12))]
 
 
 def test_multi_steps_holds_with_what_it_assumes_and_says_what_is_not_judged():
@@ -95,8 +95,9 @@ def test_multi_steps_holds_with_what_it_assumes_and_says_what_is_not_judged():
 def test_multi_steps_accumulates_in_float32_which_a_run_in_float64_shows():
     case = CASES[2].replace(optimizer=None, plan=Plan((2, 2), 2))
     assert check(multi_steps, case).holds
-    verdict = check(multi_steps, case.replace(dtype="float64"))
-    assert verdict.violation.diagnosis == "rounded-gradient"
+    violation = check(multi_steps, case.replace(dtype="float64")).violation
+    assert violation.kind == "gradient"
+    assert 1e-12 < violation.error < 1e-6
 
     @jax_training_loop
     def wide(run):
@@ -185,11 +186,9 @@ def test_parameters_may_differ_by_a_rounding_error_and_no_more(off, holds):
 
 
 def test_a_loop_without_the_decorator_has_one_clear_line():
-    def undeclared(run):
-        run.optimizer.init(run.params)
-
-    with pytest.raises(UsageError, match=r"run\.params, which a loop of JAX is given: decorate it with"):
-        verify(undeclared, examples=1)
+    for loop, name in ((lambda run: run.params, "params"), (lambda run: run.optimizer.init({}), r"optimizer\.init")):
+        with pytest.raises(UsageError, match=rf"run\.{name}, which a loop of JAX is given: decorate it with"):
+            verify(loop, examples=1)
 
 
 def test_a_torch_loop_that_is_declared_as_one_of_jax_has_one_clear_line():
@@ -267,7 +266,7 @@ def test_a_problem_of_jax_is_trained_and_a_fault_on_it_is_named():
     case = Case("problem", Plan((1, 3), 2), dtype="float32")
     assert check(whole_window, case, problem=PROBLEM).holds
     violation = check(multi_steps, case, problem=PROBLEM).violation
-    assert violation.diagnosis == "mean-of-means"
+    assert violation.diagnosis in ("mean-of-means", "windows-across-epochs")  # the loop has both faults
     assert violation.parameter in ("dense.kernel", "bias.0")
 
 
@@ -294,13 +293,14 @@ def test_a_script_shows_the_fault_without_the_suite_and_without_torch():
     name = f"{__name__}:multi_steps"
     source = "import optax, jax, gradcheck_suite\n" + "\n".join(_source_of_multi_steps())
     text = script_text(multi_steps, name, violation)
-    start = text.index("LOOP = ")
-    text = f"{text[:start]}LOOP = {source!r}\n\n\n{text[text.index('# What reaches the optimizer') :]}"
+    # a module whose source is imported without the suite
+    before, rest = text[: text.index("LOOP = ")], text[text.index("\n# What reaches the optimizer\n") :]
+    text = f"{before}LOOP = {source!r}\n{rest}"
     ended = run_alone(text)
     assert (ended.status, ended.errors) == (1, "")
-    assert "expected 0.25, observed 0.5" in ended.output
+    assert "expected 0.125, observed 0.25" in ended.output
     assert ended.output.endswith("the fault is there\n")
-    assert run_alone(text.replace("MICRO_BATCHES = (1, 3)", "MICRO_BATCHES = (2, 2)")).status == 0
+    assert run_alone(text.replace("MICRO_BATCHES = (2, 6)", "MICRO_BATCHES = (4, 4)")).status == 0
 
 
 def _source_of_multi_steps():
