@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gradcheck_suite.core.records import Record
+from gradcheck_suite.loops.jax_modes import JAX_MODES
 from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.page.content import Answer, Figure, Report, Section, sources
 from gradcheck_suite.page.violation import stored_violations
@@ -40,6 +41,7 @@ def answers(records: Records) -> tuple[Answer, ...]:
 def _holds(records: Records) -> Answer:
     newest = records.newest("verify")
     modes = [record for record in newest if record.data.get("loop") in MODES]
+    of_jax = {str(record.data["loop"]) for record in newest if record.data.get("loop") in JAX_MODES}
     brief, sentence = _holds_sentence([record.data for record in modes])
     return Answer(
         "holds",
@@ -47,7 +49,7 @@ def _holds(records: Records) -> Answer:
         brief,
         sentence,
         "verification",
-        matrix=verdicts.verdict_matrix(newest, len(MODES)) if newest else None,
+        matrix=verdicts.verdict_matrix(newest, len(MODES) + len(of_jax)) if newest else None,
         sources=sources(modes or newest),
     )
 
