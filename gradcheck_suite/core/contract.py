@@ -127,7 +127,7 @@ class JaxTrainingRun:
 
     params: Any
     optimizer: optax.GradientTransformation
-    batches: Collection[Batch]
+    batches: Iterable[Batch]
     loss: Callable[[Any, Batch], jax.Array]
     count: Callable[[Batch], jax.Array]
     accumulation_steps: int

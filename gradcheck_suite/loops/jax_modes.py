@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from gradcheck_suite.core.contract import FINITE_GRADIENTS, JaxTrainingRun, jax_training_loop
@@ -98,11 +99,10 @@ def jax_donated(run: JaxTrainingRun) -> None:
     import jax
     import jax.numpy as jnp
 
-    _accumulate(
-        run,
-        lambda kept, first: jax.tree.map(lambda a: jnp.where(first, jnp.zeros_like(a), a), kept),
-        donate=True,
-    )
+    def zeros(kept: Sum, first: Any) -> Sum:
+        return jax.tree.map(lambda a: jnp.where(first, jnp.zeros_like(a), a), kept)
+
+    _accumulate(run, zeros, donate=True)
 
 
 @jax_training_loop
@@ -137,14 +137,7 @@ def _of_one_size(window: Sequence[Any]) -> list[list[Any]]:
     """Return the micro-batches of a window in runs of one size: what is scanned over has one shape."""
     import jax
 
-    found: list[list[Any]] = []
-    for batch in window:
-        shapes = jax.tree.map(lambda a: a.shape, batch)
-        if found and jax.tree.map(lambda a: a.shape, found[-1][0]) == shapes:
-            found[-1].append(batch)
-        else:
-            found.append([batch])
-    return found
+    return [list(alike) for _, alike in groupby(window, lambda batch: [a.shape for a in jax.tree.leaves(batch)])]
 
 
 JAX_MODES = {loop.__name__: loop for loop in (jax_zeros_like, jax_where, jax_times_zero, jax_donated, jax_scan_carry)}

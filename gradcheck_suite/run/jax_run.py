@@ -398,19 +398,17 @@ OBSERVER = (ObservedState, _Call, _Event, JaxObserver, _device, _is_traced, _is_
 class Batches:
     """The micro-batches of an epoch in order, as JAX arrays; every pass makes new ones, which a loop may donate."""
 
-    def __init__(self, instance: Instance, expect_few: Callable[[], None]) -> None:
-        self._instance, self._expect_few = instance, expect_few
+    def __init__(self, instance: Instance, observer: JaxObserver) -> None:
+        self._instance, self._observer = instance, observer
 
     def __len__(self) -> int:
         return len(self._instance.case.plan.micro_batches)
 
     def __iter__(self) -> Iterator[Batch]:
         for items in self._instance.case.plan.cuts:
-            self._expect_few()
+            if self._observer.exceeded:
+                raise TooManySteps
             yield map_leaves(to_jax, self._instance.batch(items))
-
-    def __contains__(self, batch: object) -> bool:
-        return any(batch is own for own in self)
 
 
 def jax_optimizer(name: str | None) -> Any:
@@ -424,17 +422,10 @@ def jax_optimizer(name: str | None) -> Any:
         "normalized": lambda: optax.chain(_normalize(optax), optax.trace(decay=0.5), optax.scale(-0.02)),
         "sgd": lambda: optax.sgd(0.05),
         "momentum": lambda: optax.chain(optax.add_decayed_weights(0.01), optax.sgd(0.05, momentum=0.9)),
-        "nesterov": lambda: optax.sgd(0.05, momentum=0.9, nesterov=True),
         "adam": lambda: optax.adam(0.01),
         "adamw": lambda: optax.adamw(0.01, weight_decay=0.1),
-        "adagrad": lambda: optax.adagrad(0.05),
-        "rmsprop": lambda: optax.rmsprop(0.01, momentum=0.5),
-        "adadelta": lambda: optax.adadelta(1.0),
-        "adamax": lambda: optax.adamax(0.01),
-        "nadam": lambda: optax.nadam(0.01),
-        "radam": lambda: optax.radam(0.01),
     }
-    if name is not None and name not in made:
+    if name not in (None, *made):
         raise UsageError(f"optimizer of a loop of JAX must be one of {', '.join(made)}; got {name!r}")
     return None if name is None else made[name]()
 
@@ -486,15 +477,10 @@ def _run(loop: Loop, instance: Instance, optax: Any, time_limit_s: float | None)
     names, params, loss, count = _parts(instance)
     start = {n: to_torch(a) for n, a in zip(names, jax.tree.leaves(params), strict=True)}
     observer = JaxObserver(params, jax_optimizer(case.optimizer), MOST_CALLS * case.plan.step_limit)
-
-    def expect_few() -> None:
-        if observer.exceeded:
-            raise TooManySteps
-
     run = JaxTrainingRun(
         params=params,
         optimizer=observer.transformation(optax),
-        batches=Batches(instance, expect_few),
+        batches=Batches(instance, observer),
         loss=loss,
         count=count,
         accumulation_steps=case.plan.accumulation_steps,
@@ -591,8 +577,7 @@ def _observations(
     finds where the two differ by a rounding error alone: a compiled function may round once where two roundings are
     written.
     """
-    found: list[Observation] = []
-    expected, first = start, names[0]
+    found, expected, first = list[Observation](), start, names[0]
     places = {0: 0} | {call.number: place + 1 for place, call in enumerate(steps)}
     for call in steps:
         gradient, params, made = call.seen.get(device) or next(iter(call.seen.values()))

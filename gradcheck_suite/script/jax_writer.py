@@ -60,21 +60,20 @@ def jax_script_text(loop: Loop, name: str, violation: Violation, problem: Proble
         return None
     evidence, windows = violation.evidence, len(case.plan.windows)
     step = None if violation.window is None else (violation.epoch or 0) * windows + violation.window
-    parameters = {n: p.detach().double().numpy() for n, p in model.named_parameters()}
+    parameters = sorted((n, p.detach().double().numpy()) for n, p in model.named_parameters() if n in names)
     with np.printoptions(threshold=2 * MOST, floatmode="unique", linewidth=110):
         return Template(TEMPLATE).substitute(
             title=violation_title(violation.kind, violation.diagnosis),
             explanation=violation.explanation,
             case="\n".join(describe_case(case)),
             dtype=case.dtype,
-            params=repr({n: parameters[n] for n in names}),
+            params=repr(dict(parameters)),
             gradients=repr(gradients),
             counts=repr(np.array([float(instance.count(instance.batch(range(i, i + 1)))) for i in items])),
             micro_batches=repr(case.plan.micro_batches),
             steps=case.plan.steps,
             step=step,
             expected=None if evidence is None else repr(ordered(evidence.expected)),
-            observed=None if evidence is None else repr(ordered(evidence.observed)),
             allowed=None if evidence is None else repr(ordered(np.nan_to_num(evidence.allowed))),
             file=Path(source).name,
             source=repr(Path(source).read_text(encoding="utf-8")).replace("\\n", "\\n'\n    '").join("()"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -33,23 +33,27 @@ def train_with_multi_steps(run: JaxTrainingRun, **options: Any) -> None:
             params, state = step(params, state, batch)
 
 
-def train_with(run: JaxTrainingRun, gradient: Callable[[Any, list[Any]], Any], *, forget: bool = False) -> None:
+def train_with(
+    run: JaxTrainingRun, gradient: Callable[[Any, list[Any]], Any], *, forget: bool = False, whole: bool = False
+) -> None:
     """Train with `gradient(params, window)`.
 
     Args:
         run: the training run.
         gradient: of a window.
         forget: whether each window starts with a new state of the optimizer.
+        whole: whether short windows are left out.
     """
     import optax
 
     params, state = run.params, run.optimizer.init(run.params)
-    for _ in range(run.epochs):
-        for window in windows_of(run):
-            if forget:
-                state = run.optimizer.init(params)
-            updates, state = run.optimizer.update(gradient(params, window), state, params)
-            params = optax.apply_updates(params, updates)
+    for window in (window for _ in range(run.epochs) for window in windows_of(run)):
+        if whole and len(window) < run.accumulation_steps:
+            continue
+        if forget:
+            state = run.optimizer.init(params)
+        updates, state = run.optimizer.update(gradient(params, window), state, params)
+        params = optax.apply_updates(params, updates)
 
 
 def sums_of(run: JaxTrainingRun) -> Callable[..., Any]:
@@ -77,13 +81,6 @@ def jax_multi_steps(run: JaxTrainingRun) -> None:
     train_with_multi_steps(run)
 
 
-@bug("gradient/wrong-scale", needs="2 micro-batches in a window", assumes=(EQUAL_BATCHES, "whole-windows"))
-@jax_training_loop
-def jax_multi_steps_sum(run: JaxTrainingRun) -> None:
-    """`optax.MultiSteps(use_grad_mean=False)` adds means up, and nothing divides them by K."""
-    train_with_multi_steps(run, use_grad_mean=run.reduction == "sum" and run.accumulation_steps > 1)
-
-
 @bug("step-count/windows-across-epochs, step-count/tail-dropped", needs="a short window", assumes=(EQUAL_BATCHES,))
 @jax_training_loop
 def jax_multi_steps_tail(run: JaxTrainingRun) -> None:
@@ -91,7 +88,7 @@ def jax_multi_steps_tail(run: JaxTrainingRun) -> None:
     train_with_multi_steps(run, use_grad_mean=run.reduction == "mean")
 
 
-@bug("gradient/wrong-scale, gradient/wrong-divisor", needs="2 windows of unequal counts")
+@bug("gradient/wrong-scale", needs="2 windows of unequal counts")
 @jax_training_loop
 def jax_traced_count(run: JaxTrainingRun) -> None:
     """The count of the first window is read when the step is traced, and is a constant of the compiled function."""
@@ -112,13 +109,8 @@ def jax_first_count(run: JaxTrainingRun) -> None:
     sums = sums_of(run)
 
     def gradient(params: Any, window: list[Any]) -> Any:
-        first = run.count(window[0])
-        means = [_over(run, *sums(params, [batch])) for batch in window]
-        weighted = jax.tree.map(lambda *g: sum(g), *means)
-        if run.reduction == "sum":
-            return weighted
-        total = sum(run.count(batch) for batch in window)
-        return jax.tree.map(lambda a: (a * first / total).astype(a.dtype), weighted)
+        means = jax.tree.map(lambda *g: sum(g), *[_over(run, *sums(params, [batch])) for batch in window])
+        return _over(run, means, sum(run.count(batch) for batch in window) / run.count(window[0]))
 
     train_with(run, gradient)
 
@@ -173,17 +165,7 @@ def jax_donated_again(run: JaxTrainingRun) -> None:
 def jax_scan_whole_windows(run: JaxTrainingRun) -> None:
     """An epoch is reshaped to (windows, K, ...) for `lax.scan`, which leaves the short last window out."""
     sums = sums_of(run)
-
-    def whole() -> Iterator[list[Any]]:
-        for _ in range(run.epochs):
-            yield from (window for window in windows_of(run) if len(window) == run.accumulation_steps)
-
-    import optax
-
-    params, state = run.params, run.optimizer.init(run.params)
-    for window in whole():
-        updates, state = run.optimizer.update(_over(run, *sums(params, window)), state, params)
-        params = optax.apply_updates(params, updates)
+    train_with(run, lambda params, window: _over(run, *sums(params, window)), whole=True)
 
 
 @bug("gradient/stale-parameters, parameters/parameter-drift", needs="2 steps of an optimizer that moves parameters")
