@@ -128,7 +128,10 @@ def test_a_changed_statement_changes_the_digest(tmp_path, old, new):
         ("studies/zoo/bug.py", {"zoo"}),
         ("loops/reset_modes.py", {"benchmark", "claim", "memory", "traffic", "verify"}),
         ("loops/laws.py", {"benchmark", "claim", "memory", "traffic", "verify"}),
-        ("core/comparison.py", {"atlas", "audit", "bridge", "calibration", "claim", "public-script", "trainer", "verify", "zoo"}),
+        (
+            "core/comparison.py",
+            {"atlas", "audit", "bridge", "calibration", "claim", "public-script", "trainer", "verify", "zoo"},
+        ),
         ("page/render.py", set()),
     ],
 )

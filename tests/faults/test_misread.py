@@ -1,4 +1,4 @@
-"""Loops that used to get a misleading name have a right one, or a general one with the numbers, on the weight probes."""
+"""Loops that used to get a misleading name have a right one, or a general one with the numbers, on weight probes."""
 
 from __future__ import annotations
 

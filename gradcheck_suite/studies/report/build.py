@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradcheck_suite.core.records import Record
+from gradcheck_suite.loops.jax_modes import JAX_MODES
 from gradcheck_suite.loops.ranks import RANK_LOOPS
 from gradcheck_suite.loops.reset_modes import BUILT_IN, MODES
 from gradcheck_suite.loops.trainers import TRAINERS
@@ -134,6 +135,7 @@ def _diagnosis(data: Data) -> str:
 def _holds(records: Records) -> Answer:
     newest = records.newest("verify")
     modes = [record for record in newest if record.data.get("loop") in MODES]
+    of_jax = [record for record in newest if record.data.get("loop") in JAX_MODES]
     brief, sentence = _holds_sentence([record.data for record in modes])
     return Answer(
         "holds",
@@ -141,7 +143,7 @@ def _holds(records: Records) -> Answer:
         brief,
         sentence,
         "verification",
-        matrix=verdicts.verdict_matrix(modes or newest, len(MODES)) if newest else None,
+        matrix=verdicts.verdict_matrix([*modes, *of_jax] or newest, len(MODES) + len(JAX_MODES)) if newest else None,
         sources=sources(modes or newest),
     )
 
