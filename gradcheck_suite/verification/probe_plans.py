@@ -197,9 +197,10 @@ def _smaller(violation: Violation, assumes: frozenset[str]) -> Smaller:
                 if (plan := within(with_number(number - step), assumes)) != case.plan:
                     yield f"{text} = {number - step}", _of_plan(case, plan)
             step //= 2
-    single = replace(case.plan, micro_batches=(1,) * len(case.plan.micro_batches))
+    # within the assumptions, micro-batches of one item may have the size of this plan's again
+    single = within(replace(case.plan, micro_batches=(1,) * len(case.plan.micro_batches)), assumes)
     if single != case.plan:
-        yield "", _of_plan(case, within(single, assumes))
+        yield "", _of_plan(case, single)
 
 
 def _numbers(plan: Plan) -> Iterator[tuple[str, int, Callable[[int], Plan]]]:

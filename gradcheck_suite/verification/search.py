@@ -227,7 +227,9 @@ class Search:
             return True
         if final:
             sloped = self._sloped and not self._compiles
-            return self._problem is not None or not (sloped or is_general(seen.kind, seen.diagnosis))
+            # a drawn case tells a fault of elements; of an exception it tells no more
+            general = seen.kind != "raised" and is_general(seen.kind, seen.diagnosis)
+            return self._problem is not None or not (sloped or general)
         return self._problem is None and not is_general(seen.kind, seen.diagnosis) and self.on_ladder(seen)
 
     def _named(self, violation: Violation) -> Violation:
