@@ -88,7 +88,7 @@ def _expect_built_in(text: str) -> None:
     loops = Path(__file__).parents[1] / "loops"
     nodes = (
         node
-        for file in (loops / "reset_modes.py", loops / "ranks.py")
+        for file in (loops / "reset_modes.py", loops / "jax_modes.py", loops / "ranks.py")
         for node in ast.walk(ast.parse(file.read_bytes()))
     )
     # loops are registered under names in quotes, or under their functions'
