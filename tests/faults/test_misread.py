@@ -1,4 +1,4 @@
-"""Loops that used to get a misleading name have a right one, or a general one with the numbers, on weight probes."""
+"""Loops that used to get a misleading name have a right one, or a general one with the numbers, on the probes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from gradcheck_suite import check
 from gradcheck_suite.core.contract import BUSY_RANKS, DENSE_GRADIENTS
 from gradcheck_suite.core.faults import is_general
 from gradcheck_suite.verification.probe_plans import first_cases, slopes_case
-from tests.faults.misread import RANKS, RIGHT
+from tests.faults.misread import RANKS, RIGHT, float32_copies_from_the_second_on
+
+# the parameters of the probes are numbers of float32, so that a search alone shows the copies
+ON_PROBES = [loop for loop in RIGHT if loop is not float32_copies_from_the_second_on]
 
 
-@pytest.mark.parametrize("loop", RIGHT, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("loop", ON_PROBES, ids=lambda loop: loop.__name__)
 def test_a_loop_gets_a_right_name_or_a_general_one(loop):
     ranks = RANKS.get(loop, 1)
     asked = frozenset({BUSY_RANKS, DENSE_GRADIENTS} if ranks > 1 else ()), "float64", "cpu", ranks
