@@ -10,7 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from gradcheck_suite.core.case import Case, Input, Layer, Loss, Plan, ProblemSpec, case_from_json
-from gradcheck_suite.core.contract import ASSUMPTIONS, Problem, TrainingRun, training_loop
+from gradcheck_suite.core.contract import (
+    ASSUMPTIONS,
+    JaxTrainingRun,
+    Problem,
+    TrainingRun,
+    jax_training_loop,
+    training_loop,
+)
 from gradcheck_suite.core.results import Result, Verdict, Violation
 from gradcheck_suite.errors import CannotRunHere, GradcheckSuiteError, UsageError, ViolationFound
 from gradcheck_suite.run import environment
@@ -40,6 +47,7 @@ __all__ = [
     "Case",
     "GradcheckSuiteError",
     "Input",
+    "JaxTrainingRun",
     "Layer",
     "Loss",
     "Plan",
@@ -56,6 +64,7 @@ __all__ = [
     "cases",
     "check",
     "environment",
+    "jax_training_loop",
     "objective",
     "plans",
     "problems",

@@ -78,7 +78,7 @@ def verify_training_loop(request: pytest.FixtureRequest) -> Callable[..., Result
         )
         refusal = ""
         try:
-            chosen = _options(request.node, options)
+            chosen = _options(request.node, loop, options)
             verified = verify_subject(subject, chosen, lambda verdict: None)
         except UsageError as error:
             refusal = str(error)
@@ -124,7 +124,7 @@ def _flag(field: str) -> str:
     return f"--gradcheck-{field}"
 
 
-def _options(node: Any, given: dict[str, Any]) -> VerifyOptions:
+def _options(node: Any, loop: Loop, given: dict[str, Any]) -> VerifyOptions:
     """Return the options of one call: the command line's over the call's over the marker's.
 
     Raises:
@@ -141,7 +141,7 @@ def _options(node: Any, given: dict[str, Any]) -> VerifyOptions:
     chosen.update(given)
     overrides = {option.field: node.config.getoption(_flag(option.field)) for option in OVERRIDES}
     chosen.update({field: value for field, value in overrides.items() if value is not None})
-    return VerifyOptions().replace(**chosen)
+    return VerifyOptions().replace(**chosen).of(loop)
 
 
 def _line(result: Result) -> str:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache, partial, reduce
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from gradcheck_suite.catalogue import definitions, losses, positions, rows
 from gradcheck_suite.catalogue.definitions import (
+    Arguments,
     Arrays,
     InputDefinition,
     LayerDefinition,
@@ -25,7 +28,7 @@ from gradcheck_suite.catalogue.definitions import (
     feature_axis,
     no_extras,
 )
-from gradcheck_suite.core.case import REDUCTIONS, Input, Layer, Loss, ProblemSpec
+from gradcheck_suite.core.case import REDUCTIONS, Input, Layer, Loss, ProblemSpec, Tie
 from gradcheck_suite.errors import UsageError
 
 _KindT = TypeVar("_KindT")
@@ -385,3 +388,60 @@ def build_model(problem: ProblemSpec, seed: int, dtype: torch.dtype) -> Generate
         model = GeneratedModel(problem)
     fill(model, seed)
     return model.to(dtype)
+
+
+# From a spec to a function of JAX: the layers' mathematics, composed.
+
+
+class _ModelInputs(NamedTuple):
+    values: Arguments
+    batch: Arguments
+    ties: Sequence[Tie]
+
+
+def _apply(
+    layers: Iterable[Layer],
+    signal: Signal,
+    given: _ModelInputs,
+    x: jax.Array,
+    path: str = "",
+    start: int = 0,
+) -> jax.Array:
+    for i, layer in enumerate(layers, start):
+        kind, name = layer_definition(layer), f"{path}{i}"
+        if kind.parallel:
+            outs = [_apply([b], signal, given, x, f"{name}.", j) for j, b in enumerate(layer.layers)]
+            x = sum(outs[1:], outs[0]) if kind.wraps == "sum" else jnp.concatenate(outs, feature_axis(signal))
+        elif kind.wraps == "residual":
+            x = x + _apply(layer.layers, signal, given, x, f"{name}.")
+        elif kind.wraps == "shared":
+            for _ in range(2):
+                x = _apply(layer.layers, signal, given, x, f"{name}.")
+        else:
+            assert kind.jax_apply is not None
+            names = value_names(name, given.values, given.ties)
+            extras = {k: given.batch[key] for k, key in extra_keys(layer, signal, name).items()}
+            x = kind.jax_apply(layer.o, {own: given.values[n] for own, n in names.items()}, x, extras)
+        signal = out_signal(layer, signal)
+    return x
+
+
+def jax_output(problem: ProblemSpec, values: Arguments, batch: Arguments) -> jax.Array:
+    """Return what a problem's model returns for a batch, given its parameters and floating buffers by name."""
+    return _apply(problem.layers, input_signal(problem.input), _ModelInputs(values, batch, problem.ties), batch["x"])
+
+
+def objective(loss: Loss, out: Any, batch: Any, weight: Any) -> Any:
+    """Return (sum of the item losses) / (sum of the counts) for a mean, the sum of the item losses for a sum.
+
+    Args:
+        loss: the loss and its reduction.
+        out: output of the model, (n, *size).
+        batch: the arrays that the loss reads.
+        weight: (n,), 1.0 for an item and 0.0 for padding.
+    """
+    kind = loss_definition(loss)
+    total = jnp.sum(weight * kind.jax_items(loss.o, out, batch))
+    if loss.reduction == "sum":
+        return total
+    return total / jnp.sum(weight * kind.jax_counts(loss.o, batch))

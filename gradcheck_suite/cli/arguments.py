@@ -122,6 +122,17 @@ def add_problem(parser: Parser) -> None:
     )
 
 
+def add_framework(parser: Parser, names: tuple[str, ...]) -> None:
+    """Add `--framework`."""
+    parser.add_argument(
+        "--framework",
+        type=one_of(names),
+        metavar="NAME",
+        help=f"{', '.join(names)}: what loops without a decorator are written in, and whose reset modes are verified "
+        "where no loop is named (default torch)",
+    )
+
+
 # The options of a verification, declared once for the command line and for pytest.
 
 
@@ -153,7 +164,14 @@ class Option:
     short: str | None = None
 
 
-EXAMPLES = Option("examples", "--examples", "N", "cases drawn for each loop", positive_integer, short="-n")
+EXAMPLES = Option(
+    "examples",
+    "--examples",
+    "N",
+    "cases drawn for each loop (default 200, and 50 of a loop of JAX)",
+    positive_integer,
+    short="-n",
+)
 SEED = Option("seed", "--seed", "S", "the same seed and the same versions draw the same cases", seed)
 TIME_LIMIT = Option(
     "time_limit_s",
@@ -183,7 +201,13 @@ def _assumption(text: str) -> str:
 OPTIONS = (
     EXAMPLES,
     SEED,
-    Option("dtype", "--dtype", "DTYPE", f"of parameters and data: {', '.join(DTYPES)}", one_of(DTYPES)),
+    Option(
+        "dtype",
+        "--dtype",
+        "DTYPE",
+        f"of parameters and data: {', '.join(DTYPES)} (default float64, and float32 of a loop of JAX)",
+        one_of(DTYPES),
+    ),
     Option("device", "--device", "DEVICE", " or ".join(DEVICES), one_of(DEVICES)),
     Option(
         "ranks",

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, cast
 
-from gradcheck_suite.core.contract import Loop, Problem
+from gradcheck_suite.core.contract import Loop, Problem, is_jax, jax_training_loop
 from gradcheck_suite.core.text import suggestion
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.trainers import TRAINERS
@@ -88,7 +88,7 @@ def _expect_built_in(text: str) -> None:
     loops = Path(__file__).parents[1] / "loops"
     nodes = (
         node
-        for file in (loops / "reset_modes.py", loops / "ranks.py")
+        for file in (loops / "reset_modes.py", loops / "jax_modes.py", loops / "ranks.py")
         for node in ast.walk(ast.parse(file.read_bytes()))
     )
     # loops are registered under names in quotes, or under their functions'
@@ -105,8 +105,10 @@ def _no_built_in(text: str, names: Iterable[str]) -> str:
     )
 
 
-def resolve_loop(text: str) -> Loop:
+def resolve_loop(text: str, framework: str | None = None) -> Loop:
     """Return the loop that `FILE.py:NAME`, `package.module:NAME`, a built-in's or a trainer's name stands for.
+
+    One of a user's is declared as a loop of JAX where the framework is `"jax"`.
 
     Raises:
         UsageError: there is none of that name, its file does not import, or it cannot be called with one argument.
@@ -123,6 +125,8 @@ def resolve_loop(text: str) -> Loop:
             f"argument, the TrainingRun{_offer(module, callable)}"
         )
     _expect_one_argument(loop, text)
+    if framework == "jax" and not is_jax(loop):
+        loop = jax_training_loop(loop)
     return _noted(loop, resolve_loop, text)
 
 
@@ -174,10 +178,11 @@ def _built_in(text: str) -> Loop:
         raise UsageError(f"{text} names no loop: expected {text}:NAME{listed}")
     if text in TRAINERS:
         return _noted(TRAINERS[text].load(), resolve_loop, text)
+    from gradcheck_suite.loops.jax_modes import JAX_MODES
     from gradcheck_suite.loops.ranks import RANK_LOOPS
     from gradcheck_suite.loops.reset_modes import BUILT_IN
 
-    loops = {**BUILT_IN, **RANK_LOOPS}
+    loops = {**BUILT_IN, **JAX_MODES, **RANK_LOOPS}
     if text not in loops:
         raise UsageError(_no_built_in(text, [*loops, *TRAINERS]))
     return loops[text]

@@ -15,8 +15,8 @@ from gradcheck_suite.core.results import Verdict
 class Progress:
     """One bar on standard error for the loop at work; gone once its line is printed."""
 
-    def __init__(self, *, examples: int, then: str | None = None) -> None:
-        """Take how many cases there will be, and what comes after the last one where that takes long."""
+    def __init__(self, *, examples: int = 0, then: str | None = None) -> None:
+        """Take how many cases there will be of each loop, and what comes after the last one where that takes long."""
         self._then, self._cases = then, 0
         self._bar: Bar | None = None
         self._task: TaskID | None = None
@@ -28,9 +28,10 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.stop()
 
-    def start(self, name: str) -> None:
-        """Show a fresh bar for a loop."""
+    def start(self, name: str, examples: int | None = None) -> None:
+        """Show a fresh bar for a loop, of so many cases."""
         self.stop()
+        self._examples = examples or self._examples
         self._cases = 0
         if not sys.stderr.isatty():
             return

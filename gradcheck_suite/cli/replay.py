@@ -11,7 +11,7 @@ from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.arguments import AUTOCAST, TIME_LIMIT, add_option
 from gradcheck_suite.cli.loading import expect_found, note_untested_trainers
-from gradcheck_suite.core.contract import Loop, Problem
+from gradcheck_suite.core.contract import Loop, Problem, is_jax
 from gradcheck_suite.core.counterexamples import StoredCase, read_case_file
 from gradcheck_suite.core.results import Violation
 from gradcheck_suite.core.text import of_bound, say
@@ -30,6 +30,7 @@ def add_arguments(parser: parsers.Parser) -> None:
         metavar="LOOP",
         help="FILE.py:NAME, package.module:NAME or a built-in's name (default: the loop that the file names)",
     )
+    parsers.add_framework(parser, ("torch", "jax"))
     parsers.add_problem(parser)
     add_option(parser, AUTOCAST)
     add_option(parser, TIME_LIMIT)
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     if verdict.skipped:
         raise CannotRunHere(f"case {case.digest} cannot be judged here: {verdict.skipped}")
     findings, lines = [verdict.finding] if verdict.finding else [], []
-    if problem is not None:
+    if problem is not None and not is_jax(loop):
         opinion = second_opinion([case], problem)
         findings, lines = [*opinion.findings], [opinion.summary()]
     lines += [f"finding, for which no loop is to blame: {finding}" for finding in findings]
@@ -91,7 +92,11 @@ def _subjects(arguments: argparse.Namespace, stored: StoredCase, name: str) -> t
     asked, named = arguments.problem, stored.case.problem
     if asked is not None and not isinstance(named, str):
         raise UsageError(f"--problem {asked}: case {stored.case.digest} brings its own generated problem; drop it")
-    loop = _named_by(arguments.case, name, resolve_loop) if arguments.loop is None else resolve_loop(name)
+
+    def resolve(text: str) -> Loop:
+        return resolve_loop(text, arguments.framework)
+
+    loop = _named_by(arguments.case, name, resolve) if arguments.loop is None else resolve(name)
     if not isinstance(named, str):
         return loop, None
     return loop, _named_by(arguments.case, named, resolve_problem) if asked is None else resolve_problem(asked)

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, VerifyOptions
+from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, ChosenOptions, VerifyOptions
 from gradcheck_suite.core.counterexamples import Counterexample
 from gradcheck_suite.core.results import Result
 from gradcheck_suite.core.text import counted, loop_lines
@@ -15,7 +15,7 @@ from gradcheck_suite.loops.trainers import TRAINERS
 
 def header(
     loops: Iterable[str],
-    options: VerifyOptions,
+    chosen: Mapping[bool, ChosenOptions],
     problem: str | None,
     about: Mapping[str, Any],
     libraries: Iterable[str] = (),
@@ -24,16 +24,18 @@ def header(
 
     Args:
         loops: the names of the loops, as the command line has them.
-        options: of the run.
+        chosen: whether loops are of JAX -> the options of these loops.
         problem: the name of the user's problem, None for generated ones.
         about: the environment.
         libraries: the distributions that the loops import.
     """
     versions, flags = about["versions"], about["precision"]
+    options = next(iter(chosen.values()))
     optimizer = "" if options.optimizer is None else f", optimizer {options.optimizer}"
+    others = "".join(f"; of JAX {counted(o.examples, 'case')}, {o.dtype}" for o in chosen.values() if o != options)
     lines = [
         f"{subjects(loops, versions, libraries)}: {counted(options.examples, 'case')} per loop, seed {options.seed}, "
-        f"{options.dtype} on {options.device}{optimizer}",
+        f"{options.dtype} on {options.device}{optimizer}{others}",
         f"matmul precision: torch {flags.get('torch_float32_matmul_precision')} "
         f"(TF32 {_on(flags.get('torch_cuda_matmul_allow_tf32'))}, "
         f"cuDNN TF32 {_on(flags.get('torch_cudnn_allow_tf32'))}), "

@@ -23,6 +23,7 @@ from gradcheck_suite.core.contract import (
     checked_assumptions,
     checked_autocast,
     expect_within,
+    is_jax,
 )
 from gradcheck_suite.core.counterexamples import FOLDER as COUNTEREXAMPLES
 from gradcheck_suite.core.counterexamples import Counterexample, loop_source, store_counterexample
@@ -121,8 +122,10 @@ def store(
             # a weight probe that was checked beside the user's problem brings its own
             problem, limit = None if violation.case.spec else subject.problem, options.time_limit_s
             script = case.with_suffix(".py")
-            write_text(script, script_text(subject.loop, subject.name, violation, problem=problem, time_limit_s=limit))
-            stored = Counterexample(case, script, unrepeatable(script, violation, limit))
+            text = script_text(subject.loop, subject.name, violation, problem=problem, time_limit_s=limit)
+            if text is not None:
+                write_text(script, text)
+                stored = Counterexample(case, script, unrepeatable(script, violation, limit))
     return stored
 
 
@@ -168,6 +171,7 @@ def add_arguments(parser: parsers.Parser) -> None:
         action="store_true",
         help="print the built-in loops and the trainers, and stop; with --ranks, those for several ranks",
     )
+    parsers.add_framework(parser, ("torch", "jax", "all"))
     parsers.add_problem(parser)
     for option in OPTIONS:
         add_option(parser, option)
@@ -210,7 +214,7 @@ def _is_worth_a_process(arguments: argparse.Namespace, options: VerifyOptions) -
     """Whether a second process, which takes seconds to start, can judge enough: generated problems on one CPU rank."""
     if arguments.processes == 1 or arguments.problem is not None or options.ranks > 1 or options.device != "cpu":
         return False
-    return options.examples * max(len(arguments.loops), 1) >= FEW_CASES
+    return (options.examples or FEW_CASES) * max(len(arguments.loops), 1) >= FEW_CASES
 
 
 def _verify(arguments: argparse.Namespace, options: VerifyOptions) -> int:
@@ -227,7 +231,8 @@ def _verify(arguments: argparse.Namespace, options: VerifyOptions) -> int:
         judge_digest()  # its sources are read while the ranks' process imports torch, and kept for the records
     libraries = dict.fromkeys(name for subject in subjects for name in libraries_of(subject.loop))
     about = environment.environment((*PACKAGES, *libraries))
-    header = verdict_text.header(arguments.loops, options, arguments.problem, about, libraries)
+    chosen = {is_jax(subject.loop): options.of(subject.loop) for subject in subjects}
+    header = verdict_text.header(arguments.loops, chosen, arguments.problem, about, libraries)
     if not arguments.quiet:
         say(header.splitlines())
     done = _Run(arguments, Path.cwd(), header.splitlines())
@@ -272,7 +277,7 @@ def _verify_all(subjects: list[Subject], options: VerifyOptions, about: dict[str
 
     width = max(len(subject.name) for subject in subjects)
     then = None if subjects[0].problem is None else "judged, asking JAX for a second opinion"
-    with Progress(examples=options.examples, then=then) as progress, noted_interrupts() as pressed, kept_ranks():
+    with Progress(then=then) as progress, noted_interrupts() as pressed, kept_ranks():
 
         def advance(verdict: Verdict) -> None:
             if pressed:
@@ -282,10 +287,11 @@ def _verify_all(subjects: list[Subject], options: VerifyOptions, about: dict[str
 
         try:
             for subject in subjects:
-                progress.start(subject.name)
-                verified = verify_subject(subject, options, advance)
+                chosen = options.of(subject.loop)
+                progress.start(subject.name, chosen.examples)
+                verified = verify_subject(subject, chosen, advance)
                 done.verified.append(verified)
-                _keep(subject, options, verified, about, done, width, progress.stop)
+                _keep(subject, chosen, verified, about, done, width, progress.stop)
                 if verified.result.interrupted or pressed:
                     done.interrupted = True
                     return
@@ -347,27 +353,39 @@ def _write_page(done: _Run) -> None:
 
 
 def _list(ranks: int) -> int:
+    from gradcheck_suite.loops.jax_modes import JAX_MODES
     from gradcheck_suite.loops.ranks import RANK_LOOPS
     from gradcheck_suite.loops.reset_modes import BUILT_IN
 
-    loops = BUILT_IN if ranks == 1 else RANK_LOOPS
+    loops = {**BUILT_IN, **JAX_MODES} if ranks == 1 else RANK_LOOPS
     built_in = [(name, (loop.__doc__ or "").strip().splitlines()[0]) for name, loop in loops.items()]
     trainers = [(name, f"{trainer.about} [{trainer.status}]") for name, trainer in TRAINERS.items()]
     print("\n".join(aligned([*built_in, *(trainers if ranks == 1 else [])])))
     return exit_status.HOLDS
 
 
+def _modes(arguments: argparse.Namespace, options: VerifyOptions) -> dict[str, Loop]:
+    """Return the reset modes of the frameworks that are asked for."""
+    from gradcheck_suite.loops.jax_modes import JAX_MODES
+    from gradcheck_suite.loops.ranks import RANK_MODES
+    from gradcheck_suite.loops.reset_modes import MODES
+
+    if options.ranks > 1:
+        return dict(RANK_MODES)
+    of_torch = {} if arguments.framework == "jax" else MODES
+    return {**of_torch, **(JAX_MODES if arguments.framework in ("jax", "all") else {})}
+
+
 def _subjects(arguments: argparse.Namespace, options: VerifyOptions) -> list[Subject]:
     """Load the loops and the problem; refuse a problem that a loop's assumptions exclude."""
     from gradcheck_suite.cli.loading import resolve_loop, resolve_problem
-    from gradcheck_suite.loops.ranks import RANK_LOOPS, RANK_MODES
-    from gradcheck_suite.loops.reset_modes import MODES
+    from gradcheck_suite.loops.ranks import RANK_LOOPS
     from gradcheck_suite.strategies.cases import expect_layers_left
 
     if options.ranks == 1 and (over_ranks := next((text for text in arguments.loops if text in RANK_LOOPS), None)):
         raise UsageError(f"{over_ranks} trains on several ranks: give --ranks 2, 3 or 4")
     problem = None if arguments.problem is None else resolve_problem(arguments.problem)
-    loops = {text: resolve_loop(text) for text in arguments.loops} or dict(MODES if options.ranks == 1 else RANK_MODES)
+    loops = {text: resolve_loop(text, arguments.framework) for text in arguments.loops} or _modes(arguments, options)
     note_untested_trainers(loops)
     for name, loop in loops.items():
         try:

@@ -9,19 +9,22 @@ import inspect
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields, replace
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, overload
 
 from gradcheck_suite.core.case import DEVICES, DTYPES, OBJECTIVES, Objective, Plan, is_integer
 from gradcheck_suite.core.faults import current_name
 from gradcheck_suite.errors import UsageError
 
 if TYPE_CHECKING:
+    import jax
+    import optax
     import torch
     from torch.utils.data import DataLoader
 
 
 Batch = Any
-Loop = Callable[["TrainingRun"], None]
+Loop = Callable[[Any], None]
+"""A training loop: it takes a `TrainingRun`, or a `JaxTrainingRun` where it is declared as a JAX loop."""
 _LoopT = TypeVar("_LoopT", bound=Callable[..., Any])
 
 EQUAL_MICRO_BATCHES = "equal-micro-batches"
@@ -107,8 +110,41 @@ class TrainingRun:
 
 
 @dataclass(frozen=True)
+class JaxTrainingRun:
+    """The argument of a loop of JAX: everything that it trains with.
+
+    Attributes:
+        params: a pytree of JAX arrays.
+        optimizer: an `optax.GradientTransformation`. What reaches its `update` is judged; its updates are zeros, unless
+            a real optimizer was asked for.
+        batches: one pass is one epoch and yields the micro-batches in order, pytrees of JAX arrays with the items as
+            leading dimension; `len` is their number.
+        loss: (params, batch) -> the scalar loss of a micro-batch, reduced over its items as `reduction` says. It is
+            pure: `jit`, `vmap`, `scan` and `grad` may be applied to it. The mean over no valid target is 0.
+        count: batch -> a scalar array, the divisor of the mean: items, valid targets, or the sum of their weights. Pure
+            as well.
+        accumulation_steps: number of micro-batches in a window; the last window of an epoch may be shorter.
+        epochs: number of passes over `batches`.
+        reduction: `"mean"` or `"sum"`; `"batch"` if the objective is a function of the window's items in one batch.
+        dtype: dtype of the parameters.
+    """
+
+    params: Any
+    optimizer: optax.GradientTransformation
+    batches: Iterable[Batch]
+    loss: Callable[[Any, Batch], jax.Array]
+    count: Callable[[Batch], jax.Array]
+    accumulation_steps: int
+    epochs: int
+    reduction: Objective
+    dtype: Any
+
+
+@dataclass(frozen=True)
 class Problem:
     """A user's problem: a model, a source of items and a loss.
+
+    For a loop of JAX the model is a pytree of arrays, and the batch and the loss are made of arrays as well.
 
     Attributes:
         model: seed -> a fresh module; the same seed gives the same parameter values.
@@ -232,6 +268,38 @@ def training_loop(*, assumes: Iterable[str] = (), autocast: str | None = None) -
     return mark
 
 
+@overload
+def jax_training_loop(loop: _LoopT, *, assumes: Iterable[str] = ()) -> _LoopT: ...
+
+
+@overload
+def jax_training_loop(loop: None = None, *, assumes: Iterable[str] = ()) -> Callable[[_LoopT], _LoopT]: ...
+
+
+def jax_training_loop(loop: Any = None, *, assumes: Iterable[str] = ()) -> Any:
+    """Declare a loop of JAX, which takes a `JaxTrainingRun`, and what it assumes.
+
+    It decorates with or without arguments: `@jax_training_loop`, `@jax_training_loop(assumes=("whole-windows",))`.
+
+    Args:
+        loop: the loop.
+        assumes: as for `training_loop`.
+    """
+    declare = training_loop(assumes=assumes)
+
+    def mark(loop: _LoopT) -> _LoopT:
+        loop = declare(loop)
+        loop.framework = "jax"  # type: ignore[attr-defined]
+        return loop
+
+    return mark if loop is None else mark(loop)
+
+
+def is_jax(loop: Loop) -> bool:
+    """Return whether a loop is declared as one of JAX."""
+    return getattr(loop, "framework", None) == "jax"
+
+
 def assumptions_of(loop: Loop) -> frozenset[str]:
     """Return the assumptions that a loop declares."""
     return frozenset(getattr(loop, "assumes", ()))
@@ -258,14 +326,19 @@ SECOND_OPINION_S = 60.0
 """Seconds that one verification spends on JAX's second opinion."""
 
 
+BY_FRAMEWORK = {"torch": (200, "float64"), "jax": (50, "float32")}
+"""Cases and dtype of a verification where neither is asked for, by the framework of the loop."""
+
+
 @dataclass(frozen=True)
 class VerifyOptions:
     """What one verification draws, and how long it may take.
 
     Attributes:
-        examples: number of cases to draw, at least 1.
+        examples: number of cases to draw, at least 1; None for 200, and for 50 of a loop of JAX, which compiles each.
         seed: seed of the drawn cases; the same seed and versions draw the same cases.
-        dtype: dtype of parameters and data, one of `DTYPES`.
+        dtype: dtype of parameters and data, one of `DTYPES`; None for float64, and for float32 of a loop of JAX, since
+            optax accumulates in float32 unless it is told otherwise.
         device: `"cpu"` or `"cuda"`.
         ranks: number of processes of `torch.distributed` that train together, 1 to `MAX_RANKS`.
         optimizer: one of `OPTIMIZER_NAMES`, or None for one whose step changes nothing, in some cases `normalized`.
@@ -281,9 +354,9 @@ class VerifyOptions:
         UsageError: a value is out of range.
     """
 
-    examples: int = 200
+    examples: int | None = None
     seed: int = 0
-    dtype: str = "float64"
+    dtype: str | None = None
     device: str = "cpu"
     optimizer: str | None = None
     assumes: tuple[str, ...] = ()
@@ -298,13 +371,14 @@ class VerifyOptions:
         checked_autocast(self.autocast)
         if not isinstance(self.quiet_loop, bool):
             raise UsageError(f"quiet_loop must be True or False, got {self.quiet_loop!r}")
-        if not is_integer(self.examples) or self.examples < 1:
+        if self.examples is not None and (not is_integer(self.examples) or self.examples < 1):
             raise UsageError(f"examples must be a positive integer, got {self.examples!r}")
         if not is_integer(self.ranks) or not 1 <= self.ranks <= MAX_RANKS:
             raise UsageError(f"ranks must be a number from 1 to {MAX_RANKS}, got {self.ranks!r}")
         if not is_integer(self.seed):
             raise UsageError(f"seed must be an integer, got {self.seed!r}")
-        for name, allowed in (("dtype", DTYPES), ("device", DEVICES), ("optimizer", (None, *OPTIMIZER_NAMES))):
+        optional = (("dtype", (None, *DTYPES)), ("optimizer", (None, *OPTIMIZER_NAMES)))
+        for name, allowed in (*optional, ("device", DEVICES)):
             if (value := getattr(self, name)) not in allowed:
                 raise UsageError(f"{name} must be one of {', '.join(filter(None, allowed))}; got {value!r}")
         if self.time_limit_s is not None and not (_is_number(self.time_limit_s) and self.time_limit_s > 0):
@@ -312,12 +386,26 @@ class VerifyOptions:
         if not (_is_number(self.second_opinion_s) and self.second_opinion_s >= 0):
             raise UsageError(f"second_opinion_s must be a number of seconds, 0 or more, got {self.second_opinion_s!r}")
 
-    def replace(self, **changes: Any) -> VerifyOptions:
+    def of(self, loop: Loop) -> ChosenOptions:
+        """Return the options of a loop, with a number of cases and a dtype."""
+        examples, dtype = BY_FRAMEWORK["jax" if is_jax(loop) else "torch"]
+        chosen = {field.name: getattr(self, field.name) for field in fields(self)}
+        return ChosenOptions(**{**chosen, "examples": self.examples or examples, "dtype": self.dtype or dtype})
+
+    def replace(self, **changes: Any) -> Self:
         """Return the options with some fields changed; `UsageError` names a field that does not exist."""
         names = [field.name for field in fields(self)]
         if unknown := sorted(changes.keys() - set(names)):
             raise UsageError(f"expected some of {', '.join(names)}; got {', '.join(unknown)}")
         return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class ChosenOptions(VerifyOptions):
+    """The options of one loop: none of them is left open."""
+
+    examples: int = 0
+    dtype: str = ""
 
 
 def _is_number(value: Any) -> bool:

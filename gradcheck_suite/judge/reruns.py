@@ -11,7 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradcheck_suite.core.comparison import Comparison, Vector
-from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, Batch, Loop, assumptions_of
+from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, Batch, Loop, assumptions_of, is_jax
 from gradcheck_suite.judge.weights import Diagnosis, listed
 from gradcheck_suite.reference.large_batch import Gradients, parameter_gradients
 from gradcheck_suite.run.instance import Instance, leaves, map_leaves, named_leaves
@@ -31,6 +31,7 @@ class LoopRunner:
         rank: the rank whose outcome is looked at.
         alike: whether all ranks had the same gradients at each step, in every run so far.
         runs: number of runs so far.
+        is_jax: whether the loop is one of JAX.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class LoopRunner:
         self._loop, self._time_limit_s, self.runs_left = loop, time_limit_s, max_runs
         self.rank, self.alike, self.runs = rank, alike, 0
         self.assumes = frozenset(assumes) | assumptions_of(loop)
+        self.is_jax = is_jax(loop)
 
     def run(self, instance: Instance) -> Outcome | None:
         """Return what the loop does with an instance, or None where no run is left."""
@@ -147,8 +149,8 @@ def _modes(model: torch.nn.Module) -> dict[str, bool]:
 def run_recorded(runner: LoopRunner, instance: Instance) -> tuple[LossRecorder, Outcome | None]:
     """Run a loop and record its losses; the outcome is None where it raised or no run is left."""
     recorder = LossRecorder(instance)
-    if instance.case.plan.ranks:
-        # the losses are called in the ranks' own processes, where nobody records them
+    if instance.case.plan.ranks or runner.is_jax:
+        # the losses are called in the ranks' own processes, or in JAX, where nobody records them
         recorder.called = True
         outcome = runner.run(instance)
         return recorder, None if outcome is None or outcome.raised is not None else outcome

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,10 @@ from gradcheck_suite.catalogue.definitions import Arguments, Arrays, Signal, fea
 from gradcheck_suite.catalogue.tables import (
     extra_keys,
     input_signal,
+    jax_output,
     layer_definition,
     loss_definition,
+    objective,
     out_signal,
     value_names,
 )
@@ -282,22 +284,6 @@ class Walk:
 _TARGET_KEYS = ("target", "weight", "other", "variance")
 
 
-def objective(loss: Loss, out: Any, batch: Any, weight: Any) -> Any:
-    """Return (sum of the item losses) / (sum of the counts) for a mean, the sum of the item losses for a sum.
-
-    Args:
-        loss: the loss and its reduction.
-        out: output of the model, (n, *size).
-        batch: the arrays that the loss reads.
-        weight: (n,), 1.0 for an item and 0.0 for padding.
-    """
-    kind = loss_definition(loss)
-    total = jnp.sum(weight * kind.jax_items(loss.o, out, batch))
-    if loss.reduction == "sum":
-        return total
-    return total / jnp.sum(weight * kind.jax_counts(loss.o, batch))
-
-
 def _loss_program(loss: Loss) -> Any:
     kind = loss_definition(loss)
 
@@ -501,43 +487,6 @@ def _groups(windows: Sequence[range]) -> Iterator[list[range]]:
 # JAX reference differ, and for a sample of the cases in the properties.
 
 
-class _ModelInputs(NamedTuple):
-    values: Arguments
-    batch: Arguments
-    ties: Sequence[Tie]
-
-
-def _apply(
-    layers: Iterable[Layer],
-    signal: Signal,
-    given: _ModelInputs,
-    x: jax.Array,
-    path: str = "",
-    start: int = 0,
-) -> jax.Array:
-    for i, layer in enumerate(layers, start):
-        kind, name = layer_definition(layer), f"{path}{i}"
-        if kind.parallel:
-            outs = [_apply([b], signal, given, x, f"{name}.", j) for j, b in enumerate(layer.layers)]
-            x = sum(outs[1:], outs[0]) if kind.wraps == "sum" else jnp.concatenate(outs, feature_axis(signal))
-        elif kind.wraps == "residual":
-            x = x + _apply(layer.layers, signal, given, x, f"{name}.")
-        elif kind.wraps == "shared":
-            for _ in range(2):
-                x = _apply(layer.layers, signal, given, x, f"{name}.")
-        else:
-            assert kind.jax_apply is not None
-            names = value_names(name, given.values, given.ties)
-            extras = {k: given.batch[key] for k, key in extra_keys(layer, signal, name).items()}
-            x = kind.jax_apply(layer.o, {own: given.values[n] for own, n in names.items()}, x, extras)
-        signal = out_signal(layer, signal)
-    return x
-
-
-def _output(problem: ProblemSpec, values: Arguments, batch: Arguments) -> jax.Array:
-    return _apply(problem.layers, input_signal(problem.input), _ModelInputs(values, batch, problem.ties), batch["x"])
-
-
 def whole_gradient(problem: ProblemSpec, values: Arrays, data: Arrays) -> tuple[float, Arrays]:
     """Return what `large_batch_gradient` does, from one `jax.value_and_grad` of the whole model.
 
@@ -552,7 +501,7 @@ def whole_gradient(problem: ProblemSpec, values: Arrays, data: Arrays) -> tuple[
     weight = (np.arange(rows) < items).astype(np.float64)
 
     def value(values: Arguments, batch: Arguments, weight: jax.Array) -> jax.Array:
-        return objective(problem.loss, _output(problem, values, batch), batch, weight)
+        return objective(problem.loss, jax_output(problem, values, batch), batch, weight)
 
     found, gradient = programs.PROGRAMS.call(
         ("whole", problem), jax.value_and_grad(value), values, batch, weight, store=False
@@ -580,7 +529,7 @@ def accumulated_gradient(problem: ProblemSpec, values: Arrays, data: Arrays, siz
     loss = loss_definition(problem.loss)
 
     def total(values: Arguments, batch: Arguments, weight: jax.Array) -> jax.Array:
-        return jnp.sum(weight * loss.jax_items(problem.loss.o, _output(problem, values, batch), batch))
+        return jnp.sum(weight * loss.jax_items(problem.loss.o, jax_output(problem, values, batch), batch))
 
     def accumulate(values: Arguments, stacked: Arguments, weights: jax.Array) -> Any:
         def add(carry: Any, micro_batch: Any) -> Any:

@@ -246,7 +246,10 @@ class Programs:
         if path is None or not path.exists() or not is_own(path):
             return None
         try:
-            program = serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
+            payload, in_tree, out_tree = pickle.loads(path.read_bytes())
+            # a program is for one device, and would be loaded for all of them
+            devices = [device(self._platform)]
+            program = serialize_executable.deserialize_and_load(payload, in_tree, out_tree, execution_devices=devices)
         except Exception:  # a damaged or foreign file raises anything; it is only a cache, so compile again
             path.unlink(missing_ok=True)
             return None

@@ -303,8 +303,8 @@ class Instance:
         arrays: a generated problem's items in float64 as numpy arrays, already rounded to the case's dtype; None for a
             user's problem.
         scale: factor that the loss of `problem` has over the case's own.
-        item_counts: what each item counts, (total items,), where `problem` counts otherwise than the case's own does
-            and ranks run it; None for the case's own counts.
+        item_counts: what each item counts, (total items,), where `problem` counts otherwise than the case's own does;
+            None for the case's own counts.
         users_problem: the user's problem as it was given, or None for a generated one.
     """
 
@@ -431,7 +431,7 @@ def recounted(instance: Instance, count: Callable[[list[int]], float]) -> Instan
     return replace(
         instance,
         problem=replace(instance.problem, loss=loss, count=count_batch),
-        item_counts=tuple(count([i]) for i in range(plan.total_items)) if plan.ranks else None,
+        item_counts=tuple(count([i]) for i in range(plan.total_items)),
     )
 
 

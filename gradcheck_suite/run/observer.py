@@ -55,6 +55,8 @@ class Observation:
         state_after: the same after the step.
         repeatable: whether the step has the same bits when it is computed again: torch's own code called the closure,
             not a compiled version of it, and no gradient is sparse on a GPU, which adds its entries in any order.
+        is_computed: whether `after` is computed from what the optimizer returned, as for a loop of JAX, so that no
+            fault of the step can show in it.
     """
 
     evaluations: tuple[Evaluation, ...]
@@ -64,6 +66,7 @@ class Observation:
     state: dict[str, Any] = field(default_factory=dict)
     state_after: dict[str, Any] = field(default_factory=dict)
     repeatable: bool = True
+    is_computed: bool = False
 
     @property
     def gradients(self) -> dict[str, torch.Tensor | None]:

@@ -262,6 +262,8 @@ def fault_of_step(
         previous: the previous step, whose state this one continues.
         observation: the step.
     """
+    if observation.is_computed:
+        return None
     before, after = observation.evaluations[0].parameters, observation.after
     expected, who = before, "the optimizer of this case"
     if make_optimizer is not None:

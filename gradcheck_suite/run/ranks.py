@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from gradcheck_suite.core.case import Case
-from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, Loop, Problem
+from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, Loop, Problem, is_jax
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.run.instance import Instance
 from gradcheck_suite.run.observer import Evaluation, Observation, same_tree
@@ -512,6 +512,10 @@ def run_ranks(
         CannotRunHere: the ranks cannot start, or the loop cannot import what it needs.
     """
     case = instance.case
+    if is_jax(loop):
+        from gradcheck_suite.run.jax_run import run_jax_loop  # compiles, and torch loops need none of it
+
+        return run_jax_loop(loop, instance, time_limit_s=time_limit_s)
     if case.plan.world_size == 1:
         return [run_loop(loop, instance, time_limit_s=time_limit_s)]
     request = replace(

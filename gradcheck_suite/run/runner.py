@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, Loop
+from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, JaxTrainingRun, Loop, TrainingRun
 from gradcheck_suite.core.text import file_text
-from gradcheck_suite.errors import CannotRunHere
+from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.run.instance import AutocastRecorder, Compute, Instance, epoch_of, seeded
 from gradcheck_suite.run.observer import (
     Calls,
@@ -86,6 +86,11 @@ _BY_TEXT = (
         "with static_graph=True, the first forward and backward of a run must not be under no_sync",
     ),
     (
+        "Cannot `vmap` ordered IO callback",
+        "run.optimizer.update or init is called under jax.vmap, which is not supported: call it once a window, on the "
+        "accumulated gradient",
+    ),
+    (
         "Default process group has not been initialized",
         "the loop needs several ranks: verify it with --ranks 2",
     ),
@@ -121,7 +126,7 @@ def is_quiet() -> bool:
 
 
 @contextmanager
-def _discarded_output() -> Iterator[None]:
+def discarded_output() -> Iterator[None]:
     """Discard what is written to the process's standard output and error, also by loggers and by code in C."""
     out, err = sys.stdout, sys.stderr
     for stream in filter(None, (out, err)):
@@ -167,6 +172,7 @@ class Outcome:
         mismatched: whether this rank was ended because other ranks were in another collective.
         collectives: (name, bytes) -> how often the rank entered such a collective; empty where that was not counted.
         alike: whether all of several ranks had the same gradients, to the bit, at each step.
+        keeps_non_finite: whether `optax.MultiSteps` accumulates, which keeps a NaN or an infinity for ever.
     """
 
     observations: list[Observation]
@@ -187,6 +193,7 @@ class Outcome:
     mismatched: bool = False
     collectives: dict[tuple[str, int], int] = field(default_factory=dict)
     alike: bool = False
+    keeps_non_finite: bool = False
 
 
 def run_loop(
@@ -206,7 +213,7 @@ def run_loop(
     default_dtype = torch.get_default_dtype()
     try:
         with (
-            _discarded_output() if is_quiet() else nullcontext(),
+            discarded_output() if is_quiet() else nullcontext(),
             seeded(instance.case.seed, instance.device),
             torch.enable_grad(),
             recorded_calls(lambda: len(observer.observations), epoch_of(run.loader)) as calls,
@@ -220,7 +227,8 @@ def run_loop(
     except CannotRunHere as error:
         raised = refused = str(error)
     except BaseException as error:
-        raised, trace = _account(error, loop)
+        _expect_torch(error, run)
+        raised, trace = account(error, loop)
         if is_import_failure(error):
             raise CannotRunHere(f"the loop cannot import what it needs: {raised}") from error
     finally:
@@ -258,7 +266,24 @@ def _changes(model: torch.nn.Module, before: Structure, observer: Observer) -> s
     return structure_changes(before, as_before_sharding(structure(model), before))
 
 
-def _account(error: BaseException, loop: Loop) -> tuple[str, str]:
+_OF_JAX = {field.name for field in dataclasses.fields(JaxTrainingRun)} - {
+    field.name for field in dataclasses.fields(TrainingRun)
+}
+
+
+def _expect_torch(error: BaseException, run: TrainingRun) -> None:
+    """Raise `UsageError` where a loop failed because it takes what a loop of JAX is given."""
+    if not isinstance(error, AttributeError):
+        return
+    of_run = error.obj is run and error.name in _OF_JAX
+    if of_run or (error.obj is run.optimizer and error.name in ("init", "update")):
+        raise UsageError(
+            f"the loop asks for run.{'' if of_run else 'optimizer.'}{error.name}, which a loop of JAX is given: "
+            "decorate it with @gradcheck_suite.jax_training_loop, or say --framework jax"
+        ) from None
+
+
+def account(error: BaseException, loop: Loop) -> tuple[str, str]:
     """Return one line about an exception, and its traceback, both without the suite's frame."""
     own = error.__traceback__ and error.__traceback__.tb_next
     code = getattr(inspect.unwrap(loop), "__code__", None)

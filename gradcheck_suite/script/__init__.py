@@ -10,10 +10,28 @@ import subprocess
 import sys
 from pathlib import Path
 
+from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, Loop, Problem, is_jax
 from gradcheck_suite.core.results import Violation, is_endless
-from gradcheck_suite.script.writer import script_text
+from gradcheck_suite.script import writer
 
 __all__ = ["script_text", "unrepeatable"]
+
+
+def script_text(
+    loop: Loop,
+    name: str,
+    violation: Violation,
+    *,
+    problem: Problem | None = None,
+    time_limit_s: float | None = DEFAULT_TIME_LIMIT,
+) -> str | None:
+    """Return the script of a violation, which needs torch alone, or jax and optax alone; None where there is none."""
+    if is_jax(loop):
+        from gradcheck_suite.script.jax_writer import jax_script_text  # torch loops need none of it
+
+        return jax_script_text(loop, name, violation, problem)
+    return writer.script_text(loop, name, violation, problem=problem, time_limit_s=time_limit_s)
+
 
 START_S = 120.0
 """Seconds that a script may take beside the time limit of its loop: it imports torch and what the loop needs."""

@@ -29,6 +29,7 @@ from typing import Any
 
 from gradcheck_suite.cli import command_of, exit_status
 from gradcheck_suite.cli.arguments import DEFAULTS, OPTIONS, Parser
+from gradcheck_suite.core.contract import BY_FRAMEWORK
 from gradcheck_suite.core.records import judge_digest, records_path, write_text
 from gradcheck_suite.core.results import json_number
 from gradcheck_suite.errors import CannotRunHere, UsageError
@@ -209,7 +210,8 @@ def _cut_verify(asked: argparse.Namespace) -> list[Command]:
         else:
             options += [part for one in (value if option.repeatable else [value]) for part in (option.flag, str(one))]
     loops = asked.loops or (MODES if asked.ranks == 1 else RANK_MODES)
-    return [command for loop in loops for command in _blocks_of(loop, asked.examples, asked.seed, options)]
+    examples = asked.examples or BY_FRAMEWORK["torch"][0]
+    return [command for loop in loops for command in _blocks_of(loop, examples, asked.seed, options)]
 
 
 def _blocks_of(loop: str, examples: int, seed: int, options: Iterable[str]) -> list[Command]:

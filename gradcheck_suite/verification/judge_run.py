@@ -187,7 +187,7 @@ def zeros_that_move(case: Case, observation: Observation) -> dict[str, float]:
         case: whose optimizer stepped.
         observation: the step.
     """
-    if case.optimizer in (None, BY_CHANCE):
+    if case.optimizer in (None, BY_CHANCE) or observation.is_computed:
         return {}
     make, before = OPTIMIZERS[str(case.optimizer)], observation.parameters
     found = {}

@@ -21,10 +21,11 @@ from gradcheck_suite.core.contract import (
     FINITE_GRADIENTS,
     MEAN_REDUCTION,
     SUM_REDUCTION,
+    ChosenOptions,
     Loop,
     Problem,
-    VerifyOptions,
     dealt_to_ranks,
+    is_jax,
 )
 from gradcheck_suite.core.faults import FAULTS, is_general, names_of
 from gradcheck_suite.core.results import Verdict, Violation
@@ -128,7 +129,7 @@ def surer(first: Violation, smallest: Violation) -> Violation:
 # The search.
 
 
-SHRINK_SECONDS = 30.0
+SHRINK_SECONDS, COMPILING_SECONDS = 30.0, 5.0
 """Seconds of computing, or a quarter of the clock's: a busy machine shrinks as far."""
 MOST_HUNTED, MOST_BESIDE, MOST_SMALL = 50, 20, 60
 """Cases that are drawn to show the fault of a first probe, that of another probe, and that of a large case on a small
@@ -162,15 +163,16 @@ class Search:
         self,
         loop: Loop,
         problem: Problem | None,
-        options: VerifyOptions,
+        options: ChosenOptions,
         progress: Progress | None,
         autocast: str | None,
         assumes: frozenset[str],
     ) -> None:
         self._loop, self._problem, self._options, self._progress = loop, problem, options, progress
         self._autocast, self._assumes, self._finite_only = autocast, assumes, FINITE_GRADIENTS in assumes
-        terms = terms_of(loop, assumes, autocast)
-        self.ahead = Ahead(loop, problem, terms, options.time_limit_s, runs=not self._finite_only)
+        self._compiles, terms = is_jax(loop), terms_of(loop, assumes, autocast)
+        self._seconds = COMPILING_SECONDS if self._compiles else SHRINK_SECONDS
+        self.ahead = Ahead(loop, problem, terms, options.time_limit_s, runs=not (self._finite_only or self._compiles))
         self.cases, self.judged, self.windows, self.ratio = 0, 0, 0, 0.0
         self._outside = self.runs = 0
         self.findings: dict[str, None] = {}
@@ -224,7 +226,10 @@ class Search:
         if seen.diagnosis == "timed-out":
             return True
         if final:
-            return self._problem is not None or not (self._sloped or is_general(seen.kind, seen.diagnosis))
+            sloped = self._sloped and not self._compiles
+            # a drawn case tells a fault of elements; of an exception it tells no more
+            general = seen.kind != "raised" and is_general(seen.kind, seen.diagnosis)
+            return self._problem is not None or not (sloped or general)
         return self._problem is None and not is_general(seen.kind, seen.diagnosis) and self.on_ladder(seen)
 
     def _named(self, violation: Violation) -> Violation:
@@ -250,8 +255,8 @@ class Search:
         def judge(case: Case) -> None:
             nonlocal began
             shrinking = bool(found) or again
-            if shrinking and began.passed() > SHRINK_SECONDS:
-                self.stopped = f"shrinking stopped after {SHRINK_SECONDS:g} s, so a smaller case may exist"
+            if shrinking and began.passed() > self._seconds:
+                self.stopped = f"shrinking stopped after {self._seconds:g} s, so a smaller case may exist"
                 return
             try:
                 if self._is_outside(case) and self._outside % ATTEMPTS:
@@ -344,7 +349,7 @@ class Search:
             seconds = (time.perf_counter() - began) / _micro_batches(case.plan)
             return verdict
 
-        for case in first_cases(*asked):
+        for case in first_cases(*asked, compiles=self._compiles):
             verdict = timed(case)
             if verdict.skipped:
                 self.skipped[f"the weight probes: {verdict.skipped}"] += 1
@@ -354,9 +359,13 @@ class Search:
                 why = f"the weight probes: the loop fails on them ({name}), so its own problem alone was tried"
                 self.skipped[why] += 1
                 return None, False
+            if found and self._compiles:
+                # each run takes seconds: what a probe shows is the verdict, and few smaller ones are tried
+                small = len(case.plan.micro_batches) <= 2
+                return found if small else self._smallest_probe(found, assumes), True
             if found:
                 return self._with_size_fault(found, slopes_case(*asked)), False
-        for case in (slopes_case(*asked), *long_cases(*asked)):
+        for case in (slopes_case(*asked), *long_cases(*asked, compiles=self._compiles)):
             number, limit = _micro_batches(case.plan), options.time_limit_s
             if limit is not None and seconds * number > SHARE_OF_LIMIT * limit:
                 self.skipped[
@@ -374,7 +383,7 @@ class Search:
     def _smallest_probe(self, first: Violation, assumes: frozenset[str]) -> Violation:
         """Return the violation on the smallest probe that shows it, named there and on the first."""
         self._sloped = has_slopes(first.case)
-        smallest, beside = smallest_probe(lambda case: self.check(case, shrinking=True), first, assumes)
+        smallest, beside = smallest_probe(lambda case: self.check(case, shrinking=True), first, assumes, self._seconds)
         named = first if smallest is first else surer(first, self._named(smallest))
         return replace(named, details=(*named.details, *beside))
 

@@ -17,6 +17,7 @@ from gradcheck_suite.core.case import Case, Plan
 from gradcheck_suite.core.contract import (
     EQUAL_BATCHES,
     EQUAL_MICRO_BATCHES,
+    ChosenOptions,
     Loop,
     Problem,
     VerifyOptions,
@@ -26,6 +27,7 @@ from gradcheck_suite.core.contract import (
     checked_autocast,
     dealt_to_ranks,
     expect_within,
+    is_jax,
 )
 from gradcheck_suite.core.results import Result
 from gradcheck_suite.core.text import loop_lines, say
@@ -35,6 +37,7 @@ from gradcheck_suite.run.ranks import kept_ranks
 from gradcheck_suite.run.runner import quiet_loops
 from gradcheck_suite.run.traffic import PLAIN, traffic_per_window, traffic_text
 from gradcheck_suite.strategies.cases import SOMETIMES_MOVING, cases, expect_layers_left
+from gradcheck_suite.verification.check import of_torch
 from gradcheck_suite.verification.search import Progress, Search, StopError
 from gradcheck_suite.verification.second_opinion import SecondOpinion, second_opinion
 
@@ -44,7 +47,7 @@ UNASKED = ("not-accumulable", "raised", "step-count")
 """Kinds of violation on which JAX is not asked: the gradient is not what is wrong."""
 
 
-def whole_windows_case(problem_name: str, assumes: frozenset[str], options: VerifyOptions) -> Case:
+def whole_windows_case(problem_name: str, assumes: frozenset[str], options: ChosenOptions) -> Case:
     """Return the case of a user's problem that is tried first: two whole windows of unequal micro-batches, one pass.
 
     Most training meets a fault in whole windows; a fault of the short last window is searched for afterwards.
@@ -87,7 +90,8 @@ def verify(
     """
     if "seed_value" in fields:
         fields["seed"] = fields.pop("seed_value")
-    options = (options or VerifyOptions()).replace(**fields)
+    options = (options or VerifyOptions()).replace(**fields).of(loop)
+    problem = of_torch(loop, problem)
     chosen = _assumed(loop, options, problem, problem_name)
     autocast = options.autocast or checked_autocast(autocast_of(loop))
     search = Search(loop, problem, options, progress, autocast, chosen)
@@ -95,10 +99,10 @@ def verify(
     opinion, interrupted, traffic = None, False, None
     try:
         with _threads(problem), _frozen_heap(), kept_ranks(), quiet_loops(options.quiet_loop):
-            _search(search, options, chosen, None if problem is None else problem_name, plan)
+            _search(loop, search, options, chosen, None if problem is None else problem_name, plan)
             if options.ranks > 1 and search.violation is None:
                 traffic = _traffic(loop, options, problem, problem_name)
-        opinion = _opinion(search, problem, options.second_opinion_s)
+        opinion = _opinion(loop, search, problem, options.second_opinion_s)
     except KeyboardInterrupt:
         interrupted = True  # the verdicts so far stand
     except StopError as stop:
@@ -136,6 +140,11 @@ def verify(
 
 def _assumed(loop: Loop, options: VerifyOptions, problem: Problem | None, problem_name: str) -> frozenset[str]:
     """Return what a loop relies on; expect the problem, or what is drawn, to be within it."""
+    if is_jax(loop) and options.ranks > 1:
+        raise UsageError(
+            "a loop of JAX runs in one process: drop --ranks, and set "
+            "XLA_FLAGS=--xla_force_host_platform_device_count=2 for a loop that uses shard_map on several devices"
+        )
     if not callable(loop):
         raise UsageError(f"a loop must be callable with one TrainingRun, got {type(loop).__name__}")
     chosen = checked_assumptions({*options.assumes, *assumptions_of(loop)})
@@ -146,14 +155,23 @@ def _assumed(loop: Loop, options: VerifyOptions, problem: Problem | None, proble
 
 
 @lru_cache(maxsize=64)
-def _cases(**fields: Any) -> st.SearchStrategy[Case]:
+def _cases(*, compiles: bool, **fields: Any) -> st.SearchStrategy[Case]:
     """Return the strategy of the cases; the same for the same arguments, since `run_on_cases` keeps what it draws."""
-    return cases(**fields)
+    return cases(**fields).map(_of_two_sizes) if compiles else cases(**fields)
+
+
+def _of_two_sizes(case: Case) -> Case:
+    """Return a case whose micro-batches have its smallest or its largest size: a loop of JAX compiles each size."""
+    sizes = case.plan.micro_batches
+    low, high = min(sizes), max(sizes)
+    few = tuple(low if 2 * n < low + high else high for n in sizes)
+    return case if few == sizes else case.replace(plan=case.plan.replace(micro_batches=few))
 
 
 def _search(
+    loop: Loop,
     search: Search,
-    options: VerifyOptions,
+    options: ChosenOptions,
     assumes: frozenset[str],
     problem_name: str | None,
     plan: st.SearchStrategy[Plan] | None,
@@ -169,6 +187,7 @@ def _search(
             assumes=tuple(sorted(assumes)),
             small=few,
             ranks=options.ranks,
+            compiles=is_jax(loop),
         )
         for few in (False, True)
     )
@@ -176,15 +195,16 @@ def _search(
     search.run(drawn, small, fixed, probes=plan is None)
 
 
-def _opinion(search: Search, problem: Problem | None, budget_s: float) -> SecondOpinion | None:
+def _opinion(loop: Loop, search: Search, problem: Problem | None, budget_s: float) -> SecondOpinion | None:
     """Ask JAX about a user's problem, on the cases that the verdict rests on; None where it is not asked."""
     violation = search.violation
-    if problem is None or (violation and (violation.kind in UNASKED or violation.case.spec)):
+    # JAX computes the gradient of a problem of JAX already
+    if problem is None or is_jax(loop) or (violation and (violation.kind in UNASKED or violation.case.spec)):
         return None
     return second_opinion([violation.case] if violation else search.users_cases, problem, budget_s=budget_s)
 
 
-def _traffic(loop: Loop, options: VerifyOptions, problem: Problem | None, problem_name: str) -> str | None:
+def _traffic(loop: Loop, options: ChosenOptions, problem: Problem | None, problem_name: str) -> str | None:
     """Return a sentence about what ranks communicate in each window; None where the loop fails on such plans."""
     subject = PLAIN if problem is None else problem_name
 

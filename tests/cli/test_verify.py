@@ -12,6 +12,7 @@ from gradcheck_suite import case_from_json
 from gradcheck_suite.core.case import Plan
 from gradcheck_suite.core.records import read_records
 from gradcheck_suite.core.results import Result, Verdict, Violation
+from gradcheck_suite.loops.jax_modes import JAX_MODES
 from gradcheck_suite.loops.reset_modes import BUILT_IN, MODES
 from gradcheck_suite.loops.trainers import TRAINERS
 from tests.cli.conftest import files
@@ -143,7 +144,7 @@ def test_without_a_loop_every_reset_mode_is_verified(run, project):
 def test_list_prints_every_built_in_loop_and_trainer(run):
     outcome = run("verify", "--list")
     assert outcome.status == 0
-    assert [line.split()[0] for line in outcome.out.splitlines()] == [*BUILT_IN, *TRAINERS]
+    assert [line.split()[0] for line in outcome.out.splitlines()] == [*BUILT_IN, *JAX_MODES, *TRAINERS]
 
 
 def test_a_loops_own_prints_pass_unless_it_is_to_be_quiet(run):

@@ -37,7 +37,7 @@ SOME_DTYPES = [pytest.param(d, marks=() if d in ("float64", "float16") else pyte
 
 def battery(loop, *, dtype="float64", assumes=frozenset(), time_limit_s=None):
     """Check the probes: what they show first, whether no drawn case can show it, and what was left out."""
-    options = VerifyOptions(dtype=dtype, time_limit_s=time_limit_s)
+    options = VerifyOptions(dtype=dtype, time_limit_s=time_limit_s).of(loop)
     search = Search(loop, None, options, None, None, frozenset(assumes) | assumptions_of(loop))
     violation, final = search.on_probes()
     return SimpleNamespace(violation=violation, final=final, skipped=[*search.skipped])

@@ -16,6 +16,7 @@ from gradcheck_suite.loops.reset_modes import MODES, windows
 from gradcheck_suite.strategies.drawing import RedrawError
 from gradcheck_suite.studies.zoo import BUGS
 from gradcheck_suite.verification import search as module
+from gradcheck_suite.verification.probe_plans import smallest_probe
 from gradcheck_suite.verification.search import LADDER, Search, StopError, ViolatedError, surer
 
 SPEC = ProblemSpec(Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse", reduction="mean"))
@@ -37,7 +38,8 @@ class Scripted(Search):
     """A search that is told what each check finds."""
 
     def __init__(self, problem=None, *, progress=None, assumes=frozenset(), **options):
-        super().__init__(lambda run: None, problem, VerifyOptions(**options), progress, None, assumes)
+        loop = MODES["set_to_none"]
+        super().__init__(loop, problem, VerifyOptions(**options).of(loop), progress, None, assumes)
         self.checks = []
         self.script = Verdict
 
@@ -343,8 +345,27 @@ def test_a_sound_loop_passes_the_ladder():
     """Every rung is within the contract, for each assumption that changes plans and over ranks."""
     loop = MODES["set_to_none"]
     for assumes in ((), ("whole-windows",), ("equal-batches",), ("one-epoch",)):
-        search = Search(loop, None, VerifyOptions(), None, None, frozenset(assumes))
+        search = Search(loop, None, VerifyOptions().of(loop), None, None, frozenset(assumes))
         search.script = None
         seen = violation(probe_case(Plan((1, 1), 2)))
         assert not search.on_ladder(seen)
     assert search.runs >= 3
+
+
+def test_a_probe_that_the_assumptions_keep_from_getting_smaller_is_not_tried_again_and_again():
+    def keeps_short_window(run):
+        for _ in range(run.epochs):
+            for i, batch in enumerate(run.loader):
+                (run.loss(run.model, batch) / run.accumulation_steps).backward()
+                if (i + 1) % run.accumulation_steps == 0:
+                    run.optimizer.step()
+                    run.optimizer.zero_grad()
+
+    assumes = frozenset(("equal-batches", "mean-reduction"))
+    search = Search(keeps_short_window, None, VerifyOptions().of(keeps_short_window), None, None, assumes)
+    long = search.check(probe_case(Plan((2, 2, 2, 2, 2), 2, 2))).violation
+    runs = search.runs
+    smallest, _ = smallest_probe(lambda case: search.check(case, shrinking=True), long, assumes, 5.0)
+    # no micro-batch has another size than 2, so nothing else can be smaller
+    assert smallest.case.plan == Plan((2, 2, 2), 2)
+    assert search.runs - runs <= 10

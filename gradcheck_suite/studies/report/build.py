@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradcheck_suite.core.records import Record
+from gradcheck_suite.loops.jax_modes import JAX_MODES
 from gradcheck_suite.loops.ranks import RANK_LOOPS
 from gradcheck_suite.loops.reset_modes import BUILT_IN, MODES
 from gradcheck_suite.loops.trainers import TRAINERS
@@ -74,7 +75,7 @@ def own(records: Records) -> list[Record]:
     """
     if records.of("zoo") or records.of("calibration"):
         return []
-    built_in = {*BUILT_IN, *RANK_LOOPS, *TRAINERS}
+    built_in = {*BUILT_IN, *JAX_MODES, *RANK_LOOPS, *TRAINERS}
     mine = [record for record in records.of("verify") if record.data.get("loop") not in built_in]
     return sorted([*mine, *records.of("audit")], key=lambda record: record.time)
 
@@ -134,6 +135,7 @@ def _diagnosis(data: Data) -> str:
 def _holds(records: Records) -> Answer:
     newest = records.newest("verify")
     modes = [record for record in newest if record.data.get("loop") in MODES]
+    shown = [record for record in newest if record.data.get("loop") in {**MODES, **JAX_MODES}] or newest
     brief, sentence = _holds_sentence([record.data for record in modes])
     return Answer(
         "holds",
@@ -141,8 +143,8 @@ def _holds(records: Records) -> Answer:
         brief,
         sentence,
         "verification",
-        matrix=verdicts.verdict_matrix(modes or newest, len(MODES)) if newest else None,
-        sources=sources(modes or newest),
+        matrix=verdicts.verdict_matrix(shown, len(MODES) + len(JAX_MODES)) if newest else None,
+        sources=sources(shown),
     )
 
 

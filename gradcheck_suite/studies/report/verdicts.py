@@ -10,6 +10,7 @@ from typing import Any
 from gradcheck_suite.core.case import DTYPES
 from gradcheck_suite.core.records import Record
 from gradcheck_suite.core.text import counted, violation_title
+from gradcheck_suite.loops.jax_modes import JAX_MODES
 from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.loops.trainers import TRAINERS
 from gradcheck_suite.loops.trainers.trainer import MODEL
@@ -101,7 +102,8 @@ def verdict_matrix(records: Sequence[Record], most: int | None = None) -> Matrix
     if "cuda" not in {device for _, device in places}:
         columns["", "cuda"] = f"any {device_name('cuda')}"
     holding = {loop: all(d["verdict"] == "holds" for d in row.values()) for loop, row in cells.items()}
-    order = sorted(cells, key=lambda loop: (most is not None and loop not in MODES, holding[loop], loop not in MODES))
+    modes = {**MODES, **JAX_MODES}
+    order = sorted(cells, key=lambda loop: (most is not None and loop not in modes, holding[loop], loop not in modes))
     shown = {loop: cells[loop] for loop in order[:most]}
     counts = {
         place: {_judged(row[place]) for row in shown.values() if place in row and row[place]["verdict"] == "holds"}

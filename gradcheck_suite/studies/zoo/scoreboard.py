@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from gradcheck_suite.core.case import Case, Input, Layer, Loss, Plan, ProblemSpec
-from gradcheck_suite.core.contract import Loop, Problem, VerifyOptions
+from gradcheck_suite.core.contract import Loop, Problem, VerifyOptions, is_jax
 from gradcheck_suite.core.faults import names_of
 from gradcheck_suite.core.results import Result, Verdict, Violation
 from gradcheck_suite.loops.reset_modes import plain
@@ -207,6 +207,7 @@ def run_bug(bug: Bug, seeds: Iterable[int], *, examples: int, dtype: str | None 
         examples: cases per run.
         dtype: of the cases, float64 if None.
     """
+    own = None if is_jax(bug.loop) else OWN_DTYPE  # a loop of JAX has a dtype of its own
     runs: list[Result] = []
     shown: list[Violation] = []
     within = 0
@@ -216,18 +217,17 @@ def run_bug(bug: Bug, seeds: Iterable[int], *, examples: int, dtype: str | None 
             shown.append(verdict.violation)
 
     for seed in seeds:
-        options = VerifyOptions(
-            examples=examples, seed=seed, dtype=dtype or OWN_DTYPE, assumes=bug.assumes, ranks=bug.ranks
-        )
+        options = VerifyOptions(examples=examples, seed=seed, dtype=dtype or own, assumes=bug.assumes, ranks=bug.ranks)
         result = _verify(bug, options, note)
         runs.append(result)
         if result.violation is not None:
             shown = shown or [result.violation]
-        elif options.dtype != OWN_DTYPE:
+        elif options.dtype != own:
             within += _lies_within_rounding(bug, options)
-    # a fixed test has one process
-    fixed = {name: bug.ranks == 1 and not passes(bug.loop, bug.problem) for name, passes in FIXED_TESTS.items()}
-    other_dtype = (dtype or OWN_DTYPE) != OWN_DTYPE
+    # a fixed test has one process, and is of torch
+    fits = bug.ranks == 1 and not is_jax(bug.loop)
+    fixed = {name: fits and not passes(bug.loop, bug.problem) for name, passes in FIXED_TESTS.items()}
+    other_dtype = dtype not in (None, OWN_DTYPE)
     return Row(bug, tuple(runs), {**_rivals(bug, shown[0] if shown else None), **fixed}, within, other_dtype)
 
 

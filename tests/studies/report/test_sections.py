@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from gradcheck_suite.core.records import records_path
+from gradcheck_suite.loops.jax_modes import JAX_MODES
 from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.page.content import shown
 from gradcheck_suite.studies.report.build import build
@@ -330,11 +331,13 @@ def test_communication_is_held_to_its_prediction(tmp_path):
 def test_the_answer_on_modes_shows_the_modes_alone(tmp_path):
     verdict(tmp_path, "zero_")
     verdict(tmp_path, "mine", state="violated", violation={"kind": "gradient", "diagnosis": "mean-of-means"})
-    for mode in list(MODES)[1:]:
+    for mode in [*MODES, *JAX_MODES][1:]:
         verdict(tmp_path, mode)
     report = build(tmp_path)
+    # a mode of JAX is no loop of one's own
+    assert report.answers[0].brief == "No: 1 of 1 loop or script violated: mine (mean-of-means)"
     answer, (everything,) = report.answers[1], _section(report, "verified").matrices
-    assert {name for name, _ in answer.matrix.rows} == set(MODES)
+    assert {name for name, _ in answer.matrix.rows} == {*MODES, *JAX_MODES}
     assert (
         answer.brief
         == f"Yes, all {len(MODES)} modes hold in float64 on the CPU: the gradient is that of one large batch"
