@@ -29,7 +29,8 @@ from gradcheck_suite.studies.report.reading import (
 from gradcheck_suite.studies.report.verdicts import outcome
 
 PARTS: tuple[Part, ...] = (
-    verdicts.VERIFICATION, verdicts.AUDITS, verdicts.PUBLIC_SCRIPTS, costs.DECISION, costs.MEMORY, costs.COSTS, costs.COMPILED, costs.TRAFFIC,
+    verdicts.VERIFICATION, verdicts.AUDITS, verdicts.PUBLIC_SCRIPTS, costs.DECISION, costs.MEMORY,
+    costs.COSTS, costs.COMPILED, costs.TRAFFIC,
     evidence.CLAIMED, evidence.ZOO, evidence.CALIBRATION, verdicts.BRIDGE, verdicts.REAL_TRAINERS, verdicts.FINDINGS,
     evidence.ATLAS, evidence.ZERO_OR_NONE, evidence.OPTIMIZER_STEPS,
 )  # fmt: skip
