@@ -278,6 +278,7 @@ def test_a_container_that_cannot_be_written_to_need_not_be_put_back():
 
 
 @pytest.mark.parametrize("faulty", [False, True])
+@pytest.mark.full
 def test_time_and_memory_of_a_long_run_are_bounded(faulty):
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.0)

@@ -50,6 +50,7 @@ def test_a_loop_without_the_decorator_needs_the_option(run):
     assert run("verify", "jax_loops.py:undeclared", "--examples", 1, "--framework", "jax", *assumed).status == 0
 
 
+@pytest.mark.full
 def test_a_reset_mode_is_verified_by_its_name(run):
     assert run("verify", "jax_where", "--examples", 1).status == 0
 

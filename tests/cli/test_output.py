@@ -116,6 +116,7 @@ BAR = "import sys; sys.stderr.write('\\r 50%|###   | 1/2'); sys.stderr.flush()"
 
 
 @pytest.mark.parametrize("sound", [True, False])
+@pytest.mark.full
 def test_a_headline_stands_on_a_line_of_its_own_where_a_progress_bar_stands(script, tmp_path, sound):
     lines = command("audit", script(sound=sound, before=BAR), cwd=tmp_path).stderr.splitlines()
     assert [line for line in lines if line.startswith("train.py  ")], "the verdict hangs on a bar"
@@ -126,6 +127,7 @@ def test_a_headline_stands_on_a_line_of_its_own_where_a_progress_bar_stands(scri
 
 
 @pytest.mark.parametrize(("sound", "status"), [(True, 2), (False, 1)])
+@pytest.mark.full
 def test_a_full_standard_output_is_said_in_one_line_and_changes_no_violation(script, tmp_path, sound, status):
     file = script(sound=sound, before="print('of the script')")
     with Path("/dev/full").open("w") as full:
@@ -141,6 +143,7 @@ UNBUFFERED = pytest.mark.parametrize("unbuffered", ["", "1"])
 
 
 @UNBUFFERED
+@pytest.mark.full
 def test_verify_whose_verdict_goes_nowhere_fails_at_once(tmp_path, unbuffered):
     env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with Path("/dev/full").open("w") as full:
@@ -153,6 +156,7 @@ def test_verify_whose_verdict_goes_nowhere_fails_at_once(tmp_path, unbuffered):
 
 
 @UNBUFFERED
+@pytest.mark.full
 def test_a_closed_pipe_ends_the_command_without_a_word(tmp_path, unbuffered):
     env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     read, write = os.pipe()
@@ -166,6 +170,7 @@ def test_a_closed_pipe_ends_the_command_without_a_word(tmp_path, unbuffered):
 
 @pytest.mark.parametrize("how", ["sys.stdout.close()", "os.close(1)"])
 @pytest.mark.parametrize(("sound", "status"), [(True, 0), (False, 1)])
+@pytest.mark.full
 def test_a_standard_output_that_the_script_closed_changes_nothing(script, tmp_path, how, sound, status):
     done = command("audit", script(sound=sound, after=f"import os, sys; {how}"), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (status, "")
@@ -173,6 +178,7 @@ def test_a_standard_output_that_the_script_closed_changes_nothing(script, tmp_pa
     assert done.stderr.count("train.py  ") == 1
 
 
+@pytest.mark.full
 def test_an_output_that_was_closed_before_the_start_gives_its_number_to_no_file(tmp_path):
     shell = ["sh", "-c", f"'{sys.executable}' -m gradcheck_suite atlas abs --json rows.json >&-"]
     done = subprocess.run(shell, cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
@@ -180,6 +186,7 @@ def test_an_output_that_was_closed_before_the_start_gives_its_number_to_no_file(
     json.loads((tmp_path / "rows.json").read_text())
 
 
+@pytest.mark.full
 def test_json_and_reports_are_where_the_command_began(script, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     file = script(before="import os; os.chdir('/')")
@@ -201,6 +208,7 @@ def test_what_cannot_be_written_is_refused_before_the_script_starts(script, tmp_
 
 
 @pytest.mark.parametrize(("sound", "status"), [(True, 0), (False, 1)])
+@pytest.mark.full
 def test_after_a_full_disk_the_verdict_of_an_audit_stands(script, tmp_path, sound, status):
     (tmp_path / "reports" / FOLDER).mkdir(parents=True)
     (tmp_path / "reports" / FOLDER / "audit.jsonl").symlink_to("/dev/full")
@@ -299,6 +307,7 @@ def test_x_stops_after_the_first_violated_loop(run, project, monkeypatch, a_case
     assert run("verify", "zero_", "zero_grad", "-x").out.count("VIOLATED") == 1
 
 
+@pytest.mark.full
 def test_n_x_q_and_html_of_an_audit(script, tmp_path):
     done = command("audit", "-n", "2", "-q", script(), cwd=tmp_path)
     assert re.fullmatch(r"train\.py  holds  2 steps judged of 2  [\d.]+ s\n", done.stderr)

@@ -134,6 +134,7 @@ for _ in range(3):
 
 
 @pytest.mark.parametrize(("reset", "status"), [("optimizer.zero_grad()", 7), ("pass", 1)])
+@pytest.mark.full
 def test_of_a_script_that_ends_the_process_the_verdict_stands(tmp_path, reset, status):
     (tmp_path / "train.py").write_text(f"{SCRIPT}    {reset}\nos._exit(7)\n")
     done = command("audit", "--json", "r.json", "train.py", cwd=tmp_path)
@@ -161,12 +162,14 @@ def test_jax_is_imported_only_by_what_computes_with_it(tmp_path, arguments):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_an_audit_that_asks_jax_does_import_it(tmp_path):
     (tmp_path / "train.py").write_text(f"{SCRIPT}    optimizer.zero_grad()\n")
     done = without(("jax",), "audit", "--jax", "train.py", cwd=tmp_path)
     assert "AssertionError: ['jax']" in done.stderr
 
 
+@pytest.mark.full
 def test_a_script_ends_as_python_ends_it(tmp_path):
     """Its finalisers run: bindings that find objects alive say so, line by line."""
     (tmp_path / "train.py").write_text(

@@ -15,6 +15,7 @@ ON_PROBES = [loop for loop in RIGHT if loop is not float32_copies_from_the_secon
 
 
 @pytest.mark.parametrize("loop", ON_PROBES, ids=lambda loop: loop.__name__)
+@pytest.mark.full
 def test_a_loop_gets_a_right_name_or_a_general_one(loop):
     ranks = RANKS.get(loop, 1)
     asked = frozenset({BUSY_RANKS, DENSE_GRADIENTS} if ranks > 1 else ()), "float64", "cpu", ranks

@@ -102,6 +102,7 @@ def test_a_sound_script_is_right_and_a_wrong_truth_is_caught(checkout):
     assert [outcome(replace(sound, truth=truth), unknown) for truth in TRUTHS] == ["partial", "partial", "right"]
 
 
+@pytest.mark.full
 def test_a_faulty_script_is_right_with_its_name_and_place_alone(checkout):
     folder, sound = checkout
     # the fault is made by a replacement; the changed copy still imports what stands beside the file

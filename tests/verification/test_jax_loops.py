@@ -74,6 +74,7 @@ def test_a_sound_loop_holds(loop):
     ],
     ids=lambda bug: bug.name,
 )
+@pytest.mark.full
 def test_a_planted_fault_is_found_and_named(bug):
     violation = verify(bug.loop, examples=20, assumes=bug.assumes).violation
     assert violation is not None
@@ -288,6 +289,7 @@ def test_a_problem_that_breaks_its_contract_has_one_clear_line(problem, said):
 # What is stored.
 
 
+@pytest.mark.full
 def test_a_script_shows_the_fault_without_the_suite_and_without_torch():
     violation = verify(multi_steps, examples=1).violation
     name = f"{__name__}:multi_steps"
@@ -315,6 +317,7 @@ def _source_of_multi_steps():
     ]
 
 
+@pytest.mark.full
 def test_the_fixture_verifies_a_loop_of_jax(verify_training_loop):
     result = verify_training_loop(train_state, examples=1)
     assert (result.cases, result.violation) == (1, None)
@@ -334,6 +337,7 @@ for name in ("sums_and_counts", "sums_and_counts_inside", "mean_of_devices", "lo
 """
 
 
+@pytest.mark.full
 def test_loops_on_two_devices_are_judged():
     flags = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", DEVICES], env=flags, capture_output=True, text=True, check=True)

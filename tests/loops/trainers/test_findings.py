@@ -15,6 +15,7 @@ PACKAGES = ("transformers", "accelerate", "lightning", "keras", "pytorch_acceler
 
 
 @pytest.mark.parametrize("path", FINDINGS, ids=lambda path: path.stem)
+@pytest.mark.full
 def test_the_script_prints_what_the_finding_says(path, tmp_path):
     text = path.read_text()
     script = re.search(r"```python\n(.*?)```", text, re.S)[1]
