@@ -102,9 +102,13 @@ def say(lines: Iterable[str], file: TextIO | None = None) -> None:
     class Words(RegexHighlighter):
         highlights = [*_COLOURED]  # noqa: RUF012 - as rich declares it
 
+    class Terminal(Console):
+        def on_broken_pipe(self) -> None:
+            raise
+
     file = sys.stdout if file is None else file
     # in a kernel rich would display HTML in place of writing to the file
-    console = Console(
+    console = Terminal(
         file=file, force_jupyter=False, highlighter=Words(), theme=Theme(STYLES), markup=False, emoji=False,
         soft_wrap=True,
     )  # fmt: skip

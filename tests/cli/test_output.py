@@ -168,6 +168,14 @@ def test_a_closed_pipe_ends_the_command_without_a_word(tmp_path, unbuffered):
     assert (done.returncode, done.stderr) == (2, "")
 
 
+def test_words_to_a_closed_pipe_end_no_program():
+    read, write = os.pipe()
+    os.close(read)
+    # rich would raise SystemExit(1), which reads as an exit of the code under test
+    with pytest.raises(BrokenPipeError), os.fdopen(write, "w", buffering=1) as pipe:
+        say(["a word"], pipe)
+
+
 @pytest.mark.parametrize("how", ["sys.stdout.close()", "os.close(1)"])
 @pytest.mark.parametrize(("sound", "status"), [(True, 0), (False, 1)])
 @pytest.mark.full
