@@ -104,7 +104,7 @@ def say(lines: Iterable[str], file: TextIO | None = None) -> None:
 
     class Terminal(Console):
         def on_broken_pipe(self) -> None:
-            raise
+            raise  # rich would end the program with status 1, as if the code under test had
 
     file = sys.stdout if file is None else file
     # in a kernel rich would display HTML in place of writing to the file
