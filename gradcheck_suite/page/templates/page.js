@@ -23,7 +23,8 @@
       tab.tabIndex = chosen ? 0 : -1;
       document.getElementById(tab.getAttribute("aria-controls")).classList.toggle("current", chosen);
     }
-    current.scrollIntoView({ block: "nearest", inline: "nearest" });
+    // Tab goes on from what was scrolled to: from the start of the page where nothing was asked for
+    if (name) current.scrollIntoView({ block: "nearest", inline: "nearest" });
     const panel = document.getElementById(current.getAttribute("aria-controls"));
     const place = hash.includes("/") && (document.getElementById(hash) || document.getElementById(hash.split("/")[1]));
     const drawn = drawPlots(panel);
