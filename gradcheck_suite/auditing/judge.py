@@ -440,8 +440,7 @@ def judge_weights(
             result.steps.add(one.window.number)
             result.violations.append(violation_of(fault, one.window, one.where))
             continue
-        dark = _note_unknown(one, found, result, name_of)
-        partial = any(t.partial for _, i in one.coefficients for r in one.window.passes[i].records for t in r.terms)
+        dark, partial = _note_unknown(one, found, result, name_of)
         if one.length == 1 or ((found or partial) and not dark):
             result.steps.add(one.window.number)
         _compare_within(one, found, history, unequal, result)
@@ -482,8 +481,8 @@ PARTIAL = "the loss sees items through which no gradient flows, and is no sum ov
 
 def _note_unknown(
     one: Pending, found: Sequence[Objective], result: Weighed, name_of: Callable[[int], str | None]
-) -> bool:
-    """Note what of a window's losses could not be read, and return whether there is such a part.
+) -> tuple[bool, bool]:
+    """Note what of a window's losses could not be read; return whether there is such a part, and one that is no sum.
 
     A loss that is no sum over the window's micro-batches has no weights, so that none are missing.
     """
@@ -511,7 +510,7 @@ def _note_unknown(
     for objective in uneven:
         reason = "the number of terms differs between micro-batches"
         result.unknown[Unknown("weights", str(objective.place), reason, DECLARE)] += 1
-    return bool(dark) or bool(uneven)
+    return bool(dark or uneven), bool(partial)
 
 
 def _compare_within(
