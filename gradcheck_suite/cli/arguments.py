@@ -221,9 +221,10 @@ OPTIONS = (
         "optimizer",
         "--optimizer",
         "NAME",
-        f"a real optimizer, so that parameters move and their path is judged too: {', '.join(OPTIMIZER_NAMES)} "
-        "(default: one whose step changes nothing, in some cases normalized)",
-        lambda name: one_of(OPTIMIZER_NAMES)(name.lower()),
+        f"a real optimizer, so that parameters move and their path is judged too: {', '.join(OPTIMIZER_NAMES)}; for a "
+        "loop of JAX normalized or a factory of optax, such as adam or lion (default: one whose step changes nothing, "
+        "in some cases normalized)",
+        str.lower,
     ),
     Option(
         "assumes",

@@ -341,7 +341,8 @@ class VerifyOptions:
             optax accumulates in float32 unless it is told otherwise.
         device: `"cpu"` or `"cuda"`.
         ranks: number of processes of `torch.distributed` that train together, 1 to `MAX_RANKS`.
-        optimizer: one of `OPTIMIZER_NAMES`, or None for one whose step changes nothing, in some cases `normalized`.
+        optimizer: one of `OPTIMIZER_NAMES`, for a loop of JAX `normalized` or a factory of optax; None for one whose
+            step changes nothing, in some cases `normalized`.
         assumes: names from `ASSUMPTIONS`, in addition to those that the loop declares.
         autocast: dtype in which the loop may compute its losses under `torch.autocast`, one of `AUTOCAST_DTYPES`; None
             for what the loop declares.
@@ -377,8 +378,9 @@ class VerifyOptions:
             raise UsageError(f"ranks must be a number from 1 to {MAX_RANKS}, got {self.ranks!r}")
         if not is_integer(self.seed):
             raise UsageError(f"seed must be an integer, got {self.seed!r}")
-        optional = (("dtype", (None, *DTYPES)), ("optimizer", (None, *OPTIMIZER_NAMES)))
-        for name, allowed in (*optional, ("device", DEVICES)):
+        if not isinstance(self.optimizer, str | None):
+            raise UsageError(f"optimizer must be a name or None, got {self.optimizer!r}")
+        for name, allowed in (("dtype", (None, *DTYPES)), ("device", DEVICES)):
             if (value := getattr(self, name)) not in allowed:
                 raise UsageError(f"{name} must be one of {', '.join(filter(None, allowed))}; got {value!r}")
         if self.time_limit_s is not None and not (_is_number(self.time_limit_s) and self.time_limit_s > 0):
@@ -387,7 +389,13 @@ class VerifyOptions:
             raise UsageError(f"second_opinion_s must be a number of seconds, 0 or more, got {self.second_opinion_s!r}")
 
     def of(self, loop: Loop) -> ChosenOptions:
-        """Return the options of a loop, with a number of cases and a dtype."""
+        """Return the options of a loop, with a number of cases and a dtype.
+
+        Raises:
+            UsageError: no optimizer of torch has the name, and the loop is one of torch.
+        """
+        if not is_jax(loop) and self.optimizer not in (None, *OPTIMIZER_NAMES):
+            raise UsageError(f"optimizer must be one of {', '.join(OPTIMIZER_NAMES)}; got {self.optimizer!r}")
         examples, dtype = BY_FRAMEWORK["jax" if is_jax(loop) else "torch"]
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
         return ChosenOptions(**{**chosen, "examples": self.examples or examples, "dtype": self.dtype or dtype})

@@ -96,13 +96,58 @@ def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: 
     if found := probe_inputs(recorder, probe.plan.windows[window], small_step, step):
         return found
     if weights is None:
-        return Diagnosis("unequal-items", "items of one and the same micro-batch have different weights")
+        return _means_of_parts(probe, steps) or Diagnosis(
+            "unequal-items", "items of one and the same micro-batch have different weights"
+        )
     # the gradient grows with the loss, so a factor that is none of the run's is one all the same
     both = diagnose(weights, [*_others(readings(probe, steps, alike=runner.alike), step), *elsewhere])
     if names_nothing(both) and not elsewhere:
         return replace(diagnose(weights) if names_nothing(named) else named, weights=table)
     # a name of the first run alone is refuted by the other one
     return replace(both, weights=table)
+
+
+MOST_PARTS = 8
+"""Devices or other parts of a window, of which the suite tells that each one's mean has the same weight."""
+
+
+def _means_of_parts(probe: WeightProbe, steps: list[Vector]) -> Diagnosis | None:
+    """Return the diagnosis of windows that are cut into parts, such as devices, whose means have one weight, or None.
+
+    The parts are seen by the weights of their items alone, so one number of parts has to explain two windows of
+    different sizes.
+    """
+    if probe.reduction != "mean":
+        return None
+    found, sizes = set(range(2, MOST_PARTS + 1)), set()
+    for step, items in enumerate(steps):
+        right = probe.right_weights(step % len(probe.plan.windows))
+        mine = items[right != 0]
+        if items[right == 0].any() or not np.isclose(mine.sum(), right.sum(), rtol=CLOSE) or (mine <= 0).any():
+            return None
+        values, numbers = np.unique(np.round(mine / mine.sum(), 6), return_counts=True)
+        if len(values) > 1:
+            found = {parts for parts in found if _are_means(values * parts, numbers)}
+            sizes.add(len(mine))
+    if len(sizes) < 2 or not found:
+        return None
+    return Diagnosis(
+        "mean-of-means",
+        f"a window's items are in {min(found)} parts, which cut through micro-batches as devices do, and the mean of "
+        "each part has one weight, whatever it counts: add up the summed losses of all parts and their counts (psum), "
+        "and divide the one by the other",
+    )
+
+
+def _are_means(weights: Vector, numbers: npt.NDArray[np.int_]) -> bool:
+    """Return whether so many items of each weight are whole parts, each of which has the weight 1 together."""
+    sizes = 1 / weights
+    whole = np.maximum(np.round(sizes), 1)
+    return bool(np.isclose(sizes, whole, rtol=CLOSE).all() and not (numbers % whole).any())
+
+
+CLOSE = 1e-4
+"""Share up to which weights agree that rounding in float32, or the probe's, has touched."""
 
 
 def _by_loss(

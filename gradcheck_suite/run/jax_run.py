@@ -6,10 +6,11 @@ in the optimizer's `update` sees what reaches it, also through `jit`, `scan` and
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from threading import Lock
@@ -27,8 +28,7 @@ from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.run.environment import imported
 from gradcheck_suite.run.instance import Instance, map_leaves
 from gradcheck_suite.run.observer import Evaluation, Observation, TooManySteps, is_same
-from gradcheck_suite.run.runner import Outcome, account, discarded_output, is_import_failure, is_quiet
-from gradcheck_suite.run.time_limits import Limit, TimedOut, time_limit
+from gradcheck_suite.run.runner import Outcome, run_to_end
 
 Function = Callable[..., jax.Array]
 
@@ -414,20 +414,34 @@ class Batches:
 def jax_optimizer(name: str | None) -> Any:
     """Return the optax transformation of a case's optimizer, None for updates of zeros.
 
+    It is what the function of that name in optax returns for a learning rate, or for no argument.
+
     Raises:
-        UsageError: the optimizer has no counterpart here.
+        CannotRunHere: optax is missing.
+        UsageError: optax has no such function, or it needs other arguments.
     """
-    optax = imported("optax")
-    made: dict[str, Callable[[], Any]] = {
-        "normalized": lambda: optax.chain(_normalize(optax), optax.trace(decay=0.5), optax.scale(-0.02)),
-        "sgd": lambda: optax.sgd(0.05),
-        "momentum": lambda: optax.chain(optax.add_decayed_weights(0.01), optax.sgd(0.05, momentum=0.9)),
-        "adam": lambda: optax.adam(0.01),
-        "adamw": lambda: optax.adamw(0.01, weight_decay=0.1),
-    }
-    if name not in (None, *made):
-        raise UsageError(f"optimizer of a loop of JAX must be one of {', '.join(made)}; got {name!r}")
-    return None if name is None else made[name]()
+    if name is None:
+        return None
+    optax: Any = imported("optax")
+    if isinstance(optax, str):
+        raise CannotRunHere(NEEDS_OPTAX.format(optax))
+    if name == "normalized":
+        return optax.chain(_normalize(optax), optax.trace(decay=0.5), optax.scale(-0.02))
+    factory, made = getattr(optax, name, None), None
+    for arguments in ((LEARNING_RATE,), ()):
+        if made is None and inspect.isfunction(factory):
+            with suppress(Exception):  # a function of another kind, or one with other arguments, raises anything
+                made = factory(*arguments)
+    if not isinstance(made, optax.GradientTransformation):
+        raise UsageError(
+            "optimizer of a loop of JAX must be normalized, or a function of optax that makes an optimizer from a "
+            f"learning rate alone, such as sgd, adam, adamw, lion or lamb; got {name!r}"
+        )
+    return made
+
+
+LEARNING_RATE = 0.01
+NEEDS_OPTAX = "a loop of JAX needs optax, and {}: install gradcheck-suite[jax-loops]"
 
 
 def _normalize(optax: Any) -> Any:
@@ -465,7 +479,7 @@ def run_jax_loop(loop: Loop, instance: Instance, *, time_limit_s: float | None) 
     """
     case, optax = instance.case, imported("optax")
     if isinstance(optax, str):
-        raise CannotRunHere(f"a loop of JAX needs optax, and {optax}: install gradcheck-suite[jax-loops]")
+        raise CannotRunHere(NEEDS_OPTAX.format(optax))
     if case.device != "cpu":
         raise CannotRunHere(f"loops of JAX are verified on the CPU alone, got device {case.device}")
     with jax.enable_x64(case.dtype == "float64"):
@@ -488,28 +502,15 @@ def _run(loop: Loop, instance: Instance, optax: Any, time_limit_s: float | None)
         reduction=instance.problem.reduction,
         dtype=jnp.dtype(case.dtype),
     )
-    raised, trace, refused, limit = None, "", None, Limit()
-    try:
-        with (
-            discarded_output() if is_quiet() else nullcontext(),
-            _fast_compilation(case.spec is not None),
-            time_limit(time_limit_s) as limit,
-        ):
-            loop(run)
-            jax.effects_barrier()
-    except KeyboardInterrupt:
-        raise
-    except (TooManySteps, TimedOut):
-        pass
-    except CannotRunHere as error:
-        raised = refused = str(error)
-    except BaseException as error:
-        _expect_jax(error, run)
-        raised, trace = account(error, loop)
-        if is_import_failure(error):
-            raise CannotRunHere(f"the loop cannot import what it needs: {raised}") from error
-    if limit.expired and not observer.exceeded:
-        raised = f"it did not return within {time_limit_s:g} s (the time limit per case)"
+    with _fast_compilation(case.spec is not None):
+        ending = run_to_end(
+            loop,
+            run,
+            time_limit_s,
+            expect=_expect_jax,
+            exceeded=lambda: observer.exceeded,
+            finish=jax.effects_barrier,
+        )
     steps = observer.steps()
     devices = max((call.devices for call in steps), default=1)
     return [
@@ -518,13 +519,9 @@ def _run(loop: Loop, instance: Instance, optax: Any, time_limit_s: float | None)
             start=start,
             beginning=Observation((), start, [{}], [names]),
             parameters=seen[-1].after if seen else start,
-            raised=None if observer.exceeded else raised,
-            trace=trace,
-            timed_out=limit.expired and not observer.exceeded,
-            endless=observer.exceeded,
             structure=observer.structure,
-            refused=refused,
             keeps_non_finite=observer.is_multi_steps,
+            **ending,
         )
         for device in range(devices)
     ]

@@ -8,11 +8,12 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypedDict, TypeVar
 
 import torch
 
@@ -21,7 +22,6 @@ from gradcheck_suite.core.text import file_text
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.run.instance import AutocastRecorder, Compute, Instance, epoch_of, seeded
 from gradcheck_suite.run.observer import (
-    Calls,
     Observation,
     Observer,
     RankObserver,
@@ -34,6 +34,7 @@ from gradcheck_suite.run.observer import (
 )
 from gradcheck_suite.run.time_limits import Limit, TimedOut, time_limit
 
+Run = TypeVar("Run")
 _PACKAGE = str(Path(__file__).parent.parent)
 _INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "<")
 
@@ -196,6 +197,64 @@ class Outcome:
     keeps_non_finite: bool = False
 
 
+class Ending(TypedDict):
+    """How a loop ended: the fields of an `Outcome` that say so."""
+
+    raised: str | None
+    trace: str
+    refused: str | None
+    timed_out: bool
+    endless: bool
+
+
+def run_to_end(
+    loop: Callable[[Run], None],
+    run: Run,
+    time_limit_s: float | None,
+    *,
+    expect: Callable[[BaseException, Run], None],
+    exceeded: Callable[[], bool],
+    finish: Callable[[], object] = lambda: None,
+) -> Ending:
+    """Run a loop and return how it ended. Every exception except `KeyboardInterrupt` is a way to end.
+
+    Args:
+        loop: the subject.
+        run: its argument.
+        time_limit_s: seconds after which it is stopped, None for no limit.
+        expect: raises `UsageError` where an exception shows that the loop is one of the other framework.
+        exceeded: returns whether the loop was stopped because it stepped too often.
+        finish: called after the loop, within the time limit.
+
+    Raises:
+        CannotRunHere: the loop cannot import what it needs, so it would fail on every case.
+    """
+    raised, trace, refused, limit = None, "", None, Limit()
+    try:
+        # the limit is the innermost context, so that it never interrupts the exit of another
+        with discarded_output() if is_quiet() else nullcontext(), time_limit(time_limit_s) as limit:
+            loop(run)
+            finish()
+    except KeyboardInterrupt:
+        raise
+    except (TooManySteps, TimedOut):
+        pass
+    except CannotRunHere as error:
+        raised = refused = str(error)
+    except BaseException as error:
+        expect(error, run)
+        raised, trace = account(error, loop)
+        if is_import_failure(error):
+            raise CannotRunHere(f"the loop cannot import what it needs: {raised}") from error
+    endless = exceeded()
+    timed_out = limit.expired and not endless
+    if timed_out:
+        raised = f"it did not return within {time_limit_s:g} s (the time limit per case)"
+    return Ending(
+        raised=None if endless else raised, trace=trace, refused=refused, timed_out=timed_out, endless=endless
+    )
+
+
 def run_loop(
     loop: Loop, instance: Instance, *, time_limit_s: float | None = DEFAULT_TIME_LIMIT, rank: int = 0
 ) -> Outcome:
@@ -208,51 +267,29 @@ def run_loop(
     alone = run.world_size == 1
     observer = (Observer if alone else RankObserver)(run.model, run.optimizer, limit=instance.case.plan.step_limit)
     before = structure(run.model)
-    raised, trace, refused, limit = None, "", None, Limit()
-    calls = Calls()
     default_dtype = torch.get_default_dtype()
     try:
         with (
-            discarded_output() if is_quiet() else nullcontext(),
             seeded(instance.case.seed, instance.device),
             torch.enable_grad(),
             recorded_calls(lambda: len(observer.observations), epoch_of(run.loader)) as calls,
-            time_limit(time_limit_s) as limit,
         ):
-            loop(run)
-    except KeyboardInterrupt:
-        raise
-    except (TooManySteps, TimedOut):
-        pass
-    except CannotRunHere as error:
-        raised = refused = str(error)
-    except BaseException as error:
-        _expect_torch(error, run)
-        raised, trace = account(error, loop)
-        if is_import_failure(error):
-            raise CannotRunHere(f"the loop cannot import what it needs: {raised}") from error
+            ending = run_to_end(loop, run, time_limit_s, expect=_expect_torch, exceeded=lambda: observer.exceeded)
     finally:
         observer.close()
         torch.set_default_dtype(default_dtype)
-    endless, timed_out = observer.exceeded, limit.expired and not observer.exceeded
-    if timed_out:
-        raised = f"it did not return within {time_limit_s:g} s (the time limit per case)"
     return Outcome(
         observations=observer.observations,
         start=observer.start,
         beginning=observer.beginning,
         # other ranks do not gather sharded parameters where this one has failed
-        parameters=observer.values() if alone or raised is None else observer.last,
-        raised=None if endless else raised,
-        trace=trace,
-        timed_out=timed_out,
-        endless=endless,
+        parameters=observer.values() if alone or ending["raised"] is None else observer.last,
         structure=_changes(run.model, before, observer),
         compute=run.loss.compute if isinstance(run.loss, AutocastRecorder) else None,
-        refused=refused,
         scheduler_steps=tuple(map(dict, calls.schedulers.values())),
         skipped=tuple(calls.skipped),
         scaler_calls=tuple((method, dict(counts)) for (method, *_), counts in calls.scalers.items()),
+        **ending,
     )
 
 
@@ -283,7 +320,7 @@ def _expect_torch(error: BaseException, run: TrainingRun) -> None:
         ) from None
 
 
-def account(error: BaseException, loop: Loop) -> tuple[str, str]:
+def account(error: BaseException, loop: Callable[..., Any]) -> tuple[str, str]:
     """Return one line about an exception, and its traceback, both without the suite's frame."""
     own = error.__traceback__ and error.__traceback__.tb_next
     code = getattr(inspect.unwrap(loop), "__code__", None)

@@ -152,16 +152,19 @@ def _of_rank(
     case: Case, violation: Violation, rank: int, outcomes: Sequence[Outcome], right: Sequence[int]
 ) -> Violation:
     """Return a violation with the rank that shows it, in words too, and with the ranks that are right."""
-    said = violation.explanation
+    # without ranks, the outcomes are those of the devices of a loop of JAX
+    said, place = violation.explanation, "rank" if case.plan.ranks else "device"
     if outcomes[rank].timed_out:
         said += UNEVEN if case.plan.has_idle_rank else ""
     elif violation.kind != "raised" and all(_same(outcomes[rank], outcome) for outcome in outcomes):
-        said = f"on all {counted(len(outcomes), 'rank')} alike: {said}"
+        said = f"on all {counted(len(outcomes), place)} alike: {said}"
     else:
-        said = f"on rank {rank} of {len(outcomes)}: {said}"
+        said = f"on {place} {rank} of {len(outcomes)}: {said}"
         if right and names_of(violation.diagnosis) & {"not-reduced"}:
             said += f" (the gradients of rank {right[0]} are right: look for a reduce in place of an all_reduce)"
-    return replace(violation, explanation=said, rank=rank)
+        if place == "device" and violation.kind == "gradient":
+            said += " (devices have different gradients: look for a sum or a count that no psum adds up over them)"
+    return replace(violation, explanation=said, rank=rank if case.plan.ranks else None)
 
 
 @dataclass(frozen=True)

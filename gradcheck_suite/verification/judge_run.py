@@ -282,7 +282,8 @@ class Trajectory:
             settings: whether changes of the optimizer's settings are judged.
         """
         self._case, self._outcome, self._edited, self._settings = case, outcome, edited, settings
-        self._make = None if case.optimizer is None else OPTIMIZERS[case.optimizer]
+        # that of a loop of JAX may have no counterpart in torch, and nothing is computed again
+        self._make = None if case.optimizer is None else OPTIMIZERS.get(case.optimizer)
         self._previous = outcome.beginning
 
     def before(self, step: int) -> Violation | None:

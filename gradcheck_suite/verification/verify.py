@@ -145,6 +145,10 @@ def _assumed(loop: Loop, options: VerifyOptions, problem: Problem | None, proble
             "a loop of JAX runs in one process: drop --ranks, and set "
             "XLA_FLAGS=--xla_force_host_platform_device_count=2 for a loop that uses shard_map on several devices"
         )
+    if is_jax(loop) and options.optimizer:
+        from gradcheck_suite.run.jax_run import jax_optimizer  # torch loops need none of it
+
+        jax_optimizer(options.optimizer)
     if not callable(loop):
         raise UsageError(f"a loop must be callable with one TrainingRun, got {type(loop).__name__}")
     chosen = checked_assumptions({*options.assumes, *assumptions_of(loop)})
@@ -155,9 +159,14 @@ def _assumed(loop: Loop, options: VerifyOptions, problem: Problem | None, proble
 
 
 @lru_cache(maxsize=64)
-def _cases(*, compiles: bool, **fields: Any) -> st.SearchStrategy[Case]:
+def _cases(*, compiles: bool, optimizer: Any, **fields: Any) -> st.SearchStrategy[Case]:
     """Return the strategy of the cases; the same for the same arguments, since `run_on_cases` keeps what it draws."""
-    return cases(**fields).map(_of_two_sizes) if compiles else cases(**fields)
+    if not compiles:
+        return cases(optimizer=optimizer, **fields)
+    if not isinstance(optimizer, str):
+        return cases(optimizer=optimizer, **fields).map(_of_two_sizes)
+    # an optimizer of optax, of which torch knows nothing
+    return cases(**fields).map(lambda case: _of_two_sizes(case).replace(optimizer=optimizer))
 
 
 def _of_two_sizes(case: Case) -> Case:

@@ -30,7 +30,7 @@ def assert_one_line(outcome, *said):
         ("--seed 1.5", "got '1.5'"),
         ("--dtype int8", "--dtype: expected one of float64, float32, bfloat16, float16; got 'int8'"),
         ("--device tpu", "--device: expected one of cpu, cuda; got 'tpu'"),
-        ("--optimizer lion", "--optimizer: expected one of sgd, momentum"),
+        ("--optimizer lion", "optimizer must be one of sgd, momentum"),
         ("--assume luck", "--assume: assumption must be one of equal-micro-batches, "),
         ("--assume no-layer:luck", "no-layer:KIND: KIND must be one of "),
         ("--assume no-layer:", "no-layer:KIND; got 'no-layer:'"),
