@@ -96,7 +96,7 @@ def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: 
     if found := probe_inputs(recorder, probe.plan.windows[window], small_step, step):
         return found
     if weights is None:
-        return _means_of_parts(probe, steps) or Diagnosis(
+        return _means_of_parts(probe, steps, runner) or Diagnosis(
             "unequal-items", "items of one and the same micro-batch have different weights"
         )
     # the gradient grows with the loss, so a factor that is none of the run's is one all the same
@@ -109,45 +109,50 @@ def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: 
 
 MOST_PARTS = 8
 """Devices or other parts of a window, of which the suite tells that each one's mean has the same weight."""
+CLOSE = 1e-4
+"""Share up to which weights agree that rounding in float32 has touched."""
 
 
-def _means_of_parts(probe: WeightProbe, steps: list[Vector]) -> Diagnosis | None:
+def _means_of_parts(probe: WeightProbe, steps: list[Vector], runner: LoopRunner) -> Diagnosis | None:
     """Return the diagnosis of windows that are cut into parts, such as devices, whose means have one weight, or None.
 
-    The parts are seen by the weights of their items alone, so one number of parts has to explain two windows of
-    different sizes.
+    The parts are seen by the weights of their items alone, so one number of parts has to explain the windows of another
+    probe too. A part may have no item.
     """
-    if probe.reduction != "mean":
+    if probe.reduction != "mean" or probe.count is not None:
         return None
-    found, sizes = set(range(2, MOST_PARTS + 1)), set()
-    for step, items in enumerate(steps):
-        right = probe.right_weights(step % len(probe.plan.windows))
-        mine = items[right != 0]
-        if items[right == 0].any() or not np.isclose(mine.sum(), right.sum(), rtol=CLOSE) or (mine <= 0).any():
-            return None
-        values, numbers = np.unique(np.round(mine / mine.sum(), 6), return_counts=True)
-        if len(values) > 1:
-            found = {parts for parts in found if _are_means(values * parts, numbers)}
-            sizes.add(len(mine))
-    if len(sizes) < 2 or not found:
+    parts = _numbers_of_parts(probe, steps)
+    if parts:
+        separating = separating_probe(probe, runner.assumes)
+        parts &= _numbers_of_parts(separating, separating.observed_weights(runner) or [])
+    if not parts:
         return None
     return Diagnosis(
         "mean-of-means",
-        f"a window's items are in {min(found)} parts, which cut through micro-batches as devices do, and the mean of "
+        f"a window's items are in {min(parts)} parts, which cut through micro-batches as devices do, and the mean of "
         "each part has one weight, whatever it counts: add up the summed losses of all parts and their counts (psum), "
         "and divide the one by the other",
     )
 
 
-def _are_means(weights: Vector, numbers: npt.NDArray[np.int_]) -> bool:
-    """Return whether so many items of each weight are whole parts, each of which has the weight 1 together."""
-    sizes = 1 / weights
-    whole = np.maximum(np.round(sizes), 1)
-    return bool(np.isclose(sizes, whole, rtol=CLOSE).all() and not (numbers % whole).any())
-
-
-CLOSE = 1e-4
-"""Share up to which weights agree that rounding in float32, or the probe's, has touched."""
+def _numbers_of_parts(probe: WeightProbe, steps: list[Vector]) -> set[int]:
+    """Return the numbers of parts, D, with which an item of a part of m items weighs 1 / (D * m) in every window."""
+    found: set[int] = set()
+    for number in range(2, MOST_PARTS + 1):
+        unequal = False
+        for step, items in enumerate(steps):
+            right = probe.right_weights(step % len(probe.plan.windows))
+            values, times = np.unique(np.round(number * items[right != 0], 6), return_counts=True)
+            if items[right == 0].any() or (values <= 0).any():
+                break
+            sizes = np.maximum(np.round(1 / values), 1)
+            equal = len(values) == 1 and np.isclose(items[right != 0], right[right != 0], rtol=CLOSE).all()
+            if not equal and (not np.isclose(sizes * values, 1, rtol=CLOSE).all() or (times % sizes).any()):
+                break
+            unequal |= len(values) > 1
+        else:
+            found |= {number} if unequal else set()
+    return found
 
 
 def _by_loss(
