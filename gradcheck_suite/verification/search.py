@@ -7,6 +7,7 @@ What no probe shows is drawn, and Hypothesis shrinks it by the kind of the viola
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -327,8 +328,8 @@ class Search:
         for plan in LADDER:
             with suppress(UsageError):  # the assumptions leave no micro-batch
                 plans[within(plan, assumes)] = None
-        for plan in plans:
-            dealt = dealt_to_ranks(plan, options.ranks, assumes)
+        for plan, ranks in itertools.product(plans, sorted({min(options.ranks, 2), options.ranks})):
+            dealt = dealt_to_ranks(plan, ranks, assumes)
             yield Case(spec, dealt, dtype=options.dtype, device=options.device, optimizer=options.optimizer)
 
     def on_probes(self) -> tuple[Violation | None, bool]:
