@@ -20,23 +20,18 @@ from gradcheck_suite.judge.naming import diagnose, names_nothing
 from gradcheck_suite.judge.probe import (
     WeightProbe,
     expected_gradients,
-    fitting_faults,
     flat_on_probe,
     gradients_of_steps,
-    held_by,
-    held_by_steps,
     item_weights,
-    may_be_non_finite,
     per_micro_batch,
-    ranges_text,
     reading,
     readings,
     separating_probe,
 )
 from gradcheck_suite.judge.reruns import NOT_REPEATABLE, LoopRunner, LossRecorder, explain_inputs, run_recorded
+from gradcheck_suite.judge.steps import cut_elsewhere, named, run_of
 from gradcheck_suite.judge.weights import Diagnosis, Weights
 from gradcheck_suite.run.instance import generated_instance
-from gradcheck_suite.run.runner import Outcome
 
 SIZE_DEPENDENT = "a loss 2**-20 times as large does not give a gradient 2**-20 times as large: something depends on"
 
@@ -256,12 +251,10 @@ def _whole_windows(probe: WeightProbe, seen: list[Vector], *, alike: bool) -> li
 
 def _by_steps(probe: WeightProbe, seen: list[Vector]) -> Diagnosis | None:
     """Return the fault of a loop that takes the right number of steps under one plan and a wrong one under another."""
-    faults = fitting_faults(probe.plan, held_by_steps(probe.plan, seen))
-    for name, account in faults.items():
-        if name != "never-stepped":
-            said = f"under another plan the loop takes {len(seen)} steps in place of {probe.plan.steps}"
-            return Diagnosis(name, f"{said}{account}")
-    return None
+    found = named([run_of(probe.plan, seen)], probe.plan)
+    if found is None or found[0] == "never-stepped":
+        return None
+    return Diagnosis(found[0], f"under another plan the loop takes {len(seen)} steps, not {probe.plan.steps}{found[1]}")
 
 
 def _others(run: list[Weights] | None, step: int) -> list[Weights]:
@@ -311,11 +304,6 @@ def _norms(case: Case, seen: Vector) -> str:
     return " and ".join(f"{norm:.4g}" for norm in norms if norm)
 
 
-SKIPPED = (
-    "the loop takes no step where a gradient is infinite or NaN, and the contract asks for one step per window: a loop "
-    "that is meant to skip such windows uses a torch.amp.GradScaler, whose skips are allowed, or states the assumption "
-    "finite-gradients"
-)
 NOT_IN_GRADIENT = Diagnosis(
     "skipped-non-finite",
     "a micro-batch whose gradient is infinite or NaN in an element is not in the window's gradient, or the whole "
@@ -342,86 +330,12 @@ def explain_probe(case: Case, steps: Steps, step: int, runner: LoopRunner) -> Di
     seen = steps[step]
     assert seen is not None, "a skipped step is not compared"
     if case.spec is not None and "slopes" not in case.spec.loss.o:
-        return other_windows(case, steps) or _of_weights(case, steps, step, runner)
+        taken = [items for items in steps if items is not None]
+        return cut_elsewhere(case.plan, taken) or _of_weights(case, steps, step, runner)
     plain = _without_slopes(case, runner)
     if plain is not None and step < len(plain) and not _is_right(plain[step], case, step):
         return _of_weights(case, plain, step, runner)
     return _size_fault(case, expected_gradients(case) * case.plan.epochs, steps, step, runner)
-
-
-def other_windows(case: Case, steps: Steps) -> Diagnosis | None:
-    """Return the diagnosis of steps that cut the epochs at other places, with each micro-batch in one step; or None."""
-    plan = case.plan
-    held = [held_by(plan, items) for items in steps if items is not None]
-    right = list(plan.windows) * plan.epochs
-    if [j for step in held for j in step] != [j for window in right for j in window]:
-        return None
-    first = next((s for s, seen in enumerate(held) if s >= len(right) or tuple(seen) != right[s]), None)
-    if first is None:
-        return None
-    near = slice(max(0, first - 1), first + 2)
-    shown, due = (" | ".join(ranges_text(window) for window in windows[near]) for windows in (held, right))
-    return Diagnosis(
-        "wrong-windows",
-        f"the loop steps at other places: from step {near.start} on its windows are micro-batches {shown}, where "
-        f"{due} are right (accumulation_steps = {plan.accumulation_steps}, anew in every epoch)",
-    )
-
-
-def linear_fault(case: Case, runner: LoopRunner) -> Diagnosis | None:
-    """Name a fault that depends on the size of the gradient, in a loop whose weights are wrong anyway; None without.
-
-    The loop is held to the weights that it gives on the same plan where all slopes are 1.
-
-    Args:
-        case: a probe with slopes.
-        runner: of the loop.
-    """
-    slopes = np.array(slopes_of(case))
-    plain, sized = _without_slopes(case, runner), _probe(case, case.dtype).run(runner, slopes=slopes.tolist())
-    if plain is None or sized is None or sized.skipped:
-        return None
-    steps = gradients_of_steps(sized)
-    if len(steps) != len(plain):
-        return _skips(case, steps) if len(steps) < len(plain) else None
-    # what other windows leave behind may be no multiple of their slopes, and is named already
-    own = [np.isin(np.arange(len(slopes)), case.plan.window_items(w)) for w in range(len(case.plan.windows))]
-    expected = []
-    for step, weights in enumerate(plain):
-        inside = own[step % len(own)] & (weights != 0)
-        expected.append(np.multiply(weights, slopes, out=np.zeros_like(slopes), where=inside))
-        steps[step] = np.where(own[step % len(own)] | ~np.isfinite(steps[step]), steps[step], 0.0)
-    close = 64 * UNIT_ROUNDOFF[case.dtype]
-    for step, (right, seen) in enumerate(zip(expected, steps, strict=True)):
-        diverged = may_be_non_finite(right) & ~np.isfinite(seen)
-        if not (diverged | np.isclose(seen, right, rtol=close, atol=0)).all():
-            return _size_fault(case, expected, steps, step, runner)
-    return None
-
-
-def explain_skips(case: Case, outcome: Outcome, runner: LoopRunner) -> Diagnosis | None:
-    """Name the fault of a loop that takes fewer steps because of the size of gradients; None where that is not why."""
-    if set(slopes_of(case)) == {1.0} or len(outcome.observations) >= case.plan.steps:
-        return None
-    plain = _without_slopes(case, runner)
-    if plain is None or len(plain) != case.plan.steps:
-        return None
-    return _skips(case, gradients_of_steps(outcome))
-
-
-def _skips(case: Case, steps: Sequence[Vector]) -> Diagnosis:
-    """Return the diagnosis of skipped windows, from the gradients of the steps that were taken."""
-    expected, taken = expected_gradients(case), {tuple(held_by(case.plan, seen)) for seen in steps}
-    skipped = [right for window, right in zip(case.plan.windows, expected, strict=True) if window not in taken]
-    finite = [right for right in skipped if np.isfinite(right).all()]
-    if not finite:
-        return Diagnosis("skipped-non-finite", SKIPPED)
-    norms = ", ".join(f"{np.linalg.norm(right):.3g}" for right in finite[:4])
-    return Diagnosis(
-        "skipped-by-size",
-        f"the loop takes no step where the gradient's norm is {norms}, and takes one where it is about 1: the contract "
-        "asks for one step per window, so switch off what skips windows by the size of their loss or gradient",
-    )
 
 
 def _without_slopes(case: Case, runner: LoopRunner) -> list[Vector] | None:

@@ -17,17 +17,10 @@ from gradcheck_suite.core.contract import EDITS_PARAMETERS, EDITS_SETTINGS
 from gradcheck_suite.core.results import Verdict, Violation, ViolationKind
 from gradcheck_suite.judge.fitted_weights import diagnose_case
 from gradcheck_suite.judge.gradient import explain_gradient, explain_missing
-from gradcheck_suite.judge.probe import (
-    expected_gradients,
-    explain_steps,
-    gradients_of_steps,
-    held_by,
-    may_be_non_finite,
-    ranges_text,
-    step_pattern,
-)
-from gradcheck_suite.judge.probe_faults import NOT_IN_GRADIENT, explain_probe, explain_skips, other_windows
+from gradcheck_suite.judge.probe import expected_gradients, gradients_of_steps, may_be_non_finite
+from gradcheck_suite.judge.probe_faults import NOT_IN_GRADIENT, explain_probe
 from gradcheck_suite.judge.reruns import LoopRunner, confirmed_by_repeating
+from gradcheck_suite.judge.steps import explain_steps, step_pattern
 from gradcheck_suite.judge.weights import Diagnosis, missing_gradient
 from gradcheck_suite.reference.large_batch import (
     CannotJudgeError,
@@ -402,10 +395,6 @@ def gradient_violation(
     return _violation_of(kind, named, case, evidence, (parameter, epoch, window.index), moved=window.moved)
 
 
-MOST_STEPS = 6
-"""Steps whose micro-batches are listed."""
-
-
 def judge_probe(
     instance: Instance, outcome: Outcome, runner: LoopRunner | None, autocast: Compute
 ) -> tuple[Violation | None, float]:
@@ -452,24 +441,8 @@ def _compare(case: Case, autocast: Compute, expected: Vector, seen: Vector, *, m
 
 def _step_violation(instance: Instance, outcome: Outcome, runner: LoopRunner | None) -> Violation:
     case = instance.case
-    if runner is None:
-        named = step_pattern(case.plan, outcome)
-    else:
-        named = explain_skips(case, outcome, runner) or explain_steps(instance, outcome, runner)
-        if named.name == "wrong-step-count":
-            named = other_windows(case, gradients_of_steps(outcome)) or replace(named, details=_held(case, outcome))
+    named = explain_steps(instance, outcome, runner) if runner else step_pattern(case.plan, outcome)
     return Violation("step-count", named.name, named.sentence, case, details=named.details)
-
-
-def _held(case: Case, outcome: Outcome) -> tuple[str, ...]:
-    """Return a line for each step around the first that holds other micro-batches than its window."""
-    plan = case.plan
-    held = [held_by(plan, items) for items in gradients_of_steps(outcome)]
-    right = list(plan.windows) * plan.epochs
-    first = next((s for s, step in enumerate(held) if s >= len(right) or tuple(step) != right[s]), len(held))
-    shown = range(max(0, first - 1), min(len(held), first + MOST_STEPS - 1))
-    lines = [f"  step {step}: {ranges_text(held[step]) or 'none'}" for step in shown]
-    return ("micro-batches that each step's gradient holds:", *lines) if lines else ()
 
 
 def _wrong_on_probe(

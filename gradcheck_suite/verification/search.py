@@ -31,8 +31,6 @@ from gradcheck_suite.core.contract import (
 from gradcheck_suite.core.faults import FAULTS, is_general, names_of
 from gradcheck_suite.core.results import Verdict, Violation
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.judge.probe_faults import linear_fault
-from gradcheck_suite.judge.reruns import LoopRunner
 from gradcheck_suite.loops.ranks import RANK_LOOPS
 from gradcheck_suite.loops.reset_modes import plain
 from gradcheck_suite.reference.large_batch import CannotJudgeError, Window
@@ -365,7 +363,7 @@ class Search:
                 small = len(case.plan.micro_batches) <= 2
                 return found if small else self._smallest_probe(found, assumes), True
             if found:
-                return self._with_size_fault(found, slopes_case(*asked)), False
+                return found, False
         for case in (slopes_case(*asked), *long_cases(*asked, compiles=self._compiles)):
             number, limit = _micro_batches(case.plan), options.time_limit_s
             if limit is not None and seconds * number > SHARE_OF_LIMIT * limit:
@@ -387,20 +385,6 @@ class Search:
         smallest, beside = smallest_probe(lambda case: self.check(case, shrinking=True), first, assumes, self._seconds)
         named = first if smallest is first else surer(first, self._named(smallest))
         return replace(named, details=(*named.details, *beside))
-
-    def _with_size_fault(self, violation: Violation, case: Case) -> Violation:
-        """Return a violation with a line about a further fault, one of the gradient's size, if there is one.
-
-        The weights are wrong anyway, so the loop is held to its own weights on the same plan with slopes of 1.
-        """
-        if violation.kind != "gradient":
-            return violation
-        runner = LoopRunner(self._loop, time_limit_s=self._options.time_limit_s)
-        fault = linear_fault(case, runner)
-        self.runs += runner.runs
-        if fault is None or fault.name in (violation.diagnosis, "not-linear"):
-            return violation
-        return replace(violation, details=(*violation.details, f"a further fault, {fault.name}: {fault.sentence}"))
 
     def check(self, case: Case, *, shrinking: bool = False) -> Verdict:
         """Return the verdict on a case, with the name of the fault unless a smaller case is searched for."""

@@ -13,8 +13,8 @@ import torch
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
 from gradcheck_suite.core.case import probe_case
-from gradcheck_suite.judge.probe import explain_steps
 from gradcheck_suite.judge.reruns import LoopRunner
+from gradcheck_suite.judge.steps import explain_steps
 from gradcheck_suite.loops.reset_modes import backward_window, windows
 from gradcheck_suite.run.instance import generated_instance
 from gradcheck_suite.run.runner import run_loop
@@ -192,7 +192,7 @@ def _fails_on_other_plans(run):
         (_across_epochs, PLAN, "wrong-windows", "called 3 times, expected 4 (2 epochs of 2 windows): win"),
         (_across_epochs, Plan((1,), 2, 2), "wrong-windows", "called 1 time, expected 2 (2 epochs of 1 window)"),
         (_across_epochs, Plan((1, 1, 1, 1), 3, 2), "wrong-windows", "called 2 times, expected 4 ("),
-        (_across_epochs_and_ended_early, PLAN, "wrong-windows", "it ends after 2 steps, the number of whole"),
+        (_across_epochs_and_ended_early, PLAN, "wrong-windows", "it ends before the last 2 micro-batches"),
         (_across_epochs_and_ended_early, Plan((1, 1, 1), 2), "wrong-windows", "windows run on from one epoch"),
         (_across_epochs_in_shorter_windows, Plan((1,) * 4, 3, 2), "wrong-step-count", "(2 epochs of 2 windows)"),
         (_every_micro_batch, Plan((1,) * 5, 5, 3), "step-per-micro-batch", "called 15 times, expected 3 ("),

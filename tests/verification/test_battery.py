@@ -132,21 +132,6 @@ def test_a_fault_of_long_plans_is_named_and_made_small(name):
     assert name not in RIGHT_BELOW or RIGHT_BELOW[name] in found.violation.details
 
 
-def test_a_fault_of_size_is_said_beside_a_fault_of_the_weights():
-    def means_of_means_clipped(run):
-        for window in windows(run):
-            for batch in window:
-                (run.loss(run.model, batch) / len(window)).backward()
-            torch.nn.utils.clip_grad_value_(run.model.parameters(), 1000.0)
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-
-    found = battery(means_of_means_clipped, assumes={"mean-reduction"})
-    assert not found.final
-    assert found.violation.diagnosis == "mean-of-means"
-    assert "a further fault, clipped: a gradient of norm" in found.violation.details[-1]
-
-
 def _scale(factor):
     return before_step(lambda run: [p.grad.mul_(factor) for p in run.model.parameters() if p.grad is not None])
 

@@ -1,0 +1,423 @@
+"""From the micro-batches that steps held to the name of the fault: one list of predicates, the surest first.
+
+A predicate must hold in the run under the loop's own plan and in the one under the plan that separates faults which
+look alike, and one of the two must tell: have windows enough that nothing further down the list looks the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, zip_longest
+
+import numpy as np
+import torch
+
+from gradcheck_suite.core.case import Plan, Reduction, is_probe, slopes_of
+from gradcheck_suite.core.comparison import Vector
+from gradcheck_suite.core.results import ENDLESS
+from gradcheck_suite.core.text import counted
+from gradcheck_suite.judge.probe import (
+    WeightProbe,
+    expected_gradients,
+    gradients_of_steps,
+    held_by,
+    ranges_text,
+    separating_probe,
+)
+from gradcheck_suite.judge.reruns import NOT_REPEATABLE, SKIPPED, LoopRunner, run_with_finite_losses
+from gradcheck_suite.judge.weights import Diagnosis
+from gradcheck_suite.run.instance import Instance
+from gradcheck_suite.run.runner import Outcome
+
+Held = list[frozenset[int]]
+"""For each step the indices of what its gradient holds: micro-batches, or turns."""
+SHOWN = 8
+"""Number of steps whose micro-batches are printed."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the steps of one run on a weight probe held.
+
+    Attributes:
+        plan: of the run.
+        held: the micro-batches of each step.
+    """
+
+    plan: Plan
+    held: Held
+
+    @property
+    def windows(self) -> Held:
+        """The micro-batches of each window of an epoch."""
+        return [frozenset(window) for window in self.plan.windows]
+
+    @property
+    def right(self) -> Held:
+        """The micro-batches that each step should hold."""
+        return self.windows * self.plan.epochs
+
+    @property
+    def whole(self) -> Held:
+        """The windows of an epoch that have `accumulation_steps` micro-batches of every rank."""
+        return [w for w in self.windows if len(w) == self.plan.accumulation_steps * self.plan.world_size]
+
+    @property
+    def tail(self) -> frozenset[int]:
+        """The micro-batches of an epoch's short windows."""
+        return frozenset(j for w in self.windows if w not in self.whole for j in w)
+
+    @property
+    def turns(self) -> Held:
+        """The micro-batches of an epoch that are trained at the same time, one of each rank that has any left."""
+        ranks = [self.plan.of_rank(rank) for rank in range(self.plan.world_size)]
+        return [frozenset(j for j in turn if j is not None) for turn in zip_longest(*ranks)]
+
+    @property
+    def in_turns(self) -> Held:
+        """The turns of an epoch that each step holds; none at all where a step has a part of one alone."""
+        turn_of = {j: t for t, turn in enumerate(self.turns) for j in turn}
+        steps = [frozenset(turn_of[j] for j in step) for step in self.held]
+        exact = all(step.issuperset(self.turns[t]) for step, turns in zip(self.held, steps, strict=True) for t in turns)
+        return steps if exact else []
+
+
+def run_of(plan: Plan, steps: Iterable[Vector]) -> Run:
+    """Return which micro-batches each step held, given the weight of each item, (total items,) for each step."""
+    return Run(plan, [frozenset(held_by(plan, items)) for items in steps])
+
+
+def shown(run: Run) -> str:
+    """Return what the steps held, in words; of many, those around the first that is wrong."""
+    texts = [f"[{ranges_text(sorted(step))}]" if len(step) > SHOWN else str(sorted(step)) for step in run.held]
+    texts = [text if step else "nothing" for text, step in zip(texts, run.held, strict=True)]
+    off = (s for s, step in enumerate(run.held) if s >= len(run.right) or step != run.right[s])
+    first = max(0, next(off, 0) - 1) if len(texts) > SHOWN else 0
+    kept = texts[first : first + SHOWN]
+    before, rest = f", from step {first} on," if first else "", len(texts) - first - len(kept)
+    return f"the steps held micro-batches{before} {', '.join(kept)}{f' and {rest} more' if rest else ''}"
+
+
+# The predicates.
+
+
+def _per_micro_batch(run: Run) -> bool:
+    """Whether each step has the micro-batch whose turn it is, and perhaps what earlier ones left behind."""
+    end, steps = len(run.turns), run.in_turns
+    return len(steps) == end * run.plan.epochs and all(s % end in step for s, step in enumerate(steps))
+
+
+def _leaks(run: Run) -> bool:
+    first, rest = run.whole[:1], run.whole[1:]
+    leaking = [first[0] | run.tail, *rest] if first else []
+    return run.held == run.whole + leaking * (run.plan.epochs - 1)
+
+
+def _repeats(run: Run) -> bool:
+    return [step for step, _ in groupby(filter(None, run.held))] == [step for step, _ in groupby(run.right)]
+
+
+def _is_part(run: Run) -> bool:
+    remaining = iter(run.right)
+    return 0 < len(run.held) < len(run.right) and all(step in remaining for step in run.held)
+
+
+def _cut_elsewhere(run: Run) -> bool:
+    """Whether steps hold micro-batches in the loader's order, none twice; the rest after an epoch's last may miss."""
+    steps, end, epochs = run.in_turns, len(run.turns), run.plan.epochs
+    size, due, passes = max(map(len, steps), default=0), 0, 1
+    for step in steps:
+        left = set(step)
+        while left:
+            if due not in left:
+                if not due or end - due >= size:
+                    return False
+                due, passes = 0, passes + 1
+                continue
+            left.remove(due)
+            due += 1
+    # a loop that goes by the number of whole windows ends before as many micro-batches as these have left over
+    return all(steps) and bool(steps) and passes <= epochs and end - due + end * (epochs - passes) < epochs * size
+
+
+def _is_whole(run: Run) -> bool:
+    """Whether the steps together hold every micro-batch as often as there are epochs."""
+    return sum(map(len, run.held)) == run.plan.epochs * len(run.plan.micro_batches)
+
+
+def _cut_text(run: Run) -> str:
+    k, end, steps = run.plan.accumulation_steps, len(run.turns), run.in_turns
+    (size, _), *_ = Counter(map(len, steps)).most_common(1)
+    of = " of each rank" if run.plan.ranks else ""
+    if {max(step) for step in steps} == {i for i in range(end) if (i + 1) % k}:
+        said = "it steps after the micro-batches that do not end a window; step where (i + 1) % accumulation_steps == 0"
+    elif size == k and any({0, end - 1} <= step and len(step) < end for step in steps):
+        said = (
+            f"windows run on from one epoch into the next, {k} micro-batches{of} each; step at the end of every epoch "
+            "and start the next one's windows anew"
+        )
+        if (rest := run.plan.epochs * end - sum(map(len, steps))) >= k:
+            said += f"; it ends before the last {rest} micro-batches"
+    elif size != k:
+        said = f"its windows have {size} micro-batches{of}, where accumulation_steps is {k}"
+    else:
+        said = f"it steps at other places than after {k} micro-batches{of} and at the end of every epoch"
+    return said
+
+
+def _repeated_text(run: Run) -> str:
+    empty = sum(not step for step in run.held)
+    if empty:
+        return (
+            f"{empty} of its steps came right after a reset and held nothing; step only where a window has been "
+            "accumulated"
+        )
+    times = max(len(list(group)) for _, group in groupby(run.held))
+    return f"it stepped up to {times} times on the gradient of one window; step once"
+
+
+def _dropped_text(run: Run) -> str:
+    busy = [w for w in run.windows if {run.plan.owners[j] for j in w} == {*run.plan.owners}]
+    if run.plan.ranks and run.held == busy * run.plan.epochs:
+        return (
+            "it stops as soon as one rank has no micro-batch left, while others have some; a rank that has run out of "
+            "micro-batches adds zeros, until no rank has any left"
+        )
+    missing: list[int] = []
+    end = len(run.right)
+    for step in reversed(run.held):
+        # as late as possible: what is missing is then the first
+        at = max(i for i in range(end) if run.right[i] == step)
+        missing[:0], end = range(at + 1, end), at
+    missing[:0] = range(end)
+    named = ", ".join("window {1} of epoch {0}".format(*divmod(i, len(run.windows))) for i in missing[:3])
+    return f"no step has the gradient of {named}{' and others' if len(missing) > 3 else ''}"
+
+
+def _tail_text(run: Run) -> str:
+    if run.plan.ranks:
+        k = run.plan.accumulation_steps
+        return f"a window in which some rank has fewer than {k} micro-batches is never stepped"
+    return f"the short last window (micro-batches {sorted(run.tail)}) is never stepped"
+
+
+@dataclass(frozen=True)
+class Predicate:
+    """A fault as a statement about the steps of a run.
+
+    Attributes:
+        name: of the fault.
+        holds: whether the steps are as the fault makes them.
+        tells: whether they tell the fault from those that follow in the list.
+        text: what the loop did.
+        number: how many steps the fault makes, from a run without any; -1 where that says nothing.
+    """
+
+    name: str
+    holds: Callable[[Run], bool]
+    tells: Callable[[Run], bool]
+    text: Callable[[Run], str]
+    number: Callable[[Run], int] = lambda run: -1
+
+
+def _of_short(run: Run, number: int) -> int:
+    return number if run.tail else -1
+
+
+PREDICATES = (
+    Predicate(
+        "never-stepped",
+        lambda run: not run.held,
+        lambda run: bool(run.whole),
+        lambda run: "run.optimizer was never stepped",
+        lambda run: 0,
+    ),
+    Predicate(
+        "wrong-step-count",
+        lambda run: bool(run.held) and run.held == run.windows * (len(run.held) // len(run.windows)),
+        lambda run: len(run.windows) > 1,
+        lambda run: f"it makes {len(run.held) // len(run.windows)} pass(es); pass over run.loader run.epochs times",
+    ),
+    Predicate(
+        "tail-dropped",
+        lambda run: bool(run.tail) and run.held == run.whole * run.plan.epochs,
+        lambda run: bool(run.whole),
+        lambda run: f"{_tail_text(run)}: its items contribute to no step",
+        lambda run: _of_short(run, len(run.whole) * run.plan.epochs),
+    ),
+    Predicate(
+        "tail-leak",
+        lambda run: bool(run.tail) and _leaks(run),
+        lambda run: bool(run.whole) and run.plan.epochs > 1,
+        lambda run: f"{_tail_text(run)}, and its gradient leaks into the next epoch's first window",
+    ),
+    Predicate(
+        "step-per-micro-batch",
+        _per_micro_batch,
+        lambda run: True,
+        lambda run: "it stepped once per micro-batch",
+        lambda run: len(run.turns) * run.plan.epochs,
+    ),
+    Predicate("repeated-step", _repeats, lambda run: True, _repeated_text),
+    Predicate("dropped-window", _is_part, lambda run: True, _dropped_text),
+    Predicate(
+        "wrong-windows",
+        _cut_elsewhere,
+        lambda run: any(step not in run.windows for step in run.held),
+        _cut_text,
+        lambda run: _of_short(run, len(run.turns) * run.plan.epochs // run.plan.accumulation_steps),
+    ),
+)
+
+
+def named(runs: Sequence[Run], own: Plan) -> tuple[str, str] | None:
+    """Return the name of the first fault that all runs show and one tells, and what the loop did; None without one.
+
+    A run under another plan is told of where it alone tells the fault.
+    """
+    for fault in PREDICATES:
+        telling = next((run for run in runs if fault.tells(run)), None)
+        if telling is not None and all(map(fault.holds, runs)):
+            said = [f": {fault.text(run)}" for run in runs if run.plan == own]
+            if telling.plan != own:
+                k, windows = telling.plan.accumulation_steps, len(telling.windows)
+                under = f"; under a plan of {windows} windows with accumulation_steps = {k}: "
+                said.append(f"{under}{fault.text(telling)}")
+            return fault.name, "".join(said)
+    return None
+
+
+def cut_elsewhere(plan: Plan, steps: Iterable[Vector]) -> Diagnosis | None:
+    """Return the diagnosis of steps that cut the epochs at other places, with each micro-batch in one step; or None."""
+    run = run_of(plan, steps)
+    if run.held == run.right or not (_is_whole(run) and _cut_elsewhere(run)):
+        return None
+    return Diagnosis("wrong-windows", f"{_cut_text(run)}; {shown(run)}")
+
+
+# Naming the fault of a loop that stepped too seldom or too often, by further runs of it.
+
+
+SKIPPED_BY_SCALER = (
+    "a GradScaler skips the step of a window whose gradients overflow: where the loop has one, give it a smaller "
+    "init_scale; otherwise look for a guard that skips large or small gradients"
+)
+
+
+def explain_steps(instance: Instance, outcome: Outcome, runner: LoopRunner) -> Diagnosis:
+    """Name the fault of a loop that stepped too seldom or too often; `wrong-step-count` where no known one fits.
+
+    Two runs are on weight probes, whose steps show which micro-batches each of them was about: one under the loop's own
+    plan, one under the plan that separates faults which look alike. The others repeat the case.
+
+    Args:
+        instance: what the loop trained.
+        outcome: what it did.
+        runner: of the loop.
+    """
+    plan, taken = instance.case.plan, len(outcome.observations)
+    times = f"{taken} or more times" if outcome.endless else counted(taken, "time")
+    asked = (
+        f"optimizer.step() was called {times}, expected {plan.steps} "
+        f"({counted(plan.epochs, 'epoch')} of {counted(len(plan.windows), 'window')})"
+    )
+    if outcome.endless:
+        return Diagnosis("wrong-step-count", f"{asked}; {ENDLESS}")
+    for again in runner.repeat(instance, 1):
+        if len(again.observations) != taken:
+            return NOT_REPEATABLE
+    found = _explained(instance, outcome, runner, asked)
+    for again in runner.repeat(instance):
+        if len(again.observations) != taken:
+            return NOT_REPEATABLE
+    return found
+
+
+def step_pattern(plan: Plan, outcome: Outcome) -> Diagnosis:
+    """Return what the number of steps alone suggests, without a sentence and without a further run of the loop."""
+    if outcome.endless:
+        return Diagnosis("wrong-step-count", ENDLESS)
+    none, taken = Run(plan, []), len(outcome.observations)
+    known = (fault.name for fault in PREDICATES if fault.number(none) == taken)
+    return Diagnosis(next(known, "wrong-step-count"), "")
+
+
+def _explained(instance: Instance, outcome: Outcome, runner: LoopRunner, asked: str) -> Diagnosis:
+    plan, taken = instance.case.plan, len(outcome.observations)
+    finite = run_with_finite_losses(runner, instance)
+    if finite is not None and len(finite.observations) == plan.steps:
+        return replace(SKIPPED, sentence=f"{asked}: {SKIPPED.sentence}")
+    dtype = instance.case.dtype if is_probe(instance.case) else "float64"
+    reduction: Reduction = "sum" if instance.problem.reduction == "sum" else "mean"
+    probe = WeightProbe(plan.replace(masked=()), reduction, dtype=dtype)
+    own = _run_on(probe, runner)
+    if own is None:
+        known = step_pattern(plan, outcome).name
+        return Diagnosis(known, asked + (_never(outcome) if known == "never-stepped" else ""))
+    if len(own.held) == plan.steps:
+        return _by_values(instance, outcome, asked)
+    if len(own.held) != taken:
+        if _run_on(probe, runner) not in (own, None):
+            return NOT_REPEATABLE
+        asked += f"; on the weight probe, under the same plan, it takes {len(own.held)}"
+    separating = _run_on(separating_probe(probe, runner.assumes), runner)
+    runs = [own] if separating is None or len(separating.held) == separating.plan.steps else [own, separating]
+    # a name of a small plan alone may be a coincidence, unless its steps hold everything
+    tries = (runs, runs[-1:], [own] if _is_whole(own) else [])
+    name, said = next(filter(None, (named(some, own.plan) for some in tries if some)), ("wrong-step-count", ""))
+    if name == "never-stepped":
+        said = _never(outcome)
+    if _may_skip(instance, outcome) and name in ("dropped-window", "never-stepped"):
+        name, said = f"{name} or skipped-by-size", f"{said}; {SKIPPED_BY_SCALER}"
+    details = f"; {shown(own)}" if own.held and len(own.held) == taken else ""
+    return Diagnosis(name, asked + said + details)
+
+
+def _run_on(probe: WeightProbe, runner: LoopRunner) -> Run | None:
+    steps = probe.observed_weights(runner)
+    return None if steps is None else run_of(probe.plan, steps)
+
+
+def _by_values(instance: Instance, outcome: Outcome, asked: str) -> Diagnosis:
+    """Return the diagnosis of a loop that takes the right number of steps on the probe."""
+    case = instance.case
+    said = f"{asked}; on the weight probe, under the same plan, it takes the right number"
+    if len(outcome.observations) >= case.plan.steps:
+        return Diagnosis("wrong-step-count", f"{said}, so the number depends on the values of gradients or losses")
+    if not is_probe(case) or {*slopes_of(case)} == {1.0}:
+        why = f"so it skips steps by the values of gradients or losses: {SKIPPED_BY_SCALER}"
+        return Diagnosis("skipped-by-size", f"{said}, {why}")
+    taken = run_of(case.plan, gradients_of_steps(outcome)).held
+    due = zip(run_of(case.plan, ()).windows, expected_gradients(case), strict=True)
+    finite = [right for window, right in due if window not in taken and np.isfinite(right).all()]
+    if not finite:
+        return NO_STEP
+    norms = ", ".join(f"{np.linalg.norm(right):.3g}" for right in finite[:4])
+    return Diagnosis(
+        "skipped-by-size",
+        f"the loop takes no step where the gradient's norm is {norms}, and takes one where it is about 1: the contract "
+        "asks for one step per window, so switch off what skips windows by the size of their loss or gradient",
+    )
+
+
+NO_STEP = Diagnosis(
+    "skipped-non-finite",
+    "the loop takes no step where a gradient is infinite or NaN, and the contract asks for one step per window: a loop "
+    "that is meant to skip such windows uses a torch.amp.GradScaler, whose skips are allowed, or states the assumption "
+    "finite-gradients",
+)
+
+
+def _may_skip(instance: Instance, outcome: Outcome) -> bool:
+    """Whether a GradScaler may have skipped steps on the probe, too: there are too few, and float16 takes part."""
+    too_few = len(outcome.observations) < instance.case.plan.steps
+    return too_few and "float16" in (instance.case.dtype, outcome.compute)
+
+
+def _never(outcome: Outcome) -> str:
+    moved = any(not torch.equal(value, outcome.start[name]) for name, value in outcome.parameters.items())
+    return ": run.optimizer was never stepped" + (
+        ", yet the parameters moved, so something else was; step run.optimizer, or wrap it" if moved else ""
+    )
