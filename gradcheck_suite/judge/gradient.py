@@ -13,8 +13,6 @@ from gradcheck_suite.judge.elements import (
     as_rounded_gradient,
     combined_elements,
     diagnose_elements,
-    explain_size,
-    is_linear,
     place_of_the_fault,
     where_alone,
     wrong_and_right,
@@ -22,7 +20,7 @@ from gradcheck_suite.judge.elements import (
 )
 from gradcheck_suite.judge.fitted_weights import diagnose_case, is_explained, of_one_sign, stolen_buffer
 from gradcheck_suite.judge.probe import WeightProbe, per_micro_batch, probes_of
-from gradcheck_suite.judge.probe_faults import SIZE_DEPENDENT, explain_weights, not_linear, poisoned_by
+from gradcheck_suite.judge.probe_faults import SIZE_DEPENDENT, explain_weights
 from gradcheck_suite.judge.reruns import (
     NOT_REPEATABLE,
     SKIPPED,
@@ -34,7 +32,8 @@ from gradcheck_suite.judge.reruns import (
     run_recorded,
     run_with_finite_losses,
 )
-from gradcheck_suite.judge.weights import ALONE, Diagnosis, missing_gradient
+from gradcheck_suite.judge.sizes import Sizes, diagnose_sizes, is_linear
+from gradcheck_suite.judge.weights import ALONE, Diagnosis, missing_gradient, not_linear, poisoned_by
 from gradcheck_suite.reference.large_batch import REFERENCES, Reference, Window
 from gradcheck_suite.run.instance import Instance, scaled
 from gradcheck_suite.run.runner import Outcome
@@ -79,7 +78,7 @@ def explain_run(
 def _of_size(window: Window, comparison: Comparison, with_small_loss: Vector) -> Diagnosis | None:
     values = {name: p.detach().double() for name, p in window.model().named_parameters()}
     parameters = window.reference.flat({name: values[name] for name in comparison.layout.names})
-    return explain_size(comparison.expected, comparison.observed, with_small_loss, parameters)
+    return diagnose_sizes(Sizes(comparison.expected, comparison.observed, with_small_loss, parameters=parameters))
 
 
 def explain_on_case(

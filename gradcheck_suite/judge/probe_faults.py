@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from gradcheck_suite.core.case import PARAMETER, SMALL_SCALE, Case, probe_case, slopes_of
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF, Vector
-from gradcheck_suite.judge.elements import explain_size, is_linear, projection
+from gradcheck_suite.judge.elements import projection
 from gradcheck_suite.judge.naming import diagnose, names_nothing
 from gradcheck_suite.judge.probe import (
     WeightProbe,
@@ -29,8 +28,9 @@ from gradcheck_suite.judge.probe import (
     separating_probe,
 )
 from gradcheck_suite.judge.reruns import NOT_REPEATABLE, LoopRunner, LossRecorder, explain_inputs, run_recorded
+from gradcheck_suite.judge.sizes import LOUDER, Sizes, diagnose_non_finite, diagnose_sizes, is_linear, size_text
 from gradcheck_suite.judge.steps import cut_elsewhere, named, run_of
-from gradcheck_suite.judge.weights import Diagnosis, Weights
+from gradcheck_suite.judge.weights import Diagnosis, Weights, not_linear, poisoned_by
 from gradcheck_suite.run.instance import generated_instance
 
 SIZE_DEPENDENT = "a loss 2**-20 times as large does not give a gradient 2**-20 times as large: something depends on"
@@ -81,7 +81,8 @@ def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: 
         )
     small_step = gradients_of_steps(outcome)[step]
     if not is_linear(items, small_step, probe.tolerance):
-        found = explain_size(probe.right_weights(window), items, small_step, _parameters_of(probe), probe.tolerance)
+        right, values = probe.right_weights(window), _parameters_of(probe)
+        found = diagnose_sizes(Sizes(right, items, small_step, parameters=values, tolerance=probe.tolerance))
         if found is None or found.name == "added-term":
             # a power of the loss adds a term as well
             found = _by_loss(probe, recorder, step, items, small_step) or found or separated
@@ -183,20 +184,6 @@ def probe_inputs(recorder: LossRecorder, members: tuple[int, ...], seen: Vector,
     return explain_inputs(recorder, lambda gradients: flat_on_probe(gradients, empty), members, seen, step)
 
 
-def poisoned_by(window: int) -> Diagnosis:
-    """Return the diagnosis of a NaN or infinity that an earlier window left behind."""
-    return Diagnosis(
-        "poisoned-by-earlier-window",
-        f"the reference gradient of window {window} is NaN or infinite, and the reset left that behind in this window: "
-        "it scaled the gradients and did not clear them; reset with zero_() or None, since 0 * NaN is NaN",
-    )
-
-
-def not_linear(why: str) -> Diagnosis:
-    """Return the diagnosis of a gradient that no known fault explains."""
-    return Diagnosis("not-linear", f"the gradient is wrong, and not by weights of its micro-batches: {why}")
-
-
 def _lost_part(probe: WeightProbe, items: Vector, window: int) -> Diagnosis | None:
     """Return the diagnosis of a window's right gradient without one of its parts, or None."""
     right = probe.right_weights(window)
@@ -262,58 +249,7 @@ def _others(run: list[Weights] | None, step: int) -> list[Weights]:
     return [] if run is None else [w for i, w in enumerate(run) if i != step and np.isfinite(w.observed).all()]
 
 
-# Whether a gradient on a weight probe is clipped, and how: by value, by norm, each micro-batch by itself.
-
-
-FURTHER = 4.0
-"""Factor of a large gradient that shows whether the observed one stays where it is."""
-
-
-def clipping(case: Case, seen: Vector, right: Vector, step: int, runner: LoopRunner) -> Diagnosis | None:
-    """Return the diagnosis of a gradient that is cut to some size, which a larger one would be cut to as well."""
-    items = np.flatnonzero(right)
-    if not (np.abs(seen[items]) <= 1.01 * np.abs(right[items])).all() or not seen[items].any():
-        return None
-    slopes = [slope * FURTHER if abs(slope) > 1 else slope for slope in slopes_of(case)]
-    louder = _probe(case, case.dtype).observed_weights(runner, slopes=slopes)
-    if louder is None or step >= len(louder):
-        return None
-    cut, close = ~np.isclose(seen[items], right[items], rtol=1e-2), max(1e-5, 64 * UNIT_ROUNDOFF[case.dtype])
-    if not cut.any() or not np.allclose(louder[step][items][cut], seen[items][cut], rtol=close, atol=0):
-        return None
-    return Diagnosis("clipped", f"{_cut(case, seen, right, items)}: the contract asks for the gradient itself")
-
-
-def _cut(case: Case, seen: Vector, right: Vector, items: npt.NDArray[np.intp]) -> str:
-    """Return which clipping explains a gradient: by value, by norm, by the norm of each micro-batch."""
-    share = seen[items] / right[items]
-    size = f"a gradient of norm {np.linalg.norm(right):.4g}"
-    largest, norm = np.abs(seen[items]).max(), np.linalg.norm(seen[items])
-    if len(items) == 1:
-        return f"{size} is clipped to {norm:.4g}, by norm or by value"
-    if np.ptp(share) <= 1e-2 * share.max():
-        return f"{size} is clipped to norm {norm:.4g}"
-    cut = np.abs(share - 1) > 1e-2
-    if np.ptp(np.abs(seen[items][cut])) <= 1e-2 * largest:
-        return f"{size} is clipped by value to {largest:.4g}"
-    return f"{size} is clipped, in parts: its micro-batches' parts have norms {_norms(case, seen)}"
-
-
-def _norms(case: Case, seen: Vector) -> str:
-    norms = [np.linalg.norm(seen[cut.start : cut.stop]) for cut in case.plan.cuts]
-    return " and ".join(f"{norm:.4g}" for norm in norms if norm)
-
-
-NOT_IN_GRADIENT = Diagnosis(
-    "skipped-non-finite",
-    "a micro-batch whose gradient is infinite or NaN in an element is not in the window's gradient, or the whole "
-    "gradient was set to zero or None: losses or gradients that are not finite are skipped, and the step hides it",
-)
 Steps = Sequence[Vector | None]
-NO_LOSS = (
-    "and does not shrink with the loss: a term that is not the loss's is added, such as decay, a pull towards other "
-    "parameters, noise, or the rounding error of a larger number"
-)
 COARSE = ("bfloat16", "float16")
 """Dtypes too coarse to tell weights apart; a fault of the weights is read in float64."""
 
@@ -388,97 +324,33 @@ def _size_fault(case: Case, expected: Sequence[Vector], steps: Steps, step: int,
         step: index of the first wrong one.
         runner: of the loop.
     """
-    window = step % len(case.plan.windows)
-    items = list(case.plan.window_items(window))
+    plan, window = case.plan, step % len(case.plan.windows)
+    items = list(plan.window_items(window))
     right, seen = expected[step], steps[step]
     assert seen is not None
     if not np.isfinite(right).all():
-        return _of_non_finite(case, right, seen, window)
+        poisoned = [j for j in plan.windows[window] if not np.isfinite(right[list(plan.items(j))]).all()]
+        return diagnose_non_finite(right, seen, [i for j in poisoned for i in plan.items(j) if np.isfinite(right[i])])
     poison = [earlier for earlier in range(step) if not np.isfinite(expected[earlier]).all()]
     if poison and not np.isfinite(seen).all():
-        return poisoned_by(poison[-1] % len(case.plan.windows))
+        return poisoned_by(poison[-1] % len(plan.windows))
     if runner.runs_left > 1:
         # one is kept for a larger gradient
         recorder, outcome = run_recorded(runner, generated_instance(case))
         again = gradients_of_steps(outcome) if outcome else []
         if step < len(again) and not np.array_equal(again[step], seen, equal_nan=True):
             return NOT_REPEATABLE
-        if found := probe_inputs(recorder, case.plan.windows[window], seen, step):
+        if found := probe_inputs(recorder, plan.windows[window], seen, step):
             return found
-    wrong = [i for i in items if not np.isclose(seen[i], right[i], rtol=1e-2, atol=0)]
-    if not wrong and np.abs(right[items]).max() < 1:
-        off = np.abs(seen - right).max()
-        return Diagnosis("added-term", f"an error of {off:.2g} is small beside weights of about 1, {NO_LOSS}")
-    wrong = wrong or items
-    if not np.isfinite(seen).all():
-        said = f"a gradient of {_size(right[items])} becomes infinite or NaN in this loop"
-        if case.dtype == "float64":
-            # the probe's gradients, squared and cubed, stay within float64: what overflows is a narrower dtype
-            why = "it passes through a narrower dtype, such as float32 or float16: keep it in the parameter's dtype"
-            return Diagnosis("low-precision", f"{said}, and float64 holds its square and its cube: {why}")
-        return Diagnosis("overflow", said)
-    if np.abs(right[items]).max() < 1 and not seen[wrong].any():
-        return Diagnosis(
-            "skipped-by-size",
-            f"elements of the gradient of {_size(right[wrong])} are 0 at the step, while elements of about 1 are "
-            "right: small values are set to zero, or they are lost in a coarser dtype",
-        )
-    if np.abs(right[items]).max() > 1 and not seen[wrong].any():
-        return Diagnosis(
-            "skipped-by-size",
-            f"a gradient of {_size(right[wrong])} is not in the step's, while one of about 1 is: a loss or a gradient "
-            "above some size is left out; switch that off for the verification",
-        )
-    if clipped := clipping(case, seen, right, step, runner):
-        return clipped
-    with np.errstate(divide="ignore"):
-        larger = seen[wrong] / right[wrong]
-    if np.abs(right[items]).max() < 1 and (np.abs(larger) > 1).all() and np.ptp(larger) > 1e-2 * np.abs(larger).max():
-        return Diagnosis(
-            "added-term",
-            f"a gradient of {_size(right[wrong])} comes out as one of {_size(seen[wrong])}, {NO_LOSS}",
-        )
-    return not_linear(
-        f"a gradient of {_size(right[items])} comes out as one of {_size(seen[items])}, while one of about 1 is right: "
-        "something depends on the gradient's size (clipping, normalizing, a coarser dtype)"
+
+    def louder() -> Vector | None:
+        steps = _probe(case, case.dtype).run(runner, scale=LOUDER, slopes=slopes_of(case))
+        gradients = gradients_of_steps(steps) if steps else []
+        return gradients[step][items] if step < len(gradients) else None
+
+    unit = 64 * UNIT_ROUNDOFF[case.dtype]
+    sizes = Sizes(right[items], seen[items], louder=louder, tolerance=unit, dtype=case.dtype)
+    return diagnose_sizes(sizes) or not_linear(
+        f"a gradient of {size_text(right[items])} comes out as one of {size_text(seen[items])}, while one of about 1 "
+        "is right: something depends on the gradient's size (clipping, normalizing, a coarser dtype)"
     )
-
-
-def _of_non_finite(case: Case, right: Vector, seen: Vector, window: int) -> Diagnosis:
-    """Name the fault of a window whose right gradient is infinite or NaN in some elements."""
-    poisoned = ~np.isfinite(right)
-    what = "NaN" if np.isnan(right[poisoned]).any() else "infinite"
-    plan = case.plan
-    beside = [
-        i
-        for j in plan.windows[window]
-        if poisoned[plan.items(j).start : plan.items(j).stop].any()
-        for i in plan.items(j)
-        if not poisoned[i]
-    ]
-    if not seen[poisoned].any() and not (beside and seen[beside].any()):
-        return NOT_IN_GRADIENT
-    if np.isnan(seen[poisoned]).all() and not np.nan_to_num(seen[~poisoned]).any():
-        return Diagnosis(
-            "clipped",
-            f"beside an element of the gradient that is {what}, other elements come out wrong, as where the gradient "
-            "is multiplied by a limit over its norm: clip_grad_norm_ with a finite limit sets them to 0",
-        )
-    values = ", ".join(f"{value:.6g}" for value in seen[poisoned & np.isfinite(seen)])
-    if not values:
-        return not_linear(
-            f"an element of the gradient that is {what} stays so, and others of the same window, which are finite, "
-            "come out wrong: something depends on the loss's value or on the largest element (a comparison, a "
-            "threshold, a norm)"
-        )
-    return Diagnosis(
-        "skipped-non-finite",
-        f"an element of the gradient that is {what} comes out as {values}: something replaces values that are not "
-        "finite, such as nan_to_num or a clamp, and hides that the run diverged",
-    )
-
-
-def _size(elements: Vector) -> str:
-    sizes = np.abs(elements)
-    low, high = f"{sizes.min():.3g}", f"{sizes.max():.3g}"
-    return high if low == high else f"{low} to {high}"

@@ -152,6 +152,20 @@ def missing_gradient(parameter: str) -> Diagnosis:
     )
 
 
+def poisoned_by(window: int) -> Diagnosis:
+    """Return the diagnosis of a NaN or infinity that an earlier window left behind."""
+    return Diagnosis(
+        "poisoned-by-earlier-window",
+        f"the reference gradient of window {window} is NaN or infinite, and the reset left that behind in this window: "
+        "it scaled the gradients and did not clear them; reset with zero_() or None, since 0 * NaN is NaN",
+    )
+
+
+def not_linear(why: str) -> Diagnosis:
+    """Return the diagnosis of a gradient that no known fault explains."""
+    return Diagnosis("not-linear", f"the gradient is wrong, and not by weights of its micro-batches: {why}")
+
+
 def times_text(factor: float) -> str:
     """Return a factor in words; one near to 1 by its distance from it."""
     off = factor - 1

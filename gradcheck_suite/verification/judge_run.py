@@ -18,8 +18,9 @@ from gradcheck_suite.core.results import Verdict, Violation, ViolationKind
 from gradcheck_suite.judge.fitted_weights import diagnose_case
 from gradcheck_suite.judge.gradient import explain_gradient, explain_missing
 from gradcheck_suite.judge.probe import expected_gradients, gradients_of_steps, may_be_non_finite
-from gradcheck_suite.judge.probe_faults import NOT_IN_GRADIENT, explain_probe
+from gradcheck_suite.judge.probe_faults import explain_probe
 from gradcheck_suite.judge.reruns import LoopRunner, confirmed_by_repeating
+from gradcheck_suite.judge.sizes import NOT_IN_GRADIENT
 from gradcheck_suite.judge.steps import explain_steps, step_pattern
 from gradcheck_suite.judge.weights import Diagnosis, missing_gradient
 from gradcheck_suite.reference.large_batch import (
