@@ -116,7 +116,12 @@ def resolve_loop(text: str, framework: str | None = None) -> Loop:
     """
     if ":" not in text:
         return _built_in(text)
-    loop, module = _find(text, "a loop")
+    from gradcheck_suite.run.torch_state import BY_IMPORT, changes_undone  # imports torch, which takes a second
+
+    with changes_undone() as changed:
+        loop, module = _find(text, "a loop")
+    if changed:
+        BY_IMPORT[module.__name__] = changed
     if issubclass(type(loop), Problem):  # isinstance would ask a lazy object for its class
         raise UsageError(f"{text} is a Problem, not a loop: pass it as --problem {text}")
     if not callable(loop):

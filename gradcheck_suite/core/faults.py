@@ -440,6 +440,12 @@ _ROWS = (
                 "the loop added, removed, replaced, froze, cast or moved a parameter",
                 "train the model unchanged",
             ),
+            (
+                "changed-torch",
+                "the loop, or its file when it was imported, changed torch for the whole process: it replaced a "
+                "function, a method or a kernel, or left a hook on every module or optimizer",
+                "patch the model or the optimizer that the run hands over, or undo the change before the loop returns",
+            ),
         )
     ),
     Fault(

@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import os
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -33,17 +32,17 @@ from gradcheck_suite.run.observer import (
     structure_changes,
 )
 from gradcheck_suite.run.time_limits import Limit, TimedOut, time_limit
+from gradcheck_suite.run.torch_state import BY_IMPORT, INSTALLED, changes_undone
 
 Run = TypeVar("Run")
 _PACKAGE = str(Path(__file__).parent.parent)
-_INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "<")
 
 
 def users_line(error: BaseException) -> str:
     """Return `FILE, line N` of an exception's innermost frame in user code, or of the frame that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     foreign = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
-    own = [frame for frame in foreign if not frame.filename.startswith(_INSTALLED)]
+    own = [frame for frame in foreign if not frame.filename.startswith(INSTALLED)]
     frame = (own or foreign or frames)[-1]
     return f"{Path(file_text(frame.filename)).name}, line {frame.lineno}"
 
@@ -163,6 +162,7 @@ class Outcome:
         timed_out: whether the loop was stopped by the time limit.
         endless: whether the loop was stopped because it stepped too often.
         structure: how the loop changed the model's parameters, or None.
+        process: what the loop, or its module when it was imported, changed of torch for the whole process.
         compute: the autocast dtype of its losses, or None.
         refused: the message of a `CannotRunHere` with which the loop declined to train this, or None.
         scheduler_steps: number of steps in each epoch, one for each learning rate scheduler. An epoch is a pass over
@@ -185,6 +185,7 @@ class Outcome:
     timed_out: bool = False
     endless: bool = False
     structure: str | None = None
+    process: tuple[str, ...] = ()
     compute: Compute = None
     refused: str | None = None
     scheduler_steps: tuple[dict[int, int], ...] = ()
@@ -270,6 +271,7 @@ def run_loop(
     default_dtype = torch.get_default_dtype()
     try:
         with (
+            changes_undone() as changed,
             seeded(instance.case.seed, instance.device),
             torch.enable_grad(),
             recorded_calls(lambda: len(observer.observations), epoch_of(run.loader)) as calls,
@@ -285,6 +287,7 @@ def run_loop(
         # other ranks do not gather sharded parameters where this one has failed
         parameters=observer.values() if alone or ending["raised"] is None else observer.last,
         structure=_changes(run.model, before, observer),
+        process=(*BY_IMPORT.get(getattr(loop, "__module__", None) or "", ()), *changed),
         compute=run.loss.compute if isinstance(run.loss, AutocastRecorder) else None,
         scheduler_steps=tuple(map(dict, calls.schedulers.values())),
         skipped=tuple(calls.skipped),

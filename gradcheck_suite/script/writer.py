@@ -34,6 +34,7 @@ from gradcheck_suite.loops.trainers import TRAINERS
 from gradcheck_suite.run.instance import Instance, Pairs, instance_of, leaves, loader_over, map_leaves
 from gradcheck_suite.run.observer import Observer, structure, structure_changes
 from gradcheck_suite.run.optimizers import OPTIMIZERS, fault_before, fault_between, fault_of_step, in_groups
+from gradcheck_suite.run.torch_state import changes_undone
 from gradcheck_suite.verification.separability import adds_up
 
 PACKAGE = __name__.partition(".")[0]
@@ -56,6 +57,7 @@ COPIED: dict[str, tuple[Any, ...]] = {
     "objective": (adds_up,),
     "pairs": (loader_over, Pairs),
     "structure": (structure, structure_changes),
+    "process": (changes_undone,),
     "parameters": (Observer, fault_before, fault_of_step, fault_between),
 }
 """The suite's definitions that parts of the template call."""
@@ -452,6 +454,8 @@ def _flags(violation: Violation, reduction: str, time_limit_s: float | None) -> 
     is_hang = is_endless(violation) and bool(time_limit_s)
     if kind == "raised" and not is_hang:
         return flags | {"raised"}
+    if violation.diagnosis == "changed-torch":
+        return flags | {"process"}
     flags |= {"called", *["hang"] * is_hang}
     if kind == "parameters":
         return flags | {"structure" if violation.diagnosis == "changed-model" else "parameters"}
@@ -513,7 +517,8 @@ def _script(
         values["loop"] = _loop(loop, name, sources, copied=copied)
         values["definitions_loop"] = sources.take().rstrip()
         if is_imported := values["loop"].startswith("load("):
-            values |= {"loop": "loop", "definitions_loop": f"loop = {values['loop']}"}
+            if "process" not in flags:  # there the import is looked at, too
+                values |= {"loop": "loop", "definitions_loop": f"loop = {values['loop']}"}
             needs.append("the file of the loop, which may import other packages")
         is_plain = not is_imported and not UNUSUAL.search(values["definitions_loop"])
         flags.add("plain_loader" if is_plain else "pairs")

@@ -504,6 +504,9 @@ def judge_run(
     if ended_in_divergence(case, outcome):
         taken = [*range(len(outcome.observations))]
         return _judge_steps(reference, outcome, trajectory, taken, runner, autocast, missing=DIVERGED)
+    if outcome.process:
+        explanation = f"torch is another for the whole process, the reference included: {'; '.join(outcome.process)}"
+        return Verdict(case, Violation("parameters", "changed-torch", explanation, case))
     if outcome.raised is not None:
         # where even the plain large batch fails in the case's dtype, this raises CannotJudgeError: no loop's fault
         if not is_probe(case):
