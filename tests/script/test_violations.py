@@ -77,6 +77,11 @@ def of_pairs(run):
     run.optimizer.step()
 
 
+def leaves_a_hook(run):
+    torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: 2 * output)
+    plain(run)
+
+
 def violation_of(loop, case, problem=None):
     found = check(loop, case, problem=problem).violation
     assert found is not None
@@ -132,6 +137,7 @@ CASES = [
     (no_reset, Case(LINEAR, PLAN, seed=3, optimizer="normalized", groups=2)),
     (no_reset, Case(SPARSE, Plan((2, 1, 2), 2, 2, masked=(1,)), seed=2)),
     (of_pairs, Case(LINEAR, Plan((1, 2), 1), seed=3)),
+    (leaves_a_hook, Case(LINEAR, Plan((1,), 1))),
 ]
 CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CASES += [pytest.param(no_reset, Case(spec, PLAN, device="cuda"), marks=CUDA) for spec in (LINEAR, SPARSE)]
