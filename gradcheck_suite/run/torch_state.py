@@ -143,13 +143,13 @@ def _patches() -> Iterator[str]:
 
 
 def _kernels() -> set[str]:
-    return set(torch.library._impls)  # type: ignore[attr-defined]
+    return set(torch.library._impls)
 
 
 def _destroy(kernels: set[str]) -> None:
     for library in gc.get_objects():
         if isinstance(library, torch.library.Library) and kernels & getattr(library, "_op_impls", set()):
-            library._destroy()  # type: ignore[no-untyped-call]
+            library._destroy()
 
 
 @contextmanager
