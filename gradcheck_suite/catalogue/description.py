@@ -3,52 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
 from typing import Any
 
 from gradcheck_suite.catalogue.definitions import Signal
 from gradcheck_suite.catalogue.tables import chain_signal, input_signal, layer_definition, out_signal, with_signals
 from gradcheck_suite.core.case import ALWAYS_WRITTEN, Case, Layer, Loss, Plan, ProblemSpec
 from gradcheck_suite.core.results import ItemWeight, Violation
-from gradcheck_suite.core.text import aligned, counted, violation_title, weight_lines
+from gradcheck_suite.core.text import aligned, counted, split_text, violation_title, weight_lines
 from gradcheck_suite.core.text import error_text as error_text
 
 SPLIT = (*ALWAYS_WRITTEN, "ranks")
 """The fields of a plan that its split shows."""
-MOST_SHOWN = 24
-"""Micro-batches of an epoch that are shown one by one."""
-
-
-def split_text(plan: Plan) -> str:
-    """Return an epoch's item counts by window, such as `[1 3 | 2* 2 | 4]`; `*` marks one without valid targets.
-
-    `[1 3 / 2 | 1 / -]` is that of two ranks, of which the second has fewer micro-batches and at last none. In a plan
-    of many micro-batches equal neighbours are counted: `[85 x (1 1 1) | 1 1]`, `[33 x 1]`.
-    """
-    shown = [f"{n}*" if j in plan.masked else str(n) for j, n in enumerate(plan.micro_batches)]
-    windows = [[shown[j] for j in window] for window in plan.windows]
-    if plan.ranks:
-        members = [plan.of_rank(rank) for rank in range(plan.world_size)]
-        windows = [
-            " / ".join(" ".join(shown[j] for j in window if j in own) or "-" for own in members).split(" ")
-            for window in plan.windows
-        ]
-    if len(shown) <= MOST_SHOWN:
-        return f"[{' | '.join(map(' '.join, windows))}]"
-    texts = [" ".join(_runs(window, 6)) for window in windows]
-    return f"[{' | '.join(_runs(texts, 3))}]"
-
-
-def _runs(texts: Iterable[str], least: int) -> list[str]:
-    """Return texts with equal neighbours, if there are at least so many, written once with their number."""
-    runs = [(text, len(list(run))) for text, run in groupby(texts)]
-    return [
-        part
-        for text, times in runs
-        for part in (
-            [f"{times} x ({text})" if " " in text else f"{times} x {text}"] if times >= least else [text] * times
-        )
-    ]
 
 
 def describe_plan(plan: Plan) -> list[str]:

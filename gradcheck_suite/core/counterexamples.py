@@ -189,7 +189,7 @@ def store_counterexample(
         "loop": result.loop,
         "assumes": list(result.assumes),
         "case": case,
-        "violation": {**about, "details": list(violation.details)},
+        "violation": {**about, "details": list(violation.details), "described": list(violation.described)},
         "evidence": [] if violation.evidence is None else evidence_to_json(violation.evidence),
         "source": source,
         "environment": dict(environment),

@@ -9,11 +9,13 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from itertools import groupby
 from typing import TYPE_CHECKING, TextIO
 
 from gradcheck_suite.core.contract import DECLARED
 
 if TYPE_CHECKING:
+    from gradcheck_suite.core.case import Plan
     from gradcheck_suite.core.results import LiveResult, LiveViolation, Result, Violation
 
 # Counts with their nouns, names and texts in two columns, names that were meant. Imports neither framework.
@@ -29,6 +31,48 @@ def aligned(pairs: Iterable[tuple[str, str]]) -> list[str]:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, such as `1 window` or `2 micro-batches`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('batch') else 's'}"
+
+
+MOST_SHOWN = 24
+"""Micro-batches of an epoch that are shown one by one."""
+
+
+def split_text(plan: Plan) -> str:
+    """Return an epoch's item counts by window, such as `[1 3 | 2* 2 | 4]`; `*` marks one without valid targets.
+
+    `[1 3 / 2 | 1 / -]` is that of two ranks, of which the second has fewer micro-batches and at last none. In a plan
+    of many micro-batches equal neighbours are counted: `[85 x (1 1 1) | 1 1]`, `[33 x 1]`.
+    """
+    shown = [f"{n}*" if j in plan.masked else str(n) for j, n in enumerate(plan.micro_batches)]
+    windows = [[shown[j] for j in window] for window in plan.windows]
+    if plan.ranks:
+        members = [plan.of_rank(rank) for rank in range(plan.world_size)]
+        windows = [
+            " / ".join(" ".join(shown[j] for j in window if j in own) or "-" for own in members).split(" ")
+            for window in plan.windows
+        ]
+    if len(shown) <= MOST_SHOWN:
+        return f"[{' | '.join(map(' '.join, windows))}]"
+    texts = [" ".join(_runs(window, 6)) for window in windows]
+    return f"[{' | '.join(_runs(texts, 3))}]"
+
+
+def _runs(texts: Iterable[str], least: int) -> list[str]:
+    """Return texts with equal neighbours, if there are at least so many, written once with their number."""
+    runs = [(text, len(list(run))) for text, run in groupby(texts)]
+    return [
+        part
+        for text, times in runs
+        for part in (
+            [f"{times} x ({text})" if " " in text else f"{times} x {text}"] if times >= least else [text] * times
+        )
+    ]
+
+
+def cut_text(plan: Plan) -> str:
+    """Return a plan in a few characters, such as `[1 2 | 1] K=2, 2 epochs`."""
+    epochs = f", {plan.epochs} epochs" if plan.epochs > 1 else ""
+    return f"{split_text(plan)} K={plan.accumulation_steps}{epochs}"
 
 
 def suggestion(name: str, names: Iterable[str], *, most: int = 1) -> str:

@@ -223,11 +223,11 @@ def violation_page(data: Mapping[str, Any], *, name: str, replay: str = "", scri
         replay: the command that runs it again.
         script: the text of its script.
     """
-    # the layers' definitions import torch and JAX, which the page of a live run does not need
-    from gradcheck_suite.catalogue.description import describe_case, example_text
-
     violation, case = data["violation"], case_from_json(data["case"])
     weights = violation.get("weights") or []
+    # the words that `verify` printed: describing a case anew would need the layers' definitions, torch and JAX
+    words = [str(line) for line in violation.get("described") or ()]
+    described = words[words.index("the case") + 1 :] if "the case" in words else []
     return ViolationPage(
         key=f"violation-{name}",
         loop=str(data["loop"]),
@@ -239,8 +239,8 @@ def violation_page(data: Mapping[str, Any], *, name: str, replay: str = "", scri
         figures=_figures(name, weights, data.get("evidence") or []),
         weights=_weights_table(weights),
         details=tuple(map(str, violation.get("details") or ())),
-        case=tuple(describe_case(case)),
-        example=example_text(case),
+        case=tuple(line[2:] for line in described[:-1]),
+        example=described[-1] if described else "",
         replay=replay,
         script=script,
         machine=machine(data.get("environment") or {}),

@@ -9,7 +9,6 @@ import random
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import islice
 from statistics import fmean, median
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch.nn.functional import cross_entropy, mse_loss
 
-from gradcheck_suite.catalogue.description import describe_case
+from gradcheck_suite.core.case import Case
 from gradcheck_suite.core.contract import EQUAL_MICRO_BATCHES, WHOLE_WINDOWS, Batch, Loop, TrainingRun
 from gradcheck_suite.core.results import Result, json_number
 from gradcheck_suite.loops.laws import bytes_saved_by_releasing
@@ -29,9 +28,21 @@ from gradcheck_suite.studies.ledger import Ledger
 from gradcheck_suite.studies.report.reading import answer
 from gradcheck_suite.studies.step_times import median_seconds, time_paired_steps, timer
 from gradcheck_suite.studies.workload import Size
-from gradcheck_suite.verification import verify as verification
 
-verify = partial(verification.verify, quiet=True)
+
+def verify(loop: Loop, **options: Any) -> Result:
+    """Verify a loop without progress; imported at the first call, since the report reads claims without JAX."""
+    from gradcheck_suite.verification.verify import verify as verified
+
+    return verified(loop, quiet=True, **options)
+
+
+def describe_case(case: Case) -> list[str]:
+    """Return a case in words; imported at the first call, as above."""
+    from gradcheck_suite.catalogue.description import describe_case as described
+
+    return described(case)
+
 
 # The finding of a claim's check, and the measurements and loops by which claims are checked.
 

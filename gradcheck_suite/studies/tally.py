@@ -7,13 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from scipy import stats
 
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF, Layout, Vector
-from gradcheck_suite.reference.large_batch import Window
+
+if TYPE_CHECKING:
+    from gradcheck_suite.reference.large_batch import Window
 
 # The rules that the suite's bounds are compared with, applied parameter by parameter as their users apply them.
 

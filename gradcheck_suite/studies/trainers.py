@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from hypothesis import strategies as st
 
-from gradcheck_suite.catalogue.description import split_text
-from gradcheck_suite.core.case import Plan, plan_from_json
+from gradcheck_suite.core.case import Plan
 from gradcheck_suite.core.contract import Problem
 from gradcheck_suite.core.results import Result
+from gradcheck_suite.core.text import cut_text
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.loops.trainers import TRAINERS
 from gradcheck_suite.loops.trainers.trainer import MAX_SIZE, Cut, Question, Trainer, quiet
@@ -120,7 +120,7 @@ def line(answer: Answer) -> str:
     violation = answer.result.violation
     if violation is None:
         return f"{text}holds"
-    return f"{text}VIOLATED  {violation.diagnosis:<14} {cut_text(violation.case.plan.to_json())}"
+    return f"{text}VIOLATED  {violation.diagnosis:<14} {cut_text(violation.case.plan)}"
 
 
 def closing(answers: Sequence[Answer]) -> list[str]:
@@ -141,10 +141,3 @@ def closing(answers: Sequence[Answer]) -> list[str]:
         names = f": {', '.join(holding)}" if holding else ""
         lines.append(f"{len(holding)} of {len(asked)} trainers hold on every question{names}")
     return lines
-
-
-def cut_text(data: Mapping[str, Any]) -> str:
-    """Return a plan, given as data, in a few characters such as `[1 2 | 1] K=2, 2 epochs`."""
-    plan = plan_from_json(data)
-    epochs = f", {plan.epochs} epochs" if plan.epochs > 1 else ""
-    return f"{split_text(plan)} K={plan.accumulation_steps}{epochs}"

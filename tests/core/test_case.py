@@ -10,9 +10,10 @@ from hypothesis import given
 
 import gradcheck_suite
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, UsageError, case_from_json, cases
-from gradcheck_suite.catalogue.description import describe_plan, split_text
+from gradcheck_suite.catalogue.description import describe_plan
 from gradcheck_suite.core.case import layer_from_json, plan_from_json, problem_from_json
 from gradcheck_suite.core.contract import BUSY_RANKS, EQUAL_MICRO_BATCHES, EVEN_RANKS, WHOLE_WINDOWS
+from gradcheck_suite.core.text import split_text
 from gradcheck_suite.strategies.plans import plans
 
 CASE = Case(

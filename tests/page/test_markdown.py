@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -14,6 +18,7 @@ from gradcheck_suite.studies.report.build import build
 from tests.studies.report.made_up import claim, counterexample, fill, verdict
 
 MOST_LINES = 300
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +64,24 @@ def test_the_command_writes_the_page_the_story_and_its_pictures(reports, capsys)
         assert picture.find("{http://www.w3.org/2000/svg}title").text
         assert "var(--" not in path.read_text()
     assert "report.html" in capsys.readouterr().out
+
+
+JAX_OF = """
+import sys
+from gradcheck_suite.__main__ import main
+status = main(sys.argv[1:])
+sys.exit(f"status {status}, or JAX was imported" if status or "jax" in sys.modules else 0)
+"""
+
+
+def test_a_report_of_every_kind_of_record_and_of_a_violation_imports_no_jax(reports, tmp_path):
+    shutil.copytree(reports, tmp_path / "reports")
+    shutil.copytree(ROOT / "reports" / "records", tmp_path / "reports" / "records", dirs_exist_ok=True)
+    command = [sys.executable, "-c", JAX_OF, "report", "--reports", str(tmp_path / "reports")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "left out" not in done.stdout
+    assert "linear" in (tmp_path / "reports" / "report.html").read_text(), "the case of the violation in words"
 
 
 def test_a_picture_has_its_text_as_text():

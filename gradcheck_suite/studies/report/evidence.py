@@ -17,7 +17,6 @@ from gradcheck_suite.studies.report.charts import bars_plot, counts_plot, detect
 from gradcheck_suite.studies.report.reading import Data, Facts, Part, Records, answer, latest
 from gradcheck_suite.studies.tally import OURS as SUITE
 from gradcheck_suite.studies.tally import RIVALS, Curve, curve_from_json, exponents, share_found, spread_from_json
-from gradcheck_suite.studies.zoo import NOT_EXPRESSED
 
 # The claims about gradient zeroing with their verdicts, and the loops that their sources print.
 
@@ -167,6 +166,15 @@ CLAIMED = Part(
 
 
 OURS = "gradcheck-suite"
+
+
+NOT_EXPRESSED: dict[int, str] = {
+    23: "the gradient's values are right; properties/test_graph_hygiene.py checks that it keeps no graph alive",
+    43: "a loss that is 0/0 on a micro-batch breaks the Problem's contract: it is refused before any loop runs",
+    46: "None and zeros are both right by the contract; properties/test_zero_or_none.py checks where they differ, and "
+    "verify --optimizer says what zeros move",
+}
+"""Entries of the corpus that no loop or Problem can show as a violation of the contract, and why."""
 
 
 def _zoo(newest: list[Record]) -> Section | None:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gradcheck_suite.core.case import DTYPES
+from gradcheck_suite.core.case import DTYPES, plan_from_json
 from gradcheck_suite.core.records import Record
-from gradcheck_suite.core.text import counted, violation_title
+from gradcheck_suite.core.text import counted, cut_text, violation_title
 from gradcheck_suite.loops.jax_modes import JAX_MODES
 from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.loops.trainers import TRAINERS
@@ -18,7 +18,6 @@ from gradcheck_suite.page.content import Answer, Cell, Document, Figure, Matrix,
 from gradcheck_suite.studies.report import reading
 from gradcheck_suite.studies.report.charts import against_bound_plot, counts_plot
 from gradcheck_suite.studies.report.reading import Data, Facts, Part, Records, Tone, device_name, matrix_of, run_of
-from gradcheck_suite.studies.trainers import cut_text
 
 
 def outcome(data: Data) -> str:
@@ -485,7 +484,11 @@ def _verdict(data: Data | None) -> Cell:
     if data is None or data["result"] is None:
         return None
     violation = data["result"]["violation"]
-    return "holds" if violation is None else f"{violation['diagnosis']} {cut_text(violation['case']['plan'])}"
+    return (
+        "holds"
+        if violation is None
+        else f"{violation['diagnosis']} {cut_text(plan_from_json(violation['case']['plan']))}"
+    )
 
 
 def _trainers_facts(data: Data) -> Facts:

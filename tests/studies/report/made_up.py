@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
+from gradcheck_suite.catalogue.description import describe_violation, example_text
 from gradcheck_suite.core.case import Case, Input, Layer, Loss, Plan, ProblemSpec
 from gradcheck_suite.core.comparison import Comparison, Layout
 from gradcheck_suite.core.counterexamples import store_counterexample
@@ -100,6 +103,7 @@ def counterexample(reports, loop="my_loop.py:train"):
         weights=(ItemWeight("2", 1, 0.25, 0.5), ItemWeight("3", 3, 0.25, 1 / 6)),
         evidence=Comparison(layout, expected, observed, np.full(8, 1e-14)),
     )  # fmt: skip
+    violation = replace(violation, described=(*describe_violation(violation), example_text(case)))
     path = store_counterexample(reports, Result(loop, 3, 0.5, violation, found_after=3), ENVIRONMENT)
     path.with_suffix(".py").write_text(f"# {EVIL}\nprint('the script')\n")
     return path

@@ -10,7 +10,8 @@ from gradcheck_suite.core.contract import is_jax
 from gradcheck_suite.loops.reset_modes import BUILT_IN, MODES
 from gradcheck_suite.run.instance import generated_instance
 from gradcheck_suite.run.runner import run_loop
-from gradcheck_suite.studies.zoo import BUGS, NOT_EXPRESSED
+from gradcheck_suite.studies.report.evidence import NOT_EXPRESSED
+from gradcheck_suite.studies.zoo import BUGS
 from gradcheck_suite.studies.zoo.scoreboard import FIXED_TESTS, run_bug
 from gradcheck_suite.verification.check import check
 from properties.devices import DEVICES
