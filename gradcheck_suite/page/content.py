@@ -44,8 +44,9 @@ def sources(records: Iterable[Record]) -> tuple[Source, ...]:
         commit, where = record.commit[:9], machine(record.environment)
         run = Source(record.kind, record.command, commit, "", where, older=older, unclean=unclean)
         groups.setdefault(run, []).append(record)
-    found = (replace(run, date=max(r.time for r in group)[:10], records=len(group)) for run, group in groups.items())
-    return tuple(sorted(found, key=lambda source: source.date, reverse=True))
+    found = [(max(r.time for r in group), run, len(group)) for run, group in groups.items()]
+    found.sort(key=lambda run: run[0], reverse=True)
+    return tuple(replace(run, date=time[:10], records=count) for time, run, count in found)
 
 
 def machine(environment: Mapping[str, Any]) -> str:

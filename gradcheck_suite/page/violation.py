@@ -295,7 +295,7 @@ def _facts(violation: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
         ("rank", violation.get("rank")),
         ("parameter", violation.get("parameter")),
         ("error", size),
-        ("found after", None if after is None else counted(after, "case")),
+        ("found", None if after is None else f"after {counted(after, 'case')}" if after else "before any drawn case"),
     )
     return tuple((key, str(value)) for key, value in pairs if value is not None)
 

@@ -96,13 +96,13 @@ def _own(records: Records) -> Answer:
     order = sorted(found, key=lambda name: (_RANKED.index(str(last[name]["verdict"])), name))
     violated = [name for name in order if last[name]["verdict"] == "violated"]
     holding = sum(data["verdict"] == "holds" for data in last.values())
-    what = "loop or script" if len(found) == 1 else "loops and scripts"
+    what, verb = ("loop or script", "holds") if len(found) == 1 else ("loops and scripts", "hold")
     if violated:
         named = [f"{name} ({_diagnosis(last[name])})" for name in violated[:MOST_NAMED]]
         rest = [f"{len(violated) - MOST_NAMED} more"] if violated[MOST_NAMED:] else []
         brief = f"No: {len(violated)} of {len(found)} {what} violated: {', '.join([*named, *rest])}"
     else:
-        brief = f"{'Yes' if holding == len(found) else 'Not known'}: {holding} of {len(found)} {what} hold"
+        brief = f"{'Yes' if holding == len(found) else 'Not known'}: {holding} of {len(found)} {what} {verb}"
     turned = [
         f"{name} turned from {outcome(before)} to {outcome(after)}"
         for name in order
@@ -111,7 +111,8 @@ def _own(records: Records) -> Answer:
         if outcome(before) != outcome(after)
     ]
     since = f" Since the run before: {'; '.join(turned)}." if turned else ""
-    columns = dict(list(runs.items())[-MOST_RUNS:])
+    # the newest first: a telephone shows the first columns
+    columns = dict(reversed(list(runs.items())[-MOST_RUNS:]))
     return Answer(
         "own",
         "Do your loops and scripts hold?",
@@ -119,7 +120,7 @@ def _own(records: Records) -> Answer:
         f"{brief}.{since}",
         "violations" if violated else "verification",
         matrix=reading.matrix_of(
-            "The verdict at each commit, the newest on the right", "loop or script", columns,
+            "The verdict at each commit, the newest first", "loop or script", columns,
             {name: found[name] for name in order}, verdicts.own_cell,
         ),
         sources=sources(own(records)),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -289,6 +291,7 @@ def pooled(rows: Sequence[Data]) -> list[Data]:
     Pairs of one run share the places of their tensors in memory, and another run may find the opposite. `agree` says
     whether the majority of pairs is on the same side in every run. Times and savings are medians over the runs, the
     quartiles reach over those of all runs, and the pairs are added up. A disturbed run counts where there is no other.
+    `each` has the rows of the runs.
     """
     settings: dict[tuple[Any, ...], list[Data]] = {}
     for row in rows:
@@ -305,6 +308,7 @@ def pooled(rows: Sequence[Data]) -> list[Data]:
                 "saved_quartiles": (min(low for low, _ in bars), max(high for _, high in bars)) if bars else None,
                 "runs": len(runs),
                 "agree": len({2 * row["faster"] > row["pairs"] for row in runs}) == 1,
+                "each": runs,
             }
         )
     return found
@@ -331,6 +335,12 @@ def step_times(rows: Sequence[Data]) -> StepTimes:
     return StepTimes(tuple(answers), kept, tuple(row for row in rows if row.get("disturbed")))
 
 
+def run_by_run(rows: Sequence[Data]) -> list[list[Data]]:
+    """Return the rows of each run that `pooled` has put together; of a run that was not, the rows themselves."""
+    runs = zip_longest(*(row.get("each", (row,)) for row in rows))
+    return [[row for row in run if row is not None] for run in runs]
+
+
 def summary(rows: Sequence[Data], device: str) -> str:
     """Return in how many settings each mode is faster, as a sentence or two.
 
@@ -348,6 +358,9 @@ def summary(rows: Sequence[Data], device: str) -> str:
     runs = min((row.get("runs", 1) for row in found.rows), default=1)
     if runs > 1:
         text += f" Each setting was timed in {runs} runs or more, and one whose runs disagree counts as neither."
+        each = [step_times(run) for run in run_by_run(rows)]
+        counts_of = {which: ", ".join(str(len(run.where(which))) for run in each) for which in ("none", "zero")}
+        text += f" Run by run, releasing is faster in {counts_of['none']} settings, zeroing in {counts_of['zero']}."
     best = max((row["saved"] / row["zero"] for row in found.where("none")), default=0.0)
     if best > 0:
         text += f" A release saves at most {best:.0%} of a step."
@@ -372,10 +385,12 @@ def answer(rows: Sequence[Data]) -> dict[str, Any]:
         for row in times.rows
     }
     said = " ".join(summary(devices[device], DEVICES[device]) for device in found)
-    total = sum(len(times.rows) for times in found.values())
-    faster = [_setting(row) for times in found.values() for row in times.where("none")]
-    verdict = "conditional" if not total or 0 < len(faster) < total else "refuted" if faster else "confirmed"
+    verdict, faster, total = _verdict(rows)
     share = f"as in {total - len(faster)} of the {total} settings timed here"
+    verdicts = Counter(_verdict(run)[0] for run in run_by_run(rows))
+    if verdicts.total() > 1:
+        times = ", ".join(f"{name} in {count}" for name, count in verdicts.most_common())
+        said += f" Of {verdicts.total()} runs, each judged by itself, the claim is {times}."
     return {
         "verdict": verdict,
         "sentence": f"{said} Two things decide: the share of the gradients' traffic in a step, and the "
@@ -387,6 +402,15 @@ def answer(rows: Sequence[Data]) -> dict[str, Any]:
         else "",
         "counterexample": "; ".join(faster),
     }
+
+
+def _verdict(rows: Sequence[Data]) -> tuple[str, list[str], int]:
+    """Return the verdict on C1.8, the settings in which releasing is faster, and how many settings there are."""
+    found = [step_times(mine) for mine in by_device(rows).values()]
+    total = sum(len(times.rows) for times in found)
+    faster = [_setting(row) for times in found for row in times.where("none")]
+    mixed = not total or 0 < len(faster) < total
+    return "conditional" if mixed else "refuted" if faster else "confirmed", faster, total
 
 
 def _setting(row: Data) -> str:

@@ -89,3 +89,15 @@ def test_runs_are_put_together():
 def test_a_setting_that_was_disturbed_in_every_run_stays_disturbed():
     (found,) = pooled([row(12, none=0.003, disturbed="the process waited")] * 2)
     assert step_times([found]).disturbed == (found,)
+
+
+def test_how_often_runs_came_out_differently_is_said():
+    """Planted: three runs of two settings. Alone, the first finds releasing faster in both, the others in one."""
+    first = [row(12), row(12), row(12)]
+    second = [row(12, items=64), row(6, items=64), row(6, items=64)]
+    rows = pooled([*first, *second])
+    assert "Run by run, releasing is faster in 2, 1, 1 settings, zeroing in 0, 0, 0." in summary(rows, "CPU")
+    said = answer(rows)
+    assert said["verdict"] == "conditional"
+    assert "Of 3 runs, each judged by itself, the claim is conditional in 2, refuted in 1." in said["sentence"]
+    assert "judged by itself" not in answer(pooled([row(12)]))["sentence"]

@@ -7,13 +7,14 @@ import shutil
 
 import pytest
 
-from gradcheck_suite.core.records import records_path
+from gradcheck_suite.core.records import Record, records_path
 from gradcheck_suite.loops.jax_modes import JAX_MODES
 from gradcheck_suite.loops.reset_modes import MODES
-from gradcheck_suite.page.content import shown
+from gradcheck_suite.page import render
+from gradcheck_suite.page.content import shown, sources
 from gradcheck_suite.studies.report.build import build
 from gradcheck_suite.studies.tally import RIVALS
-from tests.studies.report.made_up import EVIL, benchmark, calibration, claim, fill, record, verdict
+from tests.studies.report.made_up import EVIL, benchmark, calibration, claim, counterexample, fill, record, verdict
 
 
 @pytest.fixture(scope="module")
@@ -459,9 +460,11 @@ def test_own_verdicts_stand_by_commit_with_what_changed(tmp_path, monkeypatch):
         verdict(tmp_path, "mine.py:train", state=state, violation=BROKEN if state == "violated" else None)
         verdict(tmp_path, "mine.py:other")
     first = build(tmp_path).answers[0]
-    assert [column.split(",")[0] for column in first.matrix.columns] == ["aaaaaaa", "bbbbbbb"]
+    assert [column.split(",")[0] for column in first.matrix.columns] == ["bbbbbbb", "aaaaaaa"], (
+        "a telephone shows the first columns"
+    )
     assert first.matrix.rows == (
-        ("mine.py:train", (("good", ("holds",)), ("bad", ("mean-of-means",)))),
+        ("mine.py:train", (("bad", ("mean-of-means",)), ("good", ("holds",)))),
         ("mine.py:other", (("good", ("holds",)), ("good", ("holds",)))),
     )
     assert "1 of 2 loops and scripts violated: mine.py:train" in first.brief
@@ -471,11 +474,26 @@ def test_own_verdicts_stand_by_commit_with_what_changed(tmp_path, monkeypatch):
 
 def test_all_own_loops_that_hold_are_a_yes_and_an_unjudged_script_is_none(tmp_path):
     verdict(tmp_path, "mine.py:train")
-    assert build(tmp_path).answers[0].brief == "Yes: 1 of 1 loop or script hold"
+    assert build(tmp_path).answers[0].brief == "Yes: 1 of 1 loop or script holds"
     record(tmp_path, "audit", loop="train.py", verdict="unjudged", windows=0, ranks=1, arguments=[])
     first = build(tmp_path).answers[0]
     assert first.brief == "Not known: 1 of 2 loops and scripts hold"
     assert first.matrix.rows[0][0] == "train.py"
+
+
+def test_the_first_screen_says_what_is_violated_and_links_to_it(tmp_path):
+    verdict(tmp_path, "my_loop.py:train", state="violated", violation=BROKEN)
+    counterexample(tmp_path)
+    overview = render.report_html(build(tmp_path)).partition('id="overview"')[2].partition('id="verification"')[0]
+    link = overview.partition('<a href="#violations/violation-my_loop.py-train-')[2].partition("</li>")[0]
+    assert "my_loop.py:train" in link
+    assert "mean-of-means" in link
+    assert "weighs 1/2" in link
+
+
+def test_the_newest_run_is_the_first_of_its_sources():
+    runs = [Record("verify", {}, command=f"run {hour}", time=f"2026-01-01T{hour}:00") for hour in (10, 12, 11)]
+    assert [source.command for source in sources(runs)] == ["run 12", "run 11", "run 10"]
 
 
 def test_the_violation_of_an_audit_has_a_page_with_its_lines(tmp_path):

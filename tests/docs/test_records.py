@@ -1,0 +1,144 @@
+"""What is kept under `reports/records`: which command makes it, at which commit; no figure is without a command."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from gradcheck_suite.core.records import KINDS, append_record, read_lines, records_path
+from gradcheck_suite.studies.campaigns import Shards
+from tests import records
+from tests.docs.pages import PAGES, ROOT
+
+UNKNOWN_COMMIT = {"audit", "trainer", "zoo"}
+"""Kinds whose kept records name no commit of the history: `tox -e records` makes them again, and then this goes."""
+FIGURE = re.compile(r"(?<![\w.])\d[\d,.]*(?: ?%|[ ](?:ms|s|KiB|MiB|GiB|seconds?|minutes?|hours?|times)\b)")
+"""A number with a unit of time or memory, a share, or a factor."""
+MADE_BY = re.compile(
+    r"`[^`]*\b(?:gradcheck-suite|pytest|tox|python3?|torchrun) [^`]*`|`(?:tests|properties)/[\w/]+\.py`|^\$ |"
+    r"\((?:docs/)?(?:audit|bounds|figures|public-scripts)\.md|reports/report\.md",
+    re.MULTILINE,
+)
+"""A command, the test that holds the figure, or a link to the page that has the command."""
+
+
+def without_command(page: str) -> list[str]:
+    """Return the sections of a page that have a figure and say nowhere what makes it, by title."""
+    plain = re.sub(
+        r"^```.*?^```$",
+        lambda code: "\n$ " * any(mark in code[0] for mark in ("\n$ ", "\n>>> ")),
+        page,
+        flags=re.MULTILINE | re.DOTALL,
+    )
+    sections = re.split(r"^(?=#+ )", plain, flags=re.MULTILINE)
+    figures = (re.sub(r"`[^`]*`", "", section) for section in sections)
+    return [
+        section.partition("\n")[0]
+        for section, text in zip(sections, figures, strict=True)
+        if FIGURE.search(text) and not MADE_BY.search(section)
+    ]
+
+
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
+def test_no_figure_stands_without_what_makes_it(path):
+    assert without_command(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "caught"),
+    [
+        ("It takes 12 ms.", True),
+        ("It takes 12 ms (`pytest properties/x.py`).", False),
+        ("It takes 12 ms (`tests/test_x.py`).", False),
+        ("It takes `12 ms`.", False),
+        ("1.5 to 3% of a step", True),
+        ("41 times as fast ([figures](figures.md#speed))", False),
+        ("Three loops of JAX 0.10.2", False),
+        ("30 times.\n\n```console\n$ gradcheck-suite verify\n```", False),
+        ("30 times.\n\n```python\nrun()\n```", True),
+    ],
+)
+def test_a_figure_without_what_makes_it_is_caught(text, caught):
+    assert without_command(f"# A\n\nWords.\n\n## B\n\n{text}\n\n## C\n\nSee `pytest tests`.\n") == ["## B"] * caught
+
+
+def test_every_kind_of_record_has_its_command_in_the_guide():
+    assert {part.kind for part in records.PARTS} == set(KINDS)
+    assert records.table() in (ROOT / "CONTRIBUTING.md").read_text(), "python -m tests.records --table writes it"
+    assert all("{reports}" in part.command or part.command.startswith(records.CAMPAIGN) for part in records.PARTS)
+
+
+def unknown_commits(reports):
+    """Return the kinds with a record that names no commit of the history."""
+    found = {}
+    for kind in KINDS:
+        for _, record in read_lines(records_path(reports, kind)):
+            found.setdefault(record.get("commit") or "none", set()).add(kind)
+    history = set(_git("rev-list", "HEAD").split())
+    return set().union(*(kinds for commit, kinds in found.items() if commit not in history))
+
+
+def _git(*arguments):
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists() or shutil.which("git") is None, reason="no history to look into")
+def test_every_record_names_a_commit_of_the_history(tmp_path):
+    assert unknown_commits(ROOT / "reports") == UNKNOWN_COMMIT
+    shutil.copytree(ROOT / "reports" / "records", tmp_path / "records")
+    with records_path(tmp_path, "step").open("a") as file:
+        file.write(json.dumps({"commit": "0" * 40}) + "\n")
+    assert unknown_commits(tmp_path) == UNKNOWN_COMMIT | {"step"}
+
+
+MAKE = """
+import sys
+from pathlib import Path
+from gradcheck_suite.core.records import append_record
+name, _, reports = sys.argv[1:]
+Path("log").open("a").write(name)
+append_record(Path(reports), "atlas" if name == "c" else "step", {"made": name}, environment={})
+sys.exit(2 if name == "b" and not Path("mended").exists() else 1 if name == "c" else 0)
+"""
+
+
+def test_an_interrupted_run_goes_on_and_its_records_take_the_place_of_the_old_ones(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "make.py").write_text(MAKE)
+    parts = [records.Part("step", f"python make.py {name} --reports {{reports}}") for name in "abc"]
+    shards = Shards(records.REPORTS / "campaign" / "records")
+    for made, device in (("old", "cpu"), ("on a GPU", "cuda")):
+        append_record(records.REPORTS, "step", {"made": made, "device": device}, environment={})
+    append_record(records.REPORTS, "claim", {"made": "old"}, environment={})
+
+    (failure,) = records.make(parts, shards)
+    assert "[2/3] python make.py b --reports reports: status 2" in failure
+    (tmp_path / "mended").touch()
+    assert records.make(parts, shards) == []
+    assert (tmp_path / "log").read_text() == "abcb"
+    printed = capsys.readouterr().out
+    assert printed.count("[1/3] python make.py a --reports reports  done before") == 1
+
+    assert records.put_in_place(parts, shards, records.REPORTS) == ["step", "atlas"]
+    read = {kind: [record for _, record in read_lines(records_path(records.REPORTS, kind))] for kind in KINDS}
+    assert [record["data"]["made"] for record in read["step"]] == ["on a GPU", "a", "b"]
+    assert [record["data"]["made"] for record in read["atlas"]] == ["c"]
+    assert [record["data"]["made"] for record in read["claim"]] == ["old"]
+    assert read["step"][1]["command"] == "make.py a --reports reports"
+
+
+def test_records_are_made_of_a_commit_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for arguments in (
+        ["init", "-q"],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "a"],
+    ):
+        subprocess.run(["git", *arguments], check=True)
+    (tmp_path / "changed.py").touch()
+    with pytest.raises(SystemExit, match=r"commit or stash first:\n\?\? changed.py"):
+        records.main(["--only", "step"])
