@@ -7,7 +7,10 @@ most: the last line says whether there were any.
   nothing on disk (cold), with compiled programs and the gradients of the same cases (warm) or without the gradients
   (other cases), and with programs in memory but no gradients (steady). "In one process" is steady without the second
   one. What processes import is not timed.
-- plain: what one would write without the suite: the loop, and `jax.jit` of the whole model's gradient for each case.
+- careful: what a careful user would write without the suite: the loop, and `jax.jit` of the whole model's gradient, one
+  function for all cases of the same model, with JAX's persistent compilation cache: with nothing on disk, and with the
+  programs of the same cases on disk.
+- plain: the same with a new `jax.jit` for each case and no cache.
 - floor: the bare torch loop on a model just built, and the plain way's gradients, compiled by then; nothing compared.
 
 Where an optimizer moves the parameters, each of its steps has a gradient of its own, for the suite and the plain way.
@@ -30,6 +33,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from jax.experimental.compilation_cache import compilation_cache
 
 from gradcheck_suite import Case, ProblemSpec
 from gradcheck_suite.loops.reset_modes import MODES
@@ -45,11 +49,9 @@ from gradcheck_suite.verification.verify import verify
 CASES = int(os.environ.get("GRADCHECK_SUITE_BENCH_CASES", "500"))
 LOOP = MODES["set_to_none"]
 SECONDS: dict[str, float] = {}
-PROCESSOR: dict[str, float] = {}
-"""Seconds of the processor, in all threads: of use for comparison on a busy machine."""
 SHARES: dict[str, float] = {}
-"""Seconds of the processor that this process had, over seconds of the clock; below 1 where others kept it waiting, be
-it the second process.
+"""Seconds of the processor over those of the clock, of what runs in this process alone; below 1
+where others kept it waiting. Nothing is said of the suite's own, which has a second process.
 """
 RATIOS: dict[str, float] = {}
 """Seconds over those of the floor at the same time."""
@@ -58,6 +60,12 @@ ALTERNATED = 5
 LOAD = os.getloadavg()[0]
 """Processes that ran or waited on average in the minute before."""
 ALONE_SHARE, ALONE_LOAD = 0.95, 1.0
+PERSISTENT = {
+    "jax_compilation_cache_dir": None,
+    "jax_persistent_cache_min_compile_time_secs": 0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+"""Options of JAX's persistent compilation cache that keep every program."""
 
 
 def drawn(count: int) -> list[Case]:
@@ -132,26 +140,22 @@ def _suite() -> None:
 
 def _measure(benchmark: Any, name: str, run: Callable[[], None], setup: Callable[[], None], rounds: int) -> None:
     """Time some rounds of a run; note the share of the processor in the round that had least of it."""
-    processor: list[float] = []
 
     def timed() -> None:
         clock, began = time.perf_counter(), time.process_time()
         run()
-        processor.append(time.process_time() - began)
-        share = processor[-1] / (time.perf_counter() - clock)
-        SHARES[name] = min(share, SHARES.get(name, share))
+        share = (time.process_time() - began) / (time.perf_counter() - clock)
+        if not name.startswith("suite"):
+            SHARES[name] = min(share, SHARES.get(name, share))
 
     benchmark.pedantic(timed, setup=setup, rounds=rounds)
     SECONDS[name] = statistics.median(benchmark.stats.stats.data)
-    PROCESSOR[name] = statistics.median(processor)
     benchmark.extra_info["milliseconds per case"] = round(1e3 * SECONDS[name] / CASES, 2)
-    benchmark.extra_info["share of the processor"] = round(SHARES[name], 2)
 
 
 def _others() -> str | None:
     """Return a warning if other processes slowed this one down, or None."""
-    alone = [name for name in SHARES if not name.startswith("suite")]
-    worst = min(alone, key=SHARES.__getitem__)
+    worst = min(SHARES, key=SHARES.__getitem__)
     if SHARES[worst] >= ALONE_SHARE and LOAD <= ALONE_LOAD:
         return None
     return (
@@ -211,16 +215,38 @@ def _trained(instance: Instance) -> list[Any]:
     return steps if instance.case.optimizer else steps[: len(plan.windows)]
 
 
-def test_plain(benchmark: Any, same_cases: list[Case], compiled: list[Any]) -> None:
-    def plain() -> None:
-        for case in same_cases:
-            instance = generated_instance(case)
-            steps, gradient = _trained(instance), jax.jit(_whole(case.problem))
-            for values, batch in steps:
-                jax.block_until_ready(gradient(values, batch))
-            compiled.append((instance, gradient))
+def _plain(same_cases: list[Case], compiled: list[Any], *, shared: bool) -> None:
+    """Run the loop and the compiled gradient of each case; with `shared`, cases of one model have one function."""
+    functions: dict[Any, Any] = {}
+    for case in same_cases:
+        instance = generated_instance(case)
+        gradient = functions.get(case.problem) if shared else None
+        gradient = gradient or functions.setdefault(case.problem, jax.jit(_whole(case.problem)))
+        for values, batch in _trained(instance):
+            jax.block_until_ready(gradient(values, batch))
+        compiled.append((instance, gradient))
 
-    _measure(benchmark, "plain", plain, _nothing, rounds=1)
+
+@pytest.mark.parametrize("name", ["careful, cold", "careful, warm"])
+def test_careful(benchmark: Any, same_cases: list[Case], tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
+    """With every program in JAX's persistent cache, however short its compilation; the second run finds all of them."""
+    folder = tmp_path_factory.getbasetemp() / "jax"
+    before = {option: getattr(jax.config, option) for option in PERSISTENT}
+    for option, value in {**PERSISTENT, "jax_compilation_cache_dir": str(folder)}.items():
+        jax.config.update(option, value)
+    compilation_cache.reset_cache()
+    try:
+        _measure(benchmark, name, lambda: _plain(same_cases, [], shared=True), jax.clear_caches, rounds=1)
+    finally:
+        for option, value in before.items():
+            jax.config.update(option, value)
+        compilation_cache.reset_cache()
+    assert any(folder.iterdir()), "JAX kept no program on disk"
+
+
+def test_plain(benchmark: Any, same_cases: list[Case], compiled: list[Any]) -> None:
+    jax.clear_caches()
+    _measure(benchmark, "plain", lambda: _plain(same_cases, compiled, shared=False), _nothing, rounds=1)
 
 
 def _floor(compiled: list[Any]) -> None:
@@ -285,15 +311,16 @@ def test_ratios(same_cases: list[Case], capsys: pytest.CaptureFixture[str]) -> N
         print(f"depth: {dict(sorted(depth.items()))}; micro-batches per epoch: {dict(sorted(micro.items()))}")
         for name, seconds in SECONDS.items():
             per_case = 1e3 * seconds / CASES
-            share = f"{PROCESSOR[name]:.2f} s of the processors, at least {SHARES[name]:.0%} of one"
-            print(f"{name:>18}: {seconds:8.2f} s, {per_case:8.2f} ms per case; {share}")
+            print(f"{name:>18}: {seconds:8.2f} s, {per_case:8.2f} ms per case")
         for a, b in (
-            ("plain", "suite, warm"),
+            ("careful, warm", "suite, other cases"),
+            ("careful, cold", "suite, cold"),
+            ("careful, warm", "suite, warm"),
             ("plain", "suite, other cases"),
             ("plain", "suite, cold"),
         ):
             if a in SECONDS and b in SECONDS:
-                print(f"{a} / {b}: {SECONDS[a] / SECONDS[b]:.2f} ({PROCESSOR[a] / PROCESSOR[b]:.2f} of the processors)")
+                print(f"{a} / {b}: {SECONDS[a] / SECONDS[b]:.2f}")
         for name, ratio in RATIOS.items():
             print(f"{name} / floor: {ratio:.2f}, the median of {ALTERNATED} rounds beside one another")
         print(_others() or "The process had the machine to itself.")

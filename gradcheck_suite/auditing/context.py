@@ -53,7 +53,7 @@ class StoppedOnViolation(BaseException):
 
 
 class audit:  # noqa: N801 - it is used as a function, as `open` is
-    """Judge every optimizer step of the code that runs while it is open, unchanged.
+    """Judge the optimizer steps of the code that runs while it is open, unchanged.
 
     Example::
 

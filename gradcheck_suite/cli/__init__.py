@@ -26,7 +26,7 @@ PROGRAM = "gradcheck-suite"
 COMMANDS = {
     "verify": "verify loops on random cases; without one, every built-in reset mode",
     "replay": "run one stored case again",
-    "audit": "run a training script as it is, and judge every optimizer step of it",
+    "audit": "run a training script as it is, and judge its optimizer steps",
     "zoo": "run the known bugs and print which are found, after how many cases",
     "atlas": "print where torch and JAX choose different derivatives: kinks, ties, limits",
     "steps": "take the steps of torch's optimizers in optax, and print how far they are apart",

@@ -1,4 +1,4 @@
-"""Run a training script as it is, and judge every optimizer step of it."""
+"""Run a training script as it is, and judge its optimizer steps."""
 
 from __future__ import annotations
 

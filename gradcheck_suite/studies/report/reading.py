@@ -394,7 +394,7 @@ def answer(rows: Sequence[Data]) -> dict[str, Any]:
     return {
         "verdict": verdict,
         "sentence": f"{said} Two things decide: the share of the gradients' traffic in a step, and the "
-        "cost of memory that is given back and allocated again. A release always saves the memory of all gradients "
+        "cost of memory that is given back and allocated again. A release saves the memory of all gradients "
         "between steps.",
         "figures": figures,
         "condition": f"memory between steps is no constraint, and releasing is not faster in the setting, {share}"
