@@ -10,7 +10,9 @@ import subprocess
 import pytest
 
 from gradcheck_suite.core.records import KINDS, append_record, read_lines, records_path
+from gradcheck_suite.page.content import Source
 from gradcheck_suite.studies.campaigns import Shards
+from gradcheck_suite.studies.report.build import build
 from tests import records
 from tests.docs.pages import PAGES, ROOT
 
@@ -64,6 +66,28 @@ def test_no_figure_stands_without_what_makes_it(path):
 )
 def test_a_figure_without_what_makes_it_is_caught(text, caught):
     assert without_command(f"# A\n\nWords.\n\n## B\n\n{text}\n\n## C\n\nSee `pytest tests`.\n") == ["## B"] * caught
+
+
+def unsourced(reports):
+    """Return the parts of a folder's report that show figures and do not say which commands made them."""
+    report = build(reports)
+    parts = [*report.answers, *(section for section in report.sections if section.key != "provenance")]
+    return [part.key for part in parts if _shows(part) and not all(s.command for s in part.sources or [NO_SOURCE])]
+
+
+NO_SOURCE = Source("", "", "", "", "")
+
+
+def _shows(part):
+    return any(getattr(part, name, None) for name in ("figures", "matrix", "matrices", "claims", "tables"))
+
+
+def test_every_part_of_the_report_says_which_commands_made_it(tmp_path):
+    assert unsourced(ROOT / "reports") == []
+    reached = {"layers": {}, "losses": {}, "splits": {}}
+    data = {"loop": "zero_", "verdict": "holds", "judged": 1, "dtype": "float64", "device": "cpu", "reached": reached}
+    append_record(tmp_path, "verify", data, environment={}, command="")
+    assert {"holds", "verified"} <= set(unsourced(tmp_path))
 
 
 def test_every_kind_of_record_has_its_command_in_the_guide():
