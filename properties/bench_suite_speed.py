@@ -36,6 +36,7 @@ import torch
 from jax.experimental.compilation_cache import compilation_cache
 
 from gradcheck_suite import Case, ProblemSpec
+from gradcheck_suite.catalogue.tables import jax_output, objective
 from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.reference import jax_gradients, programs
 from gradcheck_suite.reference.large_batch import REFERENCES
@@ -189,8 +190,7 @@ def _whole(spec: ProblemSpec) -> Any:
     """Return the gradient of the whole model's loss, to be compiled."""
 
     def value(values: Any, batch: Any) -> Any:
-        out = jax_gradients._output(spec, values, batch)
-        return jax_gradients.objective(spec.loss, out, batch, np.ones(len(batch["x"])))
+        return objective(spec.loss, jax_output(spec, values, batch), batch, np.ones(len(batch["x"])))
 
     return jax.grad(value)
 

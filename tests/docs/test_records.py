@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from importlib import import_module
 
 import pytest
 
@@ -88,6 +89,12 @@ def test_every_part_of_the_report_says_which_commands_made_it(tmp_path):
     data = {"loop": "zero_", "verdict": "holds", "judged": 1, "dtype": "float64", "device": "cpu", "reached": reached}
     append_record(tmp_path, "verify", data, environment={}, command="")
     assert {"holds", "verified"} <= set(unsourced(tmp_path))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "properties").rglob("bench_*.py")), ids=lambda path: path.stem)
+def test_every_benchmark_finds_what_it_imports(path):
+    """No test runs them, since they take minutes: what they measure may have moved."""
+    import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
 
 
 def test_every_kind_of_record_has_its_command_in_the_guide():
