@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gradcheck_suite.cli import exit_status
 from gradcheck_suite.core.records import KINDS, read_lines, records_path, write_text
 from gradcheck_suite.studies.campaigns import COULD_NOT_RUN, Shards
 
@@ -204,7 +205,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{len(parts)} parts at commit {commit[:9]}; they are kept in {shards.folder} until all are done", flush=True)
     if any(part.kind == "audit" for part in parts):
         subprocess.run([sys.executable, "-m", "tests.auditing.scripts", "build/scripts"], check=True)
-    if failed := make(parts, shards):
+    try:
+        failed = make(parts, shards)
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from here")
+        return exit_status.INTERRUPTED
+    if failed:
         print("not done; the same command runs these again:", *failed, sep="\n")
         return 1
     made = put_in_place(parts, shards, REPORTS)
