@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -38,8 +39,6 @@ from gradcheck_suite.reference.large_batch import REFERENCES, Reference, Window
 from gradcheck_suite.run.instance import Instance, scaled
 from gradcheck_suite.run.runner import Outcome
 
-# Naming a fault that depends on the model, from the violated case itself and not from a weight probe.
-
 
 def gradient_of_step(outcome: Outcome, reference: Reference, step: int, seen: Vector | None = None) -> Vector | None:
     """Return the gradient at a step of a run, (P,); None where the loop raised or stopped before.
@@ -55,101 +54,126 @@ def gradient_of_step(outcome: Outcome, reference: Reference, step: int, seen: Ve
         return min(calls, key=lambda gradient: float(np.nansum(np.abs(gradient - seen))))
 
 
-def recorded(
-    runner: LoopRunner, reference: Reference, step: int, seen: Vector | None = None
-) -> tuple[LossRecorder, Vector | None]:
-    """Run the loop again and record its losses; return also `gradient_of_step`."""
-    recorder, outcome = run_recorded(runner, reference.instance)
-    return recorder, None if outcome is None else gradient_of_step(outcome, reference, step, seen)
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of a wrong gradient; what a further run shows is known once something asks, while runs are left.
+
+    Attributes:
+        comparison: of the gradient with the right one.
+        window: whose gradient it is.
+        epoch: of the step.
+        runner: of the loop.
+        known_calls: the repetition, where it has been made.
+    """
+
+    comparison: Comparison
+    window: Window
+    epoch: int
+    runner: LoopRunner
+    known_calls: tuple[LossRecorder, Vector | None] | None = None
+
+    @property
+    def instance(self) -> Instance:
+        """What the loop trained."""
+        return self.window.reference.instance
+
+    @property
+    def step(self) -> int:
+        """Index of the step in the run."""
+        return self.epoch * len(self.instance.case.plan.windows) + self.window.index
+
+    def gradient(self, outcome: Outcome | None) -> Vector | None:
+        """Return the gradient at the step of another run, the nearest to this one; None where it has none."""
+        if outcome is None:
+            return None
+        return gradient_of_step(outcome, self.window.reference, self.step, self.comparison.observed)
+
+    @cached_property
+    def calls(self) -> tuple[LossRecorder, Vector | None]:
+        """A repetition: what its losses were computed from, and its gradient at the step."""
+        if self.known_calls:
+            return self.known_calls
+        recorder, outcome = run_recorded(self.runner, self.instance)
+        return recorder, self.gradient(outcome)
+
+    @cached_property
+    def small(self) -> Vector | None:
+        """(P,): the gradient at the step with a loss 2**-20 times as large."""
+        outcome = self.runner.run(scaled(self.instance, SMALL_SCALE))
+        return None if outcome is None else gradient_of_step(outcome, self.window.reference, self.step)
+
+    @cached_property
+    def parameters(self) -> Vector:
+        """(P,): the values of the parameters."""
+        values = {name: p.detach().double() for name, p in self.window.model().named_parameters()}
+        return self.window.reference.flat({name: values[name] for name in self.comparison.layout.names})
+
+    @property
+    def of_weights(self) -> Diagnosis | None:
+        """What the gradient alone says of weights and elements."""
+        return diagnose_case(self.window, self.comparison, self.epoch, alike=self.runner.alike)
+
+    @property
+    def of_inputs(self) -> Diagnosis | None:
+        """What a repetition says: that the fault is gone, or that the inputs of losses are wrong."""
+        recorder, again = self.calls
+        if again is None:
+            return None
+        if not repeats_gradient(again, self.comparison):
+            return NOT_REPEATABLE
+        window, seen = self.window, self.comparison.observed
+        return explain_inputs(recorder, window.reference.flat, window.members, seen, self.step, window.parameters)
+
+    @property
+    def place(self) -> str:
+        """Which parameters are wrong and which right, as a clause."""
+        return place_of_the_fault(self.comparison)
 
 
-def explain_run(
-    recorder: LossRecorder, again: Vector | None, window: Window, comparison: Comparison, step: int
-) -> Diagnosis | None:
-    """Return what a recorded run shows: that the fault is gone, or that the inputs of losses are wrong; or None."""
-    if again is None:
-        return None
-    if not repeats_gradient(again, comparison):
-        return NOT_REPEATABLE
-    flat, members = window.reference.flat, window.members
-    return explain_inputs(recorder, flat, members, comparison.observed, step, window.parameters)
+# Naming a fault that depends on the model, from the violated case itself and not from a weight probe.
 
 
-def _of_size(window: Window, comparison: Comparison, with_small_loss: Vector) -> Diagnosis | None:
-    values = {name: p.detach().double() for name, p in window.model().named_parameters()}
-    parameters = window.reference.flat({name: values[name] for name in comparison.layout.names})
-    return diagnose_sizes(Sizes(comparison.expected, comparison.observed, with_small_loss, parameters=parameters))
-
-
-def explain_on_case(
-    runner: LoopRunner, window: Window, comparison: Comparison, epoch: int, *, is_linear_there: bool
-) -> Diagnosis | None:
+def explain_on_case(e: Evidence, *, is_linear_there: bool) -> Diagnosis | None:
     """Name a fault that depends on the model, from the case in float64 at parameters that stay where they are.
 
     Where no run is left to tell linearity on the case, `is_linear_there` says whether the loop was linear on the probe.
     """
-    instance = window.reference.instance
-    case = instance.case.replace(dtype="float64", optimizer=None)
-    step = epoch * len(case.plan.windows) + window.index
-    if case == instance.case:
-        run = recorded(runner, window.reference, step)
-        return _explain(runner, window, comparison, epoch, run, "this very case", is_linear_there=is_linear_there)
-    there = REFERENCES.get(case, instance.users_problem).window(window.index)
-    run = recorded(runner, there.reference, step)
-    if run[1] is None:
+    case = e.instance.case.replace(dtype="float64", optimizer=None)
+    if case == e.instance.case:
+        return _at_rest(e, "this very case", is_linear_there=is_linear_there)
+    window = REFERENCES.get(case, e.instance.users_problem).window(e.window.index)
+    recorder, outcome = run_recorded(e.runner, window.reference.instance)
+    seen = None if outcome is None else gradient_of_step(outcome, window.reference, e.step)
+    if seen is None:
         return None
-    compared = there.compare(run[1])
-    if compared.ratio <= 1:
-        if not window.moved or instance.case.dtype != "float64":
+    there = replace(e, comparison=window.compare(seen), window=window, known_calls=(recorder, seen))
+    if there.comparison.ratio <= 1:
+        if not e.window.moved or e.instance.case.dtype != "float64":
             return None
-        recorder, again = recorded(runner, window.reference, step, comparison.observed)
-        return explain_run(recorder, again, window, comparison, step)
-    place = "the same case in float64" if instance.case.dtype != "float64" else "the same case at its start"
-    found = _explain(runner, there, compared, epoch, run, place, is_linear_there=is_linear_there)
+        return e.of_inputs
+    place = "the same case in float64" if e.instance.case.dtype != "float64" else "the same case at its start"
+    found = _at_rest(there, place, is_linear_there=is_linear_there)
     return found and replace(found, sentence=f"{found.sentence} (read off {place})")
 
 
-def _explain(
-    runner: LoopRunner,
-    window: Window,
-    comparison: Comparison,
-    epoch: int,
-    run: tuple[LossRecorder, Vector | None],
-    place: str,
-    *,
-    is_linear_there: bool,
-) -> Diagnosis | None:
-    """Name a fault from a run in float64 at parameters that stay where they are.
-
-    Args:
-        runner: of the loop.
-        window: of the case in which the gradient is wrong.
-        comparison: of the gradient with the right one.
-        epoch: of the step.
-        run: what `recorded` returned of it.
-        place: which case it is, in words.
-        is_linear_there: as for `explain_on_case`.
-    """
-    recorder, observed = run
-    step = epoch * len(window.reference.instance.case.plan.windows) + window.index
-    if not np.isfinite(comparison.observed).all():
+def _at_rest(e: Evidence, place: str, *, is_linear_there: bool) -> Diagnosis | None:
+    """Name a fault from evidence in float64 at parameters that stay where they are; `place` says of which case."""
+    if not np.isfinite(e.comparison.observed).all():
         return None
-    if found := explain_run(recorder, observed, window, comparison, step):
+    if found := e.of_inputs:
         return found
-    found = diagnose_case(window, comparison, epoch, alike=runner.alike)
-    if is_linear_there and not runner.runs_left:
+    found = e.of_weights
+    if is_linear_there and not e.runner.runs_left:
         return found
-    outcome = runner.run(scaled(window.reference.instance, SMALL_SCALE))
-    again = None if outcome is None else gradient_of_step(outcome, window.reference, step)
-    if again is None:
+    if e.small is None:
         return None
-    if is_linear(comparison.observed, again):
+    if is_linear(e.comparison.observed, e.small):
         return found
     # a loop that takes its losses from elsewhere than run.loss does not see that they were made small
-    if found is None or recorder.called:
-        found = _of_size(window, comparison, again)
+    if found is None or e.calls[0].called:
+        found = diagnose_sizes(Sizes(e.comparison.expected, e.comparison.observed, e.small, parameters=e.parameters))
     said = f"on {place}, {SIZE_DEPENDENT} the gradient's size (clipping, decay, normalizing) or on chance (noise)"
-    return found or not_linear(f"{said}; it is {place_of_the_fault(comparison)}")
+    return found or not_linear(f"{said}; it is {e.place}")
 
 
 # Naming the fault of a wrong gradient, from the evidence and up to three further runs of the loop, as a rule.
@@ -197,26 +221,19 @@ def explain_gradient(comparison: Comparison, window: Window, epoch: int, runner:
         epoch: of the step.
         runner: of the loop.
     """
+    e = Evidence(comparison, window, epoch, runner)
     numbers = (_worst_element(comparison),)
-    if found := _poisoned(window, comparison, epoch):
-        return replace(found, details=numbers)
-    instance = window.reference.instance
-    if instance.problem.reduction == "batch":
-        return replace(_of_whole_window(window, comparison), details=numbers)
-    over_ranks = bool(instance.case.plan.ranks)
-    if over_ranks and (found := wrong_reduction(window, comparison, runner.rank, alike=runner.alike)):
-        return replace(found, details=numbers)
-    step = epoch * len(instance.case.plan.windows) + window.index
-    on_probe = _by_probes(runner, window, comparison, step)
-    if on_probe is None and _is_right_with_finite_losses(runner, window, comparison, step):
+    for without_a_run in (_poisoned, _of_whole_window, _of_ranks):
+        if found := without_a_run(e):
+            return replace(found, details=numbers)
+    on_probe = _by_probes(e)
+    if on_probe is None and _is_right_with_finite_losses(e):
         return replace(SKIPPED, details=numbers)
-    diagnosis = on_probe or not_linear(f"{RIGHT_ON_PROBE}: it is {place_of_the_fault(comparison)}")
+    diagnosis = on_probe or not_linear(f"{RIGHT_ON_PROBE}: it is {e.place}")
     if diagnosis.name in UNNAMED:
         # the other two are given only where the probe's gradient grows with the loss
         is_linear = on_probe is None or on_probe.name != "not-linear"
-        on_case = stolen_buffer(instance) or explain_on_case(
-            runner, window, comparison, epoch, is_linear_there=is_linear
-        )
+        on_case = stolen_buffer(e.instance) or explain_on_case(e, is_linear_there=is_linear)
         # weights that no fault gives under two plans fit one on a small case by chance
         by_chance = diagnosis.name == "unrecognised-weights" and on_case is not None and on_case.is_of_weights
         diagnosis = diagnosis if on_case is None or by_chance else on_case
@@ -228,18 +245,13 @@ def explain_gradient(comparison: Comparison, window: Window, epoch: int, runner:
         diagnosis = of_one_sign(diagnosis, window, comparison) or diagnosis
     if diagnosis.name in UNNAMED:
         diagnosis = combined_elements(window, comparison) or diagnosis
-    diagnosis = _confirmed(diagnosis, runner, window, comparison, step)
+    diagnosis = _confirmed(diagnosis, e)
     return replace(diagnosis, details=numbers + diagnosis.details)
 
 
-def _confirmed(found: Diagnosis, runner: LoopRunner, window: Window, comparison: Comparison, step: int) -> Diagnosis:
+def _confirmed(found: Diagnosis, e: Evidence) -> Diagnosis:
     """Return a diagnosis, or `not-repeatable` where a run again has another gradient at the step."""
-    reference = window.reference
-
-    def gradient(outcome: Outcome) -> Vector | None:
-        return gradient_of_step(outcome, reference, step, comparison.observed)
-
-    return confirmed_by_repeating(found, runner, reference.instance, comparison, gradient)
+    return confirmed_by_repeating(found, e.runner, e.instance, e.comparison, e.gradient)
 
 
 def _worst_element(comparison: Comparison) -> str:
@@ -255,23 +267,31 @@ def _worst_element(comparison: Comparison) -> str:
     )
 
 
-def _poisoned(window: Window, comparison: Comparison, epoch: int) -> Diagnosis | None:
+def _poisoned(e: Evidence) -> Diagnosis | None:
     """Return the diagnosis of a NaN or infinity that an earlier window left behind, or None."""
-    bad = ~np.isfinite(comparison.observed) & np.isfinite(comparison.expected)
-    if not bad.any() or window.moved:
+    bad = ~np.isfinite(e.comparison.observed) & np.isfinite(e.comparison.expected)
+    if not bad.any() or e.window.moved:
         return None
-    reference = window.reference
-    earlier = range(len(reference.instance.case.plan.windows)) if epoch else range(window.index)
-    sources = [i for i in earlier if not np.isfinite(reference.window(i).expected[bad]).all()]
-    if not sources:
-        return None
-    return poisoned_by(sources[0])
+    earlier = range(len(e.instance.case.plan.windows)) if e.epoch else range(e.window.index)
+    sources = (i for i in earlier if not np.isfinite(e.window.reference.window(i).expected[bad]).all())
+    source = next(sources, None)
+    return None if source is None else poisoned_by(source)
 
 
-def _of_whole_window(window: Window, comparison: Comparison) -> Diagnosis:
-    """Name the fault of a wrong gradient of an objective that is a function of the whole window."""
+def _of_ranks(e: Evidence) -> Diagnosis | None:
+    """Return the diagnosis of a gradient that is another combination of the ranks' own than their sum, or None."""
+    if not e.instance.case.plan.ranks:
+        return None
+    return wrong_reduction(e.window, e.comparison, e.runner.rank, alike=e.runner.alike)
+
+
+def _of_whole_window(e: Evidence) -> Diagnosis | None:
+    """Name the fault of a wrong gradient of an objective that is a function of the whole window; else None."""
+    if e.instance.problem.reduction != "batch":
+        return None
+    window, comparison = e.window, e.comparison
     if len(window.members) > 1 and np.isfinite(comparison.observed).all():
-        parts, plan = window.contributions(), window.reference.instance.case.plan
+        parts, plan = window.contributions(), e.instance.case.plan
         counts = np.array([float(plan.micro_batches[j]) for j in window.members])
         for shares, how in (
             (np.ones(len(parts)), "the sum"),
@@ -286,25 +306,25 @@ def _of_whole_window(window: Window, comparison: Comparison) -> Diagnosis:
                     "(GradCache)",
                 )
     return diagnose_elements(comparison, {}) or not_linear(
-        f"it is {place_of_the_fault(comparison)}; the objective is a function of the whole window, so weights of "
-        "micro-batches cannot be read off it"
+        f"it is {e.place}; the objective is a function of the whole window, so weights of micro-batches cannot be read "
+        "off it"
     )
 
 
-def _by_probes(runner: LoopRunner, window: Window, comparison: Comparison, step: int) -> Diagnosis | None:
+def _by_probes(e: Evidence) -> Diagnosis | None:
     """Name the fault from the weights of a step on the probe; None where they are right.
 
     The probe in which micro-batches without valid targets have count 0 comes first: it shows every fault but those of
     such micro-batches' own weights. Where every item has the same count, the probe that counts items comes first: it
     shows every fault but those of counts that are not the number of items.
     """
-    *probes, last = reversed(list(probes_of(window.reference.instance)))
+    *probes, last = reversed(list(probes_of(e.instance)))
     for probe in probes:
-        if found := _on_probe(runner, probe, step, window, comparison, or_another=probe.count is None):
+        if found := _on_probe(e, probe, or_another=probe.count is None):
             return found
         # the second probe of items that all count the same, and not 1, is not one of the runs that other cases have
-        runner.runs_left += probe.count is None
-    return _on_probe(runner, last, step, window, comparison)
+        e.runner.runs_left += probe.count is None
+    return _on_probe(e, last)
 
 
 def _of_summed_losses(probe: WeightProbe, weights: Vector, instance: Instance) -> Vector:
@@ -316,21 +336,14 @@ def _of_summed_losses(probe: WeightProbe, weights: Vector, instance: Instance) -
     return weights * np.array([seen / own if own else 1.0 for seen, own in zip(probe.counts, counts, strict=True)])
 
 
-def _on_probe(
-    runner: LoopRunner,
-    probe: WeightProbe,
-    step: int,
-    window: Window,
-    comparison: Comparison,
-    *,
-    or_another: bool = False,
-) -> Diagnosis | None:
+def _on_probe(e: Evidence, probe: WeightProbe, *, or_another: bool = False) -> Diagnosis | None:
     """Return what the weights of a step on a probe show, or None where they are right.
 
     With `or_another`, return None also where they do not explain the gradient of the case: what is counted may differ.
     """
+    runner, window, comparison, step = e.runner, e.window, e.comparison, e.step
     steps = probe.observed_weights(runner)
-    if steps is None and window.reference.instance.case.dtype == "float32":
+    if steps is None and e.instance.case.dtype == "float32":
         # a loop may run in its own precision alone
         runner.runs_left += 1
         probe = replace(probe, dtype="float32")
@@ -346,34 +359,32 @@ def _on_probe(
         return None
     weights = per_micro_batch(probe, items)
     if weights is not None:
-        weights = _of_summed_losses(probe, weights, window.reference.instance)
-    if weights is not None and not is_explained(window, comparison, weights):
-        if or_another:
-            return None
-        if found := combined_elements(window, comparison):
-            return found
-        # chance, other inputs, or a second fault
-        recorder, again = recorded(runner, window.reference, step, comparison.observed)
-        if found := explain_run(recorder, again, window, comparison, step):
-            return found
-        here = diagnose_case(window, comparison, step // len(probe.plan.windows), alike=runner.alike)
-        # a loop that takes its losses from elsewhere than run.loss has other ones on the probe
-        if here is not None and (ALONE in here.sentence or here.names & OF_ELEMENTS or not recorder.called):
-            return here
-        wrong, others = wrong_and_right(comparison)
-        if others and is_explained(window, comparison, weights, only=wrong):
-            found = explain_weights(probe, steps, step, runner)
-            return replace(found, sentence=f"{where_alone(comparison)}{found.sentence}")
-    return explain_weights(probe, steps, step, runner)
+        weights = _of_summed_losses(probe, weights, e.instance)
+    if weights is None or is_explained(window, comparison, weights):
+        return explain_weights(probe, steps, step, runner)
+    if or_another:
+        return None
+    # chance, other inputs, or a second fault
+    if found := combined_elements(window, comparison) or e.of_inputs:
+        return found
+    here = e.of_weights
+    # a loop that takes its losses from elsewhere than run.loss has other ones on the probe
+    if here is not None and (ALONE in here.sentence or here.names & OF_ELEMENTS or not e.calls[0].called):
+        return here
+    found = explain_weights(probe, steps, step, runner)
+    wrong, others = wrong_and_right(comparison)
+    if others and is_explained(window, comparison, weights, only=wrong):
+        return replace(found, sentence=f"{where_alone(comparison)}{found.sentence}")
+    return found
 
 
-def _is_right_with_finite_losses(runner: LoopRunner, window: Window, comparison: Comparison, step: int) -> bool:
+def _is_right_with_finite_losses(e: Evidence) -> bool:
     """Return whether a step's gradient is right once losses that are not finite are made finite."""
-    if wrong_and_right(comparison)[1]:
+    if wrong_and_right(e.comparison)[1]:
         return False  # a micro-batch that is left out is missing in every parameter
-    outcome = run_with_finite_losses(runner, window.reference.instance)
-    again = None if outcome is None else gradient_of_step(outcome, window.reference, step)
-    return again is not None and bool((np.abs(again - comparison.expected) <= comparison.allowed).all())
+    outcome = run_with_finite_losses(e.runner, e.instance)
+    again = None if outcome is None else gradient_of_step(outcome, e.window.reference, e.step)
+    return again is not None and bool((np.abs(again - e.comparison.expected) <= e.comparison.allowed).all())
 
 
 def explain_missing(
@@ -388,7 +399,5 @@ def explain_missing(
         epoch: of the step.
         runner: of the loop.
     """
-    step = epoch * len(window.reference.instance.case.plan.windows) + window.index
-    if _is_right_with_finite_losses(runner, window, comparison, step):
-        return SKIPPED
-    return _confirmed(missing_gradient(parameter), runner, window, comparison, step)
+    e = Evidence(comparison, window, epoch, runner)
+    return SKIPPED if _is_right_with_finite_losses(e) else _confirmed(missing_gradient(parameter), e)
