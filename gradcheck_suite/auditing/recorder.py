@@ -17,7 +17,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -147,7 +147,6 @@ class StepRecord:
         steps: the accumulation steps that a trainer is configured with.
         trainer: the module of that trainer.
         wrapped: whether a `DistributedDataParallel` or FSDP, which reduce gradients, holds the parameters.
-        distributed: whether a process group is there.
     """
 
     optimizer: int
@@ -158,7 +157,6 @@ class StepRecord:
     steps: int | None = None
     trainer: str | None = None
     wrapped: bool = False
-    distributed: bool = False
 
     def raws(self) -> list[tuple[Any, Any]]:
         """Return the holders and names of fields that may lie on a device."""
@@ -471,20 +469,20 @@ class Recorder:
 
     def _mark(self, running: Running) -> None:
         if running.record.accumulates:
-            for term in running.reader.found:
-                term.again = MARK in term.node.metadata
-                term.node.metadata[MARK] = True
+            for found in running.reader.found:
+                found.term.again = MARK in found.node.metadata
+                found.node.metadata[MARK] = True
 
     @_guarded(WEIGHTS)
     def _read_inside(self, running: Running, roots: list[Any]) -> None:
         """Read the loss itself where a checkpoint computes it again: its terms replace the node of the checkpoint."""
-        terms = running.outer.reader.found  # type: ignore[union-attr]
-        checkpoints = [t for t in terms if t.opaque and "Checkpoint" in t.expression[-1]]
+        outer = running.outer.reader.found  # type: ignore[union-attr]
+        checkpoints = [f for f in outer if f.term.opaque and "Checkpoint" in f.term.expression[-1]]
         if checkpoints and len(roots) == 1 and isinstance(roots[0], torch.Tensor) and roots[0].numel() == 1:
             running.reader.read(roots)
             self._mark(running)
             # each checkpoint is computed again in a pass of its own
-            terms[:] = [t for t in terms if t is not checkpoints[-1]] + running.reader.found
+            outer[:] = [f for f in outer if f is not checkpoints[-1]] + running.reader.found
 
     @_guarded(PASSES)
     def _look_below(self, running: Running, roots: list[Any]) -> None:
@@ -499,10 +497,10 @@ class Recorder:
             key = self._watch(leaf)
             if not getattr(leaf, "_fsdp_flattened", False):
                 self._shards.discard(key)  # tensor parallelism: a shard that goes backward itself
-        for term in running.reader.found if joins else ():
-            if leaves_below([term.node])[1]:
-                term.partial = True
-                outside, _ = leaves_below([term.node], joins)
+        for found in running.reader.found if joins else ():
+            if leaves_below([found.node])[1]:
+                found.term.partial = True
+                outside, _ = leaves_below([found.node], joins)
                 running.record.whole = sorted({k for p in outside if (k := self._keys.get(id(p))) is not None})
         for key, known in self.parameters.items():
             parameter = known.reference()
@@ -536,8 +534,8 @@ class Recorder:
                 self._lines.setdefault(term.expression, {}).setdefault(place, term.line)
             known = self._lines.get(term.expression, {})
             # a trainer may send the micro-batch that it steps on backward by another path than the others
-            line = known.get(place) or (next(iter(known.values())) if len({*known.values()}) == 1 else None)
-            running.record.terms.append(replace(term, line=line))
+            term.line = known.get(place) or (next(iter(known.values())) if len({*known.values()}) == 1 else None)
+            running.record.terms.append(term)
 
     def _finish(self, running: Running) -> None:
         self.passes_seen += 1
@@ -747,10 +745,6 @@ class Recorder:
         self._optimizers.append(weakref.ref(optimizer))
         return len(self._optimizers) - 1
 
-    def optimizer(self, index: int) -> Any:
-        """Return the optimizer of an index, or None where it is gone."""
-        return self._optimizers[index]()
-
     @_guarded(STEPS)
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         # a step of a subclass that calls the one of its base class is one step
@@ -797,12 +791,11 @@ class Recorder:
         trainer, steps, scale = _of_the_stack()
         given = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides inside of its step
         fused = isinstance(given, torch.Tensor)
-        distributed = _is_distributed()
         index = self.index(optimizer)
         for earlier in self._late:  # never reduced
             for key in self._shards & gradients.keys():
                 earlier.arrivals.setdefault(key, Arrival(LATE, None, samples.NOTHING))
-        if distributed and index not in self._wrapped:
+        if _is_distributed() and index not in self._wrapped:
             # a search through all objects, once for each optimizer
             self._wrapped[index] = bool(living(torch.nn.parallel.DistributedDataParallel))
         self._receive(
@@ -815,7 +808,6 @@ class Recorder:
                 steps,
                 trainer,
                 self._wrapped.get(index, False) or bool(self._late),
-                distributed,
             )
         )
         self._late.clear()

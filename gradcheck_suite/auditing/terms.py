@@ -11,7 +11,7 @@ hook has packed them: unpacking runs the forward again under a checkpoint, and k
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -121,7 +121,7 @@ def _same(node: Any, index: int, inputs: list[Place]) -> list[Place]:
     return found if len(found) == 1 else []
 
 
-@dataclass(frozen=True)
+@dataclass
 class Term:
     """One term of a loss, in numbers.
 
@@ -140,7 +140,7 @@ class Term:
     """
 
     expression: tuple[str, ...]
-    weight: float | None
+    weight: float | None = None
     counts: dict[str, float] = field(default_factory=dict)
     mean: bool = False
     deeper: tuple[tuple[float, float], ...] = ()
@@ -157,77 +157,62 @@ class Term:
         first = ("counted", "elements" if self.mean else "nonzero", "weights", "nonzero", "elements")
         return next((name for name in first if name in self.counts), next(iter(self.counts), "elements"))
 
-    def words(self) -> str:
-        """Return the expression in words: `mean over 24 of CrossEntropy`."""
-        own = self.counts.get(self.own)
-        over = "" if own is None else f" over {own:g}"
-        return f"{'mean' if self.mean else self.expression[0].lower()}{over}"
-
 
 @dataclass
 class _Found:
-    """A term while its backward runs."""
+    """A term while its backward runs.
 
-    expression: tuple[str, ...]
-    counts: dict[str, float] = field(default_factory=dict)
-    inner: list[tuple[bool, int]] = field(default_factory=list)
-    mean: bool = False
-    opaque: str | None = None
-    partial: bool = False
-    again: bool = False
-    has_dimension: bool = False
+    Attributes:
+        term: what is known of it.
+        node: of its reduction; let go when the backward has ended.
+        has_dimension: whether the reduction's result is a tensor of one element, and no number.
+        inner: for each partial reduction below, whether it divides, and by how much it reduces.
+        above: the number of those above the items' weights.
+        seen: what hooks saw: what `arrived`, the gradient of `items` or `rows`; and what the loss saved.
+    """
+
+    term: Term
     node: Any = None
-    line: str | None = None
+    has_dimension: bool = False
+    inner: list[tuple[bool, int]] = field(default_factory=list)
     above: int = 0
     seen: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def numbers(self) -> Term:
         """Return the term in numbers, once its backward has run."""
-        term = Term(
-            self.expression,
-            None,
-            mean=self.mean,
-            opaque=self.opaque,
-            partial=self.partial,
-            again=self.again,
-            line=self.line,
-        )
-        arrived = self.seen.get("arrived")
+        term, arrived = self.term, self.seen.get("arrived")
         if arrived is None:
             return term
-        tolerance = ROUNDINGS * COARSE[arrived.dtype] if arrived.dtype in COARSE else LIVE_WEIGHT_TOLERANCE
-        counts = {name: float(value) for name, value in self.counts.items()}
+        if arrived.dtype in COARSE:
+            term.tolerance = ROUNDINGS * COARSE[arrived.dtype]
+        counts = term.counts = {name: float(value) for name, value in term.counts.items()}
         if arrived.numel() == 1:
             weight = float(arrived)
         else:  # what goes backward is no scalar: its gradient was given
             given = _Weights(arrived)
             weight, counts["nonzero"] = given.largest, given.number
         if (total := self.seen.get("total_weight")) is not None:
-            counts = {"counted": float(total), **counts}
+            counts["counted"] = float(total)
         if (valid := self.seen.get("valid")) is not None:
             counts["valid"] = float(valid)
         if (rows := self.seen.get("rows")) is not None:
-            counts = {"counted": float((_by_row(rows) != 0).any(1).sum()), **counts}
-        if self.mean:
+            by_row = rows.reshape(-1, rows.shape[-1]) if rows.dim() == 2 else rows.flatten(1)
+            counts["counted"] = float((by_row != 0).any(1).sum())
+        if term.mean:
             own = counts.get("counted", counts.get("elements", 0.0))
             weight = weight / own if own else float("nan")
-        item = None
         if (each := self.seen.get("items")) is not None:
             weights, below = _Weights(each), self.inner[self.above :]
             counts["nonzero"] = weights.number / prod(number for _, number in below)
             if weight:
                 counts["weights"] = weights.total / abs(weight) / prod(n for mean, n in below if not mean)
-            if weights.smallest >= weights.largest * (1 - tolerance):
-                item = weights.largest, weights.number
-        deeper, divisor, number = [], 1.0, counts.get("elements", 1.0)
+            if weights.smallest >= weights.largest * (1 - term.tolerance):
+                term.item = weights.largest, weights.number
+        term.weight, divisor, number = weight, 1.0, counts.get("elements", 1.0)
         for divides, size in self.inner:
             divisor, number = divisor * (size if divides else 1), number * size
-            deeper.append((weight / divisor, number))
-        return replace(term, weight=weight, counts=counts, deeper=tuple(deeper), item=item, tolerance=tolerance)
-
-
-def _by_row(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.reshape(-1, gradient.shape[-1]) if gradient.dim() == 2 else gradient.flatten(1)
+            term.deeper = *term.deeper, (weight / divisor, number)
+        return term
 
 
 class _Weights:
@@ -264,7 +249,7 @@ class Reader:
 
     def terms(self) -> list[Term]:
         """Return the terms in numbers."""
-        return [term.numbers() for term in self.found]
+        return [found.numbers() for found in self.found]
 
     def keep(self, handle: Any) -> None:
         """Keep the handle of a hook that is removed with the others."""
@@ -276,14 +261,14 @@ class Reader:
             handle.remove()
         self._handles.clear()
         self._visited.clear()
-        for term in self.found:
-            term.node = None
+        for found in self.found:
+            found.node = None
 
     def _vector(self, node: Any, index: int, above: tuple[str, ...]) -> None:
         """Read a tensor of several elements that goes backward with a gradient that was given."""
-        term = _Found((*above, "given"), {"elements": _elements(node, index)})
-        self._items(term, node, index, weighted=False)
-        self._add(term, node, index)
+        found = _Found(Term((*above, "given"), counts={"elements": _elements(node, index)}))
+        self._items(found, node, index, weighted=False)
+        self._add(found, node, index)
 
     def _scalar(self, node: Any, index: int, above: tuple[str, ...]) -> None:
         """Go down from one number to the terms that it is a linear function of."""
@@ -293,8 +278,8 @@ class Reader:
             self._visited.add((node, index))
             if (declared := node.metadata.get(DECLARED)) is not None:
                 count, reduction = declared
-                term = _Found((*above, "declared"), {"counted": count}, mean=reduction == "mean")
-                return self._add(term, node, index)
+                term = Term((*above, "declared"), counts={"counted": count}, mean=reduction == "mean")
+                return self._add(_Found(term), node, index)
             name, inputs = kind(node), live(node)
             if name == "_DDPSink":
                 inputs = _same(node, index, inputs)
@@ -333,30 +318,31 @@ class Reader:
         return self._opaque(node, index, above, what)
 
     def _is_made_of_scalars(self, place: Place, above: tuple[str, ...]) -> bool:
-        found, handles, visited = len(self.found), len(self._handles), set(self._visited)
+        before, handles, visited = len(self.found), len(self._handles), set(self._visited)
         self._scalar(*place, above)
-        new = self.found[found:]
-        if new and all(not term.opaque and not term.has_dimension for term in new):
+        new = self.found[before:]
+        if new and all(not found.term.opaque and not found.has_dimension for found in new):
             return True
         for handle in self._handles[handles:]:
             handle.remove()
-        del self.found[found:], self._handles[handles:]
+        del self.found[before:], self._handles[handles:]
         self._visited = visited
         return False
 
     def _loss_function(self, node: Any, index: int, above: tuple[str, ...], name: str, below: Place) -> None:
         """Read a node that is a reduced loss of torch: its `reduction` is saved."""
-        term = _Found((*above, name), {"elements": _elements(*below)}, mean=node._saved_reduction == MEAN)
+        term = Term((*above, name), counts={"elements": _elements(*below)}, mean=node._saved_reduction == MEAN)
+        found = _Found(term)
         shape = _shape(*below) or (1,)
         if name in OF_ROWS:
             term.counts["elements"] = shape[0] if len(shape) > 1 else 1
         if name.startswith("Nll"):
             term.counts["elements"] /= shape[1] if len(shape) > 1 else max(shape[0], 1)
             if _is_packed(node, "total_weight"):
-                self._hook(node, term, "rows", 0, of_inputs=True)
+                self._hook(node, found, "rows", 0, of_inputs=True)
             else:
-                term.seen["total_weight"] = node._saved_total_weight.detach()
-        self._add(term, node, index)
+                found.seen["total_weight"] = node._saved_total_weight.detach()
+        self._add(found, node, index)
 
     def _reduction(self, node: Any, index: int, above: tuple[str, ...], name: str, below: Place) -> None:
         inputs = live(below[0])
@@ -364,11 +350,11 @@ class Reader:
             for place in inputs:
                 self._scalar(*place, above)
             return
-        term = _Found((*above, name), {"elements": _elements(*below)}, mean=name == "Mean")
-        self._add(term, node, index)
-        self._items(term, *below, weighted=name not in ("Sum", "Mean"))
+        found = _Found(Term((*above, name), counts={"elements": _elements(*below)}, mean=name == "Mean"))
+        self._add(found, node, index)
+        self._items(found, *below, weighted=name not in ("Sum", "Mean"))
 
-    def _items(self, term: _Found, node: Any, index: int, *, weighted: bool) -> None:
+    def _items(self, found: _Found, node: Any, index: int, *, weighted: bool) -> None:
         """Go down from a reduced tensor to the first node that is no linear function of one tensor: the items."""
         while True:
             name, inputs = kind(node), live(node)
@@ -376,38 +362,39 @@ class Reader:
             if len(inputs) != 1 or row.below == ITEMS or (name == "Div" and node.next_functions[0][0] is None):
                 break
             if row.below == WEIGHTED:
-                weighted, term.above = True, len(term.inner)
+                weighted, found.above = True, len(found.inner)
             if row.below == PARTIAL:
                 before, after = _elements(node, index), _elements(*inputs[0])
                 if 0 < before < after:
-                    term.inner.append((name == "Mean", after // before))
+                    found.inner.append((name == "Mean", after // before))
             elif _elements(*inputs[0]) < _elements(node, index):
                 break  # what is broadcast counts once for each element that it becomes
             node, index = inputs[0]
+        term = found.term
         term.expression = (*term.expression, name)
         if (shape := _shape(node, index)) and not term.mean:
             term.counts["rows"] = shape[0]
         if name.startswith("Nll") and not _is_packed(node, "target"):
-            term.seen["valid"] = (node._saved_target != node._saved_ignore_index).sum()
+            found.seen["valid"] = (node._saved_target != node._saved_ignore_index).sum()
         if weighted:
-            self._hook(node, term, "items", index)
+            self._hook(node, found, "items", index)
 
     def _opaque(self, node: Any, index: int, above: tuple[str, ...], why: str) -> None:
-        self._add(_Found((*above, kind(node)), opaque=why), node, index)
+        self._add(_Found(Term((*above, kind(node)), opaque=why)), node, index)
 
-    def _add(self, term: _Found, node: Any, index: int) -> None:
-        term.node, term.has_dimension = node, bool(_shape(node, index))
-        term.line = in_trace(node.metadata.get("traceback_", ()))
-        self.found.append(term)
-        self._hook(node, term, "arrived", index)
+    def _add(self, found: _Found, node: Any, index: int) -> None:
+        found.node, found.has_dimension = node, bool(_shape(node, index))
+        found.term.line = in_trace(node.metadata.get("traceback_", ()))
+        self.found.append(found)
+        self._hook(node, found, "arrived", index)
 
-    def _hook(self, node: Any, term: _Found, name: str, index: int, *, of_inputs: bool = False) -> None:
+    def _hook(self, node: Any, found: _Found, name: str, index: int, *, of_inputs: bool = False) -> None:
         def hook(*gradients: Sequence[torch.Tensor | None]) -> None:
             try:
                 # a hook is called with the gradients of inputs and of outputs, a prehook with the latter alone
                 given = gradients[0][index] if len(gradients[0]) > index else None
                 if given is not None:
-                    term.seen.setdefault(name, given.detach())
+                    found.seen.setdefault(name, given.detach())
             except Exception as error:
                 self.error = error
 
