@@ -135,17 +135,23 @@ class Window:
         Noise and clipping leave no exact coefficients, so the least-squares fit is asked for significant ones: those of
         passes that were reset are then in it, or those of passes that were not are nowhere to be seen.
         """
-        if self.arrivals is None:
+        fit = self.fit()
+        if self.arrivals is None or fit is None:
             return False
-        solution, _, rank, _ = np.linalg.lstsq(self.arrivals, self.target, rcond=1e-7)
+        solution, residual = fit
         rows, columns = self.arrivals.shape
-        if rank < columns:
-            return False
-        residual = self.target - self.arrivals @ solution
         variance = float((residual * residual).sum()) / (rows - columns)
         errors = np.sqrt(variance * np.diag(np.linalg.inv(self.arrivals.T @ self.arrivals)))
         significant = dict(zip(self.passes, np.abs(solution) > SIGNIFICANT * errors, strict=True))
         return any(significant[i] for i in lost) or not any(s for i, s in significant.items() if i not in lost)
+
+    def fit(self) -> tuple[Vector, Vector] | None:
+        """Return `.grad` as a sum of what arrived, by least squares: the coefficients, and what is left over."""
+        if self.arrivals is None:
+            return None
+        found, _, rank, _ = np.linalg.lstsq(self.arrivals, self.target, rcond=1e-7)
+        solution = np.asarray(found, np.float64)
+        return (solution, self.target - self.arrivals @ solution) if rank == len(solution) else None
 
     def of_pass(self, source: Source) -> float | None:
         """Return the coefficient of a pass, the median over the parameters that it reached; None where it has none."""
@@ -380,14 +386,11 @@ class Replay:
 
     def _by_hand(self, window: Window) -> Sequence[float] | None:
         """Return the coefficients of a window's arrivals in a gradient that the program wrote, if they are exact."""
-        if window.arrivals is None:
-            return None
-        solution, _, rank, _ = np.linalg.lstsq(window.arrivals, window.target, rcond=1e-7)
+        fit = window.fit()
         tolerance = 20 * max(map(self.tolerance, window.keys))
-        residual = size(window.arrivals @ solution - window.target)
-        if rank < window.arrivals.shape[1] or residual > tolerance * size(window.target):
+        if fit is None or size(fit[1]) > tolerance * size(window.target):
             return None
-        return [float(c) for c in solution]
+        return [float(c) for c in fit[0]]
 
     def _leave(self, window: Window, steps: Sequence[StepRecord]) -> None:
         """Set the states that a step leaves behind, and forget what no later step can ask for."""

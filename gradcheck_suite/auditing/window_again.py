@@ -13,6 +13,7 @@ difference is a finding, since parameters may be used outside of the recorded mo
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -104,8 +105,11 @@ def dtype_of(tensor: torch.Tensor) -> str:
 
 def norm(tensor: torch.Tensor) -> float:
     """Return the 2-norm of a gradient, computed in float64."""
-    dense = tensor.to_dense() if tensor.layout != torch.strided else tensor
-    return float(torch.linalg.vector_norm(dense.detach().reshape(-1), dtype=torch.float64))
+    return float(torch.linalg.vector_norm(_dense(tensor).reshape(-1), dtype=torch.float64))
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_dense() if tensor.layout != torch.strided else tensor).detach()
 
 
 @dataclass
@@ -131,7 +135,7 @@ class Total:
         self.terms += 1
         self.functions |= found.functions
         for key, gradient in found.gradients.items():
-            scaled = (gradient.to_dense() if gradient.layout != torch.strided else gradient) * weight
+            scaled = _dense(gradient) * weight
             self.gradients[key] = self.gradients[key] + scaled if key in self.gradients else scaled
             self.sizes[key] = self.sizes.get(key, 0.0) + norm(scaled)
 
@@ -285,37 +289,43 @@ def compare(
         factor: the common factor that something seen explains.
         draws: computes the window again with changed parameters and inputs.
     """
-    squares = [0.0, 0.0]
-    ratios: dict[int, float] = {}
-    off: dict[int, float] = {}
-    for key, gradient in total.gradients.items():
-        if key in observed:
-            found = observed[key].detach()
-            dense = found.to_dense() if found.layout != torch.strided else found
-            off[key] = norm(dense.double() - factor * gradient.double())
-            squares[0] += off[key] ** 2
-            squares[1] += (factor * norm(gradient)) ** 2
-            ratios[key] = _ratio(off[key], _adding(observed[key], total, key, factor))
-    error = (squares[0] / squares[1]) ** 0.5 if squares[1] else 0.0
-    if max(ratios.values(), default=0.0) > 1:
-        moved = [draws(seed).gradients for seed in range(FEW_DRAWS)]
-        for key in [key for key, ratio in ratios.items() if ratio > 1]:
-            here = total.gradients[key]
-            mean = np.mean([norm(other[key].double() - here.double()) ** 2 for other in moved if key in other] or [0.0])
-            noise = student_factor(FEW_DRAWS) * abs(factor) * float(mean) ** 0.5
-            ratios[key] = _ratio(off[key], _adding(observed[key], total, key, factor) + noise)
-    worst = max(ratios, key=lambda key: ratios[key], default=None)
-    if worst is None or ratios[worst] <= 1:
-        return Difference(error)
-    return Difference(error, worst, ratios[worst])
+    keys = [key for key in total.gradients if key in observed]
+    off = {key: norm(_dense(observed[key]).double() - factor * total.gradients[key].double()) for key in keys}
+    size = math.hypot(*(factor * norm(total.gradients[key]) for key in keys))
+    terms, adding = total.terms + FURTHER_ROUNDINGS, abs(factor)
+    allowed = {key: adding * growth(terms, total.dtype or dtype_of(observed[key])) * total.sizes[key] for key in keys}
+    # a gradient that is not finite is compared with nothing
+    finite = {key: value for key, value in off.items() if not math.isnan(value)}
+    ratios = exceeding(finite, allowed, total.gradients, lambda seed: draws(seed).gradients, factor)
+    error = math.hypot(*off.values()) / size if size else 0.0
+    worst = max(ratios, key=ratios.__getitem__, default=None)
+    return Difference(error, worst, ratios[worst] if worst is not None else 0.0)
 
 
-def _adding(gradient: torch.Tensor, total: Total, key: int, factor: float) -> float:
-    return abs(factor) * growth(total.terms + FURTHER_ROUNDINGS, total.dtype or dtype_of(gradient)) * total.sizes[key]
+def exceeding(
+    off: Mapping[int, float],
+    allowed: dict[int, float],
+    expected: Gradients,
+    draws: Callable[[int], Gradients],
+    factor: float = 1.0,
+) -> dict[int, float]:
+    """Return by how many times differences exceed what is allowed, of those that do.
 
+    Where one does, the rounding errors are measured, and allowed as well.
 
-def _ratio(difference: float, allowed: float) -> float:
-    return 0.0 if not difference else difference / allowed if allowed else float("inf")
+    Args:
+        off: id of a parameter -> the 2-norm of the difference.
+        allowed: what is allowed without a measurement; what is measured is added.
+        expected: the gradients.
+        draws: computes them again with changed parameters and inputs.
+        factor: by which they are multiplied.
+    """
+    over = [key for key in off if not off[key] <= allowed[key]]
+    moved = [draws(seed) for seed in range(FEW_DRAWS)] if over else []
+    for key in over:
+        squares = [norm(other[key].double() - expected[key].double()) ** 2 for other in moved if key in other]
+        allowed[key] += student_factor(FEW_DRAWS) * abs(factor) * float(np.mean(squares or [0.0])) ** 0.5
+    return {k: off[k] / allowed[k] if allowed[k] else math.inf for k in over if not off[k] <= allowed[k]}
 
 
 # What a window that is computed again shows.
@@ -400,15 +410,25 @@ def _scale_of(part: Part) -> float:
 
 
 def _computed(
-    parts: Sequence[Part], observed: Gradients, factor: float, how: How
+    asked: Asked, parts: Sequence[Part], how: How, modes: Mapping[Part, tuple[bool, ...]] | None = None
 ) -> tuple[Difference, Total, list[Replayed]]:
-    """Return how `.grad` differs from the window that is computed again micro-batch by micro-batch."""
+    """Return how `.grad` differs from the window that is computed again micro-batch by micro-batch.
+
+    Args:
+        asked: the window.
+        parts: its calls.
+        how: they are computed.
+        modes: in which some of them are.
+    """
 
     def each(seed: int | None) -> tuple[Total, list[Replayed]]:
-        return by_micro_batch(parts, lambda part: replace(how, seed=seed, scale=min(how.scale, _scale_of(part))))
+        return by_micro_batch(
+            parts,
+            lambda part: replace(how, seed=seed, scale=min(how.scale, _scale_of(part)), modes=(modes or {}).get(part)),
+        )
 
     total, replayed = each(None)
-    return compare(observed, total, factor, lambda seed: each(seed)[0]), total, replayed
+    return compare(asked.observed, total, asked.factor, lambda seed: each(seed)[0]), total, replayed
 
 
 def _again(part: Part, seed: int | None = None) -> Replayed:
@@ -442,7 +462,7 @@ def _compute(asked: Asked, outcome: Outcome) -> None:
             outcome.how, outcome.error = ONE_BATCH, difference.error
             _judge_functions(asked, parts, whole.functions, outcome)
             return
-    difference, total, replayed = _computed(parts, asked.observed, asked.factor, How())
+    difference, total, replayed = _computed(asked, parts, How())
     if not total.gradients.keys() & asked.observed.keys():
         raise NotRecomputed("no parameter of the optimizer is in a recorded call")
     outcome.how, outcome.error = BY_MICRO_BATCH, difference.error
@@ -477,10 +497,10 @@ def _judge_backward(asked: Asked, parts: Sequence[Part], difference: Difference,
         NotRecomputed: the gradient is not that of the recorded calls.
     """
     hooked = sorted({name for part in parts for name in backward_hooks(part.forward.module)})
-    exact, _, replayed = _computed(parts, asked.observed, asked.factor, How(hooks=True, scale=1.0))
+    exact, _, replayed = _computed(asked, parts, How(hooks=True, scale=1.0))
     if exact.worst is not None:
         raise NotRecomputed("parameters get gradients from outside of the recorded calls of modules")
-    scaled, _, _ = _computed(parts, asked.observed, asked.factor, How(hooks=True))
+    scaled, _, _ = _computed(asked, parts, How(hooks=True))
     names = ", ".join(hooked[:3])
     if scaled.worst is None:
         outcome.notes.append(
@@ -493,11 +513,7 @@ def _judge_backward(asked: Asked, parts: Sequence[Part], difference: Difference,
 
 
 def _judge_modes(asked: Asked, parts: Sequence[Part], modes: Mapping[Part, tuple[bool, ...]], outcome: Outcome) -> None:
-    total = Total()
-    for part in parts:
-        how = How(modes=modes.get(part), scale=_scale_of(part))
-        total.add(replay(part.forward, part.forward.arguments, part.cotangents, how), part.weight)
-    difference = compare(asked.observed, total, asked.factor, lambda seed: total)
+    difference, _, _ = _computed(asked, parts, How(), modes)
     if difference.worst is not None:
         numbers = ", ".join(str(index) for index in sorted({part.index for part in modes}))
         _blame("wrong-mode", SENTENCES["wrong-mode"].format(numbers=numbers), difference, outcome)
@@ -669,16 +685,10 @@ def _compare(call: KeptCall) -> str | None:
     share = NARROW_RESOLUTION if narrow else RESOLUTION
     off = {key: norm(g.cpu() - gradients[names[key]]) for key, g in found.gradients.items()}
     allowed = {key: share * norm(g) + RESOLUTION_OF_ALL * total for key, g in found.gradients.items()}
-    over = [key for key in off if not off[key] <= allowed[key]]
-    if over:
-        draws = [_by_torch(call, seed).gradients for seed in range(FEW_DRAWS)]
-        for key in over:
-            moved = sum(norm(drawn[key] - found.gradients[key]) ** 2 for drawn in draws) / FEW_DRAWS
-            allowed[key] += student_factor(FEW_DRAWS) * moved**0.5
-    wrong = [key for key in over if not off[key] <= allowed[key]]
+    wrong = exceeding(off, allowed, found.gradients, lambda seed: _by_torch(call, seed).gradients)
     if not wrong:
         return None
-    worst = max(wrong, key=lambda key: off[key] / allowed[key])
+    worst = max(wrong, key=wrong.__getitem__)
     size = norm(found.gradients[worst])
     relative = f"by {off[worst] / size:.2g} of its size" if size else f"by {off[worst]:.2g}, where torch's is 0"
     others = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
