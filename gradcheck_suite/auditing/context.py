@@ -341,6 +341,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         weights = own if violation is not None and not violation.weights else {i: c for (_, i), c in used.items()}
         if violation is not None and violation.diagnosis == "repeated-micro-batch":
             return  # what arrived holds the repetitions already
+        if window.copies:
+            self._judge.note("a window was not computed again: the optimizer steps on copies of the parameters")
+            return
         if violation is not None and violation.weights:
             weights = _righted(violation, weights)
         if not weights or window.edit is not None or self._recorder.is_off("the window again"):

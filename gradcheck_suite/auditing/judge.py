@@ -108,6 +108,18 @@ BOTH = "sums and weights"
 DECLARE = "declare it with `loss = gradcheck_suite.objective(loss, count=n)`, n being what its mean divides by"
 
 
+MASTERS = (
+    "the gradients of this step were written by hand to parameters that no backward pass reaches (master copies)",
+    "give each copy the gradient of one parameter (`copy.grad = p.grad.float()`), or let the optimizer step on the "
+    "module's own parameters while it is audited",
+)
+ZERO = (
+    "DeepSpeed's ZeRO steps on flat copies of its own, which no backward pass reaches",
+    "audit the script with `zero_optimization.stage` 0: the losses weigh the same there",
+)
+"""Why a step on copies could not be judged, and what to do."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """What is wrong with a window.
@@ -837,11 +849,8 @@ class Judge:
         self.used, self._of_step = {}, []
         if not window.passes and not any(window.coefficients.values()):
             if any(isinstance(one, np.ndarray) and size(one) for one in window.step.gradients.values()):
-                reason = (
-                    "the gradients of this step were written by hand to parameters that no backward pass reaches "
-                    "(master copies)"
-                )
-                self._unknown[Unknown(BOTH, str(window.step.place), reason)] += 1
+                of_zero = (window.step.trainer or "").startswith("deepspeed")
+                self._unknown[Unknown(BOTH, str(window.step.place), *(ZERO if of_zero else MASTERS))] += 1
             return
         optimizer = window.optimizer
         self._last[optimizer] = window

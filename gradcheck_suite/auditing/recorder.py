@@ -49,6 +49,8 @@ TRAINERS: dict[str, Callable[[Any], Any]] = {
     "lightning.pytorch.trainer.trainer": _of_lightning,
     "pytorch_lightning.trainer.trainer": _of_lightning,
     "transformers.trainer": _of_transformers,
+    "deepspeed.runtime.zero.stage_1_and_2": lambda optimizer: None,
+    "deepspeed.runtime.zero.stage3": lambda optimizer: None,
 }
 """The module of a trainer's methods -> how to read its accumulation steps off `self`."""
 
@@ -88,13 +90,14 @@ class Arrival:
             comes with a later pass that reduces it into a shard.
         was: a sample of `.grad` before it, where it was touched.
         now: a sample of `.grad` after it, or of the result.
-        shard: whether it is this rank's part of what was reduced over all ranks in the pass.
+        shard: of this rank's part of what was summed up over all ranks in the pass, by what the sum is divided; 0 for
+            what is no such part.
     """
 
     before: str
     was: Raw | None
     now: Raw
-    shard: bool = False
+    shard: float = 0.0
 
 
 @dataclass
@@ -360,6 +363,7 @@ class Recorder:
         self._anomaly: tuple[bool, bool] | None = None
         self._before: dict[int, tuple[str, Raw | None]] = {}
         self._shards: set[int] = set()
+        self._groups: dict[int, weakref.ref[Any]] | None = None
         self._late: list[PassRecord] = []
         self._handles: list[Any] = []
         self._engine: Any = None
@@ -688,12 +692,24 @@ class Recorder:
                 earlier.arrivals.setdefault(key, Arrival(LATE, None, samples.NOTHING))
             record.arrivals.pop(key, None)
             self._arrived(record, parameter, key)
-            record.arrivals[key].shard = True
+            record.arrivals[key].shard = self._divisor(parameter)
         if found:
             self._late.clear()
-            self.notes[
-                "gradients are sharded over the ranks: what is reduced into them is taken for the mean over all ranks"
-            ] = 1
+
+    def _divisor(self, shard: torch.Tensor) -> float:
+        """Return by what FSDP divides the sum of the ranks' gradients: their number, or what the program has set."""
+        if self._groups is None:
+            self._groups = _groups_of_shards()
+        reference, ranks = self._groups.get(id(shard)), float(torch.distributed.get_world_size())
+        group = None if reference is None else reference()
+        divisor = float(getattr(group, "gradient_divide_factor", None) or ranks)
+        if hasattr(group, "_gradient_postdivide_factor"):
+            divisor = float(group._gradient_predivide_factor * group._gradient_postdivide_factor)
+        what = "the mean" if divisor == ranks else f"the sum, divided by {divisor:g},"
+        self.notes[
+            f"gradients are sharded over the ranks: what is reduced into them is taken for {what} over all ranks"
+        ] = 1
+        return divisor
 
     def _surround(self, key: int, known: Known, parameter: torch.Tensor) -> None:
         """Look at a gradient before and after the program's own hooks on a parameter."""
@@ -815,6 +831,19 @@ class Recorder:
 
 def _is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _groups_of_shards() -> dict[int, weakref.ref[Any]]:
+    """Return the id of each of FSDP's shards -> what reduces it and has the divisor; torch documents none of this."""
+    fsdp, found = sys.modules.get("torch.distributed.fsdp"), dict[int, weakref.ref[Any]]()
+    with contextlib.suppress(AttributeError):
+        for module in living(fsdp.FSDPModule) if fsdp else ():
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                found |= {id(p.sharded_param): weakref.ref(group) for p in group.fsdp_params}
+    with contextlib.suppress(AttributeError):
+        for module in living(fsdp.FullyShardedDataParallel) if fsdp else ():
+            found |= {id(p): weakref.ref(module) for p in (module._flat_param,)}
+    return found
 
 
 def _equal(one: Raw | None, other: Raw) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -103,6 +103,7 @@ class Window:
         local: whether `.grad` was never reduced, where there are several ranks.
         null: what arrived there was exactly 0: it tells nothing.
         not_finite: the passes with an arrival that was not finite.
+        copies: whether the optimizer steps on copies of the parameters (master weights), for which these stand here.
         arrivals: (elements, passes) what arrived in each pass, over all parameters; None where that is not known.
         target: (elements,) what stood in `.grad` at the step.
     """
@@ -121,6 +122,7 @@ class Window:
     local: bool
     null: set[tuple[int, int, int]]
     not_finite: set[int]
+    copies: bool = False
     arrivals: Vector | None = None
     target: Vector = field(default_factory=lambda: ZERO)
 
@@ -198,6 +200,7 @@ class Replay:
         self._not_finite: set[int] = set()
         self._owners: defaultdict[int, set[int]] = defaultdict(set)
         self._stepped: dict[int, int] = {}
+        self._copies: dict[int, int] = {}
 
     def tolerance(self, key: int) -> float:
         """Return the relative difference that rounding explains in the `.grad` of a parameter."""
@@ -298,17 +301,22 @@ class Replay:
                 if a.shard:
                     self.passes[index].reduced = True
                     for source in product(range(self.ranks), together if size(arrived) else ()):
-                        coefficients[source] = coefficients.get(source, 0.0) + 1.0 / self.ranks
+                        coefficients[source] = coefficients.get(source, 0.0) + 1.0 / a.shard
                 elif size(arrived):
                     coefficients[rank, index] = coefficients.get((rank, index), 0.0) + 1.0
                 if not size(arrived):
                     # a branch that begins at zero: whether it was reset cannot be told from it
                     self._null |= {(rank, i, key) for i in together}
-                self._states[rank][key] = State(a.now, coefficients, a.shard)
+                self._states[rank][key] = State(a.now, coefficients, bool(a.shard))
         return index
 
     def on_step(self, steps: Sequence[StepRecord]) -> Window:
         """Take a step of all ranks."""
+        if copies := self._are_copies(steps[0]):
+            steps = [
+                replace(step, gradients={self._copies.get(key, key): now for key, now in step.gradients.items()})
+                for step in steps
+            ]
         optimizer, keys = steps[0].optimizer, list(steps[0].gradients)
         before = self.last.get(optimizer, 0)
         members = {i: p for i, p in self.passes.items() if i >= before and p.has(set(keys))}
@@ -320,7 +328,7 @@ class Replay:
             optimizer, self.steps, steps, members, keys, {}, 1.0, None,
             {i: dict(p.consumers) for i, p in members.items()}, optimizer not in self.last, before,
             not reduced and not any(p.reduced for p in members.values()) and (bool(late) or self._differ(steps)),
-            {n for n in self._null if n[1] in members}, self._not_finite & members.keys(),
+            {n for n in self._null if n[1] in members}, self._not_finite & members.keys(), copies,
         )  # fmt: skip
         for place in late:
             del self._late[place]
@@ -328,6 +336,25 @@ class Replay:
         self._leave(window, steps)
         self.steps += 1
         return window
+
+    def _are_copies(self, step: StepRecord) -> bool:
+        """Return whether an optimizer steps on copies of parameters, and note which parameter each one stands for.
+
+        What is given to a copy is what stood in the `.grad` of its parameter: in float32, or divided by a number that
+        all share. Copies are in the order of the parameters, which tells those of one element apart.
+        """
+        given = {key: now for key, now in step.gradients.items() if isinstance(now, np.ndarray) and size(now)}
+        for key, now in given.items():
+            if any(key in record.arrivals for seen in self.passes.values() for record in seen.records):
+                return False
+            if key not in self._copies:
+                taken = {*self._copies.values(), *self._owners}
+                states = ((k, state.sample) for k, state in self._states[0].items() if k not in taken)
+                found = next((k for k, then in states if factor(now, then, COPIED) is not None), None)
+                if found is None:
+                    return False
+                self._copies[key] = found
+        return bool(given)
 
     def _differ(self, steps: Sequence[StepRecord]) -> bool:
         """Return whether the ranks have different gradients."""
@@ -444,5 +471,7 @@ class Replay:
 
 MOST_PASSES = 512
 """Passes that are kept for parameters that no optimizer has stepped on."""
+COPIED = 1e-5
+"""Relative difference of a gradient that is copied from one parameter to another one in float32, and may be divided."""
 SIGNIFICANT = 5.0
 """Standard errors from which on a coefficient is not 0."""

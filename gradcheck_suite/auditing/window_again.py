@@ -409,23 +409,11 @@ def _scale_of(part: Part) -> float:
     return 1.0 if any(g.dtype == torch.float16 for g in part.cotangents.values()) else How.scale
 
 
-def _computed(
-    asked: Asked, parts: Sequence[Part], how: How, modes: Mapping[Part, tuple[bool, ...]] | None = None
-) -> tuple[Difference, Total, list[Replayed]]:
-    """Return how `.grad` differs from the window that is computed again micro-batch by micro-batch.
-
-    Args:
-        asked: the window.
-        parts: its calls.
-        how: they are computed.
-        modes: in which some of them are.
-    """
+def _computed(asked: Asked, parts: Sequence[Part], how: How) -> tuple[Difference, Total, list[Replayed]]:
+    """Return how `.grad` differs from the window that is computed again micro-batch by micro-batch."""
 
     def each(seed: int | None) -> tuple[Total, list[Replayed]]:
-        return by_micro_batch(
-            parts,
-            lambda part: replace(how, seed=seed, scale=min(how.scale, _scale_of(part)), modes=(modes or {}).get(part)),
-        )
+        return by_micro_batch(parts, lambda part: replace(how, seed=seed, scale=min(how.scale, _scale_of(part))))
 
     total, replayed = each(None)
     return compare(asked.observed, total, asked.factor, lambda seed: each(seed)[0]), total, replayed
@@ -513,7 +501,8 @@ def _judge_backward(asked: Asked, parts: Sequence[Part], difference: Difference,
 
 
 def _judge_modes(asked: Asked, parts: Sequence[Part], modes: Mapping[Part, tuple[bool, ...]], outcome: Outcome) -> None:
-    difference, _, _ = _computed(asked, parts, How(), modes)
+    total, _ = by_micro_batch(parts, lambda part: How(modes=modes.get(part), scale=_scale_of(part)))
+    difference = compare(asked.observed, total, asked.factor, lambda seed: total)
     if difference.worst is not None:
         numbers = ", ".join(str(index) for index in sorted({part.index for part in modes}))
         _blame("wrong-mode", SENTENCES["wrong-mode"].format(numbers=numbers), difference, outcome)

@@ -1263,6 +1263,7 @@ dist.init_process_group("gloo")"""
     }
 
 
+OVER_COUNT = 'F.cross_entropy(model(x), y, reduction="sum") / count'
 SUM_OVER_COUNT = 'F.cross_entropy(model(x), y, reduction="sum") * dist.get_world_size() / count'
 BY_HAND = {"before": "import torch.distributed as dist", "model": "toy.model_of_rank()"}
 ON_TWO_RANKS = {
@@ -1375,6 +1376,10 @@ def sharded():
     for layer in (model[0], model[2], model):
         fully_shard(layer)
     return model
+def divided(model):
+    for layer in (model[0], model[2], model):
+        layer.set_gradient_divide_factor(1.0)  # the sum over the ranks, where FSDP takes their mean
+    return model
 def flat(original):
     return FullyShardedDataParallel(toy.classifier(), device_id=torch.device("cpu"), use_orig_params=original)
 def parallel():
@@ -1409,6 +1414,8 @@ ON_TWO_RANKS |= {
     "faulty_fsdp2_never_reduced": faulty(
         "not-reduced", **_sharded("sharded()", first="model.set_requires_gradient_sync(False)")
     ),
+    "sound_fsdp2_divided": sound(**_sharded("divided(sharded())", OVER_COUNT)),
+    "faulty_fsdp2_divided": faulty("wrong-scale", **_sharded("divided(sharded())")),
     "faulty_fsdp2_never_reset": faulty("stale-window", **_sharded("sharded()", step=NO_RESET)),
     "unjudged_fsdp_original_parameters": unjudged("FSDP with use_orig_params=True", **_sharded("flat(True)")),
 }
