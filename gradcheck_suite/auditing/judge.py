@@ -226,12 +226,13 @@ class _Members:
         return any(points[0].get(k) != points[1].get(k) for k in self.window.keys if k in points[0] and k in points[1])
 
 
-def judge_sums(window: Window, usual: int | None) -> Sums:
+def judge_sums(window: Window, usual: int | None, longest: int) -> Sums:
     """Judge whether `.grad` is the sum of the window's passes; the first question that is answered yes names the fault.
 
     Args:
         window: the window.
         usual: the number of passes of most windows in which nothing is missing, where it is known.
+        longest: the number of passes of the longest of them; 0 where there was none.
     """
     if not window.passes and any(window.coefficients.values()):
         return _fault(
@@ -257,7 +258,7 @@ def judge_sums(window: Window, usual: int | None) -> Sums:
     if lost and window.edit == "free" and window.is_made_by_hand(lost):
         return Sums(by_hand=True)
     if lost:
-        found = _judge_lost(members, lost, usual)
+        found = _judge_lost(members, lost, usual, longest)
         if found.excuse is not None or found.fault is not None:
             return found if found.fault is not None else replace(found, coefficients=_used(window))
     if unequal := _judge_parameters(members, missing):
@@ -296,7 +297,7 @@ def _judge_by_hand(members: _Members) -> Sums:
     return Sums(coefficients=_used(members.window))
 
 
-def _judge_lost(members: _Members, lost: Sequence[int], usual: int | None) -> Sums:
+def _judge_lost(members: _Members, lost: Sequence[int], usual: int | None, longest: int) -> Sums:
     """Judge passes that are not in `.grad`: discarded on purpose, dropped, or reset."""
     window = members.window
     kept = [i for i in members.required if i not in lost]
@@ -313,12 +314,14 @@ def _judge_lost(members: _Members, lost: Sequence[int], usual: int | None) -> Su
         # `.grad` alone cannot tell a pass that is discarded on purpose (statistics, a warm-up) from a slip
         lines = ", ".join(sorted(place.line for place in members.places(lost)))
         return Sums(excuse=f"{lines}: what goes backward here was reset, and is in no step")
-    if kept and usual and len(kept) == usual:
-        if len(lost) % usual == 0:
-            return Sums(excuse="a whole window was reset without a step")
-        if len(lost) < usual:
-            sentence = SENTENCES["tail-dropped"].format(lost=counted(len(lost), "micro-batch")) + _resets(members, lost)
-            return Sums(Fault("tail-dropped", sentence, kind="step-count"))
+    if kept and usual and len(kept) == usual and len(lost) % usual == 0:
+        return Sums(excuse="a whole window was reset without a step")
+    # the rest of an epoch went before what is there; the program may count on over the reset, so that fewer are there
+    # than in a whole window, which a reset for each micro-batch never has
+    rest = bool(kept) and max(lost) < min(kept) and 1 < longest >= len(lost)
+    if rest or (usual and len(lost) < usual == len(kept)):
+        sentence = SENTENCES["tail-dropped"].format(lost=counted(len(lost), "micro-batch")) + _resets(members, lost)
+        return Sums(Fault("tail-dropped", sentence, kind="step-count"))
     name = "dropped-micro-batch" if kept and max(lost) > min(kept) else "reset-inside-window"
     return _fault(name, SENTENCES[name] + _resets(members, lost))
 
@@ -744,6 +747,7 @@ class Judge:
         self._name_of = name_of
         self._lengths: defaultdict[int, Counter[int]] = defaultdict(Counter)
         self._configured: dict[int, int] = {}
+        self._grown: dict[int, int] = {}
         self._singles: Counter[int] = Counter()
         self._windows: Counter[int] = Counter()
         self._places: dict[tuple[int, str], list[int]] = {}
@@ -774,9 +778,12 @@ class Judge:
             raise ValueError("the ranks do different things")
 
     def usual(self, optimizer: int) -> int | None:
-        """Return K: what the user or the trainer says, else the most frequent number of passes."""
-        found = self._lengths[optimizer].most_common(1)
-        return self._said(optimizer) or (found[0][0] if found else None)
+        """Return K: what the user or the trainer says, else the usual number of passes."""
+        lengths = self._lengths[optimizer]
+        if said := self._said(optimizer):
+            return said
+        # a schedule lets the windows grow: then the last one tells what the most frequent length does not tell yet
+        return self._grown.get(optimizer) or (lengths.most_common(1)[0][0] if lengths else None)
 
     def _said(self, optimizer: int) -> int | None:
         return self._given or self._configured.get(optimizer)
@@ -867,7 +874,11 @@ class Judge:
         for site in {str(seen.site) for seen in told.values()}:
             self._places[optimizer, site][2] += 1
         if required and all(members.is_in(i) for i in required):
-            self._lengths[optimizer][len(required)] += 1
+            number, lengths = len(required), self._lengths[optimizer]
+            self._grown[optimizer] = (
+                number if number >= max(lengths, default=0) and self._grown.get(optimizer, 1) else 0
+            )
+            lengths[number] += 1
         where = window.passes[max(window.passes)].site if window.passes else window.step.place
         self._note_parts(window, members)
         used = self._judge_sums(window, where) if self._judges_sums else self._assumed(window)
@@ -901,7 +912,8 @@ class Judge:
         if window.local and not window.step.wrapped:
             self.alone = True
             return None
-        found = judge_sums(window, self.usual(window.optimizer)) if not window.local else _fault("not-reduced")
+        usual, longest = self.usual(window.optimizer), max(self._lengths[window.optimizer], default=0)
+        found = _fault("not-reduced") if window.local else judge_sums(window, usual, longest)
         fault = found.fault or self._of_hooks(window)
         if found.fault is not None and found.coefficients and not found.excuse and self._are_right(window, found):
             return found.coefficients

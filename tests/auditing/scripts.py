@@ -75,6 +75,24 @@ def unjudged(reason: str, *windows: str, **pieces) -> Script:
     return Script(_training(*windows, **pieces), "unjudged", (reason,))
 
 
+def _scheduled(start: str = "", divisor: str = "accumulate", batches: int = 10) -> dict[str, str]:
+    """Return the pieces of a script whose windows get longer from step to step, as in the warm-up of yolov5."""
+    return {
+        "setup": "number, last, accumulate = 0, 0, 1",
+        "text": f"""
+for epoch in range(3):
+{start}    for x, y in toy.batches(*[4] * {batches}):
+        number += 1
+        with toy.autocast():
+            loss = F.cross_entropy(model(x), y) / {divisor}
+        loss.backward()
+        if number - last >= accumulate:
+            optimizer.step()
+            optimizer.zero_grad()
+            last, accumulate = number, min(4, 1 + number // 5)""",
+    }
+
+
 def _tasks(passes: str, divisor: str) -> dict[str, str]:
     """Return the pieces of a script whose passes, pairs of a task and a number of items, share a body."""
     return {
@@ -241,6 +259,30 @@ rows = torch.optim.SparseAdam(table.parameters())""",
     "loss": "loss = F.cross_entropy(model(table(y)), y) / len(window)",
 }
 
+MASTERS = {
+    "setup": """
+masters = [p.detach().to(torch.promote_types(p.dtype, torch.float32)).requires_grad_() for p in model.parameters()]
+optimizer = torch.optim.SGD(masters, lr=0.1)""",
+    "step": """
+for master, p in zip(masters, model.parameters(), strict=True):
+    master.grad, p.grad = p.grad.to(master.dtype) / 2, None
+optimizer.step()
+with torch.no_grad():
+    for master, p in zip(masters, model.parameters(), strict=True):
+        p.copy_(master)""",
+}
+FLAT = {
+    "setup": """
+flat = torch.nn.utils.parameters_to_vector(model.parameters()).detach().requires_grad_()
+optimizer = torch.optim.SGD([flat], lr=0.1)""",
+    "step": """
+flat.grad = torch.cat([p.grad.flatten() for p in model.parameters()])
+model.zero_grad()
+optimizer.step()
+with torch.no_grad():
+    torch.nn.utils.vector_to_parameters(flat, model.parameters())""",
+}
+
 SCRIPTS = {
     # An evaluation swaps averaged weights in and puts the trained ones back one micro-batch too late.
     "faulty_averaged_weights_left_in": faulty(
@@ -400,6 +442,12 @@ if index == 1:
         loss=UNDIVIDED,
         backward="scaler.scale(loss / 4).backward()\nscaler._scale *= 2",
         step=SCALER_STEP,
+    ),
+    # The optimizer steps on copies in float32, as mixed precision by hand does.
+    "faulty_master_copies": faulty("mean-of-means", UNEQUAL, **MASTERS, backward="(2 * loss).backward()"),
+    "faulty_master_copies_leak": faulty(
+        "stale-window",
+        **{**MASTERS, "step": MASTERS["step"].replace(", p.grad = p", " = p").replace("/ 2, None", "/ 2")},
     ),
     "faulty_mean_of_means": faulty("mean-of-means", UNEQUAL, then=CLIP),
     "faulty_mean_of_means_auxiliary": faulty(
@@ -623,6 +671,9 @@ optimizer.step()""",
     "faulty_values_clipped_per_micro_batch": faulty(
         "not-linear", "*[4] * 12", after="torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)"
     ),
+    # yolov5: the windows grow by a schedule, and what is left of an epoch is zeroed when the next one begins.
+    "faulty_schedule_drops_tails": faulty("tail-dropped", **_scheduled("    optimizer.zero_grad()\n")),
+    "faulty_schedule_fixed_divisor": faulty("wrong-scale", **_scheduled(divisor="4", batches=19)),
     # The windows grow from 2 to 4 micro-batches, what the loss is divided by does not.
     "faulty_windows_grow": faulty("wrong-scale", setup="data = iter(toy.batches(*[4] * 26))", text=GROWING),
     "sound_auxiliary_losses": sound(
@@ -929,6 +980,7 @@ total = sum(mask.sum() for mask in masks)""",
         first="y[0] = -100", loss='loss = F.cross_entropy(model(x), y, reduction="none").mean() / len(window)'
     ),
     # Mixup: each loss has a weight that changes with every batch, and both together weigh 1.
+    "sound_master_copies": sound(**MASTERS, backward="(2 * loss).backward()"),
     "sound_mixup": sound(
         "*[4] * 12",
         **MIXUP,
@@ -1163,6 +1215,7 @@ if number == 1:
         loss=UNDIVIDED,
         backward=QUARTER,
     ),
+    "sound_schedule": sound(**_scheduled(batches=19)),
     # A warm-up of the loss, and windows that grow from 1 micro-batch to 4: the first factor is 1/4 by chance.
     "sound_windows_and_coefficient_grow": sound(
         setup="data = iter(toy.batches(*[4] * 19))",
@@ -1195,6 +1248,7 @@ for x, y in toy.batches(*[4] * 6):
         }.items()
     },
     # The mean over each sequence, then over the sequences: what their weights should be, only the trainer knows.
+    "unjudged_flat_copies": unjudged("parameters that no backward pass reaches (master copies)", **FLAT),
     "sound_mean_of_each_sequence": sound(
         text="""
 for x, y in toy.batches(*[6] * 6):

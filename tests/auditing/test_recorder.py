@@ -15,9 +15,9 @@ from torch.nn import functional as F  # noqa: N812 - as everyone calls it
 import gradcheck_suite
 
 
-def _optimizer_named_as_accelerates(parameters, steps):
-    """Return an optimizer whose `step` has a frame as that of Accelerate's `AcceleratedOptimizer`."""
-    module = types.ModuleType("accelerate.optimizer")
+def _optimizer_of(module, parameters, steps=1):
+    """Return an optimizer whose `step` has a frame as that of a wrapper in this module."""
+    module = types.ModuleType(module)
     exec(
         "class Wrapper:\n"
         "    def __init__(self, optimizer, state):\n"
@@ -29,6 +29,23 @@ def _optimizer_named_as_accelerates(parameters, steps):
     return module.Wrapper(torch.optim.SGD(parameters, lr=0.1), types.SimpleNamespace(num_steps=steps))
 
 
+def test_what_helps_is_said_of_flat_copies_and_of_those_of_zero():
+    for module, said in (("toy", "let the optimizer step on the module's own"), (ZERO, "`zero_optimization.stage` 0")):
+        model, flat = torch.nn.Linear(3, 2), torch.nn.Parameter(torch.zeros(8))
+        optimizer = _optimizer_of(module, [flat])
+        with gradcheck_suite.audit() as audit:
+            model(torch.ones(4, 3)).square().mean().backward()
+            flat.grad = torch.cat([p.grad.flatten() for p in model.parameters()])
+            optimizer.step()
+        (part,) = audit.result.unknown
+        assert said in part.remedy
+        assert ("ZeRO" in part.reason) == (module == ZERO)
+        assert audit.result.verdict == "unjudged"
+
+
+ZERO = "deepspeed.runtime.zero.stage_1_and_2"
+
+
 @pytest.mark.parametrize(
     ("steps", "length", "divisor", "diagnosis"),
     [(4, 2, 4, "wrong-scale"), (4, 1, 4, "wrong-scale"), (4, 2, 2, None), (4, 4, 4, None), (1, 2, 4, None)],
@@ -37,7 +54,7 @@ def test_windows_that_are_all_short_are_held_to_the_steps_of_the_trainer(steps, 
     """What no trainer states reads as a coefficient."""
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
-    optimizer = _optimizer_named_as_accelerates(model.parameters(), steps)
+    optimizer = _optimizer_of("accelerate.optimizer", model.parameters(), steps)
     with gradcheck_suite.audit() as audit:
         for _ in range(3):
             for _ in range(length):
