@@ -1433,6 +1433,7 @@ def sharded():
 def divided(model):
     for layer in (model[0], model[2], model):
         layer.set_gradient_divide_factor(1.0)  # the sum over the ranks, where FSDP takes their mean
+        layer.set_force_sum_reduction_for_comms(True)  # Gloo has no other one with a factor
     return model
 def flat(original):
     return FullyShardedDataParallel(toy.classifier(), device_id=torch.device("cpu"), use_orig_params=original)
