@@ -701,7 +701,7 @@ class Recorder:
         if self._groups is None:
             self._groups = _groups_of_shards()
         reference, ranks = self._groups.get(id(shard)), float(torch.distributed.get_world_size())
-        group = None if reference is None else reference()
+        group: Any = None if reference is None else reference()
         divisor = float(getattr(group, "gradient_divide_factor", None) or ranks)
         if hasattr(group, "_gradient_postdivide_factor"):
             divisor = float(group._gradient_predivide_factor * group._gradient_postdivide_factor)
