@@ -116,7 +116,8 @@ def _leaks(run: Run) -> bool:
 
 
 def _repeats(run: Run) -> bool:
-    return [step for step, _ in groupby(filter(None, run.held))] == [step for step, _ in groupby(run.right)]
+    distinct = [step for step, _ in groupby(filter(None, run.held))]
+    return len(run.held) > len(run.right) and distinct == [step for step, _ in groupby(run.right)]
 
 
 def _is_part(run: Run) -> bool:

@@ -14,7 +14,7 @@ import torch
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
 from gradcheck_suite.core.case import probe_case
 from gradcheck_suite.judge.reruns import LoopRunner
-from gradcheck_suite.judge.steps import explain_steps
+from gradcheck_suite.judge.steps import Run, explain_steps, named
 from gradcheck_suite.loops.reset_modes import backward_window, windows
 from gradcheck_suite.run.instance import generated_instance
 from gradcheck_suite.run.runner import run_loop
@@ -457,3 +457,27 @@ def test_steps_that_differ_from_run_to_run_have_no_other_name(missed, name):
     assert (found.name == "not-repeatable") == (name is not None)
     if name is None:
         assert "on the weight probe, under the same plan, it takes 2" in found.sentence
+
+
+def _name(plan, *held):
+    found = named([Run(plan, [frozenset(step) for step in held])], plan)
+    return found and found[0]
+
+
+def test_a_fault_that_one_plan_cannot_tell_from_another_has_no_name():
+    """With one window, short, no step at all may be a tail that is dropped, and one pass of two a dropped window."""
+    assert _name(Plan((1, 1), 3)) is None
+    assert _name(Plan((1, 1), 2)) == "never-stepped"
+    assert _name(Plan((1, 1), 2, 2), {0, 1}) == "dropped-window"
+    assert _name(Plan((1, 1, 1, 1), 2, 2), {0, 1}, {2, 3}) == "wrong-step-count"
+
+
+def test_steps_of_several_ranks_are_told_by_turns():
+    """Rank 0 has micro-batches 0, 1 and 4, 5, rank 1 has 2, 3 and 6; the windows are 0 to 3 and 4 to 6."""
+    plan = Plan((1,) * 7, 2, ranks=(4, 3))
+    turns = [{0, 2}, {1, 3}, {4, 6}, {5}]
+    assert plan.windows == ((0, 1, 2, 3), (4, 5, 6))
+    assert _name(plan, *turns) == "step-per-micro-batch"
+    assert _name(plan, turns[0] | turns[1]) == "tail-dropped"
+    assert _name(plan, turns[0] | turns[1] | turns[2], turns[3]) == "wrong-windows"
+    assert _name(plan, {0}, {1, 2}, {3}) is None
