@@ -45,18 +45,61 @@ Reset = Callable[[Any, Any], Any]
 """(the sum of the last window, whether a window begins) -> the sum that the next micro-batch is added to."""
 
 
-def _accumulate(run: JaxTrainingRun, reset: Reset, *, donate: bool = False) -> None:
-    """Train: one compiled function adds a micro-batch to the sum, which `reset` has started anew at each window."""
+def _new_zeros(kept: Any, first: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    return jax.lax.cond(first, partial(jax.tree.map, jnp.zeros_like), lambda k: k, kept)
+
+
+def _selected_zeros(kept: Any, first: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    return jax.tree.map(lambda a: jnp.where(first, jnp.zeros_like(a), a), kept)
+
+
+def _times_zero(kept: Any, first: Any) -> Any:
+    import jax
+
+    return jax.tree.map(lambda a: ((1 - first) * a).astype(a.dtype), kept)
+
+
+RESETS: dict[str, tuple[Reset, bool]] = {
+    "jax_zeros_like": (_new_zeros, False),
+    "jax_where": (_selected_zeros, False),
+    "jax_times_zero": (_times_zero, False),
+    "jax_donated": (_selected_zeros, True),
+}
+"""Mode -> its reset, and whether the last sum's buffer is donated to the function that adds a micro-batch."""
+
+
+def adder(mode: str, part: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the compiled function that adds a micro-batch to the sum: (sum, params, batch, first) -> sum.
+
+    Args:
+        mode: a name in `RESETS`.
+        part: (params, batch) -> what the micro-batch adds.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    reset, donate = RESETS[mode]
+
+    def add(kept: Any, params: Any, batch: Any, first: Any) -> Any:
+        return jax.tree.map(jnp.add, reset(kept, first), part(params, batch))
+
+    return jax.jit(add, donate_argnums=(0,) if donate else ())
+
+
+def _accumulate(run: JaxTrainingRun, mode: str) -> None:
+    """Train: one compiled function adds a micro-batch to the sum, which it has started anew at each window."""
     import jax
     import jax.numpy as jnp
     import optax
 
     part, mean = summed_parts(run)
-
-    @partial(jax.jit, donate_argnums=(0,) if donate else ())
-    def add(kept: Sum, params: Any, batch: Any, first: Any) -> Sum:
-        return jax.tree.map(jnp.add, reset(kept, first), part(params, batch))
-
+    add = adder(mode, part)
     params, state = run.params, run.optimizer.init(run.params)
     kept = jax.tree.map(jnp.zeros_like, (params, part(params, next(iter(run.batches)))[1]))
     for _ in range(run.epochs):
@@ -70,39 +113,25 @@ def _accumulate(run: JaxTrainingRun, reset: Reset, *, donate: bool = False) -> N
 @jax_training_loop
 def jax_zeros_like(run: JaxTrainingRun) -> None:
     """JAX: `tree.map(zeros_like)` makes new zeros at the start of each window."""
-    import jax
-    import jax.numpy as jnp
-
-    _accumulate(run, lambda kept, first: jax.lax.cond(first, partial(jax.tree.map, jnp.zeros_like), lambda k: k, kept))
+    _accumulate(run, "jax_zeros_like")
 
 
 @jax_training_loop
 def jax_where(run: JaxTrainingRun) -> None:
     """JAX: `jnp.where(first, 0, sum)` selects zeros at the start of each window."""
-    import jax
-    import jax.numpy as jnp
-
-    _accumulate(run, lambda kept, first: jax.tree.map(lambda a: jnp.where(first, jnp.zeros_like(a), a), kept))
+    _accumulate(run, "jax_where")
 
 
 @jax_training_loop(assumes=(FINITE_GRADIENTS,))
 def jax_times_zero(run: JaxTrainingRun) -> None:
     """JAX: the sum is multiplied by 0, as optax.MultiSteps does, so that a NaN or an infinity stays."""
-    import jax
-
-    _accumulate(run, lambda kept, first: jax.tree.map(lambda a: ((1 - first) * a).astype(a.dtype), kept))
+    _accumulate(run, "jax_times_zero")
 
 
 @jax_training_loop
 def jax_donated(run: JaxTrainingRun) -> None:
     """JAX: the sum's buffer is donated (`donate_argnums`), and zeros are written over it."""
-    import jax
-    import jax.numpy as jnp
-
-    def zeros(kept: Sum, first: Any) -> Sum:
-        return jax.tree.map(lambda a: jnp.where(first, jnp.zeros_like(a), a), kept)
-
-    _accumulate(run, zeros, donate=True)
+    _accumulate(run, "jax_donated")
 
 
 @jax_training_loop

@@ -26,7 +26,7 @@ SERIES = ("c1", "c3", "c4", "c5", "c6", "c2")
 """Colours of what is not a reset mode; colour-blind readers can distinguish them (after Okabe and Ito)."""
 MODES = {
     "zero_": "zero", "None": "none", "set_to_none": "none", "zero_grad": "c4", "zero_grad_foreach": "c5",
-    "flat_buffer": "c3", "grad_none": "c1", "jax_scan": "c6",
+    "flat_buffer": "c3", "grad_none": "c1", "jax_scan_carry": "c6",
 }  # fmt: skip
 """Reset mode -> its colour in every plot. No other series has the colours of `zero_` and None."""
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Liberation Sans', sans-serif"

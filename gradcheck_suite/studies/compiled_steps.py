@@ -14,6 +14,7 @@ import torch
 
 from gradcheck_suite.core.case import Case
 from gradcheck_suite.core.contract import Batch, Loop, TrainingRun
+from gradcheck_suite.loops.jax_modes import RESETS, adder
 from gradcheck_suite.loops.reset_modes import ResetMode
 from gradcheck_suite.run.instance import Instance, generated_instance, seeded
 from gradcheck_suite.studies.ledger import Ledger
@@ -195,12 +196,22 @@ class CapturedWindow:
         return FINDINGS[0] if alike else FINDINGS[2]
 
 
-def compiled_window(size: Size, micro_batches: int, dtype: str, device: jax.Device) -> tuple[Any, tuple[Any, ...]]:
-    """Compile one window in JAX, which has no reset mode: the sum starts from zeros inside the program.
+def compiled_window(
+    mode: str, size: Size, micro_batches: int, dtype: str, device: jax.Device
+) -> tuple[Any, Callable[[], Any]]:
+    """Compile what one window runs under a reset mode of JAX.
+
+    Args:
+        mode: a name in `JAX_MODES`. The window of `jax_scan_carry` is one program, that of another mode calls a program
+            for each micro-batch.
+        size: size of the model.
+        micro_batches: number of micro-batches in a window.
+        dtype: dtype of weights and data.
+        device: where it runs.
 
     Returns:
-        The compiled program, which returns the gradients and the losses, and its arguments: the weights, the batches
-        (micro_batches, BATCH, width), and the gradients of the window before, whose buffers it takes.
+        The compiled program, and a function that runs one window, waits for it and returns the gradients, whose buffers
+        the next window may take.
     """
     kind = jnp.dtype(dtype)
 
@@ -209,34 +220,35 @@ def compiled_window(size: Size, micro_batches: int, dtype: str, device: jax.Devi
             batch = batch @ w.T
         return batch.sum()
 
-    def window(weights: Any, batches: jax.Array, old: Any) -> Any:
-        def add(total: Any, batch: jax.Array) -> Any:
-            value, gradient = jax.value_and_grad(loss)(weights, batch)
-            return jax.tree.map(jnp.add, total, gradient), value
+    def part(weights: Any, batch: jax.Array) -> Any:
+        # without the loss among the results, XLA would leave out the last layer's forward
+        value, gradient = jax.value_and_grad(loss)(weights, batch)
+        return gradient, value
 
-        start = jax.tree.map(jnp.zeros_like, old)
-        # without the losses among the results, XLA would leave out the last layer's forward
-        return jax.lax.scan(add, start, batches)
+    def scanned(old: Any, weights: Any, batches: jax.Array) -> Any:
+        zeros = jax.tree.map(jnp.zeros_like, old)
+        return jax.lax.scan(lambda kept, b: (jax.tree.map(jnp.add, kept, part(weights, b)), None), zeros, batches)[0]
 
     with jax.default_device(device):
         shape = (size.width, size.width)
         weights = tuple(jnp.full(shape, 1 / size.width, kind) for _ in range(size.tensors))
         batches = jnp.asarray(np.random.default_rng(0).random((micro_batches, BATCH, size.width)), kind)
-        old = tuple(jnp.zeros(shape, kind) for _ in range(size.tensors))
-        # no value of the donated gradients is read, so that JAX would drop the argument and allocate others
-        program = jax.jit(window, donate_argnums=2, keep_unused=True).lower(weights, batches, old).compile()
-    return program, (weights, batches, old)
+        kept = [(tuple(jnp.zeros(shape, kind) for _ in range(size.tensors)), jnp.zeros((), kind))]
+        if mode in RESETS:
+            calls = [(batch, jnp.asarray(number == 0)) for number, batch in enumerate(batches)]
+            program = adder(mode, part).lower(kept[0], weights, *calls[0]).compile()
+        else:
+            calls = [(batches,)]
+            # no value of the donated gradients is read, so that JAX would drop the argument and allocate others
+            jitted = jax.jit(scanned, donate_argnums=0, keep_unused=True)
+            program = jitted.lower(kept[0], weights, batches).compile()
 
+    def run() -> Any:
+        for arguments in calls:
+            kept[0] = program(kept[0], weights, *arguments)
+        return jax.block_until_ready(kept[0])[0]
 
-def runner(program: Any, arguments: tuple[Any, ...]) -> Callable[[], None]:
-    """Return a function that runs one window and waits for it; each run donates the gradients of the run before."""
-    weights, batches, old = arguments
-    kept = [old]
-
-    def run() -> None:
-        kept[0], _ = jax.block_until_ready(program(weights, batches, kept[0]))
-
-    return run
+    return program, run
 
 
 def flush_caches(device: jax.Device) -> Callable[[], None]:

@@ -6,7 +6,8 @@ Each row becomes a record under `DIR/records/benchmark.jsonl`, with the copy ban
 round starts with flushed caches on an idle device; a round of a reset also starts with new gradients of ones, since a
 second reset would find zeros or None. `set_to_none` moves its cost into the next backward, so modes are compared by
 their windows. A row holds the device's time, between two events on CUDA; the host's, until the device has finished; on
-CUDA the time in which kernels ran, by the profiler; and for a window its memory.
+CUDA the time in which kernels ran, by the profiler; and for a window its memory. The windows of JAX's reset modes are
+rows beside them, with the memory that XLA reports of their compiled programs.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import jax
 import pytest
 import torch
 
+from gradcheck_suite.loops.jax_modes import JAX_MODES
 from gradcheck_suite.loops.laws import Cost, uniform_window
 from gradcheck_suite.loops.reset_modes import BENCHMARKED, RESET_MODES, ResetMode
-from gradcheck_suite.studies.compiled_steps import compiled_window, flush_caches, memory_bytes, runner
+from gradcheck_suite.studies.compiled_steps import compiled_window, flush_caches, memory_bytes
 from gradcheck_suite.studies.memory import Baseline, allocator_baseline, allocator_peak, window_memory
 from gradcheck_suite.studies.step_times import (
     LARGE,
@@ -195,16 +197,16 @@ def test_window(
 @pytest.mark.benchmark(group="window")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("micro_batches", MICRO_BATCHES)
+@pytest.mark.parametrize("mode", JAX_MODES)
 def test_window_in_jax(
-    benchmark: Any, keep: Callable[..., None], size: Size, micro_batches: int, dtype: str, device: str
+    benchmark: Any, keep: Callable[..., None], mode: str, size: Size, micro_batches: int, dtype: str, device: str
 ) -> None:
     """Time JAX on the host's clock, as it has no events, with the flush on JAX's own stream."""
     where = jax.devices(JAX_PLATFORM[device])[0]
-    program, arguments = compiled_window(size, micro_batches, dtype, where)
-    run = runner(program, arguments)
+    program, run = compiled_window(mode, size, micro_batches, dtype, where)
     benchmark.extra_info.update(
         measures="window",
-        mode="jax_scan",
+        mode=mode,
         **_about(size, dtype, device),
         micro_batches=micro_batches,
         device=device,

@@ -7,6 +7,7 @@ from typing import Any
 
 from gradcheck_suite.core.records import Record
 from gradcheck_suite.core.text import counted
+from gradcheck_suite.loops.jax_modes import JAX_MODES
 from gradcheck_suite.loops.laws import bytes_saved_by_releasing
 from gradcheck_suite.loops.reset_modes import BENCHMARKED
 from gradcheck_suite.page.content import Cell, Figure, Matrix, Section, Table, sources, table
@@ -242,7 +243,7 @@ MEMORY = Part(
 
 
 RELEASE = "set_to_none"
-MODES = (*(mode.name for mode in BENCHMARKED), "jax_scan")
+MODES = (*(mode.name for mode in BENCHMARKED), *JAX_MODES)
 NO_GPU = (
     "There are no records of a CUDA device: nothing below was run on a GPU. On a machine with a GPU, "
     f"`{BENCHMARKS}/bench_modes.py --bench-device cuda {INTO}` makes them."
@@ -264,8 +265,13 @@ def _costs(measured: list[Record]) -> Section | None:
     tables: list[Table] = []
     figures: list[Figure] = []
     for device, mine in devices.items():
-        tables += [_windows(mine, device), _resets(mine, device), slow_resets(mine, device),
-                   _device_times(mine, steps.get(device, ()), parts.get(device, ()), device)]  # fmt: skip
+        tables += [
+            _windows(mine, device),
+            _compiled_memory(mine, device),
+            _resets(mine, device),
+            slow_resets(mine, device),
+            _device_times(mine, steps.get(device, ()), parts.get(device, ()), device),
+        ]
         figures += _reset_figures(mine, device)
     return Section(
         text=(
@@ -326,7 +332,33 @@ def _windows(rows: Sequence[Data], device: str) -> Table:
         tuple(lines),
         "On the host's clock, until the device has finished. The modes were timed one after the other, so other load "
         "can exceed the difference between two of them; under 'When does releasing pay?' they alternate. "
-        "jax_scan is the same window in JAX: `lax.scan` under `jit` with donated buffers; it has no reset.",
+        "The modes of JAX run the same window under `jit`: jax_scan_carry is one program, with the last gradients "
+        "donated to it; the others call a program for each micro-batch, which waits for Python in between.",
+    )
+
+
+def _compiled_memory(rows: Sequence[Data], device: str) -> Table:
+    """Return the bytes of a window in JAX by XLA's account, beside the ledger's peak of torch's two ways to reset."""
+    modes = ("zero_", RELEASE, *JAX_MODES)
+
+    def peak(row: Data | None) -> float | None:
+        if row is None or not row.get("xla_memory_bytes"):
+            return None if row is None or not row.get("memory") else _mib(row["memory"]["peak"])
+        parts = row["xla_memory_bytes"]
+        return _mib(parts["argument"] + parts["output"] - parts["alias"] + parts["temp"])
+
+    lines = [
+        (*setting, *(peak(found.get(mode)) for mode in modes))
+        for setting, found in _by_mode(rows, "window").items()
+        if any(peak(found.get(mode)) is not None for mode in JAX_MODES)
+    ]
+    return Table(
+        f"Peak memory of one window on the {device_name(device)}, MiB",
+        ("parameters", "tensors", "dtype", "K", *modes),
+        tuple(lines),
+        "torch: live tensors by the ledger, without the inputs. JAX: arguments, outputs that take no argument's "
+        "buffer, and temporaries of the compiled program, by its `memory_analysis()`, with its inputs. Without a "
+        "donated buffer, the old sum and the new one are alive together.",
     )
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from gradcheck_suite.loops.jax_modes import JAX_MODES
 from properties.benchmarks import timing
 
 BENCHMARKS = Path(timing.__file__).parent
@@ -65,7 +66,7 @@ def test_pytest_benchmark_writes_and_compares_the_rows_of_each_mode(tmp_path):
     assert {"versions", "processor", "device", "last_level_cache_bytes"} <= machine.keys()
     modes = {"zero_", "zero_grad_foreach", "flat_buffer", "set_to_none"}
     windows = {b["extra_info"]["mode"]: b for b in found["benchmarks"] if b["extra_info"]["measures"] == "window"}
-    assert windows.keys() == {*modes, "jax_scan"}
+    assert windows.keys() == {*modes, *JAX_MODES}
     for mode in modes:
         row = windows[mode]["extra_info"]
         assert row["memory"]["gradients_between"] == (0 if mode == "set_to_none" else row["gradient_bytes"])

@@ -1,4 +1,4 @@
-"""The window in JAX: the gradients and the work of torch's window, in the buffers of the gradients before."""
+"""The window in JAX under each reset mode: torch's gradients and work, and the buffers that a program may take."""
 
 from __future__ import annotations
 
@@ -6,45 +6,67 @@ import jax
 import numpy as np
 import pytest
 
+from gradcheck_suite.loops import jax_modes
+from gradcheck_suite.loops.jax_modes import JAX_MODES
 from gradcheck_suite.loops.reset_modes import RESET_MODES
 from gradcheck_suite.studies import compiled_steps
-from gradcheck_suite.studies.compiled_steps import compiled_window, memory_bytes, runner
-from gradcheck_suite.studies.workload import Size, sized_workload
+from gradcheck_suite.studies.compiled_steps import compiled_window, memory_bytes
+from gradcheck_suite.studies.workload import BATCH, Size, sized_workload
 
 SMALL = Size(50, "few")
 K = 3
+SUM = 4 * SMALL.total + 4
+"""Bytes of the gradients and of the loss, float32."""
 
 
-def _window():
-    return compiled_window(SMALL, K, "float32", jax.devices("cpu")[0])
+def _window(mode):
+    return compiled_window(mode, SMALL, K, "float32", jax.devices("cpu")[0])
 
 
-def test_a_window_takes_the_buffers_of_the_gradients_before():
-    program, (weights, batches, old) = _window()
-    assert memory_bytes(program)["alias"] == 4 * SMALL.total
-    runner(program, (weights, batches, old))()
-    assert all(gradient.is_deleted() for gradient in old)
+def _torchs_gradients():
+    work = sized_workload(RESET_MODES["set_to_none"], SMALL, K)
+    work.reset()
+    inputs = np.random.default_rng(0).random((K, BATCH, SMALL.width))
+    for batch, values in zip(work.batches, inputs, strict=True):
+        batch.copy_(batch.new_tensor(values))
+    work.accumulate()
+    return [p.grad.numpy() for p in work.parameters]
+
+
+def _is_torchs(found):
+    return all(np.allclose(a, b, rtol=1e-5) for a, b in zip(found, _torchs_gradients(), strict=True))
+
+
+@pytest.mark.parametrize("mode", JAX_MODES)
+def test_every_window_has_torchs_gradients_and_matrix_products(mode):
+    program, run = _window(mode)
+    # two layers: two products forward, two for the weights' gradients, one for the gradient between the layers
+    assert sum(" dot(" in line for line in program.as_text().splitlines()) == 5
+    assert _is_torchs(run())
+    assert _is_torchs(run())
+
+
+def test_a_window_that_is_never_reset_is_noticed(monkeypatch):
+    """Planted fault."""
+    monkeypatch.setitem(jax_modes.RESETS, "jax_where", (lambda kept, first: kept, False))
+    _, run = _window("jax_where")
+    assert _is_torchs(run())
+    assert not _is_torchs(run())
+
+
+@pytest.mark.parametrize("mode", JAX_MODES)
+def test_a_program_that_takes_the_old_sums_buffer_says_so(mode):
+    donated = mode in ("jax_donated", "jax_scan_carry")
+    program, run = _window(mode)
+    assert memory_bytes(program)["alias"] == (SUM if donated else 0)
+    before = run()
+    run()
+    assert all(gradient.is_deleted() == donated for gradient in before)
 
 
 def test_buffers_that_are_not_taken_are_told(monkeypatch):
     """Planted fault: JAX drops an argument whose values nobody reads, and with it the donation."""
     jit = jax.jit
-    monkeypatch.setattr(compiled_steps.jax, "jit", lambda f, donate_argnums, keep_unused: jit(f, donate_argnums=2))
-    assert memory_bytes(_window()[0])["alias"] == 0
-
-
-def test_a_window_has_torchs_gradients_and_matrix_products():
-    program, (weights, batches, old) = _window()
-    # two layers: two products forward, two for the weights' gradients, one for the gradient between the layers
-    assert sum(" dot(" in line for line in program.as_text().splitlines()) == 5
-    work = sized_workload(RESET_MODES["set_to_none"], SMALL, K)
-    work.reset()
-    rows = np.asarray(batches).shape[1]
-    for batch, values in zip(work.batches, np.asarray(batches), strict=True):
-        assert len(batch) == rows
-        batch.copy_(batch.new_tensor(values))
-    work.accumulate()
-    found, losses = program(weights, batches, old)
-    assert losses.shape == (K,)
-    for p, gradient in zip(work.parameters, found, strict=True):
-        assert np.asarray(gradient) == pytest.approx(p.grad.numpy(), rel=1e-5)
+    monkeypatch.setattr(compiled_steps.jax, "jit", lambda f, donate_argnums, keep_unused: jit(f, donate_argnums=0))
+    jitted = compiled_window("jax_scan_carry", SMALL, K, "float32", jax.devices("cpu")[0])[0]
+    assert memory_bytes(jitted)["alias"] == 0

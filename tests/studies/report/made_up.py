@@ -57,7 +57,7 @@ def fill(reports):
     verdict(reports, "set_to_none")
     violation = {"kind": "gradient", "diagnosis": "mean-of-means", "explanation": EVIL}
     verdict(reports, EVIL, state="violated", violation=violation, stored="mine-abc.json")
-    for mode, median in (("zero_", 0.003), ("set_to_none", 0.002), ("jax_scan", 0.001)):
+    for mode, median in (("zero_", 0.003), ("set_to_none", 0.002), ("jax_scan_carry", 0.001)):
         benchmark(reports, mode, median)
     benchmark(reports, "zero_", 0.0001, measures="reset", predicted_bytes=4000)
     claim(reports, "C2.1", text=EVIL, figures={"held": [1.0, 2.5]})

@@ -53,6 +53,19 @@ def test_the_main_cost_of_a_slow_reset_is_the_fill_or_the_calls(tmp_path):
     assert "wrote 8.0 to 9.0 GB/s; the C library's memset, on one thread, wrote 30.0 GB/s." in table.note
 
 
+def test_the_peak_of_a_window_in_jax_stands_beside_torchs(tmp_path):
+    """Without a donated buffer the old sum of 2 MiB and the new one are alive; the temporaries have 1 MiB."""
+    parts = {"argument": 5 * 2**20, "output": 2 * 2**20, "temp": 2**20}
+    window = {"micro_batches": 4, "seconds": {"median": 0.001}}
+    for mode, alias in (("jax_where", 0), ("jax_donated", 2 * 2**20)):
+        _record(tmp_path, "window", mode=mode, xla_memory_bytes={**parts, "alias": alias}, **window)
+    _record(tmp_path, "window", mode="zero_", memory={"peak": 7 * 2**20}, **window)
+    (table,) = (t for t in _section(tmp_path, "costs").tables if t.caption.startswith("Peak memory of one window"))
+    (row,) = table.rows
+    shown = dict(zip(table.columns, row, strict=True))
+    assert (shown["jax_where"], shown["jax_donated"], shown["zero_"], shown["jax_times_zero"]) == (8, 6, 7, None)
+
+
 def test_the_time_of_a_release_is_said_from_its_rows(tmp_path):
     for layout, release in (("few", 100e-6), ("many", 900e-6)):
         _reset(tmp_path, "zero_", 500e-6, layout=layout)
