@@ -74,7 +74,7 @@ RESETS: dict[str, tuple[Reset, bool]] = {
 """Mode -> its reset, and whether the last sum's buffer is donated to the function that adds a micro-batch."""
 
 
-def adder(mode: str, part: Callable[..., Any]) -> Callable[..., Any]:
+def adder(mode: str, part: Callable[..., Any]) -> Any:
     """Return the compiled function that adds a micro-batch to the sum: (sum, params, batch, first) -> sum.
 
     Args:

@@ -235,7 +235,7 @@ def compiled_window(
         batches = jnp.asarray(np.random.default_rng(0).random((micro_batches, BATCH, size.width)), kind)
         kept = [(tuple(jnp.zeros(shape, kind) for _ in range(size.tensors)), jnp.zeros((), kind))]
         if mode in RESETS:
-            calls = [(batch, jnp.asarray(number == 0)) for number, batch in enumerate(batches)]
+            calls: list[tuple[Any, ...]] = [(batch, jnp.asarray(number == 0)) for number, batch in enumerate(batches)]
             program = adder(mode, part).lower(kept[0], weights, *calls[0]).compile()
         else:
             calls = [(batches,)]

@@ -82,6 +82,8 @@ PLANS = (
     Question("sum loss", "as equal counts, with a loss that is a sum over items", _SUM, Cut()),
 )
 """The questions about a trainer that takes any model: their problems need only torch."""
+PLANS_OF_JAX = tuple(replace(question, problem=question.problem.replace(":", ":JAX_")) for question in PLANS)
+"""The same about a loop of JAX."""
 PADDED_ROWS = (
     Question(
         "padded rows", "every kind of split of rows of 2 to 6 tokens, on a Llama", f"{_ROWS}:llama", None, _ROWS_OF

@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 
 FINDINGS = sorted((Path(__file__).parents[3] / "reports" / "findings").glob("*.md"))
-PACKAGES = ("transformers", "accelerate", "lightning", "keras", "pytorch_accelerated", "poutyne", "fastai", "deepspeed")
+PACKAGES = (
+    "transformers",
+    "accelerate",
+    "lightning",
+    "keras",
+    "pytorch_accelerated",
+    "poutyne",
+    "fastai",
+    "deepspeed",
+    "optax",
+)
 
 
 @pytest.mark.parametrize("path", FINDINGS, ids=lambda path: path.stem)
