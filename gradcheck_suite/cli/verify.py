@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,7 @@ def store(
         stored = Counterexample(case, None)
         # a script is one process
         if subject.importable and not violation.case.plan.ranks:
-            from gradcheck_suite.script import script_text, unrepeatable
+            from gradcheck_suite.script import script_text
 
             # a weight probe that was checked beside the user's problem brings its own
             problem, limit = None if violation.case.spec else subject.problem, options.time_limit_s
@@ -125,7 +125,7 @@ def store(
             text = script_text(subject.loop, subject.name, violation, problem=problem, time_limit_s=limit)
             if text is not None:
                 write_text(script, text)
-                stored = Counterexample(case, script, unrepeatable(script, violation, limit))
+                stored = Counterexample(case, script)
     return stored
 
 
@@ -310,9 +310,10 @@ def _keep(
     width: int,
     before: Callable[[], None],
 ) -> None:
-    """Store a violation, print the verdict with the names of its files, then append the record where one is asked for.
+    """Store a violation, print the verdict and the names of its files, then append the record where one is asked for.
 
-    A file that cannot be written is said after the verdict, and changes no status.
+    A file that cannot be written is said after the verdict, and changes no status. The script is run after the verdict,
+    too: it imports torch, which takes seconds.
     """
     from gradcheck_suite.cli.verdict_text import result_lines
 
@@ -325,13 +326,20 @@ def _keep(
     except UsageError as error:
         refusal = error
     before()
-    files = stored and stored.seen_from(done.folder / shown, shown)
-    lines = result_lines(result, files, options, width)
+    lines = result_lines(result, None, options, width)
     if done.arguments.quiet:
         titles = (violation_title(violation.kind, violation.diagnosis) for violation in result.violations)
         say(["  ".join([lines[0], *titles])])
     else:
         say(lines)
+    if stored is not None and stored.script is not None and result.violation is not None:
+        from gradcheck_suite.script import unrepeatable
+
+        why = unrepeatable(stored.script, result.violation, options.time_limit_s)
+        stored = replace(stored, unrepeatable=why)
+    files = stored and stored.seen_from(done.folder / shown, shown)
+    if files and not done.arguments.quiet:
+        say(result_lines(result, files, options, width)[len(lines) :])
     done.lines.append(lines[0])
     done.stored += [(stored.case, files.case)] if stored and files else []
     if refusal is not None:

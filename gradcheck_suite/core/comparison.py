@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import ndtri, stdtrit
 
 Vector = npt.NDArray[np.float64]
 WEIGHT_TOLERANCE = 1e-9
@@ -237,6 +236,8 @@ def student_factor(draws: int = DRAWS) -> float:
     An element's error is a sum of many small independent roundings, so approximately normal with unknown variance. The
     ratio of a normal variable to the root mean square of D others has Student's distribution with D degrees of freedom.
     """
+    from scipy.special import stdtrit  # its import takes a third of a second, and most gradients need no such bound
+
     return -float(stdtrit(draws, FALSE_ALARM / 2))
 
 
@@ -272,6 +273,8 @@ def likely_bound(mean_square: Vector) -> Vector:
     Args:
         mean_square: (P,), the mean over any number of draws of the squared deviations.
     """
+    from scipy.special import ndtri  # as above
+
     return -float(ndtri(FALSE_ALARM / 2)) * np.sqrt(_finite(mean_square))
 
 

@@ -114,6 +114,8 @@ def _forget_others(folder: Path) -> None:
 jax.config.update("jax_enable_x64", True)
 # small programs end before another thread could start them: synchronous dispatch makes twice as many calls a second
 jax.config.update("jax_cpu_enable_async_dispatch", False)
+# nobody reads the lines of Python from which an operation was lowered; noting them takes a tenth of the lowering
+jax.config.update("jax_traceback_in_locations_limit", 0)
 
 MAX_PROGRAMS = 512
 Options = dict[str, str | bool]

@@ -623,7 +623,11 @@ def _judge_gradients(
         if moved and not np.isfinite(window.expected).all() and is_far(reference, evaluation):
             return NOT_FINITE
         comparison = window.compare(seen, roughly=runner is None)
-        if finding := _reference_fault(window, wrong=comparison.ratio > 1):
+        # at the initial parameters `check_run` asks JAX, of all windows at once
+        finding = disagreement(window) if moved else None
+        if finding is None and comparison.ratio > 1:
+            finding = accumulation_fault(window) or precision_fault(window)
+        if finding:
             return _Finding(finding)
     except CannotJudgeError as error:
         return str(error)
@@ -638,18 +642,3 @@ def _judge_gradients(
     if known is None and moved and runner:
         known = stale_parameters(window, outcome, evaluation, autocast)
     return gradient_violation(window, evaluation, comparison, epoch, runner, known, alike=outcome.alike)
-
-
-def _reference_fault(window: Window, *, wrong: bool) -> str | None:
-    """Say where the references themselves are wrong, if they are, so that no loop is to blame.
-
-    Before the loop ran, torch and JAX were compared at the initial parameters. Torch's accumulation in float64, and
-    torch in a lower precision, are looked at where a gradient is wrong.
-
-    Args:
-        window: whose references.
-        wrong: whether the loop's gradient differs from them.
-    """
-    if (wrong or window.moved) and (finding := disagreement(window)):
-        return finding
-    return (accumulation_fault(window) or precision_fault(window)) if wrong else None

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
@@ -39,7 +39,9 @@ from gradcheck_suite.run.traffic import PLAIN, traffic_per_window, traffic_text
 from gradcheck_suite.strategies.cases import SOMETIMES_MOVING, cases, expect_layers_left
 from gradcheck_suite.verification.check import of_torch
 from gradcheck_suite.verification.search import Progress, Search, StopError
-from gradcheck_suite.verification.second_opinion import SecondOpinion, second_opinion
+
+if TYPE_CHECKING:
+    from gradcheck_suite.verification.second_opinion import SecondOpinion
 
 LARGE_MODEL = 1_000_000
 """Number of parameters from which several threads are faster than one, also on a busy machine."""
@@ -210,6 +212,8 @@ def _opinion(loop: Loop, search: Search, problem: Problem | None, budget_s: floa
     # JAX computes the gradient of a problem of JAX already
     if problem is None or is_jax(loop) or (violation and (violation.kind in UNASKED or violation.case.spec)):
         return None
+    from gradcheck_suite.verification.second_opinion import second_opinion  # generated problems need no bridge
+
     return second_opinion([violation.case] if violation else search.users_cases, problem, budget_s=budget_s)
 
 

@@ -28,9 +28,9 @@ def folder(tmp_path, monkeypatch):
         for module in ("large_batch", "rounding"):
             monkeypatch.setattr(import_module(f"gradcheck_suite.reference.{module}"), name, FEW_DRAWS)
     # one window of each problem is compiled
-    verify = import_module("gradcheck_suite.verification.verify")
-    asked = verify.second_opinion
-    monkeypatch.setattr(verify, "second_opinion", lambda *about, budget_s: asked(*about, budget_s=0))
+    opinions = import_module("gradcheck_suite.verification.second_opinion")
+    asked = opinions.second_opinion
+    monkeypatch.setattr(opinions, "second_opinion", lambda *about, budget_s: asked(*about, budget_s=0))
     before = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - before:

@@ -489,7 +489,7 @@ def test_a_violated_loop_is_asked_about_on_its_smallest_case_and_an_interrupt_ke
         asked.append((list(cases), budget_s))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gradcheck_suite.verification.verify.second_opinion", interrupt)
+    monkeypatch.setattr("gradcheck_suite.verification.second_opinion.second_opinion", interrupt)
     result = verify(loop, problem=PROBLEM, examples=5, second_opinion_s=7)
     assert result.interrupted
     assert result.holds == (loop is not never_resets)
@@ -502,7 +502,7 @@ def test_a_violated_loop_is_asked_about_on_its_smallest_case_and_an_interrupt_ke
 
 
 def test_where_no_gradient_is_at_fault_jax_is_not_asked(monkeypatch):
-    monkeypatch.setattr("gradcheck_suite.verification.verify.second_opinion", None)
+    monkeypatch.setattr("gradcheck_suite.verification.second_opinion.second_opinion", None)
     result = verify(never_steps, problem=PROBLEM, examples=5)
     assert (result.violation and result.violation.kind, result.second_opinion) == ("step-count", None)
 
