@@ -288,8 +288,10 @@ def test_a_gradient_of_an_earlier_steps_parameters_is_named_outside_of_shrinking
 
 @pytest.mark.parametrize("name", ["disagreement", "accumulation_fault", "precision_fault"])
 def test_a_fault_of_the_references_is_a_finding_and_no_violation(name, monkeypatch):
+    """JAX is asked here of parameters that have moved, and by `check_run` of the initial ones."""
     monkeypatch.setattr(module, name, lambda window: "torch and JAX differ")
-    verdict = _judged(_with_gradient(_ran(), 1, torch.tensor([30.0], dtype=torch.float64)))
+    wrong = _with_gradient(_ran(case=MOVING), 1, torch.tensor([30.0], dtype=torch.float64))
+    verdict = _judged(wrong, MOVING)
     assert (verdict.finding, verdict.violation, verdict.windows) == ("torch and JAX differ", None, 0)
 
 
