@@ -11,15 +11,24 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 import numpy as np
 
 from gradcheck_suite.auditing import weights as reading_weights
-from gradcheck_suite.auditing.places import Place, lines_with
-from gradcheck_suite.auditing.recorder import BY_HAND, Event, PassRecord, StepRecord
-from gradcheck_suite.auditing.replay import EARLIER, NEGLIGIBLE, UNKNOWN, Replay, Source, Window, near
+from gradcheck_suite.auditing.places import Place
+from gradcheck_suite.auditing.recorder import Event, PassRecord, StepRecord
 from gradcheck_suite.auditing.samples import size
+from gradcheck_suite.auditing.sums import (
+    OF_SUMS,
+    Fault,
+    Members,
+    Replay,
+    Source,
+    Sums,
+    Window,
+    judge_sums,
+    near,
+)
 from gradcheck_suite.auditing.weights import (
     BY_PLACE,
     EQUAL,
@@ -40,31 +49,7 @@ from gradcheck_suite.judge.naming import diagnose, names_nothing
 from gradcheck_suite.judge.weights import Weights
 
 SENTENCES = {
-    "stale-window": "the gradient of an earlier step is still in it: reset the gradients once after every step",
-    "no-gradient": "nothing of the window is in the gradient: it was reset between backward and the step",
-    "reset-inside-window": "only the last backward passes of the window are in the gradient: "
-    "reset once per window, not per micro-batch",
-    "dropped-micro-batch": "some backward passes of the window are not in the gradient",
-    "repeated-micro-batch": "a loss goes backward more than once in the window: send each loss through once",
-    "running sum": "earlier losses go backward several times, as when the running sum of the losses goes backward "
-    "each time: send each loss through once",
-    "rescaled-accumulator": "the running sum itself is rescaled at every micro-batch; scale each contribution instead",
-    "not-linear": "the gradient is not a weighted sum of what arrived in the window: something else writes to `.grad` "
-    "between the backward passes (clipping per micro-batch, noise, a shared buffer)",
-    "hook": "a hook on a parameter changes the gradient of each micro-batch in a way that is no fixed factor of its "
-    "elements (clipping, noise, normalization): do it once, to `.grad`, before the step",
-    "foreign": "`.grad` still has the gradient of a backward pass that belonged to another optimizer's step: "
-    "reset the gradients of this optimizer before its own backward passes",
-    "step-per-micro-batch": "the optimizer steps after every micro-batch, where accumulation_steps = {steps}",
-    "missing": "a parameter that the window reaches has no gradient at the step: "
-    "look for what resets or replaces its `.grad`",
-    "stale-parameters": "parameters were written between the backward passes of the window, so its micro-batches were "
-    "computed with different ones: write to parameters between windows, not inside one",
-    "another optimizer": "another optimizer, which trains on the same passes, steps between the micro-batches of this "
-    "window: let both step once per window",
-    "not-reduced": "only each rank's own gradient is in `.grad` at the step, not reduced over the ranks: run the "
-    "forward and the backward of the window's last micro-batch outside no_sync",
-    "tail-dropped": "{lost} went backward and never reached a step: step after an epoch's last micro-batch too",
+    **OF_SUMS,
     MEAN_OF_MEANS: "each micro-batch's mean has weight {share}, whatever its count: divide each summed loss by the "
     "window's count (mean loss * count of the micro-batch / count of the window)",
     WRONG_COUNT: "each micro-batch is weighted by the number of {note}",
@@ -118,255 +103,6 @@ ZERO = (
     "audit the script with `zero_optimization.stage` 0: the losses weigh the same there",
 )
 """Why a step on copies could not be judged, and what to do."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What is wrong with a window.
-
-    Attributes:
-        name: the diagnosis.
-        sentence: what is wrong and what to do.
-        key: of a parameter that shows it, or None.
-        kind: the part of the promise.
-    """
-
-    name: str
-    sentence: str
-    key: int | None = None
-    kind: str = "gradient"
-
-
-@dataclass(frozen=True)
-class Sums:
-    """What `.grad` is made of at a step.
-
-    Attributes:
-        fault: what is wrong, or None.
-        excuse: why passes that are missing are no fault, or None.
-        coefficients: of each pass that is in it.
-        by_hand: whether the program put it together itself, from what arrived.
-    """
-
-    fault: Fault | None = None
-    excuse: str | None = None
-    coefficients: Mapping[Source, float] = field(default_factory=dict)
-    by_hand: bool = False
-
-
-def _fault(name: str, sentence: str | None = None, key: int | None = None) -> Sums:
-    return Sums(Fault(name, SENTENCES[name] if sentence is None else sentence, key))
-
-
-class _Members:
-    """The passes of a window, sorted by what may be asked of them.
-
-    Attributes:
-        mean: index of a pass -> its coefficient in `.grad`, the median over parameters.
-        own: passes that the window must have.
-        optional: passes that another optimizer has stepped on.
-        by_hand: passes whose results the program puts into `.grad` itself.
-    """
-
-    def __init__(self, window: Window) -> None:
-        self.window = window
-        self.by_parameter: dict[int, list[tuple[int, float]]] = {i: [] for i in window.passes}
-        for key, coefficients in window.coefficients.items():
-            for index, seen in window.passes.items():
-                ranks = [
-                    rank
-                    for rank, record in enumerate(seen.records)
-                    if key in record.arrivals and (rank, index, key) not in window.null
-                ]
-                if ranks:
-                    largest = max((coefficients.get((rank, index), 0.0) for rank in ranks), key=abs)
-                    self.by_parameter[index].append((key, largest))
-        self.mean = {
-            i: float(np.median([c for _, c in found])) if found else 0.0 for i, found in self.by_parameter.items()
-        }
-        told = [i for i, found in self.by_parameter.items() if found or not self.is_null(i)]
-        self.by_hand = [i for i in told if window.passes[i].by_hand]
-        rest = [i for i in told if i not in self.by_hand]
-        self.own = [i for i in rest if not window.seen[i] and (self.is_in(i) or not any(window.seen.values()))]
-        self.optional = [i for i in rest if window.seen[i]] if self.own else []
-        if not self.own:
-            rest = [i for i in rest if self.is_in(i)] or rest
-        self.required = [i for i in rest if i not in self.optional]
-
-    def is_null(self, index: int) -> bool:
-        """Return whether what arrived from a pass was exactly 0, which tells nothing."""
-        window, records = self.window, self.window.passes[index].records
-        reached = [(rank, index, k) for rank, r in enumerate(records) for k in r.arrivals if k in window.coefficients]
-        return bool(reached) and all(place in window.null for place in reached)
-
-    def is_in(self, index: int) -> bool:
-        """Return whether a pass is in `.grad`."""
-        return abs(self.mean[index]) > NEGLIGIBLE
-
-    def places(self, indices: Sequence[int]) -> set[Place]:
-        """Return where these passes were called."""
-        return {self.window.passes[i].site for i in indices}
-
-    def missing_parameters(self) -> list[int]:
-        """Return the parameters that a pass reached and that have no gradient."""
-        window = self.window
-        return sorted(
-            {
-                key
-                for index, seen in window.passes.items()
-                for rank, record in enumerate(seen.records)
-                for key in record.arrivals
-                if key in window.keys and key not in window.coefficients and (rank, index, key) not in window.null
-            }
-        )
-
-    def moved(self, index: int) -> bool:
-        """Return whether parameters had other values in this pass than in the window's last one."""
-        points = [self.window.passes[i].records[0].points for i in (index, self.required[-1])]
-        return any(points[0].get(k) != points[1].get(k) for k in self.window.keys if k in points[0] and k in points[1])
-
-
-def judge_sums(window: Window, usual: int | None, longest: int) -> Sums:
-    """Judge whether `.grad` is the sum of the window's passes; the first question that is answered yes names the fault.
-
-    Args:
-        window: the window.
-        usual: the number of passes of most windows in which nothing is missing, where it is known.
-        longest: the number of passes of the longest of them; 0 where there was none.
-    """
-    if not window.passes and any(window.coefficients.values()):
-        return _fault(
-            "stale-window",
-            "nothing went backward since the last step, and `.grad` is not empty: " + SENTENCES["stale-window"],
-        )
-    members = _Members(window)
-    missing = members.missing_parameters()
-    if window.edit == "all reset" or (members.required and not window.coefficients):
-        return _fault("no-gradient")
-    if (stale := _stale_key(window)) is not None:
-        return _fault("stale-window", key=stale)
-    left = [i for i in members.optional if members.is_in(i)]
-    if left and not members.places(left) & members.places(members.own):
-        return _fault("stale-window", SENTENCES["foreign"])
-    if not members.own and _another_stepped_between(window, members):
-        return _fault("stale-parameters", SENTENCES["another optimizer"])
-    if window.edit == BY_HAND:
-        return _judge_by_hand(members)
-    if any(source[1] == UNKNOWN for cs in window.coefficients.values() for source in cs):
-        return _fault("not-linear")
-    lost = [i for i in members.required if not members.is_in(i)]
-    if lost and window.edit == "free" and window.is_made_by_hand(lost):
-        return Sums(by_hand=True)
-    if lost:
-        found = _judge_lost(members, lost, usual, longest)
-        if found.excuse is not None or found.fault is not None:
-            return found if found.fault is not None else replace(found, coefficients=_used(window))
-    if unequal := _judge_parameters(members, missing):
-        return unequal
-    if window.edit == "reset":
-        return _fault("no-gradient", SENTENCES["missing"])
-    if len(members.required) > 1 and any(members.moved(i) for i in members.required):
-        return _fault("stale-parameters")
-    return Sums(coefficients=_used(window))
-
-
-def _stale_key(window: Window) -> int | None:
-    """Return a parameter in whose `.grad` an earlier window is, None where there is none."""
-    for key, coefficients in window.coefficients.items():
-        for (_, index), c in coefficients.items():
-            if abs(c) > NEGLIGIBLE and (index == EARLIER or 0 <= index < window.before):
-                return key
-    return None
-
-
-def _another_stepped_between(window: Window, members: _Members) -> bool:
-    indices = members.required
-    between = any(
-        at <= indices[-1] for i in indices[:-1] for other, at in window.seen[i].items() if other != window.optimizer
-    )
-    return len(indices) > 1 and between and any(members.is_in(i) for i in indices[:-1])
-
-
-def _judge_by_hand(members: _Members) -> Sums:
-    """Judge a gradient that the program put together: a pass that is written over by the next one of the same place."""
-    places = {True: set[Place](), False: set[Place]()}
-    for i in members.by_hand:
-        places[abs(members.mean[i]) > 1e-3].add(members.window.passes[i].site)
-    if places[True] & places[False]:
-        return _fault("reset-inside-window", "results of `torch.autograd.grad` are written over: add them up")
-    return Sums(coefficients=_used(members.window))
-
-
-def _judge_lost(members: _Members, lost: Sequence[int], usual: int | None, longest: int) -> Sums:
-    """Judge passes that are not in `.grad`: discarded on purpose, dropped, or reset."""
-    window = members.window
-    kept = [i for i in members.required if i not in lost]
-    elsewhere = not members.places(lost) & members.places(kept)
-    if window.not_finite & set(lost):
-        return Sums(excuse="gradients were not finite, and were reset")
-    if elsewhere and all(set(window.passes[i].consumers) - {window.optimizer} for i in lost):
-        return Sums(excuse="passes that another optimizer steps on were reset")
-    if all(members.moved(i) for i in lost):
-        return Sums(excuse="parameters were written between the passes: what was reset belongs to other parameters")
-    if elsewhere and window.first:
-        return Sums(excuse="what other lines sent backward was reset before the first step")
-    if elsewhere:
-        # `.grad` alone cannot tell a pass that is discarded on purpose (statistics, a warm-up) from a slip
-        lines = ", ".join(sorted(place.line for place in members.places(lost)))
-        return Sums(excuse=f"{lines}: what goes backward here was reset, and is in no step")
-    if kept and usual and len(kept) == usual and len(lost) % usual == 0:
-        return Sums(excuse="a whole window was reset without a step")
-    # the rest of an epoch went before what is there; the program may count on over the reset, so that fewer are there
-    # than in a whole window, which a reset for each micro-batch never has
-    rest = bool(kept) and max(lost) < min(kept) and 1 < longest >= len(lost)
-    if rest or (usual and len(lost) < usual == len(kept)):
-        sentence = SENTENCES["tail-dropped"].format(lost=counted(len(lost), "micro-batch")) + _resets(members, lost)
-        return Sums(Fault("tail-dropped", sentence, kind="step-count"))
-    name = "dropped-micro-batch" if kept and max(lost) > min(kept) else "reset-inside-window"
-    return _fault(name, SENTENCES[name] + _resets(members, lost))
-
-
-def _resets(members: _Members, lost: Sequence[int]) -> str:
-    """Say where the program resets gradients, for those that were lost."""
-    lines = lines_with("zero_grad(", members.window.passes[max(lost)].site)
-    return f" (`zero_grad` is called at {', '.join(lines)})" if lines else ""
-
-
-def _judge_parameters(members: _Members, missing: Sequence[int]) -> Sums | None:
-    """Judge passes whose coefficients differ between parameters, or between each other."""
-    off = {k: c for i in members.required for k, c in members.by_parameter[i] if not near(c, members.mean[i], 1e-3)}
-    if off or missing:
-        key = next(iter(off), None) if off else missing[0]
-        if not off or any(abs(c) < NEGLIGIBLE for c in off.values()):
-            number = counted(len(set(off) | set(missing)), "parameter")
-            return _fault("reset-inside-window", f"in {number}, {SENTENCES['reset-inside-window']}", key)
-        return _fault("rescaled-accumulator", key=key)
-    values = [members.mean[i] for i in members.required if members.by_parameter[i]]
-    if values and max(values) - min(values) > 1e-3 * max(map(abs, values)):
-        ratios = [a / b for a, b in pairwise(values)]
-        listed = ", ".join(f"{ratio:.3g}" for ratio in ratios[:6])
-        name = RESCALED if max(ratios) - min(ratios) < 2e-3 * max(ratios) else "not-linear"
-        sentence = f"{SENTENCES[name]} (factors between the passes: {listed})"
-        # a running mean rescales the sum on purpose: what the losses weigh together decides
-        return Sums(Fault(name, sentence), coefficients=_used(members.window))
-    return None
-
-
-def _used(window: Window) -> dict[Source, float]:
-    """Return the coefficient of each pass, the factor of the program's own hooks on parameters included."""
-    found = {
-        (rank, index): window.of_pass((rank, index))
-        for index, seen in window.passes.items()
-        for rank in range(len(seen.records))
-    }
-    used = {source: c for source, c in found.items() if c is not None}
-    return {(rank, i): c * _of_hooks(window.passes[i].records[rank], window.keys) for (rank, i), c in used.items()}
-
-
-def _of_hooks(record: PassRecord, keys: Sequence[int]) -> float:
-    """Return the factor by which hooks multiply what arrives, 1 where parameters differ."""
-    factors = [record.factors.get(key, 1.0) for key in record.arrivals if key in keys]
-    return factors[0] if factors and all(near(f, factors[0], 1e-6) for f in factors) else 1.0
 
 
 # The weights of the windows of one optimizer, together.
@@ -863,7 +599,7 @@ class Judge:
         self._last[optimizer] = window
         if window.step.steps is not None:
             self._configured[optimizer] = window.step.steps
-        members = _Members(window)
+        members = Members(window)
         required = members.required or list(window.passes)
         self._windows[optimizer] += 1
         told = {index: seen for index, seen in window.passes.items() if not members.is_null(index)}
@@ -893,7 +629,7 @@ class Judge:
             sentence = SENTENCES["step-per-micro-batch"].format(steps=self._given)
             self._violate(Fault("step-per-micro-batch", sentence, kind="step-count"), window, where)
 
-    def _note_parts(self, window: Window, members: _Members) -> None:
+    def _note_parts(self, window: Window, members: Members) -> None:
         """Note parameters that get a gradient in some passes of a line and in others none."""
         by_site: defaultdict[str, list[set[int]]] = defaultdict(list)
         for index in members.required:
@@ -913,7 +649,7 @@ class Judge:
             self.alone = True
             return None
         usual, longest = self.usual(window.optimizer), max(self._lengths[window.optimizer], default=0)
-        found = _fault("not-reduced") if window.local else judge_sums(window, usual, longest)
+        found = judge_sums(window, usual, longest)
         fault = found.fault or self._of_hooks(window)
         if found.fault is not None and found.coefficients and not found.excuse and self._are_right(window, found):
             return found.coefficients

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from gradcheck_suite.auditing.places import Place
-from gradcheck_suite.auditing.replay import Seen, Source, Window, near
+from gradcheck_suite.auditing.sums import Seen, Source, Window, near
 from gradcheck_suite.auditing.terms import Term
 from gradcheck_suite.core.text import counted
 

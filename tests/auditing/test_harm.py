@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812 - as everyone calls it
 
 import gradcheck_suite
 from gradcheck_suite.__main__ import main
-from gradcheck_suite.auditing import forwards, judge, recorder, replay, samples, terms, weights, window_again
+from gradcheck_suite.auditing import forwards, judge, recorder, samples, sums, terms, weights, window_again
 
 PLANTED = [
     (samples, "taken"),
@@ -27,8 +27,8 @@ PLANTED = [
     (terms.Reader, "terms"),
     (terms.Reader, "_scalar"),
     (terms, "kind"),
-    (replay.Replay, "on_pass"),
-    (replay.Replay, "on_step"),
+    (sums.Replay, "on_pass"),
+    (sums.Replay, "on_step"),
     (judge, "judge_sums"),
     (judge, "judge_weights"),
     (weights, "compare"),

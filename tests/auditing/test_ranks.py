@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import gradcheck_suite
-from gradcheck_suite.auditing.ranks import End, RankFile, Ranks, RankWriter, died_before, gather, read
+from gradcheck_suite.auditing.context import End, RankFile, Ranks, RankWriter, died_before, gather, read
 from tests.auditing.running import GLOO_AT_EXIT, audited_on_two_ranks, free_port, python_path
 from tests.auditing.scripts import ON_TWO_RANKS
 

@@ -2,7 +2,8 @@
 
 The events of all ranks are walked in lockstep. Each measured state of a `.grad` is explained by the state before it:
 the same, reset, reduced over the ranks, or multiplied by one factor. What no such event explains is an edit. So nothing
-is fitted, but for gradients that a program puts together by hand.
+is fitted, but for gradients that a program puts together by hand. Then each window is asked whether its `.grad` is the
+sum of its passes.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
 
+from gradcheck_suite.auditing.places import Place, lines_with
 from gradcheck_suite.auditing.recorder import BY_HAND, LATE, NONE, TOUCHED, PassRecord, StepRecord
 from gradcheck_suite.auditing.samples import ELEMENTS, Vector, alike, factor, is_finite, size
+from gradcheck_suite.core.text import counted
 
 RELATIVE = {"float64": 1e-10, "float32": 3e-5, "bfloat16": 3e-2, "float16": 4e-3}
 """Relative difference of a factor of `.grad`, by its dtype, that rounding explains."""
@@ -475,3 +478,287 @@ COPIED = 1e-5
 """Relative difference of a gradient that is copied from one parameter to another one in float32, and may be divided."""
 SIGNIFICANT = 5.0
 """Standard errors from which on a coefficient is not 0."""
+
+
+# Is `.grad` the sum of the window's passes? The first question that is answered yes names the fault.
+
+
+OF_SUMS = {
+    "stale-window": "the gradient of an earlier step is still in it: reset the gradients once after every step",
+    "no-gradient": "nothing of the window is in the gradient: it was reset between backward and the step",
+    "reset-inside-window": "only the last backward passes of the window are in the gradient: "
+    "reset once per window, not per micro-batch",
+    "dropped-micro-batch": "some backward passes of the window are not in the gradient",
+    "repeated-micro-batch": "a loss goes backward more than once in the window: send each loss through once",
+    "running sum": "earlier losses go backward several times, as when the running sum of the losses goes backward "
+    "each time: send each loss through once",
+    "rescaled-accumulator": "the running sum itself is rescaled at every micro-batch; scale each contribution instead",
+    "not-linear": "the gradient is not a weighted sum of what arrived in the window: something else writes to `.grad` "
+    "between the backward passes (clipping per micro-batch, noise, a shared buffer)",
+    "hook": "a hook on a parameter changes the gradient of each micro-batch in a way that is no fixed factor of its "
+    "elements (clipping, noise, normalization): do it once, to `.grad`, before the step",
+    "foreign": "`.grad` still has the gradient of a backward pass that belonged to another optimizer's step: "
+    "reset the gradients of this optimizer before its own backward passes",
+    "step-per-micro-batch": "the optimizer steps after every micro-batch, where accumulation_steps = {steps}",
+    "missing": "a parameter that the window reaches has no gradient at the step: "
+    "look for what resets or replaces its `.grad`",
+    "stale-parameters": "parameters were written between the backward passes of the window, so its micro-batches were "
+    "computed with different ones: write to parameters between windows, not inside one",
+    "another optimizer": "another optimizer, which trains on the same passes, steps between the micro-batches of this "
+    "window: let both step once per window",
+    "not-reduced": "only each rank's own gradient is in `.grad` at the step, not reduced over the ranks: run the "
+    "forward and the backward of the window's last micro-batch outside no_sync",
+    "tail-dropped": "{lost} went backward and never reached a step: step after an epoch's last micro-batch too",
+}
+"""Name, or what it is about where a name has several -> what is wrong with a sum, and what to do."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with a window.
+
+    Attributes:
+        name: the diagnosis.
+        sentence: what is wrong and what to do.
+        key: of a parameter that shows it, or None.
+        kind: the part of the promise.
+    """
+
+    name: str
+    sentence: str
+    key: int | None = None
+    kind: str = "gradient"
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What `.grad` is made of at a step.
+
+    Attributes:
+        fault: what is wrong, or None.
+        excuse: why passes that are missing are no fault, or None.
+        coefficients: of each pass that is in it.
+        by_hand: whether the program put it together itself, from what arrived.
+    """
+
+    fault: Fault | None = None
+    excuse: str | None = None
+    coefficients: Mapping[Source, float] = field(default_factory=dict)
+    by_hand: bool = False
+
+
+def _fault(name: str, sentence: str | None = None, key: int | None = None) -> Sums:
+    return Sums(Fault(name, OF_SUMS[name] if sentence is None else sentence, key))
+
+
+class Members:
+    """The passes of a window, sorted by what may be asked of them.
+
+    Attributes:
+        mean: index of a pass -> its coefficient in `.grad`, the median over parameters.
+        own: passes that the window must have.
+        optional: passes that another optimizer has stepped on.
+        by_hand: passes whose results the program puts into `.grad` itself.
+    """
+
+    def __init__(self, window: Window) -> None:
+        self.window = window
+        self.by_parameter: dict[int, list[tuple[int, float]]] = {i: [] for i in window.passes}
+        for key, coefficients in window.coefficients.items():
+            for index, seen in window.passes.items():
+                ranks = [
+                    rank
+                    for rank, record in enumerate(seen.records)
+                    if key in record.arrivals and (rank, index, key) not in window.null
+                ]
+                if ranks:
+                    largest = max((coefficients.get((rank, index), 0.0) for rank in ranks), key=abs)
+                    self.by_parameter[index].append((key, largest))
+        self.mean = {
+            i: float(np.median([c for _, c in found])) if found else 0.0 for i, found in self.by_parameter.items()
+        }
+        told = [i for i, found in self.by_parameter.items() if found or not self.is_null(i)]
+        self.by_hand = [i for i in told if window.passes[i].by_hand]
+        rest = [i for i in told if i not in self.by_hand]
+        self.own = [i for i in rest if not window.seen[i] and (self.is_in(i) or not any(window.seen.values()))]
+        self.optional = [i for i in rest if window.seen[i]] if self.own else []
+        if not self.own:
+            rest = [i for i in rest if self.is_in(i)] or rest
+        self.required = [i for i in rest if i not in self.optional]
+
+    def is_null(self, index: int) -> bool:
+        """Return whether what arrived from a pass was exactly 0, which tells nothing."""
+        window, records = self.window, self.window.passes[index].records
+        reached = [(rank, index, k) for rank, r in enumerate(records) for k in r.arrivals if k in window.coefficients]
+        return bool(reached) and all(place in window.null for place in reached)
+
+    def is_in(self, index: int) -> bool:
+        """Return whether a pass is in `.grad`."""
+        return abs(self.mean[index]) > NEGLIGIBLE
+
+    def places(self, indices: Sequence[int]) -> set[Place]:
+        """Return where these passes were called."""
+        return {self.window.passes[i].site for i in indices}
+
+    def missing_parameters(self) -> list[int]:
+        """Return the parameters that a pass reached and that have no gradient."""
+        window = self.window
+        return sorted(
+            {
+                key
+                for index, seen in window.passes.items()
+                for rank, record in enumerate(seen.records)
+                for key in record.arrivals
+                if key in window.keys and key not in window.coefficients and (rank, index, key) not in window.null
+            }
+        )
+
+    def moved(self, index: int) -> bool:
+        """Return whether parameters had other values in this pass than in the window's last one."""
+        points = [self.window.passes[i].records[0].points for i in (index, self.required[-1])]
+        return any(points[0].get(k) != points[1].get(k) for k in self.window.keys if k in points[0] and k in points[1])
+
+
+def judge_sums(window: Window, usual: int | None, longest: int) -> Sums:
+    """Judge whether `.grad` is the sum of the window's passes; the first question that is answered yes names the fault.
+
+    Args:
+        window: the window.
+        usual: the number of passes of most windows in which nothing is missing, where it is known.
+        longest: the number of passes of the longest of them; 0 where there was none.
+    """
+    if window.local:
+        return _fault("not-reduced")
+    if not window.passes and any(window.coefficients.values()):
+        return _fault(
+            "stale-window",
+            "nothing went backward since the last step, and `.grad` is not empty: " + OF_SUMS["stale-window"],
+        )
+    members = Members(window)
+    missing = members.missing_parameters()
+    if window.edit == "all reset" or (members.required and not window.coefficients):
+        return _fault("no-gradient")
+    if (stale := _stale_key(window)) is not None:
+        return _fault("stale-window", key=stale)
+    left = [i for i in members.optional if members.is_in(i)]
+    if left and not members.places(left) & members.places(members.own):
+        return _fault("stale-window", OF_SUMS["foreign"])
+    if not members.own and _another_stepped_between(window, members):
+        return _fault("stale-parameters", OF_SUMS["another optimizer"])
+    if window.edit == BY_HAND:
+        return _judge_by_hand(members)
+    if any(source[1] == UNKNOWN for cs in window.coefficients.values() for source in cs):
+        return _fault("not-linear")
+    lost = [i for i in members.required if not members.is_in(i)]
+    if lost and window.edit == "free" and window.is_made_by_hand(lost):
+        return Sums(by_hand=True)
+    if lost:
+        found = _judge_lost(members, lost, usual, longest)
+        if found.excuse is not None or found.fault is not None:
+            return found if found.fault is not None else replace(found, coefficients=_used(window))
+    if unequal := _judge_parameters(members, missing):
+        return unequal
+    if window.edit == "reset":
+        return _fault("no-gradient", OF_SUMS["missing"])
+    if len(members.required) > 1 and any(members.moved(i) for i in members.required):
+        return _fault("stale-parameters")
+    return Sums(coefficients=_used(window))
+
+
+def _stale_key(window: Window) -> int | None:
+    """Return a parameter in whose `.grad` an earlier window is, None where there is none."""
+    for key, coefficients in window.coefficients.items():
+        for (_, index), c in coefficients.items():
+            if abs(c) > NEGLIGIBLE and (index == EARLIER or 0 <= index < window.before):
+                return key
+    return None
+
+
+def _another_stepped_between(window: Window, members: Members) -> bool:
+    indices = members.required
+    between = any(
+        at <= indices[-1] for i in indices[:-1] for other, at in window.seen[i].items() if other != window.optimizer
+    )
+    return len(indices) > 1 and between and any(members.is_in(i) for i in indices[:-1])
+
+
+def _judge_by_hand(members: Members) -> Sums:
+    """Judge a gradient that the program put together: a pass that is written over by the next one of the same place."""
+    places = {True: set[Place](), False: set[Place]()}
+    for i in members.by_hand:
+        places[abs(members.mean[i]) > 1e-3].add(members.window.passes[i].site)
+    if places[True] & places[False]:
+        return _fault("reset-inside-window", "results of `torch.autograd.grad` are written over: add them up")
+    return Sums(coefficients=_used(members.window))
+
+
+def _judge_lost(members: Members, lost: Sequence[int], usual: int | None, longest: int) -> Sums:
+    """Judge passes that are not in `.grad`: discarded on purpose, dropped, or reset."""
+    window = members.window
+    kept = [i for i in members.required if i not in lost]
+    elsewhere = not members.places(lost) & members.places(kept)
+    if window.not_finite & set(lost):
+        return Sums(excuse="gradients were not finite, and were reset")
+    if elsewhere and all(set(window.passes[i].consumers) - {window.optimizer} for i in lost):
+        return Sums(excuse="passes that another optimizer steps on were reset")
+    if all(members.moved(i) for i in lost):
+        return Sums(excuse="parameters were written between the passes: what was reset belongs to other parameters")
+    if elsewhere and window.first:
+        return Sums(excuse="what other lines sent backward was reset before the first step")
+    if elsewhere:
+        # `.grad` alone cannot tell a pass that is discarded on purpose (statistics, a warm-up) from a slip
+        lines = ", ".join(sorted(place.line for place in members.places(lost)))
+        return Sums(excuse=f"{lines}: what goes backward here was reset, and is in no step")
+    if kept and usual and len(kept) == usual and len(lost) % usual == 0:
+        return Sums(excuse="a whole window was reset without a step")
+    # the rest of an epoch went before what is there; the program may count on over the reset, so that fewer are there
+    # than in a whole window, which a reset for each micro-batch never has
+    rest = bool(kept) and max(lost) < min(kept) and 1 < longest >= len(lost)
+    if rest or (usual and len(lost) < usual == len(kept)):
+        sentence = OF_SUMS["tail-dropped"].format(lost=counted(len(lost), "micro-batch")) + _resets(members, lost)
+        return Sums(Fault("tail-dropped", sentence, kind="step-count"))
+    name = "dropped-micro-batch" if kept and max(lost) > min(kept) else "reset-inside-window"
+    return _fault(name, OF_SUMS[name] + _resets(members, lost))
+
+
+def _resets(members: Members, lost: Sequence[int]) -> str:
+    """Say where the program resets gradients, for those that were lost."""
+    lines = lines_with("zero_grad(", members.window.passes[max(lost)].site)
+    return f" (`zero_grad` is called at {', '.join(lines)})" if lines else ""
+
+
+def _judge_parameters(members: Members, missing: Sequence[int]) -> Sums | None:
+    """Judge passes whose coefficients differ between parameters, or between each other."""
+    off = {k: c for i in members.required for k, c in members.by_parameter[i] if not near(c, members.mean[i], 1e-3)}
+    if off or missing:
+        key = next(iter(off), None) if off else missing[0]
+        if not off or any(abs(c) < NEGLIGIBLE for c in off.values()):
+            number = counted(len(set(off) | set(missing)), "parameter")
+            return _fault("reset-inside-window", f"in {number}, {OF_SUMS['reset-inside-window']}", key)
+        return _fault("rescaled-accumulator", key=key)
+    values = [members.mean[i] for i in members.required if members.by_parameter[i]]
+    if values and max(values) - min(values) > 1e-3 * max(map(abs, values)):
+        ratios = [a / b for a, b in pairwise(values)]
+        listed = ", ".join(f"{ratio:.3g}" for ratio in ratios[:6])
+        name = "rescaled-accumulator" if max(ratios) - min(ratios) < 2e-3 * max(ratios) else "not-linear"
+        sentence = f"{OF_SUMS[name]} (factors between the passes: {listed})"
+        # a running mean rescales the sum on purpose: what the losses weigh together decides
+        return Sums(Fault(name, sentence), coefficients=_used(members.window))
+    return None
+
+
+def _used(window: Window) -> dict[Source, float]:
+    """Return the coefficient of each pass, the factor of the program's own hooks on parameters included."""
+    found = {
+        (rank, index): window.of_pass((rank, index))
+        for index, seen in window.passes.items()
+        for rank in range(len(seen.records))
+    }
+    used = {source: c for source, c in found.items() if c is not None}
+    return {(rank, i): c * _of_hooks(window.passes[i].records[rank], window.keys) for (rank, i), c in used.items()}
+
+
+def _of_hooks(record: PassRecord, keys: Sequence[int]) -> float:
+    """Return the factor by which hooks multiply what arrives, 1 where parameters differ."""
+    factors = [record.factors.get(key, 1.0) for key in record.arrivals if key in keys]
+    return factors[0] if factors and all(near(f, factors[0], 1e-6) for f in factors) else 1.0
