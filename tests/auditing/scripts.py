@@ -303,9 +303,6 @@ with torch.no_grad():
     "faulty_bfloat16_never_reset": faulty(
         "stale-window", "*[4] * 40, steps=8", **BFLOAT16, backward="(loss / 8).backward()", step=NO_RESET
     ),
-    "faulty_bfloat16_reset": faulty(
-        "reset-inside-window", "*[4] * 40, steps=4", **BFLOAT16, first=RESET, backward=QUARTER, step=NO_RESET
-    ),
     "faulty_checkpointed": faulty(
         "mean-of-means",
         setup="from torch.utils.checkpoint import checkpoint",
@@ -349,10 +346,6 @@ def compute_loss(logits, labels, num_items_in_batch):
         loss="loss = compute_loss(model(x), y, num_items_in_batch=sum(len(y) for _, y in window))",
     ),
     "faulty_divided_twice": faulty("wrong-scale", then=DIVIDED),
-    # `step % 4 == 0` holds at step 0: the first window is one micro-batch, divided by 4.
-    "faulty_first_window_short": faulty(
-        "wrong-scale", setup="data = toy.batches(*[4] * 17)", text=STEPPED_AT.replace("(number + 1)", "number")
-    ),
     "faulty_frozen_and_thawed": faulty(
         "stale-window",
         "i, window in enumerate(toy.windows(*[4] * 16))",
@@ -537,9 +530,6 @@ loss = (each * (torch.arange(len(y)) > 0)).mean() / len(window)""",
         loss='losses = F.cross_entropy(model(x), y, reduction="none") * x[:, 0]',
         backward="(losses.mean() / len(window)).backward()",
     ),
-    "faulty_mean_of_means_unreduced": faulty(
-        "mean-of-means", UNEQUAL, loss='loss = F.cross_entropy(model(x), y, reduction="none").mean() / len(window)'
-    ),
     "finding_miscounted": sound(
         "number, window in enumerate(toy.windows(*[6] * 12))",
         start="""
@@ -620,7 +610,6 @@ for step in range(12):
     "faulty_reset_before_step": faulty(
         "no-gradient", "*[4] * 12", step="optimizer.zero_grad(set_to_none=False)\noptimizer.step()"
     ),
-    "faulty_reset_of_a_part": faulty("stale-window", "*[4] * 12", step="optimizer.step()\nmodel[2].zero_grad()"),
     "faulty_reset_per_micro_batch": faulty("reset-inside-window", "*[4] * 12", first=RESET, step=NO_RESET),
     "faulty_reset_then_noise": faulty(
         "reset-inside-window",
@@ -668,14 +657,9 @@ optimizer.step()""",
         **TIED,
         first="model[2].weight.grad = None  # as a buffer of the tied parameters that is written and not added to",
     ),
-    "faulty_values_clipped_per_micro_batch": faulty(
-        "not-linear", "*[4] * 12", after="torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)"
-    ),
     # yolov5: the windows grow by a schedule, and what is left of an epoch is zeroed when the next one begins.
     "faulty_schedule_drops_tails": faulty("tail-dropped", **_scheduled("    optimizer.zero_grad()\n")),
     "faulty_schedule_fixed_divisor": faulty("wrong-scale", **_scheduled(divisor="4", batches=19)),
-    # The windows grow from 2 to 4 micro-batches, what the loss is divided by does not.
-    "faulty_windows_grow": faulty("wrong-scale", setup="data = iter(toy.batches(*[4] * 26))", text=GROWING),
     "sound_auxiliary_losses": sound(
         "*[4] * 7",
         loss="""

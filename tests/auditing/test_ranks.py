@@ -142,6 +142,21 @@ def test_a_script_of_two_ranks_gets_the_verdict_that_is_true_of_it(name, dtype, 
 
 
 @pytest.mark.full
+def test_the_file_through_which_ranks_meet_is_gone_after_the_run(tmp_path, scripts):
+    """Its store removes it when the process group and the wrapped model are gone: an audit holds neither."""
+    text = (scripts / "ranks" / "sound_counted.py").read_text()
+    script, store = scripts / "ranks" / "of_a_file.py", tmp_path / "store"
+    script.write_text(
+        "import os, toy\nimport torch.distributed as dist\ntoy.model_of_rank = lambda: (\n    dist.init_process_group"
+        f"('gloo', init_method='file://{store}', rank=int(os.environ['RANK']), world_size=2) or toy.classifier())\n"
+        + text
+    )
+    result, _ = audited_on_two_ranks(script, tmp_path / "r.json")
+    assert result["verdict"] == "holds", result
+    assert not store.exists()
+
+
+@pytest.mark.full
 def test_torchrun_starts_audits(tmp_path, scripts):
     path = tmp_path / "r.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
