@@ -121,6 +121,18 @@ def _same(node: Any, index: int, inputs: list[Place]) -> list[Place]:
     return found if len(found) == 1 else []
 
 
+def _valid(node: Any) -> torch.Tensor | None:
+    """Return how many targets an unreduced loss does not ignore, or the chunks of one that `cat` joins."""
+    name, inputs = kind(node), live(node)
+    if name.startswith("Nll"):
+        return None if _is_packed(node, "target") else (node._saved_target != node._saved_ignore_index).sum()
+    if name == "Cat" or (NODES.get(name) == Node(PASS, PASS) and len(inputs) == 1):
+        found = [_valid(below) for below, _ in inputs]
+        known = [valid for valid in found if valid is not None]
+        return torch.stack(known).sum() if known and len(known) == len(found) else None
+    return None
+
+
 @dataclass
 class Term:
     """One term of a loss, in numbers.
@@ -295,7 +307,7 @@ class Reader:
             one = row.scalar != OPAQUE and bool(inputs) and _elements(*inputs[0]) == 1
             if one and row.scalar == TERM and _shape(*inputs[0]):
                 # a tensor of one element: losses that were added to `zeros(1)`, or a micro-batch of one item?
-                if self._is_made_of_scalars(inputs[0], above):
+                if self._are_made_of_scalars(inputs, above, opaque=False):
                     return None
                 one = False
             if not one:
@@ -317,11 +329,13 @@ class Reader:
         what = f"{name} of a number" if inputs and _elements(*inputs[0]) == 1 else f"{name}, which is no sum"
         return self._opaque(node, index, above, what)
 
-    def _is_made_of_scalars(self, place: Place, above: tuple[str, ...]) -> bool:
+    def _are_made_of_scalars(self, places: Iterable[Place], above: tuple[str, ...], *, opaque: bool) -> bool:
+        """Read tensors of one element as numbers; return False, and read nothing, where one is an item instead."""
         before, handles, visited = len(self.found), len(self._handles), set(self._visited)
-        self._scalar(*place, above)
+        for place in places:
+            self._scalar(*place, above)
         new = self.found[before:]
-        if new and all(not found.term.opaque and not found.has_dimension for found in new):
+        if new and not any(found.has_dimension or (found.term.opaque and not opaque) for found in new):
             return True
         for handle in self._handles[handles:]:
             handle.remove()
@@ -346,9 +360,8 @@ class Reader:
 
     def _reduction(self, node: Any, index: int, above: tuple[str, ...], name: str, below: Place) -> None:
         inputs = live(below[0])
-        if NODES.get(kind(below[0]), UNKNOWN) == NODES["Cat"] and all(_elements(*place) == 1 for place in inputs):
-            for place in inputs:
-                self._scalar(*place, above)
+        joined = NODES.get(kind(below[0]), UNKNOWN) == NODES["Cat"] and all(_elements(*place) == 1 for place in inputs)
+        if joined and self._are_made_of_scalars(inputs, above, opaque=True):
             return
         found = _Found(Term((*above, name), counts={"elements": _elements(*below)}, mean=name == "Mean"))
         self._add(found, node, index)
@@ -374,8 +387,8 @@ class Reader:
         term.expression = (*term.expression, name)
         if (shape := _shape(node, index)) and not term.mean:
             term.counts["rows"] = shape[0]
-        if name.startswith("Nll") and not _is_packed(node, "target"):
-            found.seen["valid"] = (node._saved_target != node._saved_ignore_index).sum()
+        if (valid := _valid(node)) is not None:
+            found.seen["valid"] = valid
         if weighted:
             self._hook(node, found, "items", index)
 
