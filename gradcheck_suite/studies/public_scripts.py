@@ -1,14 +1,15 @@
 """Public training scripts as they are, under the audit: `python -m gradcheck_suite.studies.public_scripts FOLDER`.
 
-The tables `public_scripts*.toml` beside this module have a row for each run: repository, commit, file, how it was made
+The table `public_scripts.toml` beside this module has a row for each run: repository, commit, file, how it was made
 small and offline, and what is true of it, worked out by reading before the run. The scripts themselves are not kept
 here: FOLDER/owner/name has the checkout of each repository. Every run happens twice in a fresh folder, with and without
-the audit, and the two must leave the same files and the same parameters.
+the audit, and the two must leave the same files and the same parameters. `--needs` prints what to install.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import re
@@ -19,7 +20,7 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from gradcheck_suite.core.records import append_record, read_records, write_text
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run import environment
 
-TABLES = Path(__file__).parent
+TABLE = Path(__file__).with_suffix(".toml")
 KIND = "public-script"
 MARK = "<!-- the table, written by `python -m gradcheck_suite.studies.public_scripts --page PAGE` -->\n"
 TRUTHS = ("holds", "violated", "partial")
@@ -92,6 +93,7 @@ class Script:
         driver: Python that runs instead of the file, where the file defines functions only.
         path: folders of the repository that modules are imported from.
         audit: further options of the audit.
+        k: backward passes of a whole window.
         ranks: number of processes, under torchrun where there are several.
         environment: variables.
     """
@@ -114,6 +116,7 @@ class Script:
     driver: str = ""
     path: Sequence[str] = ()
     audit: Sequence[str] = ()
+    k: int = 1
     ranks: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -123,24 +126,33 @@ class Script:
         return " ".join([self.repository, self.file, *self.arguments, *self.audit])
 
 
-def scripts(folder: Path = TABLES) -> list[Script]:
-    """Return the rows of all tables of a folder.
+def scripts(path: Path = TABLE) -> list[Script]:
+    """Return the rows of a table.
 
     Raises:
         UsageError: a row is not well-formed.
     """
     found = []
-    for path in sorted(folder.glob("public_scripts*.toml")):
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-        shared = {f"@{name}": source for name, source in table.get("stubs", {}).items()}
-        for row in table["script"]:
-            stubs = {name: shared.get(source, source) for name, source in row.get("stubs", {}).items()}
-            try:
-                found.append(Script(**{**row, "stubs": stubs}))
-            except TypeError as error:
-                raise UsageError(f"{path.name}: {row.get('file')}: {error}") from None
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    shared = {f"@{name}": source for name, source in table.get("stubs", {}).items()}
+    for row in table["script"]:
+        stubs = {name: shared.get(source, source) for name, source in row.get("stubs", {}).items()}
+        try:
+            found.append(Script(**{**row, "stubs": stubs}))
+        except TypeError as error:
+            raise UsageError(f"{path.name}: {row.get('file')}: {error}") from None
     if twice := [key for key, number in Counter(script.key for script in found).items() if number > 1]:
         raise UsageError(f"{twice[0]}: two rows are the same run")
+    return found
+
+
+def _absent(packages: Iterable[str]) -> list[str]:
+    found = []
+    for name in packages:
+        try:
+            importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            found.append(name)
     return found
 
 
@@ -204,7 +216,7 @@ class Runner:
             raise UsageError(f"{script.key}: data could not be made: {made.stdout[-2000:]}")
 
     def _run(self, command: Sequence[str], cwd: Path, seen: Path | None = None) -> subprocess.CompletedProcess[str]:
-        folders = [self.folder / "stubs", *(self.checkout / path for path in self.script.path), TABLES.parents[1]]
+        folders = [self.folder / "stubs", *(self.checkout / path for path in self.script.path), TABLE.parents[2]]
         folders += [self.folder / "observer"] if seen else []
         found = [*map(str, folders), os.environ.get("PYTHONPATH", "")]
         given = {**OFFLINE, "HF_HOME": str(self.folder / "cache"), "PUBLIC_SCRIPT_SEEN": str(seen)}
@@ -286,7 +298,7 @@ def outcome(script: Script, row: Mapping[str, Any]) -> str:
 def _harm(plain: Ended, audited: Ended, again: Ended | None) -> str:
     """Return what the audit changed, `""` for nothing."""
     if not audited.result:
-        return f"no result, exit status {audited.status}"
+        return f"no result, exit status {audited.status}: {audited.log[-3000:]}"
     if audited.result["raised"]:
         return f"it raised {audited.result['raised']}"
     if audited.files != plain.files:
@@ -309,6 +321,8 @@ def judged(script: Script, folder: Path) -> dict[str, Any]:
     at = subprocess.run(["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     if at.stdout.strip() != script.commit:
         return {**row, "outcome": "not run", "note": f"no checkout of {script.repository} at {script.commit[:12]}"}
+    if absent := _absent(script.packages):
+        return {**row, "outcome": "not run", "note": f"not installed: pip install {' '.join(absent)}"}
     with tempfile.TemporaryDirectory() as temporary:
         try:
             runner = Runner(script, checkout, Path(temporary))
@@ -341,21 +355,22 @@ def judged(script: Script, folder: Path) -> dict[str, Any]:
     return {**row, "outcome": outcome(script, row)}
 
 
-def page_table(reports: Path, tables: Path = TABLES) -> Iterator[str]:
-    """Yield the lines of the page's table, from the newest record of each run of the tables, and what they come to."""
-    keys = [script.key for script in scripts(tables)]
+def page_table(reports: Path, table: Path = TABLE) -> Iterator[str]:
+    """Yield the lines of the page's table, from the newest record of each run of the table, and what they come to."""
+    keys = {script.key: script.k for script in scripts(table)}
     newest = {record.data["key"]: record.data for record in read_records(reports, KIND)[0]}
     rows = sorted((newest[key] for key in keys if key in newest), key=lambda row: (row["kind"], row["key"]))
     counts = Counter(row["outcome"] for row in rows)
     outcomes = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if counts[name])
     yield f"{len(rows)} runs of {len({row['repository'] for row in rows})} repositories: {outcomes}"
-    yield "\n| script | kind | truth | verdict of the audit | it is | parameters, steps | seconds |"
-    yield "| --- | --- | --- | --- | --- | ---: | ---: |"
+    yield "\n| script | kind | truth | verdict of the audit | it is | parameters | steps, K | seconds |"
+    yield "| --- | --- | --- | --- | --- | ---: | ---: | ---: |"
     for row in rows:
         found = "; ".join(f"`{name}` at `{where}`" for name, where, *_ in row["violations"]) or row["verdict"]
         truth = ", ".join(f"`{name}`" for name in row["names"]) or row["truth"]
         place = f"{row['repository']} at {row['commit'][:8]}, `{row['file']}`"
-        size, seconds = f"{row['parameters'] or 0:,}, {row['steps']}", "{:.0f}, {:.0f}".format(*row["seconds"])
+        size = f"{row['parameters'] or 0:,} | {row['steps']}, {keys[row['key']]}"
+        seconds = "{:.0f}, {:.0f}".format(*row["seconds"])
         kind = f"{row['kind']}, {row['framework']}"
         yield f"| {place} | {kind} | {truth} | {found} | {row['outcome']} | {size} | {seconds} |"
 
@@ -366,22 +381,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, nargs="?", help="has a checkout of each repository, as owner/name")
     parser.add_argument("words", nargs="*", help="run the scripts whose key has one of these words; all without one")
     parser.add_argument("--reports", type=Path, default=Path("reports"), metavar="DIR", help="where the records are")
-    parser.add_argument("--tables", type=Path, default=TABLES, metavar="DIR", help="where the tables are")
+    parser.add_argument("--table", type=Path, default=TABLE, metavar="FILE", help="the runs, as TOML")
+    parser.add_argument(
+        "--needs", action="store_true", help="print the packages of the wanted scripts, and run nothing"
+    )
     parser.add_argument("--page", type=Path, help="write the table of the records into this page, and run nothing")
     arguments = parser.parse_args(argv)
     try:
         if arguments.page is not None:
             head = arguments.page.read_text(encoding="utf-8").partition(MARK)[0]
-            write_text(
-                arguments.page, "\n".join([f"{head}{MARK}", *page_table(arguments.reports, arguments.tables), ""])
-            )
+            lines = [f"{head}{MARK}", *page_table(arguments.reports, arguments.table), ""]
+            write_text(arguments.page, "\n".join(lines))
+            return 0
+        words = arguments.words or [""]
+        wanted = [script for script in scripts(arguments.table) if any(word in script.key for word in words)]
+        if arguments.needs:
+            print(*sorted({name for script in wanted for name in script.packages}), sep="\n")
             return 0
         if arguments.folder is None:
             parser.error("the folder of the checkouts is missing")
         outcomes = set()
-        for script in scripts(arguments.tables):
-            if arguments.words and not any(word in script.key for word in arguments.words):
-                continue
+        for script in wanted:
             row = judged(script, arguments.folder)
             outcomes.add(row["outcome"])
             if row["outcome"] != "not run":

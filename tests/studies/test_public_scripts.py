@@ -75,6 +75,7 @@ def test_each_row_is_well_formed():
         assert set(script.names) <= KNOWN, script.key
         assert re.fullmatch(r"[\w.-]+\.py:\d+(-\d+)?", script.place) or not script.place, script.key
         assert len(script.why) > 40, script.key
+        assert script.k >= 1, script.key
         assert all(len(pair) == 2 for pair in script.replace), script.key
         assert not any(source.startswith("@") for source in script.stubs.values()), script.key
         for source in (script.data, script.driver, *script.stubs.values()):
@@ -85,10 +86,10 @@ def test_a_table_with_an_unknown_name_or_the_same_run_twice_is_refused(tmp_path)
     row = '[[script]]\nrepository="a/b"\ncommit="0"\nfile="t.py"\nkind="k"\nframework="f"\ntruth="holds"\nwhy="w"\n'
     (tmp_path / "public_scripts.toml").write_text(f'{row}colour="red"\n')
     with pytest.raises(UsageError, match=r"public_scripts\.toml: t\.py: .*colour"):
-        scripts(tmp_path)
+        scripts(tmp_path / "public_scripts.toml")
     (tmp_path / "public_scripts.toml").write_text(row + row)
     with pytest.raises(UsageError, match=r"a/b t\.py: two rows are the same run"):
-        scripts(tmp_path)
+        scripts(tmp_path / "public_scripts.toml")
 
 
 def test_a_sound_script_is_right_and_a_wrong_truth_is_caught(checkout):
@@ -127,6 +128,7 @@ def test_what_cannot_be_run_is_said_and_is_no_verdict(checkout, capsys):
     folder, sound = checkout
     for script, said in (
         (replace(sound, commit="0" * 40), "no checkout of someone/loops at 000000000000"),
+        (replace(sound, packages=("numpy", "no-such-thing")), "not installed: pip install no-such-thing"),
         (replace(sound, replace=(("no such text", ""),)), "'no such text' is not in the file"),
         (replace(sound, data="raise ValueError('no data')"), "ValueError: no data"),
     ):
@@ -135,21 +137,24 @@ def test_what_cannot_be_run_is_said_and_is_no_verdict(checkout, capsys):
         assert said in row["note"]
 
 
-def test_the_page_has_the_newest_record_of_each_run_of_the_table(tmp_path):
+def test_the_page_has_the_newest_record_of_each_run_of_the_table(tmp_path, capsys):
     head = f'[[script]]\nrepository="a/b"\ncommit="{"0" * 40}"\nkind="k"\nframework="f"\ntruth="holds"\nwhy="w"\n'
-    (tmp_path / "public_scripts.toml").write_text(f'{head}file="t.py"\narguments=["--x"]\n')
+    table = tmp_path / "public_scripts.toml"
+    table.write_text(f'{head}file="t.py"\nk=4\narguments=["--x"]\npackages=["rich", "numpy"]\n')
     row = {"repository": "a/b", "file": "t.py", "commit": "0" * 40, "kind": "k", "framework": "f", "truth": "holds"}
     row |= {"names": [], "violations": [], "steps": 3, "parameters": 7000, "seconds": [1.04, 2.0], "verdict": "holds"}
     for key, found in (("a/b t.py --x", "wrong"), ("a/b t.py --x", "right"), ("a/b gone.py", "harmed")):
         append_record(tmp_path, KIND, {**row, "key": key, "outcome": found}, environment={})
     page = tmp_path / "page.md"
     page.write_text(f"# Head\n\n{MARK}what was there\n")
-    assert main(["--page", str(page), "--reports", str(tmp_path), "--tables", str(tmp_path)]) == 0
+    assert main(["--page", str(page), "--reports", str(tmp_path), "--table", str(table)]) == 0
     text = page.read_text()
     assert text.startswith("# Head\n")
     assert "what was there" not in text
     assert "1 runs of 1 repositories: 1 right\n\n| script |" in text
-    assert text.endswith("|\n| a/b at 00000000, `t.py` | k, f | holds | holds | right | 7,000, 3 | 1, 2 |\n")
+    assert text.endswith("|\n| a/b at 00000000, `t.py` | k, f | holds | holds | right | 7,000 | 3, 4 | 1, 2 |\n")
+    assert main([str(tmp_path), "t.py", "--needs", "--table", str(table)]) == 0
+    assert capsys.readouterr().out == "numpy\nrich\n"
 
 
 def test_the_page_of_the_guide_is_what_the_records_say():
@@ -159,5 +164,5 @@ def test_the_page_of_the_guide_is_what_the_records_say():
 
 def test_the_command_names_what_is_missing(capsys, tmp_path):
     (tmp_path / "public_scripts.toml").write_text('[[script]]\nfile="t.py"\n')
-    assert public_scripts.main([str(tmp_path), "--tables", str(tmp_path)]) == 2
+    assert public_scripts.main([str(tmp_path), "--table", str(tmp_path / "public_scripts.toml")]) == 2
     assert "public_scripts.toml: t.py" in capsys.readouterr().err
