@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -221,20 +222,23 @@ class Runner:
         found = [*map(str, folders), os.environ.get("PYTHONPATH", "")]
         given = {**OFFLINE, "HF_HOME": str(self.folder / "cache"), "PUBLIC_SCRIPT_SEEN": str(seen)}
         variables = {**os.environ, **given, "PYTHONPATH": os.pathsep.join(filter(None, found))}
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=cwd,
+            env={**variables, **self.script.environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
         try:
-            return subprocess.run(
-                [sys.executable, *command],
-                cwd=cwd,
-                env={**variables, **self.script.environment},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                timeout=LIMIT_S,
-                check=False,
-            )
+            log, _ = process.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
-            return subprocess.CompletedProcess(command, 124, f"stopped after {LIMIT_S} s")
+            os.killpg(process.pid, signal.SIGKILL)  # its ranks and its loaders too
+            log, _ = process.communicate()
+            return subprocess.CompletedProcess(command, 124, f"{log}\nstopped after {LIMIT_S} s")
+        return subprocess.CompletedProcess(command, process.returncode, log)
 
     def run(self, name: str, *, audited: bool) -> Ended:
         """Run the script in a fresh copy of its data."""
@@ -362,7 +366,8 @@ def page_table(reports: Path, table: Path = TABLE) -> Iterator[str]:
     rows = sorted((newest[key] for key in keys if key in newest), key=lambda row: (row["kind"], row["key"]))
     counts = Counter(row["outcome"] for row in rows)
     outcomes = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if counts[name])
-    yield f"{len(rows)} runs of {len({row['repository'] for row in rows})} repositories: {outcomes}"
+    number = len({row["repository"] for row in rows})
+    yield f"{len(rows)} of the table's {len(keys)} runs, from {number} repositories: {outcomes}"
     yield "\n| script | kind | truth | verdict of the audit | it is | parameters | steps, K | seconds |"
     yield "| --- | --- | --- | --- | --- | ---: | ---: | ---: |"
     for row in rows:

@@ -151,7 +151,7 @@ def test_the_page_has_the_newest_record_of_each_run_of_the_table(tmp_path, capsy
     text = page.read_text()
     assert text.startswith("# Head\n")
     assert "what was there" not in text
-    assert "1 runs of 1 repositories: 1 right\n\n| script |" in text
+    assert "1 of the table's 1 runs, from 1 repositories: 1 right\n\n| script |" in text
     assert text.endswith("|\n| a/b at 00000000, `t.py` | k, f | holds | holds | right | 7,000 | 3, 4 | 1, 2 |\n")
     assert main([str(tmp_path), "t.py", "--needs", "--table", str(table)]) == 0
     assert capsys.readouterr().out == "numpy\nrich\n"
