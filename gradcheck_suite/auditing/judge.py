@@ -95,8 +95,8 @@ DECLARE = "declare it with `loss = gradcheck_suite.objective(loss, count=n)`, n 
 
 MASTERS = (
     "the gradients of this step were written by hand to parameters that no backward pass reaches (master copies)",
-    "give each copy the gradient of one parameter (`copy.grad = p.grad.float()`), or let the optimizer step on the "
-    "module's own parameters while it is audited",
+    "where they are copies, give each one the gradient of one parameter (`copy.grad = p.grad.float()`), or step on the "
+    "module's own parameters while the script is audited",
 )
 ZERO = (
     "DeepSpeed's ZeRO steps on flat copies of its own, which no backward pass reaches",

@@ -30,7 +30,7 @@ def _optimizer_of(module, parameters, steps=1):
 
 
 def test_what_helps_is_said_of_flat_copies_and_of_those_of_zero():
-    for module, said in (("toy", "let the optimizer step on the module's own"), (ZERO, "`zero_optimization.stage` 0")):
+    for module, said in (("toy", "or step on the module's own"), (ZERO, "`zero_optimization.stage` 0")):
         model, flat = torch.nn.Linear(3, 2), torch.nn.Parameter(torch.zeros(8))
         optimizer = _optimizer_of(module, [flat])
         with gradcheck_suite.audit() as audit:
