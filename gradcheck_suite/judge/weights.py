@@ -152,6 +152,16 @@ def missing_gradient(parameter: str) -> Diagnosis:
     )
 
 
+def none_and_not_zeros(parameter: str) -> Diagnosis:
+    """Return the diagnosis of a parameter whose right gradient is zeros, and None at the step."""
+    return Diagnosis(
+        "no-gradient",
+        f"{parameter}.grad is None at the step, where backward leaves zeros: the window's items reach {parameter}. On "
+        "zeros, momentum, averages and weight decay move a parameter, and on None it stays where it is: look for what "
+        "sets a gradient to None or leaves it out by its value",
+    )
+
+
 def poisoned_by(window: int) -> Diagnosis:
     """Return the diagnosis of a NaN or infinity that an earlier window left behind."""
     return Diagnosis(

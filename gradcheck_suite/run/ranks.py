@@ -188,7 +188,7 @@ def place_of(stack: str) -> str:
 
 
 LAST_LINES = 10
-MISMATCH = "collective mismatch"
+MISMATCH = ("collective mismatch", "gloo::EnforceNotMet")
 """What gloo says when it ends a process whose collective is not that of the other rank."""
 ENDED = "its process ended"
 
@@ -407,7 +407,7 @@ def _with_status(outcome: Outcome, status: int) -> Outcome:
     if outcome.raised != ENDED:
         return outcome
     how = f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
-    if MISMATCH not in outcome.trace:
+    if not any(mark in outcome.trace for mark in MISMATCH):
         return replace(outcome, raised=f"{ENDED} {how}")
     said = "the collective that it was in got data of another size: another rank was in another collective"
     return replace(outcome, raised=f"{ENDED} {how}: {said}", mismatched=True)

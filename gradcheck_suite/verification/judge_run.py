@@ -22,13 +22,14 @@ from gradcheck_suite.judge.probe_faults import explain_probe
 from gradcheck_suite.judge.reruns import LoopRunner, confirmed_by_repeating
 from gradcheck_suite.judge.sizes import NOT_IN_GRADIENT
 from gradcheck_suite.judge.steps import explain_steps, step_pattern
-from gradcheck_suite.judge.weights import Diagnosis, missing_gradient
+from gradcheck_suite.judge.weights import Diagnosis, missing_gradient, none_and_not_zeros
 from gradcheck_suite.reference.large_batch import (
     CannotJudgeError,
     Reference,
     Window,
     accumulation_fault,
     disagreement,
+    gradients_of,
     precision_fault,
 )
 from gradcheck_suite.run.instance import Compute, Instance, coarsest
@@ -237,6 +238,21 @@ ON_PURPOSE = {
     f"{EDITS_PARAMETERS}: each gradient is then judged at the parameters that its step finds",
     "changed-settings": f"; if the loop does so on purpose, as a schedule by hand does, assume {EDITS_SETTINGS}",
 }
+
+
+def none_in_place_of_zeros(window: Window, evaluation: Evaluation) -> str | None:
+    """Return a parameter whose gradient is None, though some micro-batch with valid targets reaches it, or None.
+
+    An item whose targets are all ignored reaches parameters as well, but a loop may leave its micro-batch out.
+    """
+    absent = [name for name, g in evaluation.gradients.items() if g is None and name in window.reached]
+    if not absent:
+        return None
+    instance = window.reference.instance
+    cuts = [instance.case.plan.items(j) for j in window.members]
+    counted = [items for items in cuts if float(instance.count(instance.batch(items)))]
+    each = [gradients_of(instance, window.model(), items, dtype=torch.float64) for items in counted]
+    return next((name for name in absent if any(found[name] is not None for found in each)), None)
 
 
 def stale_parameters(window: Window, outcome: Outcome, evaluation: Evaluation, autocast: Compute) -> Diagnosis | None:
@@ -618,7 +634,8 @@ def _judge_gradients(
     seen = reference.flat(evaluation.gradients)
     try:
         window = reference.window(index, evaluation.parameters if moved else None, autocast)
-        if runner is None and window.bound.is_torchs(seen):
+        absent = none_in_place_of_zeros(window, evaluation)
+        if runner is None and absent is None and window.bound.is_torchs(seen):
             return 0.0
         if moved and not np.isfinite(window.expected).all() and is_far(reference, evaluation):
             return NOT_FINITE
@@ -632,7 +649,11 @@ def _judge_gradients(
     except CannotJudgeError as error:
         return str(error)
     if comparison.ratio <= 1:
-        return comparison.ratio
+        if absent is None:
+            return comparison.ratio
+        evidence = replace(comparison, missing=frozenset(n for n, g in evaluation.gradients.items() if g is None))
+        place = (absent, epoch, index)
+        return _violation_of("none-pattern", none_and_not_zeros(absent), case, evidence, place, moved=moved)
     problem = reference.instance.users_problem
     if problem and problem.reduction != "batch" and (fault := gradient_fault(reference, window)):
         return fault

@@ -128,8 +128,10 @@ def surer(first: Violation, smallest: Violation) -> Violation:
 # The search.
 
 
-SHRINK_SECONDS, COMPILING_SECONDS = 30.0, 5.0
+SHRINK_SECONDS, COMPILING_SECONDS, WAITING_SECONDS = 30.0, 5.0, 0.5
 """Seconds of computing, or a quarter of the clock's: a busy machine shrinks as far."""
+WAITS = ("deadlock", "timed-out")
+"""Faults of which each smaller case takes seconds of the clock and tells no more: small cases alone are drawn then."""
 MOST_HUNTED, MOST_BESIDE, MOST_SMALL = 50, 20, 60
 """Cases that are drawn to show the fault of a first probe, that of another probe, and that of a large case on a small
 one."""
@@ -247,15 +249,15 @@ class Search:
             again: whether this violation has been found among drawn cases before, so that no case is named or counted.
         """
         found: list[Violation] = []
-        began = Stopwatch()
+        began, seconds = Stopwatch(), self._seconds
         kinds: set[str] = {seen.kind} if seen else set()
         kinds |= OF_GRADIENT if kinds & OF_GRADIENT and not again else set()
 
         def judge(case: Case) -> None:
-            nonlocal began
+            nonlocal began, seconds
             shrinking = bool(found) or again
-            if shrinking and began.passed() > self._seconds:
-                self.stopped = f"shrinking stopped after {self._seconds:g} s, so a smaller case may exist"
+            if shrinking and began.passed() > seconds:
+                self.stopped = f"shrinking stopped after {seconds:g} s, so a smaller case may exist"
                 return
             try:
                 if self._is_outside(case) and self._outside % ATTEMPTS:
@@ -276,6 +278,8 @@ class Search:
                 if not again:
                     self.found_after = self.cases
                     self.violation = self.violation or violation
+            if violation.diagnosis in WAITS:
+                seconds = WAITING_SECONDS if again else 0.0
             if not found or size_of(violation.case) < size_of(found[-1].case):
                 found.append(violation)
             raise ViolatedError
