@@ -428,6 +428,8 @@ class Case:
         seed: seed of parameter values and data, 0 to 2**32 - 1.
         optimizer: name of the optimizer, or None for one whose step leaves the parameters unchanged.
         groups: number of parameter groups of the optimizer; each has a learning rate of its own.
+        distinct_items: number of different items of an epoch, which repeat in turn, so that whole micro-batches are
+            equal, and with 1 all losses; 0 where every item is drawn.
     """
 
     problem: ProblemSpec | str
@@ -437,6 +439,7 @@ class Case:
     seed: int = 0
     optimizer: str | None = None
     groups: int = 1
+    distinct_items: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.problem, ProblemSpec | str):
@@ -453,14 +456,19 @@ class Case:
             raise UsageError(f"optimizer must be a name or None, got {self.optimizer!r}")
         if not is_integer(self.groups) or self.groups < 1:
             raise UsageError(f"groups must be a positive integer, got {self.groups!r}")
+        if not is_integer(self.distinct_items) or self.distinct_items < 0:
+            raise UsageError(f"distinct_items must be an integer from 0 on, got {self.distinct_items!r}")
+        if self.distinct_items and self.plan.masked:
+            raise UsageError("distinct_items: micro-batches without valid targets differ from others; drop plan.masked")
 
     def __repr__(self) -> str:
         return f"Case({', '.join(f'{name}={value!r}' for name, value in self._written().items())})"
 
     def _written(self) -> dict[str, Any]:
-        """Return the fields, without groups where there is one, so that the digests of stored cases stay."""
-        names = [field.name for field in fields(self)]
-        return {name: getattr(self, name) for name in names if name != "groups" or self.groups != 1}
+        """Return the fields, without later ones that have their default, so that the digests of stored cases stay."""
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        later = ("groups", "distinct_items")
+        return {name: value for name, (value, default) in values.items() if name not in later or value != default}
 
     @property
     def spec(self) -> ProblemSpec | None:

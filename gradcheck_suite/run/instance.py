@@ -153,6 +153,11 @@ def to_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
     return map_leaves(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
 
 
+def repeated(data: Batch, distinct: int) -> Batch:
+    """Return items of which the first few repeat in turn; the items as they are where `distinct` is 0."""
+    return map_leaves(lambda t: t[torch.arange(len(t), device=t.device) % distinct], data) if distinct else data
+
+
 class Items(Dataset[Any]):
     """The items of one epoch. A list of indices selects a batch, which is a copy, so that a loop may change it."""
 
@@ -471,8 +476,9 @@ def generated_instance(case: Case) -> Instance:
         reduction=spec.loss.reduction,
         count=lambda batch: kind.count(loss.o, batch),
     )
-    arrays = {n: t.to(torch.float64).numpy() if t.is_floating_point() else t.numpy() for n, t in rounded.items()}
-    data = {name: tensor.to(device) for name, tensor in rounded.items()}
+    data = repeated(rounded, case.distinct_items)
+    arrays = {n: t.to(torch.float64).numpy() if t.is_floating_point() else t.numpy() for n, t in data.items()}
+    data = {name: tensor.to(device) for name, tensor in data.items()}
     return Instance(case=case, problem=problem, data=data, arrays=arrays)
 
 
@@ -495,4 +501,5 @@ def user_instance(case: Case, problem: Problem) -> Instance:
                 f"got one of shape {tuple(tensor.shape)}: slice or draw every tensor to the item count asked for, "
                 "and pad items of different lengths to one tensor"
             )
+    data = repeated(data, case.distinct_items)
     return Instance(case=case, problem=problem, data=data, arrays=None, users_problem=problem)

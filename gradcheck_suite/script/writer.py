@@ -446,6 +446,7 @@ def _flags(violation: Violation, reduction: str, time_limit_s: float | None) -> 
     """Return which parts of the template a violation's script has."""
     kind, case = violation.kind, violation.case
     flags = {case.device, "generated" if case.spec else "problem", *["bound"] * (violation.evidence is not None)}
+    flags |= {"users_repeat"} if case.distinct_items and not case.spec else set()
     if kind == "not-accumulable":
         flags |= {"objective", "compares", "objective_mean" if reduction == "mean" else "objective_plain"}
         return flags | ({"objective_sum"} if violation.window is None else {"objective_window", "compares_elements"})
@@ -551,7 +552,7 @@ def _places(violation: Violation, instance: Instance) -> dict[str, Any]:
         "total_items": plan.total_items, "micro_batches": [plan.items(j) for j in range(len(plan.micro_batches))],
         "reduction": instance.problem.reduction, "seed": case.seed, "device": case.device, "dtype": case.dtype,
         "count_dtype": torch.promote_types(torch.float32, instance.dtype), "torch": torch.__version__,
-        "digest": case.digest,
+        "digest": case.digest, "distinct_items": case.distinct_items,
     }  # fmt: skip
 
 

@@ -56,6 +56,7 @@ OTHERS = {
     "seed": 8,
     "optimizer": "sgd",
     "groups": 2,
+    "distinct_items": 1,
 }
 """Another value of every field than that of `CASE`."""
 
@@ -99,13 +100,13 @@ def test_an_edit_is_accepted_once_its_digest_is_removed():
     assert case_from_json({**_without("digest"), "seed": 8}) == CASE.replace(seed=8)
 
 
-def test_groups_are_written_and_read_where_there_are_several():
-    several = CASE.replace(groups=3)
-    assert case_from_json(json.loads(json.dumps(several.to_json()))) == several
-    assert eval(repr(several)) == several
-    assert several.digest != CASE.digest
-    assert "groups" not in CASE.to_json()
-    assert "groups" not in repr(CASE)
+@pytest.mark.parametrize("field", ["groups", "distinct_items"])
+def test_a_field_that_came_later_is_written_and_read_where_it_has_no_default(field):
+    other = CASE.replace(**{field: 3})
+    assert case_from_json(json.loads(json.dumps(other.to_json()))) == other
+    assert eval(repr(other)) == other
+    assert field not in CASE.to_json()
+    assert field not in repr(CASE)
 
 
 # Plans: how micro-batches make windows, and which plans are none.
@@ -275,6 +276,8 @@ SEED = "seed must be an integer from 0 to 4294967295, got "
         *((lambda seed=seed: CASE.replace(seed=seed), f"{SEED}{seed}") for seed in (-1, 2**32, True)),
         (lambda: CASE.replace(optimizer=3), "optimizer must be a name or None, got 3"),
         *((lambda n=n: CASE.replace(groups=n), "groups must be a positive integer") for n in (0, -1, 1.5, True, "2")),
+        (lambda: CASE.replace(distinct_items=-1), "distinct_items must be an integer from 0 on, got -1"),
+        (lambda: CASE.replace(plan=Plan((1, 1), 2, masked=(0,)), distinct_items=1), "drop plan.masked"),
         (lambda: Plan((), 1), "micro_batches must be positive integers, at least one, got ()"),
         (lambda: Plan((1, 0), 1), "micro_batches must be positive integers, at least one, got (1, 0)"),
         *((lambda n=n: Plan((1, n), 1), "micro_batches must be positive integers") for n in (True, 2.0)),

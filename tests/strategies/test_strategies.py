@@ -114,6 +114,7 @@ FEATURES = {
         lambda case: case.problem.loss.kind in ("mse_and_l1", "cross_entropy_and_z", "distillation"),
     ),
     "several parameter groups": (0.15, lambda case: case.groups > 1),
+    "items that repeat": (0.08, lambda case: case.distinct_items > 0),
     "padding": (0.1, lambda case: input_signal(case.problem.input).padded),
 }
 """What must be drawn, in which share of the cases at least, and how it is told."""

@@ -1,0 +1,69 @@
+"""Equal micro-batches, items and losses are drawn: a loop that takes one for a duplicate is found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, verify
+from gradcheck_suite.core.faults import names_of
+from gradcheck_suite.loops.reset_modes import part_of_window, plain, window_count, windows
+from gradcheck_suite.run.instance import generated_instance
+from gradcheck_suite.verification.check import check
+
+SPEC = ProblemSpec(Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse"))
+
+
+def _without_duplicates(run, key):
+    for window in windows(run):
+        total, previous = window_count(run, window), None
+        for batch in window:
+            if previous is not None and torch.equal(key(run, batch), previous):
+                continue
+            previous = key(run, batch)
+            part_of_window(run, batch, total).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+def an_equal_loss_skipped(run):
+    _without_duplicates(run, lambda run, batch: run.loss(run.model, batch).detach())
+
+
+def an_equal_micro_batch_skipped(run):
+    _without_duplicates(run, lambda run, batch: next(iter(batch.values())))
+
+
+def equal_items_merged(run):
+    for window in windows(run):
+        total = window_count(run, window)
+        for batch in window:
+            kept = torch.unique(batch["x"], dim=0, return_inverse=True)[1].unique()
+            merged = {name: t[: len(kept)] for name, t in batch.items()}
+            (part_of_window(run, batch, total) * 0 + part_of_window(run, merged, total)).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+FAULTS = [an_equal_loss_skipped, an_equal_micro_batch_skipped, equal_items_merged]
+
+
+@pytest.mark.parametrize("distinct", [1, 2])
+def test_items_repeat_in_turn_and_the_loop_is_held_to_all_of_them(distinct):
+    case = Case(SPEC, Plan((2, 2, 4), 2), distinct_items=distinct)
+    first, second, last = (batch["x"] for batch in generated_instance(case).run().loader)
+    assert torch.equal(first, second)
+    assert torch.equal(last, torch.cat([first, first]))
+    assert len(first.unique(dim=0)) == distinct
+    assert check(plain, case).holds
+    for loop in FAULTS:
+        assert check(loop, case).violation.kind == "gradient"
+        assert check(loop, case.replace(distinct_items=0)).holds
+
+
+@pytest.mark.parametrize("loop", FAULTS[:2])
+def test_a_loop_that_skips_what_is_equal_is_found_among_drawn_cases(loop, only_linear, without_second_opinion):
+    result = verify(loop, quiet=True)
+    assert result.violation.case.distinct_items
+    # of equal micro-batches, to leave one out is to scale the others
+    assert "dropped-micro-batch" in names_of(result.violation.diagnosis)
