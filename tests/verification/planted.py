@@ -238,7 +238,7 @@ def scales_negative_windows(run):
 LONG = {
     "counter modulo 16": (_wraps(16), "wrong-windows", 18, 17, 1),
     "counter in uint8": (_wraps(256), "wrong-windows", 257, 3, 1),
-    "windows in int8": (scales_negative_windows, "wrong-scale", 129, 1, 1),
+    "windows in int8": (scales_negative_windows, "unrecognised-weights", 129, 1, 1),
     "fourth epoch is scaled": (scales_fourth_epoch, "wrong-scale", 1, 1, 4),
     "fourth epoch is left out": (_counted(lambda j, epoch: epoch >= 3), "no-gradient", 1, 1, 4),
     "every 100th micro-batch is left out": (_counted(lambda j, epoch: j % 100 == 99), "dropped-micro-batch", 102, 3, 1),
