@@ -14,6 +14,7 @@ import torch
 from gradcheck_suite.core.case import PARAMETER, Case, Plan, is_probe
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF, Comparison, Layout, Vector, accumulation_bound, quick_bound
 from gradcheck_suite.core.contract import EDITS_PARAMETERS, EDITS_SETTINGS
+from gradcheck_suite.core.faults import FAULTS, names_of
 from gradcheck_suite.core.results import Verdict, Violation, ViolationKind
 from gradcheck_suite.judge.fitted_weights import diagnose_case
 from gradcheck_suite.judge.gradient import explain_gradient, explain_missing
@@ -45,7 +46,7 @@ from gradcheck_suite.run.optimizers import (
     stepped,
 )
 from gradcheck_suite.run.runner import Outcome
-from gradcheck_suite.verification.separability import gradient_fault
+from gradcheck_suite.verification.separability import gradient_fault, reference_of
 
 
 def steps_of_plan(plan: Plan, outcome: Outcome, may_skip: Callable[[int, int], bool]) -> list[int] | None:
@@ -366,6 +367,30 @@ def _violation_of(
     )
 
 
+DUPLICATES = Diagnosis(
+    "dropped-micro-batch",
+    "the loop is right where all items differ, and wrong under the same plan where items repeat: it takes what is equal "
+    "to another for a duplicate: look for a set, a cache, or a comparison of batches or losses",
+)
+
+
+def takes_duplicates(window: Window, runner: LoopRunner) -> bool:
+    """Return whether a loop whose gradient is wrong is right on the same case with items that all differ.
+
+    Weights of equal micro-batches cannot be told apart, so a name that is read off them is a guess.
+    """
+    instance = window.reference.instance
+    case = instance.case.replace(distinct_items=0)
+    if case == instance.case:
+        return False
+    reference, _ = reference_of(case, instance.users_problem)
+    outcome = None if reference is None else runner.run(reference.instance)
+    if reference is None or outcome is None:
+        return False
+    verdict = judge_run(reference, outcome, Trajectory(case, outcome, edited=True, settings=False), None, None)
+    return verdict.holds and not verdict.skipped
+
+
 def gradient_violation(
     window: Window,
     evaluation: Evaluation,
@@ -397,12 +422,15 @@ def gradient_violation(
         if runner:
             named = explain_missing(parameter, comparison, window, epoch, runner)
     else:
+        duplicates = runner is not None and takes_duplicates(window, runner)
         if runner and known is None:
             known = explain_gradient(comparison, window, epoch, runner)
         if known is None and not window.moved and case.dtype == "float64":
             # what the gradient alone determines, without a further run of the loop
             known = diagnose_case(window, comparison, epoch, alike=alike)
         named = known or UNNAMED
+        if duplicates and any(FAULTS[name].evidence == "weights" for name in names_of(named.name) & FAULTS.keys()):
+            named = DUPLICATES
         expected = layout.part(window.expected, parameter)
         if not bool(torch.isfinite(seen).all()) and bool(np.isfinite(expected).all()):
             kind = "non-finite"

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, verify
-from gradcheck_suite.core.faults import names_of
 from gradcheck_suite.loops.reset_modes import part_of_window, plain, window_count, windows
 from gradcheck_suite.run.instance import generated_instance
 from gradcheck_suite.verification.check import check
@@ -65,5 +64,5 @@ def test_items_repeat_in_turn_and_the_loop_is_held_to_all_of_them(distinct):
 def test_a_loop_that_skips_what_is_equal_is_found_among_drawn_cases(loop, only_linear, without_second_opinion):
     result = verify(loop, quiet=True)
     assert result.violation.case.distinct_items
-    # of equal micro-batches, to leave one out is to scale the others
-    assert "dropped-micro-batch" in names_of(result.violation.diagnosis)
+    assert result.violation.diagnosis == "dropped-micro-batch"
+    assert "takes what is equal to another for a duplicate" in result.violation.explanation
