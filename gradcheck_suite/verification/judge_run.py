@@ -369,8 +369,8 @@ def _violation_of(
 
 DUPLICATES = Diagnosis(
     "dropped-micro-batch",
-    "the loop is right where all items differ, and wrong under the same plan where items repeat: it takes what is equal "
-    "to another for a duplicate: look for a set, a cache, or a comparison of batches or losses",
+    "the loop is right where all items differ, and wrong under the same plan where items repeat: it takes what is "
+    "equal to another for a duplicate: look for a set, a cache, or a comparison of batches or losses",
 )
 
 
