@@ -72,7 +72,7 @@ AXIS = 70
 
 _PLACES = re.compile(r' (?:d|transform|x|y|x1|x2|y1|y2|width|height)="[^"]*"')
 _DIGITS = re.compile(r"(\.\d)\d+")
-_SAID = re.compile(r' (?:aria-[a-z]+|role)="[^"]*"')
+_SAID = re.compile(r' (?:aria-[a-z]+|role|class|font-family|pointer-events)="[^"]*"')
 
 
 def svg(spec: Mapping[str, Any], alt: str) -> str:
@@ -86,7 +86,7 @@ def static(figure: Figure) -> Markup:
 
     if importlib.util.find_spec("vl_convert") is None:
         return Markup("")
-    # the element around it says what it shows; a tenth of a pixel is seen by nobody
+    # the element around it says what it shows and has the page's font; a tenth of a pixel is seen by nobody
     drawing = _SAID.sub("", _drawing(figure.spec, figure.alt, {}, STATIC_WIDTH))
     return Markup(_PLACES.sub(lambda place: _DIGITS.sub(r"\1", place[0]), drawing))
 

@@ -123,6 +123,18 @@ def test_without_javascript_each_plot_is_a_picture(browser, layout):
     context.close()
 
 
+def test_without_javascript_each_answer_has_the_width_of_a_telephone(browser, files):
+    """Nothing moves the claims there, so they stand below the other answers and not beside them."""
+    context = browser.new_context(java_script_enabled=False, viewport={"width": 390, "height": 844})
+    shown = context.new_page()
+    shown.goto((files / "plain.html").as_uri())
+    assert shown.locator(".card.claims").count() == 1
+    widths = shown.locator(".card").evaluate_all("all => all.map(card => card.getBoundingClientRect().width)")
+    assert len(widths) == 4
+    assert min(widths) > 300, widths
+    context.close()
+
+
 def test_with_javascript_no_picture_stands_beside_its_plot(open_page, layout):
     assert open_page(layout, "#zoo").locator(".static svg").count() == 0
 
