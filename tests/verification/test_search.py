@@ -369,3 +369,12 @@ def test_a_probe_that_the_assumptions_keep_from_getting_smaller_is_not_tried_aga
     # no micro-batch has another size than 2, so nothing else can be smaller
     assert smallest.case.plan == Plan((2, 2, 2), 2)
     assert search.runs - runs <= 10
+
+
+def test_a_deadlock_is_shrunk_by_small_cases_alone(run, monkeypatch):
+    monkeypatch.setattr(module.Stopwatch, "passed", lambda self: 0.1)
+    search = Scripted()
+    search.script = names(n9="raised/deadlock", n8="raised/deadlock", n2="raised/deadlock")
+    run(search, [case(9), case(8)], [case(2)])
+    assert [size for at, _ in search.checks if (size := len(at.plan.micro_batches)) == 8] == []
+    assert search.violation.case == case(2)
