@@ -53,7 +53,7 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
 def _expect_arrays(name: str, *trees: Any) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(trees)[0]:
         if type(leaf).__module__.partition(".")[0] == "torch":
-            raise TypeError(
+            raise UsageError(
                 f"run.{name} takes JAX arrays and got a torch.{type(leaf).__name__} at {jax.tree_util.keystr(path)}: "
                 "hand it run.params and what run.batches yields"
             )
@@ -557,8 +557,21 @@ def _users_functions(instance: Instance, problem: Problem) -> tuple[Function, Fu
 _OF_TORCH = {field.name for field in fields(TrainingRun)} - {field.name for field in fields(JaxTrainingRun)}
 
 
+_VMAPPED = (
+    "run.optimizer.update or init is called under jax.vmap, which is not supported: call it once a window, on the "
+    "accumulated gradient"
+)
+
+
 def _expect_jax(error: BaseException, run: JaxTrainingRun) -> None:
-    """Raise `UsageError` where a loop failed because it takes what a torch loop is given."""
+    """Raise `UsageError` where a loop failed because of what it was written for, and not because of a fault.
+
+    It takes what a torch loop is given, hands tensors to the loss, or calls the optimizer where nothing is observed.
+    """
+    if isinstance(error, UsageError) or "under jax.pmap, which is not supported" in str(error):
+        raise UsageError(str(error)) from None
+    if "Cannot `vmap` ordered IO callback" in str(error):
+        raise UsageError(_VMAPPED) from None
     if isinstance(error, AttributeError) and error.obj is run and error.name in _OF_TORCH:
         raise UsageError(
             f"the loop asks for run.{error.name}, which a loop of torch is given, and it is declared as one of JAX: "

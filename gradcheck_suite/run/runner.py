@@ -86,11 +86,6 @@ _BY_TEXT = (
         "with static_graph=True, the first forward and backward of a run must not be under no_sync",
     ),
     (
-        "Cannot `vmap` ordered IO callback",
-        "run.optimizer.update or init is called under jax.vmap, which is not supported: call it once a window, on the "
-        "accumulated gradient",
-    ),
-    (
         "Default process group has not been initialized",
         "the loop needs several ranks: verify it with --ranks 2",
     ),
