@@ -360,7 +360,7 @@ class Recorder:
         self._running: dict[int, Running] = {}
         self._unbound: list[Running] = []
         self._lines: dict[tuple[str, ...], dict[Place, str]] = {}
-        self._anomaly: tuple[bool, bool] | None = None
+        self._checks: bool | None = None
         self._before: dict[int, tuple[str, Raw | None]] = {}
         self._shards: set[int] = set()
         self._groups: dict[int, weakref.ref[Any]] | None = None
@@ -376,15 +376,21 @@ class Recorder:
         mine.recorder = self
         torch.autograd.Variable._execution_engine = mine
         self._handles = [register_optimizer_step_pre_hook(self._step_begins)]
-        if self._weights:
-            # until the first step every node keeps the stack that made it: so the lines of losses are known
-            self._anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-            torch.set_anomaly_enabled(True, self._anomaly[1] and self._anomaly[0])
+        self._keep_stacks()
+
+    def _keep_stacks(self) -> None:
+        """Let every node keep the stack that made it until the first step: so the lines of losses are known."""
+        # two steps where the first one's losses have none: Lightning switches anomaly mode off when it begins to fit
+        wanted = self._weights and self.steps_seen < 2 and not self._lines
+        if wanted and not torch.is_anomaly_enabled():
+            self._checks = torch.is_anomaly_check_nan_enabled()
+            torch.set_anomaly_enabled(True, False)
 
     def _end_of_stacks(self) -> None:
-        if self._anomaly is not None:
-            torch.set_anomaly_enabled(*self._anomaly)
-            self._anomaly = None
+        # also later than the first steps: what switched the mode for a while puts back what it found; a program that
+        # switches it on has NaNs checked
+        if self._checks is not None and torch.is_anomaly_enabled() and not torch.is_anomaly_check_nan_enabled():
+            torch.set_anomaly_enabled(False, self._checks)
 
     def close(self) -> None:
         """Stop: put the engine back and remove every hook."""
@@ -547,6 +553,7 @@ class Recorder:
             key: self._point(known, p) for key, known in self.parameters.items() if (p := known.reference()) is not None
         }
         self.last = running
+        self._keep_stacks()
         self._receive(running.record)
 
     @_guarded(SUMS)
@@ -783,7 +790,8 @@ class Recorder:
     def step(self, optimizer: Any) -> None:
         """Note a step: what stands in `.grad`."""
         self.steps_seen += 1
-        self._end_of_stacks()
+        if self._lines or self.steps_seen > 1:
+            self._end_of_stacks()
         if _task() != -1:
             self.notes[
                 "an optimizer steps inside of a backward pass, which has not ended: these steps were not judged"

@@ -117,6 +117,46 @@ def test_what_was_replaced_is_put_back():
     assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
 
 
+@pytest.mark.parametrize(("k", "diagnoses"), [(1, {"stale-window"}), (3, {"mean-of-means", "tail-dropped"})])
+def test_a_trainer_that_switches_anomaly_mode_off_hides_no_line(k, diagnoses):
+    """Lightning does so around a fit."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(count):
+        return F.cross_entropy(model(torch.randn(count, 3)), torch.zeros(count, dtype=torch.long))
+
+    with gradcheck_suite.audit() as audit, torch.autograd.set_detect_anomaly(False):
+        for _ in range(2):
+            optimizer.zero_grad()
+            for number in range(3 * k + 1):
+                (loss(2 + number % 3) / k).backward()
+                if number % k == k - 1:
+                    optimizer.step()
+                    if k > 1:
+                        optimizer.zero_grad()
+    assert not torch.is_anomaly_enabled()
+    faults = {violation.diagnosis: violation.where for violation in audit.result.violations}
+    line = loss.__code__.co_firstlineno + 1
+    assert set(faults) == diagnoses
+    assert all(where.endswith(f"test_recorder.py:{line}") for where in faults.values())
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_anomaly_mode_is_left_as_the_program_sets_it(on):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradcheck_suite.audit():
+        switched = torch.autograd.set_detect_anomaly(on)
+        for _ in range(2):
+            model(torch.ones(1, 2)).square().mean().backward()
+            optimizer.step()
+        assert (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()) == (on, True)
+        switched.__exit__(None, None, None)
+    assert not torch.is_anomaly_enabled()
+
+
 def test_a_loss_that_never_goes_backward_is_freed_with_its_graph():
     model = torch.nn.Linear(2, 2)
     with gradcheck_suite.audit():
