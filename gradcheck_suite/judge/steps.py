@@ -253,6 +253,7 @@ PREDICATES = (
         lambda run: bool(run.tail) and _leaks(run),
         lambda run: bool(run.whole) and run.plan.epochs > 1,
         lambda run: f"{_tail_text(run)}, and its gradient leaks into the next epoch's first window",
+        lambda run: _of_short(run, len(run.whole) * run.plan.epochs),
     ),
     Predicate(
         "step-per-micro-batch",
@@ -273,12 +274,15 @@ PREDICATES = (
 )
 
 
-def named(runs: Sequence[Run], own: Plan) -> tuple[str, str] | None:
+def named(runs: Sequence[Run], own: Plan, right: Run | None = None) -> tuple[str, str] | None:
     """Return the name of the first fault that all runs show and one tells, and what the loop did; None without one.
 
-    A run under another plan is told of where it alone tells the fault.
+    A run under another plan is told of where it alone tells the fault. `right` is a run with the right number of steps,
+    which refutes a fault that makes another number there.
     """
     for fault in PREDICATES:
+        if right is not None and fault.number(right) not in (-1, len(right.held)):
+            continue
         telling = next((run for run in runs if fault.tells(run)), None)
         if telling is not None and all(map(fault.holds, runs)):
             said = [f": {fault.text(run)}" for run in runs if run.plan == own]
@@ -364,10 +368,11 @@ def _explained(instance: Instance, outcome: Outcome, runner: LoopRunner, asked: 
             return NOT_REPEATABLE
         asked += f"; on the weight probe, under the same plan, it takes {len(own.held)}"
     separating = _run_on(separating_probe(probe, runner.assumes), runner)
-    runs = [own] if separating is None or len(separating.held) == separating.plan.steps else [own, separating]
+    right = separating if separating is not None and len(separating.held) == separating.plan.steps else None
+    runs = [own] if separating is None or separating is right else [own, separating]
     # a name of a small plan alone may be a coincidence, unless its steps hold everything
     tries = (runs, runs[-1:], [own] if _is_whole(own) else [])
-    name, said = next(filter(None, (named(some, own.plan) for some in tries if some)), ("wrong-step-count", ""))
+    name, said = next(filter(None, (named(some, own.plan, right) for some in tries if some)), ("wrong-step-count", ""))
     if name == "never-stepped":
         said = _never(outcome)
     if _may_skip(instance, outcome) and name in ("dropped-window", "never-stepped"):
