@@ -16,7 +16,7 @@ import torch
 
 from gradcheck_suite.core.comparison import Comparison, Vector
 from gradcheck_suite.judge.naming import FORMATS, constant_meaning
-from gradcheck_suite.judge.weights import ALONE, Diagnosis, listed, times_text
+from gradcheck_suite.judge.weights import ALONE, Diagnosis, factor_text, listed
 from gradcheck_suite.reference.large_batch import Window, gradients_of
 
 # Gradients that have lost a mean or a direction, and gradients whose elements belong to other parameters.
@@ -223,8 +223,8 @@ def _by_one_factor(comparison: Comparison, wrong: Sequence[str], where: str) -> 
         return None
     whole = all((off | ~there)[comparison.layout.elements(name)].all() for name in wrong)
     if whole and factor:
-        return Diagnosis("wrong-scale", f"{where}every element is {times_text(factor)} what it should be")
-    what = "0" if not factor else f"{times_text(factor)} what they should be"
+        return Diagnosis("wrong-scale", f"{where}every element is {factor_text(factor)} times what it should be")
+    what = "0" if not factor else f"{factor_text(factor)} times what they should be"
     return Diagnosis(
         "partial-gradient",
         f"{np.count_nonzero(off)} of the {len(off)} elements are wrong, in {listed(wrong)}, and are {what}; the others "
@@ -324,7 +324,7 @@ def _factor(expected: Array, observed: Array, allowed: Array) -> str | None:
     single = np.count_nonzero(np.abs(expected) > allowed) < 2
     if single and not meaning and abs(factor - round(factor)) > 1e-9:
         return None
-    said = f"every element is {times_text(factor)} what it should be"
+    said = f"every element is {factor_text(factor)} times what it should be"
     return f"{said}: {meaning}; {remedy}" if meaning else said
 
 
@@ -374,7 +374,7 @@ def _partial_text(name: str, expected: Array, observed: Array, allowed: Array, o
     if not np.any(np.abs(observed[off]) > allowed[off]):
         what = "0"
     elif np.allclose(ratio, ratio.flat[0], rtol=min(1e-6, 1e-3 * abs(ratio.flat[0] - 1))):
-        what = f"{times_text(float(ratio.flat[0]))} what they should be"
+        what = f"{factor_text(float(ratio.flat[0]))} times what they should be"
     more = ", ..." if np.count_nonzero(off) > 3 and where.startswith("at") else ""
     return (
         f"{np.count_nonzero(off)} of the {off.size} elements of {name} are wrong, {where}{more}, and are {what}; the "

@@ -20,10 +20,10 @@ from gradcheck_suite.judge.weights import (
     Steps,
     Weights,
     dropped_text,
+    factor_text,
     listed,
     places,
     repeated_text,
-    times_text,
 )
 
 Holds = Callable[[Weights], bool]
@@ -34,6 +34,8 @@ MOST_DECIMALS = 6
 MOST_TIMES = 64
 """How often a micro-batch may be there to be called repeated."""
 LEAST_LOSS_SCALE = 2**7
+EXACT = 1e-9
+"""Relative error of numbers that are solved for."""
 SHARES = "divide each summed loss by the window's count (mean loss * count of the micro-batch / count of the window)"
 GLOBAL_COUNT = "add up the counts over all ranks (all_reduce) and divide every rank's summed losses by the total"
 RESET = "reset the gradients once after every step, the short last window's too"
@@ -194,13 +196,19 @@ def _weighted_alike(wrong: Steps) -> list[str]:
     return [what for what in _weighted_by(wrong[0]) if all(what in _weighted_by(w) for w in wrong)]
 
 
+def _weighting_tells(w: Weights) -> bool:
+    """Whether counts differ, and in three ways where each micro-batch may be there a number of times as well."""
+    different = len({*_counts(w)})
+    return different > 2 or (different > 1 and not _times(w))
+
+
 def rounded_to(w: Weights) -> str | None:
-    """Return the format that the right weights seem to have been rounded to, or None."""
+    """Return the format that the right weights, or some of them, seem to have been rounded to, or None."""
     if not _own(w):
         return None
-    off = float(np.abs(w.ratio - 1).max())
+    off, wrong = float(np.abs(w.ratio - 1).max()), ~_right(w)
     for name, digits in FORMATS.items():
-        for values in (w.observed[w.inside], w.per_mean) if off <= 4 * 2.0**-digits else ():
+        for values in (w.observed[w.inside][wrong], w.per_mean[wrong]) if off <= 4 * 2.0**-digits else ():
             scaled = np.frexp(values)[0] * 2.0**digits
             if np.abs(scaled - np.round(scaled)).max() <= 2.0**digits * 2.0**-50:
                 return name
@@ -214,8 +222,8 @@ def rounded_to(w: Weights) -> str | None:
 def _rounded_text(w: Weights, wrong: Steps) -> str:
     return (
         f"the weights have a relative error of {np.abs(w.ratio - 1).max():.1g}, and are rounded to "
-        f"{rounded_to(w) or 'a narrower dtype'}: compute counts, quotients and sums in the loss's dtype or in Python "
-        "floats"
+        f"{rounded_to(w) or 'a narrower dtype'}: compute counts, quotients, gradients and sums in the loss's dtype or "
+        "in Python floats"
     )
 
 
@@ -418,7 +426,9 @@ def _by_place(wrong: Steps, place: Callable[[Weights, int], int]) -> Holds:
 
 def _by_place_text(w: Weights, wrong: Steps) -> str:
     longest = max(wrong, key=lambda v: len(v.inside))
-    shown = ", ".join(f"{factor:.6g}" for factor in longest.ratio[:4]) + (", ..." if len(longest.inside) > 4 else "")
+    shown = ", ".join(factor_text(float(factor)) for factor in longest.ratio[:4]) + (
+        ", ..." if len(longest.inside) > 4 else ""
+    )
     return (
         f"a micro-batch's weight depends on its place in the window: {shown} times what it should be for the first and "
         f"those after it, whatever they count: {SHARES}"
@@ -517,6 +527,7 @@ DIVIDE_ONCE = "divide each summed loss by the window's count, and by nothing els
 UNDIVIDED = f"a division is left out: {DIVIDE_ONCE}"
 TWICE = f"something divides a second time: {DIVIDE_ONCE}"
 SHORT = "a short window is divided as if it were whole: divide by its own count"
+NEW_COUNT = "set the count to 0 when a window begins"
 OTHER_COUNT = "divide by the count of the micro-batches whose gradients are in this step, of all ranks"
 OF_RANKS = (
     "DistributedDataParallel and fully_shard average gradients over ranks, and all_reduce adds them up: multiply each "
@@ -599,13 +610,15 @@ def _other_items(w: Weights) -> Beside:
 def _other_windows(w: Weights) -> Beside:
     if w.windows:
         at, of = w.windows.index(w.window), [w.count_of(window) for window in w.windows]
-        yield "the previous window's", of[at - 1] if at or w.epoch else 0, OTHER_COUNT, 2
+        before = of[at - 1] if at or w.epoch else 0
+        yield "the previous window's", before, OTHER_COUNT, 2
+        yield "its own and the previous window's together", w.window_count + before, NEW_COUNT, 2
         yield "the next window's", of[(at + 1) % len(of)], OTHER_COUNT, 2
         yield "the first window's", of[0], OTHER_COUNT, 2
         yield "the whole epoch's", sum(of), OTHER_COUNT, 2
         yield "the mean count of the epoch's windows", sum(of) / len(of), OTHER_COUNT, 2
         so_far = w.epoch * sum(of) + sum(of[: at + 1])
-        yield "that of all windows up to it", so_far, "set the count to 0 when a window begins", 2
+        yield "that of all windows up to it", so_far, NEW_COUNT, 2
     for rank in sorted(set(w.owners)):
         yield f"that of rank {rank}", w.count_of_rank(rank), OTHER_COUNT, 0
         yield f"the number of ranks times that of rank {rank}", w.world_size * w.count_of_rank(rank), OTHER_COUNT, 0
@@ -664,7 +677,7 @@ def constant_meaning(factor: float) -> tuple[str, str]:
     return "", ""
 
 
-NO_COUNT = ", which no usual count or quotient of counts gives"
+NO_COUNT = ", which no usual count or quotient of counts gives in every window"
 
 
 def _scale(steps: Steps) -> tuple[bool, Text]:
@@ -673,10 +686,10 @@ def _scale(steps: Steps) -> tuple[bool, Text]:
     ratios = [float(w.ratio.mean()) if len(w.inside) else 0.0 for w in wrong]
     constant = wrong[0].close(ratios, ratios[0])
     meaning, remedy = constant_meaning(ratios[0]) if constant else ("", "")
-    power, found = _power_of_steps(wrong, ratios), meanings(wrong, right)
+    power, found, added = _power_of_steps(wrong, ratios), meanings(wrong, right), _added_to_counts(wrong, ratios)
 
     def sentence(w: Weights, wrong: Steps) -> str:
-        said = f"every item of the window weighs {times_text(float(w.ratio.mean()))} what it should"
+        said = f"every item of the window weighs {factor_text(float(w.ratio.mean()))} times what it should"
         if meaning:
             return f"{said}: {meaning}; {remedy}"
         if found:
@@ -685,6 +698,8 @@ def _scale(steps: Steps) -> tuple[bool, Text]:
                 alternatives.setdefault(what_to_do, []).append(text)
             each = [f"{' or '.join(texts)}: {what_to_do}" for what_to_do, texts in alternatives.items()]
             return f"{said}, which is {'; or '.join(each)}"
+        if added is not None:
+            return f"{said}, as where {added:.3g} is added to the window's count: {DIVIDE_ONCE}"
         if power is not None:
             return (
                 f"{said}, and that of each step is {power:.6g} times that of the step before it: something is applied "
@@ -697,11 +712,22 @@ def _scale(steps: Steps) -> tuple[bool, Text]:
                 f"{said}, in every wrong window alike, whatever its counts: look for a constant, such as a number of "
                 "ranks or a coefficient"
             )
-        shown = listed([f"{ratio:.6g}" for ratio in ratios], 4)
+        shown = listed([factor_text(ratio) for ratio in ratios], 4)
         look = "look for a schedule, a coefficient, or a count that other windows take part in"
         return f"{said}; over the wrong windows the factors are {shown}{NO_COUNT}: {look}"
 
-    return bool(found or (constant and len(wrong) > 1) or meaning or power is not None), sentence
+    explained = found or (constant and len(wrong) > 1) or meaning or power is not None or added is not None
+    return bool(explained), sentence
+
+
+def _added_to_counts(wrong: Steps, ratios: Sequence[float]) -> float | None:
+    """Return the number that all wrong windows' divisors have more than their different counts, or None."""
+    counts = np.array([w.window_count for w in wrong])
+    if wrong[0].reduction == "sum" or len({*counts}) < 2 or not min(ratios) > 0:
+        return None
+    more, rounding = counts / ratios - counts, 2 * wrong[0].tolerance * float(counts.max())
+    told = abs(more[0]) > 100 * rounding and np.allclose(more, more[0], rtol=EXACT, atol=rounding)
+    return float(more[0]) if told else None
 
 
 def _power_of_steps(wrong: Steps, ratios: Sequence[float]) -> float | None:
@@ -759,7 +785,7 @@ def _predicates(steps: Steps, wrong: Steps, *, known_only: bool) -> Iterator[Pre
         explained, sentence = _scale(steps)
         if explained or not known_only:
             yield Predicate("wrong-scale", _always, lambda w: explained or _several(w), sentence)
-    yield Predicate("wrong-count", lambda w: bool(_weighted_alike(wrong)), _unequal, _wrong_count_text)
+    yield Predicate("wrong-count", lambda w: bool(_weighted_alike(wrong)), _weighting_tells, _wrong_count_text)
     yield Predicate("reset-inside-window", _alone(-1), _long, _last_text)
     yield Predicate("first-only", _alone(0), _long, _first_text)
     yield Predicate("rescaled-accumulator", _rescales(wrong), _rescale_tells, _rescaled_text)
@@ -803,24 +829,27 @@ NOT_A_SUM = (
 """What a probe shows as a missing gradient as well."""
 
 
-def diagnose(violated: Weights, others: Sequence[Weights] = (), *, known_only: bool = False) -> Diagnosis:
+def diagnose(
+    violated: Weights, others: Sequence[Weights] = (), *, known_only: bool = False, where: str = ""
+) -> Diagnosis:
     """Name the fault that gives such weights; `unrecognised-weights` where no known one does.
 
     Args:
         violated: the weights of the step that is violated.
         others: those of other steps, of this run or of another one, in the order of a run.
         known_only: whether factors that change from window to window and are none of the run's are no name.
+        where: which steps are wrong, as the end of a sentence; empty for what they have in common.
     """
     steps = [violated, *others]
+    where = where or _alike(steps) or _where(violated, steps)
     wrong = [w for w in steps if not w.is_right]
     for fault in _predicates(steps, wrong, known_only=known_only) if wrong else ():
         if all(fault.holds(w) for w in wrong) and any(fault.tells(w) for w in wrong):
-            where = _alike(steps) or _where(violated, steps)
             if fault.name == "no-gradient" and OF_SEVERAL in where:
                 where += NOT_A_SUM
             return Diagnosis(fault.name, fault.text(violated, wrong) + where)
     found = _unrecognised(violated)
-    return replace(found, sentence=found.sentence + (_alike(steps) or _where(violated, steps)))
+    return replace(found, sentence=found.sentence + where)
 
 
 def names_nothing(diagnosis: Diagnosis) -> bool:
@@ -829,8 +858,8 @@ def names_nothing(diagnosis: Diagnosis) -> bool:
 
 
 KINDS_OF_STEPS: tuple[tuple[str, Holds], ...] = (
-    ("short windows", lambda w: len(w.window) < w.accumulation_steps),
-    ("whole windows", lambda w: len(w.window) == w.accumulation_steps),
+    ("short windows", lambda w: len(w.window) < w.accumulation_steps * w.world_size),
+    ("whole windows", lambda w: len(w.window) == w.accumulation_steps * w.world_size),
     ("epochs after the first", lambda w: w.epoch > 0),
     ("the first epoch", lambda w: w.epoch == 0),
     ("the first window of the run", lambda w: not w.epoch and not w.index),

@@ -162,18 +162,24 @@ def _by_loss(
     calls = [call for call in recorder.calls if call.step == step and call.cotangent is not None]
     if len(calls) != len(members):
         return None
-    handed = np.zeros(len(small_step))
+    handed, plain = np.zeros(len(small_step)), small_step / SMALL_SCALE
+    right = probe.right_weights(step % len(probe.plan.windows))
+    changes, wrong = (~np.isclose(items, other, rtol=max(probe.tolerance, 1e-9), atol=0) for other in (plain, right))
+    if not changes[wrong].all():
+        return None  # something else makes a weight wrong that is the same with a small loss
     for j, call in zip(members, calls, strict=True):
         assert call.cotangent is not None
         share = probe.counts[j] if probe.reduction == "mean" else 1.0
         handed[probe.plan.items(j).start : probe.plan.items(j).stop] = SMALL_SCALE * float(call.cotangent) / share
     if not np.allclose(handed, small_step, rtol=1e-9, atol=0):
         return None
-    first = probe.plan.items(members[0]).start
+    starts = [probe.plan.items(j).start for j in members]
+    place = int(np.argmax(changes[starts]))
+    which, item = "first" if not place else f"micro-batch {members[place]}", starts[place]
     return Diagnosis(
         "weighted-by-loss",
-        "a micro-batch's weight depends on the value of its loss: that of the window's first is "
-        f"{items[first]:.6g}, and {small_step[first] / SMALL_SCALE:.6g} with a loss 2**-20 times as large: look for a "
+        f"a micro-batch's weight depends on the value of its loss: that of the window's {which} is "
+        f"{items[item]:.6g}, and {plain[item]:.6g} with a loss 2**-20 times as large: look for a "
         "power or a logarithm of the loss, a focal weight, or a scale that is computed from the loss",
     )
 
@@ -269,9 +275,35 @@ def explain_probe(case: Case, steps: Steps, step: int, runner: LoopRunner) -> Di
         taken = [items for items in steps if items is not None]
         return cut_elsewhere(case.plan, taken) or _of_weights(case, steps, step, runner)
     plain = _without_slopes(case, runner)
-    if plain is not None and step < len(plain) and not _is_right(plain[step], case, step):
-        return _of_weights(case, plain, step, runner)
-    return _size_fault(case, expected_gradients(case) * case.plan.epochs, steps, step, runner)
+    expected = expected_gradients(case) * case.plan.epochs
+    if plain is not None and step < len(plain):
+        if not _is_right(plain[step], case, step):
+            return _of_weights(case, plain, step, runner)
+        if step and np.isfinite(seen).all() and _is_right(expected[step], case, step):
+            return _after_another(_probe(case, case.dtype), seen, step, plain, expected[step - 1], alike=runner.alike)
+    return _size_fault(case, expected, steps, step, runner)
+
+
+def _after_another(
+    probe: WeightProbe, seen: Vector, step: int, plain: list[Vector], before: Vector, *, alike: bool
+) -> Diagnosis:
+    """Name the fault of an ordinary gradient that is right where the gradients before it are ordinary as well.
+
+    Args:
+        probe: with the same plan and all slopes 1.
+        seen: the wrong gradient.
+        step: whose gradient it is.
+        plain: the gradient of every step of the run with slopes 1.
+        before: the right gradient of the step before.
+        alike: whether all of several ranks have these gradients.
+    """
+    size = size_text(before[before != 0]) if np.isfinite(before).all() else "infinite or NaN"
+    where = f" (only after a window whose gradient is {size}: after one of ordinary size it is right)"
+    observed = per_micro_batch(probe, seen)
+    if observed is None:
+        return Diagnosis("unequal-items", f"items of one and the same micro-batch have different weights{where}")
+    others = readings(probe, plain, alike=alike) or []
+    return diagnose(reading(probe, step, observed, alike=alike), others, where=where)
 
 
 def _without_slopes(case: Case, runner: LoopRunner) -> list[Vector] | None:

@@ -176,10 +176,10 @@ def not_linear(why: str) -> Diagnosis:
     return Diagnosis("not-linear", f"the gradient is wrong, and not by weights of its micro-batches: {why}")
 
 
-def times_text(factor: float) -> str:
-    """Return a factor in words; one near to 1 by its distance from it."""
+def factor_text(factor: float) -> str:
+    """Return a factor; one near to 1 by its distance from it."""
     off = factor - 1
-    return f"1 {'+' if off > 0 else '-'} {abs(off):.3g} times" if abs(off) < 1e-5 else f"{factor:.6g} times"
+    return f"1 {'+' if off > 0 else '-'} {abs(off):.3g}" if 0 < abs(off) < 1e-5 else f"{factor:.6g}"
 
 
 def listed(names: Sequence[object], shown: int = 3) -> str:

@@ -66,6 +66,20 @@ def test_weights_by_loss_and_by_place(change, name, says):
     assert says in sentence
 
 
+def test_a_wrong_weight_that_is_the_same_with_a_small_loss_is_not_blamed_on_the_loss():
+    """The window's first weighs 1.5 times in every run; the rest another weight in the third run alone."""
+    runs = []
+
+    def changes(run):
+        runs.append(run)
+        factors = iter([1.5, 0.7, 1.3, 0.9, 1.1, 0.8, 0.6] * 9)
+        _by_part(lambda loss, place: loss * (next(factors) + 0.25 * (len(runs) == 3 and place > 0)))(run)
+
+    found = check(changes, probe_case(Plan((2, 1, 3), 3))).violation
+    assert len(runs) > 2
+    assert found.diagnosis in ("unrecognised-weights", "not-linear"), found.explanation
+
+
 def test_a_penalty_on_the_gradient_is_told_from_a_constant_term():
     def penalise(factor):
         def loop(run):
@@ -190,7 +204,10 @@ def test_a_factor_that_grows_with_the_steps_is_given_for_each():
 
     name, sentence, _ = explained(warm_up, plan=Plan((2,), 1))
     assert name == "wrong-scale"
-    assert "the factors are 0.25, 0.25, 0.5, 0.75, which no usual count or quotient of counts gives" in sentence
+    assert (
+        "the factors are 0.25, 0.25, 0.5, 0.75, which no usual count or quotient of counts gives in every window"
+        in sentence
+    )
 
 
 def test_what_the_wrong_micro_batches_have_in_common_is_said():

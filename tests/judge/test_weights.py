@@ -232,6 +232,59 @@ def test_one_target_too_many_for_every_item_has_its_name():
         assert "one target too many" not in diagnose(other).sentence
 
 
+def test_a_repetition_is_no_square_of_counts_unless_three_counts_tell():
+    """Counts 1, 1 and 2: twice the last one is also its square. Counts 1, 2 and 5 in 8 weigh 1/8, 2/8 and 5/8."""
+    twice = diagnose(_short(1 / 4, 1 / 4, 2 / 4, k=3, counts=(1, 1, 2)))
+    assert twice.name == "repeated-micro-batch"
+    assert "micro-batches [2] of the window are in the gradient twice" in twice.sentence
+    square = diagnose(_short(1 / 8, 2 / 8, 5 / 8, k=3, counts=(1, 2, 5)))
+    assert square.name == "wrong-count"
+    assert "the square of their counts" in square.sentence
+
+
+def test_weights_that_are_rounded_from_the_second_micro_batch_on_are_named_so():
+    rounded = float(np.float32(1 / 6))
+    assert diagnose(_weights(1 / 6, rounded, rounded)).name == "low-precision"
+    assert diagnose(_weights(1 / 6, rounded, rounded * (1 + 1e-9))).name != "low-precision"
+
+
+def test_factors_that_differ_from_1_by_little_are_shown_by_that():
+    """1e-9 more than the count of each window, which is 4 and 2, is what it is divided by."""
+    windows = ((0, 1), (2,))
+    steps = [
+        Weights(np.array(observed), (1.0, 3.0, 2.0), window, 2, 0, "mean", windows=windows, tolerance=1e-13)
+        for window, observed in zip(windows, ([1 / (4 + 1e-9)] * 2 + [0.0], [0.0, 0.0, 1 / (2 + 1e-9)]), strict=True)
+    ]
+    said = diagnose(steps[0], steps[1:])
+    assert said.name == "wrong-scale"
+    assert "weighs 1 - 2.5e-10 times what it should, as where 1e-09 is added to the window's count" in said.sentence
+    other = replace(steps[1], observed=steps[1].observed * (1 + 1e-8))
+    said = diagnose(steps[0], [other])
+    assert said.name == "wrong-scale"
+    assert "the factors are 1 - 2.5e-10, 1 + 9.5e-09, which no usual count or quotient of counts" in said.sentence
+
+
+def test_a_count_that_was_not_set_to_0_has_its_name():
+    """Windows of 4, 3 and 5 items: the second divides by 4 + 3, the third by 3 + 5."""
+    windows, counts = ((0, 1), (2, 3), (4, 5)), (1.0, 3.0, 1.0, 2.0, 4.0, 1.0)
+    right = [np.isin(range(6), window) / count for window, count in zip(windows, (4, 7, 8), strict=True)]
+    first, *rest = (
+        Weights(own, counts, w, 2, 0, "mean", windows=windows) for w, own in zip(windows, right, strict=True)
+    )
+    said = diagnose(rest[0], [first, rest[1]])
+    assert said.name == "wrong-scale"
+    assert "its own and the previous window's together, 3/7: set the count to 0 when a window begins" in said.sentence
+
+
+def test_a_window_of_ranks_is_short_where_it_has_fewer_micro_batches_than_all_ranks_should():
+    windows, owners = ((0, 1), (2,)), (0, 1, 1)
+    own, short = (
+        Weights(np.array(observed), (1.0,) * 3, window, 1, 0, "mean", windows=windows, owners=owners, alike=True)
+        for window, observed in zip(windows, ([0.5, 0.5, 0.0], [0.0, 0.0, 0.3]), strict=True)
+    )
+    assert diagnose(short, [own]).sentence.endswith("(only in short windows)")
+
+
 # Several steps
 
 

@@ -113,6 +113,18 @@ def clips_to_a_limit_that_no_finite_gradient_reaches(run):
         run.optimizer.zero_grad()
 
 
+def halves_after_a_non_finite_window(run):
+    bad = False
+    for window in windows(run):
+        backward_window(run, window)
+        if bad:
+            for gradient in _gradients(run):
+                gradient.mul_(0.5)
+        bad = not all(torch.isfinite(g).all() for g in _gradients(run))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
 SIZES = {
     "reset by * 0": (reset_by_product, "poisoned-by-earlier-window"),
     "nan_to_num": (_each(torch.nan_to_num), "skipped-non-finite"),

@@ -27,6 +27,7 @@ from tests.verification.planted import (
     SIZES,
     before_step,
     clips_to_a_limit_that_no_finite_gradient_reaches,
+    halves_after_a_non_finite_window,
     skips_steps,
 )
 
@@ -99,6 +100,13 @@ def test_faults_of_large_small_and_non_finite_gradients_are_named_and_made_small
         assert len(found.violation.case.plan.micro_batches) <= 2, name
         again = check(loop, found.violation.case).violation
         assert (again.kind, again.diagnosis) == (found.violation.kind, diagnosis), name
+
+
+def test_a_window_that_is_wrong_after_a_non_finite_one_is_not_called_clipped():
+    violation = battery(halves_after_a_non_finite_window).violation
+    assert violation.diagnosis == "wrong-scale", violation
+    assert "0.5 times what it should" in violation.explanation
+    assert "only after a window whose gradient is infinite or NaN" in violation.explanation
 
 
 @pytest.mark.full

@@ -632,8 +632,8 @@ def test_the_output_says_that_parameters_were_not_judged():
 
 
 @pytest.mark.usefixtures("without_second_opinion")
-@pytest.mark.parametrize("tie_weights", [True, False])
-def test_what_functional_call_leaves_behind_is_said_to_be_torchs_doing(tie_weights):
+@pytest.mark.parametrize(("tie_weights", "both_names"), [(True, False), (False, False), (False, True)])
+def test_what_functional_call_leaves_behind_is_said_to_be_torchs_doing(tie_weights, both_names):
     """pytorch#164759: each name of a shared module swaps its parameters, and the second one keeps what is there."""
 
     def model(seed):
@@ -642,7 +642,7 @@ def test_what_functional_call_leaves_behind_is_said_to_be_torchs_doing(tie_weigh
         return torch.nn.Sequential(shared, torch.nn.Tanh(), shared)
 
     def by_vjp(run):
-        names = {name: p.detach() for name, p in run.model.named_parameters()}
+        names = {name: p.detach() for name, p in run.model.named_parameters(remove_duplicate=not both_names)}
         parameters = dict(run.model.named_parameters())
         for window in windows(run):
             total = window_count(run, window)
@@ -666,7 +666,7 @@ def test_what_functional_call_leaves_behind_is_said_to_be_torchs_doing(tie_weigh
         lambda called, batch: called(batch["x"]).square().mean(),
     )
     verdict = check(by_vjp, Case("mine", CASE.plan), problem=problem)
-    assert verdict.holds is not tie_weights
-    if tie_weights:
+    assert verdict.holds is not (tie_weights or both_names)
+    if not verdict.holds:
         assert verdict.violation.diagnosis == "changed-model"
-        assert verdict.violation.explanation.endswith("(pytorch#164759): pass tie_weights=False")
+        assert verdict.violation.explanation.endswith("pass tie_weights=False and one name per tied parameter")
