@@ -790,5 +790,5 @@ class Judge:
             if left and len(left) != usual:
                 sentence = SENTENCES["tail-dropped"].format(lost=counted(len(left), "micro-batch"))
                 fault = Fault("tail-dropped", sentence, kind="step-count")
-                violation = violation_of(fault, last, left[max(left)].site)
-                self.add(replace(violation, step=None, backward=None, stepped=None))
+                violation = violation_of(fault, replace(last, passes=left), left[max(left)].site)
+                self.add(replace(violation, step=None, stepped=None))

@@ -156,7 +156,8 @@ def say(lines: Iterable[str], file: TextIO | None = None) -> None:
         file=file, force_jupyter=False, highlighter=Words(), theme=Theme(STYLES), markup=False, emoji=False,
         soft_wrap=True,
     )  # fmt: skip
-    width = console.width if file.isatty() else None
+    # what a program puts in place of its standard error often has no `isatty`
+    width = console.width if getattr(file, "isatty", bool)() else None
     for line in lines:
         console.print(line if width is None or _COPIED.match(line) else _wrapped(line, width))
     file.flush()
