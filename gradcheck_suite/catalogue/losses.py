@@ -608,17 +608,31 @@ def _ranking_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Ar
 
 
 # The loss of the weight probe: an item's loss is its entry of the parameter. With the option `slopes` the item losses
-# are multiples of the entries, so that gradients are large, small or not finite
+# are multiples of the entries, so that gradients are large, small or not finite. With `unit` an item counts that much
 
 
 def _identity(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
     if "slopes" in options:
         out = out[:, 0] * batch["weight"]
+    if "unit" in options and reduction == "mean":
+        out = out / options["unit"]
     return out.mean() if reduction == "mean" else out.sum()
 
 
 def _identity_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
     return out[:, 0] * batch["weight"] if "slopes" in options else out[:, 0]
+
+
+def _count_units(options: Options, batch: Tensors) -> torch.Tensor:
+    """Return the number of items times what each counts, a scalar."""
+    if "unit" in options:
+        return torch.tensor(options["unit"] * len(batch["target"]), dtype=torch.float64)
+    return torch.tensor(len(batch["target"]), device=batch["target"].device)
+
+
+def _unit_per_item(options: Options, batch: Arguments) -> jax.Array:
+    """Return what each item counts, (n,)."""
+    return jnp.full(batch["target"].shape[0], options.get("unit", 1.0))
 
 
 # Losses that are not separable over samples, such as in-batch negatives.
@@ -844,10 +858,12 @@ KINDS = (
     _over_targets("cross_entropy_of_large_logits", _large_logits, _large_logits_items, scale=(100.0, 10000.0)),
     LossDefinition(
         "identity",
-        lambda signal: ({}, {"slopes": "1 2**10"}) if signal == vector(1) else (),
+        lambda signal: ({}, {"slopes": "1 2**10"}, {"unit": 0.25}) if signal == vector(1) else (),
         _probe_targets,
         _identity,
         _identity_items,
+        _count_units,
+        _unit_per_item,
         drawn=False,
     ),
     _not_separable("in_batch_negatives", _negatives),

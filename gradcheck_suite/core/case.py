@@ -535,7 +535,13 @@ PARAMETER = "0.weight"
 
 
 def probe_case(
-    plan: Plan, reduction: Reduction = "mean", *, device: str = "cpu", dtype: str = "float64", slopes: str = ""
+    plan: Plan,
+    reduction: Reduction = "mean",
+    *,
+    device: str = "cpu",
+    dtype: str = "float64",
+    slopes: str = "",
+    unit: float = 1.0,
 ) -> Case:
     """Return the case whose accumulated gradient is the weights that a loop gives to the items of `plan`.
 
@@ -547,9 +553,12 @@ def probe_case(
         device: device of the model and the data.
         dtype: dtype of the parameter.
         slopes: derivatives of the item losses as `slopes_text` writes them, repeated over the items; 1 each if empty.
+        unit: what an item counts.
     """
     items = plan.total_items
-    options = {"slopes": slopes} if slopes else {}
+    options: dict[str, str | float] = {"slopes": slopes} if slopes else {}
+    if unit != 1:
+        options["unit"] = unit
     loss = Loss("identity", reduction=reduction, **options)
     spec = ProblemSpec(Input("index", items=items), (Layer("readout"),), loss)
     return Case(spec, plan.replace(masked=()), dtype=dtype, device=device)
@@ -580,6 +589,12 @@ def slopes_of(case: Case) -> Sequence[float]:
     """Return the derivative of each item's loss on a weight probe."""
     assert case.spec is not None
     return read_slopes(case.spec.loss.o.get("slopes", ""), case.plan.total_items)
+
+
+def unit_of(case: Case) -> float:
+    """Return what an item of a weight probe counts."""
+    assert case.spec is not None
+    return float(case.spec.loss.o.get("unit", 1.0))
 
 
 def _written(slope: float) -> str:

@@ -594,6 +594,8 @@ def _other_items(w: Weights) -> Beside:
         yield "that and its items together", count + items, said, 0
         said = "a micro-batch without valid targets counts 0"
         yield "that and the items of micro-batches without valid targets", count + empty, said, 0
+    said = "do not raise a count: one that is a sum of class weights may be below 1"
+    yield "the same raised to 1", max(count, 1.0), said, 0
     said = "do not raise the count of a micro-batch: one without valid targets counts 0"
     yield "one in which every micro-batch counts at least 1", sum(max(w.counts[j], 1.0) for j in w.window), said, 0
     said = "a count may be a fraction, as a sum of class weights is: do not make it a whole number"
@@ -645,25 +647,27 @@ def meanings(wrong: Steps, right: Steps = ()) -> list[tuple[str, str]]:
 
     Args:
         wrong: steps whose items have one wrong weight.
-        right: other steps. One number may be anything: where there is one wrong step, they must agree with what it is.
+        right: other steps. What they refute is left out where something else is left. One number may be anything: where
+            there is one wrong step, they must agree with what it is.
     """
     ratios = [float(w.ratio.mean()) for w in wrong]
     known = [{q.key: q for q in quantities(w)} for w in wrong]
-    elsewhere = [{q.key: q for q in quantities(w)} for w in right] if len(wrong) == 1 else []
+    elsewhere = [{q.key: q for q in quantities(w)} for w in right]
     telling = len({w.window_count for w in wrong}) > 1
     found: list[tuple[str, str]] = []
+    doubtful: list[tuple[str, str]] = []
     for key, first in known[0].items():
         of_steps = [numbers.get(key) for numbers in known]
         refuted = any(key in q and not wrong[0].close(q[key].value, 1.0) for q in elsewhere)
-        if (first.rare and found) or (first.rare == 2 and not telling) or refuted:
+        if (first.rare and found + doubtful) or (first.rare == 2 and not telling) or (refuted and len(wrong) == 1):
             continue
         for power, remedy, before in ((1, first.remedy, ""), (-1, first.inverse, "one over ")):
             if remedy and all(
                 q is not None and not w.close(q.value, 1.0) and w.close(ratio, float(q.value) ** power)
                 for w, ratio, q in zip(wrong, ratios, of_steps, strict=True)
             ):
-                found.append((before + first.text, remedy))
-    return found[:3]
+                (doubtful if refuted else found).append((before + first.text, remedy))
+    return (found or doubtful)[:3]
 
 
 def constant_meaning(factor: float) -> tuple[str, str]:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gradcheck_suite.core.case import PARAMETER, Case, Plan, Reduction, probe_case, slopes_of, slopes_text
+from gradcheck_suite.core.case import PARAMETER, Case, Plan, Reduction, probe_case, slopes_of, slopes_text, unit_of
 from gradcheck_suite.core.comparison import Vector
 from gradcheck_suite.core.contract import EQUAL_BATCHES, EQUAL_MICRO_BATCHES, ONE_EPOCH, WHOLE_WINDOWS, dealt_to_ranks
 from gradcheck_suite.core.results import ItemWeight
@@ -112,10 +112,17 @@ def flat_on_probe(gradients: Mapping[str, torch.Tensor | None], empty: torch.Ten
     return seen
 
 
+def probe_of(case: Case, dtype: str = "float64") -> WeightProbe:
+    """Return the probe that a case is, with all slopes 1."""
+    assert case.spec is not None
+    unit = unit_of(case)
+    count = None if unit == 1 else lambda items: unit * len(items)
+    return WeightProbe(case.plan, case.spec.loss.reduction, count, dtype)
+
+
 def expected_gradients(case: Case) -> list[Vector]:
     """Return the gradient of each window of a probe: the weight of each item times the slope of its loss."""
-    assert case.spec is not None
-    probe, slopes = WeightProbe(case.plan, case.spec.loss.reduction), np.array(slopes_of(case))
+    probe, slopes = probe_of(case), np.array(slopes_of(case))
     rights = (probe.right_weights(window) for window in range(len(case.plan.windows)))
     return [np.multiply(right, slopes, out=np.zeros_like(right), where=right != 0) for right in rights]
 

@@ -23,6 +23,7 @@ from gradcheck_suite.judge.probe import (
     gradients_of_steps,
     item_weights,
     per_micro_batch,
+    probe_of,
     reading,
     readings,
     separating_probe,
@@ -280,7 +281,7 @@ def explain_probe(case: Case, steps: Steps, step: int, runner: LoopRunner) -> Di
         if not _is_right(plain[step], case, step):
             return _of_weights(case, plain, step, runner)
         if step and np.isfinite(seen).all() and _is_right(expected[step], case, step):
-            return _after_another(_probe(case, case.dtype), seen, step, plain, expected[step - 1], alike=runner.alike)
+            return _after_another(probe_of(case, case.dtype), seen, step, plain, expected[step - 1], alike=runner.alike)
     return _size_fault(case, expected, steps, step, runner)
 
 
@@ -307,16 +308,11 @@ def _after_another(
 
 
 def _without_slopes(case: Case, runner: LoopRunner) -> list[Vector] | None:
-    return _probe(case, case.dtype).observed_weights(runner)
-
-
-def _probe(case: Case, dtype: str) -> WeightProbe:
-    assert case.spec is not None
-    return WeightProbe(case.plan, case.spec.loss.reduction, dtype=dtype)
+    return probe_of(case, case.dtype).observed_weights(runner)
 
 
 def _is_right(observed: Vector, case: Case, step: int) -> bool:
-    right = _probe(case, case.dtype).right_weights(step % len(case.plan.windows))
+    right = probe_of(case, case.dtype).right_weights(step % len(case.plan.windows))
     unit = UNIT_ROUNDOFF[case.dtype]
     # traces below the rounding of the weights show as themselves where gradients are tiny
     return np.allclose(observed, right, rtol=max(1e-9, 64 * unit), atol=unit * np.abs(right).max(initial=0.0))
@@ -325,7 +321,7 @@ def _is_right(observed: Vector, case: Case, step: int) -> bool:
 def _of_weights(case: Case, steps: Steps, step: int, runner: LoopRunner) -> Diagnosis:
     """Name a fault of the weights, read in float64 where the case's dtype is coarse."""
     dtype = "float64" if case.dtype in COARSE else case.dtype
-    probe = _probe(case, dtype)
+    probe = probe_of(case, dtype)
     windows = len(case.plan.windows)
     # a step that a gradient scaler skipped says nothing of the weights
     seen = [probe.right_weights(s % windows) if items is None else items for s, items in enumerate(steps)]
@@ -376,7 +372,7 @@ def _size_fault(case: Case, expected: Sequence[Vector], steps: Steps, step: int,
             return found
 
     def louder() -> Vector | None:
-        steps = _probe(case, case.dtype).run(runner, scale=LOUDER, slopes=slopes_of(case))
+        steps = probe_of(case, case.dtype).run(runner, scale=LOUDER, slopes=slopes_of(case))
         gradients = gradients_of_steps(steps) if steps else []
         return gradients[step][items] if step < len(gradients) else None
 

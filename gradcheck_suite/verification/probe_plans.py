@@ -10,12 +10,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from gradcheck_suite.core.case import Case, Plan, Reduction, probe_case, slopes_of, slopes_text
+from gradcheck_suite.core.case import Case, Plan, Reduction, probe_case, slopes_of, slopes_text, unit_of
 from gradcheck_suite.core.contract import (
     EQUAL_BATCHES,
     EQUAL_MICRO_BATCHES,
     FINITE_GRADIENTS,
     ONE_EPOCH,
+    PLAIN_COUNTS,
     WHOLE_WINDOWS,
     dealt_to_ranks,
 )
@@ -50,6 +51,8 @@ def _mixed(micro_batches: int) -> tuple[int, ...]:
 FIRST = (Plan((1, 3, 2, 2, 4), 2, 2), Plan((1, 2, 5, 2, 2, 2, 4), 3, 2))
 """The plans that show most faults. In windows of three micro-batches, what two show alike is different: the last one
 alone, all but the first, the last one of several equal sizes."""
+SMALL_COUNTS, UNIT = Plan((1, 1, 3, 5, 1), 2), 0.25
+"""A plan whose items count so little that windows count less than 1, as sums of class weights may, and more."""
 WHOLE = Plan((2, 6), 2)
 """The plan that a loop of JAX is checked on before: a loop that ends no short window may average means as well, and
 that is what most training meets. It compiles little. No micro-batch has one item, since padding by it looks like a
@@ -113,6 +116,13 @@ def long_cases(
     for plan in LONG[:-3] if compiles else LONG:
         dealt = dealt_to_ranks(within(plan, assumes), ranks, assumes)
         yield probe_case(dealt, reductions_within(assumes)[0], dtype=dtype, device=device)
+
+
+def small_count_cases(assumes: frozenset[str], dtype: str, device: str, ranks: int = 1) -> Iterator[Case]:
+    """Yield the probe with windows that count less than 1, unless a loop assumes sums or plain counts."""
+    if "mean" in reductions_within(assumes) and PLAIN_COUNTS not in assumes:
+        dealt = dealt_to_ranks(within(SMALL_COUNTS, assumes), ranks, assumes)
+        yield probe_case(dealt, dtype=dtype, device=device, unit=UNIT)
 
 
 def slopes_case(assumes: frozenset[str], dtype: str, device: str, ranks: int = 1) -> Case:
@@ -244,4 +254,5 @@ def _of_plan(case: Case, plan: Plan, slopes: tuple[float, ...] = ()) -> Case:
     """Return the probe of another plan, otherwise like a case."""
     assert case.spec is not None
     text = slopes_text(slopes)
-    return probe_case(plan, case.spec.loss.reduction, device=case.device, dtype=case.dtype, slopes=text)
+    reduction, unit = case.spec.loss.reduction, unit_of(case)
+    return probe_case(plan, reduction, device=case.device, dtype=case.dtype, slopes=text, unit=unit)

@@ -45,6 +45,7 @@ from gradcheck_suite.verification.probe_plans import (
     has_slopes,
     long_cases,
     slopes_case,
+    small_count_cases,
     smallest_probe,
     within,
 )
@@ -368,7 +369,8 @@ class Search:
                 return found if small else self._smallest_probe(found, assumes), True
             if found:
                 return found, False
-        for case in (slopes_case(*asked), *long_cases(*asked, compiles=self._compiles)):
+        rest = (slopes_case(*asked), *small_count_cases(*asked), *long_cases(*asked, compiles=self._compiles))
+        for case in rest:
             number, limit = _micro_batches(case.plan), options.time_limit_s
             if limit is not None and seconds * number > SHARE_OF_LIMIT * limit:
                 self.skipped[

@@ -125,6 +125,17 @@ def halves_after_a_non_finite_window(run):
         run.optimizer.zero_grad()
 
 
+def raises_counts_to_1(run):
+    """As `clamp(min=1)` does that is to avoid a division by 0: a sum of class weights may be below 1."""
+    for window in windows(run):
+        total = max(float(window_count(run, window)), 1.0)
+        for batch in window:
+            loss = run.loss(run.model, batch)
+            (loss if run.reduction == "sum" else loss * run.count(batch) / total).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
 SIZES = {
     "reset by * 0": (reset_by_product, "poisoned-by-earlier-window"),
     "nan_to_num": (_each(torch.nan_to_num), "skipped-non-finite"),

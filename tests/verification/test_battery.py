@@ -28,6 +28,7 @@ from tests.verification.planted import (
     before_step,
     clips_to_a_limit_that_no_finite_gradient_reaches,
     halves_after_a_non_finite_window,
+    raises_counts_to_1,
     skips_steps,
 )
 
@@ -100,6 +101,15 @@ def test_faults_of_large_small_and_non_finite_gradients_are_named_and_made_small
         assert len(found.violation.case.plan.micro_batches) <= 2, name
         again = check(loop, found.violation.case).violation
         assert (again.kind, again.diagnosis) == (found.violation.kind, diagnosis), name
+
+
+def test_a_count_that_is_raised_to_1_is_found_before_any_case_is_drawn():
+    found = battery(raises_counts_to_1)
+    assert found.final
+    assert found.violation.diagnosis == "wrong-scale", found.violation
+    assert "which is the window's count over the same raised to 1, 0.25/1" in found.violation.explanation
+    for assumes in ("plain-counts", "sum-reduction"):
+        assert battery(raises_counts_to_1, assumes={assumes}).violation is None
 
 
 def test_a_window_that_is_wrong_after_a_non_finite_one_is_not_called_clipped():
