@@ -861,6 +861,10 @@ def names_nothing(diagnosis: Diagnosis) -> bool:
     return diagnosis.name == "unrecognised-weights"
 
 
+def _ranks_inside(w: Weights) -> int:
+    return len({w.owners[j] for j in w.window})
+
+
 KINDS_OF_STEPS: tuple[tuple[str, Holds], ...] = (
     ("short windows", lambda w: len(w.window) < w.accumulation_steps * w.world_size),
     ("whole windows", lambda w: len(w.window) == w.accumulation_steps * w.world_size),
@@ -871,6 +875,7 @@ KINDS_OF_STEPS: tuple[tuple[str, Holds], ...] = (
     ("the first window of an epoch", lambda w: w.index == 0),
     ("windows after the first of an epoch", lambda w: bool(w.index)),
     (OF_SEVERAL, lambda w: len(w.inside) > 1),
+    ("windows in which a rank has no micro-batch", lambda w: bool(w.owners) and _ranks_inside(w) < w.world_size),
     ("windows with a micro-batch without valid targets", lambda w: any(not w.counts[j] for j in w.window)),
 )
 """What steps may have in common that are wrong."""

@@ -283,6 +283,10 @@ def test_a_window_of_ranks_is_short_where_it_has_fewer_micro_batches_than_all_ra
         for window, observed in zip(windows, ([0.5, 0.5, 0.0], [0.0, 0.0, 0.3]), strict=True)
     )
     assert diagnose(short, [own]).sentence.endswith("(only in short windows)")
+    both = replace(own, window=(2, 3), owners=(0, 1, 1, 0), counts=(1.0,) * 4, observed=np.array([0, 0, 0.5, 0.5]))
+    right = replace(both, accumulation_steps=2, windows=((0, 1), (2, 3)))
+    said = diagnose(short, [own, right]).sentence
+    assert said.endswith("(only in windows in which a rank has no micro-batch)")
 
 
 # Several steps
