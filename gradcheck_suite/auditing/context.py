@@ -20,7 +20,7 @@ from typing import IO, Any, Literal, Unpack
 import torch
 
 from gradcheck_suite.auditing import recorder as recording
-from gradcheck_suite.auditing.forwards import Forward, Forwards
+from gradcheck_suite.auditing.forwards import Forward, Forwards, undrawn
 from gradcheck_suite.auditing.judge import KNOWN, Judge, violation_of
 from gradcheck_suite.auditing.places import here, living
 from gradcheck_suite.auditing.recorder import Event, Recorder, Running, StepRecord
@@ -361,6 +361,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.close(error)
 
+    @undrawn()
     def open(self) -> audit:
         """Begin to observe.
 
@@ -392,6 +393,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._recorder.close()
             self._stance.close()
 
+    @undrawn()
     def close(self, error: BaseException | None = None) -> LiveResult:
         """Stop observing and return the result; a second call returns the same.
 
@@ -557,6 +559,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
     def _forwards_failed(self, error: Exception) -> None:
         self._recorder.switch_off("the window again", error)
 
+    @undrawn()
     def _compute_again(self, window: Window) -> None:
         violation, used = self._judge.of_last_step(), self._judge.used
         own = {i: 1.0 for i, seen in window.passes.items() if not window.seen[i] and not seen.by_hand}
@@ -614,6 +617,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             fault = violation_of(Fault(found.name, found.sentence), window, last, name)
             self._judge.add(replace(fault, error=found.error, allowed=found.allowed))
 
+    @undrawn()
     def _tell(self, violation: LiveViolation) -> None:
         if not self.quiet:
             _say(violation_lines(violation))

@@ -102,6 +102,20 @@ class RandomState:
         random.setstate(self.python)
 
 
+@contextlib.contextmanager
+def undrawn() -> Iterator[None]:
+    """Put the generators back after work of the suite's own: an import alone may draw, as rich's does."""
+    try:
+        before = RandomState.now()
+    except Exception:  # a GPU on which a kernel has failed
+        before = None
+    try:
+        yield
+    finally:
+        if before is not None:
+            before.set()
+
+
 def point_of(module: torch.nn.Module) -> tuple[Any, ...]:
     """Return what changes when something writes to a module's parameters: versions, addresses and a few values."""
     parameters = list(module.parameters())
@@ -481,20 +495,16 @@ def _refill(container: Any, content: Any) -> None:
 
 @contextlib.contextmanager
 def _unchanged(module: torch.nn.Module) -> Iterator[None]:
-    """Put back what calls of a module may change: random numbers, modes, and what its code reaches.
+    """Put back what calls of a module may change: modes, and what its code reaches.
 
     Raises:
         NotRecomputed: something of that cannot be put back.
     """
-    before = RandomState.now()
+    state = _State(module)
     try:
-        state = _State(module)
-        try:
-            yield
-        finally:
-            state.put_back()
+        yield
     finally:
-        before.set()
+        state.put_back()
 
 
 @contextlib.contextmanager

@@ -29,7 +29,6 @@ from gradcheck_suite.auditing.forwards import (
     Gradients,
     How,
     NotRecomputed,
-    RandomState,
     Replayed,
     backward_hooks,
     first_calls,
@@ -520,16 +519,12 @@ def _judge_functions(asked: Asked, parts: Sequence[Part], kinds: Set[type], outc
     if not new or asked.is_faulty:
         return
     asked.known.update(new)
-    before = RandomState.now()
-    try:
-        with first_calls(new) as calls:
-            for part in parts:
-                if calls.keys() != new:
-                    _again(part)
-        with quiet():
-            verdicts = [judge_function(call) for call in calls.values()]
-    finally:
-        before.set()
+    with first_calls(new) as calls:
+        for part in parts:
+            if calls.keys() != new:
+                _again(part)
+    with quiet():
+        verdicts = [judge_function(call) for call in calls.values()]
     for verdict in verdicts:
         if verdict.note:
             outcome.notes.append(f"custom function {verdict.name}: {verdict.note}")
@@ -637,24 +632,20 @@ def kept_calls(parts: Sequence[Part]) -> list[KeptCall] | str:
 def ask_jax(calls: Sequence[KeptCall]) -> JaxOpinion:
     """Compare the gradients of calls by torch and by JAX, both in float64."""
     opinion, began = JaxOpinion(len(calls)), time.perf_counter()
-    before = RandomState.now()
-    try:
-        for call in calls:
-            if opinion.answered and time.perf_counter() - began > BUDGET_S:
-                break
-            try:
-                with quiet():
-                    finding = _compare(call)
-            except _Refused as error:
-                opinion.refusal = opinion.refusal or str(error)
-            except Exception as error:
-                opinion.refusal = opinion.refusal or f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            else:
-                opinion.answered += 1
-                if finding:
-                    opinion.findings.append(finding)
-    finally:
-        before.set()
+    for call in calls:
+        if opinion.answered and time.perf_counter() - began > BUDGET_S:
+            break
+        try:
+            with quiet():
+                finding = _compare(call)
+        except _Refused as error:
+            opinion.refusal = opinion.refusal or str(error)
+        except Exception as error:
+            opinion.refusal = opinion.refusal or f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        else:
+            opinion.answered += 1
+            if finding:
+                opinion.findings.append(finding)
     return opinion
 
 

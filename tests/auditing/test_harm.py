@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import collections
 import json
+import random
 import subprocess
 import sys
 import time
 import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812 - as everyone calls it
 
 import gradcheck_suite
 from gradcheck_suite.__main__ import main
-from gradcheck_suite.auditing import forwards, judge, recorder, samples, sums, terms, weights, window_again
+from gradcheck_suite.auditing import context, forwards, judge, recorder, samples, sums, terms, weights, window_again
 
 PLANTED = [
     (samples, "taken"),
@@ -81,6 +83,52 @@ def test_without_an_error_it_holds():
     with gradcheck_suite.audit() as audit:
         _trained()
     assert (audit.result.verdict, audit.result.windows) == ("holds", 3), audit.result
+
+
+def _trained_on_noise():
+    """Train two windows, whose losses are means of means, and return the parameter and the next random numbers."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(2):
+        for number in (2, 4):
+            noise = torch.randn(number) * random.random() * np.random.rand()
+            ((weight[:number] * noise).sum() / (2 * number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weight.tolist(), torch.randn(1).item(), random.random(), np.random.rand()
+
+
+@pytest.mark.parametrize(
+    ("holder", "name"),
+    [(recorder.Recorder, "open"), (context, "compute_again"), (context, "violation_lines"), (context, "live_lines")],
+    ids=["open", "again", "told", "closed"],
+)
+def test_what_the_audit_draws_is_put_back(holder, name, monkeypatch):
+    # rich draws a number when it is imported, which a violation does: yolov5 and minimind then had other samples
+    original, calls = getattr(holder, name), []
+
+    def drawing(*args, **kwargs):
+        calls.append((torch.randn(1), random.random(), np.random.rand()))
+        return original(*args, **kwargs)
+
+    def seeded():
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+
+    seeded()
+    without = _trained_on_noise()
+    monkeypatch.setattr(holder, name, drawing)
+    seeded()
+    audit = gradcheck_suite.audit(every=1).open()
+    if name == "live_lines":
+        audit.close()
+        under = _trained_on_noise()
+    else:
+        under = _trained_on_noise()
+        assert [v.diagnosis for v in audit.close().violations] == ["mean-of-means"]
+    assert calls
+    assert under == without
 
 
 class Lazy(torch.autograd.Function):
