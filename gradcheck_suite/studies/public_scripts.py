@@ -41,7 +41,7 @@ UNKNOWN = re.compile(r"weights (of this loss )?(are|is) unknown|are not added up
 """What a finding says where a part of a run could not be judged."""
 LIMIT_S = 400
 OBSERVER = """
-import atexit, hashlib, json, os, torch
+import atexit, hashlib, json, os, time, torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 seen = {}
@@ -50,8 +50,18 @@ seen = {}
 def _count(optimizer, *_):
     seen.setdefault(id(optimizer), [optimizer, 0])[1] += 1
 
+def _let_go():
+    # a Gloo thread takes the GIL to let go of a collective; the group waits for it with the GIL (pytorch#56297), so
+    # that a script of several ranks may wait for ever when its group dies, audited or not
+    if "RANK" in os.environ:
+        time.sleep(1)
+
+destroy = torch.distributed.destroy_process_group
+torch.distributed.destroy_process_group = lambda *args, **kwargs: (_let_go(), destroy(*args, **kwargs))[1]
+
 @atexit.register
 def _tell():
+    _let_go()
     held = {id(p): p.detach() for o, _ in seen.values() for group in o.param_groups for p in group["params"]}
     values = [getattr(p, "_local_tensor", p).cpu().contiguous().flatten() for p in held.values()]
     digest = hashlib.sha256(b"".join(one.view(torch.uint8).numpy().tobytes() for one in values)).hexdigest()
