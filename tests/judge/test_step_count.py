@@ -481,3 +481,13 @@ def test_steps_of_several_ranks_are_told_by_turns():
     assert _name(plan, turns[0] | turns[1]) == "tail-dropped"
     assert _name(plan, turns[0] | turns[1] | turns[2], turns[3]) == "wrong-windows"
     assert _name(plan, {0}, {1, 2}, {3}) is None
+
+
+def test_a_step_that_holds_its_window_is_named_by_its_weights():
+    def one_step_of_means(run):
+        for batch in run.loader:
+            run.loss(run.model, batch).backward()
+        run.optimizer.step()
+
+    # one window of two means; under a plan of more windows the loop steps too seldom, which explains no weight here
+    assert check(one_step_of_means, Case(REGRESSION, Plan((1, 2), 2))).violation.diagnosis == "mean-of-means"
