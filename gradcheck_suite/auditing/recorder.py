@@ -850,7 +850,7 @@ def _groups_of_shards() -> dict[int, weakref.ref[Any]]:
                 found |= {id(p.sharded_param): weakref.ref(group) for p in group.fsdp_params}
     with contextlib.suppress(AttributeError):
         for module in living(fsdp.FullyShardedDataParallel) if fsdp else ():
-            found |= {id(p): weakref.ref(module) for p in (module._flat_param,)}
+            found[id(module._flat_param)] = weakref.ref(module)
     return found
 
 

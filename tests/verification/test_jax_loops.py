@@ -18,11 +18,11 @@ from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec
 from gradcheck_suite.core.case import probe_case
 from gradcheck_suite.core.contract import is_jax
 from gradcheck_suite.loops.jax_modes import JAX_MODES
+from gradcheck_suite.loops.trainers.adapters.optax_loops import train_with_multi_steps
 from gradcheck_suite.run.instance import generated_instance
 from gradcheck_suite.run.jax_run import run_jax_loop
 from gradcheck_suite.script import script_text
 from gradcheck_suite.studies.zoo import BUGS
-from gradcheck_suite.studies.zoo.bugs.jax_loops import train_with_multi_steps
 from gradcheck_suite.verification.verify import verify
 from tests.script.alone import run_alone
 from tests.verification.jax_loops import SOUND, train_state, whole_window, windows

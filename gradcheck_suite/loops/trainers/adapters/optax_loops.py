@@ -14,7 +14,14 @@ from gradcheck_suite.loops.jax_modes import jax_scan_carry, windows_of
 from gradcheck_suite.loops.trainers.trainer import PLANS_OF_JAX, Trainer
 
 
-def _multi_steps(run: JaxTrainingRun, k: Any = None, **options: Any) -> None:
+def train_with_multi_steps(run: JaxTrainingRun, k: Any = None, **options: Any) -> None:
+    """Train with `optax.MultiSteps`, one compiled step for each micro-batch.
+
+    Args:
+        run: the training run.
+        k: the wrapper's `every_k_schedule`; None for the run's `accumulation_steps`.
+        options: other arguments of the wrapper.
+    """
     import jax
     import optax
 
@@ -34,7 +41,7 @@ def _multi_steps(run: JaxTrainingRun, k: Any = None, **options: Any) -> None:
 @jax_training_loop
 def multi_steps(run: JaxTrainingRun) -> None:
     """`optax.MultiSteps` as its documentation shows it."""
-    _multi_steps(run)
+    train_with_multi_steps(run)
 
 
 @jax_training_loop
@@ -42,13 +49,13 @@ def multi_steps_schedule(run: JaxTrainingRun) -> None:
     """`optax.MultiSteps` with a function for `every_k_schedule`."""
     import jax.numpy as jnp
 
-    _multi_steps(run, lambda step: jnp.asarray(run.accumulation_steps, step.dtype))
+    train_with_multi_steps(run, lambda step: jnp.asarray(run.accumulation_steps, step.dtype))
 
 
 @jax_training_loop
 def multi_steps_sum(run: JaxTrainingRun) -> None:
     """`optax.MultiSteps(use_grad_mean=False)`."""
-    _multi_steps(run, use_grad_mean=False)
+    train_with_multi_steps(run, use_grad_mean=False)
 
 
 @jax_training_loop
@@ -56,13 +63,13 @@ def multi_steps_skip(run: JaxTrainingRun) -> None:
     """`optax.MultiSteps(should_skip_update_fn=skip_not_finite)`."""
     import optax
 
-    _multi_steps(run, should_skip_update_fn=optax.skip_not_finite)
+    train_with_multi_steps(run, should_skip_update_fn=optax.skip_not_finite)
 
 
 @jax_training_loop
 def multi_steps_bfloat16(run: JaxTrainingRun) -> None:
     """`optax.MultiSteps(accumulator_dtype=bfloat16)`."""
-    _multi_steps(run, accumulator_dtype="bfloat16")
+    train_with_multi_steps(run, accumulator_dtype="bfloat16")
 
 
 def _windows_at_once(run: JaxTrainingRun, gradient: Callable[[Any, Any, int], Any]) -> None:

@@ -11,26 +11,10 @@ import jax.numpy as jnp
 
 from gradcheck_suite.core.contract import EQUAL_BATCHES, FINITE_GRADIENTS, JaxTrainingRun, jax_training_loop
 from gradcheck_suite.loops.jax_modes import summed_parts, windows_of
+from gradcheck_suite.loops.trainers.adapters.optax_loops import train_with_multi_steps
 from gradcheck_suite.studies.zoo.bug import bug
 
-# Loops of which one part is wrong: how a wrapper is set up, how a window's gradient is made, how it is applied.
-
-
-def train_with_multi_steps(run: JaxTrainingRun, **options: Any) -> None:
-    """Train with `optax.MultiSteps`, one compiled step for each micro-batch."""
-    import optax
-
-    optimizer = optax.MultiSteps(run.optimizer, every_k_schedule=run.accumulation_steps, **options)
-
-    @jax.jit
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        updates, state = optimizer.update(jax.grad(run.loss)(params, batch), state, params)
-        return optax.apply_updates(params, updates), state
-
-    params, state = run.params, optimizer.init(run.params)
-    for _ in range(run.epochs):
-        for batch in run.batches:
-            params, state = step(params, state, batch)
+# Loops of which one part is wrong: how a window's gradient is made, how it is applied.
 
 
 def train_with(
