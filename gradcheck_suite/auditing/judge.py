@@ -364,19 +364,22 @@ def _of_unequal(objective: Objective, window: Window, general: tuple[str, str] |
     """Return the violation of weights that differ within a window."""
     comparison, first = objective.comparison, objective.parts[0]
     name, count = comparison.status, comparison.count or first.term.own
-    numbers = [part.term.counts.get(count, 0.0) for part in objective.parts]
-    masses = [abs(part.weight) * number for part, number in zip(objective.parts, numbers, strict=True)]
-    # what all items weigh together is the program's coefficient, but for means that were never divided by their number
+    numbers, masses = _counts_and_masses(objective, count)
+    # what all items weigh together is the program's coefficient
     coefficient = sum(masses) or 1.0
-    of_means = name == MEAN_OF_MEANS and near(coefficient, max(round(coefficient), 1), 1e-3)
-    if of_means or any(near(abs(part.weight) * sum(numbers), 1.0, 1e-3) for part in objective.parts):
+    if any(near(abs(part.weight) * sum(numbers), 1.0, 1e-3) for part in objective.parts):
         coefficient = 1.0
-    sentence = SENTENCES[name].format(note=comparison.note, share=_fraction(masses[0]))
+    elif name == MEAN_OF_MEANS:
+        passes = len({part.source[1] for part in objective.parts})
+        wholes = [sum(_counts_and_masses(objective, other)[1]) for other in (count, *sorted(first.term.counts))]
+        # but for means that were never divided by their number
+        coefficient /= next((whole for whole in wholes if near(whole, passes, 1e-3)), 1.0)
+    sentence = SENTENCES[name].format(note=comparison.note, share=_fraction(masses[0] / coefficient))
     if name == BY_PLACE and general is not None:
         name, sentence = general
     if name == MEAN_OF_MEANS and comparison.note:
         sentence = f"each rank's mean has the same weight, whatever its count: {sentence.partition(': ')[2]}"
-    elif name == MEAN_OF_MEANS and count == "elements" and first.term.own != "elements":
+    elif name == MEAN_OF_MEANS and numbers != _counts_and_masses(objective, first.term.own)[0] and count == "elements":
         sentence = f"the mean divides by all elements of its micro-batch, padding included, and {sentence}"
     fault = Fault(name, sentence)
     return _with_weights(
@@ -384,6 +387,12 @@ def _of_unequal(objective: Objective, window: Window, general: tuple[str, str] |
         objective,
         _rows(objective, count, coefficient / (sum(numbers) or 1.0)),
     )
+
+
+def _counts_and_masses(objective: Objective, count: str) -> tuple[list[float], list[float]]:
+    """Return the count of each term, and what its items weigh together."""
+    numbers = [part.term.counts.get(count, 0.0) for part in objective.parts]
+    return numbers, [abs(part.weight) * number for part, number in zip(objective.parts, numbers, strict=True)]
 
 
 def _fraction(number: float) -> str:

@@ -508,10 +508,14 @@ class Recorder:
             if not getattr(leaf, "_fsdp_flattened", False):
                 self._shards.discard(key)  # tensor parallelism: a shard that goes backward itself
         for found in running.reader.found if joins else ():
-            if leaves_below([found.node])[1]:
+            reached, own = leaves_below([found.node])
+            outside = {id(leaf) for leaf in leaves_below([found.node], own)[0]}
+            # what makes cached items is reached through a join alone; a recurrent layer, which joins the states of some
+            # rows with the first state of others, computes on with the parameters of these states
+            if {id(leaf) for leaf in reached} - outside:
                 found.term.partial = True
-                outside, _ = leaves_below([found.node], joins)
-                running.record.whole = sorted({k for p in outside if (k := self._keys.get(id(p))) is not None})
+                inside = {id(leaf) for leaf in leaves_below(own)[0]}
+                running.record.whole = sorted(self._keys[i] for i in outside - inside if i in self._keys)
         for key, known in self.parameters.items():
             parameter = known.reference()
             if parameter is not None and parameter._backward_hooks and parameter.requires_grad and self._sums:

@@ -452,10 +452,8 @@ def leaves_below(nodes: Iterable[Any], beyond: Iterable[Any] = ()) -> tuple[list
         if is_leaf(node):
             leaves.append(node.variable)
             continue
-        inputs, name = node.next_functions, node.name()
-        if (name == "CatBackward0" and node._saved_dim == 0 and any(f is None for f, _ in inputs)) or (
-            name == "CopySlices" and inputs and inputs[0][0] is None
-        ):
+        inputs = node.next_functions
+        if node.name() == "CatBackward0" and node._saved_dim == 0 and any(f is None for f, _ in inputs):
             joins.append(node)
         stack.extend(f for f, _ in inputs if f is not None)
     return leaves, joins

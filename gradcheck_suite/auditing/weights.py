@@ -90,7 +90,7 @@ def _spread(values: Sequence[float]) -> float:
 
 def compare(parts: Sequence[Part]) -> Comparison:
     """Compare the terms of one objective: the same weight at some level, else what makes them unequal."""
-    tolerance = max(part.term.tolerance for part in parts)
+    tolerance, own = max(part.term.tolerance for part in parts), parts[0].term.own
     levels = [_levels(part.term) for part in parts]
     best: Comparison | None = None
     faults: list[Comparison] = []
@@ -98,7 +98,7 @@ def compare(parts: Sequence[Part]) -> Comparison:
         weights = [level[depth][0] * part.coefficient for level, part in zip(levels, parts, strict=True)]
         if weights[0] < 0:  # the sign is the program's
             weights = [-weight for weight in weights]
-        names = sorted(set.intersection(*(set(level[depth][1]) for level in levels)))
+        names = sorted(set.intersection(*(set(level[depth][1]) for level in levels)), key=lambda n: (n != own, n))
         counts = {name: [level[depth][1][name] for level in levels] for name in names}
         if _spread(weights) <= tolerance:
             found = {name: weights[0] * sum(count) for name, count in counts.items()}

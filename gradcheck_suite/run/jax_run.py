@@ -246,6 +246,11 @@ class _Call:
     eager: bool
     seen: dict[int, tuple[list[Any], list[Any] | None, list[Any]]] = field(default_factory=dict)
 
+    def is_repeated_by(self, other: _Call) -> bool:
+        """Whether another call has the same state, perhaps made by another `init`, and the same gradient."""
+        pairs = ((leaf, other.seen[d][0][i]) for d, (g, *_) in self.seen.items() for i, leaf in enumerate(g))
+        return max(self.parent, 0) == max(other.parent, 0) and all(np.array_equal(a, b, True) for a, b in pairs)
+
 
 @dataclass(frozen=True)
 class _Event:
@@ -347,8 +352,28 @@ class JaxObserver:
             of_parent[-1].seen[int(device)] = seen  # type: ignore[assignment]
             return np.int32(of_parent[-1].number)
 
-    def steps(self) -> list[_Call]:
-        """Return the calls whose result the loop went on with."""
+    def steps(self, due: int) -> list[_Call]:
+        """Return the calls whose result the loop went on with, of which `due` are promised.
+
+        A call that compiles the step, or whose updates are only looked at, is none: a later call goes on from the state
+        that it was handed. A loop that loses its state does the same in place of a step, so that all its calls count.
+        """
+        found = self._kept()
+        of_number, chain = {call.number: call for call in found}, list[_Call]()
+        last = found[-1] if found else None
+        while last is not None:
+            chain.insert(0, last)
+            last = of_number.get(last.parent)
+        if len(chain) == due:
+            return chain
+        ends = of_number.keys() - {call.parent for call in found}
+        return [
+            call
+            for call, after in zip(found, [*found[1:], None], strict=True)
+            if after is None or call.number not in ends or after.number in ends or not call.is_repeated_by(after)
+        ]
+
+    def _kept(self) -> list[_Call]:
         calls, events = self._calls, self._events
         kept = {call.parent for call in calls} | {event.number for event in events if event.way == "out"}
         found = []
@@ -511,7 +536,7 @@ def _run(loop: Loop, instance: Instance, optax: Any, time_limit_s: float | None)
             exceeded=lambda: observer.exceeded,
             finish=jax.effects_barrier,
         )
-    steps = observer.steps()
+    steps = observer.steps(case.plan.steps)
     devices = max((call.devices for call in steps), default=1)
     return [
         Outcome(

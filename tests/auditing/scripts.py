@@ -271,6 +271,25 @@ with torch.no_grad():
     for master, p in zip(masters, model.parameters(), strict=True):
         p.copy_(master)""",
 }
+# A recurrent tagger of sequences of 3 to 5 elements, packed.
+PACKED = {
+    "before": "from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence",
+    "model": "torch.nn.ModuleList([torch.nn.GRU(1, 4, bidirectional=True), torch.nn.Linear(8, 2)]).to(toy.dtype())",
+    "start": "total = sum(int((5 - y).sum()) for _, y in window)",
+    "loss": """
+packed = pack_padded_sequence(x.T[..., None], 5 - y, enforce_sorted=False)
+hidden, _ = pad_packed_sequence(model[0](packed)[0], total_length=5)
+tags = torch.where(torch.arange(5)[:, None] < 5 - y, (x.T > 0).long(), -100)
+loss = F.cross_entropy(model[1](hidden).flatten(0, 1), tags.flatten(), reduction="sum")""",
+}
+DISTILLED = {
+    "setup": "teacher = toy.classifier()",
+    "start": "total = sum(len(y) for _, y in window)",
+    "loss": """
+logits = model(x)
+soft = F.kl_div((logits / 2).log_softmax(1), (teacher(x) / 2).softmax(1).detach(), reduction="batchmean")
+loss = soft * 2**2 * 0.5 + F.cross_entropy(logits, y) * 0.5""",
+}
 FLAT = {
     "setup": """
 flat = torch.nn.utils.parameters_to_vector(model.parameters()).detach().requires_grad_()
@@ -345,6 +364,8 @@ def compute_loss(logits, labels, num_items_in_batch):
         first="y[0] = -100",
         loss="loss = compute_loss(model(x), y, num_items_in_batch=sum(len(y) for _, y in window))",
     ),
+    # Both losses divide by the items of their micro-batch, and the first has a factor of its own.
+    "faulty_distilled": faulty("mean-of-means", "4, 2, 7, 1, 3, 5, 2, 6", **DISTILLED, backward=DIVIDED_BACKWARD),
     "faulty_divided_twice": faulty("wrong-scale", then=DIVIDED),
     "faulty_frozen_and_thawed": faulty(
         "stale-window",
@@ -587,6 +608,7 @@ for total, parameter in zip(sums, model.parameters(), strict=True):
     total += parameter.grad * share""",
         step=SUMS_STEP,
     ),
+    "faulty_packed_sequences": faulty("mean-of-means", **PACKED, backward="(loss / (5 - y).sum() / 4).backward()"),
     "faulty_padded_language_model": faulty(
         "mean-of-means",
         before="torch.manual_seed(0)",
@@ -842,6 +864,7 @@ for window in toy.windows(*[4] * 8, steps=2):
     of_generator.zero_grad()""",
     ),
     # Random layers, a custom function with a gradient of its own, and modules that count and collect.
+    "sound_distilled": sound(UNEQUAL, **DISTILLED, backward="(loss * len(y) / total).backward()"),
     "sound_dropout": sound(
         before="import random\nimport numpy as np\n"
         + _function("Rounded", "x", "return x.round()")
@@ -1081,6 +1104,7 @@ for total, parameter in zip(sums, model.parameters(), strict=True):
     total += parameter.grad * (len(y) / items)""",
         step=SUMS_STEP,
     ),
+    "sound_packed_sequences": sound(**PACKED, backward="(loss / total).backward()"),
     # Gradients of two losses, reset in between, of which one is projected where they conflict (PCGrad).
     "sound_projected": sound(
         model="toy.classifier(outputs=4)",

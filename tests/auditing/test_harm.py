@@ -375,12 +375,14 @@ def test_the_script_keeps_its_names_arguments_and_folder(tmp_path, capfd):
     assert path.exists()
 
 
-def test_a_script_may_put_a_logger_in_place_of_its_standard_error(tmp_path):
-    """Such an object has `write` and `flush`, and seldom `isatty`."""
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_script_may_put_a_logger_in_place_of_its_standard_error(closes, tmp_path):
+    """It has `write` and `flush`, and seldom `isatty`; the audit prints to it where the first one is closed."""
     script, path = tmp_path / "train.py", tmp_path / "r.json"
     script.write_text(
         "import sys\nclass Logger:\n    def write(self, text): log.write(text)\n    def flush(self): pass\n"
         "log = open('log.txt', 'w', buffering=1)\nsys.stdout = sys.stderr = Logger()\n"
+        f"if {closes}: sys.__stderr__.close()\n"
         "import torch\nw = torch.nn.Parameter(torch.ones(2))\no = torch.optim.SGD([w])\n"
         "for _ in range(2):\n    (w * 1).mean().backward()\n    o.step()\n"
     )
@@ -388,4 +390,6 @@ def test_a_script_may_put_a_logger_in_place_of_its_standard_error(tmp_path):
     ended = subprocess.run(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     assert ended.returncode == 1, (tmp_path / "log.txt").read_text()
     assert json.loads(path.read_text())["results"][0]["verdict"] == "violated"
-    assert "stale-window" in (tmp_path / "log.txt").read_text()
+    said = ended.stderr, (tmp_path / "log.txt").read_text()
+    assert ["stale-window" in one for one in said] == [not closes, closes]
+    assert "VIOLATED" in said[closes]
