@@ -150,9 +150,9 @@ def test_operations_that_return_python_numbers():
     assert lowering_of(torch.ops.aten.sym_constrain_range_for_size.default)(2) is None
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_every_operation_has_a_sample_of_each_overload():
-    """In the default run too: an operation that is new is compared with `--full`, or by its program's turn."""
     missing = sorted(one for name in COMPARED for one in _without_sample(name))
     assert not missing, f"no sample of {missing}: add one to tests/bridge/samples.py"
 

@@ -179,6 +179,7 @@ def test_a_loop_that_cannot_import_what_it_needs_is_bad_usage(run, project, loop
     assert files(project) == ["loops.py"]
 
 
+@pytest.mark.full
 def test_a_loop_that_fails_in_place_of_an_import_is_a_violation(run):
     outcome = run("verify", "loops.py:fallback")
     assert outcome.status == 1
@@ -194,6 +195,7 @@ def test_a_loop_that_hangs_is_a_violation(run, project):
     assert re.search(r"replay  gradcheck-suite replay \S+ --time-limit 0.2\n", outcome.out)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("without_second_opinion")
 def test_a_loop_that_hangs_on_a_users_problem_was_found_before_any_case_was_drawn(run, project):
     (project / "slow.py").write_text("import time\ndef loop(run):\n    time.sleep(60)\n")
@@ -201,6 +203,7 @@ def test_a_loop_that_hangs_on_a_users_problem_was_found_before_any_case_was_draw
     assert "found on the case that is tried first, two whole windows, before any case was drawn" in outcome.out
 
 
+@pytest.mark.full
 def test_autocast_is_declared_or_a_violation(run, project):
     options = ("--examples", 8, "--dtype", "float32", "--assume", "mean-reduction")
     outcome = run("verify", "loops.py:autocast", *options)
@@ -309,6 +312,7 @@ def test_an_interrupt_keeps_what_was_found(run, project, monkeypatch, a_case, vi
     assert outcome.err == ""
 
 
+@pytest.mark.full
 def test_numbers_that_json_lacks_are_strings(run, project, monkeypatch, a_case):
     violation = Violation("step-count", "x", "planted", a_case, error=float("inf"), allowed=float("nan"))
     planted(monkeypatch, [Verdict(a_case, violation)], violation=violation, found_after=1)
