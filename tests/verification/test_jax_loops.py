@@ -134,16 +134,28 @@ def test_the_last_call_counts_where_no_state_leaves_the_compiled_function():
     assert observed(all_at_once, Plan((1, 1, 1), 1)).tolist() == np.eye(3).tolist()
 
 
-def test_a_state_that_is_ignored_is_found():
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        ("0ps 1p 2ps", "optimizer-state-changed"),  # the second state is lost
+        ("0p 1p 2p", "optimizer-state-changed"),
+        ("0 0ps 1ps", "called 2 times"),  # compiled by a call, and the last window has no step
+        ("0p 0ps 1ps 2ps", "parameter-drift"),  # an update is applied twice
+    ],
+)
+def test_a_call_whose_result_is_used_is_a_step(calls, said):
     @jax_training_loop
-    def ignoring(run):
-        state = run.optimizer.init(run.params)
-        for window in windows(run):
-            whole = jax.tree.map(lambda *a: jnp.concatenate(a), *window)
-            jax.jit(lambda p, s, b: run.optimizer.update(jax.grad(run.loss)(p, b), s, p)[0])(run.params, state, whole)
+    def loop(run):
+        """Call the step for windows; go on with the parameters (p) and the state (s) that it returns."""
+        step = jax.jit(lambda p, s, b: run.optimizer.update(jax.grad(run.loss)(p, b), s, p))
+        params, state = run.params, run.optimizer.init(run.params)
+        for window, *kept in calls.split():
+            updates, made = step(params, state, [*run.batches][int(window)])
+            params = optax.apply_updates(params, updates) if "p" in kept else params
+            state = made if "s" in kept else state
 
-    verdict = check(ignoring, probe_case(Plan((1, 1, 2), 1), dtype="float32"))
-    assert verdict.violation.diagnosis == "optimizer-state-changed"
+    violation = check(loop, CASES[2].replace(plan=Plan((1, 2, 3), 1))).violation
+    assert said in f"{violation.diagnosis}: {violation.explanation}"
 
 
 # Both sides of what is allowed.
