@@ -499,7 +499,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
     # Judging
 
     def _receive(self, event: Event) -> None:
-        if self._process != os.getpid():
+        if not self.observing:  # also a closure that is called on after the last step that is judged
             return
         self._events.append(event)
         if not isinstance(event, StepRecord):
@@ -513,7 +513,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                 self._write_events()
             else:
                 self._judge_events(event if was_full else None)
-            if self.options.steps is not None and self._steps >= self.options.steps:
+            if self.options.steps is not None and event.call + 1 >= self.options.steps:
                 self._detach()
 
     def _taken(self) -> list[Event]:

@@ -132,8 +132,9 @@ class Pending:
         return len({index for _, index in self.coefficients})
 
 
-United = dict[tuple[str, str | None], LiveViolation]
-"""Diagnosis and place -> the first of the violations, with the number of all."""
+Repeated = tuple[LiveViolation, set[int | None]]
+United = dict[tuple[str, str | None], Repeated]
+"""Diagnosis and place -> the first of the violations, and the steps of all."""
 
 
 def _unite(united: United, violations: Iterable[LiveViolation]) -> None:
@@ -141,9 +142,22 @@ def _unite(united: United, violations: Iterable[LiveViolation]) -> None:
     for violation in violations:
         key = violation.diagnosis, violation.where
         if (known := united.get(key)) is not None:
-            first, later = sorted((known, violation), key=_order)
-            violation = first.again(later)
-        united[key] = violation
+            known[1].add(violation.step)
+            united[key] = _first(known[0], violation), known[1]
+        else:
+            united[key] = violation, {violation.step}
+
+
+def _first(*violations: LiveViolation) -> LiveViolation:
+    first, *later = sorted(violations, key=_order)
+    size = next((v.gradient_error for v in (first, *later) if v.gradient_error is not None), None)
+    return replace(first, gradient_error=size)
+
+
+def _number(sets: Iterable[set[int | None]]) -> int:
+    """Return how many steps some sets have, without a copy of the largest one, which grows with the run."""
+    largest, *others = sorted(sets, key=len, reverse=True)
+    return len(largest) + len(set().union(*others) - largest)
 
 
 def _order(violation: LiveViolation) -> float:
@@ -535,11 +549,16 @@ class Judge:
 
     def violations(self) -> list[LiveViolation]:
         """Return the violations so far, one for each diagnosis and place, in the order of their steps."""
-        united: United = {}
+        several: defaultdict[tuple[str, str | None], list[Repeated]] = defaultdict(list)
         for found in (self._united, *(weighed.united for weighed in self._weighed.values())):
-            _unite(united, found.values())
+            for key, one in found.items():
+                several[key].append(one)
+        united = [
+            replace(_first(*(violation for violation, _ in ones)), occurrences=_number([steps for _, steps in ones]))
+            for ones in several.values()
+        ]
         # one window of a gradient that is put together by hand may look reset before another one shows what it is
-        kept = [v for v in united.values() if not (v.diagnosis == "reset-inside-window" and v.where in self._by_hand)]
+        kept = [v for v in united if not (v.diagnosis == "reset-inside-window" and v.where in self._by_hand)]
         return sorted(kept, key=_order)
 
     def notes(self) -> Counter[str]:
@@ -575,7 +594,7 @@ class Judge:
     def note_size(self, step: int, error: float) -> None:
         """Note by how much the gradient of a violated step is off."""
         self._sizes[step] = error
-        _unite(self._united, [replace(v, gradient_error=error, occurrences=0) for v in self._of_step])
+        _unite(self._united, [replace(v, gradient_error=error) for v in self._of_step])
         for weighed in self._weighed.values():
             self._unite_weighed(weighed)
 

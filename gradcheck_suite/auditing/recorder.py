@@ -144,6 +144,8 @@ class StepRecord:
     Attributes:
         optimizer: its index in the order of first steps.
         place: of the call.
+        call: index of the program's call of a step, in which a closure may be called several times, and the optimizer
+            that another one wraps may step.
         gradients: key of a parameter -> a sample of its `.grad`, or None.
         scale: by which the gradients are still to be divided, or were before the step, by a GradScaler.
         fused: whether the optimizer divides by `scale` inside its step.
@@ -155,6 +157,7 @@ class StepRecord:
     optimizer: int
     place: Place
     gradients: dict[int, Raw | None]
+    call: int
     scale: float | None = None
     fused: bool = False
     steps: int | None = None
@@ -774,10 +777,11 @@ class Recorder:
 
     @_guarded(STEPS)
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        stepping = _optimizers_on_the_stack()
         # a step of a subclass that calls the one of its base class is one step
-        inside = _callers_step(optimizer)
-        if self.muted or inside:
+        if self.muted or sum(one is optimizer for one in stepping) > 1:
             return None
+        self.steps_seen += len(stepping) == 1
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             self.step(optimizer)
@@ -793,7 +797,6 @@ class Recorder:
     @_guarded(STEPS)
     def step(self, optimizer: Any) -> None:
         """Note a step: what stands in `.grad`."""
-        self.steps_seen += 1
         if self._lines or self.steps_seen > 1:
             self._end_of_stacks()
         if _task() != -1:
@@ -831,6 +834,7 @@ class Recorder:
                 index,
                 here(),
                 gradients,
+                self.steps_seen - 1,
                 float(given) if isinstance(given, torch.Tensor) else scale,
                 fused,
                 steps,
@@ -883,15 +887,15 @@ def _names_place(given: str, place: str) -> bool:
     return place == given or place.endswith(os.sep + given)
 
 
-def _callers_step(optimizer: Any) -> bool:
-    """Return whether a step of the same optimizer is on the stack already, above the hook's own."""
+def _optimizers_on_the_stack() -> list[Any]:
+    """Return the optimizers whose steps are on the stack, innermost first."""
     frame: FrameType | None = sys._getframe(2)
-    found = 0
+    found: list[Any] = []
     while frame is not None:
         if frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == "torch.optim.optimizer":
-            found += frame.f_locals.get("args", (None,))[:1] == (optimizer,)
+            found += frame.f_locals.get("args", ())[:1]
         frame = frame.f_back
-    return found > 1
+    return found
 
 
 def _arrange(hooks: Any, first: Sequence[int], last: Sequence[int]) -> None:

@@ -93,7 +93,7 @@ class Window:
 
     Attributes:
         optimizer: its index.
-        number: of the step among those of all optimizers.
+        number: of the program's call of a step among those of all optimizers.
         steps: the records of the step, one for each rank.
         passes: index -> pass, of those that reached its parameters since its last step.
         keys: of its parameters.
@@ -193,8 +193,8 @@ class Replay:
         self.ranks = ranks
         self.passes: dict[int, Seen] = {}
         self.number_of_passes = 0
-        self.steps = 0
         self.last: dict[int, int] = {}
+        self._call, self._before_call, self._at_last_step = -1, 0, 0
         self._dtypes = dtypes
         self._states: list[defaultdict[int, State]] = [defaultdict(State) for _ in range(ranks)]
         self._arrived: dict[tuple[int, int, int], Vector] = {}
@@ -328,7 +328,7 @@ class Replay:
         reduced = any(one.event == REDUCED for one in found.values())
         late = [(rank, key) for rank, key in self._late if key in steps[0].gradients]
         window = Window(
-            optimizer, self.steps, steps, members, keys, {}, 1.0, None,
+            optimizer, steps[0].call, steps, members, keys, {}, 1.0, None,
             {i: dict(p.consumers) for i, p in members.items()}, optimizer not in self.last, before,
             not reduced and not any(p.reduced for p in members.values()) and (bool(late) or self._differ(steps)),
             {n for n in self._null if n[1] in members}, self._not_finite & members.keys(), copies,
@@ -337,7 +337,6 @@ class Replay:
             del self._late[place]
         self._fill(window, found)
         self._leave(window, steps)
-        self.steps += 1
         return window
 
     def _are_copies(self, step: StepRecord) -> bool:
@@ -442,6 +441,9 @@ class Replay:
             if any(abs(c) > 1e-9 for cs in window.coefficients.values() for s, c in cs.items() if s in sources):
                 self.passes[index].consumers.setdefault(window.optimizer, self.number_of_passes)
         self.last[window.optimizer] = self.number_of_passes
+        if window.number != self._call:
+            self._call, self._before_call = window.number, self._at_last_step
+        self._at_last_step = self.number_of_passes
         for key in window.keys:
             self._owners[key].add(window.optimizer)
         self._forget()
@@ -454,12 +456,13 @@ class Replay:
     def _forget(self) -> None:
         """Let go of the passes that every optimizer of their parameters has stepped on.
 
-        A parameter that no optimizer has stepped on yet, or that none ever will, keeps its passes for a while.
+        A parameter that no optimizer has stepped on yet, or that none ever will, keeps its passes for a while. Those of
+        the present call of a step are kept: an optimizer may step another one.
         """
 
         def is_done(index: int, seen: Seen) -> bool:
             keys = {key for record in seen.records for key in record.arrivals}
-            return all(index < self._stepped.get(key, 0) - 1 for key in keys)
+            return index < self._before_call and all(index < self._stepped.get(key, 0) - 1 for key in keys)
 
         for key, steps in list(self._owners.items()):
             self._stepped[key] = min(self.last[optimizer] for optimizer in steps)

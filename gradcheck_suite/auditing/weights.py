@@ -423,7 +423,7 @@ def scales(history: Mapping[Key, list[Use]], ranks: int, said: int | None, note:
     together: defaultdict[int, list[Use]] = defaultdict(list)
     for uses in history.values():
         for use in uses:
-            together[use.window.number].append(use)
+            together[id(use.window)].append(use)
     for several in together.values():
         if len(several) > 1 and len({use.length for use in several}) == 1:
             for use in several:  # (a + b) / 2: the coefficients of one window's objectives may add up to 1

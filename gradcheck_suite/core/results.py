@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from gradcheck_suite.core.case import SCHEMA, Case
@@ -375,11 +375,6 @@ class LiveViolation:
     def places(self) -> dict[str, str | None]:
         """Where the loss is computed, goes backward and is stepped on: `file:line`."""
         return {"loss": self.where, "backward": self.backward, "step": self.stepped}
-
-    def again(self, other: LiveViolation) -> LiveViolation:
-        """Return the violation with the occurrences of a later one, which may be the first whose size is known."""
-        error = self.gradient_error if self.gradient_error is not None else other.gradient_error
-        return replace(self, occurrences=self.occurrences + other.occurrences, gradient_error=error)
 
     def to_json(self) -> dict[str, Any]:
         """Return the violation as JSON-ready data: the fields of `verify`, and those of a live run."""

@@ -1173,6 +1173,36 @@ for x, y in toy.batches(4, 4, 4):
     optimizer.step()
     optimizer.zero_grad()"""
     ),
+    # The same as an optimizer, whose step calls a closure twice and steps another optimizer.
+    "sound_sharpness_aware_optimizer": sound(
+        before="""
+class SharpnessAware(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1)
+    def step(self, closure):
+        closure()
+        own = self.param_groups[0]["params"]
+        moved = [0.05 * p.grad for p in own]
+        with torch.no_grad():
+            for parameter, step in zip(own, moved, strict=True):
+                parameter += step
+        closure()
+        with torch.no_grad():
+            for parameter, step in zip(own, moved, strict=True):
+                parameter -= step
+        self.base.step()""",
+        optimizer="SharpnessAware(model.parameters())",
+        text="""
+for window in toy.windows(*[4] * 12):
+    def closure(window=window):
+        optimizer.zero_grad()
+        for x, y in window:
+            with toy.autocast():
+                loss = F.cross_entropy(model(x), y) / len(window)
+            loss.backward()
+    optimizer.step(closure)""",
+    ),
     "sound_skipped_bad_windows": sound(
         "number, window in enumerate(toy.windows(*[4] * 20))",
         first='if number == 2:\n    x[0, 0] = float("nan")',

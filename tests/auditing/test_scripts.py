@@ -123,6 +123,7 @@ def test_a_coefficient_is_no_part_of_the_size_of_a_fault(scripts):
 
 def test_a_factor_of_the_loss_is_in_the_weights_that_are_expected(scripts):
     (violation,) = audited(scripts / "faulty_distilled.py")[0].violations
+    assert violation.occurrences == 2  # of two losses in each of two steps
     ratios = [row.observed / row.expected for row in violation.weights]
     assert ratios == pytest.approx([14 / (4 * n) for n in (4, 2, 7, 1)])
     assert violation.explanation.startswith("each micro-batch's mean has weight 1/4,")
@@ -134,6 +135,13 @@ def test_weights_that_are_hard_to_read_are_judged(script, scripts):
     result, _ = audited(scripts / f"{script}.py")
     assert not result.unknown, result
     assert result.windows == result.steps
+
+
+@pytest.mark.parametrize(("script", "calls"), [("sound_lbfgs", 2), ("sound_sharpness_aware_optimizer", 3)])
+def test_a_step_that_calls_its_closure_several_times_or_steps_an_inner_optimizer_is_one(script, calls, scripts):
+    for most in (None, 1):
+        result, _ = audited(scripts / f"{script}.py", steps=most)
+        assert (result.verdict, result.windows, result.steps) == ("holds", most or calls, most or calls), result
 
 
 def test_a_factor_that_may_be_a_second_division_by_two_is_a_finding(scripts):
