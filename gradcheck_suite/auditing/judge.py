@@ -288,14 +288,14 @@ def _compare_within(
     """Judge the weights inside of a window; those that are equal are left for the run to judge."""
     window = one.window
     site = {source: window.passes[source[1]].records[source[0]].place for source in one.coefficients}
-    right = [o for o in found if o.is_right]
+    right = [o for o in found if o.is_right and not o.parts[0].term.of_parameters]
     covered = {part.source for o in right if len(o.parts) > 1 for part in o.parts}
     for objective in found:
         status, sources = objective.comparison.status, {part.source for part in objective.parts}
         if status == UNEVEN:
             continue
         if status != EQUAL:
-            if status in (BY_PLACE, RESCALED) and covered >= sources:
+            if status in (BY_PLACE, RESCALED) and (covered >= sources or objective.parts[0].term.of_parameters):
                 result.notes[f"{objective.place}: a coefficient changes within a window"] += 1
             else:
                 unequal[objective.key].append((objective, window))

@@ -71,6 +71,14 @@ NODES = {
 UNKNOWN = Node(OPAQUE, ITEMS)
 PRODUCTS = ("Bmm", "Dot", "Mm", "Mv", "Vdot")
 """Reductions of two tensors, both of which may have a gradient: a sum over the elements of either."""
+ARITHMETIC = ("Add", "Div", "Mul", "Rsub", "Sub")
+OF_PARAMETERS = frozenset(
+    str.split(
+        "Abs Add Cat Div Exp Expm1 LinalgVectorNorm Log Log1P LogSoftmax Mean Mul Neg Norm Pow Prod Reciprocal Rsub "
+        "Select Sigmoid Softmax Softplus Split Sqrt Squeeze Stack Sub Sum Tanh Unbind Unsqueeze View"
+    )
+)
+"""Nodes through which a function of parameters alone stays one: no data is saved in them, numbers aside."""
 OF_ROWS = ("MultiMarginLoss", "MultilabelMarginLoss")
 """Reduced losses of torch that divide by the rows of their input; the others divide by its elements."""
 MEAN = 1
@@ -121,6 +129,67 @@ def _same(node: Any, index: int, inputs: list[Place]) -> list[Place]:
     return found if len(found) == 1 else []
 
 
+def _by_number(node: Any) -> bool:
+    """Return whether a product or quotient is one by a number, which it saves; a sum or difference saves nothing."""
+    if _is_packed(node, "other"):
+        return False
+    try:
+        return node._saved_other is not None and not node._saved_other.dim()
+    except RuntimeError:  # it was changed in place
+        return False
+
+
+def _of_parameters(place: Place) -> bool:
+    """Return whether something is a function of parameters alone: the same in every micro-batch of a window."""
+    stack, seen = [place[0]], set()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        inputs = live(node)
+        if is_leaf(node):
+            if not isinstance(node.variable, torch.nn.Parameter):
+                return False
+        elif (name := kind(node)) not in OF_PARAMETERS or not inputs:
+            return False
+        elif len(inputs) < len(node.next_functions) and name != "Pow" and not (name in ARITHMETIC and _by_number(node)):
+            return False  # a constant may be data
+        stack.extend(below for below, _ in inputs)
+    return True
+
+
+def _joined(place: Place) -> tuple[list[Place], bool, bool]:
+    """Return the losses of one element each that a tensor joins, as in a weighted `stack`.
+
+    Returns:
+        the losses; whether the tensor is a linear function of them; whether something else with a gradient, that is
+        no function of parameters alone, meets them.
+    """
+    stack, seen, found, linear, others = [place], set[Place](), list[Place](), True, False
+    while stack:
+        node, index = here = stack.pop()
+        if here in seen:
+            continue
+        seen.add(here)
+        name, inputs = kind(node), live(node)
+        row = NODES.get(name, UNKNOWN)
+        if row == NODES["Cat"] and all(_elements(*below) == 1 for below in inputs):
+            found += inputs
+            continue
+        if len(inputs) > 1 and name in ARITHMETIC:
+            inputs = [below for below in inputs if not _of_parameters(below)]
+            linear = linear and (len(inputs) < 2 or row.scalar == EACH)
+        if name == "Div" and node.next_functions[0] not in inputs:
+            linear = False
+        ends = row.below not in (PASS, WEIGHTED) or (len(inputs) > 1 and name not in ARITHMETIC)
+        if ends or any(_elements(*below) != _elements(node, index) for below in inputs):
+            others = True
+        else:
+            stack += inputs
+    return found, linear, others
+
+
 def _valid(node: Any) -> torch.Tensor | None:
     """Return how many targets an unreduced loss does not ignore, or the chunks of one that `cat` joins."""
     name, inputs = kind(node), live(node)
@@ -148,6 +217,7 @@ class Term:
         opaque: why it cannot be read as a sum over items.
         partial: whether it sees items through which no gradient flows.
         again: whether it has gone backward before.
+        of_parameters: whether it is a function of parameters alone, such as a penalty, and has no items.
         line: `file:line` of the loss, where it is known.
     """
 
@@ -161,6 +231,7 @@ class Term:
     opaque: str | None = None
     partial: bool = False
     again: bool = False
+    of_parameters: bool = False
     line: str | None = None
 
     @property
@@ -297,8 +368,11 @@ class Reader:
                 inputs = _same(node, index, inputs)
             row = NODES.get(name, UNKNOWN)
             if name in ("Div", "Mul") and len(inputs) > 1:
-                return self._opaque(node, index, above, "a product or quotient of two things that have gradients")
-            if name == "Div" and node.next_functions[0][0] is None:
+                # a factor that is a function of parameters alone is the same for the whole window
+                inputs = [place for place in inputs if not _of_parameters(place)]
+                if len(inputs) != 1:
+                    return self._opaque(node, index, above, "a product or quotient of two things that have gradients")
+            if name == "Div" and node.next_functions[0] not in inputs:
                 return self._opaque(node, index, above, "one over something that has a gradient")
             if row.scalar != OPAQUE and len(inputs) > 1 and name not in PRODUCTS:
                 for place in inputs:
@@ -321,7 +395,7 @@ class Reader:
             return self._loss_function(node, index, above, name, inputs[0] if inputs else (node, index))
         row = NODES.get(name, UNKNOWN)
         if row.scalar == TERM and (len(inputs) == 1 or name in PRODUCTS):
-            return self._reduction(node, index, above, name, inputs[0])
+            return self._reduction(node, index, above, name, inputs)
         if row.scalar == PASS and inputs:
             return self._opaque(node, index, above, "one element of many")
         if name.startswith("Compiled"):
@@ -358,14 +432,18 @@ class Reader:
                 found.seen["total_weight"] = node._saved_total_weight.detach()
         self._add(found, node, index)
 
-    def _reduction(self, node: Any, index: int, above: tuple[str, ...], name: str, below: Place) -> None:
-        inputs = live(below[0])
-        joined = NODES.get(kind(below[0]), UNKNOWN) == NODES["Cat"] and all(_elements(*place) == 1 for place in inputs)
-        if joined and self._are_made_of_scalars(inputs, above, opaque=True):
-            return
+    def _reduction(self, node: Any, index: int, above: tuple[str, ...], name: str, inputs: list[Place]) -> None:
+        factors = [place for place in inputs if not _of_parameters(place)] or inputs
+        below, joins = factors[0], [_joined(place) for place in factors]
+        losses, linear, others = next((join for join in joins if join[0]), joins[0])
+        if losses and (others or len(factors) > 1):
+            return self._opaque(node, index, above, "losses that are weighted by something that has a gradient")
+        if losses and linear and self._are_made_of_scalars(losses, above, opaque=True):
+            return None
         found = _Found(Term((*above, name), counts={"elements": _elements(*below)}, mean=name == "Mean"))
+        found.term.of_parameters = _of_parameters((node, index))
         self._add(found, node, index)
-        self._items(found, *below, weighted=name not in ("Sum", "Mean"))
+        return self._items(found, *below, weighted=name not in ("Sum", "Mean"))
 
     def _items(self, found: _Found, node: Any, index: int, *, weighted: bool) -> None:
         """Go down from a reduced tensor to the first node that is no linear function of one tensor: the items."""
@@ -393,7 +471,9 @@ class Reader:
             self._hook(node, found, "items", index)
 
     def _opaque(self, node: Any, index: int, above: tuple[str, ...], why: str) -> None:
-        self._add(_Found(Term((*above, kind(node)), opaque=why)), node, index)
+        term = Term((*above, kind(node)), counts={"elements": 1}, of_parameters=_of_parameters((node, index)))
+        term.opaque = None if term.of_parameters else why
+        self._add(_Found(term), node, index)
 
     def _add(self, found: _Found, node: Any, index: int) -> None:
         found.node, found.has_dimension = node, bool(_shape(node, index))

@@ -259,6 +259,20 @@ rows = torch.optim.SparseAdam(table.parameters())""",
     "loss": "loss = F.cross_entropy(model(table(y)), y) / len(window)",
 }
 
+# Losses of two tasks with weights that are learned, as by their uncertainty.
+TASKS = {
+    "windows": "window in toy.windows(4, 2, 7, 1, 3, 5, 2, 2)",
+    "setup": """
+s = torch.nn.Parameter(torch.tensor([0.3, -0.2], dtype=toy.dtype()))
+optimizer.add_param_group({"params": [s]})""",
+    "start": "total = sum(len(y) for _, y in window)",
+    "loss": """
+logits = model(x)
+losses = torch.stack([F.cross_entropy(logits, y), logits.square().mean()])
+loss = (torch.exp(-s) * losses + s).sum()""",
+    "backward": "(loss * len(y) / total).backward()",
+}
+
 MASTERS = {
     "setup": """
 masters = [p.detach().to(torch.promote_types(p.dtype, torch.float32)).requires_grad_() for p in model.parameters()]
@@ -560,6 +574,7 @@ total = sum((y != -100).sum() + 1 for _, y in window)""",
         loss='loss = F.cross_entropy(model(x), y, reduction="sum") / total',
     ),
     # Mixup with the losses on two lines, and a mean of means over unequal batches.
+    "faulty_mean_of_means_of_tasks": faulty("mean-of-means", **TASKS | {"backward": DIVIDED_BACKWARD}),
     "faulty_mixup_mean_of_means": faulty(
         "mean-of-means",
         UNEQUAL,
@@ -1222,6 +1237,11 @@ rows.zero_grad()""",
     ),
     "sound_sum_of_squares": sound(
         UNEQUAL, loss='loss = F.mse_loss(model(x), F.one_hot(y, 3).to(toy.dtype()), reduction="sum")'
+    ),
+    "sound_tasks_with_learned_weights": sound(**TASKS),
+    "unjudged_tasks_weighted_by_outputs": unjudged(
+        "weighted by something that has a gradient",
+        **TASKS | {"loss": TASKS["loss"].replace("torch.exp(-s)", "logits.softmax(1).mean(0)[:2]")},
     ),
     "sound_tied_and_frozen": sound(**TIED),
     "sound_two_optimizers": sound(
