@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal, Unpack
+from typing import IO, Any, Literal, TextIO, Unpack
 
 import torch
 
@@ -260,14 +260,14 @@ def _shown(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {error}" if isinstance(error, Exception) else ""
 
 
-def _say(lines: Sequence[str]) -> None:
+def _say(lines: Sequence[str], standard_error: TextIO) -> None:
     """Print lines on standard error, which a notebook would show as an error, so there on standard output.
 
     They begin on a fresh line: a progress bar of the program may stand in the last one.
     """
-    in_notebook = type(sys.stderr).__module__.startswith("ipykernel")
+    in_notebook = type(standard_error).__module__.startswith("ipykernel")
     with contextlib.suppress(OSError, ValueError):  # full, or closed by the program
-        say(["", *lines] if not in_notebook else lines, sys.stdout if in_notebook else sys.stderr)
+        say(["", *lines] if not in_notebook else lines, sys.stdout if in_notebook else standard_error)
 
 
 class StoppedOnViolation(BaseException):
@@ -318,6 +318,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._name, self.quiet = name or here().line, quiet
         self._result: LiveResult | None = None
         self._opened = self._observing = False
+        self._standard_error = sys.stderr
         self._process = os.getpid()
         self._steps = 0
         self._told: set[Any] = set()
@@ -377,6 +378,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if self._ranks is not None:
             self._writer = RankWriter(self._ranks)
         self._opened = self._observing = True
+        self._standard_error = sys.stderr
         _open.append(self)
         self._start = time.perf_counter()
         if self.options.eager:
@@ -403,7 +405,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if self._result is None:
             self._result = self._closed(error)
             if not self.quiet and not self._result.is_another_ranks:
-                _say(live_lines(self._result, shown=bool(self._result.violations)))
+                _say(live_lines(self._result, shown=bool(self._result.violations)), self.standard_error)
         return self._result
 
     def _closed(self, error: BaseException | None) -> LiveResult:
@@ -477,6 +479,12 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
     def observing(self) -> bool:
         """Whether steps are still judged in this process."""
         return self._observing and self._process == os.getpid()
+
+    @property
+    def standard_error(self) -> TextIO:
+        """The standard error of the time when the audit began, which the program may have replaced since then."""
+        begun = self._standard_error
+        return sys.stderr if begun is None or getattr(begun, "closed", False) else begun
 
     def _is_full(self) -> bool:
         """Return whether the window that runs is looked at in full."""
@@ -620,7 +628,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
     @undrawn()
     def _tell(self, violation: LiveViolation) -> None:
         if not self.quiet:
-            _say(violation_lines(violation))
+            _say(violation_lines(violation), self.standard_error)
         if self.options.stop_on_violation and self._observing:
             raise StoppedOnViolation
 

@@ -202,7 +202,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     def finished(error: BaseException | None, status: int) -> int:
         audited.quiet = True  # printed below
-        return _finish(arguments, audited.close(error), status, folder)
+        result = audited.close(error)
+        with contextlib.redirect_stderr(audited.standard_error):
+            return _finish(arguments, result, status, folder)
 
     error: BaseException | None = None
     status = 0
