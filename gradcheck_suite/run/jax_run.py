@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
+from itertools import zip_longest
 from threading import Lock
 from typing import Any
 
@@ -369,7 +370,7 @@ class JaxObserver:
         ends = of_number.keys() - {call.parent for call in found}
         return [
             call
-            for call, after in zip(found, [*found[1:], None], strict=True)
+            for call, after in zip_longest(found, found[1:])
             if after is None or call.number not in ends or after.number in ends or not call.is_repeated_by(after)
         ]
 
