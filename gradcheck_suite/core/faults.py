@@ -501,6 +501,11 @@ def current_name(diagnosis: str) -> str:
     return " or ".join(dict.fromkeys(names))
 
 
+def is_of_weights(diagnosis: str) -> bool:
+    """Return whether a fault that a diagnosis leaves open is read off weights of micro-batches."""
+    return any(name in FAULTS and FAULTS[name].evidence == "weights" for name in names_of(diagnosis))
+
+
 def is_general(kind: str, diagnosis: str) -> bool:
     """Return whether a violation's name says no more than that something is wrong, or where.
 

@@ -243,25 +243,6 @@ def _kind_of(comparison: Comparison, wrong: Sequence[str], right: Sequence[str])
     return ""
 
 
-def as_rounded_gradient(comparison: Comparison) -> Diagnosis | None:
-    """Return the diagnosis of a gradient that a narrow format represents exactly, as it does not the right one.
-
-    The weight probe shows rounded gradients and rounded weights alike, since its gradient is the weights.
-    """
-    expected, observed = comparison.expected, comparison.observed
-    form = format_of(expected, observed)
-    if form is None or format_of(expected, expected) is not None:
-        return None
-    return Diagnosis("low-precision", f"the gradient {_rounded_text(expected, observed, form)}")
-
-
-def _rounded_text(expected: Array, observed: Array, form: str) -> str:
-    return (
-        f"has a relative error of {relative_error(expected, observed):.1g}, and all its elements are exactly "
-        f"representable in {form}: accumulate in the parameter's dtype or a wider one"
-    )
-
-
 def place_of_the_fault(comparison: Comparison) -> str:
     """Return which parameters are wrong and which right, and of which elements, as a clause."""
     wrong, right = wrong_and_right(comparison)
@@ -308,7 +289,11 @@ def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Ite
     elif weights is None and not how and not other and (there & ~off).any():
         yield "partial-gradient", _partial_text(name, expected, observed, allowed, off)
     elif weights is None and (form := format_of(expected, observed)):
-        yield "low-precision", f"the gradient of {name} {_rounded_text(expected, observed, form)}"
+        yield (
+            "low-precision",
+            f"the gradient of {name} has a relative error of {relative_error(expected, observed):.1g}, and all its "
+            f"elements are exactly representable in {form}: accumulate in the parameter's dtype or a wider one",
+        )
 
 
 def _factor(expected: Array, observed: Array, allowed: Array) -> str | None:

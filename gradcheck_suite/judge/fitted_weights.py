@@ -33,19 +33,17 @@ the digits of float64."""
 
 @dataclass(frozen=True)
 class Fit:
-    """The least-squares weights and their residual.
+    """The least-squares weights.
 
     Attributes:
         weights: (B,) float64: the weight of each micro-batch.
         determined: whether the solution is unique.
         exact: whether rounding explains the residual of every element.
-        residual: the largest |observed - fit|.
     """
 
     weights: npt.NDArray[np.float64]
     determined: bool
     exact: bool
-    residual: float
 
 
 def fit_weights(observed: Vector, gradients: npt.NDArray[np.float64], allowed: Vector) -> Fit:
@@ -62,8 +60,7 @@ def fit_weights(observed: Vector, gradients: npt.NDArray[np.float64], allowed: V
     present = sizes > 0
     weights = np.zeros(len(gradients))
     if not present.any():
-        residual = np.abs(observed)
-        return Fit(weights, False, bool((residual <= allowed).all()), float(residual.max(initial=0.0)))
+        return Fit(weights, False, bool((np.abs(observed) <= allowed).all()))
     columns = (gradients[present] / sizes[present, None]).T
     left, values, right = np.linalg.svd(columns, full_matrices=False)
     kept = values > CONDITION * values[0]
@@ -76,7 +73,6 @@ def fit_weights(observed: Vector, gradients: npt.NDArray[np.float64], allowed: V
         weights,
         determined=bool(kept.sum() == present.sum()),
         exact=bool((residual <= allowed + rounding).all()),
-        residual=float(residual.max()),
     )
 
 

@@ -2,133 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 import numpy as np
 
 from gradcheck_suite.catalogue.description import error_text
-from gradcheck_suite.core.case import SMALL_SCALE
 from gradcheck_suite.core.comparison import Comparison, Vector
+from gradcheck_suite.core.faults import is_of_weights
 from gradcheck_suite.judge.elements import (
-    as_rounded_gradient,
     combined_elements,
     diagnose_elements,
-    place_of_the_fault,
     where_alone,
     wrong_and_right,
     wrong_reduction,
 )
-from gradcheck_suite.judge.fitted_weights import diagnose_case, is_explained, of_one_sign, stolen_buffer
+from gradcheck_suite.judge.fitted_weights import is_explained, of_one_sign, stolen_buffer
 from gradcheck_suite.judge.probe import WeightProbe, per_micro_batch, probes_of
 from gradcheck_suite.judge.probe_faults import SIZE_DEPENDENT, explain_weights
-from gradcheck_suite.judge.reruns import (
-    NOT_REPEATABLE,
-    SKIPPED,
-    LoopRunner,
-    LossRecorder,
-    confirmed_by_repeating,
-    explain_inputs,
-    repeats_gradient,
-    run_recorded,
-    run_with_finite_losses,
-)
+from gradcheck_suite.judge.reruns import SKIPPED, Evidence, gradient_of_step, run_recorded, run_with_finite_losses
 from gradcheck_suite.judge.sizes import Sizes, diagnose_sizes, is_linear
 from gradcheck_suite.judge.weights import ALONE, Diagnosis, missing_gradient, not_linear, poisoned_by
-from gradcheck_suite.reference.large_batch import REFERENCES, Reference, Window
-from gradcheck_suite.run.instance import Instance, scaled
-from gradcheck_suite.run.runner import Outcome
-
-
-def gradient_of_step(outcome: Outcome, reference: Reference, step: int, seen: Vector | None = None) -> Vector | None:
-    """Return the gradient at a step of a run, (P,); None where the loop raised or stopped before.
-
-    Where the step calls its closure several times: that of the last call, or of the one nearest to what was `seen`.
-    """
-    if outcome.raised is not None or step >= len(outcome.observations):
-        return None
-    calls = [reference.flat(evaluation.gradients) for evaluation in outcome.observations[step].evaluations]
-    if seen is None:
-        return calls[-1]
-    with np.errstate(invalid="ignore"):
-        return min(calls, key=lambda gradient: float(np.nansum(np.abs(gradient - seen))))
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """What is known of a wrong gradient; what a further run shows is known once something asks, while runs are left.
-
-    Attributes:
-        comparison: of the gradient with the right one.
-        window: whose gradient it is.
-        epoch: of the step.
-        runner: of the loop.
-        known_calls: the repetition, where it has been made.
-    """
-
-    comparison: Comparison
-    window: Window
-    epoch: int
-    runner: LoopRunner
-    known_calls: tuple[LossRecorder, Vector | None] | None = None
-
-    @property
-    def instance(self) -> Instance:
-        """What the loop trained."""
-        return self.window.reference.instance
-
-    @property
-    def step(self) -> int:
-        """Index of the step in the run."""
-        return self.epoch * len(self.instance.case.plan.windows) + self.window.index
-
-    def gradient(self, outcome: Outcome | None) -> Vector | None:
-        """Return the gradient at the step of another run, the nearest to this one; None where it has none."""
-        if outcome is None:
-            return None
-        return gradient_of_step(outcome, self.window.reference, self.step, self.comparison.observed)
-
-    @cached_property
-    def calls(self) -> tuple[LossRecorder, Vector | None]:
-        """A repetition: what its losses were computed from, and its gradient at the step."""
-        if self.known_calls:
-            return self.known_calls
-        recorder, outcome = run_recorded(self.runner, self.instance)
-        return recorder, self.gradient(outcome)
-
-    @cached_property
-    def small(self) -> Vector | None:
-        """(P,): the gradient at the step with a loss 2**-20 times as large."""
-        outcome = self.runner.run(scaled(self.instance, SMALL_SCALE))
-        return None if outcome is None else gradient_of_step(outcome, self.window.reference, self.step)
-
-    @cached_property
-    def parameters(self) -> Vector:
-        """(P,): the values of the parameters."""
-        values = {name: p.detach().double() for name, p in self.window.model().named_parameters()}
-        return self.window.reference.flat({name: values[name] for name in self.comparison.layout.names})
-
-    @property
-    def of_weights(self) -> Diagnosis | None:
-        """What the gradient alone says of weights and elements."""
-        return diagnose_case(self.window, self.comparison, self.epoch, alike=self.runner.alike)
-
-    @property
-    def of_inputs(self) -> Diagnosis | None:
-        """What a repetition says: that the fault is gone, or that the inputs of losses are wrong."""
-        recorder, again = self.calls
-        if again is None:
-            return None
-        if not repeats_gradient(again, self.comparison):
-            return NOT_REPEATABLE
-        window, seen = self.window, self.comparison.observed
-        return explain_inputs(recorder, window.reference.flat, window.members, seen, self.step, window.parameters)
-
-    @property
-    def place(self) -> str:
-        """Which parameters are wrong and which right, as a clause."""
-        return place_of_the_fault(self.comparison)
-
+from gradcheck_suite.reference.large_batch import REFERENCES
+from gradcheck_suite.run.instance import Instance
 
 # Naming a fault that depends on the model, from the violated case itself and not from a weight probe.
 
@@ -207,21 +102,15 @@ OF_ELEMENTS = frozenset(
 """Diagnoses of the case itself that no weights of micro-batches give."""
 
 
-def explain_gradient(comparison: Comparison, window: Window, epoch: int, runner: LoopRunner) -> Diagnosis:
+def explain_gradient(e: Evidence) -> Diagnosis:
     """Name the fault of a wrong gradient; `not-linear` where no weights of micro-batches explain it.
 
     The first run is on the weight probe, and a second one on the probe that separates faults which look alike. Where
     the weights are right, or the loop cannot run on the probe, the case itself is read, in float64: one run records
     what the losses are computed from, and one has a loss 2**-20 times as large. Runs that are left repeat the case,
     since a fault that not every run shows has no other name.
-
-    Args:
-        comparison: of the gradient with the right one.
-        window: whose gradient it is.
-        epoch: of the step.
-        runner: of the loop.
     """
-    e = Evidence(comparison, window, epoch, runner)
+    comparison, window = e.comparison, e.window
     numbers = (_worst_element(comparison),)
     for without_a_run in (_poisoned, _of_whole_window, _of_ranks):
         if found := without_a_run(e):
@@ -235,23 +124,16 @@ def explain_gradient(comparison: Comparison, window: Window, epoch: int, runner:
         is_linear = on_probe is None or on_probe.name != "not-linear"
         on_case = stolen_buffer(e.instance) or explain_on_case(e, is_linear_there=is_linear)
         # weights that no fault gives under two plans fit one on a small case by chance
-        by_chance = diagnosis.name == "unrecognised-weights" and on_case is not None and on_case.is_of_weights
+        by_chance = diagnosis.name == "unrecognised-weights" and on_case is not None and is_of_weights(on_case.name)
         diagnosis = diagnosis if on_case is None or by_chance else on_case
-    if "low-precision" in diagnosis.names:
-        diagnosis = as_rounded_gradient(comparison) or diagnosis
     if on_probe is None and diagnosis.names & NOT_BY_VALUES:
         diagnosis = replace(diagnosis, sentence=f"{diagnosis.sentence}; but {RIGHT_ON_PROBE}")
     if on_probe is None:
         diagnosis = of_one_sign(diagnosis, window, comparison) or diagnosis
     if diagnosis.name in UNNAMED:
         diagnosis = combined_elements(window, comparison) or diagnosis
-    diagnosis = _confirmed(diagnosis, e)
+    diagnosis = e.confirmed(diagnosis)
     return replace(diagnosis, details=numbers + diagnosis.details)
-
-
-def _confirmed(found: Diagnosis, e: Evidence) -> Diagnosis:
-    """Return a diagnosis, or `not-repeatable` where a run again has another gradient at the step."""
-    return confirmed_by_repeating(found, e.runner, e.instance, e.comparison, e.gradient)
 
 
 def _worst_element(comparison: Comparison) -> str:
@@ -387,17 +269,6 @@ def _is_right_with_finite_losses(e: Evidence) -> bool:
     return again is not None and bool((np.abs(again - e.comparison.expected) <= e.comparison.allowed).all())
 
 
-def explain_missing(
-    parameter: str, comparison: Comparison, window: Window, epoch: int, runner: LoopRunner
-) -> Diagnosis:
-    """Name the fault of a gradient that is None at the step.
-
-    Args:
-        parameter: whose gradient.
-        comparison: of the gradient with the right one.
-        window: whose gradient it is.
-        epoch: of the step.
-        runner: of the loop.
-    """
-    e = Evidence(comparison, window, epoch, runner)
-    return SKIPPED if _is_right_with_finite_losses(e) else _confirmed(missing_gradient(parameter), e)
+def explain_missing(parameter: str, e: Evidence) -> Diagnosis:
+    """Name the fault of a parameter's gradient that is None at the step."""
+    return SKIPPED if _is_right_with_finite_losses(e) else e.confirmed(missing_gradient(parameter))

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from gradcheck_suite.core.case import PARAMETER, SMALL_SCALE, Case, probe_case, slopes_of
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF, Vector
@@ -19,7 +18,6 @@ from gradcheck_suite.judge.naming import diagnose, names_nothing
 from gradcheck_suite.judge.probe import (
     WeightProbe,
     expected_gradients,
-    flat_on_probe,
     gradients_of_steps,
     item_weights,
     per_micro_batch,
@@ -28,7 +26,7 @@ from gradcheck_suite.judge.probe import (
     readings,
     separating_probe,
 )
-from gradcheck_suite.judge.reruns import NOT_REPEATABLE, LoopRunner, LossRecorder, explain_inputs, run_recorded
+from gradcheck_suite.judge.reruns import Evidence, LoopRunner, LossRecorder, explain_inputs, run_recorded
 from gradcheck_suite.judge.sizes import LOUDER, Sizes, diagnose_non_finite, diagnose_sizes, is_linear, size_text
 from gradcheck_suite.judge.steps import cut_elsewhere, named, run_of
 from gradcheck_suite.judge.weights import Diagnosis, Weights, not_linear, poisoned_by
@@ -60,11 +58,12 @@ def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: 
     if projected and (items.any() or weights is None):
         return projected
     if weights is not None:
-        named = diagnose(weights, _others(readings(probe, steps, alike=runner.alike), step))
+        others = _others(readings(probe, steps, alike=runner.alike), step)
+        named = diagnose(weights, others)
         # the last run tells either what separates known faults, or what the gradient's size does, which may be a factor
         known = not names_nothing(named) and "wrong-scale" not in named.names
         if known or runner.runs_left > 1:
-            separated, elsewhere = _separated(runner, probe, weights, steps)
+            separated, elsewhere = _separated(runner, probe, weights, others, steps)
             if separated and separated.names & OF_OTHER_WINDOWS:
                 # the small loss tells other windows from a number that is added, by a fourth run if need be
                 runner.runs_left = max(runner.runs_left, 1)
@@ -90,14 +89,14 @@ def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: 
         return found or not_linear(f"{SIZE_DEPENDENT} the gradient's size (clipping, normalizing) or on chance (noise)")
     if separated:
         return replace(separated, weights=table)
-    if found := probe_inputs(recorder, probe.plan.windows[window], small_step, step):
+    if found := explain_inputs(recorder, small_step, step):
         return found
     if weights is None:
         return _means_of_parts(probe, steps, runner) or Diagnosis(
             "unequal-items", "items of one and the same micro-batch have different weights"
         )
     # the gradient grows with the loss, so a factor that is none of the run's is one all the same
-    both = diagnose(weights, [*_others(readings(probe, steps, alike=runner.alike), step), *elsewhere])
+    both = diagnose(weights, [*others, *elsewhere])
     if names_nothing(both) and not elsewhere:
         return replace(diagnose(weights) if names_nothing(named) else named, weights=table)
     # a name of the first run alone is refuted by the other one
@@ -185,12 +184,6 @@ def _by_loss(
     )
 
 
-def probe_inputs(recorder: LossRecorder, members: tuple[int, ...], seen: Vector, step: int) -> Diagnosis | None:
-    """Return the diagnosis of a probe's gradient that is right for other batches than the loader's, or None."""
-    empty = torch.zeros(len(seen))
-    return explain_inputs(recorder, lambda gradients: flat_on_probe(gradients, empty), members, seen, step)
-
-
 def _lost_part(probe: WeightProbe, items: Vector, window: int) -> Diagnosis | None:
     """Return the diagnosis of a window's right gradient without one of its parts, or None."""
     right = probe.right_weights(window)
@@ -205,7 +198,7 @@ def _parameters_of(probe: WeightProbe) -> Vector:
 
 
 def _separated(
-    runner: LoopRunner, probe: WeightProbe, weights: Weights, steps: list[Vector]
+    runner: LoopRunner, probe: WeightProbe, weights: Weights, others: list[Weights], steps: list[Vector]
 ) -> tuple[Diagnosis | None, list[Weights]]:
     """Return the fault that explains this run and one on the separating probe, with a small loss, or None.
 
@@ -219,8 +212,7 @@ def _separated(
     other = (_whole_windows if miscounted else readings)(separating, seen, alike=runner.alike)
     named, wrong = None, bool(other) and not all(w.is_right for w in other or ())
     if other and wrong:
-        step = weights.epoch * len(weights.windows) + (weights.index or 0)
-        named = diagnose(weights, [*_others(readings(probe, steps, alike=runner.alike), step), *other], known_only=True)
+        named = diagnose(weights, [*others, *other], known_only=True)
     if named is not None and not names_nothing(named):
         return named, []
     if miscounted:
@@ -263,28 +255,27 @@ COARSE = ("bfloat16", "float16")
 """Dtypes too coarse to tell weights apart; a fault of the weights is read in float64."""
 
 
-def explain_probe(case: Case, steps: Steps, step: int, runner: LoopRunner) -> Diagnosis:
+def explain_probe(e: Evidence, steps: Steps) -> Diagnosis:
     """Name the fault of a wrong gradient on a weight probe.
 
     Args:
-        case: the probe.
+        e: what is known of it.
         steps: the gradient of every step of the plan; None for a step that a gradient scaler skipped.
-        step: index of the first wrong one.
-        runner: of the loop.
     """
+    case, step, runner = e.instance.case, e.step, e.runner
     seen = steps[step]
     assert seen is not None, "a skipped step is not compared"
     if case.spec is not None and "slopes" not in case.spec.loss.o:
         taken = [items for items in steps if items is not None]
         return cut_elsewhere(case.plan, taken) or _of_weights(case, steps, step, runner)
-    plain = _without_slopes(case, runner)
+    plain = probe_of(case, case.dtype).observed_weights(runner)
     expected = expected_gradients(case) * case.plan.epochs
     if plain is not None and step < len(plain):
         if not _is_right(plain[step], case, step):
             return _of_weights(case, plain, step, runner)
         if step and np.isfinite(seen).all() and _is_right(expected[step], case, step):
             return _after_another(probe_of(case, case.dtype), seen, step, plain, expected[step - 1], alike=runner.alike)
-    return _size_fault(case, expected, steps, step, runner)
+    return _size_fault(e, expected, seen)
 
 
 def _after_another(
@@ -307,10 +298,6 @@ def _after_another(
         return Diagnosis("unequal-items", f"items of one and the same micro-batch have different weights{where}")
     others = readings(probe, plain, alike=alike) or []
     return diagnose(reading(probe, step, observed, alike=alike), others, where=where)
-
-
-def _without_slopes(case: Case, runner: LoopRunner) -> list[Vector] | None:
-    return probe_of(case, case.dtype).observed_weights(runner)
 
 
 def _is_right(observed: Vector, case: Case, step: int) -> bool:
@@ -344,37 +331,28 @@ def _of_weights(case: Case, steps: Steps, step: int, runner: LoopRunner) -> Diag
     return explain_weights(probe, seen, step, runner)
 
 
-def _size_fault(case: Case, expected: Sequence[Vector], steps: Steps, step: int, runner: LoopRunner) -> Diagnosis:
+def _size_fault(e: Evidence, expected: Sequence[Vector], seen: Vector) -> Diagnosis:
     """Name the fault of a gradient that is wrong because of its size, or because it is infinite or NaN.
 
     Args:
-        case: the probe, with slopes.
+        e: what is known of it, on a probe with slopes.
         expected: the right gradient of every step.
-        steps: as in `explain_probe`.
-        step: index of the first wrong one.
-        runner: of the loop.
+        seen: the wrong one.
     """
-    plan, window = case.plan, step % len(case.plan.windows)
-    items = list(plan.window_items(window))
-    right, seen = expected[step], steps[step]
-    assert seen is not None
+    case, plan, step, window = e.instance.case, e.instance.case.plan, e.step, e.window.index
+    items, right = list(plan.window_items(window)), expected[step]
     if not np.isfinite(right).all():
         poisoned = [j for j in plan.windows[window] if not np.isfinite(right[list(plan.items(j))]).all()]
         return diagnose_non_finite(right, seen, [i for j in poisoned for i in plan.items(j) if np.isfinite(right[i])])
     poison = [earlier for earlier in range(step) if not np.isfinite(expected[earlier]).all()]
     if poison and not np.isfinite(seen).all():
         return poisoned_by(poison[-1] % len(plan.windows))
-    if runner.runs_left > 1:
-        # one is kept for a larger gradient
-        recorder, outcome = run_recorded(runner, generated_instance(case))
-        again = gradients_of_steps(outcome) if outcome else []
-        if step < len(again) and not np.array_equal(again[step], seen, equal_nan=True):
-            return NOT_REPEATABLE
-        if found := probe_inputs(recorder, plan.windows[window], seen, step):
-            return found
+    # one run is kept for a larger gradient
+    if e.runner.runs_left > 1 and (found := e.of_inputs):
+        return found
 
     def louder() -> Vector | None:
-        steps = probe_of(case, case.dtype).run(runner, scale=LOUDER, slopes=slopes_of(case))
+        steps = probe_of(case, case.dtype).run(e.runner, scale=LOUDER, slopes=slopes_of(case))
         gradients = gradients_of_steps(steps) if steps else []
         return gradients[step][items] if step < len(gradients) else None
 

@@ -1,20 +1,24 @@
-"""Running a loop a few more times to name its fault."""
+"""Running a loop a few more times to name its fault, and what is known of a wrong gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from gradcheck_suite.core.case import SMALL_SCALE
 from gradcheck_suite.core.comparison import Comparison, Vector
 from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, Batch, Loop, assumptions_of, is_jax
+from gradcheck_suite.judge.elements import place_of_the_fault
+from gradcheck_suite.judge.fitted_weights import diagnose_case
 from gradcheck_suite.judge.weights import Diagnosis, listed
-from gradcheck_suite.reference.large_batch import Gradients, parameter_gradients
-from gradcheck_suite.run.instance import Instance, leaves, map_leaves, named_leaves
+from gradcheck_suite.reference.large_batch import Reference, Window, parameter_gradients
+from gradcheck_suite.run.instance import Instance, leaves, map_leaves, named_leaves, scaled
 from gradcheck_suite.run.ranks import run_ranks
 from gradcheck_suite.run.runner import Outcome
 
@@ -73,7 +77,6 @@ class LoopRunner:
 # What a loop computed its losses from: the model's mode and parameters, and the batches, in one recorded run.
 
 
-Flat = Callable[[Gradients], Vector]
 CLOSE = 1e-9
 """Share of the largest element up to which a gradient that is computed again is the same."""
 
@@ -163,12 +166,7 @@ def run_recorded(runner: LoopRunner, instance: Instance) -> tuple[LossRecorder, 
 
 
 def explain_inputs(
-    recorder: LossRecorder,
-    flat: Flat,
-    members: Sequence[int],
-    observed: Vector,
-    step: int,
-    parameters: dict[str, torch.Tensor] | None = None,
+    recorder: LossRecorder, observed: Vector, step: int, parameters: dict[str, torch.Tensor] | None = None
 ) -> Diagnosis | None:
     """Return the diagnosis of a gradient that is right for other inputs than the contract's, or None.
 
@@ -177,14 +175,14 @@ def explain_inputs(
 
     Args:
         recorder: of the run.
-        flat: returns gradients by name as one vector, (P,).
-        members: indices of the micro-batches of the step's window.
         observed: (P,): the wrong gradient.
         step: index of the step.
         parameters: those that the step changes; None for the initial ones.
     """
     sent = [call for call in recorder.calls if call.step == step and call.cotangent is not None]
-    instance, right = recorder.original, recorder.original.model()
+    reference, instance, right = Reference(recorder.original), recorder.original, recorder.original.model()
+    windows = instance.case.plan.windows
+    members = windows[step % len(windows)]
     if parameters is not None:
         right.load_state_dict(parameters, strict=False)
     sent = [_completed(instance, right, members, *numbered) for numbered in enumerate(sent)]
@@ -197,20 +195,20 @@ def explain_inputs(
         # an earlier loss of each micro-batch may be of use for its inputs alone, as in adversarial training
         passes.append(sent[times - 1 :: times])
     for calls in passes:
-        if not calls or not _gives(instance, flat, calls, observed):
+        if not calls or not _gives(reference, calls, observed):
             continue
         found = {}
         for name, sentence, corrected in _differences(instance, right, members, calls):
-            if corrected is None or not _gives(instance, flat, corrected, observed):
+            if corrected is None or not _gives(reference, corrected, observed):
                 found[name] = sentence
         if found:
             return Diagnosis(" or ".join(found), "; or: ".join(found.values()))
     return None
 
 
-def _gives(instance: Instance, flat: Flat, calls: Sequence[LossCall], observed: Vector) -> bool:
+def _gives(reference: Reference, calls: Sequence[LossCall], observed: Vector) -> bool:
     """Whether the losses, computed again as they were called, have a gradient."""
-    total = np.zeros_like(observed)
+    instance, total = reference.instance, np.zeros_like(observed)
     for call in calls:
         model = instance.model()
         modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
@@ -223,7 +221,7 @@ def _gives(instance: Instance, flat: Flat, calls: Sequence[LossCall], observed: 
             module.training = call.training[name]
         assert call.cotangent is not None
         loss = instance.problem.loss(model, map_leaves(torch.clone, call.batch))
-        total += flat(parameter_gradients(loss * call.cotangent, model))
+        total += reference.flat(parameter_gradients(loss * call.cotangent, model))
     return bool((np.abs(total - observed) <= CLOSE * np.abs(total).max(initial=0.0)).all())
 
 
@@ -399,34 +397,111 @@ NOT_REPEATABLE = Diagnosis(
 )
 
 
-def confirmed_by_repeating(
-    found: Diagnosis,
-    runner: LoopRunner,
-    instance: Instance,
-    comparison: Comparison,
-    step: Callable[[Outcome], Vector | None],
-) -> Diagnosis:
-    """Return a diagnosis, or `not-repeatable` where one of the remaining runs gives another gradient.
-
-    Args:
-        found: the diagnosis.
-        runner: of the loop.
-        instance: the case.
-        comparison: of the wrong gradient with the right one.
-        step: returns the gradient of the step in question of a run, (P,); None where the run has no such step.
-    """
-    for outcome in runner.repeat(instance):
-        if outcome.skipped:
-            return found  # a gradient scaler took fewer steps than there are windows
-        again = step(outcome)
-        if again is None or not repeats_gradient(again, comparison):
-            return NOT_REPEATABLE
-    return found
-
-
 def repeats_gradient(again: Vector, comparison: Comparison) -> bool:
     """Return whether a run again gives the observed gradient, but for rounding."""
     seen = comparison.observed
     with np.errstate(invalid="ignore"):
         near = np.abs(again - seen) <= comparison.allowed
     return bool((near | (again == seen) | (~np.isfinite(again) & ~np.isfinite(seen))).all())
+
+
+# What is known of a wrong gradient, of a case or of a weight probe.
+
+
+def gradient_of_step(outcome: Outcome, reference: Reference, step: int, seen: Vector | None = None) -> Vector | None:
+    """Return the gradient at a step of a run, (P,); None where the loop raised or stopped before.
+
+    Where the step calls its closure several times: that of the last call, or of the one nearest to what was `seen`.
+    """
+    if outcome.raised is not None or step >= len(outcome.observations):
+        return None
+    calls = [reference.flat(evaluation.gradients) for evaluation in outcome.observations[step].evaluations]
+    if seen is None:
+        return calls[-1]
+    with np.errstate(invalid="ignore"):
+        return min(calls, key=lambda gradient: float(np.nansum(np.abs(gradient - seen))))
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of a wrong gradient; what a further run shows is known once something asks, while runs are left.
+
+    Attributes:
+        comparison: of the gradient with the right one.
+        window: whose gradient it is.
+        epoch: of the step.
+        runner: of the loop.
+        known_calls: the repetition, where it has been made.
+    """
+
+    comparison: Comparison
+    window: Window
+    epoch: int
+    runner: LoopRunner
+    known_calls: tuple[LossRecorder, Vector | None] | None = None
+
+    @property
+    def instance(self) -> Instance:
+        """What the loop trained."""
+        return self.window.reference.instance
+
+    @property
+    def step(self) -> int:
+        """Index of the step in the run."""
+        return self.epoch * len(self.instance.case.plan.windows) + self.window.index
+
+    def gradient(self, outcome: Outcome | None) -> Vector | None:
+        """Return the gradient at the step of another run, the nearest to this one; None where it has none."""
+        if outcome is None:
+            return None
+        return gradient_of_step(outcome, self.window.reference, self.step, self.comparison.observed)
+
+    @cached_property
+    def calls(self) -> tuple[LossRecorder, Vector | None]:
+        """A repetition: what its losses were computed from, and its gradient at the step."""
+        if self.known_calls:
+            return self.known_calls
+        recorder, outcome = run_recorded(self.runner, self.instance)
+        return recorder, self.gradient(outcome)
+
+    @cached_property
+    def small(self) -> Vector | None:
+        """(P,): the gradient at the step with a loss 2**-20 times as large."""
+        outcome = self.runner.run(scaled(self.instance, SMALL_SCALE))
+        return None if outcome is None else gradient_of_step(outcome, self.window.reference, self.step)
+
+    @cached_property
+    def parameters(self) -> Vector:
+        """(P,): the values of the parameters."""
+        values = {name: p.detach().double() for name, p in self.window.model().named_parameters()}
+        return self.window.reference.flat({name: values[name] for name in self.comparison.layout.names})
+
+    @property
+    def of_weights(self) -> Diagnosis | None:
+        """What the gradient alone says of weights and elements."""
+        return diagnose_case(self.window, self.comparison, self.epoch, alike=self.runner.alike)
+
+    @property
+    def of_inputs(self) -> Diagnosis | None:
+        """What a repetition says: that the fault is gone, or that the inputs of losses are wrong."""
+        recorder, again = self.calls
+        if again is None:
+            return None
+        if not repeats_gradient(again, self.comparison):
+            return NOT_REPEATABLE
+        return explain_inputs(recorder, self.comparison.observed, self.step, self.window.parameters)
+
+    def confirmed(self, found: Diagnosis) -> Diagnosis:
+        """Return a diagnosis, or `not-repeatable` where one of the remaining runs gives another gradient."""
+        for outcome in self.runner.repeat(self.instance):
+            if outcome.skipped:
+                return found  # a gradient scaler took fewer steps than there are windows
+            again = self.gradient(outcome)
+            if again is None or not repeats_gradient(again, self.comparison):
+                return NOT_REPEATABLE
+        return found
+
+    @property
+    def place(self) -> str:
+        """Which parameters are wrong and which right, as a clause."""
+        return place_of_the_fault(self.comparison)

@@ -137,11 +137,6 @@ class Diagnosis:
         """The faults that it may be."""
         return names_of(self.name)
 
-    @property
-    def is_of_weights(self) -> bool:
-        """Whether weights of micro-batches alone give the name."""
-        return all(FAULTS[name].evidence == "weights" for name in self.names)
-
 
 def missing_gradient(parameter: str) -> Diagnosis:
     """Return the diagnosis of a parameter whose gradient is None at the step, without a reason."""

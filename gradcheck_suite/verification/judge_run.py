@@ -14,13 +14,13 @@ import torch
 from gradcheck_suite.core.case import PARAMETER, Case, Plan, is_probe
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF, Comparison, Layout, Vector, accumulation_bound, quick_bound
 from gradcheck_suite.core.contract import EDITS_PARAMETERS, EDITS_SETTINGS
-from gradcheck_suite.core.faults import FAULTS, names_of
+from gradcheck_suite.core.faults import is_of_weights
 from gradcheck_suite.core.results import Verdict, Violation, ViolationKind
 from gradcheck_suite.judge.fitted_weights import diagnose_case
 from gradcheck_suite.judge.gradient import explain_gradient, explain_missing
 from gradcheck_suite.judge.probe import expected_gradients, gradients_of_steps, may_be_non_finite
 from gradcheck_suite.judge.probe_faults import explain_probe
-from gradcheck_suite.judge.reruns import LoopRunner, confirmed_by_repeating
+from gradcheck_suite.judge.reruns import Evidence, LoopRunner
 from gradcheck_suite.judge.sizes import NOT_IN_GRADIENT
 from gradcheck_suite.judge.steps import explain_steps, step_pattern
 from gradcheck_suite.judge.weights import Diagnosis, missing_gradient, none_and_not_zeros
@@ -83,15 +83,10 @@ def undeclared_autocast(window: Window, evaluation: Evaluation, compute: Compute
         evaluation: what the step used.
         compute: the autocast dtype that the loop's losses were computed in, or None.
     """
-    reference = window.reference
-    name = reference.instance.case.dtype
+    name = window.reference.instance.case.dtype
     if compute is None or UNIT_ROUNDOFF[compute] <= UNIT_ROUNDOFF[name]:
         return None
-    wider = reference.window(window.index, evaluation.parameters if window.moved else None, compute)
-    try:
-        if wider.compare(reference.flat(evaluation.gradients)).ratio > 1:
-            return None
-    except CannotJudgeError:
+    if not _is_right_at(window, evaluation, evaluation.parameters if window.moved else None, compute):
         return None
     return Diagnosis(
         "low-precision",
@@ -99,6 +94,18 @@ def undeclared_autocast(window: Window, evaluation: Evaluation, compute: Compute
         f"errors of {compute}, and no other error. If this precision is meant, declare it: --autocast {compute}, or "
         f'@training_loop(autocast="{compute}")',
     )
+
+
+def _is_right_at(
+    window: Window, evaluation: Evaluation, parameters: dict[str, torch.Tensor] | None, compute: Compute
+) -> bool:
+    """Whether a gradient is right at other parameters, or in the precision of another autocast."""
+    reference = window.reference
+    there = reference.window(window.index, parameters, compute)
+    try:
+        return there.compare(reference.flat(evaluation.gradients)).ratio <= 1
+    except CannotJudgeError:
+        return False
 
 
 ROUNDINGS = 8.0
@@ -258,17 +265,12 @@ def none_in_place_of_zeros(window: Window, evaluation: Evaluation) -> str | None
 
 def stale_parameters(window: Window, outcome: Outcome, evaluation: Evaluation, autocast: Compute) -> Diagnosis | None:
     """Return the diagnosis of a wrong gradient that is right at parameters of an earlier step, else None."""
-    reference = window.reference
-    seen = reference.flat(evaluation.gradients)
     step = next(k for k, o in enumerate(outcome.observations) if any(e is evaluation for e in o.evaluations))
     for k in reversed(range(step)):
         parameters = outcome.observations[k].evaluations[0].parameters
         if all(parameters[name] is value for name, value in evaluation.parameters.items()):
             continue
-        try:
-            if reference.window(window.index, parameters, autocast).compare(seen).ratio > 1:
-                continue
-        except CannotJudgeError:
+        if not _is_right_at(window, evaluation, parameters, autocast):
             continue
         when = "initial parameters" if k == 0 else f"parameters before the step {step - k} steps earlier"
         return Diagnosis(
@@ -416,20 +418,19 @@ def gradient_violation(
     parameter, _ = layout.place(comparison.worst.index)
     seen = evaluation.gradients[parameter]
     kind: ViolationKind = "gradient"
+    e = runner and Evidence(comparison, window, epoch, runner)
     if seen is None:
         kind = "none-pattern"
-        named = missing_gradient(parameter)
-        if runner:
-            named = explain_missing(parameter, comparison, window, epoch, runner)
+        named = explain_missing(parameter, e) if e else missing_gradient(parameter)
     else:
         duplicates = runner is not None and takes_duplicates(window, runner)
-        if runner and known is None:
-            known = explain_gradient(comparison, window, epoch, runner)
+        if e and known is None:
+            known = explain_gradient(e)
         if known is None and not window.moved and case.dtype == "float64":
             # what the gradient alone determines, without a further run of the loop
             known = diagnose_case(window, comparison, epoch, alike=alike)
         named = known or UNNAMED
-        if duplicates and any(FAULTS[name].evidence == "weights" for name in names_of(named.name) & FAULTS.keys()):
+        if duplicates and is_of_weights(named.name):
             named = DUPLICATES
         expected = layout.part(window.expected, parameter)
         if not bool(torch.isfinite(seen).all()) and bool(np.isfinite(expected).all()):
@@ -441,21 +442,21 @@ def gradient_violation(
 
 
 def judge_probe(
-    instance: Instance, outcome: Outcome, runner: LoopRunner | None, autocast: Compute
+    reference: Reference, outcome: Outcome, runner: LoopRunner | None, autocast: Compute
 ) -> tuple[Violation | None, float]:
     """Return the violation of a loop on a weight probe, and the largest error over bound where there is none.
 
     Args:
-        instance: the probe.
+        reference: of the probe.
         outcome: what the loop did; it neither raised nor changed the model's parameters.
         runner: of the loop; without one the violation has no diagnosis.
         autocast: dtype in which the loop declares that it computes its losses, or None.
     """
-    case = instance.case
+    case = reference.instance.case
     expected = expected_gradients(case)
     places = steps_of_plan(case.plan, outcome, lambda window, _: not np.isfinite(expected[window]).all())
     if places is None:
-        return _step_violation(instance, outcome, runner), 0.0
+        return _step_violation(reference.instance, outcome, runner), 0.0
     gradients = gradients_of_steps(outcome)
     steps: list[Vector | None] = [None] * case.plan.steps
     for step, gradient in zip(places, gradients, strict=True):
@@ -465,7 +466,7 @@ def judge_probe(
         seen, missing = gradients[taken], outcome.observations[taken].gradients[PARAMETER] is None
         comparison = _compare(case, autocast, expected[step % len(expected)], seen, missing=missing)
         if comparison.ratio > 1:
-            return _wrong_on_probe(instance, steps, step, taken, comparison, runner), ratio
+            return _wrong_on_probe(reference, steps, step, comparison, runner), ratio
         ratio = max(ratio, comparison.ratio)
     return None, ratio
 
@@ -491,39 +492,33 @@ def _step_violation(instance: Instance, outcome: Outcome, runner: LoopRunner | N
 
 
 def _wrong_on_probe(
-    instance: Instance,
+    reference: Reference,
     steps: list[Vector | None],
     step: int,
-    taken: int,
     comparison: Comparison,
     runner: LoopRunner | None,
 ) -> Violation:
     """Return the violation of a wrong gradient on a weight probe.
 
     Args:
-        instance: the probe.
+        reference: of the probe.
         steps: the gradient of every step of the plan; None for a step that a gradient scaler skipped.
         step: index of the wrong one in the plan.
-        taken: its index among the steps of the run.
         comparison: of its gradient with the right one.
         runner: of the loop; None while shrinking.
     """
-    case = instance.case
+    case = reference.instance.case
+    epoch, window = divmod(step, len(case.plan.windows))
+    e = runner and Evidence(comparison, reference.window(window), epoch, runner)
     finite = np.isfinite(comparison.expected)
     kind: ViolationKind = "gradient" if np.isfinite(comparison.observed[finite]).all() else "non-finite"
     if PARAMETER in comparison.missing:
         kind = "none-pattern"
         named = missing_gradient(PARAMETER) if finite.all() else NOT_IN_GRADIENT
     else:
-        named = explain_probe(case, steps, step, runner) if runner else UNNAMED
-
-    def gradient(outcome: Outcome) -> Vector | None:
-        seen = gradients_of_steps(outcome)
-        return seen[taken] if outcome.raised is None and taken < len(seen) else None
-
-    if runner:
-        named = confirmed_by_repeating(named, runner, instance, comparison, gradient)
-    epoch, window = divmod(step, len(case.plan.windows))
+        named = explain_probe(e, steps) if e else UNNAMED
+    if e:
+        named = e.confirmed(named)
     return _violation_of(kind, named, case, comparison, (PARAMETER, epoch, window))
 
 
@@ -565,14 +560,13 @@ def judge_run(
         explanation = f"the loop changed the model's parameters: {outcome.structure}{moved_while_frozen(case, outcome)}"
         return Verdict(case, Violation("parameters", "changed-model", explanation, case))
     if is_probe(case):
-        violation, ratio = judge_probe(reference.instance, outcome, runner, autocast)
+        violation, ratio = judge_probe(reference, outcome, runner, autocast)
         return Verdict(
             case, violation or _parameters_violation(trajectory, outcome), ratio=ratio, windows=case.plan.steps
         )
     places = steps_of_plan(case.plan, outcome, lambda *step: _may_skip(reference, outcome, autocast, *step))
     if places is None:
-        named = explain_steps(reference.instance, outcome, runner) if runner else step_pattern(case.plan, outcome)
-        return Verdict(case, Violation("step-count", named.name, named.sentence, case))
+        return Verdict(case, _step_violation(reference.instance, outcome, runner))
     return _judge_steps(reference, outcome, trajectory, places, runner, autocast)
 
 

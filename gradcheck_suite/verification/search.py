@@ -28,7 +28,7 @@ from gradcheck_suite.core.contract import (
     dealt_to_ranks,
     is_jax,
 )
-from gradcheck_suite.core.faults import FAULTS, is_general, names_of
+from gradcheck_suite.core.faults import is_general, is_of_weights, names_of
 from gradcheck_suite.core.results import Verdict, Violation
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.ranks import RANK_LOOPS
@@ -114,7 +114,7 @@ def surer(first: Violation, smallest: Violation) -> Violation:
         return smallest
     if first.kind != smallest.kind or not smallest.explanation:
         return first
-    by_chance = any(FAULTS[name].evidence == "weights" for name in names_of(smallest.diagnosis) & FAULTS.keys())
+    by_chance = is_of_weights(smallest.diagnosis)
     if is_general(first.kind, first.diagnosis) and not by_chance and smallest.diagnosis != "not-linear":
         return smallest
     alone = f"on this case alone the fault would be {smallest.diagnosis}: {smallest.explanation}"

@@ -10,7 +10,7 @@ from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec
 from gradcheck_suite.core.comparison import Comparison
 from gradcheck_suite.core.text import weight_lines
 from gradcheck_suite.judge.gradient import explain_gradient
-from gradcheck_suite.judge.reruns import LoopRunner
+from gradcheck_suite.judge.reruns import Evidence, LoopRunner
 from gradcheck_suite.loops.reset_modes import backward_window, window_count, windows
 from gradcheck_suite.reference.large_batch import Reference, Window
 from gradcheck_suite.run.instance import user_instance
@@ -75,7 +75,7 @@ def explained(loop, *, plan=PLAN, window=0, epoch=0, dtype="float64", optimizer=
     # let rounding be a billionth of the largest element: to measure it takes drawing, and is not tested here
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Window, "allowed", lambda window, draws=0: share(window.expected, 1e-9))
-        found = explain_gradient(comparison, right, epoch, runner)
+        found = explain_gradient(Evidence(comparison, right, epoch, runner))
     assert runner.runs_left >= 0
     weights = weight_lines((w.micro_batches, w.rank, w.count, w.expected, w.observed) for w in found.weights)
     return found.name, found.sentence, (*found.details, *weights)

@@ -527,7 +527,6 @@ def test_what_is_no_combination_is_not_exact():
     observed[2] += 1e-6
     fit = fit_weights(observed, GRADIENTS, BOUND)
     assert not fit.exact
-    assert 1e-8 < fit.residual < 1e-6
 
 
 def test_what_rounding_allows_is_exact():
@@ -563,4 +562,3 @@ def test_what_the_fit_itself_rounds_is_exact(off, exact):
     observed = np.array([3.0, 5.0]) @ gradients + off * 2.0**-52 * np.array([-1.0, 1.0, 1.0])
     fit = fit_weights(observed, gradients, np.zeros(3))
     assert fit.exact == exact
-    assert fit.residual == pytest.approx(off * 2.0**-52, rel=0.1, abs=0)

@@ -14,7 +14,7 @@ from gradcheck_suite.core.comparison import Comparison
 from gradcheck_suite.core.results import ItemWeight
 from gradcheck_suite.core.text import HEADER
 from gradcheck_suite.judge.gradient import explain_gradient
-from gradcheck_suite.judge.reruns import LoopRunner
+from gradcheck_suite.judge.reruns import Evidence, LoopRunner
 from gradcheck_suite.loops.reset_modes import MODES, backward_window, window_count, windows
 from gradcheck_suite.reference.large_batch import Reference
 from gradcheck_suite.run.instance import user_instance
@@ -171,7 +171,7 @@ def _named(observed, window=0, allowed=ALLOWED):
     expected = (RIGHT, _own(ROWS[4:]))[window]
     assert np.array_equal(reference.window(window).expected, expected)
     comparison = Comparison(reference.layout, expected, np.array(observed), np.full(3, allowed))
-    return explain_gradient(comparison, reference.window(window), 0, LoopRunner(MODES["set_to_none"]))
+    return explain_gradient(Evidence(comparison, reference.window(window), 0, LoopRunner(MODES["set_to_none"])))
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_a_window_is_blamed_for_nan_only_where_parameters_stay():
     for parameters in (None, {"weight": torch.ones(1, 1)}):
         window = reference.window(0, parameters)
         comparison = Comparison(reference.layout, np.ones(1), np.full(1, np.nan), np.full(1, ALLOWED))
-        found = explain_gradient(comparison, window, 1, LoopRunner(MODES["set_to_none"], max_runs=0))
+        found = explain_gradient(Evidence(comparison, window, 1, LoopRunner(MODES["set_to_none"], max_runs=0)))
         assert (found.name == "poisoned-by-earlier-window") is (parameters is None)
 
 
