@@ -444,7 +444,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             each = [self._judged([file.events], complete=complete) for file in files]
             self._judge = max(each, key=lambda judge: len(judge.violations()))
             self._judge.note(
-                "gradients are not reduced between ranks and nothing wraps the model: each rank was judged by itself"
+                "gradients are not reduced between ranks and nothing wraps the model: each rank was judged by itself; "
+                "if they train one model, wrap it in DistributedDataParallel"
             )
         for file in files:
             if file.fate is not None:

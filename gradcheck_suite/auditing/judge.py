@@ -19,6 +19,7 @@ from gradcheck_suite.auditing.places import Place
 from gradcheck_suite.auditing.recorder import Event, PassRecord, StepRecord
 from gradcheck_suite.auditing.samples import size
 from gradcheck_suite.auditing.sums import (
+    IF_WANTED,
     OF_SUMS,
     Fault,
     Members,
@@ -52,10 +53,20 @@ SENTENCES = {
     **OF_SUMS,
     MEAN_OF_MEANS: "each micro-batch's mean has weight {share}, whatever its count: divide each summed loss by the "
     "window's count (mean loss * count of the micro-batch / count of the window)",
-    WRONG_COUNT: "each micro-batch is weighted by the number of {note}",
-    BY_PLACE: "items of different micro-batches have different weights: {note}",
+    WRONG_COUNT: "each micro-batch is weighted by the number of {note}: divide each summed loss by the window's count",
+    BY_PLACE: "items of different micro-batches have different weights: {note}; divide each summed loss by the "
+    "window's count",
 }
 """Name, or what it is about where a name has several -> what is wrong and what to do."""
+OF_SCALES = {
+    "count of all ranks": "multiply each loss by the number of ranks, whose gradients are averaged",
+    "ranks' means": "divide by the number of ranks, too",
+    "divided twice": "divide once",
+    "never divided": "divide each loss by it",
+    "where the window has": "divide by the window's own number",
+    "each weighs": "divide each summed loss by this count",
+}
+"""A part of what a wrong factor is -> what to do; the first that fits."""
 KNOWN = frozenset(fault.name for fault in FAULTS.values() if fault.command != "verify")
 """Every diagnosis of a live run."""
 REMEDIES = {
@@ -269,7 +280,8 @@ def _note_unknown(
             names = ", ".join(sorted(str(name_of(key)) for key in whole))
             result.notes[
                 f"{one.where}: outside of the cached items, the gradient of {names} arrives from each of the "
-                f"{one.length} passes over the same items: it is {one.length} times too large"
+                f"{one.length} passes over the same items: it is {one.length} times too large: divide it by "
+                f"{one.length} before the step"
             ] += 1
     uneven = [objective for objective in found if objective.comparison.status == UNEVEN]
     for objective in uneven:
@@ -456,6 +468,8 @@ def _of_scale(scale: Scale) -> LiveViolation:
             "; the gradient of micro-batches that belong to the window before is still in it: "
             "step after an epoch's last micro-batch too, and reset after it"
         )
+    else:
+        sentence += next((f"; {what}" for part, what in OF_SCALES.items() if part in scale.note), "")
     fault = Fault(scale.name, sentence)
     rows = _rows(use.objective, use.count, scale.expected / total)
     return _with_weights(violation_of(fault, use.window, use.objective.place), use.objective, rows)
@@ -632,7 +646,10 @@ class Judge:
         self._windows[optimizer] += 1
         told = {index: seen for index, seen in window.passes.items() if not members.is_null(index)}
         for site in {str(seen.site) for index, seen in window.passes.items() if index not in told}:
-            self._notes[f"{site}: every gradient that goes backward here is exactly 0"] += 1
+            self._notes[
+                f"{site}: every gradient that goes backward here is exactly 0: look for a mask, a factor of "
+                "0, or a saturated function"
+            ] += 1
         for index, seen in told.items():
             self._places.setdefault((optimizer, str(seen.site)), [0, 0, 0])[bool(members.is_in(index))] += 1
         for site in {str(seen.site) for seen in told.values()}:
@@ -668,7 +685,7 @@ class Judge:
             if some := [key for key, number in times.items() if number < len(reached)]:
                 self._notes[
                     f"{site}: {counted(len(some), 'parameter')} of the optimizer got a gradient in some passes of a "
-                    "window and in others none (experts by turns, or a part that is detached by mistake)"
+                    "window and in others none (experts by turns; if they are none, look for a `detach` or a `no_grad`)"
                 ] += 1
 
     def _judge_sums(self, window: Window, where: Place) -> Mapping[Source, float] | None:
@@ -791,7 +808,7 @@ class Judge:
             if lost and not used:
                 if place in somewhere:
                     continue
-                self._notes[f"{place}: what goes backward here is in no step of the whole run"] += 1
+                self._notes[f"{place}: what goes backward here is in no step of the whole run{IF_WANTED}"] += 1
             elif windows < (every := self._windows[optimizer]):
                 self._notes[f"{place}: backward is called here in {windows} of {every} windows"] += 1
         if complete and self._judges_sums:

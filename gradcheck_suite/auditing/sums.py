@@ -488,21 +488,24 @@ SIGNIFICANT = 5.0
 
 OF_SUMS = {
     "stale-window": "the gradient of an earlier step is still in it: reset the gradients once after every step",
-    "no-gradient": "nothing of the window is in the gradient: it was reset between backward and the step",
+    "no-gradient": "nothing of the window is in the gradient: it was reset between backward and the step; reset it "
+    "after the step",
     "reset-inside-window": "only the last backward passes of the window are in the gradient: "
     "reset once per window, not per micro-batch",
-    "dropped-micro-batch": "some backward passes of the window are not in the gradient",
+    "dropped-micro-batch": "some backward passes of the window are not in the gradient: let nothing reset or replace "
+    "`.grad` between the first one and the step",
     "repeated-micro-batch": "a loss goes backward more than once in the window: send each loss through once",
     "running sum": "earlier losses go backward several times, as when the running sum of the losses goes backward "
     "each time: send each loss through once",
     "rescaled-accumulator": "the running sum itself is rescaled at every micro-batch; scale each contribution instead",
     "not-linear": "the gradient is not a weighted sum of what arrived in the window: something else writes to `.grad` "
-    "between the backward passes (clipping per micro-batch, noise, a shared buffer)",
+    "between the backward passes (clipping per micro-batch, noise, a shared buffer): do it once, before the step",
     "hook": "a hook on a parameter changes the gradient of each micro-batch in a way that is no fixed factor of its "
     "elements (clipping, noise, normalization): do it once, to `.grad`, before the step",
     "foreign": "`.grad` still has the gradient of a backward pass that belonged to another optimizer's step: "
     "reset the gradients of this optimizer before its own backward passes",
-    "step-per-micro-batch": "the optimizer steps after every micro-batch, where accumulation_steps = {steps}",
+    "step-per-micro-batch": "the optimizer steps after every micro-batch, where accumulation_steps = {steps}: step "
+    "after so many",
     "missing": "a parameter that the window reaches has no gradient at the step: "
     "look for what resets or replaces its `.grad`",
     "stale-parameters": "parameters were written between the backward passes of the window, so its micro-batches were "
@@ -514,6 +517,10 @@ OF_SUMS = {
     "tail-dropped": "{lost} went backward and never reached a step: step after an epoch's last micro-batch too",
 }
 """Name, or what it is about where a name has several -> what is wrong with a sum, and what to do."""
+
+
+IF_WANTED = "; if it should be in one, do not reset between it and the step"
+"""What to do about a pass that may have been discarded on purpose."""
 
 
 @dataclass(frozen=True)
@@ -711,7 +718,7 @@ def _judge_lost(members: Members, lost: Sequence[int], usual: int | None, longes
     if elsewhere:
         # `.grad` alone cannot tell a pass that is discarded on purpose (statistics, a warm-up) from a slip
         lines = ", ".join(sorted(place.line for place in members.places(lost)))
-        return Sums(excuse=f"{lines}: what goes backward here was reset, and is in no step")
+        return Sums(excuse=f"{lines}: what goes backward here was reset, and is in no step{IF_WANTED}")
     if kept and usual and len(kept) == usual and len(lost) % usual == 0:
         return Sums(excuse="a whole window was reset without a step")
     # the rest of an epoch went before what is there; the program may count on over the reset, so that fewer are there

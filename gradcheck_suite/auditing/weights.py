@@ -456,7 +456,7 @@ def _of_objective(uses: Sequence[Use], ranks: int, said: int | None, note: Calla
             note(f"{use.objective.place}: {MISCOUNTED}")
         elif verdict is None and use.length > 1:
             twice = use.length == 2 and near(use.own, 0.5, use.objective.tolerance)
-            also = ", or it is divided twice by its 2 micro-batches" if twice else ""
+            also = ", or it is divided twice by its 2 micro-batches: then divide once" if twice else ""
             note(f"{use.objective.place}: the loss has a coefficient{also}")
 
 
@@ -467,14 +467,16 @@ def _note_other_count(use: Use, note: Callable[[str], None]) -> None:
         counted = WORDS.get(use.count.partition("@")[0], use.count)
         note(
             f"{use.objective.place}: the loss is divided by {counted}, of which fewer are {WORDS[own]}: "
-            "whatever the number of micro-batches, so this is no fault of accumulation"
+            "whatever the number of micro-batches, so this is no fault of accumulation; to leave the others out, "
+            f"divide by {WORDS[own]}"
         )
 
 
 USERS = "the program's own"
 MISCOUNTED = (
     "the loss is divided by a whole number that is none of what it may count, the same for all micro-batches of a "
-    "window: no window and no rank shows the right one"
+    "window: no window and no rank shows the right one; divide by the number of what the loss adds up, such as its "
+    "valid targets"
 )
 
 
