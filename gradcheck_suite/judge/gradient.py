@@ -126,6 +126,8 @@ def explain_gradient(e: Evidence) -> Diagnosis:
         # weights that no fault gives under two plans fit one on a small case by chance
         by_chance = diagnosis.name == "unrecognised-weights" and on_case is not None and is_of_weights(on_case.name)
         diagnosis = diagnosis if on_case is None or by_chance else on_case
+        # what was read off the same case in float64 is chance where the case itself does not repeat
+        e.runner.runs_left = max(e.runner.runs_left, 1)
     if on_probe is None and diagnosis.names & NOT_BY_VALUES:
         diagnosis = replace(diagnosis, sentence=f"{diagnosis.sentence}; but {RIGHT_ON_PROBE}")
     if on_probe is None:

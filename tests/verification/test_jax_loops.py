@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import subprocess
@@ -202,6 +203,22 @@ def test_any_optimizer_of_optax_trains_a_loop(optimizer):
     assert check(whole_window, case).holds
     forgetful = BUGS["jax-closed-over-params"].loop
     assert check(forgetful, case).violation.diagnosis in ("stale-parameters", "parameter-drift")
+
+
+def test_a_loop_that_reads_a_counter_of_python_is_not_repeatable():
+    """It does so for matrices alone, so that no weight probe shows it."""
+    calls = itertools.count()
+
+    @jax_training_loop
+    def loop(run):
+        params, state = run.params, run.optimizer.init(run.params)
+        for window in windows(run):
+            gradient = jax.grad(run.loss)(params, jax.tree.map(lambda *a: jnp.concatenate(a), *window))
+            edited = jax.tree.map(lambda g: g * (1 + next(calls) % 7 / 10) if g.ndim > 1 else g, gradient)
+            updates, state = run.optimizer.update(edited, state, params)
+            params = optax.apply_updates(params, updates)
+
+    assert check(loop, CASES[0].replace(plan=Plan((2, 2), 1))).violation.diagnosis == "not-repeatable"
 
 
 # Bad input.
