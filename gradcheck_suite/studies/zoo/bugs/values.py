@@ -333,7 +333,7 @@ def last_parameter_stale(run: TrainingRun) -> None:
 
 
 @bug(
-    "gradient/reset-inside-window, gradient/reset-inside-window or dropped-micro-batch, "
+    "gradient/reset-inside-window, gradient/reset-inside-window or dropped-micro-batch, gradient/dropped-micro-batch, "
     "gradient/no-gradient or dropped-micro-batch, none-pattern/no-gradient",
     needs="2 parameters, and 2 micro-batches in a window",
 )
