@@ -17,7 +17,7 @@ from gradcheck_suite.judge.elements import (
     wrong_reduction,
 )
 from gradcheck_suite.judge.fitted_weights import is_explained, of_one_sign, stolen_buffer
-from gradcheck_suite.judge.probe import WeightProbe, per_micro_batch, probes_of
+from gradcheck_suite.judge.probe import WeightProbe, probes_of
 from gradcheck_suite.judge.probe_faults import SIZE_DEPENDENT, explain_weights
 from gradcheck_suite.judge.reruns import SKIPPED, Evidence, gradient_of_step, run_recorded, run_with_finite_losses
 from gradcheck_suite.judge.sizes import Sizes, diagnose_sizes, is_linear
@@ -226,26 +226,25 @@ def _on_probe(e: Evidence, probe: WeightProbe, *, or_another: bool = False) -> D
     With `or_another`, return None also where they do not explain the gradient of the case: what is counted may differ.
     """
     runner, window, comparison, step = e.runner, e.window, e.comparison, e.step
-    steps = probe.observed_weights(runner)
-    if steps is None and e.instance.case.dtype == "float32":
+    run = probe.observed(runner)
+    if run is None and e.instance.case.dtype == "float32":
         # a loop may run in its own precision alone
         runner.runs_left += 1
         probe = replace(probe, dtype="float32")
-        steps = probe.observed_weights(runner)
-    if steps is None:
+        run = probe.observed(runner)
+    if run is None:
         return not_linear("the weight probe cannot be used: the loop raised on it")
-    if step >= len(steps):
-        return not_linear(f"the weight probe cannot be used: the loop took {len(steps)} step(s) on it")
-    items, right = steps[step], probe.right_weights(step % len(probe.plan.windows))
+    if step >= len(run.steps):
+        return not_linear(f"the weight probe cannot be used: the loop took {len(run.steps)} step(s) on it")
+    items, right = run.steps[step], probe.right_weights(step % len(probe.plan.windows))
     if not np.isfinite(items).all():
         return not_linear("on the weight probe, whose gradients are all 1, it is not even finite")
     if np.allclose(items, right, rtol=probe.tolerance, atol=0):
         return None
-    weights = per_micro_batch(probe, items)
-    if weights is not None:
-        weights = _of_summed_losses(probe, weights, e.instance)
+    read = run.weights(step)
+    weights = None if read is None else _of_summed_losses(probe, read.observed, e.instance)
     if weights is None or is_explained(window, comparison, weights):
-        return explain_weights(probe, steps, step, runner)
+        return explain_weights(run, step, runner)
     if or_another:
         return None
     # chance, other inputs, or a second fault
@@ -255,7 +254,7 @@ def _on_probe(e: Evidence, probe: WeightProbe, *, or_another: bool = False) -> D
     # a loop that takes its losses from elsewhere than run.loss has other ones on the probe
     if here is not None and (ALONE in here.sentence or here.names & OF_ELEMENTS or not e.calls[0].called):
         return here
-    found = explain_weights(probe, steps, step, runner)
+    found = explain_weights(run, step, runner)
     wrong, others = wrong_and_right(comparison)
     if others and is_explained(window, comparison, weights, only=wrong):
         return replace(found, sentence=f"{where_alone(comparison)}{found.sentence}")

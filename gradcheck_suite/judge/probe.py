@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import cycle, islice
 
 import numpy as np
@@ -82,21 +83,61 @@ class WeightProbe:
         outcome = runner.run(self.instance(scale=scale, slopes=slopes))
         return None if outcome is None or outcome.raised is not None else outcome
 
-    def observed_weights(
-        self, runner: LoopRunner, *, scale: float = 1.0, slopes: Sequence[float] = ()
-    ) -> list[Vector] | None:
-        """Run the loop on the probe and return the weights it gave the items, times their slopes.
+    def observed(self, runner: LoopRunner, *, scale: float = 1.0) -> ProbeRun | None:
+        """Run the loop on the probe and return the weights it gave the items; None as for `run`."""
+        outcome = self.run(runner, scale=scale)
+        steps = [] if outcome is None else [seen / scale for seen in gradients_of_steps(outcome)]
+        return None if outcome is None else ProbeRun(self, steps, runner.alike)
 
-        Args:
-            runner: of the loop.
-            scale: the factor that the probe's loss is multiplied by, and the weights divided.
-            slopes: the derivative of each item's loss, 1 each if empty.
 
-        Returns:
-            For each step the weight of each item, (total items,); None where the loop raised or no run is left.
-        """
-        outcome = self.run(runner, scale=scale, slopes=slopes)
-        return None if outcome is None else [seen / scale for seen in gradients_of_steps(outcome)]
+@dataclass(frozen=True)
+class ProbeRun:
+    """A run of a loop on a weight probe.
+
+    Attributes:
+        probe: the probe.
+        steps: for each step the weight of each item, (total items,).
+        alike: whether all of several ranks have these weights.
+    """
+
+    probe: WeightProbe
+    steps: Sequence[Vector]
+    alike: bool
+
+    def weights(self, step: int) -> Weights | None:
+        """Return the weights of the micro-batches in a step; None where they differ within one."""
+        probe, plan, items = self.probe, self.probe.plan, self.steps[step]
+        observed = items[list(plan.starts)]
+        with np.errstate(invalid="ignore"):
+            spread = abs(items - observed.repeat(plan.micro_batches)).max(initial=0.0)
+        if spread > probe.tolerance * abs(items).max(initial=0.0):
+            return None
+        epoch, window = divmod(step, len(plan.windows))
+        return Weights(
+            observed=observed,
+            counts=probe.counts,
+            window=plan.windows[window],
+            accumulation_steps=plan.accumulation_steps,
+            epoch=epoch,
+            reduction=probe.reduction,
+            items=plan.micro_batches,
+            windows=plan.windows,
+            tolerance=probe.tolerance,
+            owners=plan.owners if plan.ranks else (),
+            alike=self.alike,
+        )
+
+    @cached_property
+    def all_weights(self) -> list[Weights]:
+        """The weights of every step; none where the number of steps is wrong, or items of one micro-batch differ."""
+        if len(self.steps) != self.probe.plan.steps:
+            return []
+        read = [w for w in map(self.weights, range(len(self.steps))) if w is not None]
+        return read if len(read) == len(self.steps) else []
+
+    def others(self, step: int) -> list[Weights]:
+        """Return the weights of the other steps, where they are finite."""
+        return [w for i, w in enumerate(self.all_weights) if i != step and np.isfinite(w.observed).all()]
 
 
 def gradients_of_steps(outcome: Outcome) -> list[Vector]:
@@ -243,48 +284,3 @@ def separating_probe(probe: WeightProbe, assumes: Collection[str]) -> WeightProb
         return unit * sum(1 + i % 3 for i in items if i not in empty)
 
     return WeightProbe(plan, probe.reduction, count, probe.dtype)
-
-
-def readings(probe: WeightProbe, steps: list[Vector], *, alike: bool) -> list[Weights] | None:
-    """Return the weights of every step of a run on a probe.
-
-    Args:
-        probe: the probe.
-        steps: for each step the weight of each item, (total items,).
-        alike: whether all of several ranks have these weights.
-
-    Returns:
-        None where the number of steps is wrong, or items of one micro-batch differ.
-    """
-    plan = probe.plan
-    observed = [per_micro_batch(probe, items) for items in steps]
-    if len(steps) != plan.steps or any(values is None for values in observed):
-        return None
-    return [reading(probe, step, values, alike=alike) for step, values in enumerate(observed) if values is not None]
-
-
-def reading(probe: WeightProbe, step: int, observed: Vector, *, alike: bool) -> Weights:
-    """Return the weights of one step, given those of micro-batches, and whether all of several ranks have them."""
-    plan = probe.plan
-    epoch, window = divmod(step, len(plan.windows))
-    return Weights(
-        observed=observed,
-        counts=probe.counts,
-        window=plan.windows[window],
-        accumulation_steps=plan.accumulation_steps,
-        epoch=epoch,
-        reduction=probe.reduction,
-        items=plan.micro_batches,
-        windows=plan.windows,
-        tolerance=probe.tolerance,
-        owners=plan.owners if plan.ranks else (),
-        alike=alike,
-    )
-
-
-def per_micro_batch(probe: WeightProbe, items: Vector) -> Vector | None:
-    """Return the weight of each micro-batch's items, or None where they differ within one."""
-    first = items[list(probe.plan.starts)]
-    with np.errstate(invalid="ignore"):
-        spread = abs(items - first.repeat(probe.plan.micro_batches)).max(initial=0.0)
-    return None if spread > probe.tolerance * abs(items).max(initial=0.0) else first

@@ -16,19 +16,17 @@ from gradcheck_suite.core.comparison import UNIT_ROUNDOFF, Vector
 from gradcheck_suite.judge.elements import projection
 from gradcheck_suite.judge.naming import diagnose, names_nothing
 from gradcheck_suite.judge.probe import (
+    ProbeRun,
     WeightProbe,
     expected_gradients,
     gradients_of_steps,
     item_weights,
-    per_micro_batch,
     probe_of,
-    reading,
-    readings,
     separating_probe,
 )
 from gradcheck_suite.judge.reruns import Evidence, LoopRunner, LossRecorder, explain_inputs, run_recorded
 from gradcheck_suite.judge.sizes import LOUDER, Sizes, diagnose_non_finite, diagnose_sizes, is_linear, size_text
-from gradcheck_suite.judge.steps import cut_elsewhere, named, run_of
+from gradcheck_suite.judge.steps import named, run_of
 from gradcheck_suite.judge.weights import Diagnosis, Weights, not_linear, poisoned_by
 from gradcheck_suite.run.instance import generated_instance
 
@@ -38,32 +36,29 @@ OF_OTHER_WINDOWS = frozenset(("stale-window", "other-window"))
 """Names that fit a number which is added to every element, too: on the probe, other windows' items have that weight."""
 
 
-def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: LoopRunner) -> Diagnosis:
+def explain_weights(run: ProbeRun, step: int, runner: LoopRunner) -> Diagnosis:
     """Name the fault of the weights of a step, by at most two further runs of the loop.
 
     Where a name of other windows explains them, the second one tells whether the gradient grows with the loss.
 
     Args:
-        probe: that the weights were read on.
-        steps: for each step the weight of each item, (total items,).
+        run: that the weights were read on.
         step: index of the step, whose weights are wrong and finite.
         runner: of the loop.
     """
-    items, window = steps[step], step % len(probe.plan.windows)
-    observed = per_micro_batch(probe, items)
-    table = () if observed is None else item_weights(probe, observed, window)
-    weights = None if observed is None else reading(probe, step, observed, alike=runner.alike)
+    probe, items, window = run.probe, run.steps[step], step % len(run.probe.plan.windows)
+    weights, others = run.weights(step), run.others(step)
+    table = () if weights is None else item_weights(probe, weights.observed, window)
     separated, elsewhere = None, list[Weights]()
     projected = _lost_part(probe, items, window)
     if projected and (items.any() or weights is None):
         return projected
     if weights is not None:
-        others = _others(readings(probe, steps, alike=runner.alike), step)
         named = diagnose(weights, others)
         # the last run tells either what separates known faults, or what the gradient's size does, which may be a factor
         known = not names_nothing(named) and "wrong-scale" not in named.names
         if known or runner.runs_left > 1:
-            separated, elsewhere = _separated(runner, probe, weights, others, steps)
+            separated, elsewhere = _separated(runner, run, weights, others)
             if separated and separated.names & OF_OTHER_WINDOWS:
                 # the small loss tells other windows from a number that is added, by a fourth run if need be
                 runner.runs_left = max(runner.runs_left, 1)
@@ -92,7 +87,7 @@ def explain_weights(probe: WeightProbe, steps: list[Vector], step: int, runner: 
     if found := explain_inputs(recorder, small_step, step):
         return found
     if weights is None:
-        return _means_of_parts(probe, steps, runner) or Diagnosis(
+        return _means_of_parts(run, runner) or Diagnosis(
             "unequal-items", "items of one and the same micro-batch have different weights"
         )
     # the gradient grows with the loss, so a factor that is none of the run's is one all the same
@@ -109,18 +104,18 @@ CLOSE = 1e-4
 """Share up to which weights agree that rounding in float32 has touched."""
 
 
-def _means_of_parts(probe: WeightProbe, steps: list[Vector], runner: LoopRunner) -> Diagnosis | None:
+def _means_of_parts(run: ProbeRun, runner: LoopRunner) -> Diagnosis | None:
     """Return the diagnosis of windows that are cut into parts, such as devices, whose means have one weight, or None.
 
     The parts are seen by the weights of their items alone, so one number of parts has to explain the windows of another
     probe too. A part may have no item.
     """
-    if probe.reduction != "mean" or probe.count is not None:
+    if run.probe.reduction != "mean" or run.probe.count is not None:
         return None
-    parts = _numbers_of_parts(probe, steps)
+    parts = _numbers_of_parts(run)
     if parts:
-        separating = separating_probe(probe, runner.assumes)
-        parts &= _numbers_of_parts(separating, separating.observed_weights(runner) or [])
+        separating = separating_probe(run.probe, runner.assumes).observed(runner)
+        parts = parts & _numbers_of_parts(separating) if separating else set()
     if not parts:
         return None
     return Diagnosis(
@@ -131,13 +126,13 @@ def _means_of_parts(probe: WeightProbe, steps: list[Vector], runner: LoopRunner)
     )
 
 
-def _numbers_of_parts(probe: WeightProbe, steps: list[Vector]) -> set[int]:
+def _numbers_of_parts(run: ProbeRun) -> set[int]:
     """Return the numbers of parts, D, with which an item of a part of m items weighs 1 / (D * m) in every window."""
     found: set[int] = set()
     for number in range(2, MOST_PARTS + 1):
         unequal = False
-        for step, items in enumerate(steps):
-            right = probe.right_weights(step % len(probe.plan.windows))
+        for step, items in enumerate(run.steps):
+            right = run.probe.right_weights(step % len(run.probe.plan.windows))
             values, times = np.unique(np.round(number * items[right != 0], 6), return_counts=True)
             if items[right == 0].any() or (values <= 0).any():
                 break
@@ -198,56 +193,51 @@ def _parameters_of(probe: WeightProbe) -> Vector:
 
 
 def _separated(
-    runner: LoopRunner, probe: WeightProbe, weights: Weights, others: list[Weights], steps: list[Vector]
+    runner: LoopRunner, run: ProbeRun, weights: Weights, others: list[Weights]
 ) -> tuple[Diagnosis | None, list[Weights]]:
     """Return the fault that explains this run and one on the separating probe, with a small loss, or None.
 
     The weights of the other run come with it, where it took all its steps.
     """
-    separating = separating_probe(probe, runner.assumes)
-    seen = separating.observed_weights(runner, scale=SMALL_SCALE)
-    if seen is None or not np.isfinite(seen).all():
+    separating = separating_probe(run.probe, runner.assumes).observed(runner, scale=SMALL_SCALE)
+    if separating is None or not np.isfinite(separating.steps).all():
         return None, []
-    miscounted = len(seen) != separating.plan.steps
-    other = (_whole_windows if miscounted else readings)(separating, seen, alike=runner.alike)
-    named, wrong = None, bool(other) and not all(w.is_right for w in other or ())
-    if other and wrong:
+    miscounted = len(separating.steps) != separating.probe.plan.steps
+    other = _whole_windows(separating) if miscounted else separating.all_weights
+    named = None
+    if not all(w.is_right for w in other):
         named = diagnose(weights, [*others, *other], known_only=True)
     if named is not None and not names_nothing(named):
         return named, []
     if miscounted:
-        own = run_of(probe.plan, steps)
+        own = run_of(run.probe.plan, run.steps)
         # steps that hold what they should have wrong weights for another reason
-        return None if own.held == own.right else _by_steps(separating, seen), []
-    return None, other or []
+        return None if own.held == own.right else _by_steps(separating), []
+    return None, other
 
 
-def _whole_windows(probe: WeightProbe, seen: list[Vector], *, alike: bool) -> list[Weights]:
+def _whole_windows(run: ProbeRun) -> list[Weights]:
     """Return the weights of the first steps, as long as each holds all micro-batches of its window and no other.
 
     A loop that miscounts its steps only later, such as at a short last window, gives the weights of its other fault
     there.
     """
     found: list[Weights] = []
-    for step, items in enumerate(seen[: len(probe.plan.windows)]):
-        observed = per_micro_batch(probe, items)
-        if observed is None or tuple(np.flatnonzero(observed)) != tuple(probe.plan.windows[step]):
+    for step in range(min(len(run.steps), len(run.probe.plan.windows))):
+        weights = run.weights(step)
+        if weights is None or tuple(np.flatnonzero(weights.observed)) != weights.window:
             break
-        found.append(reading(probe, step, observed, alike=alike))
+        found.append(weights)
     return found
 
 
-def _by_steps(probe: WeightProbe, seen: list[Vector]) -> Diagnosis | None:
+def _by_steps(run: ProbeRun) -> Diagnosis | None:
     """Return the fault of a loop that takes the right number of steps under one plan and a wrong one under another."""
-    found = named([run_of(probe.plan, seen)], probe.plan)
+    plan = run.probe.plan
+    found = named([run_of(plan, run.steps)], plan)
     if found is None or found[0] == "never-stepped":
         return None
-    return Diagnosis(found[0], f"under another plan the loop takes {len(seen)} steps, not {probe.plan.steps}{found[1]}")
-
-
-def _others(run: list[Weights] | None, step: int) -> list[Weights]:
-    """Return the weights of the other steps of a run, where they are finite."""
-    return [] if run is None else [w for i, w in enumerate(run) if i != step and np.isfinite(w.observed).all()]
+    return Diagnosis(found[0], f"under another plan the loop takes {len(run.steps)} steps, not {plan.steps}{found[1]}")
 
 
 Steps = Sequence[Vector | None]
@@ -266,38 +256,32 @@ def explain_probe(e: Evidence, steps: Steps) -> Diagnosis:
     seen = steps[step]
     assert seen is not None, "a skipped step is not compared"
     if case.spec is not None and "slopes" not in case.spec.loss.o:
-        taken = [items for items in steps if items is not None]
-        return cut_elsewhere(case.plan, taken) or _of_weights(case, steps, step, runner)
-    plain = probe_of(case, case.dtype).observed_weights(runner)
+        return _of_weights(case, steps, step, runner)
+    plain = probe_of(case, case.dtype).observed(runner)
     expected = expected_gradients(case) * case.plan.epochs
-    if plain is not None and step < len(plain):
-        if not _is_right(plain[step], case, step):
-            return _of_weights(case, plain, step, runner)
+    if plain is not None and step < len(plain.steps):
+        if not _is_right(plain.steps[step], case, step):
+            return _of_weights(case, plain.steps, step, runner)
         if step and np.isfinite(seen).all() and _is_right(expected[step], case, step):
-            return _after_another(probe_of(case, case.dtype), seen, step, plain, expected[step - 1], alike=runner.alike)
+            return _after_another(plain, seen, step, expected[step - 1])
     return _size_fault(e, expected, seen)
 
 
-def _after_another(
-    probe: WeightProbe, seen: Vector, step: int, plain: list[Vector], before: Vector, *, alike: bool
-) -> Diagnosis:
+def _after_another(plain: ProbeRun, seen: Vector, step: int, before: Vector) -> Diagnosis:
     """Name the fault of an ordinary gradient that is right where the gradients before it are ordinary as well.
 
     Args:
-        probe: with the same plan and all slopes 1.
+        plain: the run with the same plan and all slopes 1.
         seen: the wrong gradient.
         step: whose gradient it is.
-        plain: the gradient of every step of the run with slopes 1.
         before: the right gradient of the step before.
-        alike: whether all of several ranks have these gradients.
     """
     size = size_text(before[before != 0]) if np.isfinite(before).all() else "infinite or NaN"
     where = f" (only after a window whose gradient is {size}: after one of ordinary size it is right)"
-    observed = per_micro_batch(probe, seen)
-    if observed is None:
+    weights = replace(plain, steps=[*plain.steps[:step], seen, *plain.steps[step + 1 :]]).weights(step)
+    if weights is None:
         return Diagnosis("unequal-items", f"items of one and the same micro-batch have different weights{where}")
-    others = readings(probe, plain, alike=alike) or []
-    return diagnose(reading(probe, step, observed, alike=alike), others, where=where)
+    return diagnose(weights, plain.all_weights, where=where)
 
 
 def _is_right(observed: Vector, case: Case, step: int) -> bool:
@@ -314,21 +298,22 @@ def _of_weights(case: Case, steps: Steps, step: int, runner: LoopRunner) -> Diag
     windows = len(case.plan.windows)
     # a step that a gradient scaler skipped says nothing of the weights
     seen = [probe.right_weights(s % windows) if items is None else items for s, items in enumerate(steps)]
+    run = ProbeRun(probe, seen, runner.alike)
     if dtype != case.dtype:
-        finer = probe.observed_weights(runner)
+        finer = probe.observed(runner)
         right = probe.right_weights(step % windows)
         if finer is None:
             return not_linear(f"the weights are wrong in {case.dtype}, and the loop raises in float64")
-        if step >= len(finer) or np.allclose(finer[step], right, rtol=1e-9):
+        if step >= len(finer.steps) or np.allclose(finer.steps[step], right, rtol=1e-9):
             return Diagnosis(
                 "low-precision",
                 f"the items' weights are right in float64 and wrong in {case.dtype} by more than rounding explains: "
                 "compute counts and their quotients in float32, and accumulate gradients in float32",
             )
-        seen = finer
-    if not np.isfinite(seen[step]).all():
+        run = finer
+    if not np.isfinite(run.steps[step]).all():
         return not_linear("on the weight probe, whose gradients are finite, it is not even finite")
-    return explain_weights(probe, seen, step, runner)
+    return explain_weights(run, step, runner)
 
 
 def _size_fault(e: Evidence, expected: Sequence[Vector], seen: Vector) -> Diagnosis:

@@ -294,14 +294,6 @@ def named(runs: Sequence[Run], own: Plan, right: Run | None = None) -> tuple[str
     return None
 
 
-def cut_elsewhere(plan: Plan, steps: Iterable[Vector]) -> Diagnosis | None:
-    """Return the diagnosis of steps that cut the epochs at other places, with each micro-batch in one step; or None."""
-    run = run_of(plan, steps)
-    if run.held == run.right or not (_is_whole(run) and _cut_elsewhere(run)):
-        return None
-    return Diagnosis("wrong-windows", f"{_cut_text(run)}; {shown(run)}")
-
-
 # Naming the fault of a loop that stepped too seldom or too often, by further runs of it.
 
 
@@ -382,8 +374,8 @@ def _explained(instance: Instance, outcome: Outcome, runner: LoopRunner, asked: 
 
 
 def _run_on(probe: WeightProbe, runner: LoopRunner) -> Run | None:
-    steps = probe.observed_weights(runner)
-    return None if steps is None else run_of(probe.plan, steps)
+    run = probe.observed(runner)
+    return None if run is None else run_of(probe.plan, run.steps)
 
 
 def _by_values(instance: Instance, outcome: Outcome, asked: str) -> Diagnosis:

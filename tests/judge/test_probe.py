@@ -55,10 +55,10 @@ def test_a_sound_loop_gives_right_weights_times_the_slopes_at_every_scale(reduct
     probe = WeightProbe(PLAN, reduction, dtype=dtype)
     runner = LoopRunner(MODES["set_to_none"])
     left = runner.runs_left
-    steps = probe.observed_weights(runner, scale=scale, slopes=slopes)
+    outcome = probe.run(runner, scale=scale, slopes=slopes)
     assert runner.runs_left == left - 1
-    for window, seen in enumerate(steps):
-        assert seen == pytest.approx(probe.right_weights(window) * np.array(slopes or 1.0), rel=1e-6)
+    for window, seen in enumerate(gradients_of_steps(outcome)):
+        assert seen / scale == pytest.approx(probe.right_weights(window) * np.array(slopes or 1.0), rel=1e-6)
     assert probe.instance(slopes=slopes).case.dtype == dtype
 
 
