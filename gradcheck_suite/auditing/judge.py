@@ -58,15 +58,6 @@ SENTENCES = {
     "window's count",
 }
 """Name, or what it is about where a name has several -> what is wrong and what to do."""
-OF_SCALES = {
-    "count of all ranks": "multiply each loss by the number of ranks, whose gradients are averaged",
-    "ranks' means": "divide by the number of ranks, too",
-    "divided twice": "divide once",
-    "never divided": "divide each loss by it",
-    "where the window has": "divide by the window's own number",
-    "each weighs": "divide each summed loss by this count",
-}
-"""A part of what a wrong factor is -> what to do; the first that fits."""
 KNOWN = frozenset(fault.name for fault in FAULTS.values() if fault.command != "verify")
 """Every diagnosis of a live run."""
 REMEDIES = {
@@ -181,6 +172,7 @@ class Weighed:
 
     Attributes:
         violations: with the number of the step.
+        alone: more of them, that no second window shows yet: a coefficient that changes may have any value in one.
         united: the same, one for each diagnosis and place.
         notes: what is worth knowing -> how often.
         unknown: what could not be judged, and what to do -> how often.
@@ -188,6 +180,7 @@ class Weighed:
     """
 
     violations: list[LiveViolation] = field(default_factory=list)
+    alone: list[LiveViolation] = field(default_factory=list)
     united: United = field(default_factory=dict)
     notes: Counter[str] = field(default_factory=Counter)
     unknown: Counter[Unknown] = field(default_factory=Counter)
@@ -229,7 +222,7 @@ def judge_weights(
             result.notes[sentence] += 1
 
         for scale in reading_weights.scales(history, ranks, said, note):
-            result.violations.append(_of_scale(scale))
+            (result.alone if scale.alone else result.violations).append(_of_scale(scale))
     return result
 
 
@@ -469,7 +462,7 @@ def _of_scale(scale: Scale) -> LiveViolation:
             "step after an epoch's last micro-batch too, and reset after it"
         )
     else:
-        sentence += next((f"; {what}" for part, what in OF_SCALES.items() if part in scale.note), "")
+        sentence += f"; {what}" if (what := reading_weights.remedy(scale.note)) else ""
     fault = Fault(scale.name, sentence)
     rows = _rows(use.objective, use.count, scale.expected / total)
     return _with_weights(violation_of(fault, use.window, use.objective.place), use.objective, rows)
@@ -602,7 +595,7 @@ class Judge:
     def of_last_step(self) -> LiveViolation | None:
         """Return the violation of the last step, or None."""
         assert self.window is not None
-        found = [*self._of_step, *(v for w in self._weighed.values() for v in w.violations)]
+        found = [*self._of_step, *(v for w in self._weighed.values() for v in (*w.violations, *w.alone))]
         return next((v for v in found if v.step == self.window.number), None)
 
     def note_size(self, step: int, error: float) -> None:
@@ -778,11 +771,14 @@ class Judge:
                 found |= {index: f"of {sorted(keys)}" for index, keys in reached.items()}
         return found
 
-    def _weigh(self, optimizer: int) -> None:
+    def _weigh(self, optimizer: int, *, ended: bool = False) -> None:
         pending = self._pending[optimizer]
         usual, said = self.usual(optimizer), self._said(optimizer)
         weighed = self._weighed[optimizer] = judge_weights(pending, usual, said, self._ranks, self._name_of)
         self._since[optimizer] = 0
+        if ended or len(pending) > MOST_WINDOWS:
+            weighed.violations += weighed.alone
+            weighed.alone = []
         self._unite_weighed(weighed)
         if len(pending) > MOST_WINDOWS:
             # the first windows of a run and the last ones say most about it
@@ -802,7 +798,7 @@ class Judge:
             complete: whether the run ended by itself: what is left in `.grad` then never reaches a step.
         """
         for optimizer in list(self._pending):
-            self._weigh(optimizer)
+            self._weigh(optimizer, ended=True)
         somewhere = {place for (_, place), (_, used, _) in self._places.items() if used}
         for (optimizer, place), (lost, used, windows) in self._places.items():
             if lost and not used:

@@ -422,6 +422,8 @@ class Reader:
         term = Term((*above, name), counts={"elements": _elements(*below)}, mean=node._saved_reduction == MEAN)
         found = _Found(term)
         shape = _shape(*below) or (1,)
+        if not term.mean:
+            term.counts["rows"] = shape[0]
         if name in OF_ROWS:
             term.counts["elements"] = shape[0] if len(shape) > 1 else 1
         if name.startswith("Nll"):

@@ -380,12 +380,30 @@ class Scale:
         name: of the fault.
         note: what the factor is, in words.
         expected: the coefficient that would be right.
+        alone: whether no other window shows the same yet.
     """
 
     use: Use
     name: str
     note: str
     expected: float = 1.0
+    alone: bool = False
+
+
+OF_SCALES = {
+    "count of all ranks": "multiply each loss by the number of ranks, whose gradients are averaged",
+    "ranks' means": "divide by the number of ranks, too",
+    "divided twice": "divide once",
+    "never divided": "divide each loss by it",
+    "where the window has": "divide by the window's own number",
+    "each weighs": "divide each summed loss by this count",
+}
+"""A part of what a wrong factor is -> what to do; the first that fits."""
+
+
+def remedy(note: str) -> str:
+    """Return what to do about a factor that is described so, nothing where that is not known."""
+    return next((what for part, what in OF_SCALES.items() if part in note), "")
 
 
 def _choose_count(uses: Sequence[Use]) -> None:
@@ -452,12 +470,8 @@ def _of_objective(uses: Sequence[Use], ranks: int, said: int | None, note: Calla
             if "divided by" in verdict.note and rare and after:
                 verdict = replace(verdict, name="tail-leak")
             yield verdict
-        elif verdict == MISCOUNTED:
-            note(f"{use.objective.place}: {MISCOUNTED}")
-        elif verdict is None and use.length > 1:
-            twice = use.length == 2 and near(use.own, 0.5, use.objective.tolerance)
-            also = ", or it is divided twice by its 2 micro-batches: then divide once" if twice else ""
-            note(f"{use.objective.place}: the loss has a coefficient{also}")
+        elif verdict != USERS and use.length > 1:
+            note(f"{use.objective.place}: {verdict or COEFFICIENT}")
 
 
 def _note_other_count(use: Use, note: Callable[[str], None]) -> None:
@@ -472,11 +486,11 @@ def _note_other_count(use: Use, note: Callable[[str], None]) -> None:
         )
 
 
-USERS = "the program's own"
+USERS, COEFFICIENT = "the program's own", "the loss has a coefficient"
 MISCOUNTED = (
     "the loss is divided by a whole number that is none of what it may count, the same for all micro-batches of a "
-    "window: no window and no rank shows the right one; divide by the number of what the loss adds up, such as its "
-    "valid targets"
+    "window: no windows of different counts show the right one; divide by the number of what the loss adds up, such "
+    "as its valid targets"
 )
 
 
@@ -515,34 +529,52 @@ def _against_other_lengths(
 
 
 def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
-    """Recognise a C that is r, 1/r, the number of ranks or one over it, or a wrong count."""
-    if use.others_right or not use.whole:
-        return USERS if use.others_right else None
+    """Recognise a C that is r, 1/r, the number of ranks or one over it, or a wrong count.
+
+    Returns:
+        a fault; what is worth knowing, where two readings fit; None where none does.
+    """
+    whose = USERS if use.others_right else None
+    if not use.whole:
+        return whose
     tolerance, r = use.objective.tolerance, use.length
     if (
         not use.is_mean
         and len({u.items for u in uses}) > 1
         and all(near(u.comparison.weight, use.comparison.weight, tolerance) for u in uses)
     ):
-        return None  # a sum times a constant: that it fits the count of one window is chance
+        return whose  # a sum times a constant: that it fits the count of one window is chance
     masses = use.masses
     by_hand = all(near(mass, 1.0, tolerance) for mass in masses) and use.items > len(masses)
-    whole = {use.own: "", **({use.total: " (all losses together)"} if use.total is not None else {})}
-    for c, what in whole.items():
-        if use.total is not None and near(use.total, 1.0, tolerance):
-            continue
-        if r > 1 and near(c, r, tolerance) and (use.is_mean or by_hand):
-            return Scale(use, "wrong-scale", f"{r}{what}: the sum of {r} means, never divided by their number")
-        if r > 1 < ranks and near(c, r * ranks, tolerance) and (use.is_mean or by_hand):
-            note = f"{r * ranks}{what}: the sum of {r} means, times the {ranks} ranks, never divided by their number"
-            return Scale(use, "wrong-scale", note)
-        means = use.is_mean or all(near(mass, 1 / r**2, tolerance) for mass in masses)
-        if r > 2 and near(c, 1 / r, tolerance) and means:
-            return Scale(use, "wrong-scale", f"1/{r}{what}: divided twice by the number of micro-batches")
-        if ranks > 1 and (near(c, ranks, tolerance) or near(c, 1 / ranks, tolerance)):
-            name = f"{ranks}" if c > 1 else f"1/{ranks}"
-            why = "the sum of the ranks' means" if c > 1 else "each loss is divided by the count of all ranks"
-            return Scale(use, "wrong-scale", f"{name}{what}: {why}")
+    of_means = r > 1 and (use.is_mean or by_hand)
+    twice = r == 2 or (r > 2 and (use.is_mean or all(near(mass, 1 / r**2, tolerance) for mass in masses)))
+    never = f"the sum of {r} means{{}}, never divided by their number"
+    # a small coefficient is a common one, of one loss beside a larger one above all
+    is_small = r == 2 or (use.total or 0.0) > 2 * use.own
+    readings: list[tuple[bool, Callable[[int], float], str, str]] = [
+        (of_means, lambda r: r, f"{r}", never.format("")),
+        (of_means and ranks > 1, lambda r: r * ranks, f"{r * ranks}", never.format(f", times the {ranks} ranks")),
+        (twice, lambda r: 1 / r, f"1/{r}", f"divided twice by its {r} micro-batches"),
+        (ranks > 1, lambda _: ranks, f"{ranks}", "the sum of the ranks' means"),
+        (ranks > 1, lambda _: 1 / ranks, f"1/{ranks}", "each loss is divided by the count of all ranks"),
+    ]
+    alone_or_together: list[tuple[str, Callable[[Use], float | None]]] = [("", lambda u: u.own)]
+    if use.total is not None and not use.others_right:
+        alone_or_together.append((" (all losses together)", lambda u: u.total))
+    if use.total is not None and near(use.total, 1.0, tolerance):
+        alone_or_together = []
+    for what, of in alone_or_together:
+        for applies, factor, number, why in readings:
+            fitting = [u for u in uses if (c := of(u)) is not None and near(c, factor(u.length), tolerance)]
+            if not applies or use not in fitting:
+                continue
+            # of a coefficient that changes from step to step, one value may be any number
+            changes = any(u.length == r and not u.right and u not in fitting for u in uses)
+            if use.others_right or changes or (is_small and why.startswith("divided twice")):
+                return f"{COEFFICIENT}, or it is {why}: then {remedy(why)}"
+            return Scale(use, "wrong-scale", f"{number}{what}: {why}", alone=len(fitting) == 1)
+    if use.others_right:
+        return USERS
     weight = use.comparison.weight
     if use.is_mean or r < 2 or not use.items or weight <= 0:
         return None
@@ -551,7 +583,7 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
     # one denominator for the window is no fault of accumulation, whatever it counts, unless another window or rank
     # shows the right one
     varies = any(not near(u.own, use.own, tolerance) for u in uses)
-    shown = any(u.right for u in uses)
+    shown = len({u.items for u in uses if u.right and u.length > 1}) > 1
     if not integer or divisor <= 2 or not varies:
         return None
     return (

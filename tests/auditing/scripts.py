@@ -273,6 +273,28 @@ loss = (torch.exp(-s) * losses + s).sum()""",
     "backward": "(loss * len(y) / total).backward()",
 }
 
+# A variational autoencoder: a summed reconstruction, a divergence with a coefficient, and the mean over the batch.
+AUTOENCODER = {
+    "model": "torch.nn.ModuleList([toy.classifier(4), torch.nn.Linear(2, 5).to(toy.dtype())])",
+    "windows": "step, window in enumerate(toy.windows(*[4] * 16))",
+    "first": "share = 1 / 4",
+    "loss": """
+mean, logarithm = model[0](x).chunk(2, 1)
+decoded = model[1](mean + torch.randn_like(mean) * (logarithm / 2).exp())
+divergence = -(1 + logarithm - mean.square() - logarithm.exp()).sum() / 2
+loss = F.mse_loss(decoded, x, reduction="sum") + share * divergence""",
+    "backward": "(loss / len(y) / len(window)).backward()",
+}
+# A detector: the loss of every query of an image, divided by the number of boxes, which varies from image to image.
+BOXES = {
+    "before": "import random\nrandom.seed(0)",
+    "windows": "*[2] * 32",
+    "start": "boxes = sum(random.randint(1, 3) for _, y in window for _ in y)",
+    "loss": """
+queries = F.binary_cross_entropy_with_logits(model(x), F.one_hot(y, 3).to(toy.dtype()), reduction="none")
+loss = 2 * queries.mean(1).sum() / boxes""",
+}
+
 MASTERS = {
     "setup": """
 masters = [p.detach().to(torch.promote_types(p.dtype, torch.float32)).requires_grad_() for p in model.parameters()]
@@ -697,6 +719,21 @@ optimizer.step()""",
     # yolov5: the windows grow by a schedule, and what is left of an epoch is zeroed when the next one begins.
     "faulty_schedule_drops_tails": faulty("tail-dropped", **_scheduled("    optimizer.zero_grad()\n")),
     "faulty_schedule_fixed_divisor": faulty("wrong-scale", **_scheduled(divisor="4", batches=19)),
+    "finding_autoencoder_undivided": sound(**AUTOENCODER | {"backward": "(loss / len(y)).backward()"}),
+    "sound_autoencoder": sound(**AUTOENCODER),
+    "sound_autoencoder_annealed": sound(
+        **AUTOENCODER
+        | {"first": "share = (step + 1) / 4", "loss": AUTOENCODER["loss"].replace("= F.mse_loss", "= 0.5 * F.mse_loss")}
+    ),
+    "sound_boxes": sound(**BOXES),
+    # Each window is divided by the count of the one before it, which is often its own.
+    "faulty_count_of_the_window_before": faulty(
+        "wrong-count",
+        "*[3, 1] * 4, *[4, 2] * 4, *[3, 2] * 4",
+        setup="count = 8",
+        loss='loss = F.cross_entropy(model(x), y, reduction="sum") / count',
+        step="optimizer.step()\noptimizer.zero_grad()\n" + COUNT,
+    ),
     "sound_auxiliary_losses": sound(
         "*[4] * 7",
         loss="""

@@ -107,9 +107,11 @@ def test_without_an_instrument_the_others_find_what_they_find(off, scripts):
     [
         ("finding_declared_denominator", "is divided by all its elements, of which fewer are its targets"),
         ("finding_miscounted", "none of what it may count"),
+        ("sound_boxes", "none of what it may count"),
+        ("finding_autoencoder_undivided", "a coefficient, or it is the sum of 4 means, never divided by their number"),
     ],
 )
-def test_a_denominator_that_is_the_same_for_the_window_is_a_finding(script, said, scripts):
+def test_a_weight_that_two_readings_explain_is_a_finding(script, said, scripts):
     result, _ = audited(scripts / f"{script}.py")
     assert any(said in finding for finding in result.findings), result
 
@@ -148,6 +150,11 @@ def test_a_factor_that_may_be_a_second_division_by_two_is_a_finding(scripts):
     result, _ = audited(scripts / "sound_halved.py")
     assert result.holds
     assert any("divided twice by its 2 micro-batches" in finding for finding in result.findings)
+
+
+def test_a_coefficient_that_changes_is_never_told_as_a_fault(scripts, capsys):
+    audited(scripts / "sound_autoencoder_annealed.py")
+    assert "wrong-scale" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("reset", ["", "optimizer.zero_grad()"])
