@@ -16,7 +16,7 @@ from gradcheck_suite.core.comparison import Vector
 from gradcheck_suite.core.contract import EQUAL_BATCHES, EQUAL_MICRO_BATCHES, ONE_EPOCH, WHOLE_WINDOWS, dealt_to_ranks
 from gradcheck_suite.core.results import ItemWeight
 from gradcheck_suite.judge.reruns import LoopRunner
-from gradcheck_suite.judge.weights import Weights
+from gradcheck_suite.judge.weights import Weights, listed
 from gradcheck_suite.run.instance import Instance, Items, generated_instance, recounted, scaled
 from gradcheck_suite.run.runner import Outcome
 
@@ -125,6 +125,18 @@ class ProbeRun:
             tolerance=probe.tolerance,
             owners=plan.owners if plan.ranks else (),
             alike=self.alike,
+        )
+
+    def unequal_text(self, step: int) -> str:
+        """Say what the items of a micro-batch weigh that do not weigh the same, of the step's window if it has one."""
+        probe, items, window = self.probe, self.steps[step], step % len(self.probe.plan.windows)
+        order = (*probe.plan.windows[window], *range(len(probe.plan.micro_batches)))
+        parts = ((j, items[list(probe.plan.items(j))]) for j in order)
+        j, own = next((j, own) for j, own in parts if np.ptp(own) > probe.tolerance * abs(items).max())
+        weights, due = listed([f"{weight:.6g}" for weight in own], 4), probe.right_weights(window)
+        return (
+            f"items of one and the same micro-batch have different weights: those of micro-batch {j} weigh {weights}, "
+            f"expected {due[probe.plan.items(j).start]:.6g} each"
         )
 
     @cached_property

@@ -87,9 +87,7 @@ def explain_weights(run: ProbeRun, step: int, runner: LoopRunner) -> Diagnosis:
     if found := explain_inputs(recorder, small_step, step):
         return found
     if weights is None:
-        return _means_of_parts(run, runner) or Diagnosis(
-            "unequal-items", "items of one and the same micro-batch have different weights"
-        )
+        return _means_of_parts(run, runner) or Diagnosis("unequal-items", run.unequal_text(step))
     # the gradient grows with the loss, so a factor that is none of the run's is one all the same
     both = diagnose(weights, [*others, *elsewhere])
     if names_nothing(both) and not elsewhere:
@@ -278,9 +276,10 @@ def _after_another(plain: ProbeRun, seen: Vector, step: int, before: Vector) -> 
     """
     size = size_text(before[before != 0]) if np.isfinite(before).all() else "infinite or NaN"
     where = f" (only after a window whose gradient is {size}: after one of ordinary size it is right)"
-    weights = replace(plain, steps=[*plain.steps[:step], seen, *plain.steps[step + 1 :]]).weights(step)
+    run = replace(plain, steps=[*plain.steps[:step], seen, *plain.steps[step + 1 :]])
+    weights = run.weights(step)
     if weights is None:
-        return Diagnosis("unequal-items", f"items of one and the same micro-batch have different weights{where}")
+        return Diagnosis("unequal-items", run.unequal_text(step) + where)
     return diagnose(weights, plain.all_weights, where=where)
 
 

@@ -310,7 +310,7 @@ class JaxObserver:
         if _is_called_from("/jax/_src/pmap.py"):
             raise TypeError("run.optimizer.update is called under jax.pmap, which is not supported: use jax.shard_map")
         device, devices = _device()
-        gradient, known = self._as_params(updates), None if params is None else self._as_params(params)
+        gradient, known = self._as_params(updates, "a gradient"), None if params is None else self._as_params(params)
         if self._inner is None:
             made, inner = jax.tree.map(jnp.zeros_like, updates), state.inner
         else:
@@ -323,7 +323,7 @@ class JaxObserver:
         call = io_callback(record, self.NUMBER, *given, ordered=True) if traced else jnp.asarray(record(*given))
         return made, ObservedState(call, inner, self)
 
-    def _as_params(self, tree: Any) -> list[Any]:
+    def _as_params(self, tree: Any, what: str = "parameters") -> list[Any]:
         """Return the leaves of a gradient; parameters may come in another container, or joined to one vector."""
         found = jax.tree.leaves(tree)
         shapes = [leaf.shape for leaf in self._leaves]
@@ -333,9 +333,9 @@ class JaxObserver:
         if len(found) == 1 and found[0].shape == (sum(sizes),):
             parts = jnp.split(found[0], np.cumsum(sizes)[:-1])
             return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+        due, got = (_described(t) for t in (jax.tree.unflatten(self._tree, self._leaves), tree))
         self.structure = (
-            f"what reached run.optimizer.update has leaves of the shapes {[leaf.shape for leaf in found]}, and "
-            f"run.params has {shapes}"
+            f"run.optimizer.update was handed {what} of another tree than run.params: expected {due}, received {got}"
         )
         return [jnp.zeros_like(leaf) for leaf in self._leaves]
 
@@ -392,6 +392,13 @@ class JaxObserver:
         return found
 
 
+def _described(tree: Any) -> str:
+    """Return the path and the shape of each leaf, in words."""
+    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    name = partial(jax.tree_util.keystr, simple=True, separator=".")
+    return ", ".join(f"{name(path)} {leaf.shape}".strip() for path, leaf in paths) or "no leaves"
+
+
 def _device() -> tuple[Any, int]:
     """Return the index of the device among those of `shard_map` that run this code, and their number."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -414,7 +421,7 @@ def _is_called_from(file: str) -> bool:
     return frame is not None
 
 
-OBSERVER = (ObservedState, _Call, _Event, JaxObserver, _device, _is_traced, _is_called_from)
+OBSERVER = (ObservedState, _Call, _Event, JaxObserver, _described, _device, _is_traced, _is_called_from)
 """What a stand-alone script copies, which therefore needs jax and optax alone."""
 
 

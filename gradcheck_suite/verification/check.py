@@ -19,7 +19,7 @@ from gradcheck_suite.core.contract import (
 )
 from gradcheck_suite.core.faults import names_of
 from gradcheck_suite.core.results import Verdict, Violation
-from gradcheck_suite.core.text import counted
+from gradcheck_suite.core.text import counted, of_jax
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.judge.reruns import LoopRunner
 from gradcheck_suite.reference.large_batch import CannotJudgeError
@@ -241,6 +241,10 @@ def check(
         return runners[-1]
 
     verdict = check_run(run, case, terms, runner, problem=problem, shrinking=shrinking)
+    if is_jax(loop) and (found := verdict.violation):
+        details = tuple(map(of_jax, found.details)) if found.kind != "raised" else found.details
+        found = replace(found, explanation=of_jax(found.explanation), details=details)
+        verdict = replace(verdict, violation=found)
     return replace(verdict, runs=verdict.runs + sum(runner.runs for runner in runners))
 
 

@@ -110,6 +110,7 @@ def test_items_of_one_micro_batch_may_be_weighted_unequally():
 
     violation = check(weigh_the_first_twice, probe_case(Plan((2, 1), 2))).violation
     assert (violation.kind, violation.diagnosis) == ("gradient", "unequal-items")
+    assert violation.explanation.endswith("those of micro-batch 0 weigh 0.666667, 0.333333, expected 0.333333 each")
 
 
 def test_the_weights_are_shown_beside_the_right_ones():

@@ -15,6 +15,7 @@ from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.loading import note_untested_trainers
 from gradcheck_suite.cli.progress import Progress
 from gradcheck_suite.core.case import DTYPES
+from gradcheck_suite.core.contract import VerifyOptions, is_jax
 from gradcheck_suite.core.records import append_record, write_document
 from gradcheck_suite.core.text import aligned, of_bound
 from gradcheck_suite.errors import CannotRunHere, UsageError
@@ -269,7 +270,9 @@ def _trainers(arguments: Namespace) -> int:
     libraries = [name for trainer in trainers if not trainer.requires for name in libraries_of(trainer.loop)]
     about = environment.environment((*PACKAGES, *libraries))
     about_what = subjects((trainer.name for trainer in trainers), about["versions"], libraries)
-    asked = f"up to {arguments.examples} cases for each question, seed {arguments.seed}, float64 on cpu"
+    dtypes = {is_jax(trainer.loop): VerifyOptions().of(trainer.loop).dtype for trainer in trainers}
+    on = " and ".join(f"{dtype} on cpu{' of JAX' * (of_jax and len(dtypes) > 1)}" for of_jax, dtype in dtypes.items())
+    asked = f"up to {arguments.examples} cases for each question, seed {arguments.seed}, {on}"
     _print_lines([f"{about_what}: {asked}"])
     answers = []
     try:

@@ -15,11 +15,12 @@ import pytest
 
 from gradcheck_suite.__main__ import main
 from gradcheck_suite.cli.loading import resolve_loop
+from gradcheck_suite.core.contract import jax_training_loop
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.loops.reset_modes import plain
 from gradcheck_suite.loops.trainers import PACKAGES, TRAINERS, Trainer
 from gradcheck_suite.loops.trainers.problems import MEAN
-from gradcheck_suite.loops.trainers.trainer import PLANS
+from gradcheck_suite.loops.trainers.trainer import PLANS, PLANS_OF_JAX
 from gradcheck_suite.run import environment
 from gradcheck_suite.studies.zoo.bugs.micro_batches import mean_of_means
 from tests.docs.conftest import folder  # noqa: F401  (a fixture)
@@ -164,6 +165,13 @@ EQUAL, UNEQUAL = PLANS[:2]
 SOUND = _here("sound", questions=(replace(UNEQUAL, problem=f"{__name__}:problem"),))
 FAULTY = _here("faulty", mean_of_means, questions=(UNEQUAL,))
 GONE = _here("gone", imports=("gradcheck_suite.loops.reset_modes:no_such_loop",), questions=(EQUAL, UNEQUAL))
+
+
+@pytest.mark.full
+def test_the_first_line_says_in_which_dtype_loops_of_jax_run(asked):
+    of_jax = _here("of-jax", jax_training_loop(lambda run: None), questions=PLANS_OF_JAX[:1])
+    assert "seed 0, float32 on cpu\n" in asked(of_jax)[1]
+    assert "seed 0, float32 on cpu of JAX and float64 on cpu\n" in asked(of_jax, FAULTY)[1]
 
 
 @pytest.mark.full
