@@ -28,7 +28,7 @@ from gradcheck_suite.run.observer import same_tree
 from gradcheck_suite.run.optimizers import NEEDS_CLOSURE
 from gradcheck_suite.run.ranks import ENDED, run_ranks
 from gradcheck_suite.run.runner import Outcome
-from gradcheck_suite.verification.judge_run import Trajectory, judge_run
+from gradcheck_suite.verification.judge_run import RunJudge, Trajectory
 from gradcheck_suite.verification.separability import reference_of
 
 POISONED = "poisoned-by-earlier-window"
@@ -288,7 +288,7 @@ def check_run(
             outcome = outcomes[rank]
             edited, settings = EDITS_PARAMETERS in terms.assumes, EDITS_SETTINGS not in terms.assumes
             trajectory = Trajectory(case, outcome, edited=edited, settings=settings)
-            verdict = judge_run(reference, outcome, trajectory, runner(rank, outcome.alike), terms.autocast)
+            verdict = RunJudge(reference, outcome, trajectory, runner(rank, outcome.alike), terms.autocast).verdict()
             if verdict.violation or verdict.finding:
                 return verdict
             schedules = SCHEDULES_MICRO_BATCHES in terms.assumes

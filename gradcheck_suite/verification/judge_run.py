@@ -33,7 +33,7 @@ from gradcheck_suite.reference.large_batch import (
     gradients_of,
     precision_fault,
 )
-from gradcheck_suite.run.instance import Compute, Instance, coarsest
+from gradcheck_suite.run.instance import Compute, coarsest
 from gradcheck_suite.run.observer import Evaluation, Observation, is_same
 from gradcheck_suite.run.optimizers import (
     OPTIMIZERS,
@@ -389,86 +389,9 @@ def takes_duplicates(window: Window, runner: LoopRunner) -> bool:
     outcome = None if reference is None else runner.run(reference.instance)
     if reference is None or outcome is None:
         return False
-    verdict = judge_run(reference, outcome, Trajectory(case, outcome, edited=True, settings=False), None, None)
+    trajectory = Trajectory(case, outcome, edited=True, settings=False)
+    verdict = RunJudge(reference, outcome, trajectory, None, None).verdict()
     return verdict.holds and not verdict.skipped
-
-
-def gradient_violation(
-    window: Window,
-    evaluation: Evaluation,
-    comparison: Comparison,
-    epoch: int,
-    runner: LoopRunner | None,
-    known: Diagnosis | None,
-    *,
-    alike: bool,
-) -> Violation:
-    """Return the violation of a wrong gradient.
-
-    Args:
-        window: in which the gradient is wrong.
-        evaluation: what the step used.
-        comparison: of the gradient with the window's.
-        epoch: of the step.
-        runner: runs the loop again for a diagnosis; None while shrinking.
-        known: the diagnosis where it is known already.
-        alike: whether all of several ranks had the same gradients at each step.
-    """
-    case, layout = window.reference.instance.case, comparison.layout
-    parameter, _ = layout.place(comparison.worst.index)
-    seen = evaluation.gradients[parameter]
-    kind: ViolationKind = "gradient"
-    e = runner and Evidence(comparison, window, epoch, runner)
-    if seen is None:
-        kind = "none-pattern"
-        named = explain_missing(parameter, e) if e else missing_gradient(parameter)
-    else:
-        duplicates = runner is not None and takes_duplicates(window, runner)
-        if e and known is None:
-            known = explain_gradient(e)
-        if known is None and not window.moved and case.dtype == "float64":
-            # what the gradient alone determines, without a further run of the loop
-            known = diagnose_case(window, comparison, epoch, alike=alike)
-        named = known or UNNAMED
-        if duplicates and is_of_weights(named.name):
-            named = DUPLICATES
-        expected = layout.part(window.expected, parameter)
-        if not bool(torch.isfinite(seen).all()) and bool(np.isfinite(expected).all()):
-            kind = "non-finite"
-            said = f"{parameter}.grad is not finite at the step, the right gradient is; {named.sentence}"
-            named = replace(named, sentence=said)
-    evidence = replace(comparison, missing=frozenset(n for n, g in evaluation.gradients.items() if g is None))
-    return _violation_of(kind, named, case, evidence, (parameter, epoch, window.index), moved=window.moved)
-
-
-def judge_probe(
-    reference: Reference, outcome: Outcome, runner: LoopRunner | None, autocast: Compute
-) -> tuple[Violation | None, float]:
-    """Return the violation of a loop on a weight probe, and the largest error over bound where there is none.
-
-    Args:
-        reference: of the probe.
-        outcome: what the loop did; it neither raised nor changed the model's parameters.
-        runner: of the loop; without one the violation has no diagnosis.
-        autocast: dtype in which the loop declares that it computes its losses, or None.
-    """
-    case = reference.instance.case
-    expected = expected_gradients(case)
-    places = steps_of_plan(case.plan, outcome, lambda window, _: not np.isfinite(expected[window]).all())
-    if places is None:
-        return _step_violation(reference.instance, outcome, runner), 0.0
-    gradients = gradients_of_steps(outcome)
-    steps: list[Vector | None] = [None] * case.plan.steps
-    for step, gradient in zip(places, gradients, strict=True):
-        steps[step] = gradient
-    ratio = 0.0
-    for taken, step in enumerate(places):
-        seen, missing = gradients[taken], outcome.observations[taken].gradients[PARAMETER] is None
-        comparison = _compare(case, autocast, expected[step % len(expected)], seen, missing=missing)
-        if comparison.ratio > 1:
-            return _wrong_on_probe(reference, steps, step, comparison, runner), ratio
-        ratio = max(ratio, comparison.ratio)
-    return None, ratio
 
 
 def _compare(case: Case, autocast: Compute, expected: Vector, seen: Vector, *, missing: bool) -> Comparison:
@@ -485,43 +408,6 @@ def _compare(case: Case, autocast: Compute, expected: Vector, seen: Vector, *, m
     return Comparison(layout, expected, compared, allowed, frozenset([PARAMETER] if missing else []))
 
 
-def _step_violation(instance: Instance, outcome: Outcome, runner: LoopRunner | None) -> Violation:
-    case = instance.case
-    named = explain_steps(instance, outcome, runner) if runner else step_pattern(case.plan, outcome)
-    return Violation("step-count", named.name, named.sentence, case, details=named.details)
-
-
-def _wrong_on_probe(
-    reference: Reference,
-    steps: list[Vector | None],
-    step: int,
-    comparison: Comparison,
-    runner: LoopRunner | None,
-) -> Violation:
-    """Return the violation of a wrong gradient on a weight probe.
-
-    Args:
-        reference: of the probe.
-        steps: the gradient of every step of the plan; None for a step that a gradient scaler skipped.
-        step: index of the wrong one in the plan.
-        comparison: of its gradient with the right one.
-        runner: of the loop; None while shrinking.
-    """
-    case = reference.instance.case
-    epoch, window = divmod(step, len(case.plan.windows))
-    e = runner and Evidence(comparison, reference.window(window), epoch, runner)
-    finite = np.isfinite(comparison.expected)
-    kind: ViolationKind = "gradient" if np.isfinite(comparison.observed[finite]).all() else "non-finite"
-    if PARAMETER in comparison.missing:
-        kind = "none-pattern"
-        named = missing_gradient(PARAMETER) if finite.all() else NOT_IN_GRADIENT
-    else:
-        named = explain_probe(e, steps) if e else UNNAMED
-    if e:
-        named = e.confirmed(named)
-    return _violation_of(kind, named, case, comparison, (PARAMETER, epoch, window))
-
-
 SCALER_SKIPPED = "a gradient scaler skipped the step of a window whose gradient is not finite, or out of range"
 """Why a step of the plan was not taken, where it need not be."""
 NOT_FINITE = "the reference gradient at the parameters that the optimizer has reached is NaN or infinite"
@@ -535,153 +421,239 @@ class _Finding:
     text: str
 
 
-def judge_run(
-    reference: Reference, outcome: Outcome, trajectory: Trajectory, runner: LoopRunner | None, autocast: Compute
-) -> Verdict:
-    """Judge what a loop did, within the precision that it declares; name its fault where there is a runner."""
-    case = reference.instance.case
-    if ended_in_divergence(case, outcome):
-        taken = [*range(len(outcome.observations))]
-        return _judge_steps(reference, outcome, trajectory, taken, runner, autocast, missing=DIVERGED)
-    if outcome.process:
-        explanation = f"torch is another for the whole process, the reference included: {'; '.join(outcome.process)}"
-        return Verdict(case, Violation("parameters", "changed-torch", explanation, case))
-    if outcome.raised is not None:
-        # where even the plain large batch fails in the case's dtype, this raises CannotJudgeError: no loop's fault
-        if not is_probe(case):
-            reference.window(0, compute=autocast).bound.expect_computable()
-        trace = tuple(outcome.trace.rstrip().splitlines())
-        explanation = f"the loop failed: {outcome.raised}"
-        diagnosis = "deadlock" if outcome.mismatched else "raised"
-        if outcome.timed_out:
-            diagnosis = "deadlock" if outcome.deadlock else "timed-out"
-        return Verdict(case, Violation("raised", diagnosis, explanation, case, details=trace))
-    if outcome.structure:
-        explanation = f"the loop changed the model's parameters: {outcome.structure}{moved_while_frozen(case, outcome)}"
-        return Verdict(case, Violation("parameters", "changed-model", explanation, case))
-    if is_probe(case):
-        violation, ratio = judge_probe(reference, outcome, runner, autocast)
-        return Verdict(
-            case, violation or _parameters_violation(trajectory, outcome), ratio=ratio, windows=case.plan.steps
-        )
-    places = steps_of_plan(case.plan, outcome, lambda *step: _may_skip(reference, outcome, autocast, *step))
-    if places is None:
-        return Verdict(case, _step_violation(reference.instance, outcome, runner))
-    return _judge_steps(reference, outcome, trajectory, places, runner, autocast)
+@dataclass(frozen=True)
+class RunJudge:
+    """Judges what a loop did in one run, within the precision that it declares.
 
-
-def _parameters_violation(trajectory: Trajectory, outcome: Outcome) -> Violation | None:
-    """Return what changed parameters on a weight probe, or None."""
-    for step in range(len(outcome.observations)):
-        if violation := trajectory.before(step) or trajectory.at(step):
-            return violation
-    return trajectory.end()
-
-
-def _may_skip(reference: Reference, outcome: Outcome, autocast: Compute, window: int, taken: int) -> bool:
-    """Whether a gradient scaler may skip a window after so many steps, at the parameters that they leave."""
-    found = reference.window(window, outcome.observations[taken - 1].after if taken else None, autocast)
-    return not np.isfinite(found.expected).all() or found.bound.is_out_of_range()
-
-
-def _judge_steps(
-    reference: Reference,
-    outcome: Outcome,
-    trajectory: Trajectory,
-    places: list[int],
-    runner: LoopRunner | None,
-    autocast: Compute,
-    *,
-    missing: str = SCALER_SKIPPED,
-) -> Verdict:
-    """Judge step by step: the parameters before a step, then its gradients, then the parameters after it.
-
-    Args:
+    Attributes:
         reference: of the case.
         outcome: what the loop did.
         trajectory: of the parameters, before the first step.
-        places: for each step of the loop its index in the plan.
-        runner: runs the loop again for a diagnosis; None while shrinking.
+        runner: runs the loop again to name its fault; None while shrinking.
         autocast: dtype in which the loop declares that it computes its losses, or None.
-        missing: why the loop did not take the other steps of the plan.
     """
-    case = reference.instance.case
-    ratio, judged, skipped = 0.0, 0, Counter({missing: case.plan.steps - len(places)})
-    zeros: str | None = None
-    for step, observation in enumerate(outcome.observations):
-        if violation := trajectory.before(step):
-            return Verdict(case, violation, ratio=ratio)
-        for evaluation in observation.evaluations:
-            found = _judge_gradients(reference, outcome, places[step], evaluation, runner, autocast)
-            if isinstance(found, Violation):
-                return Verdict(case, found, ratio=ratio)
-            if isinstance(found, _Finding):
-                return Verdict(case, finding=found.text)
-            if isinstance(found, str):
-                skipped[found] += 1
-            else:
-                judged, ratio = judged + 1, max(ratio, found)
-        if violation := trajectory.at(step):
-            return Verdict(case, violation, ratio=ratio)
-        if runner and zeros is None and (moved := zeros_that_move(case, observation)):
-            index = places[step] % len(case.plan.windows)
-            zeros = explain_zeros(case, observation, moved, reference.window(index, observation.parameters, autocast))
-    skipped = +skipped  # without zeros
-    unjudged = None if judged else next(iter(skipped))
-    return Verdict(
-        case,
-        trajectory.end(),
-        ratio=ratio,
-        skipped=unjudged,
-        windows=judged,
-        windows_skipped=dict(skipped),
-        moved_by_zeros=zeros,
-    )
 
+    reference: Reference
+    outcome: Outcome
+    trajectory: Trajectory
+    runner: LoopRunner | None
+    autocast: Compute
 
-def _judge_gradients(
-    reference: Reference,
-    outcome: Outcome,
-    step: int,
-    evaluation: Evaluation,
-    runner: LoopRunner | None,
-    autocast: Compute,
-) -> float | str | Violation | _Finding:
-    """Return error over allowed of the gradients that a step used, or why they cannot be judged, or what is wrong."""
-    case = reference.instance.case
-    moved = not is_start(evaluation, outcome)
-    if moved and is_diverged(evaluation):
-        return DIVERGED
-    epoch, index = divmod(step, len(case.plan.windows))
-    seen = reference.flat(evaluation.gradients)
-    try:
-        window = reference.window(index, evaluation.parameters if moved else None, autocast)
-        absent = none_in_place_of_zeros(window, evaluation)
-        if runner is None and absent is None and window.bound.is_torchs(seen):
-            return 0.0
-        if moved and not np.isfinite(window.expected).all() and is_far(reference, evaluation):
-            return NOT_FINITE
-        comparison = window.compare(seen, roughly=runner is None)
-        # at the initial parameters `check_run` asks JAX, of all windows at once
-        finding = disagreement(window) if moved else None
-        if finding is None and comparison.ratio > 1:
-            finding = accumulation_fault(window) or precision_fault(window)
-        if finding:
-            return _Finding(finding)
-    except CannotJudgeError as error:
-        return str(error)
-    if comparison.ratio <= 1:
-        if absent is None:
-            return comparison.ratio
+    @property
+    def case(self) -> Case:
+        """What the loop trained."""
+        return self.reference.instance.case
+
+    def verdict(self) -> Verdict:
+        """Return the verdict on the run."""
+        reference, outcome, case = self.reference, self.outcome, self.case
+        if ended_in_divergence(case, outcome):
+            taken = [*range(len(outcome.observations))]
+            return self._steps(taken, missing=DIVERGED)
+        if outcome.process:
+            explanation = (
+                f"torch is another for the whole process, the reference included: {'; '.join(outcome.process)}"
+            )
+            return Verdict(case, Violation("parameters", "changed-torch", explanation, case))
+        if outcome.raised is not None:
+            # where even the plain large batch fails in the case's dtype, this raises CannotJudgeError: no loop's fault
+            if not is_probe(case):
+                reference.window(0, compute=self.autocast).bound.expect_computable()
+            trace = tuple(outcome.trace.rstrip().splitlines())
+            explanation = f"the loop failed: {outcome.raised}"
+            diagnosis = "deadlock" if outcome.mismatched else "raised"
+            if outcome.timed_out:
+                diagnosis = "deadlock" if outcome.deadlock else "timed-out"
+            return Verdict(case, Violation("raised", diagnosis, explanation, case, details=trace))
+        if outcome.structure:
+            explanation = (
+                f"the loop changed the model's parameters: {outcome.structure}{moved_while_frozen(case, outcome)}"
+            )
+            return Verdict(case, Violation("parameters", "changed-model", explanation, case))
+        if is_probe(case):
+            violation, ratio = self._on_probe()
+            return Verdict(case, violation or self._of_parameters(), ratio=ratio, windows=case.plan.steps)
+        places = steps_of_plan(case.plan, outcome, self._may_skip)
+        if places is None:
+            return Verdict(case, self._of_step_count())
+        return self._steps(places)
+
+    def _may_skip(self, window: int, taken: int) -> bool:
+        """Whether a gradient scaler may skip a window after so many steps, at the parameters that they leave."""
+        parameters = self.outcome.observations[taken - 1].after if taken else None
+        found = self.reference.window(window, parameters, self.autocast)
+        return not np.isfinite(found.expected).all() or found.bound.is_out_of_range()
+
+    def _of_step_count(self) -> Violation:
+        if self.runner:
+            named = explain_steps(self.reference.instance, self.outcome, self.runner)
+        else:
+            named = step_pattern(self.case.plan, self.outcome)
+        return Violation("step-count", named.name, named.sentence, self.case)
+
+    def _of_parameters(self) -> Violation | None:
+        """Return what changed parameters on a weight probe, or None."""
+        for step in range(len(self.outcome.observations)):
+            if violation := self.trajectory.before(step) or self.trajectory.at(step):
+                return violation
+        return self.trajectory.end()
+
+    def _steps(self, places: list[int], *, missing: str = SCALER_SKIPPED) -> Verdict:
+        """Judge step by step: the parameters before a step, then its gradients, then the parameters after it.
+
+        Args:
+            places: for each step of the loop its index in the plan.
+            missing: why the loop did not take the other steps of the plan.
+        """
+        case, trajectory = self.case, self.trajectory
+        ratio, judged, skipped = 0.0, 0, Counter({missing: case.plan.steps - len(places)})
+        zeros: str | None = None
+        for step, observation in enumerate(self.outcome.observations):
+            if violation := trajectory.before(step):
+                return Verdict(case, violation, ratio=ratio)
+            for evaluation in observation.evaluations:
+                found = self._gradients(places[step], evaluation)
+                if isinstance(found, Violation):
+                    return Verdict(case, found, ratio=ratio)
+                if isinstance(found, _Finding):
+                    return Verdict(case, finding=found.text)
+                if isinstance(found, str):
+                    skipped[found] += 1
+                else:
+                    judged, ratio = judged + 1, max(ratio, found)
+            if violation := trajectory.at(step):
+                return Verdict(case, violation, ratio=ratio)
+            if self.runner and zeros is None and (moved := zeros_that_move(case, observation)):
+                index = places[step] % len(case.plan.windows)
+                window = self.reference.window(index, observation.parameters, self.autocast)
+                zeros = explain_zeros(case, observation, moved, window)
+        skipped = +skipped  # without zeros
+        unjudged = None if judged else next(iter(skipped))
+        return Verdict(
+            case,
+            trajectory.end(),
+            ratio=ratio,
+            skipped=unjudged,
+            windows=judged,
+            windows_skipped=dict(skipped),
+            moved_by_zeros=zeros,
+        )
+
+    def _gradients(self, step: int, evaluation: Evaluation) -> float | str | Violation | _Finding:
+        """Return error over allowed of what a step used, or why that cannot be judged, or what is wrong."""
+        reference, outcome, runner, case = self.reference, self.outcome, self.runner, self.case
+        moved = not is_start(evaluation, outcome)
+        if moved and is_diverged(evaluation):
+            return DIVERGED
+        epoch, index = divmod(step, len(case.plan.windows))
+        seen = reference.flat(evaluation.gradients)
+        try:
+            window = reference.window(index, evaluation.parameters if moved else None, self.autocast)
+            absent = none_in_place_of_zeros(window, evaluation)
+            if runner is None and absent is None and window.bound.is_torchs(seen):
+                return 0.0
+            if moved and not np.isfinite(window.expected).all() and is_far(reference, evaluation):
+                return NOT_FINITE
+            comparison = window.compare(seen, roughly=runner is None)
+            # at the initial parameters `check_run` asks JAX, of all windows at once
+            finding = disagreement(window) if moved else None
+            if finding is None and comparison.ratio > 1:
+                finding = accumulation_fault(window) or precision_fault(window)
+            if finding:
+                return _Finding(finding)
+        except CannotJudgeError as error:
+            return str(error)
+        if comparison.ratio <= 1:
+            if absent is None:
+                return comparison.ratio
+            evidence = replace(comparison, missing=frozenset(n for n, g in evaluation.gradients.items() if g is None))
+            place = (absent, epoch, index)
+            return _violation_of("none-pattern", none_and_not_zeros(absent), case, evidence, place, moved=moved)
+        problem = reference.instance.users_problem
+        if problem and problem.reduction != "batch" and (fault := gradient_fault(reference, window)):
+            return fault
+        known = undeclared_autocast(window, evaluation, outcome.compute)
+        if known is None and runner:
+            known = closure_without_reset(window, outcome, evaluation)
+        if known is None and moved and runner:
+            known = stale_parameters(window, outcome, evaluation, self.autocast)
+        return self._of_gradient(window, evaluation, comparison, epoch, known)
+
+    def _of_gradient(
+        self, window: Window, evaluation: Evaluation, comparison: Comparison, epoch: int, known: Diagnosis | None
+    ) -> Violation:
+        """Return the violation of a wrong gradient.
+
+        Args:
+            window: in which the gradient is wrong.
+            evaluation: what the step used.
+            comparison: of the gradient with the window's.
+            epoch: of the step.
+            known: the diagnosis where it is known already.
+        """
+        case, layout, runner = self.case, comparison.layout, self.runner
+        parameter, _ = layout.place(comparison.worst.index)
+        seen = evaluation.gradients[parameter]
+        kind: ViolationKind = "gradient"
+        e = runner and Evidence(comparison, window, epoch, runner)
+        if seen is None:
+            kind = "none-pattern"
+            named = explain_missing(parameter, e) if e else missing_gradient(parameter)
+        else:
+            duplicates = runner is not None and takes_duplicates(window, runner)
+            if e and known is None:
+                known = explain_gradient(e)
+            if known is None and not window.moved and case.dtype == "float64":
+                # what the gradient alone determines, without a further run of the loop
+                known = diagnose_case(window, comparison, epoch, alike=self.outcome.alike)
+            named = known or UNNAMED
+            if duplicates and is_of_weights(named.name):
+                named = DUPLICATES
+            expected = layout.part(window.expected, parameter)
+            if not bool(torch.isfinite(seen).all()) and bool(np.isfinite(expected).all()):
+                kind = "non-finite"
+                said = f"{parameter}.grad is not finite at the step, the right gradient is; {named.sentence}"
+                named = replace(named, sentence=said)
         evidence = replace(comparison, missing=frozenset(n for n, g in evaluation.gradients.items() if g is None))
-        place = (absent, epoch, index)
-        return _violation_of("none-pattern", none_and_not_zeros(absent), case, evidence, place, moved=moved)
-    problem = reference.instance.users_problem
-    if problem and problem.reduction != "batch" and (fault := gradient_fault(reference, window)):
-        return fault
-    known = undeclared_autocast(window, evaluation, outcome.compute)
-    if known is None and runner:
-        known = closure_without_reset(window, outcome, evaluation)
-    if known is None and moved and runner:
-        known = stale_parameters(window, outcome, evaluation, autocast)
-    return gradient_violation(window, evaluation, comparison, epoch, runner, known, alike=outcome.alike)
+        return _violation_of(kind, named, case, evidence, (parameter, epoch, window.index), moved=window.moved)
+
+    def _on_probe(self) -> tuple[Violation | None, float]:
+        """Return the violation of a loop on a weight probe, and the largest error over bound where there is none."""
+        case, outcome = self.case, self.outcome
+        expected = expected_gradients(case)
+        places = steps_of_plan(case.plan, outcome, lambda window, _: not np.isfinite(expected[window]).all())
+        if places is None:
+            return self._of_step_count(), 0.0
+        gradients = gradients_of_steps(outcome)
+        steps: list[Vector | None] = [None] * case.plan.steps
+        for step, gradient in zip(places, gradients, strict=True):
+            steps[step] = gradient
+        ratio = 0.0
+        for taken, step in enumerate(places):
+            seen, missing = gradients[taken], outcome.observations[taken].gradients[PARAMETER] is None
+            comparison = _compare(case, self.autocast, expected[step % len(expected)], seen, missing=missing)
+            if comparison.ratio > 1:
+                return self._wrong_on_probe(steps, step, comparison), ratio
+            ratio = max(ratio, comparison.ratio)
+        return None, ratio
+
+    def _wrong_on_probe(self, steps: list[Vector | None], step: int, comparison: Comparison) -> Violation:
+        """Return the violation of a wrong gradient on a weight probe.
+
+        Args:
+            steps: the gradient of every step of the plan; None for a step that a gradient scaler skipped.
+            step: index of the wrong one in the plan.
+            comparison: of its gradient with the right one.
+        """
+        epoch, window = divmod(step, len(self.case.plan.windows))
+        e = self.runner and Evidence(comparison, self.reference.window(window), epoch, self.runner)
+        finite = np.isfinite(comparison.expected)
+        kind: ViolationKind = "gradient" if np.isfinite(comparison.observed[finite]).all() else "non-finite"
+        if PARAMETER in comparison.missing:
+            kind = "none-pattern"
+            named = missing_gradient(PARAMETER) if finite.all() else NOT_IN_GRADIENT
+        else:
+            named = explain_probe(e, steps) if e else UNNAMED
+        if e:
+            named = e.confirmed(named)
+        return _violation_of(kind, named, self.case, comparison, (PARAMETER, epoch, window))
