@@ -247,6 +247,9 @@ def read(
                 every = [Part(s, term, coefficients[s]) for s, terms in by_pass.items() for term in terms]
                 if (found_of_all := compare(every)).status == MEAN_OF_MEANS:
                     modes[mode] = [(found_of_all, every)]
+                elif len(numbers) > 1:
+                    # they may be terms of several losses, of which some micro-batches have more than others
+                    modes[mode] = [(Comparison(UNEVEN), every)]
         found[top] = modes
     return found
 

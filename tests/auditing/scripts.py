@@ -807,6 +807,21 @@ optimizer.zero_grad()""",
         "    loss = loss + model(torch.ones(n, 5, dtype=toy.dtype())).square().sum(1).mean() / len(window)",
     ),
     # The trainer of an example of Lightning Fabric counts steps where it means to count batches, and steps once.
+    # Each head of a detector has a mean over all its anchors, and those with objects a sum over these beside it.
+    "unjudged_heads_without_objects": unjudged(
+        "the number of terms differs",
+        "window in (((1, 0, 3), (2, 2, 1), (0, 0, 2)), ((0, 3, 1), (1, 2, 3), (3, 0, 1))) * 2",
+        batch="numbers in window",
+        loss="""
+loss = torch.zeros(1)
+for n in numbers:
+    logits = model(torch.randn(4, 5, dtype=toy.dtype()))
+    loss = loss + F.binary_cross_entropy_with_logits(logits[:, 2], torch.ones_like(logits[:, 2])) / len(window)
+    if n:
+        objects = logits[:n, :2]
+        of_objects = F.binary_cross_entropy_with_logits(objects, torch.zeros_like(objects), reduction="sum")
+        loss = loss + of_objects / sum(map(sum, window))""",
+    ),
     "faulty_stops_stepping": faulty(
         "tail-dropped",
         "*[4] * 16",
