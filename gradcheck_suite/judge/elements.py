@@ -16,13 +16,10 @@ import torch
 
 from gradcheck_suite.core.comparison import Comparison, Vector
 from gradcheck_suite.judge.naming import FORMATS, constant_meaning
-from gradcheck_suite.judge.weights import ALONE, Diagnosis, factor_text, listed
+from gradcheck_suite.judge.weights import ALONE, Array, Diagnosis, factor_text, listed
 from gradcheck_suite.reference.large_batch import Window, gradients_of
 
 # Gradients that have lost a mean or a direction, and gradients whose elements belong to other parameters.
-
-
-Array = npt.NDArray[np.float64]
 
 
 def part_of(comparison: Comparison, name: str) -> tuple[Array, Array, Array, npt.NDArray[np.bool_]]:
@@ -556,13 +553,11 @@ def _lost_use(window: Window, comparison: Comparison, tied: Sequence[Sequence[st
     instance, model = window.reference.instance, untied(window.model())
     items = [instance.case.plan.items(j) for j in window.members]
     rows = [gradients_of(instance, model, part, summed=True, dtype=torch.float64) for part in items]
-    summed = instance.problem.reduction == "sum"
-    right = 1.0 if summed else 1.0 / sum(float(instance.count(instance.batch(part))) for part in items)
     lost: set[int] = set()
     for own in tied:
         _, observed, allowed, _ = part_of(comparison, own[0])
         found = [[g.numpy() for row in rows if (g := row.get(name)) is not None] for name in own]
-        uses = [right * np.sum(parts, axis=0) for parts in found if parts]
+        uses = [np.sum(parts, axis=0) / window.divisor for parts in found if parts]
         if len(uses) != 2:
             continue
         kept = [i for i, use in enumerate(uses) if (np.abs(use - observed) <= 8 * allowed).all()]

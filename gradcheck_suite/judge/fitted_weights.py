@@ -271,9 +271,7 @@ def is_explained(window: Window, comparison: Comparison, weights: Vector, *, onl
     gradients = _summed_gradients(window)
     if not np.isfinite(gradients).all() or not np.isfinite(comparison.observed).all():
         return True
-    rounding = 64 * np.finfo(np.float64).eps * np.abs(weights[:, None] * gradients).sum(axis=0)
-    off = np.abs(weights @ gradients - comparison.observed)
-    near = off <= 2 * comparison.allowed + rounding
+    near = _gives(weights, gradients, comparison.observed, comparison.allowed)
     return all(near[comparison.layout.elements(name)].all() for name in only or comparison.layout.names)
 
 
@@ -407,9 +405,7 @@ def _by_trial(template: Weights, gradients: Rows, observed: Vector, allowed: Vec
     """
     found: dict[str, Diagnosis] = {}
     for values in trial_weights(template):
-        # each product rounds, as do those of the gradient itself
-        rounding = 64 * np.finfo(np.float64).eps * np.abs(values[:, None] * gradients).sum(axis=0)
-        if (np.abs(values @ gradients - observed) <= 2 * allowed + rounding).all():
+        if _gives(values, gradients, observed, allowed).all():
             weights = replace(template, observed=values)
             diagnosis = diagnose(weights, _before(weights))
             found |= {} if names_nothing(diagnosis) else {diagnosis.name: diagnosis}
@@ -418,6 +414,14 @@ def _by_trial(template: Weights, gradients: Rows, observed: Vector, allowed: Vec
     names = list(dict.fromkeys(name for diagnosis in found.values() for name in diagnosis.name.split(" or ")))
     sentences = dict.fromkeys(diagnosis.sentence for diagnosis in found.values())
     return Diagnosis(" or ".join(names), "; or: ".join(sentences)) if len(names) <= MOST_NAMES else None
+
+
+def _gives(weights: Vector, gradients: Rows, observed: Vector, allowed: Vector) -> npt.NDArray[np.bool_]:
+    """Return (P,): whether (B,) weights of micro-batches give each element of a gradient."""
+    # each product rounds, as do those of the gradient itself
+    rounding = 64 * np.finfo(np.float64).eps * np.abs(weights[:, None] * gradients).sum(axis=0)
+    near: npt.NDArray[np.bool_] = np.abs(weights @ gradients - observed) <= 2 * allowed + rounding
+    return near
 
 
 def _errors(gradients: Rows, observed: Vector, allowed: Vector) -> Vector:

@@ -8,7 +8,6 @@ from functools import cached_property
 from itertools import cycle, islice
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from gradcheck_suite.core.case import PARAMETER, Case, Plan, Reduction, probe_case, slopes_of, slopes_text, unit_of
@@ -205,15 +204,6 @@ def probes_of(instance: Instance) -> Iterator[WeightProbe]:
         yield WeightProbe(plan, reduction)
     if reduction == "mean" and empty:
         yield WeightProbe(plan, reduction, count)
-
-
-def may_be_non_finite(expected: Vector) -> npt.NDArray[np.bool_]:
-    """Return which elements of a step's gradient may be infinite or NaN, (total items,).
-
-    Where one is rightly so, all may be NaN: `clip_grad_norm_(parameters, inf)`, which trainers call to log the norm,
-    multiplies by infinity over infinity. The optimizer's step diverges anyway.
-    """
-    return np.full(len(expected), not np.isfinite(expected).all())
 
 
 def item_weights(probe: WeightProbe, observed: Vector, window: int) -> tuple[ItemWeight, ...]:

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from gradcheck_suite.core.case import Case, is_probe
 from gradcheck_suite.core.contract import (
     DEFAULT_TIME_LIMIT,
-    EDITS_PARAMETERS,
-    EDITS_SETTINGS,
     SCHEDULES_MICRO_BATCHES,
     Loop,
     Problem,
@@ -286,8 +284,7 @@ def check_run(
 
         def judged(rank: int) -> Verdict:
             outcome = outcomes[rank]
-            edited, settings = EDITS_PARAMETERS in terms.assumes, EDITS_SETTINGS not in terms.assumes
-            trajectory = Trajectory(case, outcome, edited=edited, settings=settings)
+            trajectory = Trajectory(case, outcome, terms.assumes)
             verdict = RunJudge(reference, outcome, trajectory, runner(rank, outcome.alike), terms.autocast).verdict()
             if verdict.violation or verdict.finding:
                 return verdict

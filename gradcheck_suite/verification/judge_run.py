@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -18,7 +18,7 @@ from gradcheck_suite.core.faults import is_of_weights
 from gradcheck_suite.core.results import Verdict, Violation, ViolationKind
 from gradcheck_suite.judge.fitted_weights import diagnose_case
 from gradcheck_suite.judge.gradient import explain_gradient, explain_missing
-from gradcheck_suite.judge.probe import expected_gradients, gradients_of_steps, may_be_non_finite
+from gradcheck_suite.judge.probe import expected_gradients, gradients_of_steps
 from gradcheck_suite.judge.probe_faults import explain_probe
 from gradcheck_suite.judge.reruns import Evidence, LoopRunner
 from gradcheck_suite.judge.sizes import NOT_IN_GRADIENT
@@ -284,17 +284,17 @@ def stale_parameters(window: Window, outcome: Outcome, evaluation: Evaluation, a
 class Trajectory:
     """The parameters of a run, judged in the order in which they change: before a step, at it, after the last one."""
 
-    def __init__(self, case: Case, outcome: Outcome, *, edited: bool, settings: bool) -> None:
+    def __init__(self, case: Case, outcome: Outcome, assumes: Collection[str]) -> None:
         """Start before the first step.
 
         Args:
             case: what the loop trained.
             outcome: what it did.
-            edited: whether the loop may change parameters between steps. What a step does to those that it finds, and
-                the optimizer's state, are judged all the same.
-            settings: whether changes of the optimizer's settings are judged.
+            assumes: what the loop assumes. Where it edits parameters between steps, what a step does to those that it
+                finds, and the optimizer's state, are judged all the same.
         """
-        self._case, self._outcome, self._edited, self._settings = case, outcome, edited, settings
+        self._case, self._outcome = case, outcome
+        self._edited, self._settings = EDITS_PARAMETERS in assumes, EDITS_SETTINGS not in assumes
         # that of a loop of JAX may have no counterpart in torch, and nothing is computed again
         self._make = None if case.optimizer is None else OPTIMIZERS.get(case.optimizer)
         self._previous = outcome.beginning
@@ -389,7 +389,7 @@ def takes_duplicates(window: Window, runner: LoopRunner) -> bool:
     outcome = None if reference is None else runner.run(reference.instance)
     if reference is None or outcome is None:
         return False
-    trajectory = Trajectory(case, outcome, edited=True, settings=False)
+    trajectory = Trajectory(case, outcome, (EDITS_PARAMETERS, EDITS_SETTINGS))
     verdict = RunJudge(reference, outcome, trajectory, None, None).verdict()
     return verdict.holds and not verdict.skipped
 
@@ -403,7 +403,9 @@ def _compare(case: Case, autocast: Compute, expected: Vector, seen: Vector, *, m
         unit = coarsest(case.dtype, autocast)
         assert unit is not None
         allowed = accumulation_bound(np.abs(expected), terms, unit)
-    compared = np.where(may_be_non_finite(expected) & ~np.isfinite(seen), expected, seen)
+    # where one element is rightly infinite or NaN, all may be NaN: `clip_grad_norm_(parameters, inf)`, which trainers
+    # call to log the norm, multiplies by infinity over infinity, and the optimizer's step diverges anyway
+    compared = seen if np.isfinite(expected).all() else np.where(np.isfinite(seen), seen, expected)
     layout = Layout((PARAMETER,), ((case.plan.total_items,),))
     return Comparison(layout, expected, compared, allowed, frozenset([PARAMETER] if missing else []))
 
