@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -65,13 +65,15 @@ class LoopRunner:
             self.alike &= outcomes[self.rank].alike
         return failed or outcomes[self.rank]
 
-    def repeat(self, instance: Instance, times: int = 2) -> Iterator[Outcome]:
-        """Yield what the loop does with the very instance that showed the violation, while runs are left."""
+    def repeats(self, instance: Instance, is_same: Callable[[Outcome], bool], times: int = 2) -> bool:
+        """Return whether further runs on the instance that showed the violation, while any is left, do the same."""
         for _ in range(times):
             outcome = self.run(instance)
             if outcome is None:
-                return
-            yield outcome
+                break
+            if not is_same(outcome):
+                return False
+        return True
 
 
 # What a loop computed its losses from: the model's mode and parameters, and the batches, in one recorded run.
@@ -493,13 +495,13 @@ class Evidence:
 
     def confirmed(self, found: Diagnosis) -> Diagnosis:
         """Return a diagnosis, or `not-repeatable` where one of the remaining runs gives another gradient."""
-        for outcome in self.runner.repeat(self.instance):
-            if outcome.skipped:
-                return found  # a gradient scaler took fewer steps than there are windows
+
+        def is_same(outcome: Outcome) -> bool:
             again = self.gradient(outcome)
-            if again is None or not repeats_gradient(again, self.comparison):
-                return NOT_REPEATABLE
-        return found
+            # a gradient scaler took fewer steps than there are windows
+            return bool(outcome.skipped) or (again is not None and repeats_gradient(again, self.comparison))
+
+        return found if self.runner.repeats(self.instance, is_same) else NOT_REPEATABLE
 
     @property
     def place(self) -> str:

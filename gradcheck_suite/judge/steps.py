@@ -322,14 +322,14 @@ def explain_steps(instance: Instance, outcome: Outcome, runner: LoopRunner) -> D
     )
     if outcome.endless:
         return Diagnosis("wrong-step-count", f"{asked}; {ENDLESS}")
-    for again in runner.repeat(instance, 1):
-        if len(again.observations) != taken:
-            return NOT_REPEATABLE
+
+    def is_same(again: Outcome) -> bool:
+        return len(again.observations) == taken
+
+    if not runner.repeats(instance, is_same, 1):
+        return NOT_REPEATABLE
     found = _explained(instance, outcome, runner, asked)
-    for again in runner.repeat(instance):
-        if len(again.observations) != taken:
-            return NOT_REPEATABLE
-    return found
+    return found if runner.repeats(instance, is_same) else NOT_REPEATABLE
 
 
 def step_pattern(plan: Plan, outcome: Outcome) -> Diagnosis:
