@@ -550,16 +550,18 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
     masses = use.masses
     by_hand = all(near(mass, 1.0, tolerance) for mass in masses) and use.items > len(masses)
     of_means = r > 1 and (use.is_mean or by_hand)
-    twice = r == 2 or (r > 2 and (use.is_mean or all(near(mass, 1 / r**2, tolerance) for mass in masses)))
+    twice = r > 2 and (use.is_mean or all(near(mass, 1 / r**2, tolerance) for mass in masses))
+    again = f"divided twice by its {r} micro-batches"
     never = f"the sum of {r} means{{}}, never divided by their number"
     # a small coefficient is a common one, of one loss beside a larger one above all
     is_small = r == 2 or (use.total or 0.0) > 2 * use.own
     readings: list[tuple[bool, Callable[[int], float], str, str]] = [
         (of_means, lambda r: r, f"{r}", never.format("")),
         (of_means and ranks > 1, lambda r: r * ranks, f"{r * ranks}", never.format(f", times the {ranks} ranks")),
-        (twice, lambda r: 1 / r, f"1/{r}", f"divided twice by its {r} micro-batches"),
+        (twice, lambda r: 1 / r, f"1/{r}", again),
         (ranks > 1, lambda _: ranks, f"{ranks}", "the sum of the ranks' means"),
         (ranks > 1, lambda _: 1 / ranks, f"1/{ranks}", "each loss is divided by the count of all ranks"),
+        (r == 2, lambda r: 1 / r, f"1/{r}", again),
     ]
     alone_or_together: list[tuple[str, Callable[[Use], float | None]]] = [("", lambda u: u.own)]
     if use.total is not None and not use.others_right:
@@ -573,7 +575,7 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
                 continue
             # of a coefficient that changes from step to step, one value may be any number
             changes = any(u.length == r and not u.right and u not in fitting for u in uses)
-            if use.others_right or changes or (is_small and why.startswith("divided twice")):
+            if use.others_right or changes or (is_small and why == again):
                 return f"{COEFFICIENT}, or it is {why}: then {remedy(why)}"
             return Scale(use, "wrong-scale", f"{number}{what}: {why}", alone=len(fitting) == 1)
     if use.others_right:
