@@ -24,6 +24,7 @@ from gradcheck_suite.auditing.sums import (
     Fault,
     Members,
     Replay,
+    Seen,
     Source,
     Sums,
     Window,
@@ -248,6 +249,25 @@ def _again(one: Pending) -> Fault | None:
 PARTIAL = "the loss sees items through which no gradient flows, and is no sum over the window's micro-batches"
 
 
+def _read_joined(passes: Mapping[int, Seen], sources: Iterable[Source]) -> None:
+    """Read a term as a sum over items again where the rows that it joins without a gradient are no cached items.
+
+    Cached items are those of the window's other passes, or of the other ranks: together the passes, or the ranks of
+    each, let a gradient through to every item once. Rows of zeros as padding, or a bank of negatives, are others.
+    """
+    records = [(index, passes[index].records[rank]) for rank, index in sources]
+    shares: defaultdict[int, float] = defaultdict(float)
+    for index, record in records:
+        shares[index] += next((term.partial[0] for term in record.terms if term.partial), 0.0)
+    of_ranks = len(records) > len(shares) and all(near(share, 1.0, 1e-6) for share in shares.values())
+    if of_ranks or near(sum(shares.values()), 1.0, 1e-6):
+        return
+    for _, record in records:
+        record.whole = []
+        for term in record.terms:
+            term.partial = None
+
+
 def _note_unknown(
     one: Pending, found: Sequence[Objective], result: Weighed, name_of: Callable[[int], str | None]
 ) -> tuple[bool, bool]:
@@ -269,7 +289,8 @@ def _note_unknown(
     if one.length > 1:
         result.unknown.update(dark | partial)
         whole = {key for record in records.values() for key in record.whole if key in window.keys}
-        if whole and partial:
+        places = [term.partial[1] for record in records.values() for term in record.terms if term.partial]
+        if whole and len(set(places)) == one.length > 1:
             names = ", ".join(sorted(str(name_of(key)) for key in whole))
             result.notes[
                 f"{one.where}: outside of the cached items, the gradient of {names} arrives from each of the "
@@ -742,6 +763,7 @@ class Judge:
         left = factor * (1.0 if window.step.fused else scale)
         factors = [1.0] if abs(left - 1) < 1e-3 or window.factor is None else [left, 1.0]
         tasks = self._tasks_of(window)
+        _read_joined(window.passes, used)
         readings = [
             reading_weights.read(window.passes, {source: c * f / scale for source, c in used.items()}, tasks)
             for f in factors

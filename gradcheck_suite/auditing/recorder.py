@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from gradcheck_suite.auditing import samples
 from gradcheck_suite.auditing.places import NOWHERE, Place, here, living, shown
 from gradcheck_suite.auditing.samples import Raw
-from gradcheck_suite.auditing.terms import MARK, Reader, Term, declare, leaves_below, place_of
+from gradcheck_suite.auditing.terms import MARK, Reader, Term, declare, joined_share, leaves_below, place_of
 from gradcheck_suite.errors import CannotRunHere
 
 # What trainers are configured with, read off the stack at a step; no trainer is imported.
@@ -516,7 +516,7 @@ class Recorder:
             # what makes cached items is reached through a join alone; a recurrent layer, which joins the states of some
             # rows with the first state of others, computes on with the parameters of these states
             if {id(leaf) for leaf in reached} - outside:
-                found.term.partial = True
+                found.term.partial = joined_share(own[0])
                 inside = {id(leaf) for leaf in leaves_below(own)[0]}
                 running.record.whole = sorted(self._keys[i] for i in outside - inside if i in self._keys)
         for key, known in self.parameters.items():

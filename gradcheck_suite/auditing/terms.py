@@ -107,6 +107,14 @@ def _shape(node: Any, index: int) -> tuple[int, ...] | None:
         return None
 
 
+def joined_share(join: Any) -> tuple[float, int]:
+    """Return the share of a join's rows through which a gradient flows, and the index of its first such input."""
+    whole = _shape(join, 0)
+    rows = [_shape(*place) for place in live(join)]
+    first = next(i for i, (node, _) in enumerate(join.next_functions) if node is not None)
+    return (sum(shape[0] for shape in rows if shape) / whole[0] if whole and whole[0] else 0.0), first
+
+
 def _elements(node: Any, index: int) -> int:
     shape = _shape(node, index)
     return -1 if shape is None else prod(shape)
@@ -215,7 +223,8 @@ class Term:
         item: the weight and the number of those elements whose weight is not 0, where it is the same for all of them.
         tolerance: relative, of the weight.
         opaque: why it cannot be read as a sum over items.
-        partial: whether it sees items through which no gradient flows.
+        partial: where it sees items through which no gradient flows: the share of the others, and which of the joined
+            tensors is the first of them.
         again: whether it has gone backward before.
         of_parameters: whether it is a function of parameters alone, such as a penalty, and has no items.
         line: `file:line` of the loss, where it is known.
@@ -229,7 +238,7 @@ class Term:
     item: tuple[float, float] | None = None
     tolerance: float = LIVE_WEIGHT_TOLERANCE
     opaque: str | None = None
-    partial: bool = False
+    partial: tuple[float, int] | None = None
     again: bool = False
     of_parameters: bool = False
     line: str | None = None

@@ -238,6 +238,10 @@ body, head = toy.classifier(8), torch.nn.Linear(8, 3, bias=False).to(toy.dtype()
 optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)""",
     "loss": "log_probabilities = toy.ChunkedLogProbFunction.apply(body(x), head.weight, y)",
 }
+PADDED = BODY_AND_HEAD | {
+    "loss": "hidden = torch.cat([body(x), torch.zeros(2, 8, dtype=toy.dtype())])\n"
+    "loss = F.cross_entropy(head(hidden)[:4], y)",
+}
 TIED = {
     "model": "",
     "setup": """
@@ -837,6 +841,9 @@ for n in numbers:
         loss="features = torch.cat([*cached[:number], model(x), *cached[number + 1 :]])\n"
         "loss = F.cross_entropy(model.logit_scale * features @ features.T, torch.arange(len(features)))",
     ),
+    # Rows without a gradient that are no items of other passes.
+    "sound_rows_of_padding": sound("*[4] * 8", **PADDED, backward=DIVIDED_BACKWARD),
+    "faulty_rows_of_padding": faulty("wrong-scale", "*[4] * 8", **PADDED),
     "unjudged_gradients_of_zero": unjudged(
         "every gradient that goes backward here is exactly 0",
         model="toy.classifier(1)",
