@@ -66,6 +66,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", [("verify", "zero_", "--examples", "2"), ("audit", "{script}"), ("steps",)])
 def test_the_product_needs_neither_studies_nor_their_packages(command, tmp_path):
     script = tmp_path / "train.py"

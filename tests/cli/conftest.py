@@ -132,6 +132,18 @@ def run(project, capsys):
 
 
 @pytest.fixture
+def script_runs():
+    """For a test about the script of a violation: a process of its own runs it, as for a user."""
+
+
+@pytest.fixture(autouse=True)
+def scripts_that_do_not_run(request, monkeypatch):
+    """Save other tests the seconds in which a process of its own imports torch."""
+    if "script_runs" not in request.fixturenames:
+        monkeypatch.setattr("gradcheck_suite.script.unrepeatable", lambda *_: None)
+
+
+@pytest.fixture
 def untouched(project):
     """Hold that the test leaves the working directory as it was."""
     before = sorted(project.rglob("*"))

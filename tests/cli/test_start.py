@@ -153,7 +153,9 @@ def test_of_a_script_that_ends_the_process_the_verdict_stands(tmp_path, reset, s
         ["--help"],
         ["verify", "--help"],
         ["verify", "--list"],
-        ["audit", "--json", "r.json", "--reports", "r", "--html", "r.html", "train.py"],
+        pytest.param(
+            ["audit", "--json", "r.json", "--reports", "r", "--html", "r.html", "train.py"], marks=pytest.mark.full
+        ),
     ],
 )
 def test_jax_is_imported_only_by_what_computes_with_it(tmp_path, arguments):

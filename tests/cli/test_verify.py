@@ -61,6 +61,7 @@ def test_the_header_says_what_is_tried_and_with_which_precision(run):
     assert "matmul precision: torch highest (TF32 off, cuDNN TF32 off), jax highest" in outcome.out
 
 
+@pytest.mark.usefixtures("script_runs")
 def test_a_violation_is_explained_stored_and_replayable(run, project):
     outcome = run("verify", "loops.py:no_reset", "--examples", 50)
     assert outcome.status == 1
@@ -92,6 +93,7 @@ def test_a_violation_is_explained_stored_and_replayable(run, project):
     assert "gradient: stale-window" in again.out
 
 
+@pytest.mark.usefixtures("script_runs")
 def test_a_fault_that_needs_more_than_its_case_is_said_to_be_not_repeatable(run, project):
     outcome = run("verify", "loops.py:tires", "--examples", 50, "--reports", "reports")
     assert outcome.status == 1

@@ -6,7 +6,8 @@ import pytest
 
 from tests.docs.pages import PAGES, Block, Page, blocks, commands, is_alike
 
-LONG = ("check-my-loop.md", "check-my-model.md", "check-my-trainer.md", "commands.md", "in-your-tests.md")
+LONG = ("check-my-loop.md", "check-my-model.md", "check-my-trainer.md", "commands.md", "grad-states.md",
+        "in-your-tests.md", "replay.md")  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,15 @@ def observed(loop, plan, dtype="float64"):
     return np.array([seen.gradients["0.weight"].numpy() for seen in outcome.observations])
 
 
-@pytest.mark.parametrize("loop", [*SOUND, *JAX_MODES.values()], ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize(
+    "loop",
+    # a compiled loop takes seconds: without `--full` the first ones run
+    [
+        pytest.param(loop, id=loop.__name__, marks=[pytest.mark.full] * (place > 1))
+        for loops in (SOUND, JAX_MODES.values())
+        for place, loop in enumerate(loops)
+    ],
+)
 def test_a_sound_loop_holds(loop):
     for case in CASES:
         verdict = check(loop, case)
