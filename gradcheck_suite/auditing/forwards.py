@@ -215,10 +215,13 @@ class Forwards:
             point=point,
             compiled=hasattr(module, "_orig_mod"),
         )
+        seen = set[int]()
         for index, tensor in enumerate(differentiable(output)):
             forward.outputs.append(sample(tensor, whole=True))
             forward.scalars.append(tensor.dim() == 0)
-            tensor.register_hook(self._hook(forward, index))
+            if id(tensor) not in seen:  # a tensor that is returned twice receives one gradient
+                seen.add(id(tensor))
+                tensor.register_hook(self._hook(forward, index))
 
     def _kept(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -237,11 +240,12 @@ class Forwards:
 
 
 def leaves_of(output: Any) -> list[Any]:
-    """Return the leaves of a module's output, which may be an object with attributes."""
-    leaves: list[Any] = output if isinstance(output, list) else pytree.tree_leaves(output)
-    if len(leaves) == 1 and hasattr(leaves[0], "__dict__") and not isinstance(leaves[0], torch.Tensor):
-        leaves = pytree.tree_leaves(dict(vars(leaves[0])))
-    return leaves
+    """Return the leaves of a module's output; those of an object, such as a distribution, are its attributes'."""
+    found: list[Any] = []
+    for leaf in output if isinstance(output, list) else pytree.tree_leaves(output):
+        has_attributes = hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor | torch.nn.Module | type)
+        found += pytree.tree_leaves(dict(vars(leaf))) if has_attributes else [leaf]
+    return found
 
 
 def is_differentiable(leaf: Any) -> bool:
@@ -274,12 +278,15 @@ class How:
         hooks: whether the backward hooks of modules run.
         scale: by which the gradients of outputs are multiplied.
         seed: of a relative change of each parameter and input by one unit roundoff; None for no change.
+        received: whether the gradients that are given are all that the outputs receive, what comes from other outputs
+            included.
     """
 
     modes: tuple[bool, ...] | None = None
     hooks: bool = False
     scale: float = SCALE
     seed: int | None = None
+    received: bool = False
 
 
 @dataclass
@@ -291,12 +298,14 @@ class Replayed:
         outputs: the output tensors through which a gradient may come, in the order of the recorded ones.
         functions: classes of custom `torch.autograd.Function`s on the way.
         random: whether random numbers were drawn.
+        inside: index of an output -> what it received from the other outputs, where that was asked for.
     """
 
     gradients: Gradients = field(default_factory=dict)
     outputs: list[torch.Tensor] = field(default_factory=list)
     functions: frozenset[type] = frozenset()
     random: bool = False
+    inside: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 def functions_of(outputs: Sequence[torch.Tensor]) -> frozenset[type]:
@@ -587,6 +596,10 @@ def replay(forward: Forward, arguments: list[Any], cotangents: dict[int, torch.T
     device, dtype, enabled = forward.autocast
     result, seen = Replayed(), list[Any]()
 
+    def receive(index: int, given: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
+        result.inside[index] = arrived
+        return given
+
     def compute() -> None:
         forward.random.set()
         for each, training in zip(module.modules(), how.modes or forward.modes, strict=True):
@@ -599,6 +612,10 @@ def replay(forward: Forward, arguments: list[Any], cotangents: dict[int, torch.T
         outputs = differentiable(seen[-1])
         scaled = [g * how.scale for g in cotangents.values()]
         found = [outputs[index] for index in cotangents]
+        if how.received:
+            for index, given in zip(cotangents, scaled, strict=True):
+                outputs[index].register_hook(functools.partial(receive, index, given))
+            scaled = [torch.zeros_like(given) for given in scaled]
         gradients = torch.autograd.grad(found, leaves, scaled, allow_unused=True)
         both = zip(real, gradients, strict=True)
         result.gradients = {id(p): g / how.scale for p, g in both if g is not None}

@@ -90,10 +90,25 @@ def parts_of(passes: Sequence[Running], weights: Sequence[float]) -> list[Part]:
                 raise NotRecomputed("the model is compiled")
             if forward.changed:
                 raise InputsChanged("an input of the model was changed in place before the step")
-            scalars = {i: g for i, g in received.items() if forward.scalars[i]}
-            # the loss that a model returns beside its logits is computed from them
-            parts.append(Part(forward, scalars or dict(received), index, weight))
+            parts.append(Part(forward, dict(received), index, weight))
     return parts
+
+
+def from_outside(part: Part, *, hooks: bool = False) -> Part:
+    """Return a call with what its outputs received from outside of the module.
+
+    Of several outputs one is often computed from another, as logits from features and a loss from logits: what a tensor
+    received is then its own gradient and what came back through the others.
+
+    Args:
+        part: the call, with all that its outputs received.
+        hooks: whether the backward hooks of modules run.
+    """
+    if len(part.cotangents) < 2:
+        return part
+    found = replay(part.forward, part.forward.arguments, part.cotangents, How(hooks=hooks, scale=1.0, received=True))
+    own = {i: g - found.inside[i] if i in found.inside else g for i, g in part.cotangents.items()}
+    return replace(part, cotangents={i: g for i, g in own.items() if g.any()} or own)
 
 
 def dtype_of(tensor: torch.Tensor) -> str:
@@ -441,7 +456,8 @@ def _common_modes(parts: Sequence[Part], passes: Sequence[Running]) -> dict[Part
 
 
 def _compute(asked: Asked, outcome: Outcome) -> None:
-    parts = outcome.parts = parts_of(asked.passes, asked.weights)
+    received = parts_of(asked.passes, asked.weights)
+    parts = outcome.parts = [from_outside(part) for part in received]
     modes = _common_modes(parts, asked.passes)
     whole = None if modes else in_one_batch(parts)
     if whole is not None:
@@ -458,7 +474,7 @@ def _compute(asked: Asked, outcome: Outcome) -> None:
         return
     _expect_reproduced(parts, replayed)
     if difference.worst is not None:
-        _judge_backward(asked, parts, difference, outcome)
+        _judge_backward(asked, received, outcome)
     elif modes:
         _judge_modes(asked, parts, modes, outcome)
     if outcome.name is None:
@@ -478,13 +494,15 @@ def _expect_reproduced(parts: Sequence[Part], replayed: Sequence[Replayed]) -> N
         raise NotRecomputed("the model gives other outputs when it is called again: it has a state of its own")
 
 
-def _judge_backward(asked: Asked, parts: Sequence[Part], difference: Difference, outcome: Outcome) -> None:
+def _judge_backward(asked: Asked, received: Sequence[Part], outcome: Outcome) -> None:
     """Say which backward is not linear.
 
     Raises:
         NotRecomputed: the gradient is not that of the recorded calls.
     """
-    hooked = sorted({name for part in parts for name in backward_hooks(part.forward.module)})
+    hooked = sorted({name for part in received for name in backward_hooks(part.forward.module)})
+    parts = [from_outside(part, hooks=True) for part in received]
+    difference, _, _ = _computed(asked, parts, How())
     exact, _, replayed = _computed(asked, parts, How(hooks=True, scale=1.0))
     if exact.worst is not None:
         raise NotRecomputed("parameters get gradients from outside of the recorded calls of modules")

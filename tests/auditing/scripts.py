@@ -437,6 +437,19 @@ for p in model.parameters():
         + _model("return self.head(square(self.body(x)))"),
         model="Model()",
     ),
+    # The head drops features, which the model returns beside a distribution.
+    "faulty_features_and_evaluation_mode": faulty(
+        "wrong-mode",
+        before="from torch.distributions import Categorical\n"
+        + _model(
+            """hidden = self.body(x)
+        return Categorical(logits=self.head(F.dropout(hidden, 0.5, self.training))), hidden"""
+        ),
+        model="Model()",
+        batch=INDEXED,
+        first="model.train(index < 2)",
+        loss="loss = -model(x)[0].log_prob(y).mean() / len(window)",
+    ),
     "faulty_gan_leaks": faulty(
         "stale-window",
         **GAN,
@@ -968,6 +981,14 @@ loss = F.cross_entropy(model(x), y) / len(window)"""
     ),
     # The mode changes inside of a window, but nothing depends on it: no layer is random or normalizes batches.
     "sound_evaluation_mode_of_a_part": sound(batch=INDEXED, first="model.train(index % 2 == 0)"),
+    # The loss uses the features, which the logits are computed from.
+    "sound_features": sound(
+        before=_model("hidden = self.body(x)\n        return self.head(hidden), hidden"),
+        model="Model()",
+        loss="""
+logits, hidden = model(x)
+loss = (F.cross_entropy(logits, y) + 0.1 * hidden.square().mean()) / len(window)""",
+    ),
     "sound_fused": sound(
         "*[4] * 12",
         setup="""

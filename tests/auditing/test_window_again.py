@@ -18,6 +18,7 @@ HOW = {
     "sound_counted": {"in one batch": 1},
     "sound_model_returns_its_loss": {"micro-batch by micro-batch": 1},
     "sound_normalized_batches": {"micro-batch by micro-batch": 1},
+    "sound_features": {"in one batch": 1},
     "sound_dropout": {"micro-batch by micro-batch": 1},
     "sound_evaluation_mode_of_a_part": {"micro-batch by micro-batch": 1},
     "sound_inputs_in_one_buffer": {"in one batch": 1},
