@@ -47,6 +47,7 @@ class Forward:
         needs_gradient: whether each of `arguments` required a gradient.
         random: states of the random number generators.
         modes: `training` of each submodule.
+        trained: whether each parameter required a gradient.
         autocast: device type, dtype, and whether autocast was on.
         point: fingerprint of the module's parameters.
         compiled: whether the module is compiled.
@@ -61,6 +62,7 @@ class Forward:
     needs_gradient: list[bool]
     random: RandomState
     modes: tuple[bool, ...]
+    trained: tuple[bool, ...]
     autocast: tuple[str, torch.dtype, bool]
     point: tuple[Any, ...]
     compiled: bool = False
@@ -184,7 +186,8 @@ class Forwards:
         try:
             self._surrounding = module
             modes = tuple(part.training for part in module.modules())
-            self._begun = arguments, RandomState.now(), modes, _autocast(module), point_of(module)
+            trained = tuple(p.requires_grad for p in module.parameters())
+            self._begun = arguments, RandomState.now(), modes, trained, _autocast(module), point_of(module)
         except Exception as error:
             self._failed(error)
 
@@ -200,7 +203,7 @@ class Forwards:
                 self._failed(error)
 
     def _record(self, module: torch.nn.Module, begun: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
-        arguments, random_state, modes, autocast, point = begun
+        arguments, random_state, modes, trained, autocast, point = begun
         values, structure = pytree.tree_flatten((arguments, keywords))
         kept = [self._kept(value) for value in values]
         forward = Forward(
@@ -211,6 +214,7 @@ class Forwards:
             needs_gradient=[isinstance(value, torch.Tensor) and value.requires_grad for value in values],
             random=random_state,
             modes=modes,
+            trained=trained,
             autocast=autocast,
             point=point,
             compiled=hasattr(module, "_orig_mod"),
@@ -584,10 +588,13 @@ def replay(forward: Forward, arguments: list[Any], cotangents: dict[int, torch.T
     """
     module = forward.module
     generator = None if how.seed is None else torch.Generator().manual_seed(how.seed)
-    real = [p for p in module.parameters() if p.requires_grad]
+    parameters = list(zip(module.parameters(), forward.trained, strict=True))
+    real = [p for p, trained in parameters if trained]
     leaves = [_nudged(p.detach(), generator).detach().requires_grad_() for p in real]
     replacing = {id(b): b.detach().clone() for b in module.buffers()}
     replacing.update((id(p), leaf) for p, leaf in zip(real, leaves, strict=True))
+    # what has been unfrozen since the call was a constant in it
+    replacing.update((id(p), p.detach()) for p, trained in parameters if p.requires_grad and not trained)
     values = [
         _nudged(v, generator).detach().requires_grad_(need) if isinstance(v, torch.Tensor) else v
         for v, need in zip(arguments, forward.needs_gradient, strict=True)

@@ -646,10 +646,14 @@ class Judge:
     def _on_step(self, steps: Sequence[StepRecord]) -> None:
         window = self.window = self._replay.on_step(steps)
         self.used, self._of_step = {}, []
-        if not window.passes and not any(window.coefficients.values()):
-            if any(isinstance(one, np.ndarray) and size(one) for one in window.step.gradients.values()):
+        if not window.passes and (window.edit == "all reset" or not any(window.coefficients.values())):
+            given = [one for one in window.step.gradients.values() if isinstance(one, np.ndarray)]
+            if any(map(size, given)):
                 of_zero = (window.step.trainer or "").startswith("deepspeed")
                 self._unknown[Unknown(BOTH, str(window.step.place), *(ZERO if of_zero else MASTERS))] += 1
+            elif given and any(isinstance(one, np.ndarray) and size(one) > 0 for one in window.step.moved.values()):
+                fault = Fault("repeated-step", SENTENCES["repeated-step"], kind="step-count")
+                self._violate(fault, window, window.step.place)
             return
         optimizer = window.optimizer
         self._last[optimizer] = window
@@ -699,7 +703,8 @@ class Judge:
             if some := [key for key, number in times.items() if number < len(reached)]:
                 self._notes[
                     f"{site}: {counted(len(some), 'parameter')} of the optimizer got a gradient in some passes of a "
-                    "window and in others none (experts by turns; if they are none, look for a `detach` or a `no_grad`)"
+                    "window and in others none (experts by turns, or unfrozen there; if they are none, look for a "
+                    "`detach` or a `no_grad`)"
                 ] += 1
 
     def _judge_sums(self, window: Window, where: Place) -> Mapping[Source, float] | None:

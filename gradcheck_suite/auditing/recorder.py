@@ -16,14 +16,15 @@ import traceback
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
+import numpy as np
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gradcheck_suite.auditing import samples
 from gradcheck_suite.auditing.places import NOWHERE, Place, here, living, shown
@@ -152,6 +153,8 @@ class StepRecord:
         steps: the accumulation steps that a trainer is configured with.
         trainer: the module of that trainer.
         wrapped: whether a `DistributedDataParallel` or FSDP, which reduce gradients, holds the parameters.
+        moved: key of a parameter -> a sample of its change by the step, where nothing at all went backward since the
+            last step of the same optimizer.
     """
 
     optimizer: int
@@ -163,10 +166,12 @@ class StepRecord:
     steps: int | None = None
     trainer: str | None = None
     wrapped: bool = False
+    moved: dict[int, Raw] = field(default_factory=dict)
 
     def raws(self) -> list[tuple[Any, Any]]:
         """Return the holders and names of fields that may lie on a device."""
-        return [(self.gradients, key) for key, raw in self.gradients.items() if raw is not None]
+        both: tuple[Any, ...] = self.gradients, self.moved
+        return [(one, key) for one in both for key, raw in one.items() if raw is not None]
 
 
 @dataclass
@@ -178,6 +183,7 @@ class Known:
         dtype: of its gradient.
         gradient: a reference to `.grad`, its version and some elements to the bit, as the last arrival left them.
         point: version, address and checksum of its values.
+        heard: whether a hook of ours tells of its gradients: none can be set on a parameter that is frozen.
         hooks: of this parameter's own, around those of the program.
         raw: what arrived before the program's hooks.
         ratio: by which these changed it in the last pass.
@@ -187,6 +193,7 @@ class Known:
     dtype: str
     gradient: tuple[Any, int, bytes | None] | None = None
     point: tuple[int, int, int] | None = None
+    heard: bool = False
     hooks: tuple[Any, Any] | None = None
     raw: torch.Tensor | None = None
     ratio: torch.Tensor | None = None
@@ -359,7 +366,8 @@ class Recorder:
         self._next_key = 0
         self._wrapped: dict[int, bool] = {}
         self._optimizers: list[weakref.ref[Any]] = []
-        self._stepping: list[Any] = []
+        self._passes_at_step: dict[int, int] = {}
+        self._idle: dict[int, StepRecord] = {}
         self._running: dict[int, Running] = {}
         self._unbound: list[Running] = []
         self._lines: dict[tuple[str, ...], dict[Place, str]] = {}
@@ -378,7 +386,10 @@ class Recorder:
         mine = Engine()
         mine.recorder = self
         torch.autograd.Variable._execution_engine = mine
-        self._handles = [register_optimizer_step_pre_hook(self._step_begins)]
+        self._handles = [
+            register_optimizer_step_pre_hook(self._step_begins),
+            register_optimizer_step_post_hook(self._step_ends),
+        ]
         self._keep_stacks()
 
     def _keep_stacks(self) -> None:
@@ -589,6 +600,7 @@ class Recorder:
         running = self._running.get(task)
         if running is None:
             record = PassRecord(NOWHERE, True, unread="autograd was not entered from Python")
+            self.passes_seen += 1
             running = self._running[task] = Running(record, Reader(), waiting=None)
             self.last = running
             self._receive(record)
@@ -598,14 +610,15 @@ class Recorder:
 
     def _watch(self, parameter: torch.Tensor) -> int:
         key = self._keys.get(id(parameter))
-        if key is not None and self.parameters[key].reference() is parameter:
-            return key
-        key = self._keys[id(parameter)] = self._next_key
-        self._next_key += 1
-        self.parameters[key] = Known(weakref.ref(parameter), str(parameter.dtype)[6:])
-        if samples.is_shard(parameter):
-            self._shards.add(key)
-        if parameter.requires_grad and parameter.is_leaf:
+        if key is None or self.parameters[key].reference() is not parameter:
+            key = self._keys[id(parameter)] = self._next_key
+            self._next_key += 1
+            self.parameters[key] = Known(weakref.ref(parameter), str(parameter.dtype)[6:])
+            if samples.is_shard(parameter):
+                self._shards.add(key)
+        known = self.parameters[key]
+        if not known.heard and parameter.requires_grad and parameter.is_leaf:
+            known.heard = True
             found = parameter.register_post_accumulate_grad_hook(lambda p, key=key: self._accumulated(p, key))
             self._handles.append(found)
             _arrange(parameter._post_accumulate_grad_hooks, [found.id], [])
@@ -784,7 +797,7 @@ class Recorder:
         self.steps_seen += len(stepping) == 1
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
-            self.step(optimizer)
+            self.step(optimizer, True)
             return None
 
         def run(*arguments: Any, **keywords: Any) -> Any:
@@ -795,8 +808,28 @@ class Recorder:
         return args[:1] + args[2:], {**kwargs, "closure": run}
 
     @_guarded(STEPS)
-    def step(self, optimizer: Any) -> None:
-        """Note a step: what stands in `.grad`."""
+    def _step_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        step = self._idle.pop(self.index(optimizer), None)
+        if step is None:
+            return
+        with np.errstate(invalid="ignore"):
+            for key, now in self._values(step.moved).items():
+                step.moved[key] = now - step.moved[key]
+        self._receive(step)
+
+    def _values(self, keys: Iterable[int]) -> dict[int, Raw]:
+        """Return a sample of the values of some parameters."""
+        found = {key: self.parameters[key].reference() for key in keys}
+        return {key: samples.sample(parameter, whole=True) for key, parameter in found.items() if parameter is not None}
+
+    @_guarded(STEPS)
+    def step(self, optimizer: Any, is_whole: bool = False) -> None:
+        """Note a step: what stands in `.grad`.
+
+        Args:
+            optimizer: that steps.
+            is_whole: whether it steps once and for all when this returns, and not once for each call of a closure.
+        """
         if self._lines or self.steps_seen > 1:
             self._end_of_stacks()
         if _task() != -1:
@@ -811,38 +844,43 @@ class Recorder:
                 "these steps were judged; those of `fully_shard` and of use_orig_params=False can be"
             ] += 1
             return
+        index = self.index(optimizer)
+        idle = is_whole and self._sums and self._passes_at_step.get(index) == self.passes_seen
+        self._passes_at_step[index] = self.passes_seen
         gradients: dict[int, Raw | None] = {}
         self._forget_dead()
         for parameter in own:
             key, gradient = self._watch(parameter), parameter.grad
             gradients[key] = None
             if gradient is not None and self._sums:
-                gradients[key], bits = samples.taken(gradient, whole=self._full())
+                gradients[key], bits = samples.taken(gradient, whole=idle or self._full())
                 self.parameters[key].gradient = weakref.ref(gradient), gradient._version, bits
         trainer, steps, scale = _of_the_stack()
         given = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides inside of its step
         fused = isinstance(given, torch.Tensor)
-        index = self.index(optimizer)
         for earlier in self._late:  # never reduced
             for key in self._shards & gradients.keys():
                 earlier.arrivals.setdefault(key, Arrival(LATE, None, samples.NOTHING))
         if _is_distributed() and index not in self._wrapped:
             # a search through all objects, once for each optimizer
             self._wrapped[index] = bool(living(torch.nn.parallel.DistributedDataParallel))
-        self._receive(
-            StepRecord(
-                index,
-                here(),
-                gradients,
-                self.steps_seen - 1,
-                float(given) if isinstance(given, torch.Tensor) else scale,
-                fused,
-                steps,
-                trainer,
-                self._wrapped.get(index, False) or bool(self._late),
-            )
+        step = StepRecord(
+            index,
+            here(),
+            gradients,
+            self.steps_seen - 1,
+            float(given) if isinstance(given, torch.Tensor) else scale,
+            fused,
+            steps,
+            trainer,
+            self._wrapped.get(index, False) or bool(self._late),
         )
         self._late.clear()
+        if idle:
+            step.moved = self._values(gradients)
+            self._idle[index] = step  # until it has ended: only then is it known whether it has moved anything
+        else:
+            self._receive(step)
 
 
 def _is_distributed() -> bool:

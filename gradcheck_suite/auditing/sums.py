@@ -506,6 +506,8 @@ OF_SUMS = {
     "reset the gradients of this optimizer before its own backward passes",
     "step-per-micro-batch": "the optimizer steps after every micro-batch, where accumulation_steps = {steps}: step "
     "after so many",
+    "repeated-step": "nothing went backward since the last step and `.grad` is 0, and this step moves parameters "
+    "once more (by momentum, averages or decay): step once per window, or reset to None, which optimizers skip",
     "missing": "a parameter that the window reaches has no gradient at the step: "
     "look for what resets or replaces its `.grad`",
     "stale-parameters": "parameters were written between the backward passes of the window, so its micro-batches were "

@@ -172,7 +172,8 @@ def _joined(parts: Sequence[Part]) -> tuple[list[Any], dict[int, torch.Tensor], 
     forwards = [part.forward for part in parts]
     first = forwards[0]
     same = all(
-        (f.module, f.structure, f.modes, f.autocast) == (first.module, first.structure, first.modes, first.autocast)
+        (f.module, f.structure, f.modes, f.trained, f.autocast)
+        == (first.module, first.structure, first.modes, first.trained, first.autocast)
         for f in forwards
     )
     if not same or len({part.index for part in parts}) < len(parts) or any(any(f.scalars) for f in forwards):

@@ -388,7 +388,6 @@ _ROWS = (
         "a window's gradient is stepped several times, or a step comes right after a reset",
         "step once, where a window has been accumulated; look for a library that steps as well",
         "empty-step",
-        command="verify",
     ),
     _steps(
         "wrong-step-count",

@@ -322,6 +322,8 @@ hidden, _ = pad_packed_sequence(model[0](packed)[0], total_length=5)
 tags = torch.where(torch.arange(5)[:, None] < 5 - y, (x.T > 0).long(), -100)
 loss = F.cross_entropy(model[1](hidden).flatten(0, 1), tags.flatten(), reduction="sum")""",
 }
+UNFROZEN = {"windows": "*[4] * 12", "setup": "seen = 0"}
+ON_ZEROS = {"step": "optimizer.step()\noptimizer.zero_grad(set_to_none=False)", "tail": "optimizer.step()"}
 DISTILLED = {
     "setup": "teacher = toy.classifier()",
     "start": "total = sum(len(y) for _, y in window)",
@@ -625,6 +627,12 @@ second = (1 - share) * F.cross_entropy(mixed, y[order])""",
         backward="((first + second) / len(window)).backward()",
     ),
     "faulty_never_reset": faulty("stale-window", "*[4] * 12", step=NO_RESET),
+    "faulty_never_reset_since_unfrozen": faulty(
+        "stale-window",
+        **UNFROZEN,
+        first="seen += 1\nmodel[0].requires_grad_(seen > 4)",
+        step="optimizer.step()\nmodel[2].zero_grad()",
+    ),
     "faulty_noise_per_micro_batch": faulty(
         "not-linear",
         "*[4] * 12",
@@ -704,6 +712,9 @@ optimizer.step()""",
         backward="running.backward(retain_graph=True)",
     ),
     "faulty_scaled_accumulator": faulty("rescaled-accumulator", "*[4] * 12", loss=UNDIVIDED, after=DIVIDED),
+    "faulty_stepped_on_zeros": faulty(
+        "repeated-step", **ON_ZEROS, optimizer="torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)"
+    ),
     "faulty_short_window": faulty(
         "wrong-scale", "*[4] * 11", loss="loss = F.cross_entropy(model(x), y) / 4", then=CLIP
     ),
@@ -1315,6 +1326,7 @@ rows.step()
 optimizer.zero_grad()
 rows.zero_grad()""",
     ),
+    "sound_stepped_on_zeros": sound(**ON_ZEROS),
     "sound_sum_of_squares": sound(
         UNEQUAL, loss='loss = F.mse_loss(model(x), F.one_hot(y, 3).to(toy.dtype()), reduction="sum")'
     ),
@@ -1353,6 +1365,7 @@ if number == 1:
         loss=UNDIVIDED,
         backward=QUARTER,
     ),
+    "sound_unfrozen_inside_a_window": sound(**UNFROZEN, first="seen += 1\nmodel[0].requires_grad_(seen > 6)"),
     "sound_schedule": sound(**_scheduled(batches=19)),
     # A warm-up of the loss, and windows that grow from 1 micro-batch to 4: the first factor is 1/4 by chance.
     "sound_windows_and_coefficient_grow": sound(

@@ -59,6 +59,13 @@ def test_the_first_window_and_every_third_after_it(tmp_path, scripts):
         assert json.loads(path.read_text())["results"][0]["again"] == expected, options
 
 
+def test_every_window_is_computed_again_where_a_parameter_is_unfrozen_inside_of_one(scripts):
+    result, _ = audited(scripts / "sound_unfrozen_inside_a_window.py", every=1)
+    assert result.again == {"in one batch": 2, "micro-batch by micro-batch": 1}
+    (finding,) = result.findings
+    assert "2 parameters of the optimizer got a gradient in some passes of a window and in others none" in finding
+
+
 EVALUATED_IN_TWO_WINDOWS = """
 import toy, torch
 
