@@ -38,6 +38,7 @@ from gradcheck_suite.auditing.weights import (
     RESCALED,
     UNEVEN,
     WRONG_COUNT,
+    Comparison,
     Key,
     Objective,
     Reading,
@@ -320,6 +321,9 @@ def _compare_within(
         status, sources = objective.comparison.status, {part.source for part in objective.parts}
         if status == UNEVEN:
             continue
+        if status == EQUAL and _are_means_beside_empty(objective, window):
+            unequal[objective.key].append((replace(objective, comparison=Comparison(MEAN_OF_MEANS)), window))
+            continue
         if status != EQUAL:
             if status in (BY_PLACE, RESCALED) and (covered >= sources or objective.parts[0].term.of_parameters):
                 result.notes[f"{objective.place}: a coefficient changes within a window"] += 1
@@ -405,13 +409,16 @@ def _of_unequal(objective: Objective, window: Window, general: tuple[str, str] |
     comparison, first = objective.comparison, objective.parts[0]
     name, count = comparison.status, comparison.count or first.term.own
     numbers, masses = _counts_and_masses(objective, count)
+    empty = _empty(objective, window)
+    # a micro-batch without items would weigh what the others do
+    share = 1.0 if comparison.note else 1 + len(empty) / len(masses)
     # what all items weigh together is the program's coefficient
-    coefficient = sum(masses) or 1.0
+    coefficient = (sum(masses) or 1.0) * (share if name == MEAN_OF_MEANS else 1.0)
     if any(near(abs(part.weight) * sum(numbers), 1.0, 1e-3) for part in objective.parts):
         coefficient = 1.0
     elif name == MEAN_OF_MEANS:
-        passes = len({part.source[1] for part in objective.parts})
-        wholes = [sum(_counts_and_masses(objective, other)[1]) for other in (count, *sorted(first.term.counts))]
+        passes = len({index for _, index in (*(part.source for part in objective.parts), *empty)})
+        wholes = [share * sum(_counts_and_masses(objective, other)[1]) for other in (count, *sorted(first.term.counts))]
         # but for means that were never divided by their number
         coefficient /= next((whole for whole in wholes if near(whole, passes, 1e-3)), 1.0)
     sentence = SENTENCES[name].format(note=comparison.note, share=_fraction(masses[0] / coefficient))
@@ -427,6 +434,27 @@ def _of_unequal(objective: Objective, window: Window, general: tuple[str, str] |
         objective,
         _rows(objective, count, coefficient / (sum(numbers) or 1.0)),
     )
+
+
+def _are_means_beside_empty(objective: Objective, window: Window) -> bool:
+    """Return whether equal weights are those of means of equal counts, of which one without items has its share."""
+    if objective.is_right or not objective.parts[0].term.mean:
+        return False
+    number, masses = len(objective.parts), _counts_and_masses(objective, objective.parts[0].term.own)[1]
+    empty = len(_empty(objective, window))
+    return bool(empty) and near(masses[0] * (number + empty), 1.0, objective.tolerance)
+
+
+def _empty(objective: Objective, window: Window) -> set[Source]:
+    """Return the passes of an objective's lines that have no items, and so nothing of it."""
+    own = {part.source for part in objective.parts}
+    places = {window.passes[index].records[rank].place for rank, index in own}
+    return {
+        (rank, index)
+        for index, seen in window.passes.items()
+        for rank, record in enumerate(seen.records)
+        if record.place in places and any(map(reading_weights.is_empty, record.terms))
+    } - own
 
 
 def _counts_and_masses(objective: Objective, count: str) -> tuple[list[float], list[float]]:

@@ -202,9 +202,12 @@ Reading = dict[Key, dict[str, list[tuple[Comparison, list[Part]]]]]
 
 def is_read(term: Term) -> bool:
     """Return whether a term has a weight that counts something."""
-    if term.opaque or term.partial or not term.weight or term.weight != term.weight:
-        return False
-    return bool(term.counts.get("counted", 1.0)) and bool(term.counts.get("nonzero", 1.0))
+    return not (term.opaque or term.partial or not term.weight or term.weight != term.weight or is_empty(term))
+
+
+def is_empty(term: Term) -> bool:
+    """Return whether a term has no items, as a micro-batch without an active triplet."""
+    return term.weight == 0 or not all(term.counts.get(name, 1.0) for name in ("counted", "elements", "nonzero"))
 
 
 def read(

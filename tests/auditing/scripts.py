@@ -332,6 +332,14 @@ logits = model(x)
 soft = F.kl_div((logits / 2).log_softmax(1), (teacher(x) / 2).softmax(1).detach(), reduction="batchmean")
 loss = soft * 2**2 * 0.5 + F.cross_entropy(logits, y) * 0.5""",
 }
+# A loss over some items of a micro-batch, as over active triplets; the third micro-batch has none.
+ACTIVE = {
+    "batch": INDEXED,
+    "loss": """
+active = (2, 1, 0, 2)[index]
+each = F.cross_entropy(model(x), y, reduction="none")[:active]
+loss = (each.mean() if active else each.sum())""",
+}
 FLAT = {
     "setup": """
 flat = torch.nn.utils.parameters_to_vector(model.parameters()).detach().requires_grad_()
@@ -632,6 +640,11 @@ second = (1 - share) * F.cross_entropy(mixed, y[order])""",
         **UNFROZEN,
         first="seen += 1\nmodel[0].requires_grad_(seen > 4)",
         step="optimizer.step()\nmodel[2].zero_grad()",
+    ),
+    "faulty_no_active_items": faulty("mean-of-means", **ACTIVE, backward=QUARTER),
+    # Equal counts beside a micro-batch without items: the means are seen to be of 4 by that one alone.
+    "faulty_no_active_items_of_equal_counts": faulty(
+        "mean-of-means", **ACTIVE | {"loss": ACTIVE["loss"].replace("2, 1, 0, 2", "2, 2, 0, 2")}, backward=QUARTER
     ),
     "faulty_noise_per_micro_batch": faulty(
         "not-linear",
@@ -1117,6 +1130,7 @@ class Model(torch.nn.Module):
         loss="output = model(x, labels=y, count=count)",
         backward='output["loss"].backward()',
     ),
+    "sound_no_active_items": sound(**ACTIVE, backward="(loss * active / 5).backward()"),
     "sound_noise_and_value_clipping": sound(
         "number, window in enumerate(toy.windows(*[4] * 16))",
         then="""

@@ -131,6 +131,13 @@ def test_a_factor_of_the_loss_is_in_the_weights_that_are_expected(scripts):
     assert violation.explanation.startswith("each micro-batch's mean has weight 1/4,")
 
 
+def test_a_micro_batch_without_items_counts_among_the_means(scripts):
+    violation = audited(scripts / "faulty_no_active_items.py")[0].violation
+    assert violation.explanation.startswith("each micro-batch's mean has weight 1/4,")
+    ratios = [row.observed / row.expected for row in violation.weights]
+    assert ratios == pytest.approx([5 / (4 * n) for n in (2, 1, 2)])
+
+
 @pytest.mark.parametrize("script", ["sound_mixup", "sound_packed_sequences", "sound_sample_weights"])
 def test_weights_that_are_hard_to_read_are_judged(script, scripts):
     """An audit that only skipped them would hold, too."""
