@@ -386,7 +386,7 @@ class Scale:
         name: of the fault.
         note: what the factor is, in words.
         expected: the coefficient that would be right.
-        alone: whether no other window shows the same yet.
+        alone: whether other windows may still show something else: that comes out when the run is over.
     """
 
     use: Use
@@ -470,11 +470,11 @@ def _of_objective(uses: Sequence[Use], ranks: int, said: int | None, note: Calla
         if verdict is None:
             verdict = _by_itself(use, uses, ranks)
         if isinstance(verdict, Scale):
-            # what leaks comes beside whole windows, and whole windows follow it
+            # what leaks comes beside whole windows, and whole windows follow it: until one does, nothing is said
             rare = len(by_length[use.length]) < len(by_length[usual]) and usual < use.length < 2 * usual
             after = any(u.window.number > use.window.number for u in by_length[usual])
-            if "divided by" in verdict.note and rare and after:
-                verdict = replace(verdict, name="tail-leak")
+            if "divided by" in verdict.note and rare:
+                verdict = replace(verdict, name="tail-leak") if after else replace(verdict, alone=True)
             yield verdict
         elif verdict != USERS and use.length > 1:
             note(f"{use.objective.place}: {verdict or COEFFICIENT}")

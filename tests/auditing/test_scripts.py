@@ -159,8 +159,9 @@ def test_a_factor_that_may_be_a_second_division_by_two_is_a_finding(scripts):
     assert any("divided twice by its 2 micro-batches" in finding for finding in result.findings)
 
 
-def test_a_coefficient_that_changes_is_never_told_as_a_fault(scripts, capsys):
-    audited(scripts / "sound_autoencoder_annealed.py")
+@pytest.mark.parametrize("script", ["sound_autoencoder_annealed", "faulty_tail_leaks"])
+def test_what_only_later_windows_show_is_told_under_no_other_name_before(script, scripts, capsys):
+    audited(scripts / f"{script}.py")
     assert "wrong-scale" not in capsys.readouterr().err
 
 
