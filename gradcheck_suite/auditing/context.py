@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, TextIO, Unpack
@@ -24,7 +25,7 @@ from gradcheck_suite.auditing.forwards import Forward, Forwards, undrawn
 from gradcheck_suite.auditing.judge import KNOWN, Judge, violation_of
 from gradcheck_suite.auditing.places import here, living
 from gradcheck_suite.auditing.recorder import Event, Recorder, Running, StepRecord
-from gradcheck_suite.auditing.sums import Fault, Window
+from gradcheck_suite.auditing.sums import Fault, Window, near
 from gradcheck_suite.auditing.terms import Reader, declare
 from gradcheck_suite.auditing.window_again import Asked, JaxOpinion, KeptCall, ask_jax, compute_again, kept_calls
 from gradcheck_suite.core.contract import AuditFields, AuditOptions
@@ -575,6 +576,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         weights = own if violation is not None and not violation.weights else {i: c for (_, i), c in used.items()}
         if violation is not None and violation.diagnosis == "repeated-micro-batch":
             return  # what arrived holds the repetitions already
+        if violation is not None and _is_rescaled_each_time(window):
+            return
         if window.copies:
             self._judge.note("a window was not computed again: the optimizer steps on copies of the parameters")
             return
@@ -586,9 +589,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         hooked = {k for seen in window.passes.values() for record in seen.records for k in record.hooked}
         live = {k: p for k in window.keys if k in known and (p := known[k].reference()) is not None}
         observed = {
-            id(p): p.grad
-            for k, p in live.items()
-            if p.grad is not None and p.grad.layout == torch.strided and (k not in hooked or violation is not None)
+            id(p): p.grad for k, p in live.items() if p.grad is not None and (k not in hooked or violation is not None)
         }
         self._recorder.muted = True
         try:
@@ -686,6 +687,13 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if windows:
             return None
         return f"no step could be judged: {'; '.join([*findings][:2]) or 'no loss went backward'}"
+
+
+def _is_rescaled_each_time(window: Window) -> bool:
+    """Return whether `.grad` was multiplied by one factor after each pass: whether the last one is right is unknown."""
+    found = [c for index in window.passes if (c := window.of_pass((0, index))) is not None]
+    factor = window.factor or 1.0
+    return len(found) > 1 and factor != 1 and all(near(one, factor * other, 1e-3) for one, other in pairwise(found))
 
 
 def _righted(violation: LiveViolation, weights: Mapping[int, float]) -> dict[int, float]:

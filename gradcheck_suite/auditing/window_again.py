@@ -119,11 +119,18 @@ def dtype_of(tensor: torch.Tensor) -> str:
 
 def norm(tensor: torch.Tensor) -> float:
     """Return the 2-norm of a gradient, computed in float64."""
-    return float(torch.linalg.vector_norm(_dense(tensor).reshape(-1), dtype=torch.float64))
+    values = tensor.coalesce().values() if tensor.layout == torch.sparse_coo else _dense(tensor)
+    return float(torch.linalg.vector_norm(values.detach().reshape(-1), dtype=torch.float64))
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_dense() if tensor.layout != torch.strided else tensor).detach()
+
+
+def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return the sum of two gradients; that of two sparse ones, of a large table above all, stays sparse."""
+    one, other = one.detach(), other.detach()
+    return one + other if one.layout == other.layout else _dense(one) + _dense(other)
 
 
 @dataclass
@@ -149,8 +156,8 @@ class Total:
         self.terms += 1
         self.functions |= found.functions
         for key, gradient in found.gradients.items():
-            scaled = _dense(gradient) * weight
-            self.gradients[key] = self.gradients[key] + scaled if key in self.gradients else scaled
+            scaled = gradient * weight
+            self.gradients[key] = _sum(self.gradients[key], scaled) if key in self.gradients else scaled
             self.sizes[key] = self.sizes.get(key, 0.0) + norm(scaled)
 
 
@@ -305,7 +312,7 @@ def compare(
         draws: computes the window again with changed parameters and inputs.
     """
     keys = [key for key in total.gradients if key in observed]
-    off = {key: norm(_dense(observed[key]).double() - factor * total.gradients[key].double()) for key in keys}
+    off = {key: norm(_sum(observed[key].double(), -factor * total.gradients[key].double())) for key in keys}
     size = math.hypot(*(factor * norm(total.gradients[key]) for key in keys))
     terms, adding = total.terms + FURTHER_ROUNDINGS, abs(factor)
     allowed = {key: adding * growth(terms, total.dtype or dtype_of(observed[key])) * total.sizes[key] for key in keys}
@@ -461,7 +468,7 @@ def _compute(asked: Asked, outcome: Outcome) -> None:
     parts = outcome.parts = [from_outside(part) for part in received]
     modes = _common_modes(parts, asked.passes)
     whole = None if modes else in_one_batch(parts)
-    if whole is not None:
+    if whole is not None and whole.gradients.keys() & asked.observed.keys():
         difference = compare(asked.observed, whole, asked.factor, lambda seed: whole)
         if difference.worst is None or asked.is_faulty:
             outcome.how, outcome.error = ONE_BATCH, difference.error
@@ -469,7 +476,8 @@ def _compute(asked: Asked, outcome: Outcome) -> None:
             return
     difference, total, replayed = _computed(asked, parts, How())
     if not total.gradients.keys() & asked.observed.keys():
-        raise NotRecomputed("no parameter of the optimizer is in a recorded call")
+        where = "is in a recorded call" if asked.observed else "gets its gradient without a hook of the script's"
+        raise NotRecomputed(f"no parameter of the optimizer {where}")
     outcome.how, outcome.error = BY_MICRO_BATCH, difference.error
     if asked.is_faulty:
         return
@@ -683,7 +691,7 @@ def _compare(call: KeptCall) -> str | None:
     names = {id(p): name for name, p in call.forward.module.named_parameters()}
     total = sum(norm(g) ** 2 for g in found.gradients.values()) ** 0.5
     share = NARROW_RESOLUTION if narrow else RESOLUTION
-    off = {key: norm(g.cpu() - gradients[names[key]]) for key, g in found.gradients.items()}
+    off = {key: norm(_sum(g.cpu(), -gradients[names[key]])) for key, g in found.gradients.items()}
     allowed = {key: share * norm(g) + RESOLUTION_OF_ALL * total for key, g in found.gradients.items()}
     wrong = exceeding(off, allowed, found.gradients, lambda seed: _by_torch(call, seed).gradients)
     if not wrong:

@@ -262,6 +262,11 @@ rows = torch.optim.SparseAdam(table.parameters())""",
     "batch": "_, y in window",
     "loss": "loss = F.cross_entropy(model(table(y)), y) / len(window)",
 }
+SPARSE_ALONE = {
+    "model": "torch.nn.Sequential(torch.nn.Embedding(3, 3, sparse=True), torch.nn.Dropout(0.5)).to(toy.dtype())",
+    "batch": "index, (_, y) in enumerate(window)",
+    "loss": "loss = F.cross_entropy(model(y), y) / len(window)",
+}
 
 # Losses of two tasks with weights that are learned, as by their uncertainty.
 TASKS = {
@@ -736,6 +741,7 @@ optimizer.step()""",
         "wrong-scale", "*[4] * 11", loss="loss = 0.3 * F.cross_entropy(model(x), y) / 4"
     ),
     "faulty_sparse": faulty("stale-window", **TABLE, step="optimizer.step()\nrows.step()\noptimizer.zero_grad()"),
+    "faulty_sparse_alone": faulty("wrong-mode", **SPARSE_ALONE, first="model.train(index < 2)"),
     "faulty_sum_of_means": faulty("wrong-scale", loss=UNDIVIDED),
     "faulty_sum_of_means_scaler": faulty(
         "wrong-scale",
@@ -1340,6 +1346,7 @@ rows.step()
 optimizer.zero_grad()
 rows.zero_grad()""",
     ),
+    "sound_sparse_alone": sound(**SPARSE_ALONE),
     "sound_stepped_on_zeros": sound(**ON_ZEROS),
     "sound_sum_of_squares": sound(
         UNEQUAL, loss='loss = F.mse_loss(model(x), F.one_hot(y, 3).to(toy.dtype()), reduction="sum")'

@@ -23,6 +23,7 @@ HOW = {
     "sound_evaluation_mode_of_a_part": {"micro-batch by micro-batch": 1},
     "sound_inputs_in_one_buffer": {"in one batch": 1},
     "sound_shared_module": {"in one batch": 1},
+    "sound_sparse_alone": {"micro-batch by micro-batch": 1},
     "sound_averaged_weights_swapped_back": {"in one batch": 1},
     "sound_compiled_model": {},
     "sound_sharpness_aware": {},
@@ -117,6 +118,23 @@ def test_the_error_of_the_gradient_is_that_from_one_batch(dtype):
     assert result.violation.diagnosis == "mean-of-means"
     assert result.violation.gradient_error == pytest.approx(expected, rel=1e-4)
     assert _window((4, 2, 7, 1), dtype, lambda n: n / 14)[0].holds
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_the_error_of_a_window_that_is_reset_halfway_is_that_of_what_is_lost(sparse):
+    torch.manual_seed(0)
+    table, arrived = torch.nn.Embedding(9, 4, sparse=sparse), []
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.0)
+    with gradcheck_suite.audit() as audit:
+        for _ in range(3):
+            optimizer.zero_grad()
+            (table(torch.randint(0, 9, (6,))).square().mean() / 3).backward()
+            arrived.append(table.weight.grad.to_dense())
+        optimizer.step()
+    expected = float(sum(arrived[:-1]).norm() / sum(arrived).norm())
+    (violation,) = audit.result.violations
+    assert violation.diagnosis == "reset-inside-window"
+    assert violation.gradient_error == pytest.approx(expected, rel=1e-4)
 
 
 SMALLEST = {torch.float32: 1e-4, torch.float64: 1e-13}
