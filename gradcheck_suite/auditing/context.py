@@ -338,7 +338,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._judge = self._new_judge(1)
         self._ranks = Ranks.of()
         self._writer: RankWriter | None = None
-        self._forwards = Forwards(self._records_calls, self._keep_cotangent, self._forwards_failed)
+        self._forwards = Forwards(self._records_calls, self._keep_cotangent, self._keep_mode, self._forwards_failed)
         self._running: dict[int, Running] = {}
         self._passes = 0
         self._again: Counter[str] = Counter()
@@ -559,12 +559,16 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     # The window again
 
-    def _records_calls(self) -> bool:
-        return self._is_full() and not self._recorder.muted
+    def _records_calls(self) -> bool | None:
+        return None if self._recorder.muted else self._is_full()
 
     def _keep_cotangent(self, forward: Forward, index: int, cotangent: torch.Tensor) -> None:
         if not self._recorder.muted:
             self._recorder.running().forwards.setdefault(forward, {})[index] = cotangent
+
+    def _keep_mode(self, module: int, training: bool) -> None:
+        if not self._recorder.muted:
+            self._recorder.running().record.modes.add((module, training))
 
     def _forwards_failed(self, error: Exception) -> None:
         self._recorder.switch_off("the window again", error)

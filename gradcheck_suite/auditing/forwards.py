@@ -132,7 +132,13 @@ def _autocast(module: torch.nn.Module) -> tuple[str, torch.dtype, bool]:
 
 
 class Forwards:
-    """Records the calls of modules while `wanted()` says so.
+    """Records the calls of modules.
+
+    Args:
+        wanted: whether calls are recorded in full, or their mode alone; None for neither.
+        receive: called with a call that is recorded in full, the index of an output, and the gradient that reached it.
+        ran: called with the id of a module and its mode, when a gradient has reached an output of such a call.
+        failed: called with an error of the suite's own.
 
     Attributes:
         copies: whether inputs are copied, since the program changes them in place.
@@ -140,12 +146,13 @@ class Forwards:
 
     def __init__(
         self,
-        wanted: Callable[[], bool],
+        wanted: Callable[[], bool | None],
         receive: Callable[[Forward, int, torch.Tensor], None],
+        ran: Callable[[int, bool], None],
         failed: Callable[[Exception], None],
     ) -> None:
         self.copies = False
-        self._wanted, self._receive, self._failed = wanted, receive, failed
+        self._wanted, self._receive, self._ran, self._failed = wanted, receive, ran, failed
         self._surrounding: torch.nn.Module | None = None
         self._begun: tuple[Any, ...] | None = None
         self._handles: list[Any] = []
@@ -175,11 +182,16 @@ class Forwards:
         self._surrounding = self._begun = None
 
     def _before(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
-        if torch.compiler.is_compiling() or self._surrounding not in (None, module) or not self._wanted():
+        if torch.compiler.is_compiling() or self._surrounding not in (None, module):
+            return
+        if (in_full := self._wanted()) is None:
             return
         if type(module).__name__ in TRANSPARENT or not torch.is_grad_enabled():
             return
         if torch._C._current_graph_task_id() != -1 or torch._C._functorch.peek_interpreter_stack() is not None:
+            return
+        if not in_full:
+            self._surrounding = module
             return
         if not any(p.requires_grad for p in module.parameters()) or not all(map(has_values, module.parameters())):
             return
@@ -196,11 +208,24 @@ class Forwards:
             return
         begun = self._begun
         self.reset()
-        if begun is not None:
-            try:
+        try:
+            if begun is not None:
                 self._record(module, begun, keywords, output)
+            else:
+                for tensor in filter(has_values, differentiable(output)):
+                    tensor.register_hook(self._hook_of_mode(id(module), module.training))
+        except Exception as error:
+            self._failed(error)
+
+    def _hook_of_mode(self, module: int, training: bool) -> Callable[[torch.Tensor], None]:
+        @unserializable_hook  # type: ignore[untyped-decorator]
+        def hook(_: torch.Tensor) -> None:
+            try:
+                self._ran(module, training)
             except Exception as error:
                 self._failed(error)
+
+        return hook
 
     def _record(self, module: torch.nn.Module, begun: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
         arguments, random_state, modes, trained, autocast, point = begun

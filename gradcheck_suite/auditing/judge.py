@@ -94,6 +94,10 @@ MOST_WINDOWS = 512
 EVERY = 64
 """Windows after which the weights are judged again, once there have been so many."""
 BOTH = "sums and weights"
+SEVERAL_MODES = (
+    "a module ran in train mode in some micro-batches of a window and in eval mode in others: call model.train() after "
+    "every evaluation; whether the gradient depends on it is judged in windows that are computed again (`--every 1`)"
+)
 DECLARE = "declare it with `loss = gradcheck_suite.objective(loss, count=n)`, n being what its mean divides by"
 
 
@@ -713,6 +717,7 @@ class Judge:
             return
         self.judged.add(window.number)
         self.used = used
+        self._note_modes(window, used)
         if used and self._judges_weights:
             self._read(window, where, used)
         self._singles[optimizer] = self._singles[optimizer] + 1 if len(required) == 1 else 0
@@ -734,6 +739,17 @@ class Judge:
                     "window and in others none (experts by turns, or unfrozen there; if they are none, look for a "
                     "`detach` or a `no_grad`)"
                 ] += 1
+
+    def _note_modes(self, window: Window, used: Iterable[Source]) -> None:
+        """Note a line whose passes went through one module in train mode and in eval mode."""
+        seen: defaultdict[tuple[str, int], set[frozenset[bool]]] = defaultdict(set)
+        for rank, index in used:
+            record = window.passes[index].records[rank]
+            for module in {module for module, _ in record.modes}:
+                modes = frozenset(training for of, training in record.modes if of == module)
+                seen[str(record.place), module].add(modes)
+        for place in {place for (place, _), modes in seen.items() if len(modes) > 1}:
+            self._notes[f"{place}: {SEVERAL_MODES}"] += 1
 
     def _judge_sums(self, window: Window, where: Place) -> Mapping[Source, float] | None:
         """Judge a window's sums, and return the coefficients by which its weights are read, None where they are not."""

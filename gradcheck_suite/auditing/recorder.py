@@ -114,6 +114,7 @@ class PassRecord:
         hooked: key of a parameter whose gradient the program's own hooks change -> whether by the same factors as
             before.
         factors: key of a parameter -> the one factor by which these hooks multiply its gradient.
+        modes: id of a module and whether it trained, of the calls that a gradient came through and that are not kept.
         whole: keys of the parameters that get the gradient of all items of a loss that sees items without a gradient.
         unread: why its terms were not read.
     """
@@ -125,6 +126,7 @@ class PassRecord:
     points: dict[int, int] = field(default_factory=dict)
     hooked: dict[int, bool] = field(default_factory=dict)
     factors: dict[int, float] = field(default_factory=dict)
+    modes: set[tuple[int, bool]] = field(default_factory=set)
     whole: list[int] = field(default_factory=list)
     unread: str | None = None
 

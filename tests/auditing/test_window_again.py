@@ -93,6 +93,9 @@ def test_a_fault_that_this_instrument_alone_finds_is_found_at_the_first_faulty_w
     result, _ = audited(script, every=every)
     assert sum(result.again.values()) == len(range(0, 7, every))
     assert [(v.diagnosis, v.step) for v in result.violations] == [("wrong-mode", found)] * (found is not None)
+    said = [finding for finding in result.findings if "a module ran in train mode in some micro-batches" in finding]
+    assert len(said) == (every != 1), result  # of the windows 3 and 5, those that are not computed again
+    assert all(("(2 times)" in finding) == (found is None) for finding in said)
 
 
 def _window(sizes, dtype, weight):
