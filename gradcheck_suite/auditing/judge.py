@@ -516,9 +516,11 @@ def _of_scale(scale: Scale) -> LiveViolation:
         )
     else:
         sentence += f"; {what}" if (what := reading_weights.remedy(scale.note)) else ""
-    fault = Fault(scale.name, sentence)
     rows = _rows(use.objective, use.count, scale.expected / total)
-    return _with_weights(violation_of(fault, use.window, use.objective.place), use.objective, rows)
+    violation = violation_of(Fault(scale.name, sentence), use.window, use.objective.place)
+    if use.others_right and (line := use.objective.parts[0].term.line):
+        violation = replace(violation, where=line)
+    return _with_weights(violation, use.objective, rows)
 
 
 # The run.

@@ -278,6 +278,12 @@ class Objective:
         return place
 
     @property
+    def term(self) -> str:
+        """Its expression, such as `Mean(Abs)`."""
+        *above, last = self.key[1][:-1]  # without the task
+        return "(".join((*above, last)) + ")" * len(above)
+
+    @property
     def tolerance(self) -> float:
         """Relative, of its C."""
         return max(10 * max((part.term.tolerance for part in self.parts), default=0.0), 1e-5)
@@ -396,11 +402,13 @@ class Scale:
     alone: bool = False
 
 
+OF_TERM = "each micro-batch of the term"
 OF_SCALES = {
     "count of all ranks": "multiply each loss by the number of ranks, whose gradients are averaged",
     "ranks' means": "divide by the number of ranks, too",
     "divided twice": "divide once",
     "never divided": "divide each loss by it",
+    OF_TERM: "divide this term by the window's own number",
     "where the window has": "divide by the window's own number",
     "each weighs": "divide each summed loss by this count",
 }
@@ -473,7 +481,7 @@ def _of_objective(uses: Sequence[Use], ranks: int, said: int | None, note: Calla
             # what leaks comes beside whole windows, and whole windows follow it: until one does, nothing is said
             rare = len(by_length[use.length]) < len(by_length[usual]) and usual < use.length < 2 * usual
             after = any(u.window.number > use.window.number for u in by_length[usual])
-            if "divided by" in verdict.note and rare:
+            if "where the window has" in verdict.note and rare:
                 verdict = replace(verdict, name="tail-leak") if after else replace(verdict, alone=True)
             yield verdict
         elif verdict != USERS and use.length > 1:
@@ -527,9 +535,14 @@ def _against_other_lengths(
     whole = round(divisor)
     fits = abs(divisor - whole) < 1e-3 and 1 <= whole <= max(by_length) and whole != use.length
     if base and fits and (some_right or (not constant and use.length != usual)):
-        note = f"{use.length}/{whole}: divided by {whole}, where the window has {counted(use.length, 'micro-batch')}"
-        if not near(base, 1.0, tolerance):
-            note += f" (beside the loss's coefficient of {base:.6g})"
+        what, own = f"divided by {whole}", near(base, 1.0, tolerance)
+        if not own and whole != usual:
+            what += f" (beside the loss's coefficient of {base:.6g})"
+        elif not own:
+            # a coefficient and a division by the usual number, or a smaller coefficient and no division: only the
+            # product of both is seen
+            what = f"{OF_TERM} {use.objective.term} weighs {use.own / use.length:.6g} as in windows of {usual}"
+        note = f"{use.length}/{whole}: {what}, where the window has {counted(use.length, 'micro-batch')}"
         return Scale(use, "wrong-scale", note, base)
     return None
 
@@ -579,7 +592,7 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
             # of a coefficient that changes from step to step, one value may be any number
             changes = any(u.length == r and not u.right and u not in fitting for u in uses)
             if use.others_right or changes or (is_small and why == again):
-                return f"{COEFFICIENT}, or it is {why}: then {remedy(why)}"
+                return f"{COEFFICIENT}: if the objective has it, nothing is to be done; else it is {why}: {remedy(why)}"
             return Scale(use, "wrong-scale", f"{number}{what}: {why}", alone=len(fitting) == 1)
     if use.others_right:
         return USERS

@@ -733,6 +733,16 @@ optimizer.step()""",
     "faulty_stepped_on_zeros": faulty(
         "repeated-step", **ON_ZEROS, optimizer="torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)"
     ),
+    # Of two losses with windows of 4, 4 and 2, one is never divided.
+    "faulty_second_loss_undivided": faulty(
+        "wrong-scale",
+        "*[4] * 10",
+        loss="""
+logits = model(x)
+first = F.cross_entropy(logits, y) / len(window)
+second = 0.4 * logits.to(toy.dtype()).abs().mean()
+loss = first + second""",
+    ),
     "faulty_short_window": faulty(
         "wrong-scale", "*[4] * 11", loss="loss = F.cross_entropy(model(x), y) / 4", then=CLIP
     ),

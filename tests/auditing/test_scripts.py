@@ -108,7 +108,7 @@ def test_without_an_instrument_the_others_find_what_they_find(off, scripts):
         ("finding_declared_denominator", "is divided by all its elements, of which fewer are its targets"),
         ("finding_miscounted", "none of what it may count"),
         ("sound_boxes", "none of what it may count"),
-        ("finding_autoencoder_undivided", "a coefficient, or it is the sum of 4 means, never divided by their number"),
+        ("finding_autoencoder_undivided", "nothing is to be done; else it is the sum of 4 means, never divided"),
     ],
 )
 def test_a_weight_that_two_readings_explain_is_a_finding(script, said, scripts):
@@ -121,6 +121,16 @@ def test_a_coefficient_is_no_part_of_the_size_of_a_fault(scripts):
     assert result.violation.error == pytest.approx(1 / 4)
     assert all(row.observed / row.expected == pytest.approx(3 / 4) for row in result.violation.weights)
     assert "weighs 0.75 times what it should" in result.violation.explanation
+
+
+def test_of_two_losses_the_one_that_is_not_divided_is_named_by_its_line_and_no_divisor_is_claimed(scripts):
+    script = scripts / "faulty_second_loss_undivided.py"
+    violation = audited(script)[0].violation
+    line = 1 + next(i for i, text in enumerate(script.read_text().splitlines()) if "second =" in text)
+    assert violation.where.endswith(f"faulty_second_loss_undivided.py:{line}")
+    assert "of the term Mean(Abs) weighs 0.4 as in windows of 4" in violation.explanation
+    assert "divide this term by the window's own number" in violation.explanation
+    assert "divided by" not in violation.explanation
 
 
 def test_a_factor_of_the_loss_is_in_the_weights_that_are_expected(scripts):
