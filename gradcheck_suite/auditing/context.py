@@ -321,7 +321,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._opened = self._observing = False
         self._standard_error = sys.stderr
         self._process = os.getpid()
-        self._steps = 0
+        self._due: dict[int, int] = {}
+        self._passes_at_step = 0
+        self._was_full = False
         self._told: set[Any] = set()
         self._stop = False
         self._events: list[Event] = []
@@ -489,8 +491,21 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         return sys.stderr if begun is None or getattr(begun, "closed", False) else begun
 
     def _is_full(self) -> bool:
-        """Return whether the window that runs is looked at in full."""
-        return self._steps % self.options.every == 0 or (self._forwards.copies and not self._copied)
+        """Return whether the window that runs is looked at in full.
+
+        Whose it is shows at its step, so all are until that of each optimizer that is due has been.
+        """
+        return min(self._due.values(), default=0) <= 0 or (self._forwards.copies and not self._copied)
+
+    def _count(self, optimizer: int, *, was_full: bool) -> None:
+        """Count a window: the first one of each optimizer is due, and every M-th after it."""
+        if was_full:
+            # one that steps no more is not waited for
+            kept = {other: due for other, due in self._due.items() if due > -self.options.every}
+            self._due = {other: due - (due <= 0) for other, due in kept.items()}
+            self._due[optimizer] = self.options.every - 1
+        else:
+            self._due[optimizer] = self._due.get(optimizer, 1) - 1
 
     def _name_of(self, key: int) -> str | None:
         """Return the name of a parameter: the one in its model; looking through all modules takes a while."""
@@ -517,12 +532,17 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                 self._running[self._passes] = self._recorder.last
             self._passes += 1
         else:
-            was_full = self._is_full()
-            self._steps += 1
+            # a step right after another one has its passes, or none
+            has_passes, self._passes_at_step = self._passes > self._passes_at_step, self._passes
+            if has_passes:
+                self._was_full = self._is_full()
+                self._count(event.optimizer, was_full=self._was_full)
             if self._writer is not None:
                 self._write_events()
             else:
-                self._judge_events(event if was_full else None)
+                self._judge_events(event if has_passes and self._was_full else None)
+                if self._was_full and self._judge.used and not has_passes:
+                    self._judge.note("a window was not computed again: another optimizer had stepped on its passes")
             if self.options.steps is not None and event.call + 1 >= self.options.steps:
                 self._detach()
 

@@ -98,6 +98,21 @@ def test_a_fault_that_this_instrument_alone_finds_is_found_at_the_first_faulty_w
     assert all(("(2 times)" in finding) == (found is None) for finding in said)
 
 
+def test_windows_of_each_of_several_optimizers_are_computed_again():
+    torch.manual_seed(0)
+    models = [torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Dropout(0.5)) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    with gradcheck_suite.audit() as audit:
+        for _ in range(4):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                for micro_batch in range(2):
+                    models[1].train(micro_batch == 0)
+                    (model(torch.randn(4, 5)).square().mean() / 2).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert [(v.diagnosis, v.step) for v in audit.result.violations] == [("wrong-mode", 3)], audit.result
+
+
 def _window(sizes, dtype, weight):
     """Train one window and return the model, its gradient, and the gradient of one batch of all items."""
     torch.manual_seed(0)
