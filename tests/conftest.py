@@ -32,7 +32,7 @@ def without_second_opinion(monkeypatch):
     """Let `verify` ask JAX nothing about users' problems, so that none is exported and compiled."""
     from gradcheck_suite.verification import second_opinion
 
-    def nothing(*_, budget_s):
+    def nothing(*_, **_others):
         return second_opinion.SecondOpinion()
 
     monkeypatch.setattr(second_opinion, "second_opinion", nothing)
