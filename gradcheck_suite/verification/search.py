@@ -313,7 +313,8 @@ class Search:
             violation = self.check(case, shrinking=True).violation
             if violation is None or violation.kind != seen.kind:
                 continue
-            same = bool(names_of(violation.diagnosis) & names_of(seen.diagnosis))
+            # most have no name until `_named` runs the loop further
+            same = not violation.diagnosis or bool(names_of(violation.diagnosis) & names_of(seen.diagnosis))
             if shown is None or same:
                 shown = violation
             if same:

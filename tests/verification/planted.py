@@ -260,11 +260,13 @@ def empties_negative_windows(run):
 
 LONG = {
     "counter modulo 16": (_wraps(16), "wrong-windows", 18, 17, 1),
-    "counter in uint8": (_wraps(256), "wrong-windows", 257, 3, 1),
+    # from 257 on a window is short, and at 274 the number of steps is right again; of the plans that are tried next,
+    # 257, 266, 270, 272 and 273 micro-batches have a step too many, which is a fault of another kind
+    "counter in uint8": (_wraps(256), "wrong-windows", 274, 3, 1),
     "windows in int8": (empties_negative_windows, "no-gradient", 129, 1, 1),
     "fourth epoch is scaled": (scales_fourth_epoch, "wrong-scale", 1, 1, 4),
     "fourth epoch is left out": (_counted(lambda j, epoch: epoch >= 3), "no-gradient", 1, 1, 4),
-    "every 100th micro-batch is left out": (_counted(lambda j, epoch: j % 100 == 99), "dropped-micro-batch", 102, 3, 1),
+    "every 100th micro-batch is left out": (_counted(lambda j, epoch: j % 100 == 99), "dropped-micro-batch", 100, 2, 1),
     "wrong from micro-batch 17 on": (_counted(lambda j, epoch: j >= 16), "no-gradient", 17, 1, 1),
     "K capped at 16": (capped, "wrong-windows", 18, 17, 1),
     "keyed modulo 32": (keyed, "dropped-micro-batch", 33, 33, 1),

@@ -257,7 +257,7 @@ def closes_descriptors(run):
 with second_process() as judge:
     judge.wait()
     for loop in (waits_for_all_children, forks, closes_descriptors):
-        result = verify(loop, examples=12, time_limit_s=20)
+        result = verify(loop, examples=12, time_limit_s=20, quiet=True)
         if os.getpid() != command:
             break
         print(loop.__name__, result.holds, result.judged, flush=True)
