@@ -107,14 +107,6 @@ def _shape(node: Any, index: int) -> tuple[int, ...] | None:
         return None
 
 
-def joined_share(join: Any) -> tuple[float, int]:
-    """Return the share of a join's rows through which a gradient flows, and the index of its first such input."""
-    whole = _shape(join, 0)
-    rows = [_shape(*place) for place in live(join)]
-    first = next(i for i, (node, _) in enumerate(join.next_functions) if node is not None)
-    return (sum(shape[0] for shape in rows if shape) / whole[0] if whole and whole[0] else 0.0), first
-
-
 def _elements(node: Any, index: int) -> int:
     shape = _shape(node, index)
     return -1 if shape is None else prod(shape)
@@ -548,3 +540,11 @@ def leaves_below(nodes: Iterable[Any], beyond: Iterable[Any] = ()) -> tuple[list
             joins.append(node)
         stack.extend(f for f, _ in inputs if f is not None)
     return leaves, joins
+
+
+def joined_share(join: Any) -> tuple[float, int]:
+    """Return the share of a join's rows through which a gradient flows, and the index of its first such input."""
+    whole = _shape(join, 0)
+    rows = [_shape(*place) for place in live(join)]
+    first = next(i for i, (node, _) in enumerate(join.next_functions) if node is not None)
+    return (sum(shape[0] for shape in rows if shape) / whole[0] if whole and whole[0] else 0.0), first

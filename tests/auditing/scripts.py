@@ -238,6 +238,16 @@ body, head = toy.classifier(8), torch.nn.Linear(8, 3, bias=False).to(toy.dtype()
 optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)""",
     "loss": "log_probabilities = toy.ChunkedLogProbFunction.apply(body(x), head.weight, y)",
 }
+WHOLE_WINDOW_IN_A_CLOSURE = """
+for window in toy.windows(*[4] * {}):
+    def closure(window=window):
+        optimizer.zero_grad()
+        for x, y in window:
+            with toy.autocast():
+                loss = F.cross_entropy(model(x), y) / len(window)
+            loss.backward()
+        return loss
+    optimizer.step(closure)"""
 PADDED = BODY_AND_HEAD | {
     "loss": "hidden = torch.cat([body(x), torch.zeros(2, 8, dtype=toy.dtype())])\n"
     "loss = F.cross_entropy(head(hidden)[:4], y)",
@@ -1079,16 +1089,7 @@ total = sum((y != -100).sum() for _, y in window)""",
     ),
     "sound_lbfgs": sound(
         optimizer="torch.optim.LBFGS(model.parameters(), max_iter=3)",
-        text="""
-for window in toy.windows(*[4] * 8):
-    def closure(window=window):
-        optimizer.zero_grad()
-        for x, y in window:
-            with toy.autocast():
-                loss = F.cross_entropy(model(x), y) / len(window)
-            loss.backward()
-        return loss
-    optimizer.step(closure)""",
+        text=WHOLE_WINDOW_IN_A_CLOSURE.format(8),
     ),
     "sound_log_probabilities": sound(
         "4, 2, 7, 3, 3, 3, 2, 1",
@@ -1329,15 +1330,7 @@ class SharpnessAware(torch.optim.Optimizer):
                 parameter -= step
         self.base.step()""",
         optimizer="SharpnessAware(model.parameters())",
-        text="""
-for window in toy.windows(*[4] * 12):
-    def closure(window=window):
-        optimizer.zero_grad()
-        for x, y in window:
-            with toy.autocast():
-                loss = F.cross_entropy(model(x), y) / len(window)
-            loss.backward()
-    optimizer.step(closure)""",
+        text=WHOLE_WINDOW_IN_A_CLOSURE.format(12),
     ),
     "sound_skipped_bad_windows": sound(
         "number, window in enumerate(toy.windows(*[4] * 20))",

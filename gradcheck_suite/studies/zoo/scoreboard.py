@@ -145,11 +145,10 @@ class Row:
 
     @property
     def sizes(self) -> list[tuple[int, int, int]]:
-        """Windows, micro-batches (of the rank that has most) and layers of the runs' smallest cases."""
+        """Windows, micro-batches and layers of the runs' smallest cases."""
         cases = [run.violation.case for run in self.runs if run.violation is not None]
         layers = [0 if case.spec is None else len(case.spec.layer_kinds) for case in cases]
-        most = [max(case.plan.ranks or (len(case.plan.micro_batches),)) for case in cases]
-        return [(len(c.plan.windows), m, n) for c, m, n in zip(cases, most, layers, strict=True)]
+        return [(len(c.plan.windows), len(c.plan.micro_batches), n) for c, n in zip(cases, layers, strict=True)]
 
     @property
     def largest(self) -> tuple[int, int, int]:

@@ -271,7 +271,7 @@ def flat_buffer_in_another_order(run: TrainingRun) -> None:
             gradients.update({p: part.reshape(p.shape) for p, part in zip(gradients, parts, strict=True)})
 
 
-@bug("gradient/stale-window", needs="any case", says=("moving average", "the window's own weights are wrong as well"))
+@bug("gradient/stale-window", needs="any case", says=("moving average",))
 def moving_average(run: TrainingRun) -> None:
     """A moving average of the gradients is kept in `.grad`, and the optimizer has its own."""
     average: ByParameter = {}
