@@ -33,7 +33,7 @@ from gradcheck_suite.reference.large_batch import (
     gradients_of,
     precision_fault,
 )
-from gradcheck_suite.run.instance import Compute, coarsest
+from gradcheck_suite.run.instance import Compute, autocast_context, coarsest
 from gradcheck_suite.run.observer import Evaluation, Observation, is_same
 from gradcheck_suite.run.optimizers import (
     OPTIMIZERS,
@@ -248,10 +248,11 @@ ON_PURPOSE = {
 }
 
 
-def none_in_place_of_zeros(window: Window, evaluation: Evaluation) -> str | None:
+def none_in_place_of_zeros(window: Window, evaluation: Evaluation, autocast: Compute) -> str | None:
     """Return a parameter whose gradient is None, though some micro-batch with valid targets reaches it, or None.
 
-    An item whose targets are all ignored reaches parameters as well, but a loop may leave its micro-batch out.
+    An item whose targets are all ignored reaches parameters as well, but a loop may leave its micro-batch out. Which
+    expert an item is sent to may hang on a rounding error: what is not reached in the run's precision may be None, too.
     """
     absent = [name for name, g in evaluation.gradients.items() if g is None and name in window.reached]
     if not absent:
@@ -259,8 +260,12 @@ def none_in_place_of_zeros(window: Window, evaluation: Evaluation) -> str | None
     instance = window.reference.instance
     cuts = [instance.case.plan.items(j) for j in window.members]
     counted = [items for items in cuts if float(instance.count(instance.batch(items)))]
-    each = [gradients_of(instance, window.model(), items, dtype=torch.float64) for items in counted]
-    return next((name for name in absent if any(found[name] is not None for found in each)), None)
+    for dtype, compute in ((torch.float64, None), (instance.dtype, autocast)):
+        model = window.model(dtype)
+        with autocast_context(instance.device, compute):
+            each = [gradients_of(instance, model, items, dtype=dtype) for items in counted]
+        absent = [name for name in absent if any(found[name] is not None for found in each)]
+    return next(iter(absent), None)
 
 
 def stale_parameters(window: Window, outcome: Outcome, evaluation: Evaluation, autocast: Compute) -> Diagnosis | None:
@@ -551,7 +556,7 @@ class RunJudge:
         seen = reference.flat(evaluation.gradients)
         try:
             window = reference.window(index, evaluation.parameters if moved else None, self.autocast)
-            absent = none_in_place_of_zeros(window, evaluation)
+            absent = none_in_place_of_zeros(window, evaluation, self.autocast)
             if runner is None and absent is None and window.bound.is_torchs(seen):
                 return 0.0
             if moved and not np.isfinite(window.expected).all() and is_far(reference, evaluation):

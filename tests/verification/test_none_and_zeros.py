@@ -80,3 +80,37 @@ def test_a_micro_batch_without_valid_targets_may_be_left_out():
     given = problem([1.0, 2.0, -3.0])
     assert check(plain, case, problem=given).holds
     assert check(micro_batches_without_valid_targets_left_out, case, problem=given).holds
+
+
+class Routed(torch.nn.Module):
+    """A weight for numbers above 1, and one for the others, chosen as a mixture of experts does."""
+
+    def __init__(self):
+        super().__init__()
+        self.above, self.below = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+
+    def forward(self, x):
+        # 1 + 2**-9 is 1 in bfloat16, whose next number is 1 + 2**-7
+        moved = x + 2**-9
+        parts = [x[chosen] * w for chosen, w in ((moved > 1, self.above), (moved <= 1, self.below)) if chosen.any()]
+        return torch.cat(parts)
+
+
+@pytest.mark.parametrize(("dtype", "violated"), [("float64", True), ("float32", True), ("bfloat16", False)])
+def test_what_only_a_rounding_error_reaches_may_have_none(dtype, violated):
+    def without_the_weight_above(run):
+        for window in windows(run):
+            for batch in window:
+                part_of_window(run, batch, window_count(run, window)).backward()
+            run.model.above.grad = None
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    given = Problem(
+        lambda seed: Routed(),
+        lambda items, seed: {"x": torch.ones(items, dtype=torch.float64)},
+        lambda model, batch: model(batch["x"]).mean(),
+    )
+    case = Case("routed", Plan((1, 2), 2), dtype=dtype)
+    assert check(plain, case, problem=given).holds
+    assert (check(without_the_weight_above, case, problem=given).violation is not None) == violated
