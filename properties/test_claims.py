@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gradcheck_suite.loops.reset_modes import RESET_MODES
-from gradcheck_suite.run.observer import ancestors
+from gradcheck_suite.run.functions import ancestors
 from gradcheck_suite.studies import claims, step_times
 from gradcheck_suite.studies.claims import CLAIMS, PRINTED, SOURCES, Finding, judged, verify_printed
 from properties.assertions import assert_equal

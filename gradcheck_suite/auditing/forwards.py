@@ -28,8 +28,8 @@ from torch.utils.hooks import unserializable_hook
 from gradcheck_suite.auditing.places import is_users
 from gradcheck_suite.auditing.samples import Raw, has_values, sample
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
-from gradcheck_suite.run.observer import Forward as FunctionForward
-from gradcheck_suite.run.observer import kinds_of, replaced_forwards
+from gradcheck_suite.run.functions import Forward as FunctionForward
+from gradcheck_suite.run.functions import kinds_of, replaced_forwards
 
 TRANSPARENT = ("DistributedDataParallel", "DataParallel")
 """Wrappers whose inner module is recorded instead: to call them again would start a collective."""

@@ -44,8 +44,8 @@ from gradcheck_suite.bridge.op_table import (
 )
 from gradcheck_suite.core.contract import Batch
 from gradcheck_suite.errors import UsageError
+from gradcheck_suite.run.functions import Forward, kinds_of, replaced_forwards
 from gradcheck_suite.run.instance import leaves, map_leaves
-from gradcheck_suite.run.observer import Forward, kinds_of, replaced_forwards
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>[^\n]*)')
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"

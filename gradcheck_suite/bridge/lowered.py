@@ -44,8 +44,8 @@ from gradcheck_suite.bridge.op_table import (
 )
 from gradcheck_suite.core.contract import Batch
 from gradcheck_suite.reference.programs import PROGRAMS, device
+from gradcheck_suite.run.functions import Forward, replaced_forwards
 from gradcheck_suite.run.instance import leaves, map_leaves
-from gradcheck_suite.run.observer import Forward, replaced_forwards
 
 
 def _after_token(lowering: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,8 +9,7 @@ from gradcheck_suite.catalogue.definitions import Signal
 from gradcheck_suite.catalogue.tables import chain_signal, input_signal, layer_definition, out_signal, with_signals
 from gradcheck_suite.core.case import ALWAYS_WRITTEN, Case, Layer, Loss, Plan, ProblemSpec
 from gradcheck_suite.core.results import ItemWeight, Violation
-from gradcheck_suite.core.text import aligned, counted, split_text, violation_title, weight_lines
-from gradcheck_suite.core.text import error_text as error_text
+from gradcheck_suite.core.text import aligned, counted, error_text, split_text, violation_title, weight_lines
 
 SPLIT = (*ALWAYS_WRITTEN, "ranks")
 """The fields of a plan that its split shows."""

@@ -303,10 +303,6 @@ def json_number(value: float | None) -> float | str | None:
 # The verdict on a live run, and its JSON.
 
 
-MAX_ROWS = 64
-"""Rows of a table of weights that are kept."""
-
-
 @dataclass(frozen=True)
 class WeightRow:
     """What one call of a loss gave each of its items in a window.

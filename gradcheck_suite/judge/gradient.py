@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from gradcheck_suite.catalogue.description import error_text
 from gradcheck_suite.core.comparison import Comparison, Vector
 from gradcheck_suite.core.faults import is_of_weights
+from gradcheck_suite.core.text import error_text
 from gradcheck_suite.judge.elements import (
     combined_elements,
     diagnose_elements,

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from gradcheck_suite.catalogue.definitions import Arrays
-from gradcheck_suite.catalogue.description import error_text
 from gradcheck_suite.catalogue.tables import is_accumulable
 from gradcheck_suite.core.case import Case
 from gradcheck_suite.core.comparison import (
@@ -30,6 +29,7 @@ from gradcheck_suite.core.comparison import (
     worst_difference,
 )
 from gradcheck_suite.core.contract import Problem
+from gradcheck_suite.core.text import error_text
 from gradcheck_suite.reference.jax_gradients import (
     StartedGradients,
     accumulated_gradient,

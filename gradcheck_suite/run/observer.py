@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.autograd.function import BackwardCFunction
 from torch.optim import lr_scheduler
 from torch.utils._pytree import tree_map_only
 
@@ -271,53 +269,6 @@ def structure_changes(before: Structure, after: Structure) -> str | None:
     return ", ".join(sorted(changes)) + cause or None
 
 
-Forward = Callable[..., Any]
-
-
-def ancestors(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """Yield every node of the graph of some tensors, once."""
-    seen: set[Any] = set()
-    pending: list[Any] = [output.grad_fn for output in outputs]
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        pending.extend(parent for parent, _ in node.next_functions)
-
-
-def kinds_of(outputs: Iterable[torch.Tensor]) -> frozenset[type]:
-    """Return the classes of custom functions in the graph of some tensors, those of torch's own code included."""
-    return frozenset(
-        vars(type(node))["_forward_cls"] for node in ancestors(outputs) if isinstance(node, BackwardCFunction)
-    )
-
-
-@contextlib.contextmanager
-def replaced_forwards(replacements: Iterable[tuple[type, Callable[[Forward, int], Forward]]]) -> Iterator[None]:
-    """Replace the forwards of custom functions while this is open.
-
-    Args:
-        replacements: pairs of a class and of what makes the new forward: a function of the old one and of the number of
-            its first argument that the function is applied to, 1 where a context comes before it and 0 otherwise.
-    """
-    kept: list[tuple[Any, Any]] = []
-    try:
-        for kind, made in replacements:
-            function: Any = kind
-            first = int(function.setup_context is torch.autograd.Function.setup_context)
-            kept.append((function, vars(kind).get("forward")))
-            function.forward = staticmethod(made(function.forward, first))
-        yield
-    finally:
-        for function, before in kept:
-            if before is None:
-                del function.forward
-            else:
-                function.forward = before
-
-
 METHODS = ("unscale_", "step", "update")
 """The methods of a `GradScaler` whose calls are counted."""
 _SCHEDULERS = [
@@ -452,13 +403,6 @@ class RankObserver(Observer):
 
     def _gradients(self) -> dict[str, torch.Tensor | None]:
         return {name: None if p.grad is None else dense_copy(whole(p.grad)) for name, p in self.parameters.items()}
-
-    def _settings(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        groups = optimizer.param_groups
-        return {
-            "settings": [copied({key: value for key, value in group.items() if key != "params"}) for group in groups],
-            "groups": [[self._names[id(p)] for p in group["params"] if id(p) in self._names] for group in groups],
-        }
 
     def _state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return {name: tree_map_only(torch.Tensor, whole, state) for name, state in super()._state(optimizer).items()}

@@ -24,12 +24,12 @@ from torch.nn.utils import parametrize
 
 from gradcheck_suite.catalogue import tables
 from gradcheck_suite.catalogue.definitions import Signal, feature_axis
-from gradcheck_suite.catalogue.description import describe_case, details_of, error_text
+from gradcheck_suite.catalogue.description import describe_case, details_of
 from gradcheck_suite.core.case import Case, Layer
 from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT as LIMIT
 from gradcheck_suite.core.contract import Loop, Problem
 from gradcheck_suite.core.results import Violation, is_endless
-from gradcheck_suite.core.text import violation_title
+from gradcheck_suite.core.text import error_text, violation_title
 from gradcheck_suite.loops.trainers import TRAINERS
 from gradcheck_suite.run.instance import Instance, Pairs, instance_of, leaves, loader_over, map_leaves
 from gradcheck_suite.run.observer import Observer, structure, structure_changes

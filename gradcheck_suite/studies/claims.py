@@ -21,7 +21,7 @@ from gradcheck_suite.core.contract import EQUAL_MICRO_BATCHES, WHOLE_WINDOWS, Ba
 from gradcheck_suite.core.results import Result, json_number
 from gradcheck_suite.loops.laws import bytes_saved_by_releasing
 from gradcheck_suite.loops.reset_modes import RESET_MODES, part_of_window, window_count, windows, zero_by_hand
-from gradcheck_suite.run.observer import ancestors
+from gradcheck_suite.run.functions import ancestors
 from gradcheck_suite.strategies.plans import plans
 from gradcheck_suite.studies import step_times
 from gradcheck_suite.studies.ledger import Ledger

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradcheck_suite.catalogue.description import error_text
 from gradcheck_suite.catalogue.tables import is_accumulable
 from gradcheck_suite.core.case import Case
 from gradcheck_suite.core.comparison import LOSS_TOLERANCE
 from gradcheck_suite.core.contract import Batch, Problem
 from gradcheck_suite.core.results import Violation
+from gradcheck_suite.core.text import error_text
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.reference.large_batch import REFERENCES, CannotJudgeError, Reference, Window
 from gradcheck_suite.run.instance import Instance, Items, generated_instance, leaves, seeded, user_instance

@@ -14,12 +14,11 @@ from gradcheck_suite.catalogue.description import (
     describe_plan,
     describe_problem,
     describe_violation,
-    error_text,
     example_text,
 )
 from gradcheck_suite.core.case import Case, Input, Layer, Loss, Plan, ProblemSpec
 from gradcheck_suite.core.results import Violation
-from gradcheck_suite.core.text import split_text
+from gradcheck_suite.core.text import error_text, split_text
 
 SPEC = ProblemSpec(
     Input("tokens", length=3, vocabulary=5, padded=True),

@@ -1,0 +1,59 @@
+"""The graph of autograd under some tensors: its nodes, and the custom functions in it.
+
+Must not import what judges or observes a loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+Forward = Callable[..., Any]
+
+
+def ancestors(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """Yield every node of the graph of some tensors, once."""
+    seen: set[Any] = set()
+    pending: list[Any] = [output.grad_fn for output in outputs]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        pending.extend(parent for parent, _ in node.next_functions)
+
+
+def kinds_of(outputs: Iterable[torch.Tensor]) -> frozenset[type]:
+    """Return the classes of custom functions in the graph of some tensors, those of torch's own code included."""
+    return frozenset(
+        vars(type(node))["_forward_cls"] for node in ancestors(outputs) if isinstance(node, BackwardCFunction)
+    )
+
+
+@contextlib.contextmanager
+def replaced_forwards(replacements: Iterable[tuple[type, Callable[[Forward, int], Forward]]]) -> Iterator[None]:
+    """Replace the forwards of custom functions while this is open.
+
+    Args:
+        replacements: pairs of a class and of what makes the new forward: a function of the old one and of the number of
+            its first argument that the function is applied to, 1 where a context comes before it and 0 otherwise.
+    """
+    kept: list[tuple[Any, Any]] = []
+    try:
+        for kind, made in replacements:
+            function: Any = kind
+            first = int(function.setup_context is torch.autograd.Function.setup_context)
+            kept.append((function, vars(kind).get("forward")))
+            function.forward = staticmethod(made(function.forward, first))
+        yield
+    finally:
+        for function, before in kept:
+            if before is None:
+                del function.forward
+            else:
+                function.forward = before
