@@ -141,6 +141,16 @@ def test_figures_older_than_their_code_have_a_badge(tmp_path):
     html = pages.report_html(build(tmp_path))
     assert html.count(badge) == 1
     assert html.index('id="zoo-title"') < html.index(badge) < html.index('class="panel"', html.index('id="zoo-title"'))
+    markdown = pages.report_markdown(build(tmp_path), lambda figure: "")
+    assert markdown.count("**older than the code it speaks of**") == 1
+    # of two runs one is older: the newest, whose command the line shows, need not be
+    path = records_path(tmp_path, "verify")
+    older, *others = path.read_text().splitlines()
+    older = json.dumps({**json.loads(older), "judge": "0" * 16, "time": "2020-01-02T03:04:05+00:00"})
+    path.write_text("\n".join([older, *others]) + "\n")
+    markdown, html = pages.report_markdown(build(tmp_path), lambda figure: ""), pages.report_html(build(tmp_path))
+    assert markdown.count("**1 of these 2 runs: older than the code it speaks of**") == 2  # the answer, the section
+    assert (html.count(">some older than the code</span>"), html.count(badge)) == (2, 1)
 
 
 def test_the_kept_pages_are_as_small_as_promised():

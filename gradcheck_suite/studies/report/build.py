@@ -136,9 +136,9 @@ def _diagnosis(data: Data) -> str:
 
 def _holds(records: Records) -> Answer:
     newest = records.newest("verify")
-    modes = [record for record in newest if record.data.get("loop") in MODES]
-    shown = [record for record in newest if record.data.get("loop") in {**MODES, **JAX_MODES}] or newest
-    brief, sentence = _holds_sentence([record.data for record in modes])
+    shown = [record for record in newest if record.data.get("loop") in {**MODES, **JAX_MODES}]
+    brief, sentence = _holds_sentence([record.data for record in shown])
+    shown = shown or newest
     return Answer(
         "holds",
         "Does every mode hold?",
@@ -151,7 +151,7 @@ def _holds(records: Records) -> Answer:
 
 
 def _holds_sentence(datas: Sequence[Data]) -> tuple[str, str]:
-    """Return the answer in a few words, and as a sentence with its figures."""
+    """Return the answer in a few words, and as a sentence with its figures: on the modes of torch and of JAX."""
     if not datas:
         return "Not verified yet", "Not verified yet."
     modes = {str(d["loop"]) for d in datas}
@@ -159,18 +159,29 @@ def _holds_sentence(datas: Sequence[Data]) -> tuple[str, str]:
     if violated:
         brief = f"No: {len(violated)} of {len(modes)} are violated"
         return brief, f"{brief} ({', '.join(sorted(violated))})."
-    judged = sorted({int(d.get("judged", 0)) for d in datas})
-    cases = " to ".join(f"{count:,}" for count in dict.fromkeys((judged[0], judged[-1])))
+    hold, where, cases = [], [], []
+    for known, of in ((MODES, ""), (JAX_MODES, " of JAX")):
+        if mine := [d for d in datas if d["loop"] in known]:
+            hold.append(_hold(len({d["loop"] for d in mine}), len(known), of, first=not hold))
+            where.append(f"{hold[-1]}{_where_all(mine)}")
+            judged = sorted({int(d.get("judged", 0)) for d in mine})
+            count = " to ".join(f"{number:,}" for number in dict.fromkeys((judged[0], judged[-1])))
+            cases.append(f"in {count}{of if cases else ' random cases each'}")
     worst = max(float(d.get("worst_error_over_allowed") or 0) for d in datas)
-    verified = f"1 of {len(MODES)} modes was verified and holds"
-    if len(modes) > 1:
-        verified = f"{len(modes)} of {len(MODES)} modes were verified and hold"
-    brief = f"Yes, {f'all {len(modes)} modes hold' if len(modes) == len(MODES) else verified}"
     disagreement = verdicts.disagreement(datas)
-    return f"{brief}{_where_all(datas)}: the gradient is that of one large batch", (
-        f"{brief}: in {cases} random cases each, the gradient is that of one large batch. The worst error is "
-        f"{verdicts.share_text(worst)} of what rounding allows.{f' {disagreement}.' if disagreement else ''}"
+    return f"Yes, {', and '.join(where)}: the gradient is that of one large batch", (
+        f"Yes, {', and '.join(hold)}: {', and '.join(cases)}, the gradient is that of one large batch. The worst "
+        f"error is {verdicts.share_text(worst)} of what rounding allows.{f' {disagreement}.' if disagreement else ''}"
     )
+
+
+def _hold(count: int, known: int, of: str, *, first: bool) -> str:
+    """Return how many modes hold of those that are known, such as "all 8 modes hold", or after that "all 5 of JAX"."""
+    share = f"all {known}" if count == known else f"{count} of {known}"
+    if not first:
+        return f"{share}{of}"
+    verb = "hold" if count == known else "was verified and holds" if count == 1 else "were verified and hold"
+    return f"{share} modes{of} {verb}"
 
 
 def _where_all(datas: Sequence[Data]) -> str:

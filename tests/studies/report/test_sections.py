@@ -341,14 +341,17 @@ def test_the_answer_on_modes_shows_the_modes_alone(tmp_path):
     assert {name for name, _ in answer.matrix.rows} == {*MODES, *JAX_MODES}
     assert (
         answer.brief
-        == f"Yes, all {len(MODES)} modes hold in float64 on the CPU: the gradient is that of one large batch"
+        == f"Yes, all {len(MODES)} modes hold in float64 on the CPU, and all {len(JAX_MODES)} of JAX in float64 on the "
+        "CPU: the gradient is that of one large batch"
     )
     verdict(tmp_path, "zero_", dtype="float32", worst_error_over_allowed=0.9964)
     assert "The worst error is 0.996 of" in build(tmp_path).answers[1].answer
     for mode in MODES:
         verdict(tmp_path, mode, dtype="bfloat16")
     brief = build(tmp_path).answers[1].brief
-    assert brief.startswith(f"Yes, all {len(MODES)} modes hold in float64, bfloat16 on the CPU:")  # float32: one mode
+    assert brief.startswith(
+        f"Yes, all {len(MODES)} modes hold in float64, bfloat16 on the CPU, and"
+    )  # float32: one mode
     assert everything.rows[0][0] == "mine"
     assert everything.notes[0].startswith("Not run: ")
 
