@@ -159,7 +159,9 @@ def _holds_sentence(datas: Sequence[Data]) -> tuple[str, str]:
     if violated:
         brief = f"No: {len(violated)} of {len(modes)} are violated"
         return brief, f"{brief} ({', '.join(sorted(violated))})."
-    hold, where, cases = [], [], []
+    hold: list[str] = []
+    where: list[str] = []
+    cases: list[str] = []
     for known, of in ((MODES, ""), (JAX_MODES, " of JAX")):
         if mine := [d for d in datas if d["loop"] in known]:
             hold.append(_hold(len({d["loop"] for d in mine}), len(known), of, first=not hold))
