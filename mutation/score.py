@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mutation.statements import apply, changed_statement, statements
+from mutation.statements import statements
 
 Key = tuple[str, str, str]
+_JUDGE = "elements fitted_weights gradient naming probe probe_faults reruns sizes steps weights"
+TARGETS = {
+    "core/comparison": ("tests/core",),
+    **{f"judge/{module}": ("tests/judge",) for module in _JUDGE.split()},
+    **{f"reference/{module}": ("tests/reference",) for module in ("large_batch", "rounding")},
+    **{f"auditing/{module}": ("tests/auditing",) for module in ("judge", "sums", "weights", "window_again")},
+}
+"""The modules, each with the folders and files of tests that are to notice its mutants."""
+
+
+def path(target: str) -> str:
+    """Return where a module is."""
+    return f"gradcheck_suite/{target}.py"
 
 
 @dataclass(frozen=True)
@@ -20,49 +32,54 @@ class Mutant:
 
     Attributes:
         module: path of the module.
-        outcome: `"killed"`, `"survived"` or `"incompetent"`; `"skipped"` where a filter left it out; `"not tried"`.
+        operator: Cosmic Ray's name of the change.
+        occurrence: which of the places in the module where the operator applies.
         statement: the innermost statement that changed, in the form of `statements.changed_statement`.
         changed: what it became.
-        timed_out: whether it was killed because the tests took too long.
+        outcome: `"killed"`; `"time limit"` where the tests took too long, which kills it, too; `"survived"`; `"not
+            executed"` where no test executes the statement.
     """
 
     module: str
+    operator: str
+    occurrence: int
+    statement: str
+    changed: str
     outcome: str
-    statement: str = ""
-    changed: str = ""
-    timed_out: bool = False
 
     @property
     def key(self) -> Key:
         """Identify the mutant independently of the module's formatting."""
         return self.module, self.statement, self.changed
 
+    @property
+    def is_killed(self) -> bool:
+        """Whether a test noticed it."""
+        return self.outcome in ("killed", "time limit")
 
-def mutants(dump: Iterable[str], source: Callable[[str], str]) -> list[Mutant]:
-    """Read what `cosmic-ray dump` prints: one mutant and its result a line.
 
-    Args:
-        dump: the lines.
-        source: returns the text of a module, given its path as Cosmic Ray writes it.
+@dataclass(frozen=True)
+class Tried:
+    """What a sample of a module's mutants came to.
+
+    Attributes:
+        commit: that was checked out.
+        seed: of the sample.
+        total: how many mutants the module has.
+        source: its text.
+        mutants: the sample.
     """
-    found = []
-    for text in dump:
-        item, result = json.loads(text)
-        module = item["mutations"][0]["module_path"]
-        if result is None:
-            found.append(Mutant(module, "not tried"))
-        elif result["worker_outcome"] == "skipped":
-            found.append(Mutant(module, "skipped"))
-        else:
-            before = source(module)
-            changed = changed_statement(before, apply((result["diff"] or "").split("\n"), before))
-            found.append(Mutant(module, result["test_outcome"], *changed, timed_out=result["output"] == "timeout"))
-    return found
+
+    commit: str
+    seed: int
+    total: int
+    source: str
+    mutants: list[Mutant]
 
 
-def explained(path: Path) -> dict[Key, str]:
+def explained(file: Path) -> dict[Key, str]:
     """Read the reasons: mutants that no test can tell from the module itself."""
-    entries = tomllib.loads(path.read_text(encoding="utf-8"))["explained"]
+    entries = tomllib.loads(file.read_text(encoding="utf-8"))["explained"]
     return {
         (entry["module"], entry["statement"], changed): entry["reason"]
         for entry in entries
@@ -70,34 +87,36 @@ def explained(path: Path) -> dict[Key, str]:
     }
 
 
-def stale(reasons: dict[Key, str], source: Callable[[str], str | None]) -> list[Key]:
+def stale(reasons: Iterable[Key], root: Path) -> list[Key]:
     """Return the keys of reasons for statements that their module no longer contains."""
-    return [key for key in reasons if key[1] not in statements(source(key[0]) or "")]
+    return [key for key in reasons if key[1] not in statements((root / key[0]).read_text(encoding="utf-8"))]
 
 
 def unexplained(found: Iterable[Mutant], reasons: dict[Key, str]) -> list[Mutant]:
     """Return the mutants that neither a test kills nor a reason explains."""
-    return [m for m in found if m.outcome not in ("killed", "skipped") and m.key not in reasons]
+    return [m for m in found if not m.is_killed and m.key not in reasons]
 
 
-def _row(name: str, found: Sequence[Mutant], reasons: dict[Key, str]) -> str:
+def _row(name: str, total: int, found: list[Mutant], reasons: dict[Key, str], commit: str) -> str:
     count = Counter(mutant.outcome for mutant in found)
-    total = len(found) - count["skipped"]
-    equivalent = sum(mutant.outcome == "survived" and mutant.key in reasons for mutant in found)
-    slow = sum(mutant.timed_out for mutant in found)
-    share = count["killed"] / (total - equivalent) if total > equivalent else 1.0
-    return f"| {name} | {total} | {count['killed']} | {slow} | {equivalent} | {100 * share:.1f}% |"
+    killed = sum(mutant.is_killed for mutant in found)
+    left = len(unexplained(found, reasons))
+    share = f"{100 * killed / (killed + left):.1f}%" if killed + left else ""
+    numbers = (total, len(found), killed, count["time limit"], len(found) - killed - left, left)
+    return f"| {name} | {' | '.join(map(str, numbers))} | {share} | {commit} |"
 
 
-def report(found: Sequence[Mutant], reasons: dict[Key, str], version: str) -> str:
+def report(tried: dict[str, Tried], reasons: dict[Key, str], version: str) -> str:
     """Return the report in Markdown.
 
     Args:
-        found: the mutants.
-        reasons: why some cannot be killed.
+        tried: what was tried, by module.
+        reasons: why some mutants cannot be killed.
         version: Cosmic Ray's.
     """
-    modules = sorted({mutant.module for mutant in found})
+    everything = [mutant for of in tried.values() for mutant in of.mutants]
+    seeds = sorted({of.seed for of in tried.values()})
+    most = max(len(of.mutants) for of in tried.values())
     lines = [
         "# Mutation",
         "",
@@ -107,30 +126,35 @@ def report(found: Sequence[Mutant], reasons: dict[Key, str], version: str) -> st
         "tox -e mutation",
         "```",
         "",
-        f"with Cosmic Ray {version}, in some hours on one core; configuration and reasons are in `mutation/`. "
-        "The score is killed / (mutants - explained).",
-        f"{sum(mutant.outcome == 'skipped' for mutant in found)} mutants of `|` are left out: annotations such as "
-        "`X | None` are never evaluated, and no other `|` is there.",
+        f"with Cosmic Ray {version}: a random sample of at most {most} mutants of each module (seed "
+        f"{', '.join(map(str, seeds))}), tried at the commit in the last column. `--sample 0` tries all. A mutant is "
+        "tried by the tests of its module's room that execute the changed statement; mutants of annotations and "
+        "signatures, which are never evaluated, are left out. The score is killed / (tried - explained).",
         "",
-        "| module | mutants | killed | of these by the time limit | explained | score |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| module | mutants | tried | killed | of these by the time limit | explained | left | score | commit |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
-    lines += [_row(f"`{m}`", [mutant for mutant in found if mutant.module == m], reasons) for m in modules]
-    lines += [_row("all", found, reasons), "", "## Explained", ""]
-    survived = {mutant.key for mutant in found if mutant.outcome == "survived"}
-    for module in modules:
-        keys = [key for key in reasons if key[0] == module and key in survived]
-        if keys:
-            lines += [f"### `{module}`", ""]
-        before = None
-        for key in keys:
-            if (key[1], reasons[key]) != before:
-                lines.append(f"- `{key[1]}`: {reasons[key]}")
-                before = key[1], reasons[key]
-            lines.append(f"  - `{key[2]}`")
-        if keys:
-            lines.append("")
-    if left := unexplained(found, reasons):
-        lines += ["## Neither killed nor explained", ""]
+    lines += [_row(f"`{name}`", of.total, of.mutants, reasons, of.commit) for name, of in sorted(tried.items())]
+    lines.append(_row("all", sum(of.total for of in tried.values()), everything, reasons, ""))
+    survived = {mutant.key for mutant in everything if not mutant.is_killed}
+    shown: dict[tuple[str, str, str], list[str]] = {}
+    for key, reason in reasons.items():
+        if key in survived:
+            shown.setdefault((key[0], key[1], reason), []).append(key[2])
+    if shown:
+        lines += ["", "## Explained", ""]
+    for (module, statement, reason), changed in shown.items():
+        lines.append(f"- `{module}`: `{statement}`: {reason}")
+        lines += [f"  - `{text}`" for text in changed]
+    if left := unexplained(everything, reasons):
+        lines += ["", "## Neither killed nor explained", ""]
         lines += [f"- `{m.module}`: `{m.statement}` became `{m.changed}` ({m.outcome})" for m in left]
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join(lines) + "\n"
+
+
+def write_report(file: Path, tried: dict[str, Tried], reasons: dict[Key, str], version: str) -> None:
+    """Write the report if every module was tried; else say which were not, and leave the file as it is."""
+    if untried := [target for target in TARGETS if target not in tried]:
+        print(f"{file.name} stays as it is: not tried here: {', '.join(untried)}")
+    else:
+        file.write_text(report(tried, reasons, version), encoding="utf-8")

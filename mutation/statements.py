@@ -5,43 +5,64 @@ from __future__ import annotations
 import ast
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import pairwise
 
-_HUNK = re.compile(r"@@ -(\d+)")
 _BODIES = ("body", "orelse", "finalbody", "handlers", "cases")
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_ORDERS = {"Lt", "LtE", "Gt", "GtE"}
+Place = tuple[int, int]
 
 
-def apply(diff: Sequence[str], source: str) -> str:
-    """Return the source with a unified diff applied."""
-    lines = source.split("\n")
-    changed, at = [], 0
-    for text in diff:
-        if hunk := _HUNK.match(text):
-            start = int(hunk[1]) - 1
-            changed += lines[at:start]
-            at = start
-        elif text.startswith(("---", "+++")):
-            continue
-        elif text.startswith("+"):
-            changed.append(text[1:])
-        elif text.startswith("-"):
-            at += 1
-        elif text.startswith(" "):
-            changed.append(lines[at])
-            at += 1
-    return "\n".join(changed + lines[at:])
+class Code:
+    """A module's text, of which not every mutant is worth a test.
 
-
-def changed_statement(before: str, after: str) -> tuple[str, str]:
-    """Return the innermost statement in which two versions of a module differ, as it stands in each.
-
-    Of a statement with a body, only the head is returned. Text that is no Python is returned as it is.
+    Under `from __future__ import annotations` no annotation is evaluated, and of a function's signature only the
+    defaults are: `*` in it is how arguments are passed. `strict=True` asserts what holds. Names are equal or not, and
+    have no order; whether equal objects are one rests on Python.
     """
-    try:
-        return _differing(ast.parse(before), ast.parse(after))
-    except SyntaxError:
-        pairs = zip(before.split("\n"), after.split("\n"), strict=False)
-        return next(((a.strip(), b.strip()) for a, b in pairs if a != b), ("", ""))
+
+    def __init__(self, source: str) -> None:
+        self._silent: list[tuple[Place, Place]] = []
+        self._defaults: list[tuple[Place, Place]] = []
+        self._of_names: list[tuple[Place, Place]] = []
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.AnnAssign):
+                self._silent.append(_span(node.annotation))
+            elif isinstance(node, ast.keyword) and node.arg == "strict":
+                self._silent.append(_span(node.value))
+            elif isinstance(node, _FUNCTIONS):
+                self._silent.append(((node.lineno, node.col_offset), _span(node.body[0])[0]))
+                values = (*node.args.defaults, *node.args.kw_defaults)
+                self._defaults += [_span(value) for value in values if value is not None]
+            elif isinstance(node, ast.Compare):
+                operands = (node.left, *node.comparators)
+                self._of_names += [
+                    (_span(a)[1], _span(b)[0]) for a, b in pairwise(operands) if any(_is_name(x) for x in (a, b))
+                ]
+
+    def tells(self, operator: str, start: Place, end: Place) -> bool:
+        """Whether a test may tell the mutant that Cosmic Ray's operator makes from `start` to `end`, (line, column)."""
+
+        def is_within(spans: list[tuple[Place, Place]]) -> bool:
+            return any(first <= start and end <= last for first, last in spans)
+
+        if is_within(self._silent) and not is_within(self._defaults):
+            return False
+        if not (compared := re.search("ReplaceComparisonOperator_(.+)_(.+)", operator)):
+            return True
+        before, after = compared.groups()
+        same = {"Is", "IsNot"}
+        return not (len({before, after} & same) == 1 or (after in _ORDERS and is_within(self._of_names)))
+
+
+def changed_statement(before: str, after: str) -> tuple[range, str, str]:
+    """Return the innermost statement in which two versions of a module differ, as it stands in each, after its lines.
+
+    Of a statement with a body, only the head is returned. No lines are returned of a statement outside functions, which
+    is executed once, when the module is imported.
+    """
+    return _differing(ast.parse(before), ast.parse(after), within=False)
 
 
 def statements(source: str) -> Iterator[str]:
@@ -51,16 +72,29 @@ def statements(source: str) -> Iterator[str]:
             yield _head(node)
 
 
-def _differing(before: ast.AST, after: ast.AST) -> tuple[str, str]:
-    head = _head(before), _head(after)
-    if head[0] == head[1]:
+def _span(node: ast.expr | ast.stmt) -> tuple[Place, Place]:
+    return (node.lineno, node.col_offset), (node.end_lineno or node.lineno, node.end_col_offset or 0)
+
+
+def _is_name(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def _differing(before: ast.AST, after: ast.AST, *, within: bool) -> tuple[range, str, str]:
+    head, changed_head = _head(before), _head(after)
+    if head == changed_head:
         for name in _BODIES:
             inner, changed = (getattr(node, name, []) for node in (before, after))
             if len(inner) == len(changed):
                 for a, b in zip(inner, changed, strict=True):
                     if ast.dump(a) != ast.dump(b):
-                        return _differing(a, b)
-    return head
+                        return _differing(a, b, within=within or isinstance(before, _FUNCTIONS))
+    body = next((getattr(before, name) for name in _BODIES if getattr(before, name, None)), None)
+    lines = range(0)
+    if within and not isinstance(before, _FUNCTIONS):
+        first, last = _span(before)
+        lines = range(first[0], _span(body[0])[0][0] if body else last[0] + 1) or range(first[0], first[0] + 1)
+    return lines, head, changed_head
 
 
 def _head(node: ast.AST) -> str:

@@ -1,19 +1,14 @@
-"""The mutation score, counted by hand from what Cosmic Ray prints of five mutants."""
+"""Mutants and their score, counted by hand."""
 
 from __future__ import annotations
 
 import ast
-import difflib
-import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from mutation import run
-from mutation.run import ROOT, TARGETS
-from mutation.score import Mutant, explained, mutants, report, stale, unexplained
-from mutation.statements import apply, changed_statement
+from mutation.score import TARGETS, Mutant, Tried, explained, path, report, stale, unexplained, write_report
+from mutation.statements import Code, changed_statement
+from tests.docs.pages import ROOT
 
 REASONS = """
 [[explained]]
@@ -22,39 +17,22 @@ statement = "if short != k:"
 mutants = ["if short < k:"]
 reason = "no window is longer"
 """
-SOURCES = {
-    "a.py": """
-def f(short, k):
+SOURCE = """
+LIMIT: int | None = 7
+def f(short, k: int | None = 5, *, low) -> int | None:
     if (short
             != k):  # no longer
         return 1
     while low < high: low += 1
-""",
-    "b.py": "x = 1\n",
-}
-
-
-def _dumped(module, outcome, *, line="", changed="", output="1 failed"):
-    item = {"job_id": "1", "mutations": [{"module_path": module}]}
-    if outcome is None:
-        return json.dumps([item, None])
-    if outcome == "skipped":
-        return json.dumps([item, {"worker_outcome": "skipped", "test_outcome": None, "diff": None, "output": None}])
-    before = SOURCES[module]
-    assert before.count(line) == 1
-    diff = difflib.unified_diff(before.split("\n"), before.replace(line, changed).split("\n"), "a", "b", lineterm="")
-    result = {"worker_outcome": "normal", "test_outcome": outcome, "output": output}
-    return json.dumps([item, {**result, "diff": "\n".join(["--- mutation diff ---", *diff])}])
-
-
-FIVE = [
-    _dumped("a.py", "survived", line="            != k", changed="            < k"),
-    _dumped("a.py", "killed", line="            != k", changed="            == k"),
-    _dumped("a.py", "killed", line="low < high", changed="low > -high", output="timeout"),
-    _dumped("a.py", "skipped"),
-    _dumped("b.py", "survived", line="x = 1", changed="x = 2"),
+    if k is not None and short == "sum":
+        return zip(short, k, strict=True)
+"""
+A = [
+    Mutant("a.py", "Eq_Lt", 0, "if short != k:", "if short < k:", "survived"),
+    Mutant("a.py", "Eq_NotEq", 0, "if short != k:", "if short == k:", "killed"),
+    Mutant("a.py", "Not", 0, "while low < high:", "while not low < high:", "time limit"),
 ]
-read = SOURCES.__getitem__
+B = [Mutant("b.py", "Number", 0, "x = 1", "x = 2", "not executed")]
 
 
 @pytest.fixture
@@ -64,96 +42,78 @@ def reasons(tmp_path):
     return explained(path)
 
 
-def test_mutants_are_read_with_their_statements():
-    assert mutants(FIVE, read) == [
-        Mutant("a.py", "survived", "if short != k:", "if short < k:"),
-        Mutant("a.py", "killed", "if short != k:", "if short == k:"),
-        Mutant("a.py", "killed", "while low < high:", "while low > -high:", timed_out=True),
-        Mutant("a.py", "skipped"),
-        Mutant("b.py", "survived", "x = 1", "x = 2"),
-    ]
-    assert mutants([_dumped("a.py", None)], read) == [Mutant("a.py", "not tried")]
+@pytest.mark.parametrize(
+    ("before", "after", "lines"),
+    [("!= k", "< k", [4, 5]), ("return 1", "return 2", [6]), ("+= 1", "-= 1", [7]), ("= 7", "= 8", [])],
+)
+def test_formatting_does_not_change_the_statement(before, after, lines):
+    formatted = ast.unparse(ast.parse(SOURCE))
+    assert formatted != SOURCE
+    changed = [changed_statement(t, t.replace(before, after)) for t in (SOURCE, formatted)]
+    assert changed[0][1:] == changed[1][1:]
+    assert list(changed[0][0]) == lines, "outside of a function no line is executed by a test"
 
 
-@given(lines=st.lists(st.sampled_from("abcdef"), max_size=12), changed=st.lists(st.sampled_from("abcdef"), max_size=12))
-def test_a_diff_is_applied(lines, changed):
-    diff = list(difflib.unified_diff(lines or [""], changed or [""], "before", "after", lineterm=""))
-    assert apply(diff, "\n".join(lines)) == "\n".join(changed)
+@pytest.mark.parametrize(
+    ("text", "operator", "tells"),
+    [
+        ("int | None = 7", "ReplaceBinaryOperator_BitOr_Add", False),
+        ("int | None = 5", "ReplaceBinaryOperator_BitOr_Add", False),
+        ("*", "ReplaceBinaryOperator_Mul_Div", False),
+        ("5", "NumberReplacer", True),
+        ("7", "NumberReplacer", True),
+        ("True", "ReplaceTrueWithFalse", False),
+        ("!=", "ReplaceComparisonOperator_NotEq_Lt", True),
+        ("!=", "ReplaceComparisonOperator_NotEq_IsNot", False),
+        ("==", "ReplaceComparisonOperator_Eq_NotEq", True),
+        ("==", "ReplaceComparisonOperator_Eq_GtE", False),
+        ("is not", "ReplaceComparisonOperator_IsNot_Is", True),
+    ],
+)
+def test_what_no_test_may_tell_is_no_mutant(text, operator, tells):
+    at = SOURCE.index(text) + (text.find("|") if "|" in text else 0)
+    row, column = SOURCE.count("\n", 0, at) + 1, at - SOURCE.rfind("\n", 0, at) - 1
+    end = 1 if "|" in text else len(text)
+    assert Code(SOURCE).tells(operator, (row, column), (row, column + end)) == tells
 
 
-@pytest.mark.parametrize(("before", "after"), [("!= k", "< k"), ("return 1", "return 2"), ("+= 1", "-= 1")])
-def test_formatting_does_not_change_the_statement(before, after):
-    text = SOURCES["a.py"]
-    formatted = ast.unparse(ast.parse(text))
-    assert formatted != text
-    changed = {changed_statement(t, t.replace(before, after)) for t in (text, formatted)}
-    assert len(changed) == 1
-
-
-def test_a_reason_for_a_statement_that_is_gone_is_stale(reasons):
-    assert stale(reasons, read) == []
-    assert stale(reasons, lambda module: "") == [("a.py", "if short != k:", "if short < k:")]
-
-
-def test_every_target_and_its_tests_are_there():
-    for target, aim in TARGETS.items():
-        for path in (f"gradcheck_suite/{target}.py", *aim.tests.split()):
-            assert (ROOT / path).exists(), path
-
-
-def test_a_survivor_without_a_reason_is_left(reasons):
-    found = mutants(FIVE, read)
-    assert unexplained(found, reasons) == [found[4]]
-    assert unexplained(found[:4], reasons) == []
-    (untried,) = mutants([_dumped("a.py", None)], read)
-    assert unexplained([untried], reasons) == [untried]
-
-
-def test_the_score_leaves_out_what_is_skipped_or_explained(reasons):
-    """Of a.py's three mutants two are killed and one is explained; b.py's only one survives: 2 of 3 in all."""
-    text = report(mutants(FIVE, read), reasons, "8.7.0")
-    assert "| `a.py` | 3 | 2 | 1 | 1 | 100.0% |" in text
-    assert "| `b.py` | 1 | 0 | 0 | 0 | 0.0% |" in text
-    assert "| all | 4 | 2 | 1 | 1 | 66.7% |" in text
-    assert "- `b.py`: `x = 1` became `x = 2` (survived)" in text
-    assert "with Cosmic Ray 8.7.0" in text
-    assert "1 mutants of `|` are left out" in text
-    assert "- `if short != k:`: no window is longer\n  - `if short < k:`\n" in text
-
-
-def test_a_reason_for_what_is_killed_is_not_shown(reasons):
-    assert "no window is longer" not in report(mutants(FIVE, read)[1:], reasons, "8.7.0")
+def test_a_reason_for_a_statement_that_is_gone_is_stale(reasons, tmp_path):
+    (tmp_path / "a.py").write_text(SOURCE)
+    assert stale(reasons, tmp_path) == []
+    (tmp_path / "a.py").write_text("")
+    assert stale(reasons, tmp_path) == [("a.py", "if short != k:", "if short < k:")]
 
 
 def test_every_kept_reason_is_about_a_statement_that_is_there():
-    reasons = explained(ROOT / "mutation" / "explained.toml")
-    assert reasons
-    assert stale(reasons, lambda module: (ROOT / module).read_text()) == []
+    assert stale(explained(ROOT / "mutation" / "explained.toml"), ROOT) == []
 
 
-@pytest.mark.parametrize("others", [False, True], ids=["alone", "the others were run before"])
-def test_a_module_alone_does_not_rewrite_the_report_of_all(others, tmp_path, monkeypatch, capsys):
-    """Cosmic Ray is played by files that hold what it prints of each module."""
-    (tmp_path / "README.md").write_text("of all", encoding="utf-8")
-    (tmp_path / "explained.toml").write_text(REASONS, encoding="utf-8")
+def test_the_score_leaves_out_what_is_explained(reasons):
+    """Of a.py's three mutants two are killed and one is explained; b.py's only one survives: 2 of 3 in all."""
+    assert unexplained(A + B, reasons) == B
+    text = report({"a": Tried("abc", 7, 30, "", A), "b": Tried("abd", 7, 5, "", B)}, reasons, "8.7.0")
+    assert "| `a` | 30 | 3 | 2 | 1 | 1 | 0 | 100.0% | abc |" in text
+    assert "| `b` | 5 | 1 | 0 | 0 | 0 | 1 | 0.0% | abd |" in text
+    assert "| all | 35 | 4 | 2 | 1 | 1 | 1 | 66.7% |" in text
+    assert "at most 3 mutants of each module (seed 7)" in text
+    assert "- `b.py`: `x = 1` became `x = 2` (not executed)" in text
+    assert "- `a.py`: `if short != k:`: no window is longer\n  - `if short < k:`\n" in text
+    assert "no window is longer" not in report({"a": Tried("abc", 7, 30, "", A[1:])}, reasons, "8.7.0")
+
+
+def test_every_target_and_its_tests_are_there():
+    for target, tests in TARGETS.items():
+        for place in (path(target), *tests):
+            assert (ROOT / place).exists(), place
+
+
+def test_a_module_alone_does_not_rewrite_the_report_of_all(tmp_path, reasons, capsys):
+    file = tmp_path / "README.md"
+    file.write_text("of all", encoding="utf-8")
     first, *rest = TARGETS
-    dumped = {
-        target: _dumped("b.py", "killed", line="x = 1", changed=f"x = {i}") for i, target in enumerate(TARGETS, 2)
-    }
-    for name in ("HERE", "BUILD"):
-        monkeypatch.setattr(run, name, tmp_path)
-    monkeypatch.setattr(run, "_copy_tree", lambda: tmp_path)
-    monkeypatch.setattr(run, "_run", lambda target, tree, *, again: run._session(target).write_text(dumped[target]))
-    monkeypatch.setattr(run, "_call", lambda tree, *command: run.Path(command[-1]).read_text() + "\n")
-    monkeypatch.setattr(run, "version", lambda name: "8.7.0")
-    for target in rest if others else ():
-        run._session(target).write_text(dumped[target])
-    (tmp_path / "b.py").write_text(SOURCES["b.py"])
-    monkeypatch.setattr("sys.argv", ["run.py", first])
-    assert run.main() == 0
-    said = (tmp_path / "README.md").read_text(encoding="utf-8")
-    if others:
-        assert f"| `b.py` | {len(TARGETS)} | {len(TARGETS)} | 0 | 0 | 100.0% |" in said
-    else:
-        assert said == "of all"
-        assert f"stays as it is: not run here: {', '.join(rest)}\n" in capsys.readouterr().out
+    tried = {target: Tried("abc", 7, 5, "", B) for target in TARGETS}
+    write_report(file, {first: tried[first]}, reasons, "8.7.0")
+    assert file.read_text(encoding="utf-8") == "of all"
+    assert capsys.readouterr().out == f"README.md stays as it is: not tried here: {', '.join(rest)}\n"
+    write_report(file, tried, reasons, "8.7.0")
+    assert file.read_text(encoding="utf-8") == report(tried, reasons, "8.7.0")
