@@ -179,20 +179,21 @@ def _try(
     if not chosen:
         return replace(mutant, outcome="not executed")
     file = TREE / path(target)
+    dates = file.stat()
     file.write_text(changed, encoding="utf-8")
     spent = {test: seconds[test] for test in chosen}
     files = sorted({test.split("::")[0] for test in chosen})
     status = _forked(lambda: _pytest(files, _Chosen(spent)), 30.0 + 5.0 * sum(spent.values()))
-    shutil.copy2(ROOT / path(target), file)
+    file.write_text(source, encoding="utf-8")
+    os.utime(file, ns=(dates.st_atime_ns, dates.st_mtime_ns))  # which its bytecode is dated by
     if status == 5:
         raise SystemExit(f"no test was run: see {BUILD}/output.txt")
     return replace(mutant, outcome="time limit" if status is None else "survived" if status == 0 else "killed")
 
 
-def _run(target: str, sample: int, seed: int, before: Tried | None) -> Tried:
+def _run(target: str, commit: str, sample: int, seed: int, before: Tried | None) -> Tried:
     """Try a sample of a module's mutants; only what survived `before`, if the module is still what it was."""
     source = (TREE / path(target)).read_text(encoding="utf-8")
-    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, encoding="utf-8").strip()
     tests = _tests_of(target)
     if before is not None and before.source == source:
         mutants = [
@@ -230,13 +231,14 @@ def main() -> int:
     for measured in BUILD.glob("tests_*.json"):
         measured.unlink()
     _copy_tree()
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, encoding="utf-8").strip()
     for name in LOADED:
         import_module(name)
     gc.freeze()
     reasons, left = explained(HERE / "explained.toml"), 0
     for target in arguments.targets or TARGETS:
         start = time.monotonic()
-        tried = _run(target, arguments.sample, arguments.seed, _read(target) if arguments.again else None)
+        tried = _run(target, commit, arguments.sample, arguments.seed, _read(target) if arguments.again else None)
         _kept(target).write_text(json.dumps(asdict(tried)), encoding="utf-8")
         minutes = (time.monotonic() - start) / 60
         print(f"{target}: {len(tried.mutants)} of {tried.total} mutants, {minutes:.1f} minutes", flush=True)
