@@ -399,15 +399,16 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._stance.close()
 
     @undrawn()
-    def close(self, error: BaseException | None = None) -> LiveResult:
+    def close(self, error: BaseException | None = None, *, summary: bool = True) -> LiveResult:
         """Stop observing and return the result; a second call returns the same.
 
         Args:
             error: the exception that ended the run, if any.
+            summary: whether the result is printed after the violations.
         """
         if self._result is None:
             self._result = self._closed(error)
-            if not self.quiet and not self._result.is_another_ranks:
+            if summary and not self.quiet and not self._result.is_another_ranks:
                 _say(live_lines(self._result, shown=bool(self._result.violations)), self.standard_error)
         return self._result
 
@@ -571,10 +572,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         for index in [i for i, running in self._running.items() if step is not None]:
             del self._running[index]
         for violation in self._judge.violations():
-            # a later window may give the fault of an earlier one another name
-            told = {violation.diagnosis, (violation.step, violation.where)}
-            if not told & self._told and not self.options.accepts(violation.diagnosis, violation.where):
-                self._told |= told
+            if not self.options.accepts(violation.diagnosis, violation.where):
                 self._tell(violation)
 
     # The window again
@@ -653,6 +651,12 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     @undrawn()
     def _tell(self, violation: LiveViolation) -> None:
+        """Print a violation, unless it was printed; stop the run there where that is asked."""
+        # a later window may give the fault of an earlier one another name
+        told = {violation.diagnosis, (violation.step, violation.where)}
+        if told & self._told:
+            return
+        self._told |= told
         if not self.quiet:
             _say(violation_lines(violation), self.standard_error)
         if self.options.stop_on_violation and self._observing:
@@ -670,6 +674,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         findings = said + self._recorder.notes + self._judge.notes() + off
         if self._recorder.off:
             violations = accepted = ()
+        for violation in violations:
+            self._tell(violation)  # what the end of the run, or all ranks together, have shown
         weighed = self._judge.judged if "weights" in self.options.without else self._judge.weighed
         windows = len(weighed | self._judge.violated)
         if set(self.options.without) == {"weights", "sums"}:

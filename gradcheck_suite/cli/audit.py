@@ -201,8 +201,7 @@ def run(arguments: argparse.Namespace) -> int:
     ).open()
 
     def finished(error: BaseException | None, status: int) -> int:
-        audited.quiet = True  # printed below
-        result = audited.close(error)
+        result = audited.close(error, summary=False)  # `_finish` prints it
         with contextlib.redirect_stderr(audited.standard_error):
             return _finish(arguments, result, status, folder)
 

@@ -1,6 +1,6 @@
 """What each wrapper for several ranks communicates in a window, under each reset mode, beside its law.
 
-    pytest properties/benchmarks/bench_traffic.py [--bench-records DIR]
+    pytest properties/benchmarks/bench_traffic.py --full [--bench-records DIR]
 
 Collectives and bytes are counted, so a busy machine does not disturb them.
 """

@@ -31,7 +31,7 @@ def script(tmp_path):
     def write(body, loss="F.cross_entropy(model(x), y)"):
         file = tmp_path / "train.py"
         file.write_text(
-            "import os, signal, sys\nimport torch\nimport torch.nn.functional as F\n"
+            "import os, signal, sys\nimport torch\nimport torch.nn.functional as F\ntorch.manual_seed(0)\n"
             "model = torch.nn.Linear(2, 2)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
             "x, y = torch.ones(3, 2), torch.tensor([0, 1, 1])\n"
             f"for i in range(4):\n    optimizer.zero_grad()\n    {loss}.backward()\n    optimizer.step()\n{body}\n"
@@ -57,6 +57,13 @@ def test_the_json_has_the_verdict_the_place_and_the_weights(tmp_path, capfd, fau
     assert out == ""
     assert err.count("mean-of-means at step 0") == 2  # when it was found, and at the end
     assert main(["audit", sound]) == 0
+
+
+def test_a_fault_that_the_end_of_the_run_shows_is_explained(capfd, scripts):
+    assert main(["audit", str(scripts / "faulty_tail_dropped.py")]) == 1
+    err = capfd.readouterr().err
+    assert err.count("went backward and never reached a step") == 1
+    assert err.count("tail-dropped") == 2  # with the explanation, and at the end
 
 
 def test_the_scripts_arguments_output_and_status_are_its_own(script, capfd):
@@ -246,7 +253,7 @@ def test_the_json_has_each_part_that_is_unknown_and_what_to_do(script, tmp_path)
     (result,) = json.loads(path.read_text())["results"]
     (part,) = result["unknown"]
     assert (part["what"], part["reason"], part["steps"]) == ("weights", "Exp of a number", 4)
-    assert part["where"].endswith("train.py:8")
+    assert part["where"].endswith("train.py:9")
     assert "gradcheck_suite.objective" in part["remedy"]
 
 
