@@ -11,6 +11,8 @@ from itertools import pairwise
 _BODIES = ("body", "orelse", "finalbody", "handlers", "cases")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _ORDERS = {"Lt", "LtE", "Gt", "GtE"}
+_IDENTITY = {"Is", "IsNot"}
+_BITS = {"BitAnd", "BitOr", "BitXor", "LShift", "RShift"}
 Place = tuple[int, int]
 
 
@@ -19,7 +21,8 @@ class Code:
 
     Under `from __future__ import annotations` no annotation is evaluated, and of a function's signature only the
     defaults are: `*` in it is how arguments are passed. `strict=True` asserts what holds. Names are equal or not, and
-    have no order; whether equal objects are one rests on Python.
+    have no order; whether equal objects are one rests on Python. Bits and arithmetic take each other's place nowhere: a
+    float has no bits, and what follows is a TypeError.
     """
 
     def __init__(self, source: str) -> None:
@@ -49,11 +52,12 @@ class Code:
 
         if is_within(self._silent) and not is_within(self._defaults):
             return False
-        if not (compared := re.search("ReplaceComparisonOperator_(.+)_(.+)", operator)):
+        if not (replaced := re.search("Replace(?:Comparison|Binary)Operator_(.+)_(.+)", operator)):
             return True
-        before, after = compared.groups()
-        same = {"Is", "IsNot"}
-        return not (len({before, after} & same) == 1 or (after in _ORDERS and is_within(self._of_names)))
+        for kind in (_IDENTITY, _BITS):
+            if len(kind.intersection(replaced.groups())) == 1:
+                return False
+        return replaced[2] not in _ORDERS or not is_within(self._of_names)
 
 
 def changed_statement(before: str, after: str) -> tuple[range, str, str]:

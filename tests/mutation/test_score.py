@@ -25,7 +25,7 @@ def f(short, k: int | None = 5, *, low) -> int | None:
         return 1
     while low < high: low += 1
     if k is not None and short == "sum":
-        return zip(short, k, strict=True)
+        return zip(short, k + 3, strict=True)
 """
 A = [
     Mutant("a.py", "Eq_Lt", 0, "if short != k:", "if short < k:", "survived"),
@@ -60,6 +60,8 @@ def test_formatting_does_not_change_the_statement(before, after, lines):
         ("int | None = 7", "ReplaceBinaryOperator_BitOr_Add", False),
         ("int | None = 5", "ReplaceBinaryOperator_BitOr_Add", False),
         ("*", "ReplaceBinaryOperator_Mul_Div", False),
+        ("+", "ReplaceBinaryOperator_Add_Sub", True),
+        ("+", "ReplaceBinaryOperator_Add_BitXor", False),
         ("5", "NumberReplacer", True),
         ("7", "NumberReplacer", True),
         ("True", "ReplaceTrueWithFalse", False),
