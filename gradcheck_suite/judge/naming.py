@@ -465,10 +465,56 @@ def _whole_windows(w: Weights) -> bool:
     return bool(np.all(w.ratio)) and all(all(part) or not any(part) for part in parts)
 
 
+def _decay(wrong: Steps) -> float | None:
+    """Return what every earlier window's gradient is multiplied by from step to step; None where that differs.
+
+    It is None, too, where no step has two before it, since any number would fit.
+    """
+    first = next((w for w in wrong if w.index and not w.epoch), None)
+    if first is None or max(_steps_before(w) for w in wrong) < 2:
+        return None
+    before = _in_place_of_its_own(first, (first.index or 0) - 1)
+    if not len(before) or not len(first.inside) or not first.ratio[0]:
+        return None
+    decay = float(before[0] / first.ratio[0])
+
+    def fits(w: Weights) -> bool:
+        number, steps = len(w.windows), _steps_before(w)
+        if w.index is None or not len(w.inside):
+            return False
+        # how far back the steps of each window are: one epoch further each time
+        powers = [sum(decay**n for n in range((w.index - i) % number, steps + 1, number)) for i in range(number)]
+        own = w.ratio[0] / powers[w.index]
+        return all(w.close(_in_place_of_its_own(w, i), own * power) for i, power in enumerate(powers))
+
+    return decay if decay > 0 and not first.close(decay, 1.0) and all(map(fits, wrong)) else None
+
+
+def _steps_before(w: Weights) -> int:
+    return w.epoch * len(w.windows) + (w.index or 0)
+
+
+def _in_place_of_its_own(w: Weights, window: int) -> Array:
+    """Return the weights of another window's micro-batches over what is right in that window's step."""
+    return replace(w, window=w.windows[window]).ratio
+
+
 def _stale_text(w: Weights, wrong: Steps) -> str:
     off = "" if all(map(_whole_and_earlier, wrong)) else "; the window's own weights are wrong as well"
-    if not w.foreign:
+    decay = _decay(wrong)
+    if decay is not None:
+        own = w.ratio[0] if len(w.inside) else 1.0
+        how = "a reset that scales gradients and does not clear them"
+        if not w.close(own, 1.0):
+            how = f"a moving average; the window's own weighs {own:.3g} times what it should"
+        return (
+            f"the gradient of every earlier window is in the sum, and weighs {decay:.3g} times as much with each "
+            f"further step, as by {how}: {RESET}, and leave averages to the optimizer"
+        )
+    if not w.foreign and w.epoch and np.any(w.ratio > 1):
         return f"the same window's gradient from earlier epochs is still in it: {RESET}{off}"
+    if not w.foreign:
+        return f"in other steps, the gradient of earlier windows is still in the sum: {RESET}{off}"
     share = max(abs(w.observed[j] / w.expected) for j in w.foreign)
     trace = f", with {share:.3g} of an item's right weight" if share < 0.5 else ""
     return f"micro-batches {w.foreign} belong to earlier windows and are still in the gradient{trace}: {RESET}{off}"
@@ -736,7 +782,7 @@ def _added_to_counts(wrong: Steps, ratios: Sequence[float]) -> float | None:
 
 def _power_of_steps(wrong: Steps, ratios: Sequence[float]) -> float | None:
     """Return the number whose powers the ratios are, by the number of steps before each; None where there is none."""
-    before = [w.epoch * len(w.windows) + (w.index or 0) for w in wrong]
+    before = [_steps_before(w) for w in wrong]
     if len(set(before)) < 2 or not all(before) or not min(ratios) > 0:
         return None
     bases = [ratio ** (1 / steps) for ratio, steps in zip(ratios, before, strict=True)]

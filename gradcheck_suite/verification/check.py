@@ -158,7 +158,8 @@ def _of_rank(
         said = f"on all {counted(len(outcomes), place)} alike: {said}"
     else:
         said = f"on {place} {rank} of {len(outcomes)}: {said}"
-        if right and names_of(violation.diagnosis) & {"not-reduced"}:
+        nothing_arrived = not any(row.observed for row in violation.weights if row.rank != rank)
+        if right and nothing_arrived and names_of(violation.diagnosis) & {"not-reduced"}:
             said += f" (the gradients of rank {right[0]} are right: look for a reduce in place of an all_reduce)"
         if place == "device" and violation.kind == "gradient":
             said += " (devices have different gradients: look for a sum or a count that no psum adds up over them)"

@@ -143,10 +143,14 @@ OF_GRADIENT = frozenset(("gradient", "non-finite", "none-pattern"))
 LADDER = (
     *(Plan((n,), 1) for n in (1, 2)),
     *(Plan((1,), 2), Plan((1, 1), 2), Plan((1, 2), 2), Plan((2, 1), 2)),
-    *(Plan((1, 1), 1), Plan((1,), 1, 2), Plan((1, 1, 1), 2), Plan((1, 1), 2, 2), Plan((1, 2, 1), 3)),
+    *(Plan((1, 1), 1), Plan((1, 2), 1), Plan((1,), 1, 2), Plan((1, 1, 1), 2), Plan((1, 1), 2, 2), Plan((1, 2, 1), 3)),
     *(Plan((1, 1, 1), 1), Plan((1, 2, 1), 2), Plan((1, 1, 1), 2, 2), Plan((1,), 1, 3), Plan((1, 2, 3, 1), 2)),
 )
-"""Plans of growing size, on which a fault of weights or steps is shown again with a linear model of one weight."""
+"""Plans of growing size, on which a fault of weights or steps is shown again with a linear model of one weight.
+
+Between ranks it has two weights: a collective of one gradient would fit another rank's of a count, which hides that the
+ranks' calls do not match.
+"""
 Progress = Callable[[Verdict], None]
 
 
@@ -309,16 +313,25 @@ class Search:
     def on_ladder(self, seen: Violation) -> bool:
         """Show a probe's fault on a small case: the first that gives it the same name, else the first of its kind."""
         shown: Violation | None = None
+        even_alone = False
         for case in self._ladder(seen.case):
-            violation = self.check(case, shrinking=True).violation
-            if violation is None or violation.kind != seen.kind:
+            is_uneven = len({*case.plan.ranks}) > 1
+            if is_uneven and even_alone:
                 continue
-            # most have no name until `_named` runs the loop further
-            same = not violation.diagnosis or bool(names_of(violation.diagnosis) & names_of(seen.diagnosis))
-            if shown is None or same:
+            # many loops wait, or do something else wrong, where a rank has fewer micro-batches: there the name tells
+            violation = self.check(case, shrinking=not is_uneven).violation
+            if violation is None:
+                continue
+            is_kind = violation.kind == seen.kind
+            # most others have no name until `_named` runs the loop further
+            same = is_kind and (
+                not violation.diagnosis or bool(names_of(violation.diagnosis) & names_of(seen.diagnosis))
+            )
+            if same or (is_kind and shown is None and not is_uneven):
                 shown = violation
             if same:
                 break
+            even_alone |= is_uneven
         if shown is None:
             return False
         self.found_after, self.violation = 0, surer(seen, self._named(shown))
@@ -327,14 +340,19 @@ class Search:
     def _ladder(self, probe: Case) -> Iterator[Case]:
         assert probe.spec is not None
         layers, loss = (Layer("linear", bias=False, features=1),), Loss("mse", reduction=probe.spec.loss.reduction)
-        spec, options, assumes = ProblemSpec(Input("vector", size=1), layers, loss), self._options, self._assumes
-        plans: dict[Plan, None] = {}
+        options, assumes, plans = self._options, self._assumes, dict[Plan, None]()
+        spec = ProblemSpec(Input("vector", size=min(options.ranks, 2)), layers, loss)
         for plan in LADDER:
             with suppress(UsageError):  # the assumptions leave no micro-batch
                 plans[within(plan, assumes)] = None
-        for plan, ranks in itertools.product(plans, sorted({min(options.ranks, 2), options.ranks})):
-            dealt = dealt_to_ranks(plan, ranks, assumes)
-            yield Case(spec, dealt, dtype=options.dtype, device=options.device, optimizer=options.optimizer)
+        numbers = sorted({min(options.ranks, 2), options.ranks})
+        # a rank with fewer micro-batches makes a smaller case
+        dealt = (
+            dealt_to_ranks(plan, ranks, assumes, uneven=uneven)
+            for plan, ranks, uneven in itertools.product(plans, numbers, (True, False))
+        )
+        for plan in dict.fromkeys(dealt):
+            yield Case(spec, plan, dtype=options.dtype, device=options.device, optimizer=options.optimizer)
 
     def on_probes(self) -> tuple[Violation | None, bool]:
         """Check the weight probes; return the first violation, and whether no drawn case can show it.

@@ -333,6 +333,32 @@ def test_steps_together_tell_which_window_a_gradient_is_of(steps, name):
     assert _first_wrong(steps).name == name
 
 
+@pytest.mark.parametrize(
+    ("kept", "own", "says"),
+    [
+        # what stands in .grad is multiplied by the first number at each step, and the new gradient by the second
+        (
+            0.9,
+            0.1,
+            "weighs 0.9 times as much with each further step, as by a moving average; the window's own weighs 0.1",
+        ),
+        (0.5, 1.0, "weighs 0.5 times as much with each further step, as by a reset that scales"),
+        (1.0, 0.1, "in other steps, the gradient of earlier windows is still in the sum"),
+    ],
+)
+def test_what_is_kept_of_earlier_windows_is_said(kept, own, says):
+    steps, left = [], np.zeros(6)
+    for step in range(6):
+        left = kept * left + own * np.isin(range(6), PAIRS[step % 3])
+        steps.append(left)
+    found = _first_wrong(_run(*steps, k=2, windows=PAIRS))
+    assert found.name == "stale-window"
+    assert says in found.sentence
+    # a step without the oldest window is no such average
+    steps[2] = np.where(np.isin(range(6), PAIRS[0]), 0, steps[2])
+    assert "each further step" not in _first_wrong(_run(*steps, k=2, windows=PAIRS)).sentence
+
+
 def test_a_factor_must_fit_all_windows():
     """Windows of 1, 2 and 3 micro-batches' counts; what is 2 in one of them is the count or K in all, or neither."""
     windows, counts = ((0,), (1,), (2,)), (1.0, 2.0, 3.0)

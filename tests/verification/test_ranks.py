@@ -24,6 +24,7 @@ from gradcheck_suite.run import ranks
 from gradcheck_suite.run.instance import generated_instance
 from gradcheck_suite.run.processes import source_of
 from gradcheck_suite.run.ranks import Pool, Request, forget_ahead, run_ranks, run_ranks_ahead
+from gradcheck_suite.studies.zoo import BUGS
 from gradcheck_suite.verification.check import check
 from gradcheck_suite.verification.verify import verify
 from tests.verification import rank_loops, reductions
@@ -266,6 +267,12 @@ def test_a_faulty_way_is_named(loop, case, diagnosis, text):
     found = check(loop, case).violation
     assert found.diagnosis == diagnosis, found.explanation
     assert text in found.explanation
+
+
+def test_no_reduce_is_guessed_where_some_of_the_other_rank_arrived():
+    found = check(BUGS["first-micro-batch-only-reduced"].loop, probe_case(Plan((1, 1, 3), 2, ranks=(2, 1)))).violation
+    assert found.diagnosis == "not-reduced"
+    assert "in place of an all_reduce" not in found.explanation
 
 
 @pytest.mark.parametrize(

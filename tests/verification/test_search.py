@@ -309,6 +309,25 @@ def test_a_named_fault_of_weights_is_shown_on_the_ladder(run):
     assert [shrinking for _, shrinking in search.checks].count(False) == 1
 
 
+@pytest.mark.parametrize("uneven", ["dropped-micro-batch", "wrong-scale", "deadlock"])
+def test_a_rank_with_fewer_micro_batches_is_a_smaller_case_of_the_same_fault_alone(run, uneven):
+    """Else ranks have equal numbers from there on: a loop that waits takes seconds each time."""
+    search, tried = _probed("dropped-micro-batch", ranks=2), []
+
+    def script(at):
+        if at.plan.accumulation_steps == 1:
+            return Verdict(at)
+        if len({*at.plan.ranks}) == 1:
+            return violation(at, "") if at.plan.ranks > (2, 2) else Verdict(at)
+        tried.append(at)
+        return violation(at, uneven, "raised" if uneven == "deadlock" else "gradient")
+
+    search.script = script
+    run(search, MANY, probes=True)
+    assert search.violation.case.plan.ranks == ((2, 1) if uneven == "dropped-micro-batch" else (3, 3))
+    assert len({*tried}) == 1
+
+
 def test_a_rung_of_the_same_kind_keeps_the_probes_name(run):
     search = _probed("dropped-micro-batch")
     search.script = lambda at: violation(at, "wrong-scale") if len(at.plan.micro_batches) == 4 else Verdict(at)

@@ -20,14 +20,6 @@ from tests.faults.small_cases import diagnoses, until
 CORPUS = range(1, 48)
 SEARCHED = ("mean-of-means", "in-batch-negatives")
 """The bugs that are searched for in every run of the tests; the others are marked `full`."""
-NOT_YET = {
-    "first-micro-batch-only-reduced": "shown on (2, 2) micro-batches of two ranks, where (2, 1) suffice",
-    "idle-rank-skips-the-all-reduce": "shown on 5 micro-batches of two ranks, where 4 suffice",
-    "moving-average": "named stale-window, and said to be of earlier epochs, where every window's is averaged",
-    "previous-window-count-of-ranks": "shown on 6 micro-batches of two ranks, where 4 suffice",
-    "unreached-parameters-not-reduced": "shown on 5 micro-batches of two ranks, where 4 suffice",
-}
-"""Found and rightly named; the search comes to a larger case or to another sentence than it should."""
 ACCUMULABLE = [b for b in BUGS.values() if b.problem and "not-accumulable/not-accumulable" not in b.wanted]
 
 
@@ -45,13 +37,11 @@ def test_a_known_bug_is_found_and_named_on_a_small_case(bug, device):
     [pytest.param(bug, marks=() if bug.name in SEARCHED else pytest.mark.full) for bug in BUGS.values()],
     ids=lambda bug: bug.name,
 )
-def test_a_known_bug_is_found_named_and_made_small(bug, request):
+def test_a_known_bug_is_found_named_and_made_small(bug):
     row = run_bug(bug, [0], examples=200)
     assert row.found == 1
     violation = row.runs[0].violation
     assert row.rightly_named == 1, f"diagnosis {row.names}, should be {bug.wanted}: {violation.explanation}"
-    if bug.name in NOT_YET:
-        request.applymarker(pytest.mark.xfail(reason=NOT_YET[bug.name], strict=True))
     assert not bug.says or any(text in violation.explanation for text in bug.says), violation.explanation
     assert row.small, violation.case
 
