@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -32,34 +32,25 @@ from gradcheck_suite.auditing.sums import (
     near,
 )
 from gradcheck_suite.auditing.weights import (
-    BY_PLACE,
     EQUAL,
     MEAN_OF_MEANS,
-    RESCALED,
+    UNEQUAL,
     UNEVEN,
-    WRONG_COUNT,
     Comparison,
     Key,
     Objective,
     Reading,
     Scale,
     Use,
+    coefficient,
+    evidence,
 )
 from gradcheck_suite.core.faults import FAULTS
 from gradcheck_suite.core.results import LiveViolation, Unknown, WeightRow
 from gradcheck_suite.core.text import counted
-from gradcheck_suite.judge.naming import diagnose, names_nothing
-from gradcheck_suite.judge.weights import Weights
+from gradcheck_suite.judge.naming import diagnose, means_text, names_nothing
+from gradcheck_suite.judge.weights import Diagnosis, Weights
 
-SENTENCES = {
-    **OF_SUMS,
-    MEAN_OF_MEANS: "each micro-batch's mean has weight {share}, whatever its count: divide each summed loss by the "
-    "window's count (mean loss * count of the micro-batch / count of the window)",
-    WRONG_COUNT: "each micro-batch is weighted by the number of {note}: divide each summed loss by the window's count",
-    BY_PLACE: "items of different micro-batches have different weights: {note}; divide each summed loss by the "
-    "window's count",
-}
-"""Name, or what it is about where a name has several -> what is wrong and what to do."""
 KNOWN = frozenset(fault.name for fault in FAULTS.values() if fault.command != "verify")
 """Every diagnosis of a live run."""
 REMEDIES = {
@@ -220,7 +211,8 @@ def judge_weights(
             result.steps.add(one.window.number)
         _compare_within(one, found, history, unequal, result)
     for several in unequal.values():
-        general = _named([objective for objective, _ in several])
+        unnamed = [objective for objective, _ in several if objective.comparison.named is None]
+        general = _named(unnamed) if unnamed else None
         result.violations += [_of_unequal(objective, window, general) for objective, window in several]
     if pending:
 
@@ -248,7 +240,7 @@ def _again(one: Pending) -> Fault | None:
     if not any(again for again, _ in repeated):
         return None
     running = any(0 < again < number for again, number in repeated)
-    return Fault("repeated-micro-batch", SENTENCES["running sum" if running else "repeated-micro-batch"])
+    return Fault("repeated-micro-batch", OF_SUMS["running sum" if running else "repeated-micro-batch"])
 
 
 PARTIAL = "the loss sees items through which no gradient flows, and is no sum over the window's micro-batches"
@@ -326,10 +318,11 @@ def _compare_within(
         if status == UNEVEN:
             continue
         if status == EQUAL and _are_means_beside_empty(objective, window):
-            unequal[objective.key].append((replace(objective, comparison=Comparison(MEAN_OF_MEANS)), window))
+            beside = Comparison(UNEQUAL, named=Diagnosis(MEAN_OF_MEANS, ""))
+            unequal[objective.key].append((replace(objective, comparison=beside), window))
             continue
         if status != EQUAL:
-            if status in (BY_PLACE, RESCALED) and (covered >= sources or objective.parts[0].term.of_parameters):
+            if not objective.comparison.named and (covered >= sources or objective.parts[0].term.of_parameters):
                 result.notes[f"{objective.place}: a coefficient changes within a window"] += 1
             else:
                 unequal[objective.key].append((objective, window))
@@ -408,35 +401,33 @@ def _with_weights(violation: LiveViolation, objective: Objective, rows: tuple[We
     )
 
 
-def _of_unequal(objective: Objective, window: Window, general: tuple[str, str] | None) -> LiveViolation:
-    """Return the violation of weights that differ within a window."""
-    comparison, first = objective.comparison, objective.parts[0]
-    name, count = comparison.status, comparison.count or first.term.own
-    numbers, masses = _counts_and_masses(objective, count)
-    empty = _empty(objective, window)
-    # a micro-batch without items would weigh what the others do
-    share = 1.0 if comparison.note else 1 + len(empty) / len(masses)
-    # what all items weigh together is the program's coefficient
-    coefficient = (sum(masses) or 1.0) * (share if name == MEAN_OF_MEANS else 1.0)
-    if any(near(abs(part.weight) * sum(numbers), 1.0, 1e-3) for part in objective.parts):
-        coefficient = 1.0
-    elif name == MEAN_OF_MEANS:
-        passes = len({index for _, index in (*(part.source for part in objective.parts), *empty)})
-        wholes = [share * sum(_counts_and_masses(objective, other)[1]) for other in (count, *sorted(first.term.counts))]
-        # but for means that were never divided by their number
-        coefficient /= next((whole for whole in wholes if near(whole, passes, 1e-3)), 1.0)
-    sentence = SENTENCES[name].format(note=comparison.note, share=_fraction(masses[0] / coefficient))
-    if name == BY_PLACE and general is not None:
-        name, sentence = general
-    if name == MEAN_OF_MEANS and comparison.note:
-        sentence = f"each rank's mean has the same weight, whatever its count: {sentence.partition(': ')[2]}"
-    elif name == MEAN_OF_MEANS and numbers != _counts_and_masses(objective, first.term.own)[0] and count == "elements":
-        sentence = f"the mean divides by all elements of its micro-batch, padding included, and {sentence}"
-    fault = Fault(name, sentence)
+def _of_unequal(objective: Objective, window: Window, general: Diagnosis | None) -> LiveViolation:
+    """Return the violation of weights that differ within a window.
+
+    Args:
+        objective: whose weights they are.
+        window: in which they differ.
+        general: their name where no count explains them.
+    """
+    comparison, own = objective.comparison, objective.parts[0].term.own
+    named, count = comparison.named or general, comparison.count or own
+    assert named is not None
+    empty = _empty(objective, window) if named.name == MEAN_OF_MEANS else set()
+    w = _weights(objective, count, empty)
+    whole = coefficient(w)
+    sentence = named.sentence
+    if named.name == MEAN_OF_MEANS:
+        # with the share of those without items, and with a division that is left out
+        seen = replace(w, observed=w.observed / whole)
+        told = diagnose(seen, only=(MEAN_OF_MEANS,))
+        sentence = means_text(seen, [seen]) if names_nothing(told) else told.sentence
+        if count == "elements" and w.counts != _weights(objective, own, empty).counts:
+            sentence = f"the mean divides by all elements of its micro-batch, padding included, and {sentence}"
+    fault = Fault(named.name, sentence.replace("run.count(batch)", "the batch's count"))
     return _with_weights(
         violation_of(fault, window, objective.place),
         objective,
-        _rows(objective, count, coefficient / (sum(numbers) or 1.0)),
+        _rows(objective, count, whole / (w.window_count or 1.0)),
     )
 
 
@@ -467,40 +458,32 @@ def _counts_and_masses(objective: Objective, count: str) -> tuple[list[float], l
     return numbers, [abs(part.weight) * number for part, number in zip(objective.parts, numbers, strict=True)]
 
 
-def _fraction(number: float) -> str:
-    """Return a number in words, as one over a whole number where it is that."""
-    whole = round(1 / number) if number else 0
-    return f"1/{whole}" if whole > 1 and near(number, 1 / whole, 1e-6) else f"{number:.4g}"
-
-
-def _named(objectives: Sequence[Objective]) -> tuple[str, str] | None:
-    """Name weights that no comparison explains, as a loop that is verified would be; None for the general name.
+def _named(objectives: Sequence[Objective]) -> Diagnosis:
+    """Name weights that no count explains, as a loop that is verified would be.
 
     Args:
         objectives: one objective in all windows where its weights differ.
     """
-    found = [_weights(one) for one in objectives if one.comparison.status == BY_PLACE]
-    if not found:
-        return None
+    found = [_weights(one, one.parts[0].term.own) for one in objectives]
+    said = (
+        "items of different micro-batches have different weights: the micro-batches' items weigh "
+        f"{', '.join(f'{weight:.3g}' for weight in found[0].observed[:6])}; divide each summed loss by the window's "
+        "count"
+    )
     usual = [np.abs(w.observed - np.median(w.observed)) <= w.tolerance * np.median(w.observed) for w in found]
     if all(2 * same.sum() > len(same) for same in usual):
         # a special case for the first or the last micro-batch, a loss scale, a coefficient
-        return None
+        return Diagnosis("weighted-by-place", said)
     named = diagnose(found[0], found[1:])
-    if names_nothing(named):
-        note = next(one.comparison.note for one in objectives if one.comparison.status == BY_PLACE)
-        return "unrecognised-weights", SENTENCES[BY_PLACE].format(note=note)
-    name, said = named.name.partition(" or ")[0], named.sentence.partition("; or: ")[0]
-    return name, said.replace("run.count(batch)", "the batch's count")
+    return Diagnosis(named.name, said) if names_nothing(named) else named
 
 
-def _weights(objective: Objective) -> Weights:
+def _weights(objective: Objective, count: str, empty: Collection[Source] = ()) -> Weights:
+    """Return the weights of an objective by what is counted, those of micro-batches without items among them."""
     parts = objective.parts
-    window = tuple(range(len(parts)))
     tolerance = max(part.term.tolerance for part in parts)
-    counts = tuple(part.term.counts.get(part.term.own, 0.0) for part in parts)
-    observed = np.array([abs(part.weight) for part in parts])
-    return Weights(observed, counts, window, len(parts), 0, "mean", tolerance=tolerance)
+    numbers, _ = _counts_and_masses(objective, count)
+    return evidence(parts, [abs(part.weight) for part in parts], numbers, tolerance, empty=empty)
 
 
 def _of_scale(scale: Scale) -> LiveViolation:
@@ -686,7 +669,7 @@ class Judge:
                 of_zero = (window.step.trainer or "").startswith("deepspeed")
                 self._unknown[Unknown(BOTH, str(window.step.place), *(ZERO if of_zero else MASTERS))] += 1
             elif given and any(isinstance(one, np.ndarray) and size(one) > 0 for one in window.step.moved.values()):
-                fault = Fault("repeated-step", SENTENCES["repeated-step"], kind="step-count")
+                fault = Fault("repeated-step", OF_SUMS["repeated-step"], kind="step-count")
                 self._violate(fault, window, window.step.place)
             return
         optimizer = window.optimizer
@@ -724,7 +707,7 @@ class Judge:
             self._read(window, where, used)
         self._singles[optimizer] = self._singles[optimizer] + 1 if len(required) == 1 else 0
         if self._given is not None and self._given > 1 and self._singles[optimizer] == 3:
-            sentence = SENTENCES["step-per-micro-batch"].format(steps=self._given)
+            sentence = OF_SUMS["step-per-micro-batch"].format(steps=self._given)
             self._violate(Fault("step-per-micro-batch", sentence, kind="step-count"), window, where)
 
     def _note_parts(self, window: Window, members: Members) -> None:
@@ -801,7 +784,7 @@ class Judge:
                 for key in record.hooked.keys() & set(window.keys):
                     hooked[key] = hooked.get(key, True) and record.hooked[key]
         if len(window.passes) > 1 and not all(hooked.values()):
-            return Fault("not-linear", SENTENCES["hook"], next(key for key, fixed in hooked.items() if not fixed))
+            return Fault("not-linear", OF_SUMS["hook"], next(key for key, fixed in hooked.items() if not fixed))
         if hooked:
             number = counted(len(hooked), "parameter")
             self._notes[f"a hook changes what arrives at {number}, by the same factors in each pass"] += 1
@@ -902,7 +885,7 @@ class Judge:
             }
             # as many as a window may be one that was discarded on purpose: nothing after it tells
             if left and len(left) != usual:
-                sentence = SENTENCES["tail-dropped"].format(lost=counted(len(left), "micro-batch"))
+                sentence = OF_SUMS["tail-dropped"].format(lost=counted(len(left), "micro-batch"))
                 fault = Fault("tail-dropped", sentence, kind="step-count")
                 violation = violation_of(fault, replace(last, passes=left), left[max(left)].site)
                 self.add(replace(violation, step=None, stepped=None))

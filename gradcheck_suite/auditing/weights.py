@@ -9,18 +9,21 @@ window. Whether C is the program's coefficient or follows from how the window is
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from gradcheck_suite.auditing.places import Place
 from gradcheck_suite.auditing.sums import Seen, Source, Window, near
 from gradcheck_suite.auditing.terms import Term
 from gradcheck_suite.core.text import counted
+from gradcheck_suite.judge.naming import diagnose, names_nothing
+from gradcheck_suite.judge.weights import Diagnosis, Weights
 
-EQUAL, MEAN_OF_MEANS, WRONG_COUNT = "equal", "mean-of-means", "wrong-count"
-RESCALED, BY_PLACE, UNEVEN = "rescaled-accumulator", "weighted-by-place", "uneven"
+EQUAL, UNEQUAL, UNEVEN = "equal", "unequal", "uneven"
+MEAN_OF_MEANS, WRONG_COUNT = "mean-of-means", "wrong-count"
 
 
 @dataclass(frozen=True)
@@ -48,19 +51,19 @@ class Comparison:
     """How the terms of one objective in one window compare.
 
     Attributes:
-        status: `equal`, or the name of a fault.
+        status: `equal`, `unequal`, or `uneven` where they cannot be compared.
         coefficients: what may be counted -> C, the weight of an item times the window's count.
         weight: of each item, where they are equal.
         counts: what may be counted -> the counts of the parts.
-        note: what is unequal, in words.
-        count: by which the means are equal, where that is the fault.
+        named: the fault where counts explain weights that are unequal, whatever C is.
+        count: what is counted there.
     """
 
     status: str
     coefficients: Mapping[str, float] = field(default_factory=dict)
     weight: float = 0.0
     counts: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    note: str = ""
+    named: Diagnosis | None = None
     count: str = ""
 
     def right(self, tolerance: float) -> bool:
@@ -71,7 +74,7 @@ class Comparison:
         """Return how badly a reading fits: right weights, equal ones, a fault with a count, any other."""
         if self.status == EQUAL:
             return 0.0 if self.right(tolerance) else 1.0
-        return 2.5 if self.status in (MEAN_OF_MEANS, WRONG_COUNT) else 3.0
+        return 2.5 if self.named else 3.0
 
 
 def _levels(term: Term) -> list[tuple[float, Mapping[str, float]]]:
@@ -89,7 +92,7 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def compare(parts: Sequence[Part]) -> Comparison:
-    """Compare the terms of one objective: the same weight at some level, else what makes them unequal."""
+    """Compare the terms of one objective: the same weight at some level, else whether counts make them unequal."""
     tolerance, own = max(part.term.tolerance for part in parts), parts[0].term.own
     levels = [_levels(part.term) for part in parts]
     best: Comparison | None = None
@@ -108,19 +111,13 @@ def compare(parts: Sequence[Part]) -> Comparison:
                 deeper = {f"{name}@{depth}": c for name, c in found.items()}
                 best = replace(best, coefficients={**best.coefficients, **deeper})
         else:
-            faults += _unequal(parts, weights, counts, 10 * tolerance, outermost=depth == 0)
+            faults += _by_counts(parts, weights, counts, tolerance, outermost=depth == 0)
     if best is not None:
         return best
-    if faults:
-        return min(faults, key=lambda fault: (MEAN_OF_MEANS, WRONG_COUNT).index(fault.status))
-    weights = [part.weight for part in parts]
-    ratios = [b / a if a else 0.0 for a, b in pairwise(weights)]
-    if len(ratios) > 2 and _spread(ratios) < 1e-3:  # two ratios may be equal by chance
-        return Comparison(RESCALED, note=f"each micro-batch weighs {ratios[0]:.4g} times the one before it")
-    return Comparison(BY_PLACE, note="the micro-batches' items weigh " + ", ".join(f"{w:.3g}" for w in weights[:6]))
+    return min(faults, key=lambda fault: fault.named.name if fault.named else "", default=Comparison(UNEQUAL))
 
 
-def _unequal(
+def _by_counts(
     parts: Sequence[Part],
     weights: Sequence[float],
     counts: Mapping[str, Sequence[float]],
@@ -128,26 +125,58 @@ def _unequal(
     *,
     outermost: bool,
 ) -> Iterator[Comparison]:
-    """Yield what explains unequal weights: equal means, a count of something else, equal means of ranks."""
+    """Yield what counts say of unequal weights: means that weigh the same, or that are weighted by another count."""
     for name, count in counts.items():
-        masses = [weight * number for weight, number in zip(weights, count, strict=True)]
-        if _spread(count) and _spread(masses) <= tolerance:
-            yield Comparison(MEAN_OF_MEANS, count=name)
-        for other, numbers in counts.items() if outermost and name in ("counted", "valid", "nonzero") else ():
-            if other == name or not all(numbers):
-                continue
-            if _spread([mass / number for mass, number in zip(masses, numbers, strict=True)]) <= tolerance:
-                yield Comparison(WRONG_COUNT, note=f"{WORDS[other]}, not of {WORDS[name]}", count=name)
-    if not outermost:
-        return
-    by_rank: defaultdict[int, list[int]] = defaultdict(list)
-    for i, part in enumerate(parts):
-        by_rank[part.source[0]].append(i)
-    groups = list(by_rank.values())
-    if len(groups) > 1 and all(near(weights[i], weights[group[0]], tolerance) for group in groups for i in group):
-        for name, count in counts.items():
-            if _spread([sum(weights[i] * count[i] for i in group) for group in groups]) <= tolerance:
-                yield Comparison(MEAN_OF_MEANS, note="of ranks", count=name)
+        others = counts.keys() - {name} if outermost and name in ("counted", "valid", "nonzero") else ()
+        beside = {f"the number of {WORDS[other]}, not of {WORDS[name]}": counts[other] for other in sorted(others)}
+        w = evidence(parts, weights, count, tolerance, beside=beside)
+        # whatever C is, these weigh C together
+        whole = float(w.per_mean.sum()) or 1.0
+        named = diagnose(replace(w, observed=w.observed / whole), only=(MEAN_OF_MEANS, WRONG_COUNT))
+        if not names_nothing(named):
+            yield Comparison(UNEQUAL, named=named, count=name)
+
+
+def evidence(
+    parts: Sequence[Part],
+    weights: Sequence[float],
+    counts: Sequence[float],
+    tolerance: float,
+    *,
+    beside: Mapping[str, Sequence[float]] | None = None,
+    empty: Collection[Source] = (),
+) -> Weights:
+    """Return the weights of a window as `judge.naming` reads those of a loop that is verified.
+
+    Args:
+        parts: of one objective.
+        weights: of an item of each.
+        counts: of each.
+        tolerance: relative error of the weights.
+        beside: what else may be counted, in words -> the numbers.
+        empty: micro-batches of the objective's lines without items.
+    """
+    sources, none = [*(part.source for part in parts), *empty], (0.0,) * len(empty)
+    owners = tuple(rank for rank, _ in sources)
+    ranks = len({*owners})
+    return Weights(
+        observed=np.array((*weights, *none)),
+        counts=(*counts, *none),
+        window=tuple(range(len(sources))),
+        accumulation_steps=len(sources) // ranks,
+        epoch=0,
+        reduction="mean",
+        beside=beside or {},
+        tolerance=tolerance,
+        owners=owners if ranks > 1 else (),
+    )
+
+
+def coefficient(w: Weights) -> float:
+    """Return C of unequal weights: what the window weighs, or 1 where an item or a mean is seen to have no other."""
+    whole = float(w.per_mean.mean()) * len(w.window) if w.inside else 0.0
+    own = any(near(ratio, 1.0, 1e-3) for ratio in w.ratio) or near(whole, w.accumulation_steps, 1e-3)
+    return 1.0 if own or not whole else whole
 
 
 WORDS = {
@@ -245,10 +274,11 @@ def read(
                 for k in range(columns.pop())
             ]
             modes[mode] = [(compare(column), column) for column in parts]
-            if mode == BATCH and modes[mode][0][0].status == BY_PLACE:
+            if mode == BATCH and modes[mode][0][0].status == UNEQUAL and modes[mode][0][0].named is None:
                 # heads of a detector, some without items in some passes: each may be a mean of its own
                 every = [Part(s, term, coefficients[s]) for s, terms in by_pass.items() for term in terms]
-                if (found_of_all := compare(every)).status == MEAN_OF_MEANS:
+                found_of_all = compare(every)
+                if found_of_all.named and found_of_all.named.name == MEAN_OF_MEANS:
                     modes[mode] = [(found_of_all, every)]
                 elif len(numbers) > 1:
                     # they may be terms of several losses, of which some micro-batches have more than others

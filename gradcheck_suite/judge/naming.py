@@ -7,13 +7,14 @@ micro-batches, of enough different counts, that nothing further down the list lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
 
+from gradcheck_suite.core.faults import FAULTS
 from gradcheck_suite.judge.weights import (
     Array,
     Diagnosis,
@@ -110,7 +111,9 @@ def _grouped(w: Weights) -> tuple[str, int, bool] | None:
         return None
     at = np.array(places(w, lambda ratio: True))
     ways = [("ranks", _ranks(w))] if w.owners else []
-    for what, group in [*ways, *(("groups", at % number) for number in range(2, max(3, len(w.window))))]:
+    # of one window alone, some groups may fit by chance
+    ways += [("groups", at % number) for number in range(2, max(3, len(w.window)) if w.windows else 2)]
+    for what, group in ways:
         # of what cannot be read, the counts are 0
         counts = np.array([_counts(w)[group == g].sum() for g in group])
         weights, number = w.observed[w.inside] * counts, len(set(group))
@@ -129,7 +132,8 @@ def _unequal_groups(w: Weights) -> bool:
     return unequal or (found[0] == "groups" and found[2] and found[1] < len(w.inside))
 
 
-def _means_text(w: Weights, wrong: Steps) -> str:
+def means_text(w: Weights, wrong: Steps) -> str:
+    """Return what weight the means of micro-batches have, and what to do."""
     if w.reduction == "sum":
         return (
             f"each micro-batch's mean has weight {float(w.per_mean.mean()):.6g}, whatever its count, where sums "
@@ -156,9 +160,11 @@ def _grouped_text(w: Weights, wrong: Steps) -> str:
 def _other_counts(w: Weights) -> Iterator[tuple[str, Array, float | None]]:
     """Yield what means may be weighted by in place of counts, the numbers, and over what; None for anything."""
     own, count = _counts(w), w.window_count
+    beside = dict(w.beside)
     if w.items:
-        what = "their numbers of items, as if every item of theirs counted alike"
-        yield what, np.array([float(w.items[j]) for j in w.inside]), float(sum(w.items[j] for j in w.window))
+        beside["their numbers of items, as if every item of theirs counted alike"] = w.items
+    for what, numbers in beside.items():
+        yield what, np.array([float(numbers[j]) for j in w.inside]), float(sum(numbers[j] for j in w.window))
     for word, whole in (("rounded down", np.floor), ("rounded", np.round), ("rounded up", np.ceil)):
         yield f"their counts {word}, and a count may be a fraction", whole(own), None
     for word, one in (("last", w.window[-1]), ("first", w.window[0])):
@@ -828,7 +834,7 @@ def _predicates(steps: Steps, wrong: Steps, *, known_only: bool) -> Iterator[Pre
     )
     yield Predicate("not-reduced", _missing_ranks, lambda w: len(set(_ranks(w))) > 1, _missing_ranks_text)
     yield Predicate("rescaled-accumulator", _reduced_between, _falls, _rescaled_text)
-    yield Predicate("mean-of-means", _usual_means, _unequal, _means_text)
+    yield Predicate("mean-of-means", _usual_means, _unequal, means_text)
     yield Predicate("mean-of-means", lambda w: _grouped(w) is not None, _unequal_groups, _grouped_text)
     yield Predicate("low-precision", lambda w: rounded_to(w) is not None, _always, _rounded_text)
     if all(_one(w, w.ratio) for w in wrong):
@@ -844,7 +850,7 @@ def _predicates(steps: Steps, wrong: Steps, *, known_only: bool) -> Iterator[Pre
     yield Predicate("weighted-by-place", _by_place(wrong, _same_place), _long, _by_place_text)
     if wrong[0].owners:
         yield Predicate("wrong-scale", _by_place(wrong, _same_rank), _several, _by_rank_text)
-    yield Predicate("mean-of-means", lambda w: _one(w, w.per_mean), _unequal, _means_text)
+    yield Predicate("mean-of-means", lambda w: _one(w, w.per_mean), _unequal, means_text)
 
 
 def _some_missing(w: Weights) -> bool:
@@ -880,7 +886,12 @@ NOT_A_SUM = (
 
 
 def diagnose(
-    violated: Weights, others: Sequence[Weights] = (), *, known_only: bool = False, where: str = ""
+    violated: Weights,
+    others: Sequence[Weights] = (),
+    *,
+    known_only: bool = False,
+    where: str = "",
+    only: Collection[str] = FAULTS.keys(),
 ) -> Diagnosis:
     """Name the fault that gives such weights; `unrecognised-weights` where no known one does.
 
@@ -889,12 +900,13 @@ def diagnose(
         others: those of other steps, of this run or of another one, in the order of a run.
         known_only: whether factors that change from window to window and are none of the run's are no name.
         where: which steps are wrong, as the end of a sentence; empty for what they have in common.
+        only: the names that are asked about.
     """
     steps = [violated, *others]
     where = where or _alike(steps) or _where(violated, steps)
     wrong = [w for w in steps if not w.is_right]
     for fault in _predicates(steps, wrong, known_only=known_only) if wrong else ():
-        if all(fault.holds(w) for w in wrong) and any(fault.tells(w) for w in wrong):
+        if fault.name in only and all(fault.holds(w) for w in wrong) and any(fault.tells(w) for w in wrong):
             if fault.name == "no-gradient" and OF_SEVERAL in where:
                 where += NOT_A_SUM
             return Diagnosis(fault.name, fault.text(violated, wrong) + where)

@@ -6,8 +6,8 @@ j's summed loss. The weights are read off exactly by the weight probe, or solved
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ class Weights:
         epoch: of the step, from 0.
         reduction: `"mean"` or `"sum"`.
         items: in each micro-batch, which need not be what is counted; empty where they are not known.
+        beside: what else a loss may count, in words -> (B,) the numbers.
         unread: micro-batches whose weights cannot be read, since nothing that is looked at depends on them.
         windows: the windows of an epoch; empty where only this one is known.
         tolerance: relative error of the weights that rounding explains.
@@ -47,6 +48,7 @@ class Weights:
     epoch: int
     reduction: str
     items: tuple[int, ...] = ()
+    beside: Mapping[str, Sequence[float]] = field(default_factory=dict)
     unread: frozenset[int] = frozenset()
     windows: tuple[tuple[int, ...], ...] = ()
     tolerance: float = WEIGHT_TOLERANCE

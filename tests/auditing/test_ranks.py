@@ -76,7 +76,7 @@ def test_the_lines_of_all_ranks_are_judged_together(monkeypatch):
     assert (sound.verdict, sound.windows, sound.ranks) == ("holds", 1, 2), sound
     for weight, diagnosis, part in (
         (lambda rank: 1 / 10, "wrong-scale", "1/2: each loss is divided by the count of all ranks"),
-        (lambda rank: 1 / sum(SIZES[rank]), "mean-of-means", "each rank's mean has the same weight"),
+        (lambda rank: 1 / sum(SIZES[rank]), "mean-of-means", "each rank's mean has weight 1/2"),
     ):
         violation = _of_two_ranks(monkeypatch, weight).violation
         assert violation.diagnosis == diagnosis, violation
