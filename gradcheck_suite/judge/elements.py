@@ -98,23 +98,7 @@ def mixed(comparison: Comparison, wrong: Sequence[str]) -> Diagnosis | None:
             f"the gradients of {listed(wrong)} together have the right elements, at other places: they are flattened "
             "in one order and taken apart in another; match parameters by name",
         )
-    for what in ("mean", "sum"):
-        if all(_is_of_all(comparison, name, what) for name in wrong):
-            return Diagnosis(
-                "misplaced-gradient",
-                f"each of {listed(wrong)} has the {what} of the gradients of all parameters of its shape: match "
-                "parameters by name, not by shape",
-            )
     return None
-
-
-def _is_of_all(comparison: Comparison, name: str, what: str) -> bool:
-    """Whether a parameter has the mean or the sum of the gradients of all of its shape, of which there are several."""
-    own, seen, allowed, _ = part_of(comparison, name)
-    parts = [part_of(comparison, other)[0] for other in comparison.layout.names]
-    alike = np.stack([part for part in parts if part.shape == own.shape])
-    of_all = alike.mean(0) if what == "mean" else alike.sum(0)
-    return len(alike) > 1 and bool((np.abs(seen - of_all) <= len(alike) * allowed.max()).all())
 
 
 LEVELS = (3, 7, 15, 31, 63, 127, 255, 32767)
@@ -170,8 +154,7 @@ def wrong_and_right(comparison: Comparison) -> tuple[list[str], list[str]]:
 def where_alone(comparison: Comparison) -> str:
     """Return which parameters are wrong while others are right, as the beginning of a sentence."""
     wrong, right = wrong_and_right(comparison)
-    where = f"in {listed(wrong)}{ALONE}{listed(right)} {'is' if len(right) == 1 else 'are'} right"
-    return f"{where}{_kind_of(comparison, wrong, right)}: "
+    return f"in {listed(wrong)}{ALONE}{listed(right)} {'is' if len(right) == 1 else 'are'} right: "
 
 
 def diagnose_elements(
@@ -199,7 +182,7 @@ def diagnose_elements(
     common = [name for name in faults[wrong[0]] if all(name in found for found in faults.values())] if wrong else []
     where = where_alone(comparison) if right else "" if len(wrong) == 1 else "in every parameter: "
     if not common:
-        return mixed(comparison, wrong) or _by_one_factor(comparison, wrong, where)
+        return mixed(comparison, wrong)
     said = {name: "; or: ".join(found[fault] for fault in common) for name, found in faults.items()}
     if len(set(said.values())) > 1:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -207,37 +190,6 @@ def diagnose_elements(
             " or ".join(common), where + "; ".join(f"in {name}, {said[name]}" for name in wrong[:3]) + more
         )
     return Diagnosis(" or ".join(common), where + said[wrong[0]])
-
-
-def _by_one_factor(comparison: Comparison, wrong: Sequence[str], where: str) -> Diagnosis | None:
-    """Return the diagnosis of elements of several parameters that are all wrong by one factor, such as 0, or None."""
-    expected, observed, allowed = comparison.expected, comparison.observed, comparison.allowed
-    off, there = ~(np.abs(observed - expected) <= allowed), np.abs(expected) > allowed
-    if len(wrong) < 2 or not (there & ~off).any() or not there[off].all():
-        return None
-    factor = 0.0 if (np.abs(observed[off]) <= allowed[off]).all() else float(np.median(observed[off] / expected[off]))
-    if (np.abs(observed - factor * expected)[off] > (1 + abs(factor)) * allowed[off]).any():
-        return None
-    whole = all((off | ~there)[comparison.layout.elements(name)].all() for name in wrong)
-    if whole and factor:
-        return Diagnosis("wrong-scale", f"{where}every element is {factor_text(factor)} times what it should be")
-    what = "0" if not factor else f"{factor_text(factor)} times what they should be"
-    return Diagnosis(
-        "partial-gradient",
-        f"{np.count_nonzero(off)} of the {len(off)} elements are wrong, in {listed(wrong)}, and are {what}; the others "
-        "are right: look for a mask, a slice or a dropout of gradients",
-    )
-
-
-def _kind_of(comparison: Comparison, wrong: Sequence[str], right: Sequence[str]) -> str:
-    """Return how many dimensions all wrong parameters have and no right one, as the end of a clause, or nothing."""
-    dimensions = {name: part_of(comparison, name)[0].ndim for name in (*wrong, *right)}
-    if len(dimensions) < 3:
-        return ""
-    for low in (True, False):
-        if all((dimensions[name] < 2) == ((name in wrong) == low) for name in dimensions):
-            return f" (all parameters with {'fewer than two' if low else 'two or more'} dimensions are wrong)"
-    return ""
 
 
 def place_of_the_fault(comparison: Comparison) -> str:
@@ -316,21 +268,9 @@ def _permutation(expected: Array, observed: Array, allowed: Array) -> str | None
         return None
     if (np.abs(np.sort(observed, axis=None) - np.sort(expected, axis=None)) > tolerance).any():
         return None
-
-    def same(values: Array) -> bool:
-        return values.shape == observed.shape and bool((np.abs(values - observed) <= tolerance).all())
-
-    if expected.ndim == 2 and same(expected.T):
+    if expected.ndim == 2 and observed.shape == expected.T.shape and (np.abs(observed - expected.T) <= tolerance).all():
         return "it is transposed"
-    for axis in range(expected.ndim):
-        if same(np.flip(expected, axis)):
-            return f"it is flipped along dimension {axis}"
-        for by in range(1, min(expected.shape[axis], 64)):
-            if same(np.roll(expected, by, axis)):
-                return f"it is rotated by {by} along dimension {axis}"
-    if expected.ndim > 1 and same(expected.reshape(-1, order="F").reshape(expected.shape)):
-        return "its elements are in another memory order"
-    return "look for an index, a gather or a reshape"
+    return "look for a flip, an index, a gather or another memory order"
 
 
 def _other_parameter(comparison: Comparison, name: str) -> str | None:
@@ -360,27 +300,9 @@ def _partial_text(name: str, expected: Array, observed: Array, allowed: Array, o
     more = ", ..." if np.count_nonzero(off) > 3 and where.startswith("at") else ""
     return (
         f"{np.count_nonzero(off)} of the {off.size} elements of {name} are wrong, {where}{more}, and are {what}; the "
-        f"others are right: look for {_cause(expected, allowed, off, are_zero=what == '0')}"
+        "others are right: look for a slice, a mask or a shard, or for what looks at signs or sizes (clipping by "
+        "value, a threshold, an abs)"
     )
-
-
-def _cause(expected: Array, allowed: Array, off: npt.NDArray[np.bool_], *, are_zero: bool) -> str:
-    """Return what to look for where some elements are wrong: signs or sizes alone only where it is no coincidence."""
-    evident, sizes = np.abs(expected) > allowed, np.abs(expected)
-    wrong, right = sizes[off], sizes[evident & ~off]
-    found = []
-    for sign, which in ((1, "positive"), (-1, "negative")):
-        alike = evident & (np.sign(expected) == sign)
-        if (off == alike).all() and (evident & ~alike).any():
-            cause = f"looks at the sign, since all {which} elements are wrong and no others (abs, clamp, relu)"
-            found.append((cause, bool(np.count_nonzero(evident) > 4)))
-    choices = math.comb(np.count_nonzero(evident), np.count_nonzero(off & evident))
-    if are_zero and wrong.max() < right.min():
-        found.append(("drops small elements, since all others are larger (a threshold, sparsification)", choices > 64))
-    elif not are_zero and wrong.min() > right.max():
-        found.append(("changes large elements, since all others are smaller (clipping by value)", choices > 64))
-    causes = [] if any(sure for _, sure in found) else ["a slice, a mask or a shard"]
-    return ", or ".join(causes + [f"what {cause}" for cause, _ in found])
 
 
 def _where(parts: Array, chosen: npt.NDArray[np.intp]) -> Vector:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,16 +33,14 @@ from gradcheck_suite.reference.large_batch import (
     precision_fault,
 )
 from gradcheck_suite.run.instance import Compute, autocast_context, coarsest
-from gradcheck_suite.run.observer import Evaluation, Observation, is_same
+from gradcheck_suite.run.observer import Evaluation, Observation
 from gradcheck_suite.run.optimizers import (
     OPTIMIZERS,
-    MakeOptimizer,
     ParameterFault,
     fault_before,
     fault_between,
     fault_of_step,
     largest_error,
-    stepped,
 )
 from gradcheck_suite.run.runner import Outcome
 from gradcheck_suite.verification.separability import gradient_fault, reference_of
@@ -192,53 +189,19 @@ def zeros_that_move(case: Case, observation: Observation) -> dict[str, float]:
     """
     if case.optimizer in (None, BY_CHANCE) or observation.is_computed:
         return {}
-    make, before = OPTIMIZERS[str(case.optimizer)], observation.parameters
-    found = {}
-    for name, gradient in observation.gradients.items():
-        if gradient is None or gradient.count_nonzero() or is_same(before[name], observation.after[name]):
-            continue
-        if is_same(before[name], _without_gradient(make, observation, name)):
-            found[name] = largest_error(observation.after[name], before[name])
-    return found
+    zeros = [n for n, gradient in observation.gradients.items() if gradient is not None and not gradient.any()]
+    distances = {name: largest_error(observation.after[name], observation.parameters[name]) for name in zeros}
+    return {name: distance for name, distance in distances.items() if distance}
 
 
-def _without_gradient(make: MakeOptimizer, observation: Observation, name: str) -> Any:
-    """Return the parameter after the same step with None for its gradient."""
-    evaluations = tuple(
-        replace(e, gradients={**e.gradients, name: None}, sparse={n: g for n, g in e.sparse.items() if n != name})
-        for e in observation.evaluations
-    )
-    return stepped(make, replace(observation, evaluations=evaluations), observation.state)[name]
-
-
-def explain_zeros(case: Case, observation: Observation, moved: dict[str, float], window: Window) -> str | None:
+def explain_zeros(case: Case, moved: dict[str, float], window: Window) -> str | None:
     """Return a sentence about the first of these parameters that no item of the window reaches, or None."""
     name = next((name for name in moved if name not in window.reached), None)
-    if name is None:
-        return None
-    settings = [{**group, "weight_decay": 0.0} if "weight_decay" in group else group for group in observation.settings]
-    undecayed = stepped(OPTIMIZERS[str(case.optimizer)], replace(observation, settings=settings), observation.state)
-    decay = largest_error(observation.after[name], undecayed[name])
-    rest = largest_error(undecayed[name], observation.parameters[name])
-    parts = [f"{decay:.2g} by weight decay"] * (decay > 0)
-    parts += [f"{rest:.2g} by the rest of its rule (momentum, averages)"] * (rest > 0)
-    return (
+    return name and (
         f"no item of window {window.index} reaches {name}. Its gradient was zeros and not None, so {case.optimizer} "
-        f"stepped on it and moved it by {moved[name]:.2g}: {', '.join(parts)}. With None, as after set_to_none=True, "
-        f"{case.optimizer} leaves the parameter and its state alone"
+        f"stepped on it and moved it by {moved[name]:.2g}, by weight decay, momentum or averages. With None, as after "
+        f"set_to_none=True, {case.optimizer} leaves the parameter and its state alone"
     )
-
-
-def moved_while_frozen(case: Case, outcome: Outcome) -> str:
-    """Return what to say of a parameter that the loop froze and that zeros let the optimizer move; empty if nothing."""
-    for observation in reversed(outcome.observations):
-        for name, distance in zeros_that_move(case, observation).items():
-            if f"{name}.requires_grad from True to False" in str(outcome.structure):
-                return (
-                    f"; a later step of {case.optimizer} moved the frozen {name} by {distance:.2g}, since its gradient "
-                    "was zeros and not None: release it with set_to_none=True, and it stays where it is"
-                )
-    return ""
 
 
 ON_PURPOSE = {
@@ -473,9 +436,7 @@ class RunJudge:
                 diagnosis = "deadlock" if outcome.deadlock else "timed-out"
             return Verdict(case, Violation("raised", diagnosis, explanation, case, details=trace))
         if outcome.structure:
-            explanation = (
-                f"the loop changed the model's parameters: {outcome.structure}{moved_while_frozen(case, outcome)}"
-            )
+            explanation = f"the loop changed the model's parameters: {outcome.structure}"
             return Verdict(case, Violation("parameters", "changed-model", explanation, case))
         if is_probe(case):
             violation, ratio = self._on_probe()
@@ -533,7 +494,7 @@ class RunJudge:
             if self.runner and zeros is None and (moved := zeros_that_move(case, observation)):
                 index = places[step] % len(case.plan.windows)
                 window = self.reference.window(index, observation.parameters, self.autocast)
-                zeros = explain_zeros(case, observation, moved, window)
+                zeros = explain_zeros(case, moved, window)
         skipped = +skipped  # without zeros
         unjudged = None if judged else next(iter(skipped))
         return Verdict(

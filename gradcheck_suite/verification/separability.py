@@ -69,8 +69,9 @@ def proportion(weights: Sequence[float]) -> str:
 
 AS_A_BATCH = 'If a loop computes it for a whole window (GradCache, cached negatives), state Problem(reduction="batch")'
 FINE = 1e-9
-MOST_FIRST = 8
-"""Numbers of first items that are compared with all, beside the micro-batches."""
+"""Share of the largest value up to which outputs are equal: what computes them has the same shapes."""
+MOST_REPLACED = 8
+"""Items that are replaced, one at a time, to see whether another one's output changes."""
 EXACT = 1e-11
 """Relative tolerance of losses in float64 that add up to rounding."""
 Values = list[torch.Tensor]
@@ -107,18 +108,10 @@ def batch_dependence(instance: Instance, model: torch.nn.Module) -> str:
             f"every batch's loss contains {constant:.6g} once, whatever its items, as a penalty on parameters would: "
             "multiply it by the number of items, or leave it to the optimizer"
         )
-    twice = Items(whole).__getitems__([*range(items), *range(items)])
-    once, again = (_plain_loss(instance, model, batch) for batch in (whole, twice))
-    if instance.problem.reduction == "sum":
-        again /= 2
-    if abs(once - again) <= LOSS_TOLERANCE * max(abs(once), abs(again)):
-        return (
-            "the model is separable over samples and the loss is not: it contains statistics of the batch (a product "
-            "of batch means, targets standardised over the batch)"
-        )
     return (
         "the model is separable over samples and the loss is not: it compares items with each other (in-batch "
-        "negatives, pairs, rankings)"
+        "negatives, pairs, rankings), or contains statistics of the batch (a product of batch means, targets "
+        "standardised over the batch)"
     )
 
 
@@ -173,48 +166,35 @@ def _training_batch_norm(model: torch.nn.Module) -> tuple[str, torch.nn.Module] 
 
 
 def _mixing_module(instance: Instance, model: torch.nn.Module, whole: Batch) -> tuple[str, torch.nn.Module] | None:
-    """Return the first module that gives some micro-batch's items other outputs, although its inputs are the same.
+    """Return the first module whose output for an item changes with another item, while its inputs for it do not.
 
-    All micro-batches are compared: if only few values occur, as after the layer normalization of two features, one
-    micro-batch may by chance have the statistics of the whole. Where all have them, the outputs are the same and the
-    gradients are not, so the first items are compared, too.
+    Several items are replaced in turn: where few values occur, as after the layer normalization of two features, one
+    may by chance leave the statistics of the batch as they are.
     """
-    plan = instance.case.plan
-    cuts = plan.cuts
-    cuts += [range(items) for items in range(1, min(plan.total_items, MOST_FIRST + 1))]
-    try:
-        # rounding in float32 parts of a model is taken for a difference only if nothing else is found
-        for tolerance in (LOSS_TOLERANCE, FINE):
-            if found := _first_mixing(instance, model, whole, cuts, tolerance):
-                return found
-        return None
-    except (RuntimeError, ValueError, IndexError):
-        return _training_batch_norm(model)
-
-
-def _first_mixing(
-    instance: Instance, model: torch.nn.Module, whole: Batch, cuts: Sequence[range], tolerance: float
-) -> tuple[str, torch.nn.Module] | None:
-    items = instance.case.plan.total_items
-    in_whole = _calls(instance, model, whole)
-    for some in cuts:
-        in_part = _calls(instance, model, instance.batch(some, torch.float64))
+    items, total = Items(whole), instance.case.plan.total_items
+    before = _calls(instance, model, whole)
+    for place in range(min(total, MOST_REPLACED)):
+        order = list(range(total))
+        order[place] = (place + 1) % total
+        after = _calls(instance, model, items.__getitems__(order))
         # an expert without items is not called
-        for key in (key for key in in_whole if key in in_part):
+        for key in (key for key in before if key in after):
             inputs, outputs = (
-                [_same_items(a, b, some, items, tolerance) for a, b in zip(*values, strict=False)]
-                for values in zip(in_whole[key], in_part[key], strict=True)
+                [_changes(a, b, place, total) for a, b in zip(*values, strict=False)]
+                for values in zip(before[key], after[key], strict=True)
             )
-            if False in outputs and False not in inputs:
+            if True in outputs and True not in inputs:
                 return key[0], model.get_submodule(key[0])
     return None
 
 
-def _same_items(whole: torch.Tensor, part: torch.Tensor, some: range, total: int, tolerance: float) -> bool | None:
-    """Return whether a part's values are those that its items have in the whole; None where values are of no items."""
-    if not (whole.ndim and part.ndim and (len(whole), len(part)) == (total, len(some))):
-        return None
-    return None if whole.shape[1:] != part.shape[1:] else _close(whole[some.start : some.stop], part, tolerance)
+def _changes(before: torch.Tensor, after: torch.Tensor, place: int, total: int) -> bool:
+    """Return whether values of items change beside that at a place; no values of items do."""
+    if before.shape != after.shape or not before.ndim or len(before) != total:
+        return False
+    a, b = (torch.cat((values[:place], values[place + 1 :])) for values in (before, after))
+    scale = float(torch.maximum(a.abs(), b.abs()).nan_to_num(0).max()) if a.numel() else 0.0
+    return not bool((((a - b).abs() <= FINE * scale) | (a.isnan() & b.isnan())).all())
 
 
 @torch.no_grad()
@@ -223,10 +203,14 @@ def _calls(instance: Instance, model: torch.nn.Module, batch: Batch) -> Calls:
     found: Calls = {}
     seen: Counter[str] = Counter()
     handles = []
+
+    def copied(values: Any) -> Values:
+        return [t.detach().clone() for t in leaves(values) if t.is_floating_point()]
+
     for name, module in model.named_modules():
 
         def note(module: torch.nn.Module, inputs: Any, output: Any, name: str = name) -> None:
-            found[name, seen[name]] = _copied(inputs), _copied(output)
+            found[name, seen[name]] = copied(inputs), copied(output)
             seen[name] += 1
 
         handles.append(module.register_forward_hook(note))
@@ -236,15 +220,6 @@ def _calls(instance: Instance, model: torch.nn.Module, batch: Batch) -> Calls:
         for handle in handles:
             handle.remove()
     return found
-
-
-def _copied(values: Any) -> Values:
-    return [t.detach().to(torch.float64).clone() for t in leaves(values) if t.is_floating_point()]
-
-
-def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
-    scale = float(torch.maximum(a.abs(), b.abs()).nan_to_num(0).max()) if a.numel() else 0.0
-    return bool((((a - b).abs() <= tolerance * scale) | (a.isnan() & b.isnan())).all())
 
 
 # Checks of a problem before any loop runs: its contract, and that its objective is a sum over items.

@@ -219,9 +219,7 @@ def test_every_element_of_all_must_agree():
     for j in (0, 7, 14):
         observed = _gradient(2 / 6, 2 / 6, 2 / 6, 0)
         observed[j] /= 2
-        found = _read(observed)
-        assert found.name == "partial-gradient"
-        assert "14 of the 15 elements are wrong" in found.sentence
+        assert _read(observed) is None
 
 
 @pytest.mark.parametrize(

@@ -327,7 +327,7 @@ def _rectify(run):
         (
             then(of_weight(lambda g: g.abs_())),
             "partial-gradient",
-            "elements are wrong and no others (abs, clamp, relu)",
+            "or for what looks at signs or sizes (clipping by value, a threshold, an abs)",
         ),
         (_rectify, "partial-gradient", "only the positive elements are in the step's"),
     ],

@@ -376,8 +376,6 @@ def test_a_frozen_parameter_moves_on_zeros_and_not_on_none(optimizer):
         violation = check(loop, case).violation
         assert violation.diagnosis == "changed-model"
         assert "changed 0.bias.requires_grad from True to False" in violation.explanation
-        said = f"a later step of {optimizer} moved the frozen 0.bias" in violation.explanation
-        assert said == (moves and not set_to_none), violation.explanation
         first, last = run_loop(loop, generated_instance(case)).observations
         assert torch.equal(first.after["0.bias"], last.after["0.bias"]) == (set_to_none or not moves)
 
