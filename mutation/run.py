@@ -59,7 +59,9 @@ def _copy_tree() -> None:
     for name in ("conftest.py", "pyproject.toml"):
         shutil.copy(ROOT / name, TREE)
     # forks write no bytecode: it would be dated by the second, in which the next mutant is written
-    subprocess.run([sys.executable, "-m", "compileall", "-q", "gradcheck_suite", "tests"], cwd=TREE, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "compileall", "-q", "gradcheck_suite", "tests", "properties"], cwd=TREE, check=True
+    )
 
 
 def _forked(act: Callable[[], int], seconds: float) -> int | None:

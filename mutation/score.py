@@ -13,8 +13,11 @@ from mutation.statements import statements
 Key = tuple[str, str, str]
 _JUDGE = "elements fitted_weights gradient naming probe probe_faults reruns sizes steps weights"
 TARGETS = {
-    "core/comparison": ("tests/core",),
-    **{f"judge/{module}": ("tests/judge",) for module in _JUDGE.split()},
+    "core/comparison": ("tests/core", "tests/judge/test_weights.py"),
+    **{
+        f"judge/{module}": ("tests/judge", "tests/verification/test_ranks.py", "properties/test_aliasing.py")
+        for module in _JUDGE.split()
+    },
     **{f"reference/{module}": ("tests/reference",) for module in ("large_batch", "rounding")},
     **{f"auditing/{module}": ("tests/auditing",) for module in ("judge", "sums", "weights", "window_again")},
 }

@@ -19,18 +19,20 @@ from properties.helpers import scaled
 
 
 class _Twins(torch.autograd.Function):
-    """x @ (a + b), whose backward returns two views of one fresh tensor."""
+    """x @ (a + b), whose backward returns two views of one fresh tensor, of all of it or of a half each."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, apart: bool) -> torch.Tensor:
         ctx.save_for_backward(x)
+        ctx.apart = apart
         return x @ (a + b)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         (x,) = ctx.saved_tensors
-        both = (x.T @ grad).detach()
-        return None, both.detach(), both.detach()
+        gradient = (x.T @ grad).detach()
+        first, second = torch.cat([gradient, gradient]).chunk(2) if ctx.apart else (gradient, gradient)
+        return None, first.detach(), second.detach(), None
 
 
 class Canary(torch.nn.Module):
@@ -47,15 +49,16 @@ class Canary(torch.nn.Module):
 
 
 class Twins(torch.nn.Module):
-    """Two weights that only occur as a sum."""
+    """Two weights that only occur as a sum; with `apart` their gradients lie side by side."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, apart: bool = False) -> None:
         super().__init__()
+        self.apart = apart
         self.a, self.b = (torch.nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (n,)."""
-        return _Twins.apply(x, self.a, self.b)
+        return _Twins.apply(x, self.a, self.b, self.apart)
 
 
 def _total(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -150,6 +153,7 @@ def test_twins_are_caught():
     (found,) = find_stolen_buffers(Twins(), _total, FOUR_ITEMS)
     assert (found.kind, found.parameter, found.other) == ("shared", "a", "b")
     assert "a.grad and b.grad overlap in memory" in found.explanation
+    assert not find_stolen_buffers(Twins(apart=True), _total, FOUR_ITEMS)
 
 
 @pytest.mark.parametrize("name", MODES)

@@ -739,7 +739,7 @@ NO_COUNT = ", which no usual count or quotient of counts gives in every window"
 def _scale(steps: Steps) -> tuple[bool, Text]:
     """Return whether something of the run explains the factors of the wrong steps, and the sentence."""
     wrong, right = [w for w in steps if not w.is_right], [w for w in steps if w.is_right]
-    ratios = [float(w.ratio.mean()) if len(w.inside) else 0.0 for w in wrong]
+    ratios = [float(w.ratio.mean()) for w in wrong]
     constant = wrong[0].close(ratios, ratios[0])
     meaning, remedy = constant_meaning(ratios[0]) if constant else ("", "")
     power, found, added = _power_of_steps(wrong, ratios), meanings(wrong, right), _added_to_counts(wrong, ratios)
@@ -750,7 +750,7 @@ def _scale(steps: Steps) -> tuple[bool, Text]:
             return f"{said}: {meaning}; {remedy}"
         if found:
             alternatives: dict[str, list[str]] = {}
-            for text, what_to_do in meanings([w, *(v for v in wrong if v is not w)], right) or found:
+            for text, what_to_do in found:
                 alternatives.setdefault(what_to_do, []).append(text)
             each = [f"{' or '.join(texts)}: {what_to_do}" for what_to_do, texts in alternatives.items()]
             return f"{said}, which is {'; or '.join(each)}"
@@ -779,7 +779,7 @@ def _scale(steps: Steps) -> tuple[bool, Text]:
 def _added_to_counts(wrong: Steps, ratios: Sequence[float]) -> float | None:
     """Return the number that all wrong windows' divisors have more than their different counts, or None."""
     counts = np.array([w.window_count for w in wrong])
-    if wrong[0].reduction == "sum" or len({*counts}) < 2 or not min(ratios) > 0:
+    if wrong[0].reduction == "sum" or len({*counts}) < 2:
         return None
     more, rounding = counts / ratios - counts, 2 * wrong[0].tolerance * float(counts.max())
     told = abs(more[0]) > 100 * rounding and np.allclose(more, more[0], rtol=EXACT, atol=rounding)

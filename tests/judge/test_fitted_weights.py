@@ -140,6 +140,12 @@ def test_a_micro_batch_that_reaches_no_parameter_is_not_missed_and_still_counts(
     assert "weighs 3 times what it should" in diagnosis.sentence
 
 
+def test_an_element_that_other_windows_alone_reach_is_left_out():
+    rows = ROWS.copy()
+    rows[:6, 0] = 0
+    assert _read(_gradient(1 / 3, 1 / 6, 1 / 9, 0, rows=rows), rows=rows).name == "mean-of-means"
+
+
 def test_steps_that_were_right_refute_a_factor_that_they_would_have_had():
     plan = Plan((1, 2, 3, 2), 2)
     third = {"rows": ROWS, "plan": plan, "window": 1}
@@ -548,6 +554,13 @@ def test_a_micro_batch_without_a_gradient_has_no_weight():
     fit = fit_weights(np.array((0.5, 2.0, 7.0)) @ gradients, gradients, BOUND)
     assert fit.weights == pytest.approx((0.5, 2.0, 0.0))
     assert fit.determined
+
+
+@pytest.mark.parametrize(("size", "exact"), [(1e-13, True), (1.1e-13, False)])
+def test_gradients_of_0_give_what_rounding_allows(size, exact):
+    fit = fit_weights(np.full(4, size), np.zeros((3, 4)), BOUND)
+    assert not fit.determined
+    assert fit.exact == exact
 
 
 @pytest.mark.parametrize(("off", "exact"), [(250, True), (300, False)])

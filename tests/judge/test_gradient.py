@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -382,9 +384,6 @@ def test_a_fault_that_the_probe_lacks_is_said_to_depend_on_values_or_the_model()
         name, sentence, _ = explained(loop, plan=Plan((1, 2, 3, 2), 4))
         assert name == found
         assert "the weight probe" not in sentence
-
-
-# The probe in float32
 
 
 # Rounding
@@ -932,3 +931,23 @@ def test_an_element_that_is_off_by_some_millionths_is_not_said_to_be_1_times_wha
     name, sentence, _ = explained(then(of_weight(lambda g: g[1, 2].mul_(1 + 8e-6))))
     assert name == "partial-gradient"
     assert "are 1 + 8e-06 times what they should be" in sentence
+
+
+@pytest.mark.parametrize("factor", [2.0, 1 + 1.1e-6])
+def test_the_worst_element_is_shown_in_six_digits_unless_they_agree(factor):
+    """It is 1000 sevenths: digits that rounding decides are not shown, unless the two differ in them alone."""
+    _, _, details = explained(then(of_weight(lambda g: g.mul_(factor))), w=(3, 3, 1, 1, 1, 1, 1, 1))
+    expected, observed = re.search("expected (.+), observed (.+), off by", details[0]).groups()
+    assert float(observed) == pytest.approx(-1000 / 7 * factor, rel=1e-5 if factor == 2 else 1e-15)
+    assert (expected == "-142.857") == (factor == 2)
+
+
+def test_a_step_that_a_loop_does_not_take_on_the_probe_shows_nothing_there():
+    def loop(run):
+        for window in islice(windows(run), 1 if weight_of(run) is None else None):
+            backward_window(run, window)
+            mix(run)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    assert "the loop took 1 step(s) on it" in explained(loop, window=1)[1]

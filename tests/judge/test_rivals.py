@@ -66,6 +66,17 @@ def test_weights_by_loss_and_by_place(change, name, says):
     assert says in sentence
 
 
+def test_a_loop_that_runs_in_float32_alone_is_read_as_far_as_others():
+    """The run that raises does not count: what tells places from other weights is the last one that is left."""
+
+    def in_float32(run):
+        if run.dtype == torch.float64:
+            raise TypeError
+        _by_part(lambda loss, place: loss / (1 + place))(run)
+
+    assert explained(in_float32, plan=Plan((2, 1, 3), 3), dtype="float32")[0] == "weighted-by-place"
+
+
 def test_a_wrong_weight_that_is_the_same_with_a_small_loss_is_not_blamed_on_the_loss():
     """The window's first weighs 1.5 times in every run; the rest another weight in the third run alone."""
     runs = []

@@ -72,6 +72,7 @@ def test_the_expected_weight():
         # some missing
         (_weights(0, 0, 1 / 6), "reset-inside-window", "only the window's last micro-batch"),
         (_weights(0, 0, 1 / 9), "reset-inside-window", "only the window's last micro-batch"),
+        (_weights(0, 0, 1 / 3), "reset-inside-window", "only the window's last micro-batch"),
         (_weights(1 / 6, 0, 0), "first-only", "only the window's first micro-batch"),
         (_weights(0, 1 / 6, 0), "dropped-micro-batch", "micro-batches [1, 3] of the window are not"),
         (_weights(1 / 6, -1 / 6, 0), "dropped-micro-batch", "micro-batches [3] of the window are not"),
@@ -377,8 +378,14 @@ def test_a_factor_must_fit_all_windows():
     assert _first_wrong(run(7, 11, 13)).name == "unrecognised-weights"
     assert "2**16, such as a loss scale that is never divided out" in _first_wrong(run(*[2.0**16] * 3)).sentence
     assert "the sign is wrong" in _first_wrong(run(-1, -1, -1)).sentence
+    assert "as where -10 is added to the window's count" in _first_wrong(run(-1 / 9, -2 / 8, -3 / 7)).sentence
     sentence = _first_wrong(run(1, 7, 1)).sentence
     assert "(only window 1 of epoch 0 of this run; 2 of 3 steps are right)" in sentence
+
+
+def test_steps_of_the_first_epoch_are_told_from_those_of_the_second():
+    first, second = ([np.repeat(np.eye(3)[i], 2) * factor for i in range(3)] for factor in (0.5, 1.0))
+    assert _first_wrong(_run(*first, *second, k=2, windows=PAIRS)).sentence.endswith("(only in the first epoch)")
 
 
 @pytest.mark.parametrize(
