@@ -200,8 +200,9 @@ def judge_weights(
     modes = reading_weights.best_modes([(one.window, one.readings) for one in pending])
     history: defaultdict[Key, list[Use]] = defaultdict(list)
     unequal: defaultdict[Key, list[tuple[Objective, Window]]] = defaultdict(list)
+    joined = {objective.key for one in pending for objective in _settled(one, modes, usual)}
     for one in pending:
-        found = _settled(one, modes, usual)
+        found = _settled(one, modes, usual, joined)
         if fault := _again(one):
             result.steps.add(one.window.number)
             result.violations.append(violation_of(fault, one.window, one.where))
@@ -224,10 +225,15 @@ def judge_weights(
     return result
 
 
-def _settled(one: Pending, modes: Mapping[tuple[int, Key], Sequence[str]], usual: int | None) -> list[Objective]:
+def _settled(
+    one: Pending,
+    modes: Mapping[tuple[int, Key], Sequence[str]],
+    usual: int | None,
+    joined: Collection[Key] = frozenset(),
+) -> list[Objective]:
     """Return the objectives of a window, the factor after its last pass taken as a part of them or not."""
     own = {top: listed for (optimizer, top), listed in modes.items() if optimizer == one.window.optimizer}
-    found = [reading_weights.objectives(reading, own) for reading in one.readings]
+    found = [reading_weights.objectives(reading, own, joined) for reading in one.readings]
     right = bool(found[0]) and all(objective.is_right for objective in found[0])
     lengths = {1 / one.length, 1 / (usual or one.length)} - {1.0}
     return found[0] if right or any(near(one.factor, share, 1e-5) for share in lengths) else found[-1]

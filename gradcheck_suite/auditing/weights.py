@@ -324,8 +324,16 @@ class Objective:
         return self.comparison.right(1e-4)
 
 
-def objectives(reading: Reading, modes: Mapping[Key, Sequence[str]]) -> list[Objective]:
-    """Return the objectives of a window, each expression in the first of its modes that applies."""
+def objectives(
+    reading: Reading, modes: Mapping[Key, Sequence[str]], joined: Collection[Key] = frozenset()
+) -> list[Objective]:
+    """Return the objectives of a window, each expression in the first of its modes that applies.
+
+    Args:
+        reading: of the window.
+        modes: of each expression, the best one first.
+        joined: the keys of objectives of all windows, in which some are right at several places together.
+    """
     found = []
     for top, results in reading.items():
         mode = next((mode for mode in modes.get(top, MODES) if mode in results), None)
@@ -334,15 +342,17 @@ def objectives(reading: Reading, modes: Mapping[Key, Sequence[str]]) -> list[Obj
             continue
         found += [Objective((*top, mode, k), comparison, parts) for k, (comparison, parts) in enumerate(results[mode])]
     # one expression at several places, as with the last micro-batch unrolled or in a closure: one objective where
-    # that is exactly right
+    # that is exactly right, in this window or in another one
     by_expression: defaultdict[Any, list[Objective]] = defaultdict(list)
     for one in found:
         by_expression[one.key[1]].append(one)
     for expression, several in by_expression.items():
         if len({one.place for one in several}) > 1 and all(one.parts for one in several):
             parts = [part for one in several for part in one.parts]
-            together = Objective((several[0].place, expression, "*", 0), compare(parts), parts)
-            if together.is_right and len({part.source for part in parts}) == len(parts):
+            place = min((one.place for one in several), key=str)
+            together = Objective((place, expression, "*", 0), compare(parts), parts)
+            right = together.is_right or (together.key in joined and together.comparison.status == EQUAL)
+            if right and len({part.source for part in parts}) == len(parts):
                 found = [one for one in found if one.key[1] != expression] + [together]
     return found
 

@@ -155,6 +155,16 @@ for length in (2, 2, 2, 4, 4, 4, 4, 4):
     optimizer.step()
     optimizer.zero_grad()"""
 TWICE = f"for _ in range(2):{indent(STEPPED_AT, '    ')}"
+LAST_APART = """
+for number, (x, y) in enumerate(data):
+    with toy.autocast():
+        loss = F.cross_entropy(model(x), y) / {divisor}
+    if (number + 1) % 4 == 0 or number == 9:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    else:  # as under `no_sync`
+        loss.backward()"""
 DIVIDED = "for parameter in model.parameters():\n    parameter.grad /= len(window)"
 SCALER_STEP = "scaler.step(optimizer)\nscaler.update()\noptimizer.zero_grad()"
 TWO_LOSSES = """
@@ -771,6 +781,9 @@ loss = first + second""",
         step=SCALER_STEP,
     ),
     "faulty_sum_of_two_losses": faulty("wrong-scale", "*[4] * 16", loss=TWO_LOSSES),
+    "faulty_tail_divided_by_k_at_two_lines": faulty(
+        "wrong-scale", setup="data = toy.batches(*[4] * 10)", text=LAST_APART.format(divisor="4")
+    ),
     "faulty_tail_dropped": faulty(
         "tail-dropped",
         setup="data = toy.batches(*[4] * 11)",
@@ -850,6 +863,24 @@ loss = sum(F.cross_entropy(a, b, reduction="sum") for a, b in parts) / total""",
         setup="weight = torch.tensor([0.2, 1.0, 3.0], dtype=toy.dtype())",
         start="total = sum(weight[y].sum() for _, y in window)",
         loss="loss = F.cross_entropy(model(x), y, weight=weight, label_smoothing=0.1) * weight[y].sum() / total",
+    ),
+    "sound_tail_at_two_lines": sound(
+        setup="data = toy.batches(*[4] * 10)", text=LAST_APART.format(divisor="(4 if number < 8 else 2)")
+    ),
+    # the discriminator of a GAN: two losses of one expression, of which some steps have one alone
+    "sound_halves_at_two_lines": sound(
+        setup="data = iter(toy.batches(*[4] * 12))",
+        text="""
+for number in range(6):
+    (x, y), (z, _) = next(data), next(data)
+    weight = 0.5 if number < 3 else 0.25
+    with toy.autocast():
+        first, second = F.cross_entropy(model(x), y), F.cross_entropy(model(z), 0 * y)
+    (weight * first).backward()
+    if number % 3:
+        (weight * second).backward()
+    optimizer.step()
+    optimizer.zero_grad()""",
     ),
     "sound_closure": sound(
         "*[4] * 12",
