@@ -375,6 +375,9 @@ def best_modes(readings: Sequence[tuple[Window, Sequence[Reading]]]) -> dict[tup
 
 
 # The coefficient C of each objective over the run: the program's own, or a consequence of how windows are cut up?
+#
+# `judge.naming` asks for a factor of a right weight, and here none is known: a loss may have a coefficient, so that a
+# factor counts only where windows of other lengths, other losses or the trainer's settings show that it has not.
 
 
 @dataclass

@@ -273,14 +273,6 @@ def _times_text(w: Weights, wrong: Steps) -> str:
             f"the window's micro-batches are in the gradient {times} times: the running sum of the losses goes through "
             "backward each time; send each loss through once"
         )
-    if np.count_nonzero(w.ratio) == 1 and len(w.inside) > 1:
-        for place, word in ((-1, "last"), (0, "first")):
-            if w.ratio[place] and w.close(w.ratio[place], len(w.inside)):
-                return (
-                    f"the window's {word} micro-batch is in the gradient {len(w.inside)} times, and the others not at "
-                    "all: look for a closure that reads the loop's variable late, or an iterator that is made anew for "
-                    "each micro-batch"
-                )
     return repeated_text(w, wrong)
 
 

@@ -191,45 +191,19 @@ def listed(names: Sequence[object], shown: int = 3) -> str:
 Steps = Sequence[Weights]
 
 
-def some_dropped(w: Weights) -> bool:
-    """Whether some micro-batches are missing, and the others have one weight, by sums or by means."""
-    for values in (w.ratio, w.per_mean):
-        kept = values[values != 0]
-        if not w.foreign and len(kept) < len(values) and (not len(kept) or w.close(kept, kept[0])):
-            return True
-    return False
-
-
 def places(w: Weights, chosen: Callable[[float], bool]) -> tuple[int, ...]:
     """Return which of the window's micro-batches have a ratio that is chosen, by their place in the window."""
     return tuple(w.window.index(j) for j, ratio in zip(w.inside, w.ratio, strict=True) if chosen(float(ratio)))
 
 
 def dropped_text(w: Weights, wrong: Steps) -> str:
-    """Return which micro-batches are missing, and what usually drops these."""
-    gone = {places(v, lambda ratio: ratio == 0) for v in wrong}
+    """Return which micro-batches are missing, and what usually drops some."""
     missing = [j for j, ratio in zip(w.inside, w.ratio, strict=True) if ratio == 0]
-    said = f"micro-batches {missing} of the window are not in the gradient"
-    last = {tuple(range(len(v.window) - 1, len(v.window))) for v in wrong}
-    several = any(len(v.inside) > 2 for v in wrong)
-    if any((v.ratio > 1 + v.tolerance).any() and not some_dropped(v) for v in wrong):
-        more = "and others weigh more than they should: look for micro-batches that are sampled with replacement"
-        return f"{said}, {more}, or that stand in for others"
-    if several and gone == {(0,)}:
-        why = "look for a reset after its backward, or for what takes it away before the loop"
-        return f"{said}, in every wrong window the first: {why}"
-    if several and all(places(v, lambda ratio: ratio == 0) == (len(v.window) - 1,) for v in wrong) and last:
-        return f"{said}, in every wrong window the last: look for a loop that ends one early"
-    if several and all(places(v, lambda ratio: ratio == 0) == tuple(range(1, len(v.window), 2)) for v in wrong):
-        return f"{said}, in every wrong window each second one: the iterator is advanced twice"
-    if several and all(_has_twin(v) for v in wrong):
-        return f"{said}, and each has the count of another in its window: look for what is kept by size or by value"
-    return f"{said}{_in_common(wrong)}: look for a `continue`, a `break` or a reset between them"
-
-
-def _has_twin(w: Weights) -> bool:
-    kept = {w.counts[j] for j, ratio in zip(w.inside, w.ratio, strict=True) if ratio}
-    return all(w.counts[j] in kept for j, ratio in zip(w.inside, w.ratio, strict=True) if not ratio)
+    return (
+        f"micro-batches {missing} of the window are not in the gradient{_in_common(wrong)}: look for a `continue`, a "
+        "`break` or a reset between them, an iterator that is advanced twice, and for what is chosen by chance, by "
+        "size or by value"
+    )
 
 
 def repeated_text(w: Weights, wrong: Steps) -> str:
@@ -240,16 +214,7 @@ def repeated_text(w: Weights, wrong: Steps) -> str:
     said = f"micro-batches {twice} of the window are in the gradient {' or '.join(times)} times"
     said = said.replace(" 2 times", " twice")
     said += f"{f', and {gone} not at all' if gone else ''}{_in_common(wrong)}"
-    if any(len(v.inside) > 1 for v in wrong) and all(_weighs_its_number(v) for v in wrong):
-        return (
-            f"{said}, as often as the window has micro-batches: multiply no loss by them, and send each backward once"
-        )
-    return f"{said}: send each loss backward once, and multiply none"
-
-
-def _weighs_its_number(w: Weights) -> bool:
-    more = w.ratio[w.ratio > 1.5]
-    return any(w.close(more, float(number)) for number in (len(w.window), w.accumulation_steps))
+    return f"{said}: send each loss backward once, and multiply none; look for a variable that a closure reads late"
 
 
 def _in_common(wrong: Steps) -> str:
