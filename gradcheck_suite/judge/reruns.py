@@ -250,7 +250,7 @@ def _differences(
     """Yield name and sentence of each input that is not the contract's, and the calls with it corrected."""
     right = _modes(model)
     if any(call.training != right for call in calls):
-        yield "wrong-mode", _mode_text(right, calls), [replace(call, training=right) for call in calls]
+        yield "wrong-mode", _mode_text(calls), [replace(call, training=right) for call in calls]
     start = {name: p.detach() for name, p in model.named_parameters()}
     if any(not torch.equal(value, start[name]) for call in calls for name, value in call.parameters.items()):
         yield "other-parameters", _moved_text(start, calls), [replace(call, parameters=start) for call in calls]
@@ -260,15 +260,14 @@ def _differences(
         yield "changed-batch", changed, None
 
 
-def _mode_text(right: dict[str, bool], calls: Sequence[LossCall]) -> str:
-    off = [[name for name, training in call.training.items() if training != right[name]] for call in calls]
+def _mode_text(calls: Sequence[LossCall]) -> str:
+    off = [[name for name, training in call.training.items() if not training] for call in calls]
     number = sum(map(bool, off))
     which = "the window's losses" if number == len(calls) else f"{number} of the window's {len(calls)} losses"
     names = list(dict.fromkeys(name for call in off for name in call))
     where = "" if "" in names else f" in {listed(names)}"
-    mode = "train" if calls[0].training.get(names[0]) and number == len(calls) else "eval"
     return (
-        f"{which} {'is' if number == 1 < len(calls) else 'are'} computed in {mode} mode{where}, while the run hands "
+        f"{which} {'is' if number == 1 < len(calls) else 'are'} computed in eval mode{where}, while the run hands "
         "the model over in train mode: call model.train() after an evaluation"
     )
 

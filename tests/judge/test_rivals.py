@@ -302,6 +302,13 @@ def _singly(items):
     ("parts", "weigh", "name", "says"),
     [
         (_singly, lambda place, counts: 1 / len(counts), "mean-of-means", "the means of a micro-batch's parts"),
+        # items that count 1, 3 and 2 have their mean, and one of the next micro-batch counts 1
+        (
+            _singly,
+            lambda place, counts: sum(counts[:3]) / 3 / sum(counts) if place < 3 else counts[place] / sum(counts),
+            "mean-of-means",
+            "the means of a micro-batch's parts",
+        ),
         (_singly, lambda place, counts: 0.5**place, "unequal-items", "parts weigh 1, 0.5, 0.25"),
         (lambda n: [slice(0, max(1, n - 1))], lambda place, counts: counts[place] / sum(counts), "changed-batch", ""),
     ],
@@ -310,6 +317,24 @@ def test_parts_of_micro_batches_are_told_from_other_batches(parts, weigh, name, 
     found, sentence, _ = explained(_split(parts, weigh), plan=Plan((3, 2, 2), 2), w=(1, 3, 2, 0, 1, 1, 1, 1))
     assert found == name, sentence
     assert says in sentence
+
+
+@pytest.mark.parametrize(
+    ("shares", "name"),
+    [((1 / 2, 1 / 2), "mean-of-means"), ((1 / 3,) * 3, "mean-of-means"), ((1 / 3, 2 / 3), "unequal-items")],
+)
+def test_parts_of_a_window_as_devices_have_them_are_seen_by_the_weights_of_items(shares, name):
+    """Parts that cut through micro-batches, whose means have these shares."""
+
+    def means_of_parts(run):
+        (p,) = run.model.parameters()
+        items = p.grad.nonzero()[:, 0]
+        for part, share in zip(items.tensor_split(len(shares)), shares, strict=True):
+            p.grad[part] *= share * len(items) / len(part)
+
+    violation = check(then(means_of_parts), probe_case(Plan((2, 3, 2), 3))).violation
+    assert violation.diagnosis == name, violation.explanation
+    assert (f"a window's items are in {len(shares)} parts" in violation.explanation) == (name == "mean-of-means")
 
 
 # Elements
@@ -512,18 +537,23 @@ def _evaluates_at_its_last_micro_batch(run):
         _step(run)
 
 
-def _perturbs(run):
+def _perturbs(run, times=1):
     """Take the gradient where a first one leads, as sharpness-aware minimisation does."""
     for window in windows(run):
-        backward_window(run, window)
         start = copy.deepcopy(run.model.state_dict())
-        with torch.no_grad():
-            for p in run.model.parameters():
-                p.add_(0.1 * p.grad)
-        run.optimizer.zero_grad()
+        for _ in range(times):
+            backward_window(run, window)
+            with torch.no_grad():
+                for p in run.model.parameters():
+                    p.add_(0.1 * p.grad)
+            run.optimizer.zero_grad()
         backward_window(run, window)
         run.model.load_state_dict(start)
         _step(run)
+
+
+def _perturbs_twice(run):
+    _perturbs(run, times=2)
 
 
 def _trains_a_copy(run):
@@ -577,6 +607,7 @@ def _changes(change):
         (_stays_in_eval, "wrong-mode", "the window's losses are computed in eval mode"),
         (_evaluates_at_its_last_micro_batch, "wrong-mode", "1 of the window's 2 losses is computed in eval mode"),
         (_perturbs, "other-parameters", "perturbed or rounded and restored before the step"),
+        (_perturbs_twice, "other-parameters", "perturbed or rounded and restored before the step"),
         (_trains_a_copy, "other-parameters", "other values of 1.weight than those that the step changes"),
         (_adversarial, "changed-batch", "it has other values in x,"),
         (_normalizes_in_every_epoch, "changed-batch", "it has other values in x,"),
