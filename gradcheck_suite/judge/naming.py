@@ -296,28 +296,13 @@ def _missing_ranks(w: Weights) -> bool:
 
 def _missing_ranks_text(w: Weights, wrong: Steps) -> str:
     gone, rank = w.ratio == 0, _ranks(w)
-    none = [int(r) for r in sorted(set(rank)) if gone[rank == r].all()]
-    there = [int(r) for r in sorted(set(rank)) if not gone[rank == r].any()]
-    if w.alike or (none and len(there) > 1):
-        said = f"no micro-batch of rank {', '.join(map(str, none))} is in the gradient, and all of the others are"
-        why = "a process group that does not have all ranks"
-        if w.alike:
-            why = "a broadcast in place of an all-reduce, a reduction that is no sum, a rank that adds zeros"
-        return f"{said}: look for {why}"
-    if len(there) + len(none) == len(set(rank)):
-        return (
-            f"only rank {there[0]}'s micro-batches are in the gradient: it was not added up over the ranks; look for a "
-            "last micro-batch whose forward runs under no_sync (DistributedDataParallel decides in the forward whether "
-            "backward reduces), a rank that leaves out its all-reduce, one that is not waited for, a buffer that is no "
-            f"longer the gradient's; {REDUCE_ONCE}"
-        )
-    missing = [j for j, ratio in zip(w.inside, w.ratio, strict=True) if not ratio]
-    some = f"micro-batch {missing[0]} of another rank is"
-    if len(missing) > 1:
-        some = f"micro-batches {listed(missing)} of other ranks are"
+    shares = [f"{np.sum(~gone[rank == r])} of the {np.sum(rank == r)} of rank {r}" for r in sorted(set(rank))]
     return (
-        f"rank {there[0]}'s micro-batches are all in the gradient, and {some} not: the gradients were added up at "
-        f"another time than after the last backward; {REDUCE_ONCE}"
+        f"of the window's micro-batches, {', '.join(shares)} are in the gradient: it was not added up over all ranks, "
+        "or at another time than after the last backward; look for a last micro-batch whose forward runs under no_sync "
+        "(DistributedDataParallel decides in the forward whether backward reduces), a rank that leaves out its "
+        "all-reduce or adds zeros, one that is not waited for, a broadcast in place of an all-reduce, a process group "
+        f"that does not have all ranks; {REDUCE_ONCE}"
     )
 
 
@@ -543,24 +528,12 @@ def _cut_text(w: Weights, wrong: Steps) -> str:
 
 
 def _other_text(w: Weights, wrong: Steps) -> str:
-    if w.foreign and not np.any(w.ratio):
-        return (
-            f"the step has the gradient of other micro-batches, {w.foreign}, and not of its own, {list(w.window)}: "
-            "train the windows in the loader's order, each once, and read gradients after they are computed or "
-            "communicated"
-        )
-    if w.close(w.ratio, 1.0):
-        return (
-            f"micro-batches {w.foreign} belong to a later window and are in the gradient already, or to another one: "
-            "send a micro-batch backward after the step of the window before it, and train each once, in the loader's "
-            "order"
-        )
     gone = [j for j, ratio in zip(w.inside, w.ratio, strict=True) if not ratio]
     held = f"micro-batches {w.foreign} of other windows are in the gradient" if w.foreign else ""
     missing = f"micro-batches {gone} of the window are not in the gradient" if gone else ""
     return (
-        f"{', and '.join(filter(None, (held, missing)))}: train the windows in the loader's "
-        "order, each micro-batch once"
+        f"{', and '.join(filter(None, (held, missing)))}: train the windows in the loader's order, each micro-batch "
+        "once and after the step of the window before it, and read gradients after they are computed or communicated"
     )
 
 

@@ -76,7 +76,7 @@ def _gradient(*weights, rows=ROWS, plan=PLAN):
         ((1 / 6, 0, 1 / 6, 0), "dropped-micro-batch", "micro-batches [1] of the window"),
         ((0, 0, 1 / 6, 0), "reset-inside-window", "only the window's last micro-batch"),
         ((0, 0, 0, 0), "no-gradient", "nothing of the window"),
-        ((1 / 6, 1 / 6, 1 / 6, 1 / 2), "other-window", "micro-batches [3] belong to a later window"),
+        ((1 / 6, 1 / 6, 1 / 6, 1 / 2), "other-window", "micro-batches [3] of other windows are in"),
     ],
 )
 def test_weights_of_the_micro_batches_are_found_and_named(weights, name, says):

@@ -61,11 +61,11 @@ def test_the_expected_weight():
         (_weights(2 / 3, 2 / 6, 2 / 9), "mean-of-means", "mean has weight 0.666667, whatever its count"),
         # other windows' micro-batches
         (_weights(1 / 6, 1 / 6, 1 / 6, others=(1 / 2, 0)), "stale-window", "micro-batches [0] belong to earlier"),
-        (_weights(1 / 6, 1 / 6, 1 / 6, others=(0, 1 / 4)), "other-window", "micro-batches [4] belong to a later"),
+        (_weights(1 / 6, 1 / 6, 1 / 6, others=(0, 1 / 4)), "other-window", "micro-batches [4] of other windows are"),
         (
             _weights(1 / 6, 1 / 6, 1 / 6, others=(1 / 2, 1 / 4)),
             "other-window",
-            "micro-batches [0, 4] belong to a later window",
+            "micro-batches [0, 4] of other windows are in the gradient: train",
         ),
         (_weights(1 / 6, 1 / 6, 1 / 6, others=(1 / 2, 1 / 4), epoch=1), "stale-window", "[0, 4] belong to earlier"),
         (_weights(2 / 6, 2 / 6, 2 / 6, epoch=1), "stale-window", "from earlier epochs"),

@@ -244,7 +244,12 @@ def test_a_sound_way_to_add_up_gradients_holds(loop):
 @pytest.mark.parametrize(
     ("loop", "case", "diagnosis", "text"),
     [
-        (reductions.broadcast_alone, probe_case(EVEN), "not-reduced", "no micro-batch of rank 1 is in the gradient"),
+        (
+            reductions.broadcast_alone,
+            probe_case(EVEN),
+            "not-reduced",
+            "2 of the 2 of rank 0, 0 of the 2 of rank 1 are in the gradient",
+        ),
         (reductions.by_max, Case(SQUARE, EVEN), "not-summed", "is called with ReduceOp.MAX"),
         pytest.param(
             reductions.by_product,
