@@ -16,6 +16,7 @@ where a mutant survived that `explained.toml` does not explain.
 from __future__ import annotations
 
 import argparse
+import ast
 import gc
 import json
 import os
@@ -30,6 +31,7 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
 from importlib import import_module
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 
 import coverage
@@ -168,6 +170,15 @@ def _mutants(source: str) -> list[tuple[str, int]]:
     return found
 
 
+def _is_python(source: str, place: tuple[str, int]) -> bool:
+    """Whether a mutant can be parsed: `not` before an assignment expression without parentheses cannot."""
+    try:
+        ast.parse(mutate_code(source, get_operator(place[0])(), place[1]))
+    except SyntaxError:
+        return False
+    return True
+
+
 def _try(
     target: str, source: str, place: tuple[str, int], tests: tuple[dict[str, float], dict[int, set[str]]]
 ) -> Mutant:
@@ -204,7 +215,8 @@ def _run(target: str, commit: str, sample: int, seed: int, before: Tried | None)
         return replace(before, commit=commit, mutants=mutants)
     places = _mutants(source)
     random.Random(f"{seed} {target}").shuffle(places)
-    mutants = [_try(target, source, place, tests) for place in places[: sample or None]]
+    chosen = islice((place for place in places if _is_python(source, place)), sample or None)
+    mutants = [_try(target, source, place, tests) for place in chosen]
     return Tried(commit, seed, len(places), source, mutants)
 
 

@@ -15,7 +15,12 @@ _JUDGE = "elements fitted_weights gradient naming probe probe_faults reruns size
 TARGETS = {
     "core/comparison": ("tests/core", "tests/judge/test_weights.py"),
     **{
-        f"judge/{module}": ("tests/judge", "tests/verification/test_ranks.py", "properties/test_aliasing.py")
+        f"judge/{module}": (
+            "tests/judge",
+            "tests/verification/test_ranks.py",
+            "tests/verification/test_battery.py",
+            "properties/test_aliasing.py",
+        )
         for module in _JUDGE.split()
     },
     **{f"reference/{module}": ("tests/reference",) for module in ("large_batch", "rounding")},
