@@ -151,18 +151,13 @@ def _constant_per_batch(instance: Instance, model: torch.nn.Module) -> float | N
 
 def batch_norm_refusal(model: torch.nn.Module) -> str | None:
     """Return a sentence about the batch normalization that rejects a micro-batch of one item, or None."""
-    if (found := _training_batch_norm(model)) is None:
-        return None
-    return (
+    found = next(((n, m) for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
+    return found and (
         f"{found[0]} ({type(found[1]).__name__}) rejects a micro-batch with one value per channel, and gives an item "
         "an output that depends on the other items: batch normalization in train mode, so no plain accumulation can "
         "equal the large batch and no loop is to blame. Keep it in eval mode (frozen statistics), or use group or "
         "layer normalization"
     )
-
-
-def _training_batch_norm(model: torch.nn.Module) -> tuple[str, torch.nn.Module] | None:
-    return next(((n, m) for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
 
 
 def _mixing_module(instance: Instance, model: torch.nn.Module, whole: Batch) -> tuple[str, torch.nn.Module] | None:
