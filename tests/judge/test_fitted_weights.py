@@ -375,6 +375,7 @@ def test_a_known_fault_is_tried_where_there_are_too_few_elements_to_solve_for_we
         (1, (1 / 2, 1 / 2, 0, 0), "other-window"),
         (1, (1 / 2, 1 / 2, 1 / 3, 1 / 3), "stale-window"),
         (0, (1 / 2, 1 / 2, 1 / 3, 1 / 3), "other-window"),
+        (0, (0, 0, 1 / 3, 1 / 3), "other-window"),
         (0, (1 / 2, 0, 0, 0), "dropped-micro-batch"),
         (0, (0, 1 / 2, 0, 0), "dropped-micro-batch"),
         (1, (0, 0, 1 / 4, 1 / 2), "mean-of-means"),
@@ -382,9 +383,10 @@ def test_a_known_fault_is_tried_where_there_are_too_few_elements_to_solve_for_we
     ):
         found = _read(_gradient(*weights, rows=rows, plan=plan), rows=rows, plan=plan, sizes={"a": 1}, window=window)
         assert (found and found.name) == name
-
-
-# Buffers
+    # of three micro-batches' means, two are there in a window of two
+    rows, plan = np.vstack([rows, [[5.0]]]), Plan((1, 1, 1, 1, 2), 3)
+    observed = _gradient(0, 0, 0, 1 / 3, 1 / 6, rows=rows, plan=plan)
+    assert _read(observed, rows=rows, plan=plan, sizes={"a": 1}, window=1).name == "mean-of-means"
 
 
 def test_elements_that_are_multiples_of_each_other_are_no_evidence_for_weights():

@@ -155,6 +155,34 @@ def _every_micro_batch_twice(run):
             run.optimizer.step()
 
 
+def _twice_under_the_plan(run):
+    for window in windows(run):
+        _step(run, window)
+        if run.accumulation_steps == PLAN.accumulation_steps:
+            run.optimizer.step()
+
+
+def _whole_windows_under_the_plan(run):
+    """Under another plan, what has no name."""
+    (_whole_windows_only if run.accumulation_steps == PLAN.accumulation_steps else _first_two_micro_batches)(run)
+
+
+def _one_ahead(run):
+    for _ in range(run.epochs):
+        first, *rest = run.loader
+        _step(run, [first])
+        _in_windows(run, rest, run.accumulation_steps)
+
+
+def _inverted(run):
+    for _ in range(run.epochs):
+        for i, batch in enumerate(run.loader):
+            run.loss(run.model, batch).backward()
+            if (i + 1) % run.accumulation_steps:
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+
+
 def _downhill(loop):
     """Return the loop with its losses negated: an ascent, whose weights are below 0."""
 
@@ -182,7 +210,7 @@ def _fails_on_other_plans(run):
         (_whole_windows_only, Plan((1, 1), 3), "tail-dropped", "[0, 1]) is never stepped: its items contribute to no"),
         (_whole_windows_but_their_last, PLAN, "wrong-step-count", "the steps held micro-batches [0], [0]"),
         (_left_in_the_gradient, PLAN, "tail-leak", "[2]) is never stepped, and its gradient leaks into the next"),
-        (_left_in_the_gradient, Plan((1, 1, 1, 1), 3), "tail-leak", "(micro-batches [3]) is never stepped, and its"),
+        (_left_in_the_gradient, Plan((1, 1, 1, 1), 3), "tail-leak", "first window; under a plan of 4 windows with"),
         (_every_micro_batch, PLAN, "step-per-micro-batch", "called 6 times, expected 4 (2 epochs of 2 windows)"),
         (_every_micro_batch, Plan((1, 1), 2), "step-per-micro-batch", "called 2 times, expected 1 ("),
         (_one_pass, PLAN, "wrong-step-count", "called 2 times, expected 4 (2 epochs of 2 windows): it makes 1 pass"),
@@ -199,6 +227,10 @@ def _fails_on_other_plans(run):
         # numbers beyond 256 are no longer one object each
         (_every_micro_batch, Plan((1,) * 257, 257), "step-per-micro-batch", "called 257 times, expected 1 ("),
         (_whole_windows_only, Plan((1,) * 515, 2), "tail-dropped", "[514]) is never stepped: its items contribute to"),
+        (_twice_under_the_plan, PLAN, "repeated-step", "called 8 times, expected 4 ("),
+        (_whole_windows_under_the_plan, PLAN, "wrong-step-count", "the steps held micro-batches [0, 1], [0, 1]"),
+        (_inverted, Plan((1,) * 7, 3), "wrong-windows", "steps after the micro-batches that do not end a window"),
+        (_one_ahead, Plan((1,) * 11, 3), "wrong-windows", "steps at other places than after 3 micro-batches and at"),
         (_once_more, PLAN, "repeated-step", "the steps held micro-batches [0, 1], [2], [0, 1], [2], nothing"),
         (_never, PLAN, "never-stepped", "called 0 times, expected 4 (2 epochs of 2 windows): run.optimizer was"),
         (_across_epochs, Plan((1, 1, 1), 2), "wrong-windows", "called 1 time, expected 2 (1 epoch of 2"),
@@ -255,15 +287,6 @@ def _first_window_skipped(run):
             _step(run, window)
 
 
-def _inverted(run):
-    for _ in range(run.epochs):
-        for i, batch in enumerate(run.loader):
-            run.loss(run.model, batch).backward()
-            if (i + 1) % run.accumulation_steps:
-                run.optimizer.step()
-                run.optimizer.zero_grad()
-
-
 @pytest.mark.parametrize(
     ("loop", "diagnosis"),
     [
@@ -287,6 +310,26 @@ def test_a_small_plan_does_not_change_the_name(loop, diagnosis, plan):
     outcome = run_loop(loop, instance)
     if len(outcome.observations) != plan.steps:
         assert explain_steps(instance, outcome, LoopRunner(loop)).name == diagnosis
+
+
+@pytest.mark.parametrize(
+    ("loop", "name"),
+    [
+        (_every_micro_batch, "step-per-micro-batch"),
+        (_across_epochs, "wrong-windows"),
+        (_whole_windows_only, "tail-dropped"),
+        (_first_window_of_all, "wrong-step-count"),
+    ],
+)
+def test_the_number_of_steps_suggests_a_name_where_the_probe_cannot_be_used(loop, name):
+    def raises_on_the_probe(run):
+        if not _is_regression(run):
+            raise ValueError
+        loop(run)
+
+    instance = generated_instance(Case(REGRESSION, PLAN))
+    found = explain_steps(instance, run_loop(raises_on_the_probe, instance), LoopRunner(raises_on_the_probe))
+    assert found.name == name
 
 
 def test_a_loop_that_skips_steps_by_their_values_is_told_from_one_that_never_steps():
