@@ -184,6 +184,7 @@ class Weighed:
     steps: set[int] = field(default_factory=set)
 
 
+@np.errstate(all="ignore")  # weights may be infinite, and the script's output stays what it was
 def judge_weights(
     pending: Sequence[Pending], usual: int | None, said: int | None, ranks: int, name_of: Callable[[int], str | None]
 ) -> Weighed:

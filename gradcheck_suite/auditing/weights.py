@@ -91,6 +91,7 @@ def _spread(values: Sequence[float]) -> float:
     return (max(values) - min(values)) / largest if largest else 0.0
 
 
+@np.errstate(all="ignore")
 def compare(parts: Sequence[Part]) -> Comparison:
     """Compare the terms of one objective: the same weight at some level, else whether counts make them unequal."""
     tolerance, own = max(part.term.tolerance for part in parts), parts[0].term.own

@@ -171,7 +171,10 @@ def _mixing_module(instance: Instance, model: torch.nn.Module, whole: Batch) -> 
     for place in range(min(total, MOST_REPLACED)):
         order = list(range(total))
         order[place] = (place + 1) % total
-        after = _calls(instance, model, items.__getitems__(order))
+        try:
+            after = _calls(instance, model, items.__getitems__(order))
+        except (RuntimeError, ValueError, IndexError):
+            continue  # of two equal items, as where a kernel matrix is singular
         # an expert without items is not called
         for key in (key for key in before if key in after):
             inputs, outputs = (

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812 - as everyone calls it
 
 import gradcheck_suite
-from gradcheck_suite.auditing.terms import Reader
+from gradcheck_suite.auditing.terms import Reader, Term
+from gradcheck_suite.auditing.weights import Part, compare
 
 
 def _normal(*shape):
@@ -186,3 +189,11 @@ def test_a_loss_that_inductor_compiles_hides_its_weights_alone():
     assert (leaked.diagnosis, leaked.step) == ("stale-window", 1)
     assert _trained(counted=False, declared=True).violation.diagnosis == "mean-of-means"
     assert _trained(counted=True, declared=True).holds
+
+
+@pytest.mark.parametrize("weights", [(math.inf, 0.25, 0.5), (math.inf, math.inf, math.inf)])
+def test_infinite_weights_have_no_name_and_give_no_warning(weights):
+    counts = ({"elements": n} for n in (2.0, 4.0, 2.0))
+    terms = [Term(("Mean",), weight, count, mean=True) for weight, count in zip(weights, counts, strict=True)]
+    found = compare([Part((0, index), term, 1.0) for index, term in enumerate(terms)])
+    assert (found.status, found.named) == ("unequal", None)

@@ -517,9 +517,17 @@ def negatives(m: nn.Module, b: Any) -> torch.Tensor:
     return functional.cross_entropy(out @ out.T, torch.arange(len(out)))
 
 
+def of_distinct_items(m: nn.Module, b: Any) -> torch.Tensor:
+    """A product of batch means that fails where two items are equal, as the inverse of a kernel matrix does."""
+    if len(b["x"].unique(dim=0)) < len(b["x"]):
+        raise RuntimeError("the matrix is singular")
+    return m(b["x"]).mean() * b["x"].mean()
+
+
 @pytest.mark.parametrize(
     ("problem", "reason"),
     [
+        (replace(GOOD, loss=of_distinct_items), "contains statistics of the batch"),
         (
             replace(GOOD, model=with_layer(lambda: nn.BatchNorm1d(6))),
             r"1 \(BatchNorm1d\) gives an item an output that depends .* batch normalization in train mode. Keep",
