@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812 - as everyone calls it
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec
 from gradcheck_suite.core.comparison import DRAWS
-from gradcheck_suite.reference.large_batch import Reference, disagreement
+from gradcheck_suite.reference.large_batch import UNEVEN, Reference, disagreement
 from gradcheck_suite.reference.rounding import (
     AttentionBackward,
     Computation,
@@ -55,6 +55,14 @@ def test_noise_is_of_the_size_of_the_dtypes_rounding(dtype):
     size = _sizes(REGRESSION)
     assert (noise > 0.1 * unit * size).all()
     assert (noise < 10 * unit * size).all()
+
+
+@pytest.mark.usefixtures("many_draws")
+def test_groups_of_draws_of_a_smooth_gradient_differ_by_chance_alone():
+    """In the square, a group of 32 is by chance beyond half or twice the others once in thousands of times."""
+    uneven = RoundingErrors(_computation(REGRESSION), [(range(4), 1.0)], torch.float32).unevenness()
+    assert (uneven > 1).all()
+    assert (uneven < UNEVEN).all()
 
 
 def _noise(computation: Computation, part: tuple[range, float], dtype: torch.dtype = torch.float64) -> np.ndarray:
@@ -233,7 +241,7 @@ def test_no_draw_of_large_logits_overflows():
 CLOSE = torch.tensor([[-6.7251, -6.8569]], dtype=torch.float64)
 NORMALIZATIONS = {
     "layer": lambda x, *affine: F.layer_norm(x, (2,), *affine),
-    "group": lambda x, *affine: F.group_norm(x, 1, *affine),
+    "group": lambda x, *affine: F.group_norm(x.repeat(1, 2), 2, *(of_each.repeat(2) for of_each in affine)),
     "frozen batch": lambda x, *affine: F.batch_norm(x, x.new_tensor([-6.7, -6.8]), x.new_tensor([1e-3, 2e-3]), *affine),
     "batch": lambda x, *affine: F.batch_norm(x.T.repeat(1, 2), None, None, *affine, training=True),
 }
