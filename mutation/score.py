@@ -12,6 +12,7 @@ from mutation.statements import statements
 
 Key = tuple[str, str, str]
 _JUDGE = "elements fitted_weights gradient naming probe probe_faults reruns sizes steps weights"
+_OF_AUDITS = tuple(f"tests/auditing/test_{name}.py" for name in ("in_python", "losses", "scripts", "window_again"))
 TARGETS = {
     "core/comparison": ("tests/core", "tests/judge/test_weights.py"),
     **{
@@ -24,7 +25,7 @@ TARGETS = {
         for module in _JUDGE.split()
     },
     **{f"reference/{module}": ("tests/reference",) for module in ("large_batch", "rounding")},
-    **{f"auditing/{module}": ("tests/auditing",) for module in ("judge", "sums", "weights", "window_again")},
+    **{f"auditing/{module}": _OF_AUDITS for module in ("judge", "sums", "weights", "window_again")},
 }
 """The modules, each with the folders and files of tests that are to notice its mutants."""
 
