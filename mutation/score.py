@@ -12,7 +12,9 @@ from mutation.statements import statements
 
 Key = tuple[str, str, str]
 _JUDGE = "elements fitted_weights gradient naming probe probe_faults reruns sizes steps weights"
-_OF_AUDITS = tuple(f"tests/auditing/test_{name}.py" for name in ("in_python", "losses", "scripts", "window_again"))
+_OF_AUDITS = tuple(
+    f"tests/auditing/test_{name}.py" for name in ("command", "in_python", "losses", "scripts", "window_again")
+)
 TARGETS = {
     "core/comparison": ("tests/core", "tests/judge/test_weights.py"),
     **{
