@@ -370,7 +370,8 @@ def _value(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> npt.N
     values = rng.standard_normal(shape)
     if len(shape) >= 2:
         return values / np.sqrt(np.prod(shape[1:]))
-    return 1 + 0.3 * values if last == "weight" else 0.5 * values
+    # never negative: the losses of the probe are these, and the sign of one in a thousand would look like a counter
+    return np.abs(1 + 0.3 * values) if last == "weight" else 0.5 * values
 
 
 def fill(model: torch.nn.Module, seed: int) -> None:

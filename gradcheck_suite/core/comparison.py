@@ -241,6 +241,15 @@ def student_factor(draws: int = DRAWS) -> float:
     return -float(stdtrit(draws, FALSE_ALARM / 2))
 
 
+def finite_or_right(observed: Vector, expected: Vector) -> Vector:
+    """Return an observed gradient in which what is rightly not finite is as expected, (P,).
+
+    Where one element is rightly infinite or NaN, all may be NaN: `clip_grad_norm_(parameters, inf)`, which trainers
+    call to log the norm, multiplies by infinity over infinity, and the optimizer's step diverges anyway.
+    """
+    return observed if np.isfinite(expected).all() else np.where(np.isfinite(observed), observed, expected)
+
+
 def quick_bound(expected: Vector, terms: int) -> Vector:
     """Return the float64 bound that needs no measurement: the resolution and the additions of the micro-batches, (P,).
 

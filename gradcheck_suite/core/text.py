@@ -358,9 +358,11 @@ def loop_lines(result: Result, width: int = 0) -> list[str]:
 
 def _found(result: Result) -> str:
     assert result.violation is not None
-    first = "the weight probe"
-    if result.violation.case.problem_name:
+    first, spec = "the weight probe", result.violation.case.spec
+    if spec is None:
         first = "the case that is tried first, two whole windows"
+    elif result.found_after is None and spec.layer_kinds != ["readout"]:
+        first = "a linear model, in a long run or by gradients of many sizes"
     runs = f"; the loop was run {counted(result.runs, 'time')}"
     if result.found_after == 0:
         return f"found on {first}, then shown on this small case{runs}"

@@ -28,7 +28,8 @@ def part_of(comparison: Comparison, name: str) -> tuple[Array, Array, Array, npt
     expected, observed, allowed = (
         layout.part(vector, name) for vector in (comparison.expected, comparison.observed, comparison.allowed)
     )
-    return expected, observed, allowed, ~(np.abs(observed - expected) <= allowed)
+    with np.errstate(invalid="ignore"):  # of two infinities
+        return expected, observed, allowed, ~((observed == expected) | (np.abs(observed - expected) <= allowed))
 
 
 def projected(comparison: Comparison, wrong: Sequence[str], parameters: Vector | None) -> dict[str, str]:

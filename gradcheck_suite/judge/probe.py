@@ -215,7 +215,7 @@ def item_weights(probe: WeightProbe, observed: Vector, window: int) -> tuple[Ite
         window: of the step.
 
     Returns:
-        A row for each micro-batch, and of a long plan one row for each run of equal ones.
+        A row for each micro-batch. Of a long plan one row for each run of equal ones, and none for what is rightly 0.
     """
     expected = probe.right_weights(window)[list(probe.plan.starts)]
     ranks = [rank if probe.plan.ranks else None for rank in probe.plan.owners]
@@ -224,8 +224,12 @@ def item_weights(probe: WeightProbe, observed: Vector, window: int) -> tuple[Ite
         for n, e, o, rank in zip(probe.counts, expected, observed, ranks, strict=True)
     ]
     runs: list[range] = []
+    is_long = len(rows) > MOST_ROWS
     for j, row in enumerate(rows):
-        if len(rows) > MOST_ROWS and runs and _digits(rows[runs[-1].start]) == _digits(row):
+        _, e, o, _ = row
+        if is_long and e == o == 0:
+            continue
+        if is_long and runs and runs[-1].stop == j and _digits(rows[runs[-1].start]) == _digits(row):
             runs[-1] = range(runs[-1].start, j + 1)
         else:
             runs.append(range(j, j + 1))

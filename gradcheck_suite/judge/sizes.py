@@ -90,9 +90,9 @@ def is_linear(observed: Vector, with_small_loss: Vector, tolerance: float = EXAC
 
 
 def size_text(elements: Vector) -> str:
-    """Return the sizes of some elements, from the smallest to the largest."""
+    """Return the sizes of some elements, from the smallest to the largest; of one, with its sign."""
     low, high = (f"{size:.3g}" for size in (np.abs(elements).min(), np.abs(elements).max()))
-    return high if low == high else f"{low} to {high}"
+    return f"{elements[0]:.3g}" if len(elements) == 1 else high if low == high else f"{low} to {high}"
 
 
 # The predicates: each returns what the loop did and what to do, or None.

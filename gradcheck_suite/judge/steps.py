@@ -213,18 +213,24 @@ class Predicate:
         holds: whether the steps are as the fault makes them.
         tells: whether they tell the fault from those that follow in the list.
         text: what the loop did.
-        number: how many steps the fault makes, from a run without any; -1 where that says nothing.
+        numbers: how many steps the fault may make, from a run without any; none where that says nothing.
     """
 
     name: str
     holds: Callable[[Run], bool]
     tells: Callable[[Run], bool]
     text: Callable[[Run], str]
-    number: Callable[[Run], int] = lambda run: -1
+    numbers: Callable[[Run], tuple[int, ...]] = lambda run: ()
 
 
-def _of_short(run: Run, number: int) -> int:
-    return number if run.tail else -1
+def _of_short(run: Run) -> tuple[int, ...]:
+    return (len(run.whole) * run.plan.epochs,) if run.tail else ()
+
+
+def _of_all_epochs(run: Run) -> tuple[int, ...]:
+    """Return the steps of windows that run on from one epoch into the next, without and with the rest of the last."""
+    whole, rest = divmod(len(run.turns) * run.plan.epochs, run.plan.accumulation_steps)
+    return (whole, whole + bool(rest)) if run.tail else ()
 
 
 PREDICATES = (
@@ -233,7 +239,7 @@ PREDICATES = (
         lambda run: not run.held,
         lambda run: bool(run.whole),
         lambda run: "run.optimizer was never stepped",
-        lambda run: 0,
+        lambda run: (0,),
     ),
     Predicate(
         "wrong-step-count",
@@ -246,21 +252,21 @@ PREDICATES = (
         lambda run: bool(run.tail) and run.held == run.whole * run.plan.epochs,
         lambda run: bool(run.whole),
         lambda run: f"{_tail_text(run)}: its items contribute to no step",
-        lambda run: _of_short(run, len(run.whole) * run.plan.epochs),
+        _of_short,
     ),
     Predicate(
         "tail-leak",
         lambda run: bool(run.tail) and _leaks(run),
         lambda run: bool(run.whole) and run.plan.epochs > 1,
         lambda run: f"{_tail_text(run)}, and its gradient leaks into the next epoch's first window",
-        lambda run: _of_short(run, len(run.whole) * run.plan.epochs),
+        _of_short,
     ),
     Predicate(
         "step-per-micro-batch",
         _per_micro_batch,
         lambda run: True,
         lambda run: "it stepped once per micro-batch",
-        lambda run: len(run.turns) * run.plan.epochs,
+        lambda run: (len(run.turns) * run.plan.epochs,),
     ),
     Predicate("repeated-step", _repeats, lambda run: True, _repeated_text),
     Predicate("dropped-window", _is_part, lambda run: True, _dropped_text),
@@ -269,7 +275,7 @@ PREDICATES = (
         _cut_elsewhere,
         lambda run: any(step not in run.windows for step in run.held),
         _cut_text,
-        lambda run: _of_short(run, len(run.turns) * run.plan.epochs // run.plan.accumulation_steps),
+        _of_all_epochs,
     ),
 )
 
@@ -281,7 +287,7 @@ def named(runs: Sequence[Run], own: Plan, right: Run | None = None) -> tuple[str
     which refutes a fault that makes another number there.
     """
     for fault in PREDICATES:
-        if right is not None and fault.number(right) not in (-1, len(right.held)):
+        if right is not None and fault.numbers(right) and len(right.held) not in fault.numbers(right):
             continue
         telling = next((run for run in runs if fault.tells(run)), None)
         if telling is not None and all(map(fault.holds, runs)):
@@ -337,7 +343,7 @@ def step_pattern(plan: Plan, outcome: Outcome) -> Diagnosis:
     if outcome.endless:
         return Diagnosis("wrong-step-count", ENDLESS)
     none, taken = Run(plan, []), len(outcome.observations)
-    known = (fault.name for fault in PREDICATES if fault.number(none) == taken)
+    known = (fault.name for fault in PREDICATES if taken in fault.numbers(none))
     return Diagnosis(next(known, "wrong-step-count"), "")
 
 

@@ -25,6 +25,7 @@ from gradcheck_suite.core.comparison import (
     Vector,
     accumulation_bound,
     coarse_bound,
+    finite_or_right,
     quick_bound,
     worst_difference,
 )
@@ -146,8 +147,8 @@ class Float64Bound:
         return [self.computation.gradient(part) for part in self._window.parts]
 
     def comparable(self, observed: Vector) -> Vector:
-        """Return the gradient itself."""
-        return observed
+        """Return the gradient, with the expected value where it may be NaN."""
+        return finite_or_right(observed, self._window.expected)
 
     def expect_computable(self) -> None:
         """Expect torch to compute the large batch under the loop's autocast; without one the window has its gradient.
@@ -243,9 +244,7 @@ class LowPrecisionBound:
         return RoundingErrors(computation, parts, dtype, smallest=self._smallest)
 
     def comparable(self, observed: Vector) -> Vector:
-        """Return the gradient with the expected value where both are infinite or NaN.
-
-        What overflows first decides which of them comes out.
+        """Return the gradient, with the expected value where it may be NaN: what overflows first decides.
 
         Raises:
             CannotJudgeError: one of them alone is finite, and the same holds of the plain large batch, or of the
@@ -261,7 +260,7 @@ class LowPrecisionBound:
                 raise CannotJudgeError(
                     f"a gradient of nearly the largest numbers of {name} overflows where it is scaled"
                 )
-        return np.where(np.isfinite(observed) | np.isfinite(expected), observed, expected)
+        return finite_or_right(observed, expected)
 
     def expect_computable(self) -> None:
         """Expect torch to compute the large batch in this precision, and all at once and in parts alike.

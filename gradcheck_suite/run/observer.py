@@ -263,7 +263,7 @@ def structure_changes(before: Structure, after: Structure) -> str | None:
             if not isinstance(new, torch.nn.Parameter):
                 cause = (
                     "; torch.func.functional_call does this to a module that the model holds under two names "
-                    "(pytorch#164759): pass tie_weights=False and one name per tied parameter"
+                    "(pytorch#164759): pass tie_weights=False, and a tied parameter once for each module"
                 )
         changes += [f"changed {name}.{what} from {was[what]} to {now[what]}" for what in was if was[what] != now[what]]
     return ", ".join(sorted(changes)) + cause or None

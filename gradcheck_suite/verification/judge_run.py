@@ -11,7 +11,15 @@ import numpy as np
 import torch
 
 from gradcheck_suite.core.case import PARAMETER, Case, Plan, is_probe
-from gradcheck_suite.core.comparison import UNIT_ROUNDOFF, Comparison, Layout, Vector, accumulation_bound, quick_bound
+from gradcheck_suite.core.comparison import (
+    UNIT_ROUNDOFF,
+    Comparison,
+    Layout,
+    Vector,
+    accumulation_bound,
+    finite_or_right,
+    quick_bound,
+)
 from gradcheck_suite.core.contract import EDITS_PARAMETERS, EDITS_SETTINGS
 from gradcheck_suite.core.faults import is_of_weights
 from gradcheck_suite.core.results import Verdict, Violation, ViolationKind
@@ -371,9 +379,7 @@ def _compare(case: Case, autocast: Compute, expected: Vector, seen: Vector, *, m
         unit = coarsest(case.dtype, autocast)
         assert unit is not None
         allowed = accumulation_bound(np.abs(expected), terms, unit)
-    # where one element is rightly infinite or NaN, all may be NaN: `clip_grad_norm_(parameters, inf)`, which trainers
-    # call to log the norm, multiplies by infinity over infinity, and the optimizer's step diverges anyway
-    compared = seen if np.isfinite(expected).all() else np.where(np.isfinite(seen), seen, expected)
+    compared = finite_or_right(seen, expected)
     layout = Layout((PARAMETER,), ((case.plan.total_items,),))
     return Comparison(layout, expected, compared, allowed, frozenset([PARAMETER] if missing else []))
 

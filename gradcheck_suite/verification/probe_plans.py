@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +11,20 @@ from dataclasses import replace
 
 import numpy as np
 
-from gradcheck_suite.core.case import Case, Plan, Reduction, probe_case, slopes_of, slopes_text, unit_of
+from gradcheck_suite.core.case import (
+    Case,
+    Input,
+    Layer,
+    Loss,
+    Plan,
+    ProblemSpec,
+    Reduction,
+    is_probe,
+    probe_case,
+    slopes_of,
+    slopes_text,
+    unit_of,
+)
 from gradcheck_suite.core.contract import (
     EQUAL_BATCHES,
     EQUAL_MICRO_BATCHES,
@@ -22,6 +36,7 @@ from gradcheck_suite.core.contract import (
 )
 from gradcheck_suite.core.results import Verdict, Violation, is_endless
 from gradcheck_suite.errors import UsageError
+from gradcheck_suite.run.optimizers import NEEDS
 from gradcheck_suite.strategies.cases import reductions_within
 
 
@@ -144,6 +159,28 @@ def slopes_case(assumes: frozenset[str], dtype: str, device: str, ranks: int = 1
     return probe_case(plan, reduction, dtype=dtype, device=device, slopes=slopes)
 
 
+def model_cases(
+    assumes: frozenset[str], dtype: str, device: str, ranks: int = 1, *, optimizer: str | None = None
+) -> Iterator[Case]:
+    """Yield cases on a model with a matrix and a bias, of what the probes show on their one vector alone.
+
+    One has gradients of many sizes. The other has an optimizer that moves the parameters far, and takes many steps.
+    Losses have both signs.
+    """
+    sizes = slopes_case(assumes, dtype, device, ranks)
+    assert sizes.spec is not None
+    spec = ProblemSpec(Input("vector", size=2), (Layer("linear", features=1, bias=True),), sizes.spec.loss)
+    yield sizes.replace(problem=spec)
+    exponents = (0, LARGE[dtype][0], 0, SMALL[dtype][0])
+    slopes = slopes_text(slope for exponent in exponents for slope in _of_size(exponent))
+    plan = within(Plan((2, 2) * len(exponents), 2, 1 if ONE_EPOCH in assumes else 5), assumes)
+    loss = Loss("identity", reduction=spec.loss.reduction, slopes=slopes)
+    # an optimizer that takes no bias, or no dense gradient, has no such model
+    moving = optimizer if optimizer and optimizer not in NEEDS else "sgd"
+    moved = sizes.replace(problem=replace(spec, loss=loss), optimizer=moving)
+    yield moved.replace(plan=dealt_to_ranks(plan, ranks, assumes))
+
+
 def _of_size(exponent: int) -> tuple[float, ...]:
     return tuple(2.0 ** (exponent + within) for within in WITHIN)
 
@@ -196,18 +233,21 @@ def smallest_probe(
 
 def _smaller(violation: Violation, assumes: frozenset[str]) -> Smaller:
     case = violation.case
+    numbers = _numbers(case.plan)
     if has_slopes(case):
         yield "", _of_plan(case, case.plan)
         yield from _of_fewer_slopes(violation)
-        return
-    for text, number, with_number in _numbers(case.plan):
+        numbers = itertools.islice(numbers, 1)
+    for text, number, with_number in numbers:
         step = number // 2
         while step:
             # the assumptions may leave no micro-batch
             with suppress(UsageError):
                 if (plan := within(with_number(number - step), assumes)) != case.plan:
-                    yield f"{text} = {number - step}", _of_plan(case, plan)
+                    yield f"{text} = {number - step}", _of_plan(case, plan, tuple(slopes_of(case)))
             step //= 2
+    if has_slopes(case):
+        return
     # within the assumptions, micro-batches of one item may have the size of this plan's again
     single = within(replace(case.plan, micro_batches=(1,) * len(case.plan.micro_batches)), assumes)
     if single != case.plan:
@@ -251,8 +291,11 @@ def _of_fewer_slopes(violation: Violation) -> Smaller:
 
 
 def _of_plan(case: Case, plan: Plan, slopes: tuple[float, ...] = ()) -> Case:
-    """Return the probe of another plan, otherwise like a case."""
+    """Return the case of another plan, otherwise like a case."""
     assert case.spec is not None
-    text = slopes_text(slopes)
+    text = slopes_text(slopes) if {*slopes} - {1.0} else ""
     reduction, unit = case.spec.loss.reduction, unit_of(case)
-    return probe_case(plan, reduction, device=case.device, dtype=case.dtype, slopes=text, unit=unit)
+    if is_probe(case):
+        return probe_case(plan, reduction, device=case.device, dtype=case.dtype, slopes=text, unit=unit)
+    loss = Loss("identity", reduction=reduction, **({"slopes": text} if text else {}))
+    return case.replace(plan=plan, problem=replace(case.spec, loss=loss))

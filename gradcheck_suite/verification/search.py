@@ -44,6 +44,7 @@ from gradcheck_suite.verification.probe_plans import (
     first_cases,
     has_slopes,
     long_cases,
+    model_cases,
     slopes_case,
     small_count_cases,
     smallest_probe,
@@ -388,7 +389,12 @@ class Search:
                 return found if small else self._smallest_probe(found, assumes), True
             if found:
                 return found, False
-        rest = (slopes_case(*asked), *small_count_cases(*asked), *long_cases(*asked, compiles=self._compiles))
+        rest = (
+            slopes_case(*asked),
+            *small_count_cases(*asked),
+            *long_cases(*asked, compiles=self._compiles),
+            *model_cases(*asked, optimizer=options.optimizer),
+        )
         for case in rest:
             number, limit = _micro_batches(case.plan), options.time_limit_s
             if limit is not None and seconds * number > SHARE_OF_LIMIT * limit:
@@ -406,6 +412,7 @@ class Search:
 
     def _smallest_probe(self, first: Violation, assumes: frozenset[str]) -> Violation:
         """Return the violation on the smallest probe that shows it, named there and on the first."""
+        self.violation = first  # what an interrupt keeps
         self._sloped = has_slopes(first.case)
         smallest, beside = smallest_probe(lambda case: self.check(case, shrinking=True), first, assumes, self._seconds)
         named = first if smallest is first else surer(first, self._named(smallest))

@@ -82,6 +82,11 @@ def _across_epochs(run):
     _in_windows(run, batches[: len(batches) // k * k], k)
 
 
+def _across_epochs_and_the_rest(run):
+    """It takes the right number of steps under the plan that separates faults which look alike."""
+    _in_windows(run, _of_all_epochs(run), run.accumulation_steps)
+
+
 def _across_epochs_and_ended_early(run):
     """As transformers 4.45 trains: as many steps as the epochs have whole windows, none of which ends at an epoch's."""
     k = run.accumulation_steps
@@ -220,6 +225,7 @@ def _fails_on_other_plans(run):
         (_across_epochs, PLAN, "wrong-windows", "called 3 times, expected 4 (2 epochs of 2 windows): win"),
         (_across_epochs, Plan((1,), 2, 2), "wrong-windows", "called 1 time, expected 2 (2 epochs of 1 window)"),
         (_across_epochs, Plan((1, 1, 1, 1), 3, 2), "wrong-windows", "called 2 times, expected 4 ("),
+        (_across_epochs_and_the_rest, PLAN, "wrong-windows", "windows run on from one epoch"),
         (_across_epochs_and_ended_early, PLAN, "wrong-windows", "it ends before the last 2 micro-batches"),
         (_across_epochs_and_ended_early, Plan((1, 1, 1), 2), "wrong-windows", "windows run on from one epoch"),
         (_across_epochs_in_shorter_windows, Plan((1,) * 4, 3, 2), "wrong-step-count", "(2 epochs of 2 windows)"),

@@ -37,9 +37,9 @@ SOME_DTYPES = [pytest.param(d, marks=() if d in ("float64", "float16") else pyte
 """By default the widest range and the smallest."""
 
 
-def battery(loop, *, dtype="float64", assumes=frozenset(), time_limit_s=None):
+def battery(loop, *, dtype="float64", assumes=frozenset(), time_limit_s=None, optimizer=None):
     """Check the probes: what they show first, whether no drawn case can show it, and what was left out."""
-    options = VerifyOptions(dtype=dtype, time_limit_s=time_limit_s).of(loop)
+    options = VerifyOptions(dtype=dtype, time_limit_s=time_limit_s, optimizer=optimizer).of(loop)
     search = Search(loop, None, options, None, None, frozenset(assumes) | assumptions_of(loop))
     violation, final = search.on_probes()
     return SimpleNamespace(violation=violation, final=final, skipped=[*search.skipped])
@@ -101,6 +101,55 @@ def test_faults_of_large_small_and_non_finite_gradients_are_named_and_made_small
         assert len(found.violation.case.plan.micro_batches) <= 2, name
         again = check(loop, found.violation.case).violation
         assert (again.kind, again.diagnosis) == (found.violation.kind, diagnosis), name
+
+
+def _drops_state(run):
+    for step, window in enumerate(windows(run)):
+        if step == 14:
+            run.optimizer.state.clear()
+        backward_window(run, window)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+def _clamps_weights(run):
+    for window in windows(run):
+        backward_window(run, window)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        with torch.no_grad():
+            for p in run.model.parameters():
+                p.clamp_(-4, 4)
+
+
+def _scaled_after_the_17th_step(run):
+    for step, window in enumerate(windows(run)):
+        backward_window(run, window)
+        for p in [p for name, p in run.model.named_parameters() if name.endswith("bias")]:
+            p.grad.mul_(0.5 if step > 16 else 1)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+replaces_nan_in_biases = before_step(
+    lambda run: [p.grad.nan_to_num_(0.0, 0.0, 0.0) for name, p in run.model.named_parameters() if name.endswith("bias")]
+)
+
+
+@pytest.mark.parametrize(
+    ("loop", "optimizer", "kind", "diagnosis"),
+    [
+        (_drops_state, "adam", "parameters", "optimizer-state-changed"),
+        (_clamps_weights, None, "parameters", "parameter-drift"),
+        (_scaled_after_the_17th_step, None, "gradient", "wrong-scale"),
+        (replaces_nan_in_biases, None, "gradient", "not-linear"),
+    ],
+)
+def test_a_fault_of_long_runs_or_of_one_kind_of_parameter_is_found(loop, optimizer, kind, diagnosis):
+    found = battery(loop, optimizer=optimizer)
+    assert (found.violation.kind, found.violation.diagnosis) == (kind, diagnosis), found.violation
+    assert found.violation.case.plan.total_items <= 6
+    assert check(loop, found.violation.case).violation.kind == kind
 
 
 def test_a_count_that_is_raised_to_1_is_found_before_any_case_is_drawn():

@@ -669,4 +669,4 @@ def test_what_functional_call_leaves_behind_is_said_to_be_torchs_doing(tie_weigh
     assert verdict.holds is not (tie_weights or both_names)
     if not verdict.holds:
         assert verdict.violation.diagnosis == "changed-model"
-        assert verdict.violation.explanation.endswith("pass tie_weights=False and one name per tied parameter")
+        assert verdict.violation.explanation.endswith("and a tied parameter once for each module")
