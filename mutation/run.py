@@ -192,7 +192,7 @@ def _try(
     at, before, after = changed_statement(source, changed)
     mutant = Mutant(path(target), name, occurrence, before, after, "survived")
     seconds, lines = tests
-    chosen = {test for line in at or lines for test in lines.get(line, ())}
+    chosen = {test for line in at for test in lines.get(line, ())} if at else set(seconds)
     if not chosen:
         return replace(mutant, outcome="not executed")
     file = TREE / path(target)

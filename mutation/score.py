@@ -12,7 +12,9 @@ from mutation.statements import statements
 
 Key = tuple[str, str, str]
 _JUDGE = "elements fitted_weights gradient naming probe probe_faults reruns sizes steps weights"
-_OF_AUDITS = tuple(f"tests/auditing/test_{name}.py" for name in ("in_python", "losses", "scripts", "window_again"))
+_OF_AUDITS = tuple(
+    f"tests/auditing/test_{name}.py" for name in ("command", "in_python", "losses", "scripts", "window_again")
+)
 TARGETS = {
     "core/comparison": ("tests/core", "tests/judge/test_weights.py"),
     **{
@@ -135,10 +137,12 @@ def report(tried: dict[str, Tried], reasons: dict[Key, str], version: str) -> st
         "tox -e mutation",
         "```",
         "",
-        f"with Cosmic Ray {version}: a random sample of at most {most} mutants of each module (seed "
-        f"{', '.join(map(str, seeds))}), tried at the commit in the last column. `--sample 0` tries all. A mutant is "
-        "tried by the tests of its module's room that execute the changed statement; mutants of annotations and "
-        "signatures, which are never evaluated, are left out. The score is killed / (tried - explained).",
+        f"with Cosmic Ray {version}: a random sample of at most {most} mutants of each module, of seed "
+        f"{', '.join(map(str, seeds))}; `--sample 0` tries all. The last column says at which commit; what was killed "
+        "before, `--again` does not try again. A mutant is tried by those of the module's tests, named in",
+        "`mutation/score.py`, that execute the changed statement. Mutants that no test may tell are left out: of "
+        "annotations and signatures, an order of names, an operator of bits in place of arithmetic.",
+        "The score is killed / (tried - explained).",
         "",
         "| module | mutants | tried | killed | of these by the time limit | explained | left | score | commit |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",

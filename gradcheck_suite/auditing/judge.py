@@ -294,7 +294,7 @@ def _note_unknown(
         result.unknown.update(dark | partial)
         whole = {key for record in records.values() for key in record.whole if key in window.keys}
         places = [term.partial[1] for record in records.values() for term in record.terms if term.partial]
-        if whole and len(set(places)) == one.length > 1:
+        if whole and len(set(places)) == one.length:
             names = ", ".join(sorted(str(name_of(key)) for key in whole))
             result.notes[
                 f"{one.where}: outside of the cached items, the gradient of {names} arrives from each of the "

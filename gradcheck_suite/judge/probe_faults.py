@@ -276,7 +276,7 @@ def _after_another(plain: ProbeRun, seen: Vector, step: int, before: Vector) -> 
     """
     size = size_text(before[before != 0]) if np.isfinite(before).all() else "infinite or NaN"
     where = f" (only after a window whose gradient is {size}: after one of ordinary size it is right)"
-    run = replace(plain, steps=[*plain.steps[:step], seen, *plain.steps[step + 1 :]])
+    run = replace(plain, steps=[*plain.steps[:step], seen])
     weights = run.weights(step)
     if weights is None:
         return Diagnosis("unequal-items", run.unequal_text(step) + where)

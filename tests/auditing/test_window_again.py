@@ -12,6 +12,8 @@ import gradcheck_suite
 from gradcheck_suite.__main__ import main
 from gradcheck_suite.auditing import forwards
 from gradcheck_suite.auditing.forwards import LEAST, first_calls, judge_function
+from gradcheck_suite.auditing.samples import sample
+from gradcheck_suite.auditing.window_again import Total, compare, distance, exceeding
 from tests.auditing.running import audited
 
 HOW = {
@@ -417,3 +419,26 @@ def test_the_new_style_of_functions():
 def test_a_large_call_is_not_judged_and_this_is_said(monkeypatch):
     monkeypatch.setattr(forwards, "LARGEST", 39)
     assert "its arguments have 40 elements" in judged(elementwise(lambda x: x * 2, ones), leaf(8, 5)).note
+
+
+# In numbers
+
+
+@pytest.mark.parametrize(("units", "ratio"), [(6, 0.0), (8, 8 / 7)])
+def test_two_contributions_round_seven_times_in_the_dtype_of_the_gradient(units, ratio):
+    """Their sum, and six roundings beside it: of float32, 2**-24 each."""
+    right = torch.ones(4)
+    total = Total({1: right}, {1: float(right.norm())}, terms=2)
+    found = compare({1: right * (1 + units * 2.0**-24)}, total, 1.0, lambda seed: total)
+    assert found.ratio == pytest.approx(ratio, rel=1e-6)
+    assert found.error == pytest.approx(units * 2.0**-24)
+
+
+def test_a_parameter_that_draws_do_not_reach_has_no_rounding_error_of_its_own():
+    assert exceeding({1: 3.0, 2: 1.0}, {1: 2.0, 2: 2.0}, {1: torch.ones(1)}, lambda seed: {}) == {1: 1.5}
+
+
+def test_outputs_differ_relative_to_their_size():
+    output = torch.tensor([1.0, -4.0, 2.0])
+    assert distance(sample(output, whole=True), 3 * output) == pytest.approx(2.0)
+    assert distance(sample(0 * output, whole=True), 0 * output) == 0

@@ -41,3 +41,29 @@ def test_long_lists_of_wrong_parameters_are_counted(wrong, said):
     place = place_of_the_fault(_compared(*pairs))
     assert place.startswith("wrong in a (1 of 2 elements), b (1 of 2 elements), c (1 of 2 ")
     assert said in place
+
+
+def test_long_lists_of_faults_are_counted():
+    """Each of five parameters has another element twice as large."""
+    pairs = [(np.arange(1.0, 7.0), np.arange(1.0, 7.0) * (1 + (np.arange(6) == i))) for i in range(5)]
+    found = diagnose_elements(_compared(*pairs), {})
+    assert found.name == "partial-gradient"
+    assert "at [(2,)]" in found.sentence
+    assert found.sentence.endswith("; and 2 more")
+
+
+def test_small_gradients_may_be_quantised_too():
+    expected = np.array([0.9, -0.31, 0.07, 0.55, -0.42])
+    found = diagnose_elements(_compared((expected, np.round(127 * expected / 0.9) * 0.9 / 127)), {})
+    assert found.name == "low-precision"
+    assert "multiples of 1/127 of the largest" in found.sentence
+
+
+def test_of_a_single_element_a_lost_mean_leaves_what_rounding_does():
+    matrix = np.array([[3.0, -1.0], [5.0, 9.0]])
+    found = diagnose_elements(_compared((matrix, matrix - 4.0), ([2.0], [ALLOWED / 2])), {})
+    assert found.name == "projected-gradient"
+    assert (
+        "in b, the mean of all its elements has been subtracted from it, and nothing else is wrong, which leaves 0"
+        in (found.sentence)
+    )

@@ -953,3 +953,55 @@ def test_a_step_that_a_loop_does_not_take_on_the_probe_shows_nothing_there():
             run.optimizer.zero_grad()
 
     assert "the loop took 1 step(s) on it" in explained(loop, window=1)[1]
+
+
+def test_a_loop_that_skips_ordinary_gradients_is_read_by_the_large_one():
+    """With slopes of 1 the second step, whose gradient is doubled where it is 64, is not taken."""
+
+    def loop(run):
+        for step, window in enumerate(windows(run)):
+            backward_window(run, window)
+            large = any(float(p.grad.max()) > 8 for p in run.model.parameters())
+            for p in run.model.parameters() if large else ():
+                p.grad.mul_(2)
+            if large or not step:
+                run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    violation = check(loop, probe_case(Plan((1, 1), 1), slopes="1.0 64.0")).violation
+    assert violation.diagnosis == "not-linear"
+    assert "a gradient of 64 comes out as one of 128, while one of about 1 is right" in violation.explanation
+
+
+def test_the_size_of_the_gradient_before_is_said_where_it_decides():
+    def loop(run):
+        large = False
+        for window in windows(run):
+            backward_window(run, window)
+            for p in run.model.parameters():
+                p.grad.mul_(0.5 if large else 1.0)
+            large = any(float(p.grad.max()) > 8 for p in run.model.parameters())
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    violation = check(loop, probe_case(Plan((1, 1), 1), slopes="64.0 1.0")).violation
+    assert violation.explanation.endswith(
+        "(only after a window whose gradient is 64: after one of ordinary size it is right)"
+    )
+
+
+def test_whole_windows_of_a_plan_on_which_the_loop_drops_the_short_one_tell_what_a_factor_is():
+    """Of two micro-batches of an item, 2 is the count, too."""
+
+    def loop(run):
+        for window in windows(run):
+            backward_window(run, window)
+            for p in run.model.parameters():
+                p.grad.mul_(run.accumulation_steps)
+            if len(window) == run.accumulation_steps:
+                run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    violation = check(loop, probe_case(Plan((1, 1), 2))).violation
+    assert violation.diagnosis == "wrong-scale"
+    assert "which is accumulation_steps = 2: a division is left out" in violation.explanation

@@ -10,6 +10,7 @@ import torch
 
 from gradcheck_suite import Plan
 from gradcheck_suite.core.case import PARAMETER, probe_case
+from gradcheck_suite.core.contract import EQUAL_BATCHES, EQUAL_MICRO_BATCHES, ONE_EPOCH, WHOLE_WINDOWS
 from gradcheck_suite.core.results import ItemWeight
 from gradcheck_suite.judge.probe import (
     WeightProbe,
@@ -18,6 +19,7 @@ from gradcheck_suite.judge.probe import (
     gradients_of_steps,
     item_weights,
     ranges_text,
+    separating_probe,
 )
 from gradcheck_suite.judge.reruns import LoopRunner
 from gradcheck_suite.loops.reset_modes import MODES
@@ -111,3 +113,24 @@ def test_a_gradient_that_is_none_weighs_nothing():
     assert {step.dtype for step in steps} == {np.dtype("float64")}
     assert flat_on_probe({PARAMETER: None}, torch.zeros(2)).tolist() == [0, 0]
     assert flat_on_probe({PARAMETER: torch.ones(2)}, torch.zeros(2)).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("assumes", "sizes", "short", "epochs"),
+    [
+        ((), (2, 2, 1, 2), True, 2),
+        ((WHOLE_WINDOWS, ONE_EPOCH), (2, 2, 1), False, 1),
+        ((EQUAL_MICRO_BATCHES,), (1, 1, 1, 1), True, 2),
+        ((EQUAL_BATCHES,), (1, 1, 1, 1), True, 2),
+    ],
+)
+def test_the_probe_that_separates_keeps_to_what_a_loop_assumes(assumes, sizes, short, epochs):
+    """`sizes`: the fewest sizes of micro-batches that each of its windows has."""
+    plan = separating_probe(WeightProbe(PLAN, "mean"), assumes).plan
+    found = [{plan.micro_batches[j] for j in window} for window in plan.windows]
+    assert len(found) == len(sizes)
+    assert all(len(own) >= least for own, least in zip(found, sizes, strict=True))
+    assert all(len(own) == 1 for own in found) == (sizes == (1, 1, 1, 1))
+    assert (len(set().union(*found)) == 1) == (EQUAL_BATCHES in assumes)
+    assert (len({len(window) for window in plan.windows}) > 1) == short
+    assert plan.epochs == epochs

@@ -298,6 +298,25 @@ def test_a_window_of_ranks_is_short_where_it_has_fewer_micro_batches_than_all_ra
     assert said.endswith("(only in windows in which a rank has no micro-batch)")
 
 
+@pytest.mark.parametrize(
+    ("ranks", "counts", "factor", "says"),
+    [
+        (3, (1, 2, 3, 4, 5, 6), 9, "which is the square of the number of ranks, 9: "),
+        # six micro-batches are a whole window of three ranks with two each
+        (3, (1, 2, 3, 4, 5, 6), 1 / 3, "which is one over the number of ranks, 3: "),
+        (2, (0.5,) * 4, 2, "which is accumulation_steps = 2 or the window's count, 2: "),
+        (2, (0.5,) * 4, 2, "; or the number of ranks, 2: "),
+    ],
+)
+def test_a_factor_of_ranks_is_said(ranks, counts, factor, says):
+    window = tuple(range(len(counts)))
+    owners = tuple(j % ranks for j in window)
+    weights = np.full(len(counts), factor / sum(counts))
+    found = diagnose(Weights(weights, counts, window, 2, 0, "mean", owners=owners, alike=True))
+    assert found.name == "wrong-scale"
+    assert says in found.sentence
+
+
 # Several steps
 
 

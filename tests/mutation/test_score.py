@@ -97,7 +97,7 @@ def test_the_score_leaves_out_what_is_explained(reasons):
     assert "| `a` | 30 | 3 | 2 | 1 | 1 | 0 | 100.0% | abc |" in text
     assert "| `b` | 5 | 1 | 0 | 0 | 0 | 1 | 0.0% | abd |" in text
     assert "| all | 35 | 4 | 2 | 1 | 1 | 1 | 66.7% |" in text
-    assert "at most 3 mutants of each module (seed 7)" in text
+    assert "at most 3 mutants of each module, of seed 7;" in text
     assert "- `b.py`: `x = 1` became `x = 2` (not executed)" in text
     assert "- `a.py`: `if short != k:`: no window is longer\n  - `if short < k:`\n" in text
     assert "no window is longer" not in report({"a": Tried("abc", 7, 30, "", A[1:])}, reasons, "8.7.0")
