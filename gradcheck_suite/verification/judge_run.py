@@ -386,6 +386,7 @@ def _compare(case: Case, autocast: Compute, expected: Vector, seen: Vector, *, m
 
 SCALER_SKIPPED = "a gradient scaler skipped the step of a window whose gradient is not finite, or out of range"
 """Why a step of the plan was not taken, where it need not be."""
+OF_A_LATER_CALL = "; this is call {} of the closure in one step, and the gradients of its earlier calls are right"
 NOT_FINITE = "the reference gradient at the parameters that the optimizer has reached is NaN or infinite"
 """Why gradients are not judged that no correct loop has finite."""
 
@@ -485,9 +486,11 @@ class RunJudge:
         for step, observation in enumerate(self.outcome.observations):
             if violation := trajectory.before(step):
                 return Verdict(case, violation, ratio=ratio)
-            for evaluation in observation.evaluations:
+            for call, evaluation in enumerate(observation.evaluations):
                 found = self._gradients(places[step], evaluation)
                 if isinstance(found, Violation):
+                    if call and self.runner:
+                        found = replace(found, explanation=f"{found.explanation}{OF_A_LATER_CALL.format(call + 1)}")
                     return Verdict(case, found, ratio=ratio)
                 if isinstance(found, _Finding):
                     return Verdict(case, finding=found.text)

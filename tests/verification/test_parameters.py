@@ -346,6 +346,27 @@ def _closure_of_doubled_losses(run):
         run.optimizer.step(closure)
 
 
+def _closure_over_a_spent_iterator(run):
+    """The planted fault: from its second call on, the closure has no micro-batch left."""
+    for window in windows(run):
+        left, total = iter(window), window_count(run, window)
+
+        def closure(left=left, total=total):
+            for p in run.model.parameters():
+                p.grad = torch.zeros_like(p)
+            for batch in left:
+                part_of_window(run, batch, total).backward()
+            return torch.zeros(())
+
+        run.optimizer.step(closure)
+
+
+def test_a_later_call_of_a_closure_is_told_from_the_first():
+    violation = check(_closure_over_a_spent_iterator, CASE.replace(optimizer="lbfgs")).violation
+    assert "this is call 2 of the closure in one step" in violation.explanation
+    assert "call" not in check(_closure_of_doubled_losses, CASE.replace(optimizer="lbfgs")).violation.explanation
+
+
 def test_a_closure_that_resets_is_not_blamed_for_its_calls():
     violation = check(_closure_of_doubled_losses, CASE.replace(optimizer="lbfgs")).violation
     assert (violation.kind, violation.diagnosis) == ("gradient", "wrong-scale")
