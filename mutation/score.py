@@ -11,6 +11,8 @@ from pathlib import Path
 from mutation.statements import statements
 
 Key = tuple[str, str, str]
+MOST_SHOWN = 300
+"""Characters of a statement."""
 _JUDGE = "elements fitted_weights gradient naming probe probe_faults reruns sizes steps weights"
 _OF_AUDITS = tuple(
     f"tests/auditing/test_{name}.py" for name in ("command", "in_python", "losses", "scripts", "window_again")
@@ -117,6 +119,15 @@ def _row(name: str, total: int, found: list[Mutant], reasons: dict[Key, str], co
     return f"| {name} | {' | '.join(map(str, numbers))} | {share} | {commit} |"
 
 
+def _change(before: str, after: str) -> str:
+    """Return what became what, of long statements the part that changed."""
+    if len(before) > MOST_SHOWN:
+        at = next(i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b)
+        start = max(0, at - MOST_SHOWN // 2)
+        before, after = (f"...{text[start : start + MOST_SHOWN]}..." for text in (before, after))
+    return f"`{before}` became `{after}`"
+
+
 def report(tried: dict[str, Tried], reasons: dict[Key, str], version: str) -> str:
     """Return the report in Markdown.
 
@@ -161,7 +172,7 @@ def report(tried: dict[str, Tried], reasons: dict[Key, str], version: str) -> st
         lines += [f"  - `{text}`" for text in changed]
     if left := unexplained(everything, reasons):
         lines += ["", "## Neither killed nor explained", ""]
-        lines += [f"- `{m.module}`: `{m.statement}` became `{m.changed}` ({m.outcome})" for m in left]
+        lines += [f"- `{m.module}`: {_change(m.statement, m.changed)} ({m.outcome})" for m in left]
     return "\n".join(lines) + "\n"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 
 import pytest
 
@@ -99,6 +100,8 @@ def test_the_score_leaves_out_what_is_explained(reasons):
     assert "| all | 35 | 4 | 2 | 1 | 1 | 1 | 66.7% |" in text
     assert "at most 3 mutants of each module, of seed 7;" in text
     assert "- `b.py`: `x = 1` became `x = 2` (not executed)" in text
+    long = replace(B[0], statement="f(" + 500 * "a" + ", 1)", changed="f(" + 500 * "a" + ", 2)")
+    assert "a, 1)...` became `...aaa" in report({"b": Tried("abd", 7, 5, "", [long])}, reasons, "8.7.0")
     assert "- `a.py`: `if short != k:`: no window is longer\n  - `if short < k:`\n" in text
     assert "no window is longer" not in report({"a": Tried("abc", 7, 30, "", A[1:])}, reasons, "8.7.0")
 
