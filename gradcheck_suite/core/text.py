@@ -362,7 +362,7 @@ def _found(result: Result) -> str:
     if spec is None:
         first = "the case that is tried first, two whole windows"
     elif result.found_after is None and spec.layer_kinds != ["readout"]:
-        first = "a linear model, in a long run or by gradients of many sizes"
+        first = "a linear model"
     runs = f"; the loop was run {counted(result.runs, 'time')}"
     if result.found_after == 0:
         return f"found on {first}, then shown on this small case{runs}"
