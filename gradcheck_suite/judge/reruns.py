@@ -393,8 +393,8 @@ def run_with_finite_losses(runner: LoopRunner, instance: Instance) -> Outcome | 
 NOT_REPEATABLE = Diagnosis(
     "not-repeatable",
     "run again on the same case, the loop hands its step another gradient: it keeps state from one run to the next (a "
-    "global counter, a cache, an iterator), or draws from a generator that torch's seed does not set; start anew in "
-    "every run",
+    "global counter, a cache, an iterator), goes by the `id` of batches that are freed, or draws from a generator that "
+    "torch's seed does not set; start anew in every run",
 )
 
 
