@@ -164,13 +164,12 @@ def model_cases(
 ) -> Iterator[Case]:
     """Yield cases on a model with a matrix and a bias, of what the probes show on their one vector alone.
 
-    One has gradients of many sizes. The other has an optimizer that moves the parameters far, and takes many steps.
+    One has an optimizer that moves the parameters far, and takes many steps. The other has gradients of many sizes.
     Losses have both signs.
     """
     sizes = slopes_case(assumes, dtype, device, ranks)
     assert sizes.spec is not None
     spec = ProblemSpec(Input("vector", size=2), (Layer("linear", features=1, bias=True),), sizes.spec.loss)
-    yield sizes.replace(problem=spec)
     exponents = (0, LARGE[dtype][0], 0, SMALL[dtype][0])
     slopes = slopes_text(slope for exponent in exponents for slope in _of_size(exponent))
     plan = within(Plan((2, 2) * len(exponents), 2, 1 if ONE_EPOCH in assumes else 5), assumes)
@@ -178,7 +177,9 @@ def model_cases(
     # an optimizer that takes no bias, or no dense gradient, has no such model
     moving = optimizer if optimizer and optimizer not in NEEDS else "sgd"
     moved = sizes.replace(problem=replace(spec, loss=loss), optimizer=moving)
+    # ordinary gradients come first: what they show is plainer
     yield moved.replace(plan=dealt_to_ranks(plan, ranks, assumes))
+    yield sizes.replace(problem=spec)
 
 
 def _of_size(exponent: int) -> tuple[float, ...]:
