@@ -17,7 +17,7 @@ from gradcheck_suite.studies.report.build import build
 from tests import records
 from tests.docs.pages import PAGES, ROOT
 
-UNKNOWN_COMMIT = {"trainer", "zoo"}
+UNKNOWN_COMMIT = {"trainer"}
 """Kinds whose kept records name no commit of the history: `tox -e records` makes them again, and then this goes."""
 FIGURE = re.compile(r"(?<![\w.])\d[\d,.]*(?: ?%|[ ](?:ms|s|KiB|MiB|GiB|seconds?|minutes?|hours?|times)\b)")
 """A number with a unit of time or memory, a share, or a factor."""

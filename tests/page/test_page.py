@@ -98,7 +98,7 @@ def test_every_page_is_there_with_its_figures(html):
         "True where: it rains",
         "200 cases for each of",
         "There are no records of a CUDA device",
-        "1 of 1 real bugs",
+        "1 of 1 reported bugs",
         "a processor, 2 cores",
         "gradcheck-suite verify",
     ):

@@ -178,22 +178,25 @@ NOT_EXPRESSED: dict[int, str] = {
 
 
 def _zoo(newest: list[Record]) -> Section | None:
-    coarser = [record for record in newest if record.data.get("dtype")]
-    own = [record for record in newest if not record.data.get("dtype")]
+    exact = (None, "", "float64")
+    coarser = [record for record in newest if record.data.get("dtype") not in exact]
+    own = [record for record in newest if record.data.get("dtype") in exact]
     if not own:
         return None
     data = own[0].data
-    bugs, sound = data["bugs"], data["sound"]
-    found = sum(b["found"] == b["runs"] for b in bugs)
+    every, sound = data["bugs"], data["sound"]
+    bugs, planted = ([b for b in every if (b["number"] is None) == is_planted] for is_planted in (False, True))
+    found, found_planted = (sum(b["found"] == b["runs"] for b in some) for some in (bugs, planted))
+    beside = f", and {found_planted} of {len(planted)} planted ones" if planted else ""
     others: dict[str, int] = Counter()
     for bug in bugs:
         others.update({name: int(hit) for name, hit in bug["others"].items()})
     totals = {OURS: found, **dict(sorted(others.items(), key=lambda item: -item[1]))}
     return Section(
         text=(
-            f"{found} of {len(bugs)} real bugs, re-created in a few lines each, are found in every one of "
-            f"{data['seeds']} runs, {sum(b['rightly_named'] for b in bugs)} of {sum(b['runs'] for b in bugs)} runs "
-            f"with a right diagnosis. The sound loops beside them were blamed in "
+            f"{found} of {len(bugs)} reported bugs, re-created in a few lines each, are found in "
+            f"{counted(data['seeds'], 'run')} each{beside}, {sum(b['rightly_named'] for b in every)} of "
+            f"{sum(b['runs'] for b in every)} runs with the expected diagnosis. The sound loops were blamed in "
             f"{sum(bool(s['blamed']) for s in sound)} of {sum(s['cases'] for s in sound):,} cases.",
         ),
         figures=_zoo_figures(bugs, totals),
@@ -210,7 +213,7 @@ def _zoo(newest: list[Record]) -> Section | None:
                         "diagnosis": ", ".join(f"{name} ({count})" for name, count in b["names"].items()),
                         "missed by": ", ".join(name for name, hit in b["others"].items() if not hit) or None,
                     }
-                    for b in bugs
+                    for b in every
                 ],
             ),
             Table(

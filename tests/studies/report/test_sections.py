@@ -34,10 +34,12 @@ def test_the_zoo_in_other_dtypes_is_a_row_each(reports, tmp_path):
     (bug,) = zoo["bugs"]
     coarse = {**bug, "runs": 9, "found": 7, "within_rounding": 2, "rightly_named": 4, "unnamed": 2}
     sound = [{"loop": "zero_", "cases": 30, "blamed": True, "worst": 1.5}]
-    record(tmp_path, "zoo", **zoo)
+    planted = {**bug, "number": None, "found": 1, "rightly_named": 0}
+    record(tmp_path, "zoo", **{**zoo, "dtype": "float64", "bugs": [bug, planted]})
     record(tmp_path, "zoo", dtype="bfloat16", seeds=9, examples=200, bugs=[coarse], sound=sound)
     section = _section(build(tmp_path), "zoo")
-    assert "2 of 2 runs with a right diagnosis" in section.text[0]
+    assert "1 of 1 reported bugs" in section.text[0]
+    assert "0 of 1 planted ones, 2 of 4 runs with the expected diagnosis" in section.text[0]
     assert "blamed in 0 of 1,000 cases" in section.text[0]
     # 7 found, 4 with a right diagnosis and 2 with none: 1 with a wrong one
     assert section.tables[2].rows == (("bfloat16", 9, 7, 2, 4, 2, 1, 30, 1),)
