@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, LlamaConfig
 
 from gradcheck_suite.core.contract import Problem
 
@@ -99,7 +99,7 @@ def smoothed_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tor
 
 
 def _gpt2() -> torch.nn.Module:
-    return GPT2LMHeadModel(
+    return transformers.GPT2LMHeadModel(
         GPT2Config(
             vocab_size=VOCABULARY,
             n_positions=LONGEST,
@@ -119,7 +119,7 @@ def _gpt2() -> torch.nn.Module:
 
 
 def _llama() -> torch.nn.Module:
-    return LlamaForCausalLM(
+    return transformers.LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=8,

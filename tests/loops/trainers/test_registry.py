@@ -238,3 +238,10 @@ def test_the_guide(block, folder):  # noqa: F811
         if _version(package) != version:
             pytest.skip(f"needs {package} {version}; here is {_version(package)}")
     Page(PAGE.name, folder, few=False).run(Block("console", block.text, block.line))
+
+
+def test_every_question_about_a_model_has_its_problem():
+    """A class of transformers that is imported under its own name would be taken for the problem of that name."""
+    pytest.importorskip("transformers")
+    models = importlib.import_module("gradcheck_suite.loops.trainers.models")
+    assert [name for name in models.NAMES if isinstance(getattr(models, name), type)] == []
