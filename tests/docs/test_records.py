@@ -17,8 +17,6 @@ from gradcheck_suite.studies.report.build import build
 from tests import records
 from tests.docs.pages import PAGES, ROOT
 
-UNKNOWN_COMMIT = {"trainer"}
-"""Kinds whose kept records name no commit of the history: `tox -e records` makes them again, and then this goes."""
 FIGURE = re.compile(r"(?<![\w.])\d[\d,.]*(?: ?%|[ ](?:ms|s|KiB|MiB|GiB|seconds?|minutes?|hours?|times)\b)")
 """A number with a unit of time or memory, a share, or a factor."""
 MADE_BY = re.compile(
@@ -124,11 +122,11 @@ def _has_history():
 
 @pytest.mark.skipif(not _has_history(), reason="no history to look into")
 def test_every_record_names_a_commit_of_the_history(tmp_path):
-    assert unknown_commits(ROOT / "reports") == UNKNOWN_COMMIT
+    assert unknown_commits(ROOT / "reports") == set()
     shutil.copytree(ROOT / "reports" / "records", tmp_path / "records")
     with records_path(tmp_path, "step").open("a") as file:
         file.write(json.dumps({"commit": "0" * 40}) + "\n")
-    assert unknown_commits(tmp_path) == UNKNOWN_COMMIT | {"step"}
+    assert unknown_commits(tmp_path) == {"step"}
 
 
 MAKE = """
