@@ -33,6 +33,7 @@ from gradcheck_suite.auditing.sums import (
 )
 from gradcheck_suite.auditing.weights import (
     EQUAL,
+    JOINED,
     MEAN_OF_MEANS,
     UNEQUAL,
     UNEVEN,
@@ -201,9 +202,10 @@ def judge_weights(
     modes = reading_weights.best_modes([(one.window, one.readings) for one in pending])
     history: defaultdict[Key, list[Use]] = defaultdict(list)
     unequal: defaultdict[Key, list[tuple[Objective, Window]]] = defaultdict(list)
-    joined = {objective.key for one in pending for objective in _settled(one, modes, usual)}
-    for one in pending:
-        found = _settled(one, modes, usual, joined)
+    settled = [_settled(one, modes, usual) for one in pending]
+    if joined := {objective.key for found in settled for objective in found if objective.key[2] == JOINED}:
+        settled = [_settled(one, modes, usual, joined) for one in pending]
+    for one, found in zip(pending, settled, strict=True):
         if fault := _again(one):
             result.steps.add(one.window.number)
             result.violations.append(violation_of(fault, one.window, one.where))

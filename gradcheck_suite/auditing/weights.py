@@ -24,6 +24,8 @@ from gradcheck_suite.judge.weights import Diagnosis, Weights
 
 EQUAL, UNEQUAL, UNEVEN = "equal", "unequal", "uneven"
 MEAN_OF_MEANS, WRONG_COUNT = "mean-of-means", "wrong-count"
+JOINED = "*"
+"""The mode of an expression that is one objective at several places."""
 
 
 @dataclass(frozen=True)
@@ -333,7 +335,7 @@ def objectives(
     Args:
         reading: of the window.
         modes: of each expression, the best one first.
-        joined: the keys of objectives of all windows, in which some are right at several places together.
+        joined: the keys of those that are right at several places together in some window.
     """
     found = []
     for top, results in reading.items():
@@ -351,7 +353,7 @@ def objectives(
         if len({one.place for one in several}) > 1 and all(one.parts for one in several):
             parts = [part for one in several for part in one.parts]
             place = min((one.place for one in several), key=str)
-            together = Objective((place, expression, "*", 0), compare(parts), parts)
+            together = Objective((place, expression, JOINED, 0), compare(parts), parts)
             right = together.is_right or (together.key in joined and together.comparison.status == EQUAL)
             if right and len({part.source for part in parts}) == len(parts):
                 found = [one for one in found if one.key[1] != expression] + [together]

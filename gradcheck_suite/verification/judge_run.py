@@ -231,7 +231,7 @@ def none_in_place_of_zeros(window: Window, evaluation: Evaluation, autocast: Com
     instance = window.reference.instance
     cuts = [instance.case.plan.items(j) for j in window.members]
     counted = [items for items in cuts if float(instance.count(instance.batch(items)))]
-    for dtype, compute in ((torch.float64, None), (instance.dtype, autocast)):
+    for dtype, compute in dict.fromkeys(((torch.float64, None), (instance.dtype, autocast))):
         model = window.model(dtype)
         with autocast_context(instance.device, compute):
             each = [gradients_of(instance, model, items, dtype=dtype) for items in counted]
@@ -386,7 +386,7 @@ def _compare(case: Case, autocast: Compute, expected: Vector, seen: Vector, *, m
 
 SCALER_SKIPPED = "a gradient scaler skipped the step of a window whose gradient is not finite, or out of range"
 """Why a step of the plan was not taken, where it need not be."""
-OF_A_LATER_CALL = "; this is call {} of the closure in one step, and the gradients of its earlier calls are right"
+OF_A_LATER_CALL = "; this is call {} of the closure in one step, and no earlier one is found wrong"
 NOT_FINITE = "the reference gradient at the parameters that the optimizer has reached is NaN or infinite"
 """Why gradients are not judged that no correct loop has finite."""
 

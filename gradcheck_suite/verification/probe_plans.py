@@ -233,13 +233,12 @@ def smallest_probe(
 
 
 def _smaller(violation: Violation, assumes: frozenset[str]) -> Smaller:
-    case = violation.case
-    numbers = _numbers(case.plan)
-    if has_slopes(case):
+    case, sloped = violation.case, has_slopes(violation.case)
+    if sloped:
         yield "", _of_plan(case, case.plan)
         yield from _of_fewer_slopes(violation)
-        numbers = itertools.islice(numbers, 1)
-    for text, number, with_number in numbers:
+    # with slopes, which belong to the items, of the numbers only that of epochs
+    for text, number, with_number in itertools.islice(_numbers(case.plan), 1 if sloped else None):
         step = number // 2
         while step:
             # the assumptions may leave no micro-batch
@@ -247,7 +246,7 @@ def _smaller(violation: Violation, assumes: frozenset[str]) -> Smaller:
                 if (plan := within(with_number(number - step), assumes)) != case.plan:
                     yield f"{text} = {number - step}", _of_plan(case, plan, tuple(slopes_of(case)))
             step //= 2
-    if has_slopes(case):
+    if sloped:
         return
     # within the assumptions, micro-batches of one item may have the size of this plan's again
     single = within(replace(case.plan, micro_batches=(1,) * len(case.plan.micro_batches)), assumes)
