@@ -16,10 +16,10 @@ from gradcheck_suite.core.comparison import Comparison
 from gradcheck_suite.core.results import ItemWeight
 from gradcheck_suite.core.text import HEADER
 from gradcheck_suite.judge.gradient import explain_gradient
-from gradcheck_suite.judge.reruns import Evidence, LoopRunner
+from gradcheck_suite.judge.reruns import Evidence, LoopRunner, run_recorded
 from gradcheck_suite.loops.reset_modes import MODES, backward_window, window_count, windows
 from gradcheck_suite.reference.large_batch import Reference
-from gradcheck_suite.run.instance import user_instance
+from gradcheck_suite.run.instance import generated_instance, user_instance
 from tests.judge.explaining import (
     DATA,
     MASKED,
@@ -971,6 +971,31 @@ def test_a_loop_that_skips_ordinary_gradients_is_read_by_the_large_one():
     violation = check(loop, probe_case(Plan((1, 1), 1), slopes="1.0 64.0")).violation
     assert violation.diagnosis == "not-linear"
     assert "a gradient of 64 comes out as one of 128, while one of about 1 is right" in violation.explanation
+
+
+def test_a_loop_that_stops_before_the_step_where_the_loss_is_larger_is_read_without_it():
+    """The second gradient, 64, is halved; where the first is 4 in place of 1, no step is taken."""
+
+    def loop(run):
+        for step, window in enumerate(windows(run)):
+            backward_window(run, window)
+            (largest,) = (float(p.grad.max()) for p in run.model.parameters())
+            if not step and largest > 2:
+                return
+            for p in run.model.parameters():
+                p.grad.mul_(0.5 if largest > 8 else 1.0)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    violation = check(loop, probe_case(Plan((1, 1), 1), slopes="1.0 64.0")).violation
+    assert violation.diagnosis == "not-linear"
+    assert "a gradient of 64 comes out as one of 32, while one of about 1 is right" in violation.explanation
+
+
+def test_nothing_is_recorded_of_ranks_where_no_run_is_left():
+    instance = generated_instance(probe_case(Plan((1, 1), 1, ranks=(1, 1))))
+    _, outcome = run_recorded(LoopRunner(MODES["set_to_none"], max_runs=0), instance)
+    assert outcome is None
 
 
 def test_the_size_of_the_gradient_before_is_said_where_it_decides():

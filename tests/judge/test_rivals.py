@@ -320,21 +320,30 @@ def test_parts_of_micro_batches_are_told_from_other_batches(parts, weigh, name, 
 
 
 @pytest.mark.parametrize(
-    ("shares", "name"),
-    [((1 / 2, 1 / 2), "mean-of-means"), ((1 / 3,) * 3, "mean-of-means"), ((1 / 3, 2 / 3), "unequal-items")],
+    ("shares", "leak", "name"),
+    [
+        (lambda k: (1 / 2, 1 / 2), 0.0, "mean-of-means"),
+        (lambda k: (1 / 3,) * 3, 0.0, "mean-of-means"),
+        (lambda k: (1 / 3, 2 / 3), 0.0, "unequal-items"),
+        # the parts of one plan are no devices where another plan has more of them
+        (lambda k: (1 / (k - 1),) * (k - 1), 0.0, "unequal-items"),
+        (lambda k: (1 / 2, 1 / 2), 0.1, "unequal-items"),
+    ],
 )
-def test_parts_of_a_window_as_devices_have_them_are_seen_by_the_weights_of_items(shares, name):
-    """Parts that cut through micro-batches, whose means have these shares."""
+def test_parts_of_a_window_as_devices_have_them_are_seen_by_the_weights_of_items(shares, leak, name):
+    """Parts that cut through micro-batches, whose means have these shares, beside some of an item of another window."""
 
     def means_of_parts(run):
         (p,) = run.model.parameters()
-        items = p.grad.nonzero()[:, 0]
-        for part, share in zip(items.tensor_split(len(shares)), shares, strict=True):
+        items, own = p.grad.nonzero()[:, 0], shares(run.accumulation_steps)
+        for part, share in zip(items.tensor_split(len(own)), own, strict=True):
             p.grad[part] *= share * len(items) / len(part)
+        p.grad[items[0] - 1] = leak * p.grad[items[0]]
 
-    violation = check(then(means_of_parts), probe_case(Plan((2, 3, 2), 3))).violation
+    violation = check(then(means_of_parts), probe_case(Plan((2, 3, 2, 2, 3, 2), 3))).violation
     assert violation.diagnosis == name, violation.explanation
-    assert (f"a window's items are in {len(shares)} parts" in violation.explanation) == (name == "mean-of-means")
+    said = f"a window's items are in {len(shares(3))} parts"
+    assert (said in violation.explanation) == (name == "mean-of-means")
 
 
 # Elements
@@ -619,6 +628,12 @@ def test_other_inputs_than_the_contracts_are_named(loop, diagnosis, says, dtype)
     violation = check(loop, CASE.replace(dtype=dtype)).violation
     assert (violation.kind, violation.diagnosis) == ("gradient", diagnosis), violation.explanation
     assert says in violation.explanation
+
+
+def test_a_tiny_gradient_is_not_right_at_any_parameters():
+    """Its elements are about 1e-12, and so is what they are off by."""
+    found, sentence, _ = explained(_trains_a_copy, plan=Plan((2,), 1), sums=True, w=np.full(8, 2.0**-50))
+    assert found == "other-parameters", sentence
 
 
 @pytest.mark.parametrize("case", [CASE, probe_case(Plan((1, 3, 2), 2))], ids=["case", "probe"])

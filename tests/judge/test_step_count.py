@@ -356,6 +356,20 @@ def test_a_loop_that_skips_steps_by_their_values_is_told_from_one_that_never_ste
     assert "on the weight probe, under the same plan, it takes the right number" in diagnosis.sentence
 
 
+def test_a_step_that_is_skipped_by_a_count_is_not_put_down_to_the_size_of_a_gradient():
+    """Items that count 1/4 make windows of 1/2, 2 and 1/4."""
+
+    def skips(run):
+        for window in windows(run):
+            if sum(map(run.count, window)) >= 1:
+                _step(run, window)
+
+    instance = generated_instance(probe_case(Plan((1, 1, 3, 5, 1), 2), unit=0.25))
+    found = explain_steps(instance, run_loop(skips, instance), LoopRunner(skips))
+    assert "so it skips steps by the values of gradients or losses" in found.sentence
+    assert "norm" not in found.sentence
+
+
 def test_a_scaler_that_skips_a_step_is_thought_of_in_float16_alone():
     """A loss of 1 times a scale of 2**17 overflows float16, whose largest number is 65504."""
 
