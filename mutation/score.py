@@ -119,13 +119,13 @@ def _row(name: str, total: int, found: list[Mutant], reasons: dict[Key, str], co
     return f"| {name} | {' | '.join(map(str, numbers))} | {share} | {commit} |"
 
 
-def _change(before: str, after: str) -> str:
-    """Return what became what, of long statements the part that changed."""
+def _change(before: str, after: str) -> tuple[str, str]:
+    """Return a statement and what it became, of long ones the part that changed."""
     if len(before) > MOST_SHOWN:
         at = next(i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b)
         start = max(0, at - MOST_SHOWN // 2)
         before, after = (f"...{text[start : start + MOST_SHOWN]}..." for text in (before, after))
-    return f"`{before}` became `{after}`"
+    return before, after
 
 
 def report(tried: dict[str, Tried], reasons: dict[Key, str], version: str) -> str:
@@ -164,15 +164,17 @@ def report(tried: dict[str, Tried], reasons: dict[Key, str], version: str) -> st
     shown: dict[tuple[str, str, str], list[str]] = {}
     for key, reason in reasons.items():
         if key in survived:
-            shown.setdefault((key[0], key[1], reason), []).append(key[2])
+            statement, changed = _change(*key[1:])
+            shown.setdefault((key[0], statement, reason), []).append(changed)
     if shown:
         lines += ["", "## Explained", ""]
-    for (module, statement, reason), changed in shown.items():
+    for (module, statement, reason), texts in shown.items():
         lines.append(f"- `{module}`: `{statement}`: {reason}")
-        lines += [f"  - `{text}`" for text in changed]
+        lines += [f"  - `{text}`" for text in texts]
     if left := unexplained(everything, reasons):
         lines += ["", "## Neither killed nor explained", ""]
-        lines += [f"- `{m.module}`: {_change(m.statement, m.changed)} ({m.outcome})" for m in left]
+        changes = ((m, *_change(m.statement, m.changed)) for m in left)
+        lines += [f"- `{m.module}`: `{before}` became `{after}` ({m.outcome})" for m, before, after in changes]
     return "\n".join(lines) + "\n"
 
 

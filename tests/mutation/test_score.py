@@ -102,6 +102,8 @@ def test_the_score_leaves_out_what_is_explained(reasons):
     assert "- `b.py`: `x = 1` became `x = 2` (not executed)" in text
     long = replace(B[0], statement="f(" + 500 * "a" + ", 1)", changed="f(" + 500 * "a" + ", 2)")
     assert "a, 1)...` became `...aaa" in report({"b": Tried("abd", 7, 5, "", [long])}, reasons, "8.7.0")
+    said = report({"b": Tried("abd", 7, 5, "", [long])}, {long.key: "both do"}, "8.7.0")
+    assert "a, 1)...`: both do\n  - `...aaa" in said
     assert "- `a.py`: `if short != k:`: no window is longer\n  - `if short < k:`\n" in text
     assert "no window is longer" not in report({"a": Tried("abc", 7, 30, "", A[1:])}, reasons, "8.7.0")
 
