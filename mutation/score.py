@@ -15,7 +15,8 @@ MOST_SHOWN = 300
 """Characters of a statement."""
 _JUDGE = "elements fitted_weights gradient naming probe probe_faults reruns sizes steps weights"
 _OF_AUDITS = tuple(
-    f"tests/auditing/test_{name}.py" for name in ("command", "in_python", "losses", "scripts", "window_again")
+    f"tests/auditing/test_{name}.py"
+    for name in ("command", "in_python", "losses", "ranks", "recorder", "scripts", "window_again")
 )
 TARGETS = {
     "core/comparison": ("tests/core", "tests/judge/test_weights.py"),
