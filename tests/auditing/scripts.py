@@ -274,6 +274,8 @@ optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]
 hidden = torch.tanh(model[0](x))
 loss = F.cross_entropy(hidden @ model[2].weight.T + model(x), y) / len(window)""",
 }
+SCALED = "toy.classifier()\nmodel.logit_scale = torch.nn.Parameter(torch.ones((), dtype=toy.dtype()))"
+CONTRASTED = "loss = F.cross_entropy(model.logit_scale * features @ features.T, torch.arange(len(features)))"
 MIXUP = {"setup": "torch.manual_seed(2)", "first": "share, order = float(torch.rand(())), torch.randperm(len(x))"}
 TABLE = {
     "setup": """
@@ -929,11 +931,10 @@ for n in numbers:
     # open_clip's accum_freq: each pass sees all items, and lets a gradient through to those of one micro-batch.
     "sound_cached_features": sound(
         "*[3] * 8",
-        model="toy.classifier()\nmodel.logit_scale = torch.nn.Parameter(torch.ones((), dtype=toy.dtype()))",
+        model=SCALED,
         start="with torch.no_grad():\n    cached = [model(x) for x, _ in window]",
         batch="number, (x, y) in enumerate(window)",
-        loss="features = torch.cat([*cached[:number], model(x), *cached[number + 1 :]])\n"
-        "loss = F.cross_entropy(model.logit_scale * features @ features.T, torch.arange(len(features)))",
+        loss=f"features = torch.cat([*cached[:number], model(x), *cached[number + 1 :]])\n{CONTRASTED}",
     ),
     # Rows without a gradient that are no items of other passes.
     "sound_rows_of_padding": sound("*[4] * 8", **PADDED, backward=DIVIDED_BACKWARD),
@@ -1484,6 +1485,72 @@ for x, y in toy.batches(4, 4, 4):
         loss = F.cross_entropy(model(x), y)
     loss.backward()
     optimizer.step()""",
+    ),
+    # A loss over the items of a micro-batch and a bank, which is no part of the other passes.
+    "sound_memory_bank": sound(
+        "*[3] * 8",
+        model=SCALED,
+        setup="bank = torch.randn(9, 3, dtype=toy.dtype())",
+        loss=f"features = torch.cat([model(x), bank])\n{CONTRASTED} / len(window)",
+    ),
+    # What is accumulated is unscaled, as for a log, and scaled again: in float32 1/63 times 63 is 1 + 6e-8.
+    "sound_unscaled_and_scaled_again": sound(
+        "*[4] * 12",
+        loss="loss = 0.3 * F.cross_entropy(model(x), y) / len(window)",
+        after="for parameter in model.parameters():\n    parameter.grad.mul_(1 / 63).mul_(63)",
+    ),
+    "sound_mean_of_two_kinds_of_loss": sound(
+        "*[4] * 8, steps=2",
+        loss="""
+logits = model(x)
+loss = (F.cross_entropy(logits, y) + F.mse_loss(logits, F.one_hot(y, 3).to(toy.dtype()))) / 2""",
+        backward=DIVIDED_BACKWARD,
+    ),
+    "finding_declared_denominator_of_chunks": sound(
+        first="y[0] = -100",
+        start=TOTAL,
+        loss="""
+parts = zip(model(x).split(3), y.split(3), strict=True)
+loss = sum(F.cross_entropy(a, b, reduction="sum") for a, b in parts) / total""",
+    ),
+    # No whole number divides the loss of the last window, which is shorter.
+    "sound_coefficient_of_a_short_window": sound(
+        "window, coefficient in zip(toy.windows(*[4] * 14), (1, 1, 1, 0.6), strict=True)",
+        loss="loss = coefficient * F.cross_entropy(model(x), y) / len(window)",
+    ),
+    "faulty_short_window_divided_at_its_end": faulty(
+        "wrong-scale", "*[4] * 10", loss=UNDIVIDED, then=DIVIDED.replace("len(window)", "4")
+    ),
+    # Each loss goes backward once: none is repeated.
+    "faulty_last_micro_batch_doubled": faulty(
+        "weighted-by-place",
+        "3, 5, 7, 6, 5, 3, 7, 6",
+        start=TOTAL,
+        batch=INDEXED,
+        loss="loss = F.cross_entropy(model(x), y) * len(y) / total",
+        backward="if index == len(window) - 1:\n    loss = 2 * loss\nloss.backward()",
+    ),
+    "faulty_noise_never_reset": faulty(
+        "stale-window",
+        "*[4] * 12",
+        then="for parameter in model.parameters():\n    parameter.grad += 0.001 * torch.randn_like(parameter)",
+        step=NO_RESET,
+    ),
+    # Of two tasks that share a body, the second one's head steps inside of the window.
+    "faulty_second_head_steps_each_micro_batch": faulty(
+        "stale-parameters",
+        model="",
+        setup="""
+body, heads = toy.classifier(5), [torch.nn.Linear(5, 3).to(toy.dtype()) for _ in range(2)]
+of_body, of_first, of_second = (torch.optim.SGD(part.parameters(), lr=0.5) for part in (body, *heads))""",
+        batch=INDEXED,
+        loss="loss = F.cross_entropy(heads[index > 0](body(x)), y) / len(window)",
+        after="if index:\n    of_second.step()\n    of_second.zero_grad()",
+        step="""
+of_first.step()
+of_body.step()
+of_first.zero_grad()
+of_body.zero_grad()""",
     ),
 }
 

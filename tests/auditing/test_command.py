@@ -264,8 +264,8 @@ def test_stop_on_violation_ends_the_script_at_its_first_violation(tmp_path, faul
 
 
 def test_given_accumulation_steps_are_held_against_every_window(script, capfd, scripts):
-    steps = str(scripts / "sound_mean_of_two_losses.py")
-    assert main(["audit", "--accumulation-steps", "2", steps]) == 0
+    for steps, sound in (("2", "sound_mean_of_two_losses"), ("4", "sound_closure")):
+        assert main(["audit", "--accumulation-steps", steps, str(scripts / f"{sound}.py")]) == 0
     assert main(["audit", "--accumulation-steps", "4", script("")]) == 1
     assert "step-count: step-per-micro-batch at step 2" in capfd.readouterr().err
 

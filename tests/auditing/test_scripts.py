@@ -51,9 +51,11 @@ def test_a_sound_script_is_not_blamed_and_its_parameters_are_equal_to_the_bit_wi
             assert torch.equal(state, torch.get_rng_state())
 
 
-def test_a_parameter_outside_of_cached_items_is_named(scripts):
-    result, _ = audited(scripts / "sound_cached_features.py", "float64")
-    assert any("the gradient of logit_scale arrives from each of the 4 passes" in text for text in result.findings)
+@pytest.mark.parametrize(("script", "is_named"), [("sound_cached_features", True), ("sound_memory_bank", False)])
+def test_a_parameter_outside_of_cached_items_is_named_where_the_passes_have_the_same_items(script, is_named, scripts):
+    result, _ = audited(scripts / f"{script}.py", "float64")
+    said = "the gradient of logit_scale arrives from each of the 4 passes over the same items"
+    assert any(said in text for text in result.findings) == is_named, result
 
 
 @_found_in(UNJUDGED)
@@ -106,6 +108,7 @@ def test_without_an_instrument_the_others_find_what_they_find(off, scripts):
     ("script", "said"),
     [
         ("finding_declared_denominator", "is divided by all its elements, of which fewer are its targets"),
+        ("finding_declared_denominator_of_chunks", "is divided by all its elements, of which fewer are its targets"),
         ("finding_miscounted", "none of what it may count"),
         ("sound_boxes", "none of what it may count"),
         ("finding_autoencoder_undivided", "nothing is to be done; else it is the sum of 4 means, never divided"),
@@ -116,11 +119,15 @@ def test_a_weight_that_two_readings_explain_is_a_finding(script, said, scripts):
     assert any(said in finding for finding in result.findings), result
 
 
-def test_a_coefficient_is_no_part_of_the_size_of_a_fault(scripts):
-    result, _ = audited(scripts / "faulty_short_window_of_a_coefficient.py")
-    assert result.violation.error == pytest.approx(1 / 4)
-    assert all(row.observed / row.expected == pytest.approx(3 / 4) for row in result.violation.weights)
-    assert "weighs 0.75 times what it should" in result.violation.explanation
+@pytest.mark.parametrize(
+    ("script", "times"),
+    [("faulty_short_window_of_a_coefficient", 3 / 4), ("faulty_short_window_divided_at_its_end", 2 / 4)],
+)
+def test_the_size_of_a_fault_has_no_coefficient_in_it_and_has_a_division_of_the_sum(script, times, scripts):
+    violation = audited(scripts / f"{script}.py")[0].violation
+    assert violation.error == pytest.approx(1 - times)
+    assert all(row.observed / row.expected == pytest.approx(times) for row in violation.weights)
+    assert f"weighs {times:g} times what it should, which is {4 * times:g}/4: " in violation.explanation
 
 
 def test_of_two_losses_the_one_that_is_not_divided_is_named_by_its_line_and_no_divisor_is_claimed(scripts):
@@ -163,10 +170,13 @@ def test_a_step_that_calls_its_closure_several_times_or_steps_an_inner_optimizer
         assert (result.verdict, result.windows, result.steps) == ("holds", most or calls, most or calls), result
 
 
-def test_a_factor_that_may_be_a_second_division_by_two_is_a_finding(scripts):
-    result, _ = audited(scripts / "sound_halved.py")
+@pytest.mark.parametrize(("script", "may_be"), [("sound_halved", True), ("sound_mean_of_two_kinds_of_loss", False)])
+def test_a_half_that_may_be_a_second_division_by_two_is_a_finding_unless_two_losses_add_up_to_1(
+    script, may_be, scripts
+):
+    result, _ = audited(scripts / f"{script}.py")
     assert result.holds
-    assert any("divided twice by its 2 micro-batches" in finding for finding in result.findings)
+    assert any("divided twice by its 2 micro-batches" in finding for finding in result.findings) == may_be, result
 
 
 @pytest.mark.parametrize("script", ["sound_autoencoder_annealed", "faulty_tail_leaks"])
