@@ -154,7 +154,8 @@ def report(tried: dict[str, Tried], reasons: dict[Key, str], version: str) -> st
         "before, `--again` does not try again. A mutant is tried by those of the module's tests, named in",
         "`mutation/score.py`, that execute the changed statement. Mutants that no test may tell are left out: of "
         "annotations and signatures, an order of names, an operator of bits in place of arithmetic.",
-        "The score is killed / (tried - explained).",
+        "The score is killed / (tried - explained). Survivors get a test, so it says what "
+        "is left of this sample; a new sample has others.",
         "",
         "| module | mutants | tried | killed | of these by the time limit | explained | left | score | commit |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
