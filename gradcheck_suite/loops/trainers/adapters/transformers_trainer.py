@@ -41,8 +41,9 @@ def transformers_loop(
 
         train = gradcheck_suite.transformers_loop(trl.SFTTrainer, train_dataset=ROWS, processing_class=TOKENIZER)
 
-    The trainer's own defaults hold, except that nothing is saved, logged, clipped or cast to bfloat16. What the trainer
-    makes of its own data set is not used: the run's loader yields what its collator would yield.
+    The trainer's own defaults hold, except that nothing is saved, logged, clipped or cast to bfloat16, and that the
+    learning rate is constant. What the trainer makes of its own data set is not used: the run's loader yields what its
+    collator would yield.
 
     Args:
         trainer: the class.
