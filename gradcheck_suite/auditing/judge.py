@@ -388,7 +388,7 @@ def _rows(objective: Objective, count: str, expected: float) -> tuple[WeightRow,
         WeightRow(
             order[part.source[1]],
             objective.place.line,
-            part.term.counts.get(count, part.term.counts.get(part.term.own, 0.0)),
+            part.term.counts.get(count, part.term.counts[part.term.own]),
             expected,
             abs(part.weight),
             part.source[0] if ranks else None,

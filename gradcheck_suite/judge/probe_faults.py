@@ -238,21 +238,19 @@ def _by_steps(run: ProbeRun) -> Diagnosis | None:
     return Diagnosis(found[0], f"under another plan the loop takes {len(run.steps)} steps, not {plan.steps}{found[1]}")
 
 
-Steps = Sequence[Vector | None]
 COARSE = ("bfloat16", "float16")
 """Dtypes too coarse to tell weights apart; a fault of the weights is read in float64."""
 
 
-def explain_probe(e: Evidence, steps: Steps) -> Diagnosis:
+def explain_probe(e: Evidence, steps: Sequence[Vector]) -> Diagnosis:
     """Name the fault of a wrong gradient on a weight probe.
 
     Args:
         e: what is known of it.
-        steps: the gradient of every step of the plan; None for a step that a gradient scaler skipped.
+        steps: the gradient of every step of the plan; the right one for a step that a gradient scaler skipped.
     """
     case, step, runner = e.instance.case, e.step, e.runner
     seen = steps[step]
-    assert seen is not None, "a skipped step is not compared"
     if case.spec is not None and "slopes" not in case.spec.loss.o:
         return _of_weights(case, steps, step, runner)
     plain = probe_of(case, case.dtype).observed(runner)
@@ -290,17 +288,14 @@ def _is_right(observed: Vector, case: Case, step: int) -> bool:
     return np.allclose(observed, right, rtol=max(1e-9, 64 * unit), atol=unit * np.abs(right).max(initial=0.0))
 
 
-def _of_weights(case: Case, steps: Steps, step: int, runner: LoopRunner) -> Diagnosis:
+def _of_weights(case: Case, steps: Sequence[Vector], step: int, runner: LoopRunner) -> Diagnosis:
     """Name a fault of the weights, read in float64 where the case's dtype is coarse."""
     dtype = "float64" if case.dtype in COARSE else case.dtype
     probe = probe_of(case, dtype)
-    windows = len(case.plan.windows)
-    # a step that a gradient scaler skipped says nothing of the weights
-    seen = [probe.right_weights(s % windows) if items is None else items for s, items in enumerate(steps)]
-    run = ProbeRun(probe, seen, runner.alike)
+    run = ProbeRun(probe, list(steps), runner.alike)
     if dtype != case.dtype:
         finer = probe.observed(runner)
-        right = probe.right_weights(step % windows)
+        right = probe.right_weights(step % len(case.plan.windows))
         if finer is None:
             return not_linear(f"the weights are wrong in {case.dtype}, and the loop raises in float64")
         if step >= len(finer.steps) or np.allclose(finer.steps[step], right, rtol=1e-9):

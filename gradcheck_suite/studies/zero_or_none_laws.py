@@ -331,7 +331,7 @@ LAWS: dict[str, Law] = {
             "a zero in the flat gradient, as None is: p moves along the direction of all parameters",
             {PLAIN: {"lr": 0.5, "max_iter": 1}, DEFAULTS: {"max_iter": 1}}, reads_none_as_zero=True),
         Law("Muon", _muon,
-            "b <- momentum b; p - lr O(b), where O drives the singular values towards 1, however small b is",
+            "b <- momentum b; p - lr O(b), where O drives the singular values towards 1 unless b is far below eps",
             _variants(ORTHOGONAL, standard={"nesterov": False})),
         Law("NAdam", _nadam,
             "m <- beta1 m, v <- beta2 v, mu_product and step go on; p - lr mu m' / (sqrt(v') + eps)",

@@ -602,7 +602,7 @@ class RunJudge:
         if places is None:
             return self._of_step_count(), 0.0
         gradients = gradients_of_steps(outcome)
-        steps: list[Vector | None] = [None] * case.plan.steps
+        steps = list(expected) * case.plan.epochs  # also of those that a gradient scaler skipped
         for step, gradient in zip(places, gradients, strict=True):
             steps[step] = gradient
         ratio = 0.0
@@ -614,11 +614,11 @@ class RunJudge:
             ratio = max(ratio, comparison.ratio)
         return None, ratio
 
-    def _wrong_on_probe(self, steps: list[Vector | None], step: int, comparison: Comparison) -> Violation:
+    def _wrong_on_probe(self, steps: list[Vector], step: int, comparison: Comparison) -> Violation:
         """Return the violation of a wrong gradient on a weight probe.
 
         Args:
-            steps: the gradient of every step of the plan; None for a step that a gradient scaler skipped.
+            steps: the gradient of every step of the plan; the right one for a step that a gradient scaler skipped.
             step: index of the wrong one in the plan.
             comparison: of its gradient with the right one.
         """

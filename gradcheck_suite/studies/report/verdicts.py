@@ -320,7 +320,8 @@ def _bridge(newest: list[Record]) -> Section:
     return Section(
         text=(
             "`verify --problem` asks JAX about your own model, too: torch exports the loss, the suite translates it to "
-            f"JAX operation by operation, and JAX alone differentiates it. Tried on {len(plain) + len(refused)} "
+            "JAX operation by operation, and JAX differentiates all of it but custom functions whose own backward is "
+            f"accepted or found wrong. Tried on {len(plain) + len(refused)} "
             f"architectures of transformers and torch.nn, small, with random weights, in float64: {agree} gradients "
             f"agree with torch's within the bound, and {len(refused)} are refused by name.",
         ),
