@@ -242,12 +242,19 @@ def student_factor(draws: int = DRAWS) -> float:
 
 
 def finite_or_right(observed: Vector, expected: Vector) -> Vector:
-    """Return an observed gradient in which what is rightly not finite is as expected, (P,).
+    """Return an observed gradient in which what may be NaN is as expected, (P,).
 
     Where one element is rightly infinite or NaN, all may be NaN: `clip_grad_norm_(parameters, inf)`, which trainers
-    call to log the norm, multiplies by infinity over infinity, and the optimizer's step diverges anyway.
+    call to log the norm, multiplies by infinity over infinity, and the optimizer's step diverges anyway. An infinity is
+    held to the right value: in whatever order, infinity plus what else there is stays that infinity or becomes NaN.
     """
-    return observed if np.isfinite(expected).all() else np.where(np.isfinite(observed), observed, expected)
+    return observed if np.isfinite(expected).all() else np.where(np.isnan(observed), expected, observed)
+
+
+def other_infinity(observed: Vector, expected: Vector) -> npt.NDArray[np.bool_]:
+    """Return where a gradient is infinite in place of NaN or of the other infinity, (P,)."""
+    found: npt.NDArray[np.bool_] = np.isinf(observed) & ~np.isfinite(expected) & (observed != expected)
+    return found
 
 
 def quick_bound(expected: Vector, terms: int) -> Vector:

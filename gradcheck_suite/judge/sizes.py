@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcheck_suite.core.case import SMALL_SCALE
-from gradcheck_suite.core.comparison import Vector
+from gradcheck_suite.core.comparison import Vector, other_infinity
 from gradcheck_suite.judge.weights import Diagnosis, not_linear
 
 EXACT = 1e-9
@@ -293,6 +293,8 @@ def diagnose_non_finite(right: Vector, seen: Vector, beside: list[int]) -> Diagn
             "is multiplied by a limit over its norm: clip_grad_norm_ with a finite limit sets them to 0",
         )
     values = ", ".join(f"{value:.6g}" for value in seen[poisoned & np.isfinite(seen)])
+    if not values and (other := other_infinity(seen, right)).any():
+        return not_linear(f"an element of the gradient that is {right[other][0]} comes out as {seen[other][0]}")
     if not values:
         return not_linear(
             f"an element of the gradient that is {what} stays so, and others of the same window, which are finite, "

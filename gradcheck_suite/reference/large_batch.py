@@ -26,6 +26,7 @@ from gradcheck_suite.core.comparison import (
     accumulation_bound,
     coarse_bound,
     finite_or_right,
+    other_infinity,
     quick_bound,
     worst_difference,
 )
@@ -147,8 +148,8 @@ class Float64Bound:
         return [self.computation.gradient(part) for part in self._window.parts]
 
     def comparable(self, observed: Vector) -> Vector:
-        """Return the gradient, with the expected value where it may be NaN."""
-        return finite_or_right(observed, self._window.expected)
+        """Return the gradient, with the expected value where it may be NaN or another infinity."""
+        return _comparable(self, observed, self._window.expected)
 
     def expect_computable(self) -> None:
         """Expect torch to compute the large batch under the loop's autocast; without one the window has its gradient.
@@ -244,15 +245,15 @@ class LowPrecisionBound:
         return RoundingErrors(computation, parts, dtype, smallest=self._smallest)
 
     def comparable(self, observed: Vector) -> Vector:
-        """Return the gradient, with the expected value where it may be NaN: what overflows first decides.
+        """Return the gradient, with the expected value where it may be NaN or another infinity.
 
         Raises:
             CannotJudgeError: one of them alone is finite, and the same holds of the plain large batch, or of the
-                window's summed loss: a loop may divide at its end. Or the plain gradient's numbers nearly leave the
-                range of the precision: a loop may scale its loss.
+                window's summed loss: a loop may divide at its end. Or one of them alone is finite or has an infinity,
+                and the plain gradient's numbers nearly leave the range of the precision: a loop may scale its loss.
         """
         expected = self._window.expected
-        if (np.isfinite(observed) != np.isfinite(expected)).any():
+        if (np.isfinite(observed) != np.isfinite(expected)).any() or other_infinity(observed, expected).any():
             self.expect_computable()
             self._expect_finite_sums()
             if self.is_out_of_range():
@@ -260,7 +261,7 @@ class LowPrecisionBound:
                 raise CannotJudgeError(
                     f"a gradient of nearly the largest numbers of {name} overflows where it is scaled"
                 )
-        return finite_or_right(observed, expected)
+        return _comparable(self, observed, expected)
 
     def expect_computable(self) -> None:
         """Expect torch to compute the large batch in this precision, and all at once and in parts alike.
@@ -311,6 +312,17 @@ class LowPrecisionBound:
 
 
 WindowBound = Float64Bound | LowPrecisionBound
+
+
+def _comparable(bound: WindowBound, observed: Vector, expected: Vector) -> Vector:
+    """Return a gradient, with the expected value where it may be NaN, and where rounding decides on an infinity.
+
+    Terms that cancel leave 0 in one order and a number of either sign in others, and infinity times these is NaN and
+    either infinity.
+    """
+    compared = finite_or_right(observed, expected)
+    other = other_infinity(compared, expected)
+    return np.where(other & bound.errors.reach(observed), expected, compared) if other.any() else compared
 
 
 # Compare gradients within a bound whose rounding errors are drawn: as often as it takes to decide.

@@ -22,6 +22,7 @@ from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -710,6 +711,16 @@ class RoundingErrors:
         """
         return likely_bound(self._mean_square(0, draws))
 
+    def reach(self, values: Vector) -> npt.NDArray[np.bool_]:
+        """Return where the gradient has exactly these values in one of `DRAWS` draws, or without any error, (P,)."""
+        found: npt.NDArray[np.bool_] = self._centre == values
+        for draw in range(DRAWS):
+            found |= self._rounded(draw) == values
+        return found
+
+    def _rounded(self, draw: int) -> Vector:
+        return self._computation.rounded_at_random(self._parts, self._dtype, draw, smallest=self._smallest)
+
     def _mean_square(self, first: int, last: int) -> Vector:
         """Return the mean square of the errors of the draws `first` to `last` - 1, without those that overflow, (P,).
 
@@ -720,8 +731,7 @@ class RoundingErrors:
         total, number = self._kept.get((first, drawn), (nothing, nothing))
         for draw in range(drawn, last):
             with np.errstate(invalid="ignore", over="ignore"):
-                rounded = self._computation.rounded_at_random(self._parts, self._dtype, draw, smallest=self._smallest)
-                square = (rounded - self._centre) ** 2
+                square = (self._rounded(draw) - self._centre) ** 2
             finite = np.isfinite(square)
             total, number = total + np.where(finite, square, 0.0), number + finite
         self._kept[first, last] = total, number

@@ -135,6 +135,8 @@ def closure_without_reset(window: Window, outcome: Outcome, evaluation: Evaluati
     flat = window.reference.flat
     if window.compare(flat(evaluation.gradients) - flat(before.gradients)).ratio > ROUNDINGS:
         return None
+    if window.compare(flat(before.gradients)).ratio <= ROUNDINGS:
+        return None  # where the gradient stays the same, a factor of 2 does that as well
     return Diagnosis(
         "stale-window",
         "the optimizer calls the closure several times in a step, and the gradient of each call contains those of the "

@@ -272,6 +272,20 @@ def test_an_infinite_element_may_make_others_nan_at_the_same_step(dtype):
     assert battery(logs_the_norm, dtype=dtype).violation is None
 
 
+def _filled(where, value):
+    return before_step(lambda run: [p.grad.masked_fill_(where(p.grad), value) for p in run.model.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("where", "value"), [(torch.isposinf, -torch.inf), (torch.isnan, torch.inf)], ids=["other sign", "in place of NaN"]
+)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
+def test_an_infinity_that_is_not_the_right_one_is_found(where, value, dtype):
+    violation = battery(_filled(where, value), dtype=dtype).violation
+    assert (violation.kind, violation.diagnosis) == ("gradient", "not-linear")
+    assert f"comes out as {value}" in violation.explanation
+
+
 @pytest.mark.usefixtures("only_linear")
 def test_a_loop_may_assume_finite_gradients():
     assert battery(skips_steps, assumes={"finite-gradients"}).violation is None

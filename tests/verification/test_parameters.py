@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from itertools import chain, repeat
 
 import pytest
 import torch
@@ -370,6 +371,28 @@ def test_a_later_call_of_a_closure_is_told_from_the_first():
 def test_a_closure_that_resets_is_not_blamed_for_its_calls():
     violation = check(_closure_of_doubled_losses, CASE.replace(optimizer="lbfgs")).violation
     assert (violation.kind, violation.diagnosis) == ("gradient", "wrong-scale")
+
+
+def _doubled_from_the_second_call_on(run):
+    """The planted fault: a closure that resets, and doubles its losses in all calls of a step but the first."""
+    for window in windows(run):
+        factors = chain([1], repeat(2))
+
+        def closure(window=window, factors=factors):
+            run.optimizer.zero_grad()
+            factor = next(factors)
+            for batch in window:
+                (factor * part_of_window(run, batch, window_count(run, window))).backward()
+            return torch.zeros(())
+
+        run.optimizer.step(closure)
+
+
+def test_a_closure_of_a_constant_gradient_is_not_said_to_add_up_its_calls():
+    slopes = ProblemSpec(SPEC.input, (Layer("linear", bias=True, features=1),), Loss("identity", reduction="mean"))
+    for problem in (SPEC, slopes):
+        case = Case(problem, CASE.plan, seed=3, optimizer="lbfgs")
+        assert check(_doubled_from_the_second_call_on, case).violation.diagnosis == "not-linear"
 
 
 # gradients that are not those of the parameters at the step
