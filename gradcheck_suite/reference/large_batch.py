@@ -318,11 +318,15 @@ def _comparable(bound: WindowBound, observed: Vector, expected: Vector) -> Vecto
     """Return a gradient, with the expected value where it may be NaN, and where rounding decides on an infinity.
 
     Terms that cancel leave 0 in one order and a number of either sign in others, and infinity times these is NaN and
-    either infinity.
+    either infinity. Batches of other sizes may leave a zero of the other sign, and 1 over it is the other infinity.
     """
     compared = finite_or_right(observed, expected)
     other = other_infinity(compared, expected)
-    return np.where(other & bound.errors.reach(observed), expected, compared) if other.any() else compared
+    if not other.any():
+        return compared
+    with np.errstate(invalid="ignore"):
+        accumulated = np.sum(bound.contributions, axis=0)
+    return np.where(other & ((accumulated == observed) | bound.errors.reach(observed)), expected, compared)
 
 
 # Compare gradients within a bound whose rounding errors are drawn: as often as it takes to decide.
