@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import random
 import sys
+import threading
 import types
 import warnings
 from collections import OrderedDict, deque
@@ -359,30 +361,45 @@ MOST_STATE = 5000
 """Objects that are looked through before a model is called once more."""
 LARGEST_STATE = 1 << 22
 """Elements of a tensor outside of the model's parameters and buffers that is copied to be put back."""
-_KEPT = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, types.ModuleType)
+_KEPT = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, types.ModuleType)
+_DRAWN_FROM = ("__next__", "get_nowait", "recv_bytes")
+"""Methods of what gives something else each time and cannot be put back: iterators, queues, connections."""
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
+_LANGUAGE = ("builtins", "functools", "types")
+"""Modules whose objects stand between a name and what the user put there: bound methods, partials, properties."""
+_LEADS = ("__self__", "__func__", "func", "args", "keywords", "fget", "fset", "fdel")
+"""Attributes through which those objects lead on."""
 
 
 class _State:
     """What a call of a model may change, put back by `put_back`: what its code and its hooks reach in Python.
 
-    Attributes, globals, class attributes and closures, containers and objects below them, tensors and generators of
-    random numbers. What cannot be put back, such as an iterator, ends it.
+    Attributes, slots, globals, class attributes and closures, containers and objects below them, tensors and generators
+    of random numbers, also through bound methods and decorators. Of an object or a function of a library its own
+    attributes are kept, not those of further objects of libraries below it; torch's objects are left alone. What cannot
+    be put back, such as an iterator or a queue, ends it.
+
+    Args:
+        subject: a model, or a custom function of autograd.
 
     Raises:
         NotRecomputed: something cannot be put back.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, subject: torch.nn.Module | type) -> None:
+        parts = list(subject.modules()) if isinstance(subject, torch.nn.Module) else []
         self._undo: list[Callable[[], None]] = []
-        self._parts = {id(part) for part in module.modules()}
-        self._own = {id(t) for t in (*module.parameters(), *module.buffers())}
-        self._seen: set[int] = set()
-        for part in module.modules():
+        self._parts = {id(part) for part in parts}
+        self._own = {id(t) for part in parts for t in (*part._parameters.values(), *part._buffers.values())}
+        self._seen: set[tuple[int, bool]] = set()
+        for part in parts:
             self._keep_attributes(part)
             self._walk_class(type(part))
             for hooks in (part._forward_hooks, part._forward_pre_hooks):
                 for hook in list(hooks.values()):
                     self._walk(hook)
+        if isinstance(subject, type):
+            self._walk_class(subject)
 
     def put_back(self) -> None:
         """Put everything back, the last thing first."""
@@ -401,73 +418,115 @@ class _State:
             vars(part).update(kept)
 
         self._undo.append(undo)
-        for value in kept.values():
-            self._walk(value)
+        self._keep_slots(part, library=False)
+        self._walk_all(kept.values())
 
     def _walk_class(self, kind: type) -> None:
         for base in kind.__mro__:
-            if id(base) in self._seen or not is_users(getattr(sys.modules.get(base.__module__), "__file__", None)):
+            if (id(base), False) in self._seen or not _is_users_class(base):
                 continue
-            self._seen.add(id(base))
+            self._seen.add((id(base), False))
             for name, value in list(vars(base).items()):
-                if isinstance(value, types.FunctionType):
-                    self._walk(value)
-                elif not name.startswith("__") and not callable(value):
-                    self._undo.append(functools.partial(setattr, base, name, value))
-                    self._walk(value)
+                if not isinstance(value, types.FunctionType):
+                    if name.startswith("__"):
+                        continue
+                    self._undo.append(functools.partial(_set_attribute, base, name, value))
+                self._walk(value)
 
-    def _walk(self, value: Any) -> None:
-        if isinstance(value, _KEPT) or id(value) in self._seen or id(value) in self._own or id(value) in self._parts:
+    def _walk(self, value: Any, *, library: bool = False) -> None:
+        """Keep a value and what it leads to.
+
+        Args:
+            value: any value.
+            library: whether an object or a function of a library led here.
+        """
+        if isinstance(value, _KEPT) or id(value) in self._own or id(value) in self._parts:
             return
-        self._seen.add(id(value))
+        if {(id(value), library), (id(value), False)} & self._seen:
+            return
+        if isinstance(value, type):
+            self._walk_class(value)
+            return
+        self._seen.add((id(value), library))
         if len(self._seen) > MOST_STATE:
             raise NotRecomputed("the model reaches too many objects to put back what a second call changes")
         if isinstance(value, types.FunctionType):
-            self._walk_function(value)
-        elif isinstance(value, types.MethodType):
-            self._walk(value.__func__)
-            self._walk(value.__self__)
-        elif isinstance(value, functools.partial):
-            self._walk_all((value.func, *value.args, *value.keywords.values()))
+            self._walk_function(value, library=library)
         elif isinstance(value, torch.Tensor | np.ndarray):
             self._keep_array(value)
-        elif isinstance(value, torch.Generator | np.random.Generator | random.Random):
+        elif isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
             self._undo.append(functools.partial(_set_state_of, value, _state_of(value)))
         elif isinstance(value, list | dict | set | deque):
             content = _content(value)
             self._undo.append(functools.partial(_refill, value, content))
-            self._walk_all(content.values() if isinstance(content, dict) else content)
+            self._walk_all(content.values() if isinstance(content, dict) else content, library=library)
+            if type(value).__module__ not in ("builtins", "collections"):
+                self._walk_object(value, library=library)
         elif isinstance(value, tuple | frozenset):
-            self._walk_all(value)
-        elif hasattr(value, "__next__"):
-            raise NotRecomputed(f"the model reads an iterator ({type(value).__name__}), which cannot be put back")
+            self._walk_all(value, library=library)
+        elif any(hasattr(type(value), name) for name in _DRAWN_FROM):
+            kind = "an iterator" if hasattr(type(value), "__next__") else "a queue"
+            raise NotRecomputed(f"the model reads {kind} ({type(value).__name__}), which cannot be put back")
+        elif library and isinstance(value, _LOCKS):
+            raise NotRecomputed("the model reaches an object that threads share, which cannot be put back")
         else:
-            self._walk_object(value)
+            self._walk_object(value, library=library)
 
-    def _walk_all(self, values: Iterable[Any]) -> None:
+    def _walk_all(self, values: Iterable[Any], *, library: bool = False) -> None:
         for value in list(values):
-            self._walk(value)
+            self._walk(value, library=library)
 
-    def _walk_object(self, value: Any) -> None:
+    def _walk_object(self, value: Any, *, library: bool) -> None:
+        kind = type(value)
+        language = kind.__module__ in _LANGUAGE
+        if _is_users_class(kind):
+            library = False
+        elif not (language or isinstance(value, torch.nn.Module)):
+            if library or str(kind.__module__).partition(".")[0] == "torch":
+                return
+            library = True
         attributes = getattr(value, "__dict__", None)
-        users = is_users(getattr(sys.modules.get(type(value).__module__), "__file__", None))
-        if type(attributes) is dict and (users or isinstance(value, types.SimpleNamespace | torch.nn.Module)):
-            self._undo.append(functools.partial(_refill, attributes, attributes.copy()))
-            self._walk_all(attributes.values())
-            self._walk_class(type(value))
+        if type(attributes) is dict:
+            self._walk(attributes, library=library)
+        if language:
+            self._walk_all((getattr(value, name, None) for name in _LEADS), library=library)
+        self._keep_slots(value, library=library)
+        self._walk_class(kind)
 
-    def _walk_function(self, function: types.FunctionType) -> None:
-        if not is_users(function.__code__.co_filename):
+    def _keep_slots(self, value: Any, *, library: bool) -> None:
+        for base in type(value).__mro__:
+            if "__slots__" in vars(base):
+                for slot in [each for each in vars(base).values() if isinstance(each, types.MemberDescriptorType)]:
+                    held = _held(slot, value)
+                    self._undo.append(functools.partial(_set_slot, slot, value, held))
+                    self._walk_all(held, library=library)
+
+    def _walk_function(self, function: types.FunctionType, *, library: bool) -> None:
+        users = is_users(function.__code__.co_filename)
+        if library and not users:
             return
+        library = not users
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # an empty cell
                 self._undo.append(functools.partial(setattr, cell, "cell_contents", cell.cell_contents))
-                self._walk(cell.cell_contents)
-        for name in _names_of(function.__code__) & function.__globals__.keys():
-            value = function.__globals__[name]
-            self._undo.append(functools.partial(function.__globals__.__setitem__, name, value))
-            self._walk(value)
-        self._walk_all((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
+                self._walk(cell.cell_contents, library=library)
+        self._walk_all((vars(function), function.__defaults__, function.__kwdefaults__), library=library)
+        if users:
+            self._walk_globals(function)
+
+    def _walk_globals(self, function: types.FunctionType) -> None:
+        names, scopes = _names_of(function.__code__), {id(function.__globals__): function.__globals__}
+        waiting = list(scopes.values())
+        while waiting:
+            scope = waiting.pop()
+            for name in names & scope.keys():
+                value = scope[name]
+                self._undo.append(functools.partial(scope.__setitem__, name, value))
+                self._walk(value)
+                # `helpers.draw()`: the names of a module of the user's that the code may read
+                if isinstance(value, types.ModuleType) and is_users(getattr(value, "__file__", None)):
+                    waiting += [vars(value)] if id(vars(value)) not in scopes else []
+                    scopes[id(vars(value))] = vars(value)
 
     def _keep_array(self, value: torch.Tensor | np.ndarray[Any, Any]) -> None:
         if isinstance(value, np.ndarray):
@@ -478,6 +537,30 @@ class _State:
             self._undo.append(functools.partial(_set_values, value.detach(), value.detach().clone()))
 
 
+def _is_users_class(kind: type) -> bool:
+    return is_users(getattr(sys.modules.get(kind.__module__), "__file__", None))
+
+
+def _set_attribute(kind: type, name: str, value: Any) -> None:
+    if vars(kind).get(name) is not value:  # members of an `Enum` cannot be set
+        setattr(kind, name, value)
+
+
+def _held(slot: types.MemberDescriptorType, value: Any) -> tuple[Any, ...]:
+    """Return what a slot holds, or nothing."""
+    try:
+        return (slot.__get__(value),)
+    except AttributeError:
+        return ()
+
+
+def _set_slot(slot: types.MemberDescriptorType, value: Any, held: tuple[Any, ...]) -> None:
+    if held:
+        slot.__set__(value, *held)
+    elif _held(slot, value):
+        slot.__delete__(value)
+
+
 def _names_of(code: types.CodeType) -> set[str]:
     """Return the names that a function's code reads or writes, those of functions inside of it too."""
     inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
@@ -485,13 +568,13 @@ def _names_of(code: types.CodeType) -> set[str]:
 
 
 def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
+    if isinstance(generator, torch.Generator | np.random.RandomState):
         return generator.get_state()
     return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
 
 
 def _set_state_of(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
+    if isinstance(generator, torch.Generator | np.random.RandomState):
         generator.set_state(state)
     elif isinstance(generator, random.Random):
         generator.setstate(state)
@@ -520,25 +603,29 @@ def _content(container: Any) -> Any:
 
 def _refill(container: Any, content: Any) -> None:
     kind, now = _base_of(container), _content(container)
+    pairs = zip(*(_flat(each) for each in (now, content)), strict=False)
+    if len(now) == len(content) and all(a is b for a, b in pairs):
+        return  # a thread of the program's may read it at this moment
+    kind.clear(container)
     if isinstance(container, dict):
-        pairs = zip(now.items(), content.items(), strict=False)
-        if len(now) != len(content) or not all(a is c and b is d for (a, b), (c, d) in pairs):
-            kind.clear(container)
-            for key, value in content.items():
-                kind.__setitem__(container, key, value)
+        for key, value in content.items():
+            kind.__setitem__(container, key, value)
     else:
-        kind.clear(container)
         (kind.update if kind is set else kind.extend)(container, content)
 
 
+def _flat(content: Any) -> Iterable[Any]:
+    return itertools.chain.from_iterable(content.items()) if isinstance(content, dict) else content
+
+
 @contextlib.contextmanager
-def _unchanged(module: torch.nn.Module) -> Iterator[None]:
-    """Put back what calls of a module may change: modes, and what its code reaches.
+def unchanged(subject: torch.nn.Module | type) -> Iterator[None]:
+    """Put back what calls of a module or of a custom function may change: modes, and what its code reaches.
 
     Raises:
         NotRecomputed: something of that cannot be put back.
     """
-    state = _State(module)
+    state = _State(subject)
     try:
         yield
     finally:
@@ -657,7 +744,7 @@ def replay(forward: Forward, arguments: list[Any], cotangents: dict[int, torch.T
     handle = register_module_forward_hook(lambda part, _, output: seen.append(output) if part is module else None)
     hooks = contextlib.nullcontext() if how.hooks else _without_hooks(module)
     try:
-        with _unchanged(module), hooks, quiet(), torch.enable_grad(), _replaced(module, replacing):
+        with unchanged(module), hooks, quiet(), torch.enable_grad(), _replaced(module, replacing):
             compute()
     finally:
         handle.remove()
@@ -758,7 +845,10 @@ def judge_function(call: Call) -> FunctionReport:
         return FunctionReport(name, note=f"its backward was not checked: its arguments have {size} elements")
     for dtype in STEPS_OF:
         try:
-            return _judged(call, dtype)
+            with unchanged(call.kind):
+                return _judged(call, dtype)
+        except NotRecomputed as reason_of_state:
+            return FunctionReport(name, note=f"its backward was not checked: {reason_of_state}")
         except Exception as error:  # whatever somebody's function raises on another dtype
             reason = reason or f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     return FunctionReport(name, note=f"its backward was not checked, since it cannot be called by itself ({reason})")

@@ -38,6 +38,7 @@ from gradcheck_suite.auditing.forwards import (
     point_of,
     quiet,
     replay,
+    unchanged,
 )
 from gradcheck_suite.auditing.recorder import Running
 from gradcheck_suite.auditing.samples import ELEMENTS, Vector, read, sample
@@ -687,7 +688,8 @@ def _compare(call: KeptCall) -> str | None:
     found = _by_torch(call, None)
     if found.random:
         raise _Refused("the model draws random numbers, which JAX draws differently")
-    gradients, narrow = _by_jax(call, found.functions)
+    with unchanged(call.forward.module):
+        gradients, narrow = _by_jax(call, found.functions)
     names = {id(p): name for name, p in call.forward.module.named_parameters()}
     total = sum(norm(g) ** 2 for g in found.gradients.values()) ** 0.5
     share = NARROW_RESOLUTION if narrow else RESOLUTION

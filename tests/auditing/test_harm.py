@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import collections
+import enum
 import json
+import queue
 import random
 import subprocess
 import sys
 import time
 import tracemalloc
+import types
 
 import numpy as np
 import pytest
@@ -227,6 +230,147 @@ class Reading(torch.nn.Module):
         return self.linear(x + next(self.noise))
 
 
+class Drawing(torch.nn.Module):
+    """A model that adds a number of a series, which a function gives."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.linear, self.draw = torch.nn.Linear(5, 3), draw
+
+    def forward(self, x):
+        return self.linear(x + self.draw())
+
+
+def numbers():
+    return [0.1 * i**2 for i in range(30)]
+
+
+class Slotted:
+    """An object without a dictionary."""
+
+    __slots__ = ("calls", "source")
+
+    def __init__(self, source):
+        self.source, self.calls = source, 0
+
+    def __call__(self):
+        self.calls += 1
+        return self.calls + self.source.pop()
+
+
+class Computed:
+    """A property that reads what a class holds."""
+
+    series = None
+
+    @property
+    def number(self):
+        return next(SERIES)
+
+    def __call__(self):
+        return self.number
+
+
+class Added(torch.autograd.Function):
+    """A custom function that reads a global."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x + SERIES.pop()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Kind(enum.Enum):
+    """A class whose attributes cannot be set."""
+
+    ONE = 1
+
+
+class Log(list):
+    """A list with an attribute."""
+
+    def __call__(self):
+        return self.source.get_nowait()
+
+
+def filled(kind):
+    made = kind()
+    for number in numbers():
+        made.put(number)
+    return made
+
+
+def of_slots():
+    return Slotted(numbers())
+
+
+def of_list():
+    log = Log()
+    log.source = filled(queue.SimpleQueue)
+    return log
+
+
+def of_decorator():
+    source = iter(numbers())
+    return torch.no_grad()(lambda: next(source))
+
+
+def of_method():
+    return iter(numbers()).__next__
+
+
+def of_queue():
+    return filled(queue.Queue).get_nowait  # `get` would wait for ever on an empty one
+
+
+def of_library():
+    return collections.UserList(numbers()).pop
+
+
+def of_generator():
+    state = np.random.RandomState(0)
+    return lambda: state.rand()
+
+
+def of_attribute():
+    def draw():
+        draw.calls += 1
+        return draw.calls
+
+    draw.calls = 0
+    return draw
+
+
+def of_module():
+    module = types.ModuleType("helpers")
+    module.__file__, module.take = __file__, numbers().pop
+    globals()["HELPERS"] = module
+    return lambda: HELPERS.take()
+
+
+def of_property():
+    globals()["SERIES"] = iter(numbers())
+    return Computed()
+
+
+def of_enum():
+    both = numbers(), Kind.ONE
+    return lambda: both[0].pop() * both[1].value
+
+
+def of_function():
+    globals()["SERIES"] = numbers()
+    return lambda: Added.apply(torch.zeros(4, 5))
+
+
+SERIES, HELPERS = None, None
+SOURCES = (of_method, of_queue, of_list, of_decorator, of_property)
+SOURCES += (of_slots, of_library, of_generator, of_attribute, of_module, of_enum, of_function)
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -240,8 +384,10 @@ class Reading(torch.nn.Module):
         Stateful,
         Reading,
         lambda: torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.BatchNorm1d(3)),
+        *(lambda of=of: Drawing(of()) for of in SOURCES),
     ],
-    ids=["unused output", "reused buffer", "own generator", "state", "iterator", "buffers"],
+    ids=["unused output", "reused buffer", "own generator", "state", "iterator", "buffers"]
+    + [of.__name__ for of in SOURCES],
 )
 def test_strange_models_train_as_without_an_audit(make):
     def train():
