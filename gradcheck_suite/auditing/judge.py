@@ -49,7 +49,7 @@ from gradcheck_suite.auditing.weights import (
 from gradcheck_suite.core.faults import FAULTS
 from gradcheck_suite.core.results import LiveViolation, Unknown, WeightRow
 from gradcheck_suite.core.text import counted
-from gradcheck_suite.judge.naming import diagnose, means_text, names_nothing
+from gradcheck_suite.judge.naming import ONE_SIGN, diagnose, means_text, names_nothing
 from gradcheck_suite.judge.weights import Diagnosis, Weights
 
 KNOWN = frozenset(fault.name for fault in FAULTS.values() if fault.command != "verify")
@@ -390,10 +390,10 @@ def _rows(objective: Objective, count: str, expected: float) -> tuple[WeightRow,
             objective.place.line,
             part.term.counts.get(count, part.term.counts[part.term.own]),
             expected,
-            abs(part.weight),
+            weight,
             part.source[0] if ranks else None,
         )
-        for part in objective.parts
+        for part, weight in zip(objective.parts, objective.weights, strict=True)
     ]
     return tuple(rows[:MAX_ROWS])
 
@@ -464,7 +464,7 @@ def _empty(objective: Objective, window: Window) -> set[Source]:
 def _counts_and_masses(objective: Objective, count: str) -> tuple[list[float], list[float]]:
     """Return the count of each term, and what its items weigh together."""
     numbers = [part.term.counts.get(count, 0.0) for part in objective.parts]
-    return numbers, [abs(part.weight) * number for part, number in zip(objective.parts, numbers, strict=True)]
+    return numbers, [weight * number for weight, number in zip(objective.weights, numbers, strict=True)]
 
 
 def _named(objectives: Sequence[Objective]) -> Diagnosis:
@@ -474,10 +474,11 @@ def _named(objectives: Sequence[Objective]) -> Diagnosis:
         objectives: one objective in all windows where its weights differ.
     """
     found = [_weights(one, one.parts[0].term.own) for one in objectives]
+    observed = found[0].observed
+    what = ONE_SIGN if observed.min() < 0 else "divide each summed loss by the window's count"
     said = (
         "items of different micro-batches have different weights: the micro-batches' items weigh "
-        f"{', '.join(f'{weight:.3g}' for weight in found[0].observed[:6])}; divide each summed loss by the window's "
-        "count"
+        f"{', '.join(f'{weight:.3g}' for weight in observed[:6])}; {what}"
     )
     usual = [np.abs(w.observed - np.median(w.observed)) <= w.tolerance * np.median(w.observed) for w in found]
     if all(2 * same.sum() > len(same) for same in usual):
@@ -492,7 +493,7 @@ def _weights(objective: Objective, count: str, empty: Collection[Source] = ()) -
     parts = objective.parts
     tolerance = max(part.term.tolerance for part in parts)
     numbers, _ = _counts_and_masses(objective, count)
-    return evidence(parts, [abs(part.weight) for part in parts], numbers, tolerance, empty=empty)
+    return evidence(parts, objective.weights, numbers, tolerance, empty=empty)
 
 
 def _of_scale(scale: Scale) -> LiveViolation:

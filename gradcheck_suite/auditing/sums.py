@@ -647,7 +647,6 @@ def judge_sums(window: Window, usual: int | None, longest: int) -> Sums:
             "nothing went backward since the last step, and `.grad` is not empty: " + OF_SUMS["stale-window"],
         )
     members = Members(window)
-    missing = members.missing_parameters()
     if window.edit == "all reset" or (members.required and not window.coefficients):
         return _fault("no-gradient")
     if (stale := _stale_key(window)) is not None:
@@ -668,10 +667,8 @@ def judge_sums(window: Window, usual: int | None, longest: int) -> Sums:
         found = _judge_lost(members, lost, usual, longest)
         if found.excuse is not None or found.fault is not None:
             return found if found.fault is not None else replace(found, coefficients=_used(window))
-    if unequal := _judge_parameters(members, missing):
+    if unequal := _judge_parameters(members):
         return unequal
-    if window.edit == "reset":
-        return _fault("no-gradient", OF_SUMS["missing"])
     if len(members.required) > 1 and any(members.moved(i) for i in members.required):
         return _fault("stale-parameters")
     return Sums(coefficients=_used(window))
@@ -739,15 +736,19 @@ def _resets(members: Members, lost: Sequence[int]) -> str:
     return f" (`zero_grad` is called at {', '.join(lines)})" if lines else ""
 
 
-def _judge_parameters(members: Members, missing: Sequence[int]) -> Sums | None:
+def _judge_parameters(members: Members) -> Sums | None:
     """Judge passes whose coefficients differ between parameters, or between each other."""
     off = {k: c for i in members.required for k, c in members.by_parameter[i] if not near(c, members.mean[i], 1e-3)}
-    if off or missing:
-        key = next(iter(off), None) if off else missing[0]
-        if not off or any(abs(c) < NEGLIGIBLE for c in off.values()):
-            number = counted(len(set(off) | set(missing)), "parameter")
+    if off:
+        key = next(iter(off))
+        if any(abs(c) < NEGLIGIBLE for c in off.values()):
+            number = counted(len(off), "parameter")
             return _fault("reset-inside-window", f"in {number}, {OF_SUMS['reset-inside-window']}", key)
         return _fault("rescaled-accumulator", key=key)
+    # what was set to None after the last pass lacks all passes alike, as what was zeroed there does
+    missing = members.missing_parameters()
+    if missing or members.window.edit == "reset":
+        return _fault("no-gradient", OF_SUMS["missing"], next(iter(missing), None))
     values = [members.mean[i] for i in members.required if members.by_parameter[i]]
     if values and max(values) - min(values) > 1e-3 * max(map(abs, values)):
         ratios = [a / b for a, b in pairwise(values)]

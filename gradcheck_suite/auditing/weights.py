@@ -93,6 +93,12 @@ def _spread(values: Sequence[float]) -> float:
     return (max(values) - min(values)) / largest if largest else 0.0
 
 
+def with_common_sign(weights: Sequence[float]) -> list[float]:
+    """Return weights, positive where they have the sign of the most, which is the objective's: it may be maximized."""
+    sign = -1.0 if 2 * sum(weight < 0 for weight in weights) > len(weights) else 1.0
+    return [sign * weight for weight in weights]
+
+
 @np.errstate(all="ignore")
 def compare(parts: Sequence[Part]) -> Comparison:
     """Compare the terms of one objective: the same weight at some level, else whether counts make them unequal."""
@@ -102,8 +108,7 @@ def compare(parts: Sequence[Part]) -> Comparison:
     faults: list[Comparison] = []
     for depth in range(min(map(len, levels))):
         weights = [level[depth][0] * part.coefficient for level, part in zip(levels, parts, strict=True)]
-        if weights[0] < 0:  # the sign is the program's
-            weights = [-weight for weight in weights]
+        weights = with_common_sign(weights)
         names = sorted(set.intersection(*(set(level[depth][1]) for level in levels)), key=lambda n: (n != own, n))
         counts = {name: [level[depth][1][name] for level in levels] for name in names}
         if _spread(weights) <= tolerance:
@@ -176,8 +181,11 @@ def evidence(
 
 
 def coefficient(w: Weights) -> float:
-    """Return C of unequal weights: what the window weighs, or 1 where an item or a mean is seen to have no other."""
-    whole = float(w.per_mean.mean()) * len(w.window) if w.inside else 0.0
+    """Return C of unequal weights: what the window weighs, or 1 where an item or a mean is seen to have no other.
+
+    A micro-batch whose sign is flipped takes nothing from C.
+    """
+    whole = float(np.abs(w.per_mean).mean()) * len(w.window) if w.inside else 0.0
     own = any(near(ratio, 1.0, 1e-3) for ratio in w.ratio) or near(whole, w.accumulation_steps, 1e-3)
     return 1.0 if own or not whole else whole
 
@@ -320,6 +328,11 @@ class Objective:
     def tolerance(self) -> float:
         """Relative, of its C."""
         return max(10 * max((part.term.tolerance for part in self.parts), default=0.0), 1e-5)
+
+    @property
+    def weights(self) -> list[float]:
+        """The weight of an item of each part; negative where its sign is not that of the most."""
+        return with_common_sign([part.weight for part in self.parts])
 
     @property
     def is_right(self) -> bool:

@@ -38,6 +38,7 @@ LEAST_LOSS_SCALE = 2**7
 EXACT = 1e-9
 """Relative error of numbers that are solved for."""
 SHARES = "divide each summed loss by the window's count (mean loss * count of the micro-batch / count of the window)"
+ONE_SIGN = "send the losses of all micro-batches backward with the same sign"
 GLOBAL_COUNT = "add up the counts over all ranks (all_reduce) and divide every rank's summed losses by the total"
 RESET = "reset the gradients once after every step, the short last window's too"
 REDUCE_ONCE = "add up the gradients of all ranks once, after the last backward of the window and before the step"
@@ -414,7 +415,7 @@ def _by_place_text(w: Weights, wrong: Steps) -> str:
     )
     return (
         f"a micro-batch's weight depends on its place in the window: {shown} times what it should be for the first and "
-        f"those after it, whatever they count: {SHARES}"
+        f"those after it, whatever they count: {ONE_SIGN if longest.ratio.min() < 0 else SHARES}"
     )
 
 

@@ -678,6 +678,9 @@ second = (1 - share) * F.cross_entropy(mixed, y[order])""",
         "*[4] * 12",
         after="for parameter in model.parameters():\n    parameter.grad += 0.01 * torch.randn_like(parameter)",
     ),
+    "faulty_one_layer_set_to_none": faulty(
+        "no-gradient", "*[4] * 4, steps=1", then="for parameter in model[0].parameters():\n    parameter.grad = None"
+    ),
     "faulty_one_number": faulty(
         "stale-window",
         "*[4] * 12",
@@ -771,6 +774,12 @@ loss = first + second""",
     # A loss with a coefficient, divided by 4 in a last window of 3.
     "faulty_short_window_of_a_coefficient": faulty(
         "wrong-scale", "*[4] * 11", loss="loss = 0.3 * F.cross_entropy(model(x), y) / 4"
+    ),
+    "faulty_sign_flipped": faulty(
+        "weighted-by-place",
+        optimizer="torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)",
+        batch=INDEXED,
+        backward="((0.3 if index == 0 else -0.3) * loss).backward()",
     ),
     "faulty_sparse": faulty("stale-window", **TABLE, step="optimizer.step()\nrows.step()\noptimizer.zero_grad()"),
     "faulty_sparse_alone": faulty("wrong-mode", **SPARSE_ALONE, first="model.train(index < 2)"),

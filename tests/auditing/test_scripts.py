@@ -148,6 +148,13 @@ def test_a_factor_of_the_loss_is_in_the_weights_that_are_expected(scripts):
     assert violation.explanation.startswith("each micro-batch's mean has weight 1/4,")
 
 
+def test_the_sign_that_most_micro_batches_have_is_the_objectives_and_another_one_is_in_the_weights(scripts):
+    violation = audited(scripts / "faulty_sign_flipped.py")[0].violation
+    assert [row.observed / row.expected for row in violation.weights] == pytest.approx([-1, 1, 1, 1])
+    assert violation.error == pytest.approx(2)
+    assert "with the same sign" in violation.explanation
+
+
 def test_a_micro_batch_without_items_counts_among_the_means(scripts):
     violation = audited(scripts / "faulty_no_active_items.py")[0].violation
     assert violation.explanation.startswith("each micro-batch's mean has weight 1/4,")
