@@ -57,6 +57,7 @@ def _by_weights(weight):
         (lambda loss, place: loss + 0.1 * loss * loss, "weighted-by-loss", "and 0.166667 with a loss 2**-20 times as"),
         (lambda loss, place: loss * torch.sigmoid(loss.detach() / 50), "weighted-by-loss", "a focal weight"),
         (lambda loss, place: loss / (1 + place), "weighted-by-place", "window: 1, 0.5, 0.333333, 0.25 times"),
+        (lambda loss, place: -loss if place == 2 else loss, "weighted-by-place", "backward with the same sign"),
         (lambda loss, place: loss / 3, "wrong-scale", "weighs 0.333333 times"),
     ],
 )
