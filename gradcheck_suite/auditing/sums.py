@@ -18,7 +18,7 @@ import numpy as np
 
 from gradcheck_suite.auditing.places import Place, lines_with
 from gradcheck_suite.auditing.recorder import BY_HAND, LATE, NONE, TOUCHED, PassRecord, StepRecord
-from gradcheck_suite.auditing.samples import ELEMENTS, Vector, alike, factor, is_finite, size
+from gradcheck_suite.auditing.samples import ELEMENTS, Vector, alike, distance, factor, is_finite, is_mostly, size
 from gradcheck_suite.core.text import counted
 
 RELATIVE = {"float64": 1e-10, "float32": 3e-5, "bfloat16": 3e-2, "float16": 4e-3}
@@ -234,7 +234,7 @@ class Replay:
         if not size(cut):
             kept = not size(then) and bool(state.coefficients)
             return Explanation(SAME, 1.0, state.coefficients, now) if kept else Explanation(RESET, 0.0, {}, now)
-        if size(cut - then) <= 1e-3 * tolerance * size(cut):
+        if distance(then, cut) <= 1e-3 * tolerance:
             return Explanation(SAME, 1.0, state.coefficients, now)
         if (
             self.ranks > 1
@@ -381,7 +381,8 @@ class Replay:
         off = [key for key, f in factors.items() if f is None or not near(f, common, 10 * tolerance)]
         if off and self.ranks == 1 and window.passes:
             self._gather(window, found)
-        if off and (by_hand := self._by_hand(window)) is not None:
+        some_elements = all(is_mostly(found[key].now, self._states[0][key].sample) for key in off)
+        if off and not some_elements and (by_hand := self._by_hand(window)) is not None:
             window.edit = BY_HAND
             pairs = list(zip(window.passes, by_hand, strict=True))
             for key in window.keys:

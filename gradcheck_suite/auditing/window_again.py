@@ -41,7 +41,7 @@ from gradcheck_suite.auditing.forwards import (
     unchanged,
 )
 from gradcheck_suite.auditing.recorder import Running
-from gradcheck_suite.auditing.samples import ELEMENTS, Vector, read, sample
+from gradcheck_suite.auditing.samples import distance, read, sample
 from gradcheck_suite.core.comparison import FEW_DRAWS, FURTHER_ROUNDINGS, UNIT_ROUNDOFF, growth, student_factor
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ def _same_outputs(parts: Sequence[Part], found: Replayed, rows: Sequence[int]) -
         if i >= len(found.outputs) or not found.outputs[i].dim() or found.outputs[i].shape[0] != sum(rows):
             return False
         for part, piece in zip(parts, found.outputs[i].split(list(rows)), strict=True):
-            if distance(part.forward.outputs[i], piece) > ONE_BATCH_OUTPUTS * UNIT_ROUNDOFF[dtype_of(piece)]:
+            if _apart(part.forward.outputs[i], piece) > ONE_BATCH_OUTPUTS * UNIT_ROUNDOFF[dtype_of(piece)]:
                 return False
     return True
 
@@ -265,22 +265,16 @@ ONE_BATCH_OUTPUTS = 2.0**12
 decides no verdict: the window is then computed micro-batch by micro-batch."""
 
 
-def distance(recorded: Any, output: torch.Tensor) -> float:
-    """Return the largest difference of two samples of an output, relative to their size."""
+def _apart(recorded: Any, output: torch.Tensor) -> float:
     then, now = read([recorded, sample(output, whole=True)])
-    return max(_relative(now[:ELEMENTS], then[:ELEMENTS]), _relative(now[ELEMENTS:], then[ELEMENTS:]))
-
-
-def _relative(now: Vector, then: Vector) -> float:
-    off, size = float(np.abs(now - then).max(initial=0.0)), float(np.abs(then).max(initial=0.0))
-    return off / size if size else off
+    return distance(now, then)
 
 
 def reproduced(part: Part, found: Replayed) -> bool:
     """Return whether a call's outputs are what they were, but for rounding."""
     return all(
         i < len(found.outputs)
-        and distance(part.forward.outputs[i], found.outputs[i])
+        and _apart(part.forward.outputs[i], found.outputs[i])
         <= ONE_BATCH_OUTPUTS * UNIT_ROUNDOFF[dtype_of(found.outputs[i])]
         for i in part.cotangents
     )

@@ -78,23 +78,51 @@ SEEN = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1}
 """The size of an edit of one sampled element, relative to the largest, that is found between two passes."""
 
 
-@pytest.mark.parametrize("dtype", SEEN)
-@pytest.mark.parametrize("share", [1.0, 0.0])
-def test_an_edit_between_two_passes_is_found_down_to_the_rounding_of_the_element(dtype, share):
+def _edited(edit, dtype, *, size=5, every=1000, between=True):
+    """Audit two windows of three micro-batches, with an edit of the weight's gradient in the second one."""
     torch.manual_seed(0)
-    model = torch.nn.Linear(5, 3).to(dtype)
+    model = torch.nn.Linear(size, size, bias=False).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with gradcheck_suite.audit(without=("batch",), every=1000) as audit:
+    with gradcheck_suite.audit(without=("batch",), every=every) as audit:
         for window in range(2):
-            for part in range(2):
-                loss = functional.mse_loss(model(torch.randn(4, 5, dtype=dtype)), torch.randn(4, 3, dtype=dtype))
-                (loss / 2).backward()
-                if window and not part:
-                    gradient = model.weight.grad
-                    gradient[0, 0] += share * SEEN[dtype] * gradient.abs().max()
+            for part in range(3):
+                loss = functional.mse_loss(model(torch.randn(4, size, dtype=dtype)), torch.randn(4, size, dtype=dtype))
+                (loss / 3).backward()
+                if window and part == (1 if between else 2):
+                    edit(model.weight.grad.view(-1))
             optimizer.step()
             optimizer.zero_grad()
-    assert [v.diagnosis for v in audit.result.violations] == ["not-linear"] * bool(share), audit.result
+    told = any("`.grad` is edited" in finding for finding in audit.result.findings)
+    return [v.diagnosis for v in audit.result.violations], told
+
+
+def _adds(share, place=0):
+    def edit(gradient):
+        gradient[place] += share * gradient.abs().max()
+
+    return edit
+
+
+@pytest.mark.parametrize("dtype", SEEN)
+@pytest.mark.parametrize("every", [1000, 1])
+@pytest.mark.parametrize("share", [1.0, 0.02, 0.0])
+def test_an_edit_between_two_passes_is_found_down_to_the_rounding_of_the_element(dtype, every, share):
+    """In a window that is looked at in full likewise; what is smaller is no factor of the weights."""
+    found, _ = _edited(_adds(share * SEEN[dtype]), dtype, size=300, every=every)
+    assert found == ["not-linear"] * (share == 1)
+
+
+@pytest.mark.parametrize(("dtype", "share"), [(torch.float64, 1e-9), (torch.float32, 1e-4), (torch.bfloat16, 0.3)])
+@pytest.mark.parametrize("every", [1000, 1])
+def test_an_edit_of_an_element_after_the_last_pass_is_no_gradient_made_by_hand(dtype, share, every):
+    assert _edited(_adds(share), dtype, every=every, between=False) == ([], True)
+    assert _edited(_adds(0.0), dtype, every=every, between=False) == ([], False)
+
+
+@pytest.mark.parametrize(("place", "share"), [(0, 1e-9), (1, 1e-7)], ids=["sampled", "seen by projections alone"])
+def test_an_edit_of_an_element_of_many_is_seen_in_a_window_that_is_looked_at_in_full(place, share):
+    assert _edited(_adds(share, place), torch.float64, size=1000, every=1, between=False) == ([], True)
+    assert _edited(_adds(share * 1e-3, place), torch.float64, size=1000, every=1, between=False) == ([], False)
 
 
 # What an audit costs on a CPU: a transformer of ten million parameters, four micro-batches in a window.

@@ -12,8 +12,8 @@ import gradcheck_suite
 from gradcheck_suite.__main__ import main
 from gradcheck_suite.auditing import forwards
 from gradcheck_suite.auditing.forwards import LEAST, first_calls, judge_function
-from gradcheck_suite.auditing.samples import sample
-from gradcheck_suite.auditing.window_again import Total, compare, distance, exceeding
+from gradcheck_suite.auditing.samples import distance, sample
+from gradcheck_suite.auditing.window_again import Total, compare, exceeding
 from tests.auditing.running import audited
 
 HOW = {
@@ -440,5 +440,5 @@ def test_a_parameter_that_draws_do_not_reach_has_no_rounding_error_of_its_own():
 
 def test_outputs_differ_relative_to_their_size():
     output = torch.tensor([1.0, -4.0, 2.0])
-    assert distance(sample(output, whole=True), 3 * output) == pytest.approx(2.0)
-    assert distance(sample(0 * output, whole=True), 0 * output) == 0
+    assert distance(sample(3 * output, whole=True), sample(output, whole=True)) == pytest.approx(2.0)
+    assert distance(sample(0 * output, whole=True), sample(0 * output, whole=True)) == 0
