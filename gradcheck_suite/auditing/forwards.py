@@ -27,7 +27,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import unserializable_hook
 
-from gradcheck_suite.auditing.places import is_users
+from gradcheck_suite.auditing.places import is_own, is_users
 from gradcheck_suite.auditing.samples import Raw, has_values, sample
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
 from gradcheck_suite.run.functions import Forward as FunctionForward
@@ -482,7 +482,7 @@ class _State:
         if _is_users_class(kind):
             library = False
         elif not (language or isinstance(value, torch.nn.Module)):
-            if library or str(kind.__module__).partition(".")[0] == "torch":
+            if library or str(kind.__module__).partition(".")[0] in ("torch", "gradcheck_suite"):
                 return
             library = True
         attributes = getattr(value, "__dict__", None)
@@ -506,6 +506,10 @@ class _State:
         if library and not users:
             return
         library = not users
+        if is_own(function.__code__.co_filename):  # a recording stand-in: what it records is not put back
+            inner = [cell.cell_contents for cell in function.__closure__ or ()]
+            self._walk_all(each for each in inner if isinstance(each, types.FunctionType))
+            return
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # an empty cell
                 self._undo.append(functools.partial(setattr, cell, "cell_contents", cell.cell_contents))

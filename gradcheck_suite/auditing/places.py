@@ -58,6 +58,11 @@ def is_users(filename: str | None) -> bool:
     return filename is not None and _kind_of_file(filename) == "user"
 
 
+def is_own(filename: str) -> bool:
+    """Return whether a source file is the suite's."""
+    return filename.startswith(_SUITE)
+
+
 def shown(filename: str) -> str:
     """Return a file as a user would name it: relative to the folder that the program runs in, or a notebook's cell."""
     cell = file_text(filename)
