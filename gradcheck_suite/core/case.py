@@ -506,7 +506,7 @@ def case_from_json(data: Any) -> Case:
         UsageError: the data is not a case, has another schema version, or was edited (its digest does not match).
     """
     if not isinstance(data, Mapping) or "problem" not in data or "plan" not in data:
-        raise UsageError("not a gradcheck-suite case: expected an object with 'problem', 'plan' and 'digest'")
+        raise UsageError("not a gradcheck-suite case: expected an object with 'problem' and 'plan'")
     if data.get("schema") != SCHEMA:
         raise UsageError(f"case schema must be {SCHEMA}, got {data.get('schema')!r}: it comes from another version")
     given = {name: value for name, value in data.items() if name not in ("schema", "digest")}

@@ -116,7 +116,7 @@ class JaxTrainingRun:
     Attributes:
         params: a pytree of JAX arrays.
         optimizer: an `optax.GradientTransformation`. What reaches its `update` is judged; its updates are zeros, unless
-            a real optimizer was asked for.
+            the case has an optimizer.
         batches: one pass is one epoch and yields the micro-batches in order, pytrees of JAX arrays with the items as
             leading dimension; `len` is their number.
         loss: (params, batch) -> the scalar loss of a micro-batch, reduced over its items as `reduction` says. It is

@@ -245,7 +245,7 @@ class Result:
         """Return the result as JSON-ready data."""
         return {
             "loop": self.loop,
-            "verdict": "holds" if self.holds else "violated",
+            "verdict": self.verdict,
             "cases": self.cases,
             "judged": self.judged,
             "runs": self.runs,

@@ -303,7 +303,7 @@ def merged_result(parts: Sequence[Json]) -> Json:
         violation = violation | {"found_after": violation["found_after"] + sum(part["cases"] for part in before)}
     moved = [part["moved_by_zeros"] for part in parts if part.get("moved_by_zeros")]
     return parts[0] | {
-        "verdict": "holds" if first is None else "violated",
+        "verdict": next(v for v in ("violated", "holds", "unjudged") if any(part["verdict"] == v for part in parts)),
         **{name: sum(part[name] for part in parts) for name in ("cases", "judged", "windows")},
         "seconds": round(sum(part["seconds"] for part in parts), 3),
         "worst_error_over_allowed": json_number(max(float(part["worst_error_over_allowed"]) for part in parts)),
@@ -330,7 +330,7 @@ def _results(campaign: Campaign, shards: Shards) -> list[Json]:
 
 def _line(result: Json) -> str:
     violation = result["violation"]
-    verdict = f"VIOLATED  {violation['kind']}: {violation['diagnosis']}" if violation else "holds"
+    verdict = f"VIOLATED  {violation['kind']}: {violation['diagnosis']}" if violation else result["verdict"]
     return f"{result['loop']}  {verdict}  {result['cases']:,} cases"
 
 

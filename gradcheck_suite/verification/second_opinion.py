@@ -62,8 +62,8 @@ class SecondOpinion:
         return f"{self._sentence()}:\n{indent(self.rewrite, '    ')}" if self.rewrite else self._sentence()
 
     def _sentence(self) -> str:
-        if self.refusal is not None and not self.answered:
-            return f"JAX gives no second opinion on the problem: {self.refusal}"
+        if not self.answered:
+            return f"JAX gives no second opinion on the problem: {self.refusal or 'no window was judged'}"
         shapes = "1 shape" if self.shapes == 1 else f"{self.shapes} shapes"
         text = f"JAX gave a second opinion on {self.answered} of {self.windows} windows, of {shapes}"
         if self.moved:

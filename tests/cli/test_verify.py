@@ -293,13 +293,15 @@ def test_a_finding_changes_no_other_status(run, monkeypatch, a_case):
     assert run("verify", "zero_").status == 2
 
 
-def test_where_nothing_could_be_judged_nothing_is_said_to_hold(run, monkeypatch, a_case):
+def test_where_nothing_could_be_judged_nothing_is_said_to_hold(run, project, monkeypatch, a_case):
     planted(monkeypatch, [Verdict(a_case, skipped="no kernel")] * 3, skipped={"no kernel": 3})
-    outcome = run("verify", "zero_")
+    outcome = run("verify", "zero_", "--json", "out.json")
     assert outcome.status == 2
     assert outcome.err == "gradcheck-suite verify: error: zero_: none of 3 cases could be judged: no kernel\n"
     assert re.search(r"zero_ +unjudged +3 cases", outcome.out)
     assert "hold" not in outcome.out
+    (result,) = json.loads((project / "out.json").read_text())["results"]
+    assert result["verdict"] == "unjudged"
 
 
 @pytest.mark.parametrize(("violated", "status"), [(False, 130), (True, 1)])

@@ -73,7 +73,7 @@ def _without(name):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (None, "not a gradcheck-suite case: expected an object with 'problem', 'plan' and 'digest'"),
+        (None, "not a gradcheck-suite case: expected an object with 'problem' and 'plan'"),
         ([1, 2], "not a gradcheck-suite case"),
         ({"name": "something else"}, "not a gradcheck-suite case"),
         (_without("plan"), "not a gradcheck-suite case"),

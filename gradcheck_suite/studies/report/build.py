@@ -152,10 +152,11 @@ def _holds(records: Records) -> Answer:
 
 def _holds_sentence(datas: Sequence[Data]) -> tuple[str, str]:
     """Return the answer in a few words, and as a sentence with its figures: on the modes of torch and of JAX."""
+    datas = [d for d in datas if d["verdict"] != "unjudged"]
     if not datas:
         return "Not verified yet", "Not verified yet."
     modes = {str(d["loop"]) for d in datas}
-    violated = {str(d["loop"]) for d in datas if d["verdict"] != "holds"}
+    violated = {str(d["loop"]) for d in datas if d["verdict"] == "violated"}
     if violated:
         brief = f"No: {len(violated)} of {len(modes)} are violated"
         return brief, f"{brief} ({', '.join(sorted(violated))})."

@@ -119,7 +119,8 @@ def verdict_matrix(records: Sequence[Record], most: int | None = None) -> Matrix
         if data is None:
             return "none", ("not run",)  # NOT_RUN says why
         if data["verdict"] != "holds":
-            return "bad", ("violated", str((data.get("violation") or {}).get("diagnosis", "")))
+            name = (data.get("violation") or {}).get("diagnosis", "")
+            return "bad" if data["verdict"] == "violated" else "none", (str(data["verdict"]), str(name))
         share = share_text(_badness(data)[1])
         said = (f"{_judged(data):,}", share) if differ else (share,)
         return "good", (f"\N{CHECK MARK} {said[0]}", *said[1:])
@@ -162,7 +163,7 @@ def place_order(place: tuple[str, str]) -> tuple[bool, int, tuple[str, str]]:
 
 def _badness(data: Data) -> tuple[bool, float]:
     """Return whether a loop is violated, and its worst error over what is allowed."""
-    return data["verdict"] != "holds", float(data.get("worst_error_over_allowed") or 0)
+    return data["verdict"] == "violated", float(data.get("worst_error_over_allowed") or 0)
 
 
 def _judged(data: Data) -> int:

@@ -515,3 +515,10 @@ def test_this_suites_own_folder_keeps_its_four_questions(tmp_path, reports):
     shutil.copytree(reports, tmp_path / "reports")
     record(tmp_path / "reports", "audit", loop="train.py", verdict="holds", windows=1, ranks=1, arguments=[])
     assert build(tmp_path / "reports").answers[0].key == "holds"
+
+
+def test_a_mode_of_which_nothing_was_judged_neither_holds_nor_is_violated(tmp_path):
+    verdict(tmp_path, "zero_", state="unjudged", judged=0)
+    answer = next(answer for answer in build(tmp_path).answers if answer.key == "holds")
+    assert answer.brief == "Not verified yet"
+    assert [row for _, row in answer.matrix.rows] == [(("none", ("unjudged", "")), ("none", ("not run",)))]
