@@ -122,7 +122,14 @@ def store(
             # a weight probe that was checked beside the user's problem brings its own
             problem, limit = None if violation.case.spec else subject.problem, options.time_limit_s
             script = case.with_suffix(".py")
-            text = script_text(subject.loop, subject.name, violation, problem=problem, time_limit_s=limit)
+            text = script_text(
+                subject.loop,
+                subject.name,
+                violation,
+                problem=problem,
+                time_limit_s=limit,
+                assumes=verified.result.assumes,
+            )
             if text is not None:
                 write_text(script, text)
                 stored = Counterexample(case, script)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, Loop, Problem, is_jax
@@ -24,13 +25,14 @@ def script_text(
     *,
     problem: Problem | None = None,
     time_limit_s: float | None = DEFAULT_TIME_LIMIT,
+    assumes: Iterable[str] = (),
 ) -> str | None:
     """Return the script of a violation, which needs torch alone, or jax and optax alone; None where there is none."""
     if is_jax(loop):
         from gradcheck_suite.script.jax_writer import jax_script_text  # torch loops need none of it
 
         return jax_script_text(loop, name, violation, problem)
-    return writer.script_text(loop, name, violation, problem=problem, time_limit_s=time_limit_s)
+    return writer.script_text(loop, name, violation, problem=problem, time_limit_s=time_limit_s, assumes=assumes)
 
 
 START_S = 120.0

@@ -10,7 +10,7 @@ import re
 import symtable
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from pprint import pformat
@@ -27,12 +27,12 @@ from gradcheck_suite.catalogue.definitions import Signal, feature_axis
 from gradcheck_suite.catalogue.description import describe_case, details_of
 from gradcheck_suite.core.case import Case, Layer
 from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT as LIMIT
-from gradcheck_suite.core.contract import Loop, Problem
+from gradcheck_suite.core.contract import EDITS_PARAMETERS, EDITS_SETTINGS, Loop, Problem, assumptions_of
 from gradcheck_suite.core.results import Violation, is_endless
 from gradcheck_suite.core.text import error_text, violation_title
 from gradcheck_suite.loops.trainers import TRAINERS
 from gradcheck_suite.run.instance import Instance, Pairs, instance_of, leaves, loader_over, map_leaves
-from gradcheck_suite.run.observer import Observer, structure, structure_changes
+from gradcheck_suite.run.observer import Observer, recorded_calls, structure, structure_changes
 from gradcheck_suite.run.optimizers import OPTIMIZERS, fault_before, fault_between, fault_of_step, in_groups
 from gradcheck_suite.run.torch_state import changes_undone
 from gradcheck_suite.verification.separability import adds_up
@@ -58,7 +58,7 @@ COPIED: dict[str, tuple[Any, ...]] = {
     "pairs": (loader_over, Pairs),
     "structure": (structure, structure_changes),
     "process": (changes_undone,),
-    "parameters": (Observer, fault_before, fault_of_step, fault_between),
+    "parameters": (Observer, recorded_calls, fault_before, fault_of_step, fault_between),
 }
 """The suite's definitions that parts of the template call."""
 UNUSUAL = re.compile(r"\b(pairs|criterion|dataset|\w*sampler|batch_size|collate_fn|getattr|vars|__dict__)\b")
@@ -457,9 +457,11 @@ def _flags(violation: Violation, reduction: str, time_limit_s: float | None) -> 
         return flags | {"raised"}
     if violation.diagnosis == "changed-torch":
         return flags | {"process"}
+    if kind == "parameters" and violation.diagnosis != "changed-model":
+        return flags | {"parameters"}
     flags |= {"called", *["hang"] * is_hang}
     if kind == "parameters":
-        return flags | {"structure" if violation.diagnosis == "changed-model" else "parameters"}
+        return flags | {"structure"}
     if kind not in AT_A_STEP:
         return flags | ({"returns"} if kind == "raised" else {"counted", "step_count"})
     # the parameters at the step may depend on the loop under a real optimizer, or where it edits them; the expected
@@ -481,7 +483,13 @@ def _filled(flags: set[str], values: Mapping[str, Any]) -> str:
 
 
 def script_text(
-    loop: Loop, name: str, violation: Violation, *, problem: Problem | None = None, time_limit_s: float | None = LIMIT
+    loop: Loop,
+    name: str,
+    violation: Violation,
+    *,
+    problem: Problem | None = None,
+    time_limit_s: float | None = LIMIT,
+    assumes: Iterable[str] = (),
 ) -> str:
     """Return the text of a script that shows a violation: exit status 1 while it is there, 0 when it is gone.
 
@@ -495,15 +503,24 @@ def script_text(
         violation: what the script shows; with its evidence, where there is one for its kind.
         problem: the user's problem that the violation's case names, if it is not a generated one.
         time_limit_s: seconds that the loop may take, which the script repeats for a loop that took longer.
+        assumes: what the loop assumes beside what it declares itself.
     """
+    assumed = {*assumes, *assumptions_of(loop)}
     try:
-        return _script(loop, name, violation, problem, time_limit_s, copied=True)
+        return _script(loop, name, violation, problem, time_limit_s, assumed, copied=True)
     except (CannotCopyError, ImportError, OSError, TypeError):  # or there is no source
-        return _script(loop, name, violation, problem, time_limit_s, copied=False)
+        return _script(loop, name, violation, problem, time_limit_s, assumed, copied=False)
 
 
 def _script(
-    loop: Loop, name: str, violation: Violation, problem: Problem | None, time_limit_s: float | None, *, copied: bool
+    loop: Loop,
+    name: str,
+    violation: Violation,
+    problem: Problem | None,
+    time_limit_s: float | None,
+    assumed: Collection[str],
+    *,
+    copied: bool,
 ) -> str:
     case, sources, needs = violation.case, Sources(), ["Python and torch alone"]
     instance = instance_of(case, problem)
@@ -526,6 +543,9 @@ def _script(
         values["optimizer"] = _optimizer(case, "[p for p in model.parameters() if p.requires_grad]", sources)
         make = f"lambda parameters: {_optimizer(case, 'parameters', sources)}"
         values["make_optimizer"] = make if case.optimizer else None
+        values["edited"] = EDITS_PARAMETERS in assumed
+        # the settings of an optimizer whose step changes nothing decide nothing
+        values["settings"] = case.optimizer is not None and EDITS_SETTINGS not in assumed
     sources.copy(*(what for flag in sorted(flags) for what in COPIED.get(flag, ())))
     values["definitions_check"] = sources.take()
     values |= _head(name, violation, needs)

@@ -103,6 +103,14 @@ def test_a_fault_that_needs_more_than_its_case_is_said_to_be_not_repeatable(run,
     assert record.data["unrepeatable"] == said[len("(not repeatable: ") : -1]
 
 
+def test_what_the_command_line_assumes_is_assumed_in_the_script(run, project):
+    drift = "next(run.model.parameters()).data.mul_(0.5)"
+    (project / "drifts.py").write_text(f"from loops import sound\ndef drifts(run):\n    sound(run)\n    {drift}\n")
+    assert run("verify", "drifts.py:drifts", "--optimizer", "sgd", "--assume", "edits-settings").status == 1
+    (script,) = (project / "reports" / "counterexamples").glob("*.py")
+    assert "settings=False" in script.read_text()
+
+
 def test_a_pasted_example_is_the_stored_case(run, project):
     import gradcheck_suite
 

@@ -148,6 +148,51 @@ def test_another_failure_than_the_fault_has_status_2(mine, body):
     assert done.errors.endswith("This is another failure than the fault that the script shows.\n")
 
 
+CHANGES = """
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from gradcheck_suite import training_loop
+@training_loop(assumes={assumes})
+@torch.no_grad()
+def train(run):
+    plateau = ReduceLROnPlateau(run.optimizer, patience=0, factor=0.5, mode="max", threshold=1e9)
+    parameters = list(run.model.parameters())
+    for epoch in range(run.epochs):
+        for batch in run.loader:
+            with torch.enable_grad():
+                run.loss(run.model, batch).backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            {allowed}
+            {fault}
+"""
+DECAY = "[p.mul_(0.999) for p in parameters]"
+
+
+@pytest.mark.parametrize(
+    ("assumes", "optimizer", "allowed", "fault"),
+    [
+        (("edits-settings",), "sgd", 'run.optimizer.param_groups[0]["lr"] *= 0.9', f"if epoch == 1: {DECAY}"),
+        (
+            ("edits-parameters",),
+            "momentum",
+            DECAY,
+            '[kept["momentum_buffer"].mul_(0.5) for kept in run.optimizer.state.values()]',
+        ),
+        ((), "momentum", "plateau.step(0)", f"if epoch == 2: {DECAY}"),
+    ],
+    ids=["settings", "parameters", "scheduled"],
+)
+def test_what_a_loop_may_change_is_no_fault_in_its_script(mine, assumes, optimizer, allowed, fault):
+    mine.write_text(CHANGES.format(assumes=assumes, allowed=allowed, fault=fault))
+    case = Case(LINEAR, Plan((1, 2), 1, 3), optimizer=optimizer)
+    violation = violation_of(resolve_loop("mine.py:train"), case)
+    assert violation.kind == "parameters"
+    script = script_of("mine.py:train", violation)
+    assert script.count(fault) == 1
+    assert [run_alone(text).status for text in (script, script.replace(fault, "pass"))] == [1, 0]
+
+
 CATCHES = """while True:
                 try: run.optimizer.step()
                 except BaseException: pass"""
