@@ -349,14 +349,14 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._calls: list[KeptCall] | str | None = None
         self._opinion: JaxOpinion | None = None
 
-    def _new_judge(self, ranks: int) -> Judge:
+    def _new_judge(self, ranks: int, of: End | None = None) -> Judge:
         return Judge(
             ranks,
-            self._dtypes,
+            self._dtypes if of is None else of.dtypes,
             given=self.options.accumulation_steps,
             weights="weights" not in self.options.without,
             sums="sums" not in self.options.without,
-            name_of=self._name_of,
+            name_of=self._name_of if of is None else of.names.get,
         )
 
     def __enter__(self) -> audit:
@@ -445,8 +445,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         complete = all(file.end is not None and file.end.complete for file in files)
         self._judge = self._judged([file.events for file in files], complete=complete)
         if self._judge.alone:
-            each = [self._judged([file.events], complete=complete) for file in files]
-            self._judge = max(each, key=lambda judge: len(judge.violations()))
+            each = [self._judged([file.events], complete=complete, of=file.end) for file in files]
+            self._judge = self._new_judge(1)
+            self._judge.take_over(each)
             self._judge.note(
                 "gradients are not reduced between ranks and nothing wraps the model: each rank was judged by itself; "
                 "if they train one model, wrap it in DistributedDataParallel"
@@ -454,13 +455,16 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         for file in files:
             if file.fate is not None:
                 self._judge.note(file.fate)
+            for what, why in (file.end or End()).off.items():
+                self._recorder.off.setdefault(what, f"{why}, on rank {file.rank}")
         if "batch" not in self.options.without:
             self._judge.note("windows are not computed again where there are several ranks")
         shutil.rmtree(ranks.folder, ignore_errors=True)
         return replace(self._finished(error), rank=ranks.rank, ranks=ranks.size)
 
-    def _judged(self, events: Sequence[Sequence[Event]], *, complete: bool) -> Judge:
-        judge = self._new_judge(len(events))
+    def _judged(self, events: Sequence[Sequence[Event]], *, complete: bool, of: End | None = None) -> Judge:
+        """Judge the events of ranks, of one whose parameters are its own by their names and dtypes there."""
+        judge = self._new_judge(len(events), of)
         for row in zip(*events, strict=False):
             try:
                 judge.take(row)
@@ -652,9 +656,10 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
     @undrawn()
     def _tell(self, violation: LiveViolation) -> None:
         """Print a violation, unless it was printed; stop the run there where that is asked."""
-        # a later window may give the fault of an earlier one another name
+        # a later window may give the fault of an earlier one another name; ranks that train by themselves may have a
+        # fault each at one place
         told = {violation.diagnosis, (violation.step, violation.where)}
-        if told & self._told:
+        if told & self._told and self._ranks is None:
             return
         self._told |= told
         if not self.quiet:

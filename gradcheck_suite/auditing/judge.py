@@ -11,6 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -516,6 +517,25 @@ def _of_scale(scale: Scale) -> LiveViolation:
     return _with_weights(violation, use.objective, rows)
 
 
+T = TypeVar("T")
+
+
+def _ranks_of(found: Sequence[Iterable[T]]) -> dict[T, list[int]]:
+    """Return what some ranks have shown -> those ranks."""
+    ranks: defaultdict[T, list[int]] = defaultdict(list)
+    for rank, one in enumerate(found):
+        for each in one:
+            ranks[each].append(rank)
+    return ranks
+
+
+def _on(ranks: Sequence[int], alone: Sequence[Judge], sentence: str) -> str:
+    """Return a sentence with the ranks of which it is true, where that is not said of all of them."""
+    if len(ranks) == len(alone):
+        return sentence
+    return f"on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {sentence}"
+
+
 # The run.
 
 
@@ -604,17 +624,20 @@ class Judge:
 
     def violations(self) -> list[LiveViolation]:
         """Return the violations so far, one for each diagnosis and place, in the order of their steps."""
-        several: defaultdict[tuple[str, str | None], list[Repeated]] = defaultdict(list)
-        for found in (self._united, *(weighed.united for weighed in self._weighed.values())):
-            for key, one in found.items():
-                several[key].append(one)
         united = [
             replace(_first(*(violation for violation, _ in ones)), occurrences=_number([steps for _, steps in ones]))
-            for ones in several.values()
+            for ones in self._repeated().values()
         ]
-        # one window of a gradient that is put together by hand may look reset before another one shows what it is
-        kept = [v for v in united if not (v.diagnosis == "reset-inside-window" and v.where in self._by_hand)]
-        return sorted(kept, key=_order)
+        return sorted(united, key=_order)
+
+    def _repeated(self) -> Mapping[tuple[str, str | None], Sequence[Repeated]]:
+        several: defaultdict[tuple[str, str | None], list[Repeated]] = defaultdict(list)
+        for found in (self._united, *(weighed.united for weighed in self._weighed.values())):
+            for (diagnosis, where), one in found.items():
+                # one window of a gradient that is put together by hand may look reset before another one tells
+                if not (diagnosis == "reset-inside-window" and where in self._by_hand):
+                    several[diagnosis, where].append(one)
+        return several
 
     def notes(self) -> Counter[str]:
         """Return what is worth knowing -> how often."""
@@ -639,6 +662,33 @@ class Judge:
     def note(self, sentence: str) -> None:
         """Add what another instrument found worth knowing."""
         self._notes[sentence] += 1
+
+    def take_over(self, alone: Sequence[Judge]) -> None:
+        """Take over what the judges of ranks that train by themselves have found: what all have alike is said once.
+
+        A step was judged where each of them judged it.
+
+        Args:
+            alone: the judge of each rank.
+        """
+        repeated = [judge._repeated() for judge in alone]
+        for key, ranks in _ranks_of(repeated).items():
+            first = {rank: _first(*(violation for violation, _ in repeated[rank][key])) for rank in ranks}
+            shown = min(ranks, key=lambda rank: _order(first[rank]))
+            violation = replace(
+                first[shown],
+                explanation=_on(ranks, alone, first[shown].explanation),
+                weights=tuple(replace(row, rank=shown) for row in first[shown].weights),
+            )
+            self._united[key] = violation, set().union(*(steps for rank in ranks for _, steps in repeated[rank][key]))
+        notes, unknown = [judge.notes() for judge in alone], [judge.unknown() for judge in alone]
+        for sentence, ranks in _ranks_of(notes).items():
+            self._notes[_on(ranks, alone, sentence)] = max(notes[rank][sentence] for rank in ranks)
+        for part, ranks in _ranks_of(unknown).items():
+            said = replace(part, reason=_on(ranks, alone, part.reason))
+            self._unknown[said] = max(unknown[rank][part] for rank in ranks)
+        self.judged = set.intersection(*(judge.judged | judge.violated for judge in alone))
+        self._read_before = set.intersection(*(judge.weighed | judge.violated for judge in alone))
 
     def of_last_step(self) -> LiveViolation | None:
         """Return the violation of the last step, or None."""

@@ -1623,6 +1623,27 @@ for window in toy.windows_of_rank():
     optimizer.zero_grad()
 dist.destroy_process_group()""",
     ),
+    "faulty_each_rank_alone": faulty(
+        ("reset-inside-window", "mean-of-means", "stale-window"),
+        **BY_HAND,
+        text="""
+rank = dist.get_rank()
+for window in toy.windows_of_rank():
+    count = sum(len(y) for _, y in window)
+    for x, y in window:
+        if rank == 0:
+            optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y, reduction="sum")
+        (loss / (len(y) * len(window) if rank == 1 else count)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+for window in toy.windows_of_rank():
+    count = sum(len(y) for _, y in window)
+    for x, y in window:
+        (F.cross_entropy(model(x), y, reduction="sum") / count).backward()
+    optimizer.step()
+dist.destroy_process_group()""",
+    ),
     "sound_reduced_by_hand": sound(
         **BY_HAND,
         text="""

@@ -15,6 +15,7 @@ import torch
 
 import gradcheck_suite
 from gradcheck_suite.auditing.context import End, RankFile, Ranks, RankWriter, died_before, gather, read
+from gradcheck_suite.auditing.terms import Reader
 from tests.auditing.running import GLOO_AT_EXIT, audited_on_two_ranks, free_port, python_path
 from tests.auditing.scripts import ON_TWO_RANKS
 
@@ -53,7 +54,8 @@ def _of_two_ranks(monkeypatch, weight, *, reduced=True):
     def backward(rank):
         models[rank].zero_grad()
         for x, y in batches[rank]:
-            (torch.nn.functional.cross_entropy(models[rank](x), y, reduction="sum") * weight(rank)).backward()
+            loss = torch.nn.functional.cross_entropy(models[rank](x), y, reduction="sum")
+            (loss * weight(rank, len(y))).backward()
 
     audits = []
     for rank in (1, 0):
@@ -72,19 +74,42 @@ def _of_two_ranks(monkeypatch, weight, *, reduced=True):
 
 
 def test_the_lines_of_all_ranks_are_judged_together(monkeypatch):
-    sound = _of_two_ranks(monkeypatch, lambda rank: 2 / 10)
+    sound = _of_two_ranks(monkeypatch, lambda rank, n: 2 / 10)
     assert (sound.verdict, sound.windows, sound.ranks) == ("holds", 1, 2), sound
     for weight, diagnosis, part in (
-        (lambda rank: 1 / 10, "wrong-scale", "1/2: each loss is divided by the count of all ranks"),
-        (lambda rank: 1 / sum(SIZES[rank]), "mean-of-means", "each rank's mean has weight 1/2"),
+        (lambda rank, n: 1 / 10, "wrong-scale", "1/2: each loss is divided by the count of all ranks"),
+        (lambda rank, n: 1 / sum(SIZES[rank]), "mean-of-means", "each rank's mean has weight 1/2"),
     ):
         violation = _of_two_ranks(monkeypatch, weight).violation
         assert violation.diagnosis == diagnosis, violation
         assert part in violation.explanation
         assert [(row.rank, row.count) for row in violation.weights] == [(0, 4), (1, 3), (0, 2), (1, 1)]
-    alone = _of_two_ranks(monkeypatch, lambda rank: 1 / sum(SIZES[rank]), reduced=False)
+    alone = _of_two_ranks(monkeypatch, lambda rank, n: 1 / sum(SIZES[rank]), reduced=False)
     assert alone.verdict == "holds", alone
     assert any("each rank was judged by itself" in finding for finding in alone.findings)
+
+
+def test_what_a_rank_that_trains_alone_shows_is_said_of_it_and_what_all_show_once(monkeypatch):
+    for faulty, said, shown in (((1,), "on rank 1: each micro-batch's", 1), ((0, 1), "each micro-batch's", 0)):
+        result = _of_two_ranks(
+            monkeypatch,
+            lambda rank, n, faulty=faulty: 1 / (2 * n) if rank in faulty else 1 / sum(SIZES[rank]),
+            reduced=False,
+        )
+        assert [one.diagnosis for one in result.violations] == ["mean-of-means"], result
+        assert result.violation.explanation.startswith(said)
+        assert [(row.rank, row.count) for row in result.violation.weights] == [(shown, n) for n in SIZES[shown]]
+
+
+def test_an_instrument_that_failed_on_another_rank_judges_nothing(monkeypatch):
+    def numbers(reader):
+        if os.environ["RANK"] == "1":
+            raise OSError("torn")
+        return [found.numbers() for found in reader.found]
+
+    monkeypatch.setattr(Reader, "terms", numbers)
+    result = _of_two_ranks(monkeypatch, lambda rank, n: 2 / 10)
+    assert result.unjudged.endswith(", on rank 1)"), result
 
 
 def _place(monkeypatch, tmp_path, rank, parent, **others):
@@ -137,9 +162,18 @@ def test_ranks_that_shells_of_their_own_start_are_judged_together(tmp_path, scri
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("name", [name for name in ON_TWO_RANKS if name != "dying"])
+@pytest.mark.parametrize("name", [name for name in ON_TWO_RANKS if name not in ("dying", "faulty_each_rank_alone")])
 def test_a_script_of_two_ranks_gets_the_verdict_that_is_true_of_it(name, dtype, tmp_path, scripts):
     _expect(name, *audited_on_two_ranks(scripts / "ranks" / f"{name}.py", tmp_path / "r.json", dtype))
+
+
+@pytest.mark.full
+def test_every_fault_of_ranks_that_train_alone_is_shown_in_full(tmp_path, scripts):
+    result, ended = audited_on_two_ranks(scripts / "ranks" / "faulty_each_rank_alone.py", tmp_path / "r.json")
+    _expect("faulty_each_rank_alone", result, ended)
+    said = [one["explanation"] for one in result["violations"]]
+    assert [one.startswith(f"on rank {rank}: ") for rank, one in enumerate(said)] == [True, True, False], said
+    assert [ended[0][0].count(one) > 0 for one in said] == [True] * 3, ended
 
 
 @pytest.mark.full
