@@ -27,11 +27,18 @@ from gradcheck_suite.catalogue.definitions import Signal, feature_axis
 from gradcheck_suite.catalogue.description import describe_case, details_of
 from gradcheck_suite.core.case import Case, Layer
 from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT as LIMIT
-from gradcheck_suite.core.contract import EDITS_PARAMETERS, EDITS_SETTINGS, Loop, Problem, assumptions_of
+from gradcheck_suite.core.contract import (
+    EDITS_PARAMETERS,
+    EDITS_SETTINGS,
+    SCHEDULES_MICRO_BATCHES,
+    Loop,
+    Problem,
+    assumptions_of,
+)
 from gradcheck_suite.core.results import Violation, is_endless
 from gradcheck_suite.core.text import error_text, violation_title
 from gradcheck_suite.loops.trainers import TRAINERS
-from gradcheck_suite.run.instance import Instance, Pairs, instance_of, leaves, loader_over, map_leaves
+from gradcheck_suite.run.instance import Instance, Pairs, epoch_of, instance_of, leaves, loader_over, map_leaves
 from gradcheck_suite.run.observer import Observer, recorded_calls, structure, structure_changes
 from gradcheck_suite.run.optimizers import OPTIMIZERS, fault_before, fault_between, fault_of_step, in_groups
 from gradcheck_suite.run.torch_state import changes_undone
@@ -58,6 +65,7 @@ COPIED: dict[str, tuple[Any, ...]] = {
     "pairs": (loader_over, Pairs),
     "structure": (structure, structure_changes),
     "process": (changes_undone,),
+    "calls": (recorded_calls, epoch_of),
     "parameters": (Observer, recorded_calls, fault_before, fault_of_step, fault_between),
 }
 """The suite's definitions that parts of the template call."""
@@ -459,6 +467,10 @@ def _flags(violation: Violation, reduction: str, time_limit_s: float | None) -> 
         return flags | {"process"}
     if kind == "parameters" and violation.diagnosis != "changed-model":
         return flags | {"parameters"}
+    name = violation_title(kind, violation.diagnosis)
+    # for the optimizer's own calls the number suffices, and the script is half as long
+    if name == "step-count: step-per-micro-batch" and not violation.explanation.startswith("optimizer.step()"):
+        return flags | {"calls", "counted"}
     flags |= {"called", *["hang"] * is_hang}
     if kind == "parameters":
         return flags | {"structure"}
@@ -538,12 +550,12 @@ def _script(
             if "process" not in flags:  # there the import is looked at, too
                 values |= {"loop": "loop", "definitions_loop": f"loop = {values['loop']}"}
             needs.append("the file of the loop, which may import other packages")
-        is_plain = not is_imported and not UNUSUAL.search(values["definitions_loop"])
+        is_plain = "calls" not in flags and not is_imported and not UNUSUAL.search(values["definitions_loop"])
         flags.add("plain_loader" if is_plain else "pairs")
         values["optimizer"] = _optimizer(case, "[p for p in model.parameters() if p.requires_grad]", sources)
         make = f"lambda parameters: {_optimizer(case, 'parameters', sources)}"
         values["make_optimizer"] = make if case.optimizer else None
-        values["edited"] = EDITS_PARAMETERS in assumed
+        values["edited"], values["schedules"] = EDITS_PARAMETERS in assumed, SCHEDULES_MICRO_BATCHES in assumed
         # the settings of an optimizer whose step changes nothing decide nothing
         values["settings"] = case.optimizer is not None and EDITS_SETTINGS not in assumed
     sources.copy(*(what for flag in sorted(flags) for what in COPIED.get(flag, ())))
@@ -569,6 +581,7 @@ def _places(violation: Violation, instance: Instance) -> dict[str, Any]:
         "window": window, "members": list(members), "items": items, "step": step, "steps": plan.steps,
         "where": f"step {step}, window {window} of epoch {epoch} (micro-batches {list(members)}):",
         "limit": plan.step_limit, "epochs": plan.epochs, "accumulation_steps": plan.accumulation_steps,
+        "windows": len(plan.windows),
         "total_items": plan.total_items, "micro_batches": [plan.items(j) for j in range(len(plan.micro_batches))],
         "reduction": instance.problem.reduction, "seed": case.seed, "device": case.device, "dtype": case.dtype,
         "count_dtype": torch.promote_types(torch.float32, instance.dtype), "torch": torch.__version__,

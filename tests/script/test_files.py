@@ -193,6 +193,57 @@ def test_what_a_loop_may_change_is_no_fault_in_its_script(mine, assumes, optimiz
     assert [run_alone(text).status for text in (script, script.replace(fault, "pass"))] == [1, 0]
 
 
+CALLS = """
+import torch
+import warnings
+from gradcheck_suite import training_loop
+@training_loop(assumes={assumes})
+def train(run):
+    scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 0.9**step)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    warnings.simplefilter("ignore")  # torch says that a scheduler is stepped before the optimizer
+    for epoch in range(run.epochs):
+        batches = list(run.loader)
+        total = sum(run.count(batch) for batch in batches)
+        run.optimizer.zero_grad()
+        for i, batch in enumerate(batches, 1):
+            (scaler.scale(run.loss(run.model, batch)) * run.count(batch) / total).backward()
+            if i == len(batches):
+                scaler.step(run.optimizer)
+                scaler.update()
+            {call}
+"""
+
+
+@pytest.mark.parametrize(
+    ("assumes", "fault", "mended", "printed"),
+    [
+        ((), "scheduler.step()", "if i == 3: scheduler.step()", "scheduler.step() was called [3, 3]"),
+        (
+            (),
+            "if i == 3 or epoch: scheduler.step()",
+            "if i == 3: scheduler.step()",
+            "scheduler.step() was called [1, 3]",
+        ),
+        (
+            ("schedules-micro-batches",),
+            "scheduler.step(); scaler.unscale_(run.optimizer)",
+            "scheduler.step()",
+            "GradScaler.unscale_() was called [3, 3]",
+        ),
+    ],
+)
+def test_calls_of_a_scheduler_or_scaler_are_counted(mine, assumes, fault, mended, printed):
+    mine.write_text(CALLS.format(assumes=assumes, call=fault))
+    violation = violation_of(resolve_loop("mine.py:train"), Case(LINEAR, Plan((1, 2, 1), 3, 2)))
+    assert violation.diagnosis == "step-per-micro-batch"
+    script = script_of("mine.py:train", violation)
+    assert script.count(fault) == 1
+    faulty, right = (run_alone(text) for text in (script, script.replace(fault, mended)))
+    assert (faulty.status, right.status) == (1, 0)
+    assert f"{printed} times per epoch, of 3 micro-batches and 1 window(s)\n" in faulty.output
+
+
 CATCHES = """while True:
                 try: run.optimizer.step()
                 except BaseException: pass"""
