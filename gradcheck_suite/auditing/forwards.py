@@ -1,7 +1,7 @@
 """Calls of modules, recorded so that they can be computed again, and the gradients that follow from them.
 
-The run stays what it is: the parameters are aliases without hooks, the buffers are copies, and random numbers, training
-modes and plain attributes are put back. What the modules print is dropped.
+The run stays what it is: trained parameters, without their hooks, and buffers are copies, and random numbers, training
+modes, frozen parameters and plain attributes are put back. What the modules print is dropped.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import threading
 import types
 import warnings
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -374,10 +375,11 @@ _LEADS = ("__self__", "__func__", "func", "args", "keywords", "fget", "fset", "f
 class _State:
     """What a call of a model may change, put back by `put_back`: what its code and its hooks reach in Python.
 
-    Attributes, slots, globals, class attributes and closures, containers and objects below them, tensors and generators
-    of random numbers, also through bound methods and decorators. Of an object or a function of a library its own
-    attributes are kept, not those of further objects of libraries below it; torch's objects are left alone. What cannot
-    be put back, such as an iterator or a queue, ends it.
+    Frozen parameters; trained ones and buffers, which `replay` replaces, where the code has a further reference to
+    them. Attributes, slots, globals, class attributes and closures, containers and objects below them, tensors and
+    generators of random numbers, also through bound methods and decorators. Of an object or a function of a library its
+    own attributes are kept, not those of further objects of libraries below it; torch's objects are left alone. What
+    cannot be put back, such as an iterator or a queue, ends it.
 
     Args:
         subject: a model, or a custom function of autograd.
@@ -388,13 +390,16 @@ class _State:
 
     def __init__(self, subject: torch.nn.Module | type) -> None:
         parts = list(subject.modules()) if isinstance(subject, torch.nn.Module) else []
-        self._undo: list[Callable[[], None]] = []
+        self._undo = contextlib.ExitStack()
         self._parts = {id(part) for part in parts}
         self._own = {id(t) for part in parts for t in (*part._parameters.values(), *part._buffers.values())}
         self._seen: set[tuple[int, bool]] = set()
         for part in parts:
             self._keep_attributes(part)
             self._walk_class(type(part))
+            for held in (part._parameters, part._buffers, part._modules):
+                self._undo.callback(_refill, held, _content(held))
+            self._walk_all(p for p in part._parameters.values() if p is not None and not p.requires_grad)
             for hooks in (part._forward_hooks, part._forward_pre_hooks):
                 for hook in list(hooks.values()):
                     self._walk(hook)
@@ -402,9 +407,8 @@ class _State:
             self._walk_class(subject)
 
     def put_back(self) -> None:
-        """Put everything back, the last thing first."""
-        for undo in reversed(self._undo):
-            undo()
+        """Put everything back, the last thing first; where something cannot be, the rest is and the error is raised."""
+        self._undo.close()
 
     def _keep_attributes(self, part: torch.nn.Module) -> None:
         kept = {name: value for name, value in vars(part).items() if name not in _PLAIN}
@@ -417,7 +421,7 @@ class _State:
                     del vars(part)[name]
             vars(part).update(kept)
 
-        self._undo.append(undo)
+        self._undo.callback(undo)
         self._keep_slots(part, library=False)
         self._walk_all(kept.values())
 
@@ -430,7 +434,7 @@ class _State:
                 if not isinstance(value, types.FunctionType):
                     if name.startswith("__"):
                         continue
-                    self._undo.append(functools.partial(_set_attribute, base, name, value))
+                    self._undo.callback(_set_attribute, base, name, value)
                 self._walk(value)
 
     def _walk(self, value: Any, *, library: bool = False) -> None:
@@ -440,7 +444,7 @@ class _State:
             value: any value.
             library: whether an object or a function of a library led here.
         """
-        if isinstance(value, _KEPT) or id(value) in self._own or id(value) in self._parts:
+        if isinstance(value, _KEPT) or id(value) in self._parts:
             return
         if {(id(value), library), (id(value), False)} & self._seen:
             return
@@ -455,10 +459,12 @@ class _State:
         elif isinstance(value, torch.Tensor | np.ndarray):
             self._keep_array(value)
         elif isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
-            self._undo.append(functools.partial(_set_state_of, value, _state_of(value)))
+            self._undo.callback(_set_state_of, value, _state_of(value))
+        elif isinstance(value, bytearray | array):
+            self._undo.callback(value.__setitem__, slice(None), value[:])
         elif isinstance(value, list | dict | set | deque):
             content = _content(value)
-            self._undo.append(functools.partial(_refill, value, content))
+            self._undo.callback(_refill, value, content)
             self._walk_all(content.values() if isinstance(content, dict) else content, library=library)
             if type(value).__module__ not in ("builtins", "collections"):
                 self._walk_object(value, library=library)
@@ -498,7 +504,7 @@ class _State:
             if "__slots__" in vars(base):
                 for slot in [each for each in vars(base).values() if isinstance(each, types.MemberDescriptorType)]:
                     held = _held(slot, value)
-                    self._undo.append(functools.partial(_set_slot, slot, value, held))
+                    self._undo.callback(_set_slot, slot, value, held)
                     self._walk_all(held, library=library)
 
     def _walk_function(self, function: types.FunctionType, *, library: bool) -> None:
@@ -512,7 +518,7 @@ class _State:
             return
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # an empty cell
-                self._undo.append(functools.partial(setattr, cell, "cell_contents", cell.cell_contents))
+                self._undo.callback(setattr, cell, "cell_contents", cell.cell_contents)
                 self._walk(cell.cell_contents, library=library)
         self._walk_all((vars(function), function.__defaults__, function.__kwdefaults__), library=library)
         if users:
@@ -525,7 +531,7 @@ class _State:
             scope = waiting.pop()
             for name in names & scope.keys():
                 value = scope[name]
-                self._undo.append(functools.partial(scope.__setitem__, name, value))
+                self._undo.callback(scope.__setitem__, name, value)
                 self._walk(value)
                 # `helpers.draw()`: the names of a module of the user's that the code may read
                 if isinstance(value, types.ModuleType) and is_users(getattr(value, "__file__", None)):
@@ -534,11 +540,13 @@ class _State:
 
     def _keep_array(self, value: torch.Tensor | np.ndarray[Any, Any]) -> None:
         if isinstance(value, np.ndarray):
-            self._undo.append(functools.partial(np.copyto, value, value.copy()))
-        elif value.numel() > LARGEST_STATE:
+            if value.flags.writeable:
+                self._undo.callback(np.copyto, value, value.copy())
+        elif value.numel() > LARGEST_STATE and id(value) not in self._own:
             raise NotRecomputed("the model reaches a large tensor that is no parameter and no buffer of it")
         elif value.layout == torch.strided:
-            self._undo.append(functools.partial(_set_values, value.detach(), value.detach().clone()))
+            version = None if value.is_inference() else value._version
+            self._undo.callback(_set_tensor, value, value.data, value.data.clone(), version)
 
 
 def _is_users_class(kind: type) -> bool:
@@ -586,8 +594,27 @@ def _set_state_of(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
 
 
-def _set_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    tensor.copy_(values)
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view in which a NaN is equal to itself and 0 is not equal to -0."""
+    if tensor.is_complex() or tensor.is_quantized:
+        return tensor
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def _set_tensor(tensor: torch.Tensor, data: torch.Tensor, values: torch.Tensor, version: int | None) -> None:
+    """Put back a tensor's `.data`, the values in it, and its version, by which the program's backward checks it.
+
+    What has not changed is not written to: it may be a file that is mapped to be read.
+    """
+    if tensor.dtype != data.dtype or not tensor.is_set_to(data):
+        tensor.data = data
+    if not torch.equal(_bits(data), _bits(values)):
+        for dim, stride in enumerate(data.stride()):
+            if stride == 0 and data.shape[dim]:  # an expanded tensor cannot be written to
+                data, values = data.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+        data.copy_(values)
+    if version is not None:
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def _base_of(container: Any) -> Any:
@@ -706,11 +733,11 @@ def replay(forward: Forward, arguments: list[Any], cotangents: dict[int, torch.T
     generator = None if how.seed is None else torch.Generator().manual_seed(how.seed)
     parameters = list(zip(module.parameters(), forward.trained, strict=True))
     real = [p for p, trained in parameters if trained]
-    leaves = [_nudged(p.detach(), generator).detach().requires_grad_() for p in real]
-    replacing = {id(b): b.detach().clone() for b in module.buffers()}
-    replacing.update((id(p), leaf) for p, leaf in zip(real, leaves, strict=True))
+    leaves = [_nudged(p.detach().clone(), generator).requires_grad_() for p in real]
     # what has been unfrozen since the call was a constant in it
-    replacing.update((id(p), p.detach()) for p, trained in parameters if p.requires_grad and not trained)
+    constants = [*module.buffers(), *(p for p, trained in parameters if p.requires_grad and not trained)]
+    replacing = {id(t): t.detach().clone() for t in constants}
+    replacing.update((id(p), leaf) for p, leaf in zip(real, leaves, strict=True))
     values = [
         _nudged(v, generator).detach().requires_grad_(need) if isinstance(v, torch.Tensor) else v
         for v, need in zip(arguments, forward.needs_gradient, strict=True)

@@ -110,7 +110,7 @@ class PassRecord:
         accumulates: whether it adds to `.grad`.
         terms: of what went backward.
         arrivals: key of a parameter -> what arrived.
-        points: key of a parameter -> a checksum of its values.
+        points: key of a parameter that requires a gradient -> a checksum of its values.
         hooked: key of a parameter whose gradient the program's own hooks change -> whether by the same factors as
             before.
         factors: key of a parameter -> the one factor by which these hooks multiply its gradient.
@@ -570,7 +570,9 @@ class Recorder:
     def _finish(self, running: Running) -> None:
         self.passes_seen += 1
         running.record.points = {
-            key: self._point(known, p) for key, known in self.parameters.items() if (p := known.reference()) is not None
+            key: self._point(known, p)
+            for key, known in self.parameters.items()
+            if (p := known.reference()) is not None and p.requires_grad  # a frozen copy may follow the trained ones
         }
         self.last = running
         self._keep_stacks()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import copy
 import enum
 import json
+import mmap
 import queue
 import random
 import subprocess
@@ -12,6 +14,7 @@ import sys
 import time
 import tracemalloc
 import types
+import warnings
 
 import numpy as np
 import pytest
@@ -366,9 +369,78 @@ def of_function():
     return lambda: Added.apply(torch.zeros(4, 5))
 
 
+def of_bytes():
+    held = bytearray(1)
+
+    def draw():
+        held[0] += 1
+        return held[0]
+
+    return draw
+
+
+def of_expanded():
+    one = torch.ones(1)
+    wide = one.expand(5)  # copying into it raises, which may not keep the other one from being put back
+
+    def draw():
+        one.add_(1)
+        return wide
+
+    return draw
+
+
+def of_mapped():
+    memory = mmap.mmap(-1, 80, prot=mmap.PROT_READ)  # writing to it ends the process
+    with warnings.catch_warnings(action="ignore"):
+        held = torch.from_numpy(np.frombuffer(memory, np.float32).reshape(4, 5))
+    return lambda: held
+
+
 SERIES, HELPERS = None, None
 SOURCES = (of_method, of_queue, of_list, of_decorator, of_property)
-SOURCES += (of_slots, of_library, of_generator, of_attribute, of_module, of_enum, of_function)
+SOURCES += (of_slots, of_library, of_generator, of_attribute, of_module, of_enum, of_function, of_bytes)
+SOURCES += (of_expanded, of_mapped)
+
+
+class Writing(torch.nn.Module):
+    """A model whose forward writes to its parameters or to a frozen copy, as encoders with momentum do."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.query, self.write = torch.nn.Linear(5, 3), write
+        self.key = copy.deepcopy(self.query).requires_grad_(requires_grad=False)
+        self.listed, self.calls = [self.query.weight], 0
+
+    def forward(self, x):
+        self.calls += 1
+        with torch.no_grad():
+            self.write(self)
+        return self.query(x) + self.key(x)
+
+
+def into_data(model):
+    model.key.weight.data.mul_(0.9)
+
+
+def of_data(model):
+    for query, key in zip(model.query.parameters(), model.key.parameters(), strict=True):
+        key.data = key.data * 0.9 + query.data * 0.1
+
+
+def into_trained(model):
+    model.query.weight.mul_(0.9 if model.calls % 2 else 1.0)  # once a window: its micro-batches have the same ones
+
+
+def into_listed(model):
+    model.listed[0].mul_(0.9 if model.calls % 2 else 1.0)
+
+
+def of_name(model):
+    model.key.weight = torch.nn.Parameter(model.key.weight * 0.9, requires_grad=False)
+
+
+WRITES = (into_data, of_data, into_trained, into_listed, of_name)
 
 
 @pytest.mark.parametrize(
@@ -385,9 +457,10 @@ SOURCES += (of_slots, of_library, of_generator, of_attribute, of_module, of_enum
         Reading,
         lambda: torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.BatchNorm1d(3)),
         *(lambda of=of: Drawing(of()) for of in SOURCES),
+        *(lambda write=write: Writing(write) for write in WRITES),
     ],
     ids=["unused output", "reused buffer", "own generator", "state", "iterator", "buffers"]
-    + [of.__name__ for of in SOURCES],
+    + [of.__name__ for of in (*SOURCES, *WRITES)],
 )
 def test_strange_models_train_as_without_an_audit(make):
     def train():
@@ -406,6 +479,23 @@ def test_strange_models_train_as_without_an_audit(make):
         under = train()
     assert all(map(torch.equal, without, under))
     assert audit.result.holds, audit.result
+
+
+def test_a_graph_from_before_a_step_still_goes_backward():
+    """What is put back keeps its version, which autograd holds to that of the tensors that it has saved."""
+    model = Drawing(lambda: 0.0)
+    model.scale = torch.ones(3)
+    model.linear.register_forward_hook(lambda part, given, output: output * model.scale)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradcheck_suite.audit(every=1) as audit:
+        for _ in range(2):
+            loss = model(torch.randn(4, 5)).sum()
+            loss.backward(retain_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.zero_grad()
+    assert audit.result.again, audit.result
 
 
 def test_storages_can_still_be_resized():
