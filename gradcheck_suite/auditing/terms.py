@@ -4,8 +4,9 @@ The walk down the graph gives the topology: names of nodes, shapes, saved intege
 that a term is multiplied by, is the gradient that arrives at the term's node, which a hook on the node sees. So a
 division in a trainer, a loss scale or an all-reduced divisor needs no rule of its own.
 
-No saved tensor is unpacked but the total weight and the targets of `nll_loss`, and those only where no saved-tensor
-hook has packed them: unpacking runs the forward again under a checkpoint, and kills the backward that follows.
+No saved tensor is unpacked but the total weight and the targets of `nll_loss` and the numbers that something is
+multiplied or divided by, and those only where no saved-tensor hook has packed them: unpacking runs the forward again
+under a checkpoint, and kills the backward that follows.
 """
 
 from __future__ import annotations
@@ -129,14 +130,16 @@ def _same(node: Any, index: int, inputs: list[Place]) -> list[Place]:
     return found if len(found) == 1 else []
 
 
-def _by_number(node: Any) -> bool:
-    """Return whether a product or quotient is one by a number, which it saves; a sum or difference saves nothing."""
-    if _is_packed(node, "other"):
-        return False
+def _number(node: Any) -> torch.Tensor | None:
+    """Return the number that a product or quotient multiplies or divides by; a sum or difference saves nothing."""
+    name = "self" if node.next_functions[0][0] is None else "other"
+    if _is_packed(node, name):
+        return None
     try:
-        return node._saved_other is not None and not node._saved_other.dim()
+        saved: torch.Tensor | None = getattr(node, f"_saved_{name}")
     except RuntimeError:  # it was changed in place
-        return False
+        return None
+    return None if saved is None or saved.dim() or saved.is_complex() else saved.detach()
 
 
 def _of_parameters(place: Place) -> bool:
@@ -153,7 +156,9 @@ def _of_parameters(place: Place) -> bool:
                 return False
         elif (name := kind(node)) not in OF_PARAMETERS or not inputs:
             return False
-        elif len(inputs) < len(node.next_functions) and name != "Pow" and not (name in ARITHMETIC and _by_number(node)):
+        elif len(inputs) < len(node.next_functions) and not (
+            name == "Pow" or (name in ARITHMETIC and _number(node) is not None)
+        ):
             return False  # a constant may be data
         stack.extend(below for below, _ in inputs)
     return True
@@ -213,6 +218,9 @@ class Term:
         mean: whether the reduction itself divides.
         deeper: the weight and number of elements under each partial reduction below.
         item: the weight and the number of those elements whose weight is not 0, where it is the same for all of them.
+        factor: the product of the numbers that the elements are multiplied by, or divided by, under the reduction.
+        hides: whether a tensor of weights multiplies the elements, in which a common factor cannot be told from them:
+            they are neither 0 and 1 nor, alone or with `factor`, 1 on average.
         tolerance: relative, of the weight.
         opaque: why it cannot be read as a sum over items.
         partial: where it sees items through which no gradient flows: the share of the others, and which of the joined
@@ -228,6 +236,8 @@ class Term:
     mean: bool = False
     deeper: tuple[tuple[float, float], ...] = ()
     item: tuple[float, float] | None = None
+    factor: float = 1.0
+    hides: bool = False
     tolerance: float = LIVE_WEIGHT_TOLERANCE
     opaque: str | None = None
     partial: tuple[float, int] | None = None
@@ -252,6 +262,8 @@ class _Found:
         has_dimension: whether the reduction's result is a tensor of one element, and no number.
         inner: for each partial reduction below, whether it divides, and by how much it reduces.
         above: the number of those above the items' weights.
+        numbers_below: the numbers under the reduction, and whether they multiply or divide.
+        sampled: whether a tensor of weights is under the reduction.
         seen: what hooks saw: what `arrived`, the gradient of `items` or `rows`; and what the loss saved.
     """
 
@@ -260,6 +272,8 @@ class _Found:
     has_dimension: bool = False
     inner: list[tuple[bool, int]] = field(default_factory=list)
     above: int = 0
+    numbers_below: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    sampled: bool = False
     seen: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def numbers(self) -> Term:
@@ -285,6 +299,9 @@ class _Found:
         if term.mean:
             own = counts.get("counted", counts.get("elements", 0.0))
             weight = weight / own if own else float("nan")
+        for name, tensor in self.numbers_below:
+            by = float(tensor)
+            term.factor *= by if name == "Mul" else 1 / by if by else float("inf")
         if (each := self.seen.get("items")) is not None:
             weights, below = _Weights(each), self.inner[self.above :]
             counts["nonzero"] = weights.number / prod(number for _, number in below)
@@ -292,6 +309,13 @@ class _Found:
                 counts["weights"] = weights.total / abs(weight) / prod(n for mean, n in below if not mean)
             if weights.smallest >= weights.largest * (1 - term.tolerance):
                 term.item = weights.largest, weights.number
+            if self.sampled:
+                one = abs(weight * term.factor) / prod(size for divides, size in self.inner if divides)
+                ones = term.item is not None and abs(term.item[0] - one) <= term.tolerance * one
+                own, sums = counts["elements"], [counts.get("weights", 0.0) / abs(f) for f in (1.0, term.factor) if f]
+                # the roundings of a sum that was made 1 on average are more than those of one factor
+                normal = any(abs(found - own) <= 10 * term.tolerance * own for found in sums)
+                term.hides = not (ones or normal)
         term.weight, divisor, number = weight, 1.0, counts.get("elements", 1.0)
         for divides, size in self.inner:
             divisor, number = divisor * (size if divides else 1), number * size
@@ -445,6 +469,7 @@ class Reader:
             return None
         found = _Found(Term((*above, name), counts={"elements": _elements(*below)}, mean=name == "Mean"))
         found.term.of_parameters = _of_parameters((node, index))
+        found.sampled = name in PRODUCTS and len(inputs) == 1
         self._add(found, node, index)
         return self._items(found, *below, weighted=name not in ("Sum", "Mean"))
 
@@ -457,6 +482,10 @@ class Reader:
                 break
             if row.below == WEIGHTED:
                 weighted, found.above = True, len(found.inner)
+            if name in ("Div", "Mul"):
+                number = _number(node)
+                found.sampled = found.sampled or number is None
+                found.numbers_below += [] if number is None else [(name, number)]
             if row.below == PARTIAL:
                 before, after = _elements(node, index), _elements(*inputs[0])
                 if 0 < before < after:

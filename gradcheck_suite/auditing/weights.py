@@ -79,9 +79,19 @@ class Comparison:
         return 2.5 if self.named else 3.0
 
 
-def _levels(term: Term) -> list[tuple[float, Mapping[str, float]]]:
-    """Return the weight and the counts of a term, from its outermost reduction inwards."""
-    found: list[tuple[float, Mapping[str, float]]] = [(term.weight or 0.0, term.counts)]
+def _levels(term: Term, *, with_factor: bool) -> list[tuple[float, Mapping[str, float]]]:
+    """Return the weight and the counts of a term, from its outermost reduction inwards.
+
+    Args:
+        term: the term.
+        with_factor: whether the weight with the numbers under the reduction is a level of its own.
+    """
+    weight = term.weight or 0.0
+    found: list[tuple[float, Mapping[str, float]]] = [(weight, term.counts)]
+    if with_factor:
+        # the sum of the weights was counted with them
+        own = {"weights": term.counts["weights"] / abs(term.factor)} if "weights" in term.counts and term.factor else {}
+        found.append((weight * term.factor, {**term.counts, **own}))
     if term.item is not None:
         found.append((term.item[0], {"nonzero": term.item[1]}))
     return found + [(weight, {"elements": number}) for weight, number in term.deeper]
@@ -103,7 +113,8 @@ def with_common_sign(weights: Sequence[float]) -> list[float]:
 def compare(parts: Sequence[Part]) -> Comparison:
     """Compare the terms of one objective: the same weight at some level, else whether counts make them unequal."""
     tolerance, own = max(part.term.tolerance for part in parts), parts[0].term.own
-    levels = [_levels(part.term) for part in parts]
+    with_factor = any(part.term.factor != 1 for part in parts)
+    levels = [_levels(part.term, with_factor=with_factor) for part in parts]
     best: Comparison | None = None
     faults: list[Comparison] = []
     for depth in range(min(map(len, levels))):
@@ -216,7 +227,10 @@ def _merged(mode: str, terms: Sequence[Term]) -> list[Term] | None:
         return list(terms)
     first = terms[0]
     weights = [term.weight or 0.0 for term in terms]
-    plain = replace(first, deeper=(), item=None)
+    shares = [weight * term.counts.get(first.own, 0.0) for weight, term in zip(weights, terms, strict=True)]
+    total, with_factors = sum(shares), sum(share * term.factor for share, term in zip(shares, terms, strict=True))
+    factor = with_factors / total if total else 1.0
+    plain = replace(first, deeper=(), item=None, factor=factor, hides=any(term.hides for term in terms))
     if mode == CHUNKS:
         counts = {name: sum(term.counts.get(name, 0.0) for term in terms) for name in first.counts}
         items = [term.item for term in terms if term.item is not None]
@@ -230,8 +244,7 @@ def _merged(mode: str, terms: Sequence[Term]) -> list[Term] | None:
     number = sum(term.counts.get(name, 0.0) for term in terms)
     if not number:
         return None
-    mean = sum(weight * term.counts.get(name, 0.0) for weight, term in zip(weights, terms, strict=True)) / number
-    return [replace(plain, weight=mean, counts={name: number})]
+    return [replace(plain, weight=total / number, counts={name: number})]
 
 
 Key = tuple[Any, ...]
@@ -437,6 +450,11 @@ class Use:
         return sum(self.comparison.counts.get(self.count, ()))
 
     @property
+    def hides(self) -> bool:
+        """Whether a factor of its weights may be in a tensor of weights that the loss is multiplied by."""
+        return any(part.term.hides for part in self.objective.parts)
+
+    @property
     def is_mean(self) -> bool:
         """Whether the reduction itself divides."""
         return self.objective.parts[0].term.mean
@@ -533,9 +551,13 @@ def _of_objective(uses: Sequence[Use], ranks: int, said: int | None, note: Calla
             continue
         if not use.is_mean and near(use.comparison.weight, 1.0, use.objective.tolerance):
             continue  # a plain sum
-        verdict = _against_configured(use, said) or _against_other_lengths(use, uses, by_length, usual)
+        configured = _against_configured(use, said)
+        verdict = configured or _against_other_lengths(use, uses, by_length, usual)
         if verdict is None:
             verdict = _by_itself(use, uses, ranks)
+        # the number of micro-batches may be in the tensor of weights, too; where a window is right without, it is not
+        if use.hides and isinstance(verdict, Scale) and not configured and not _some_right(uses):
+            verdict = _either(verdict.note, "the weights of the samples have its inverse")
         if isinstance(verdict, Scale):
             # what leaks comes beside whole windows, and whole windows follow it: until one does, nothing is said
             rare = len(by_length[use.length]) < len(by_length[usual]) and usual < use.length < 2 * usual
@@ -545,6 +567,11 @@ def _of_objective(uses: Sequence[Use], ranks: int, said: int | None, note: Calla
             yield verdict
         elif verdict != USERS and use.length > 1:
             note(f"{use.objective.place}: {verdict or COEFFICIENT}")
+
+
+def _some_right(uses: Sequence[Use]) -> bool:
+    """Return whether a window of several micro-batches is right: the program divides."""
+    return any(use.right and use.length > 1 for use in uses)
 
 
 def _note_other_count(use: Use, note: Callable[[str], None]) -> None:
@@ -560,6 +587,13 @@ def _note_other_count(use: Use, note: Callable[[str], None]) -> None:
 
 
 USERS, COEFFICIENT = "the program's own", "the loss has a coefficient"
+
+
+def _either(why: str, own: str) -> str:
+    """Return that a coefficient is the program's own, or else a fault."""
+    return f"{COEFFICIENT}: if {own}, nothing is to be done; else it is {why}: {remedy(why)}"
+
+
 MISCOUNTED = (
     "the loss is divided by a whole number that is none of what it may count, the same for all micro-batches of a "
     "window: no windows of different counts show the right one; divide by the number of what the loss adds up, such "
@@ -586,7 +620,7 @@ def _against_other_lengths(
         return None
     if any(near(other, use.own, tolerance) for other in others):
         return USERS
-    some_right = any(u.right and u.length > 1 for u in uses)
+    some_right = _some_right(uses)
     base = 1.0 if some_right else by_length[usual][0].own if steady[usual] else 0.0
     # a sum times a constant weighs the same whatever the window
     constant = not use.is_mean and near(use.comparison.weight, uses[0].comparison.weight, tolerance)
@@ -651,7 +685,7 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
             # of a coefficient that changes from step to step, one value may be any number
             changes = any(u.length == r and not u.right and u not in fitting for u in uses)
             if use.others_right or changes or (is_small and why == again):
-                return f"{COEFFICIENT}: if the objective has it, nothing is to be done; else it is {why}: {remedy(why)}"
+                return _either(why, "the objective has it")
             return Scale(use, "wrong-scale", f"{number}{what}: {why}", alone=len(fitting) == 1)
     if use.others_right:
         return USERS

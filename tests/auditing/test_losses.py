@@ -118,6 +118,8 @@ HAND_WRITTEN = {
     "chunks": "chunked(out, y.argmax(1).where(m[:, 0] > 0, -100)) / m[:, 0].sum()",
 }
 """A loss of the outputs, targets and a mask, each a mean over what `COUNT` counts."""
+OF_DATA = ("policy gradient", "negative")
+"""Losses that data multiply: whether a division is in these cannot be told."""
 COUNT = {"masked mean": "m.sum()", "masked select": "m.sum()", "view in place": "m.sum()", "chunks": "m[:, 0].sum()"}
 
 
@@ -149,8 +151,42 @@ def test_losses_that_are_written_by_hand_are_read(loss, loop):
             optimizer.step()
             optimizer.zero_grad()
     found = audit.result
-    assert [v.diagnosis for v in found.violations] == ([diagnosis] if diagnosis else []), found
+    is_finding = loss in OF_DATA and loop == "undivided"
+    assert [v.diagnosis for v in found.violations] == ([diagnosis] if diagnosis and not is_finding else []), found
+    assert any("else it is 4: the sum of 4 means, never" in text for text in found.findings) == is_finding, found
     assert found.windows == 2, found
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        ("losses / k * w", ""),
+        ("losses * w / k", ""),
+        ("torch.tensor(1 / k) * losses * w", ""),
+        ("losses * (w / k)", "if the weights of the samples have its inverse, nothing is to be done; else it is 4"),
+        ("losses * w / 4", "2/4: divided by 4, where the window has 2 micro-batches"),
+        ("losses * (w / w.mean())", "4: the sum of 4 means, never divided"),
+        ("losses * w / w.mean()", "4: the sum of 4 means, never divided"),
+    ],
+)
+def test_a_number_among_weights_of_samples_is_the_losss_and_one_in_them_is_not_known(loss, said):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradcheck_suite.audit(without=("batch",)) as audit:
+        for k in (4, 4, 2):
+            for _ in range(k):
+                losses = F.cross_entropy(model(torch.randn(3, 5)), torch.randint(0, 3, (3,)), reduction="none")
+                eval(loss, {"losses": losses, "w": torch.rand(3), "k": k, "torch": torch}).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = audit.result
+    if not said or said.startswith("if"):
+        assert found.holds, found
+        assert any(said in text for text in found.findings) == bool(said), found
+    else:
+        assert found.violation.diagnosis == "wrong-scale"
+        assert said in found.violation.explanation
 
 
 # A loss compiled by Inductor: its weights are hidden and reported so, its sums are judged, and a declaration helps.
