@@ -21,7 +21,7 @@ from typing import IO, Any, Literal, TextIO, Unpack
 import torch
 
 from gradcheck_suite.auditing import recorder as recording
-from gradcheck_suite.auditing.forwards import Forward, Forwards, undrawn
+from gradcheck_suite.auditing.forwards import Forward, Forwards, FunctionKey, undrawn
 from gradcheck_suite.auditing.judge import KNOWN, Judge, violation_of
 from gradcheck_suite.auditing.places import here, living
 from gradcheck_suite.auditing.recorder import Event, Recorder, Running, StepRecord
@@ -344,7 +344,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._running: dict[int, Running] = {}
         self._passes = 0
         self._again: Counter[str] = Counter()
-        self._functions: set[type] = set()
+        self._functions: set[FunctionKey] = set()
         self._copied = False
         self._calls: list[KeptCall] | str | None = None
         self._opinion: JaxOpinion | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import io
 import itertools
 import random
@@ -812,6 +813,7 @@ JITTER = 1e-3
 CONSTANT = "it passes a gradient where its output is constant, as a straight-through estimator does"
 IDENTITY = "it returns its input and changes the gradient of it"
 JUMPS = "its backward is not the derivative of its forward, which jumps or bends near by"
+GIVEN = "the forward that makes its class gives it values"
 DIRECTIONS = 4
 """Random directions for each input; every other one goes uphill, so that nothing cancels."""
 
@@ -835,31 +837,98 @@ class FunctionReport:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a custom function: its class, a copy of its arguments, and the random numbers that it drew from."""
+    """One call of a custom function.
+
+    Attributes:
+        kind: its class.
+        arguments: a copy of what it was called with.
+        random: the random numbers that it drew from.
+        by_itself: whether the class is the function whatever its arguments are: one that is made anew in each forward
+            may have values from there, which belong to the arguments.
+    """
 
     kind: Any
     arguments: list[Any]
     random: RandomState
+    by_itself: bool = True
+
+
+FunctionKey = type | tuple[str, str, Any]
+"""A class of a custom function, or the statement that makes a new one each time: see `statement_of`."""
+
+
+def statement_of(kind: Any) -> FunctionKey:
+    """Return what all classes have that one statement has made, as in the forward of a module: names and code."""
+    return kind.__module__, kind.__qualname__, getattr(inspect.unwrap(kind.forward), "__code__", None)
+
+
+_BARE = frozenset(vars(type("Bare", (torch.autograd.Function,), {})))
+
+
+def _captured(kind: type) -> list[Any] | None:
+    """Return the values that a class has from where it was made; None where some are no plain ones, such as tensors."""
+    found: list[Any] = []
+    for name, value in vars(kind).items():
+        function = inspect.unwrap(getattr(value, "__func__", value))
+        if isinstance(function, types.FunctionType):
+            for cell in function.__closure__ or ():
+                with contextlib.suppress(ValueError):  # the class's own name, which is bound when it is made
+                    found.append(cell.cell_contents)
+            found += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        elif name not in _BARE:
+            found.append(value)
+    found = [value for value in found if value is not kind]
+    return found if all(isinstance(value, _KEPT) for value in found) else None
 
 
 @contextlib.contextmanager
-def first_calls(kinds: Set[type]) -> Iterator[dict[type, Call]]:
-    """Record the first call of each class while this is open: its arguments are copied."""
-    found: dict[type, Call] = {}
+def first_calls(kinds: Set[type]) -> Iterator[dict[FunctionKey, Call]]:
+    """Record the first call of each class while this is open: its arguments are copied.
 
-    def recording(kind: Any) -> Any:
+    Where the statement that made one of the classes makes another one meanwhile, the first call of those is recorded.
+    """
+    found: dict[FunctionKey, Call] = {}
+    statements = {statement_of(kind): _captured(kind) for kind in kinds}
+
+    def recording(kind: Any, key: FunctionKey, *, by_itself: bool = True) -> Any:
         def made(forward: FunctionForward, first: int) -> FunctionForward:
             def recorded(*arguments: Any) -> Any:
-                if kind not in found:
-                    found[kind] = Call(kind, [_copy(value) for value in arguments[first:]], RandomState.now())
+                if key not in found:
+                    given = [_copy(value) for value in arguments[first:]]
+                    found[key] = Call(kind, given, RandomState.now(), by_itself)
                 return forward(*arguments)
 
             return recorded
 
         return made
 
-    with replaced_forwards((kind, recording(kind)) for kind in kinds):
+    with contextlib.ExitStack() as stack:
+
+        def again(kind: type) -> None:
+            if (statement := statement_of(kind)) in statements:
+                values = _captured(kind)
+                by_itself = values is not None and values == statements[statement]
+                stack.enter_context(replaced_forwards([(kind, recording(kind, statement, by_itself=by_itself))]))
+
+        stack.enter_context(replaced_forwards((kind, recording(kind, kind)) for kind in kinds))
+        stack.enter_context(_each_new_function(again))
         yield found
+
+
+@contextlib.contextmanager
+def _each_new_function(tell: Callable[[type], None]) -> Iterator[None]:
+    """Tell of each class of a custom function that is made while this is open."""
+    function: Any = torch.autograd.Function
+
+    def told(kind: Any, /, **keywords: Any) -> None:
+        super(function, kind).__init_subclass__(**keywords)
+        tell(kind)
+
+    function.__init_subclass__ = classmethod(told)
+    try:
+        yield
+    finally:
+        del function.__init_subclass__
 
 
 def _copy(value: Any) -> Any:
@@ -872,6 +941,8 @@ def judge_function(call: Call) -> FunctionReport:
     The random numbers of the process are changed.
     """
     name, reason = call.kind.__name__, ""
+    if not call.by_itself:
+        return FunctionReport(name, note=f"its backward was not checked: {GIVEN}")
     if (size := sum(v.numel() for v in call.arguments if isinstance(v, torch.Tensor))) > LARGEST:
         return FunctionReport(name, note=f"its backward was not checked: its arguments have {size} elements")
     for dtype in STEPS_OF:

@@ -26,6 +26,8 @@ from torch.utils import _pytree as pytree
 from gradcheck_suite.auditing.forwards import (
     LEAST,
     Forward,
+    FunctionKey,
+    FunctionReport,
     Gradients,
     How,
     NotRecomputed,
@@ -38,6 +40,7 @@ from gradcheck_suite.auditing.forwards import (
     point_of,
     quiet,
     replay,
+    statement_of,
     unchanged,
 )
 from gradcheck_suite.auditing.recorder import Running
@@ -357,6 +360,7 @@ SENTENCES = {
     "wrong-backward": "the backward of custom function {name} is wrong: {fault} of its forward: mend it, or accept it "
     "with --accept wrong-backward where that is on purpose",
 }
+NOT_CALLED = "its backward was not checked, since no call of it was seen when the window was computed again"
 
 
 @dataclass
@@ -396,7 +400,7 @@ class Asked:
         factor: by which `.grad` was multiplied after the last pass.
         observed: id of a parameter -> its `.grad`.
         is_faulty: whether a fault is known already: then only its size is asked.
-        known: the classes of custom functions that were judged before; new ones are added.
+        known: the custom functions that were judged before; new ones are added.
     """
 
     passes: Sequence[Running]
@@ -404,7 +408,7 @@ class Asked:
     factor: float
     observed: Gradients
     is_faulty: bool
-    known: set[type]
+    known: set[FunctionKey]
 
 
 def compute_again(asked: Asked) -> Outcome:
@@ -538,16 +542,20 @@ def _blame(name: str, sentence: str, difference: Difference, outcome: Outcome) -
 
 def _judge_functions(asked: Asked, parts: Sequence[Part], kinds: Set[type], outcome: Outcome) -> None:
     """Judge those custom functions on the way that no earlier window has shown."""
-    new = kinds - asked.known
+    statements = {kind: statement_of(kind) for kind in kinds - asked.known}
+    new = {kind: made for kind, made in statements.items() if made not in asked.known}
     if not new or asked.is_faulty:
         return
-    asked.known.update(new)
-    with first_calls(new) as calls:
+    with first_calls(new.keys()) as calls:
         for part in parts:
-            if calls.keys() != new:
-                _again(part)
+            if any({kind, made}.isdisjoint(calls) for kind, made in new.items()):
+                _again(part, 0)  # a number that a forward computes is another one then
+    missed = {made: kind for kind, made in new.items() if {kind, made}.isdisjoint(calls)}
+    # a class that is made anew each time may hold tensors: its statement is known in its place
+    asked.known.update(calls, missed)
     with quiet():
         verdicts = [judge_function(call) for call in calls.values()]
+    verdicts += [FunctionReport(kind.__name__, note=NOT_CALLED) for kind in missed.values()]
     for verdict in verdicts:
         if verdict.note:
             outcome.notes.append(f"custom function {verdict.name}: {verdict.note}")

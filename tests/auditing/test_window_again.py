@@ -11,9 +11,9 @@ from torch.nn import functional as F  # noqa: N812 - as everyone calls it
 import gradcheck_suite
 from gradcheck_suite.__main__ import main
 from gradcheck_suite.auditing import forwards
-from gradcheck_suite.auditing.forwards import LEAST, first_calls, judge_function
+from gradcheck_suite.auditing.forwards import GIVEN, LEAST, first_calls, judge_function
 from gradcheck_suite.auditing.samples import distance, sample
-from gradcheck_suite.auditing.window_again import Total, compare, exceeding
+from gradcheck_suite.auditing.window_again import NOT_CALLED, Total, compare, exceeding
 from tests.auditing.running import audited
 
 HOW = {
@@ -414,6 +414,69 @@ def test_the_new_style_of_functions():
             return gradient * (1 - context.saved_tensors[0])
 
     assert "it is not the derivative" in judged(New, leaf(8, 5)).fault
+
+
+class Silent(torch.autograd.Function):
+    """Whose subclasses nobody is told of."""
+
+    def __init_subclass__(cls):
+        pass
+
+
+def exponential(factor, base=torch.autograd.Function, slope=None):
+    """Return a new class, which multiplies by a slope that it is given or by its own."""
+
+    class Exponential(base):
+        @staticmethod
+        def forward(context, hidden):
+            assert Exponential.__name__ == "Exponential"
+            context.save_for_backward(hidden.exp())
+            return hidden.exp()
+
+        @staticmethod
+        def backward(context, gradient):
+            return factor * gradient * (context.saved_tensors[0] if slope is None else slope)
+
+    return Exponential
+
+
+class Layer(torch.nn.Module):
+    """A layer that makes the class of its custom function in each forward."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.weight, self.made = torch.nn.Parameter(leaf(5, 3).detach()), made
+
+    def forward(self, x):
+        hidden = x @ self.weight
+        return self.made(hidden.detach()).apply(hidden)
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 2), (4,)])
+@pytest.mark.parametrize(
+    ("made", "violated", "said"),
+    [
+        (lambda hidden: exponential(1), False, None),
+        (lambda hidden: exponential(2), True, None),
+        (lambda hidden: exponential(2, Silent), False, NOT_CALLED),
+        (lambda hidden: exponential(1, slope=hidden.exp()), False, GIVEN),
+        (lambda hidden: exponential(hidden.norm().item()), False, GIVEN),
+    ],
+)
+def test_a_class_that_is_made_anew_in_each_forward_is_judged_once_or_said_not_to_be(made, violated, said, sizes):
+    model = Layer(made)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with gradcheck_suite.audit(every=1) as audit:
+        for _ in range(2):
+            for n in sizes:
+                (model(leaf(n, 5).detach()).square().sum() / sum(sizes)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    result = audit.result
+    assert sum(result.again.values()) == 2, result
+    assert [(v.diagnosis, v.occurrences) for v in result.violations] == [("wrong-backward", 1)] * violated
+    found = [finding for finding in result.findings if "custom function" in finding]
+    assert [said in finding and not finding.endswith("times)") for finding in found] == [True] * (said is not None)
 
 
 def test_a_large_call_is_not_judged_and_this_is_said(monkeypatch):
