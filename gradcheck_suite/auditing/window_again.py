@@ -690,6 +690,8 @@ def _compare(call: KeptCall) -> str | None:
     found = _by_torch(call, None)
     if found.random:
         raise _Refused("the model draws random numbers, which JAX draws differently")
+    if found.functions and _by_torch(call, None).functions != found.functions:
+        raise _Refused("the class of a custom function is made anew in each forward, so its own backward is not taken")
     with unchanged(call.forward.module):
         gradients, narrow = _by_jax(call, found.functions)
     names = {id(p): name for name, p in call.forward.module.named_parameters()}

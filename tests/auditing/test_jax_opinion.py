@@ -94,3 +94,25 @@ def test_what_jax_cannot_be_asked_about_is_said():
     assert large == f"{refused}the model has 1,500,001 parameters, and JAX computes only models of at most 1,000,000"
     with pytest.raises(UsageError, match="leave `batch` switched on"):
         gradcheck_suite.audit(jax=True, without=("batch",))
+
+
+class Reversing(torch.nn.Linear):
+    """A layer that makes the class of its custom function in each forward."""
+
+    def forward(self, x):
+        class Reversed(torch.autograd.Function):
+            @staticmethod
+            def forward(context, hidden):
+                return hidden.view_as(hidden)
+
+            @staticmethod
+            def backward(context, gradient):
+                return -gradient
+
+        return Reversed.apply(super().forward(x))
+
+
+def test_jax_is_not_asked_about_functions_whose_class_is_made_anew():
+    result = _trained(torch.nn.Sequential(torch.nn.Linear(3, 4), Reversing(4, 1)))
+    assert (result.verdict, result.disagreements) == ("holds", ()), result
+    assert "is made anew in each forward" in result.second_opinion
