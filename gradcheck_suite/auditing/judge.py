@@ -406,7 +406,7 @@ def _with_weights(violation: LiveViolation, objective: Objective, rows: tuple[We
         violation,
         explanation=f"{violation.explanation} (weights are off by up to {share})",
         error=error,
-        allowed=max(part.term.tolerance for part in objective.parts),
+        allowed=max(part.tolerance for part in objective.parts),
         weights=rows,
     )
 
@@ -492,7 +492,7 @@ def _named(objectives: Sequence[Objective]) -> Diagnosis:
 def _weights(objective: Objective, count: str, empty: Collection[Source] = ()) -> Weights:
     """Return the weights of an objective by what is counted, those of micro-batches without items among them."""
     parts = objective.parts
-    tolerance = max(part.term.tolerance for part in parts)
+    tolerance = max(part.tolerance for part in parts)
     numbers, _ = _counts_and_masses(objective, count)
     return evidence(parts, objective.weights, numbers, tolerance, empty=empty)
 
@@ -827,7 +827,8 @@ class Judge:
     def _are_right(self, window: Window, found: Sums) -> bool:
         """Return whether the losses weigh their items rightly with unequal coefficients of the passes."""
         scale = window.step.scale or 1.0
-        reading = reading_weights.read(window.passes, {s: c / scale for s, c in found.coefficients.items()})
+        coefficients = {s: c / scale for s, c in found.coefficients.items()}
+        reading = reading_weights.read(window.passes, coefficients, error=window.error)
         objectives = reading_weights.objectives(reading, {})
         dark = any(term.opaque for _, i in found.coefficients for r in window.passes[i].records for term in r.terms)
         return bool(objectives) and not dark and all(o.is_right and len(o.parts) > 1 for o in objectives)
@@ -858,10 +859,8 @@ class Judge:
         factors = [1.0] if abs(left - 1) < 1e-3 or window.factor is None else [left, 1.0]
         tasks = self._tasks_of(window)
         _read_joined(window.passes, used)
-        readings = [
-            reading_weights.read(window.passes, {source: c * f / scale for source, c in used.items()}, tasks)
-            for f in factors
-        ]
+        scaled = [{source: c * f / scale for source, c in used.items()} for f in factors]
+        readings = [reading_weights.read(window.passes, one, tasks, window.error) for one in scaled]
         pending = self._pending[window.optimizer]
         pending.append(Pending(window, where, used, readings, factors[0]))
         self._since[window.optimizer] += 1

@@ -19,6 +19,7 @@ import numpy as np
 from gradcheck_suite.auditing.places import Place, lines_with
 from gradcheck_suite.auditing.recorder import BY_HAND, LATE, NONE, TOUCHED, PassRecord, StepRecord
 from gradcheck_suite.auditing.samples import ELEMENTS, Vector, alike, distance, factor, is_finite, is_mostly, size
+from gradcheck_suite.core.comparison import FURTHER_ROUNDINGS, UNIT_ROUNDOFF, growth
 from gradcheck_suite.core.text import counted
 
 RELATIVE = {"float64": 1e-10, "float32": 3e-5, "bfloat16": 3e-2, "float16": 4e-3}
@@ -38,6 +39,18 @@ Coefficients = dict[Source, float]
 def near(a: float, b: float, tolerance: float) -> bool:
     """Return whether two numbers differ by no more than a share of the larger one."""
     return abs(a - b) <= tolerance * max(abs(a), abs(b))
+
+
+def fitted(columns: Vector, target: Vector) -> tuple[Vector, Vector] | None:
+    """Return the coefficients of columns in a target, by least squares, and what is left over; None where several fit.
+
+    Args:
+        columns: (elements, columns).
+        target: (elements,).
+    """
+    found, _, rank, _ = np.linalg.lstsq(columns, target, rcond=1e-7)
+    solution = np.asarray(found, np.float64)
+    return (solution, target - columns @ solution) if rank == len(solution) else None
 
 
 @dataclass
@@ -109,6 +122,7 @@ class Window:
         copies: whether the optimizer steps on copies of the parameters (master weights), for which these stand here.
         arrivals: (elements, passes) what arrived in each pass, over all parameters; None where that is not known.
         target: (elements,) what stood in `.grad` at the step.
+        error: of coefficients that are fitted, relative to the largest one; 0 where none is.
     """
 
     optimizer: int
@@ -128,6 +142,7 @@ class Window:
     copies: bool = False
     arrivals: Vector | None = None
     target: Vector = field(default_factory=lambda: ZERO)
+    error: float = 0.0
 
     @property
     def step(self) -> StepRecord:
@@ -140,7 +155,7 @@ class Window:
         Noise and clipping leave no exact coefficients, so the least-squares fit is asked for significant ones: those of
         passes that were reset are then in it, or those of passes that were not are nowhere to be seen.
         """
-        fit = self.fit()
+        fit = None if self.arrivals is None else fitted(self.arrivals, self.target)
         if self.arrivals is None or fit is None:
             return False
         solution, residual = fit
@@ -149,14 +164,6 @@ class Window:
         errors = np.sqrt(variance * np.diag(np.linalg.inv(self.arrivals.T @ self.arrivals)))
         significant = dict(zip(self.passes, np.abs(solution) > SIGNIFICANT * errors, strict=True))
         return any(significant[i] for i in lost) or not any(s for i, s in significant.items() if i not in lost)
-
-    def fit(self) -> tuple[Vector, Vector] | None:
-        """Return `.grad` as a sum of what arrived, by least squares: the coefficients, and what is left over."""
-        if self.arrivals is None:
-            return None
-        found, _, rank, _ = np.linalg.lstsq(self.arrivals, self.target, rcond=1e-7)
-        solution = np.asarray(found, np.float64)
-        return (solution, self.target - self.arrivals @ solution) if rank == len(solution) else None
 
     def of_pass(self, source: Source) -> float | None:
         """Return the coefficient of a pass, the median over the parameters that it reached; None where it has none."""
@@ -384,7 +391,8 @@ class Replay:
         some_elements = all(is_mostly(found[key].now, self._states[0][key].sample) for key in off)
         if off and not some_elements and (by_hand := self._by_hand(window)) is not None:
             window.edit = BY_HAND
-            pairs = list(zip(window.passes, by_hand, strict=True))
+            coefficients, window.error = by_hand
+            pairs = list(zip(window.passes, coefficients, strict=True))
             for key in window.keys:
                 window.coefficients[key] = {(0, i): c for i, c in pairs if (0, i, key) in self._arrived}
             return
@@ -414,13 +422,47 @@ class Replay:
         if arrivals.shape[0] > arrivals.shape[1] and is_finite(target) and np.isfinite(arrivals).all():
             window.arrivals, window.target = arrivals, target
 
-    def _by_hand(self, window: Window) -> Sequence[float] | None:
-        """Return the coefficients of a window's arrivals in a gradient that the program wrote, if they are exact."""
-        fit = window.fit()
-        tolerance = 20 * max(map(self.tolerance, window.keys))
-        if fit is None or size(fit[1]) > tolerance * size(window.target):
+    def _by_hand(self, window: Window) -> tuple[list[float], float] | None:
+        """Return the coefficients of a window's arrivals in a gradient that the program wrote, and their error.
+
+        What the fit leaves over must be within the rounding of a sum of so many terms, else `.grad` is edited: an edit
+        moves the coefficients by as much as it leaves over, so what is left over is also how well they are known.
+
+        Returns:
+            the coefficients, and their error relative to the largest one; None where no sum of what arrived explains
+            `.grad`, or there are too few elements to tell.
+        """
+        if window.arrivals is None:
             return None
-        return [float(c) for c in fit[0]]
+        number = len(window.passes)
+        # rounding is relative to each parameter, and to its elements and its projections apart
+        parts = [np.split(one, [ELEMENTS]) for one in np.split(window.arrivals, len(window.keys))]
+        sizes = [float(np.hypot.reduce(np.abs(part).max(0))) for one in parts for part in one if len(part)]
+        lengths = [len(part) for one in parts for part in one if len(part)]
+        scale = np.repeat(sizes, lengths)
+        reached = scale > 0
+        if size(window.target[~reached]):
+            return None
+        # projections of few elements say nothing beside them
+        elements = np.concatenate([np.arange(len(one[0]) + len(one[1])) < ELEMENTS for one in parts])
+        seen = window.arrivals.any(1) & elements
+        columns, target = window.arrivals[reached] / scale[reached, None], window.target[reached] / scale[reached]
+        fit = fitted(columns, target) if seen.sum() >= 2 * number else None
+        if fit is None:
+            return None
+        solution, residual = fit
+        dtypes = {self._dtypes.get(key, "float32") for key in window.keys}
+        known = [dtype if dtype in UNIT_ROUNDOFF else "float32" for dtype in dtypes]
+        rounding = RELATIVE["float64"] + max(growth(number + FURTHER_ROUNDINGS, dtype) for dtype in known)
+        rows = int(window.arrivals.any(1).sum())
+        left, largest = float(np.sqrt((residual * residual).sum() / (rows - number))), size(solution)
+        if not largest or not left <= RMS_OF_ROUNDING * rounding * largest:
+            return None
+        # as if it were no noise that the elements average out, but a direction, such as that of the parameters
+        spread = np.sqrt(rows * np.diag(np.linalg.inv(columns.T @ columns))).max()
+        relative = max(left / largest, *(UNIT_ROUNDOFF[dtype] for dtype in known))
+        # two coefficients may be off in opposite directions
+        return [float(c) for c in solution], 2 * float(spread) * relative
 
     def _leave(self, window: Window, steps: Sequence[StepRecord]) -> None:
         """Set the states that a step leaves behind, and forget what no later step can ask for."""
@@ -480,6 +522,8 @@ MOST_PASSES = 512
 """Passes that are kept for parameters that no optimizer has stepped on."""
 COPIED = 1e-5
 """Relative difference of a gradient that is copied from one parameter to another one in float32, and may be divided."""
+RMS_OF_ROUNDING = 0.25
+"""Of the roundings of a sum, relative to their bound; of sums in float32 and bfloat16 it is up to an eighth or so."""
 SIGNIFICANT = 5.0
 """Standard errors from which on a coefficient is not 0."""
 

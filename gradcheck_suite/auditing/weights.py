@@ -36,11 +36,18 @@ class Part:
         source: its rank and pass.
         term: in numbers.
         coefficient: of the pass in `.grad`.
+        error: of the coefficient, relative.
     """
 
     source: Source
     term: Term
     coefficient: float
+    error: float = 0.0
+
+    @property
+    def tolerance(self) -> float:
+        """Relative, of the weight."""
+        return max(self.term.tolerance, self.error)
 
     @property
     def weight(self) -> float:
@@ -112,7 +119,7 @@ def with_common_sign(weights: Sequence[float]) -> list[float]:
 @np.errstate(all="ignore")
 def compare(parts: Sequence[Part]) -> Comparison:
     """Compare the terms of one objective: the same weight at some level, else whether counts make them unequal."""
-    tolerance, own = max(part.term.tolerance for part in parts), parts[0].term.own
+    tolerance, own = max(part.tolerance for part in parts), parts[0].term.own
     with_factor = any(part.term.factor != 1 for part in parts)
     levels = [_levels(part.term, with_factor=with_factor) for part in parts]
     best: Comparison | None = None
@@ -264,7 +271,10 @@ def is_empty(term: Term) -> bool:
 
 
 def read(
-    passes: Mapping[int, Seen], coefficients: Mapping[Source, float], tasks: Mapping[int, str] | None = None
+    passes: Mapping[int, Seen],
+    coefficients: Mapping[Source, float],
+    tasks: Mapping[int, str] | None = None,
+    error: float = 0.0,
 ) -> Reading:
     """Read the terms of a window in every mode.
 
@@ -272,6 +282,7 @@ def read(
         passes: of the window.
         coefficients: that they have in `.grad`.
         tasks: index of a pass -> its task, where one line sends several tasks backward.
+        error: of the coefficients, relative.
     """
     by_site: defaultdict[Key, dict[Source, list[Term]]] = defaultdict(dict)
     for source in coefficients:
@@ -294,13 +305,13 @@ def read(
             if len(columns) != 1 or None in table.values():
                 continue
             parts = [
-                [Part(source, terms[k], coefficients[source]) for source, terms in table.items() if terms is not None]
+                [Part(s, terms[k], coefficients[s], error) for s, terms in table.items() if terms is not None]
                 for k in range(columns.pop())
             ]
             modes[mode] = [(compare(column), column) for column in parts]
             if mode == BATCH and modes[mode][0][0].status == UNEQUAL and modes[mode][0][0].named is None:
                 # heads of a detector, some without items in some passes: each may be a mean of its own
-                every = [Part(s, term, coefficients[s]) for s, terms in by_pass.items() for term in terms]
+                every = [Part(s, term, coefficients[s], error) for s, terms in by_pass.items() for term in terms]
                 found_of_all = compare(every)
                 if found_of_all.named and found_of_all.named.name == MEAN_OF_MEANS:
                     modes[mode] = [(found_of_all, every)]
@@ -340,7 +351,7 @@ class Objective:
     @property
     def tolerance(self) -> float:
         """Relative, of its C."""
-        return max(10 * max((part.term.tolerance for part in self.parts), default=0.0), 1e-5)
+        return max(10 * max((part.tolerance for part in self.parts), default=0.0), 1e-5)
 
     @property
     def weights(self) -> list[float]:
@@ -393,7 +404,7 @@ def best_modes(readings: Sequence[tuple[Window, Sequence[Reading]]]) -> dict[tup
         for top in {top for reading in alternatives for top in reading}:
             for mode in MODES:
                 costs = [
-                    sum(c.cost(10 * max(p.term.tolerance for p in parts)) for c, parts in found) / len(found)
+                    sum(c.cost(10 * max(p.tolerance for p in parts)) for c, parts in found) / len(found)
                     if (found := reading[top].get(mode))
                     else 5.0
                     for reading in alternatives

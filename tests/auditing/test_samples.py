@@ -125,6 +125,72 @@ def test_an_edit_of_an_element_of_many_is_seen_in_a_window_that_is_looked_at_in_
     assert _edited(_adds(share * 1e-3, place), torch.float64, size=1000, every=1, between=False) == ([], False)
 
 
+EDITS = {
+    "decay": lambda p, share: p.grad.add_(p.detach(), alpha=share),
+    "noise": lambda p, share: p.grad.add_(torch.randn_like(p), alpha=share),
+    "factor": lambda p, share: p.grad.mul_(1 - share) if p.dim() == 1 else None,
+}
+FOUND = {
+    torch.float32: {"decay": (1e-4, 1e-3, 1e-2), "noise": (1e-4, 1e-3, 1e-2), "factor": (1e-3, 1e-2)},
+    torch.bfloat16: {"decay": (0.1, 0.3), "noise": (0.01, 0.1), "factor": (0.5,)},
+}
+"""The sizes of edits of whole gradients that are seen beside rounding."""
+
+
+@pytest.mark.parametrize("passes", [2, 3, 8])
+@pytest.mark.parametrize(
+    ("dtype", "edit", "share"),
+    [(dtype, edit, share) for dtype, edits in FOUND.items() for edit, shares in edits.items() for share in shares],
+)
+def test_an_edit_of_whole_gradients_after_the_last_pass_is_a_finding(dtype, edit, share, passes):
+    result = _by_hand(dtype, passes, lambda p: EDITS[edit](p, share))
+    assert not result.violations, result
+    assert any("`.grad` is edited" in finding for finding in result.findings), result
+
+
+@pytest.mark.parametrize("passes", [2, 8])
+@pytest.mark.parametrize("share", [1e-2, 4e-2])
+def test_an_edit_near_the_rounding_of_bfloat16_is_not_taken_for_weights(share, passes):
+    for seed in range(4):
+        assert not _by_hand(torch.bfloat16, passes, lambda p: EDITS["decay"](p, share), seed).violations
+
+
+def _by_hand(dtype, passes, edit, seed=0, sizes=(4,), divided=True):
+    """Audit four windows; `edit` is given each parameter before the step."""
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(8, 3).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradcheck_suite.audit() as audit:
+        for _ in range(4):
+            sums = {p: torch.zeros_like(p) for p in model.parameters()}
+            for number in range(passes):
+                items = sizes[number % len(sizes)]
+                out = model(torch.randn(items, 8, dtype=dtype)).float()
+                loss = functional.cross_entropy(out, torch.randint(0, 3, (items,)))
+                (loss / passes if divided else loss).backward()
+                if not divided:
+                    for p, total in sums.items():
+                        total += p.grad / passes
+                    optimizer.zero_grad()
+            for p, total in sums.items():
+                if not divided:
+                    p.grad = total
+                edit(p)
+            optimizer.step()
+            optimizer.zero_grad()
+    return audit.result
+
+
+@pytest.mark.parametrize("dtype", FOUND)
+def test_weights_of_a_sum_made_by_hand_are_judged_within_the_rounding_of_its_dtype(dtype):
+    def found(sizes, passes):
+        result = _by_hand(dtype, passes, lambda p: None, sizes=sizes, divided=False)
+        return [v.diagnosis for v in result.violations], result.verdict
+
+    assert found((4,), 4) == ([], "holds")
+    assert found((2, 7, 3, 4), 4) == (["mean-of-means"], "violated")
+
+
 # What an audit costs on a CPU: a transformer of ten million parameters, four micro-batches in a window.
 #
 # pytest tests/auditing/test_samples.py --full -s
