@@ -379,16 +379,15 @@ def _list(ranks: int) -> int:
     return exit_status.HOLDS
 
 
-def _modes(arguments: argparse.Namespace, options: VerifyOptions) -> dict[str, Loop]:
+def modes_of(framework: str | None, ranks: int) -> dict[str, Loop]:
     """Return the reset modes of the frameworks that are asked for."""
     from gradcheck_suite.loops.jax_modes import JAX_MODES
     from gradcheck_suite.loops.ranks import RANK_MODES
     from gradcheck_suite.loops.reset_modes import MODES
 
-    if options.ranks > 1:
+    if ranks > 1:
         return dict(RANK_MODES)
-    of_torch = {} if arguments.framework == "jax" else MODES
-    return {**of_torch, **(JAX_MODES if arguments.framework in ("jax", "all") else {})}
+    return {**({} if framework == "jax" else MODES), **(JAX_MODES if framework in ("jax", "all") else {})}
 
 
 def _subjects(arguments: argparse.Namespace, options: VerifyOptions) -> list[Subject]:
@@ -400,7 +399,9 @@ def _subjects(arguments: argparse.Namespace, options: VerifyOptions) -> list[Sub
     if options.ranks == 1 and (over_ranks := next((text for text in arguments.loops if text in RANK_LOOPS), None)):
         raise UsageError(f"{over_ranks} trains on several ranks: give --ranks 2, 3 or 4")
     problem = None if arguments.problem is None else resolve_problem(arguments.problem)
-    loops = {text: resolve_loop(text, arguments.framework) for text in arguments.loops} or _modes(arguments, options)
+    loops = {text: resolve_loop(text, arguments.framework) for text in arguments.loops} or modes_of(
+        arguments.framework, options.ranks
+    )
     note_untested_trainers(loops)
     for name, loop in loops.items():
         try:

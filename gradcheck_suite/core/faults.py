@@ -59,15 +59,15 @@ _ROWS = (
         "wrong-count",
         "weights",
         "means are weighted by something else than their counts: items, rounded counts, a power of the count, the "
-        "count of a neighbour, a capped share",
+        "count of a neighbour",
         "weight each mean by `run.count(batch)` over the window's count",
         "weighted-by-count",
     ),
     _gradient(
         "wrong-scale",
         "weights",
-        "every item of the window has the same wrong weight; the explanation states the factor and what it is in every "
-        "window: K, 1/K, r/K in a short window of r, a count over another one, a loss scale, the sign",
+        "every item of the window, or of one rank, has the same wrong weight; the explanation states the factor and, "
+        "where known, what it is: K, 1/K, r/K in a short window of r, a count over another one, a loss scale, the sign",
         "divide once, by the window's count; check that no library divides a second time",
     ),
     _gradient(

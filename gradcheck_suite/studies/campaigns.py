@@ -197,10 +197,13 @@ def blocks(total: int, size: int) -> list[int]:
 
 def _cut_verify(asked: argparse.Namespace) -> list[Command]:
     """Cut by loop and by block of cases; the i-th block has the i-th seed."""
-    from gradcheck_suite.loops.ranks import RANK_MODES
-    from gradcheck_suite.loops.reset_modes import MODES
+    from gradcheck_suite.cli.verify import modes_of
+    from gradcheck_suite.loops.jax_modes import JAX_MODES
 
-    options = [] if asked.problem is None else ["--problem", asked.problem]
+    if asked.stop_on_violation or asked.html is not None:
+        raise UsageError(f"{'-x' if asked.stop_on_violation else '--html'} is no option of a campaign: leave it out")
+    named = {"--problem": asked.problem, "--framework": asked.framework}
+    options = [part for flag, value in named.items() if value is not None for part in (flag, value)]
     for option in OPTIONS:
         value = getattr(asked, option.field)
         if option.field in ("examples", "seed") or value in (getattr(DEFAULTS, option.field), []):
@@ -209,9 +212,13 @@ def _cut_verify(asked: argparse.Namespace) -> list[Command]:
             options.append(option.flag)
         else:
             options += [part for one in (value if option.repeatable else [value]) for part in (option.flag, str(one))]
-    loops = asked.loops or (MODES if asked.ranks == 1 else RANK_MODES)
-    examples = asked.examples or BY_FRAMEWORK["torch"][0]
-    return [command for loop in loops for command in _blocks_of(loop, examples, asked.seed, options)]
+
+    def examples(loop: str) -> int:
+        of_jax = asked.framework == "jax" or loop in JAX_MODES
+        return int(asked.examples or BY_FRAMEWORK["jax" if of_jax else "torch"][0])
+
+    loops = asked.loops or modes_of(asked.framework, asked.ranks)
+    return [command for loop in loops for command in _blocks_of(loop, examples(loop), asked.seed, options)]
 
 
 def _blocks_of(loop: str, examples: int, seed: int, options: Iterable[str]) -> list[Command]:

@@ -17,7 +17,9 @@ import pytest
 from gradcheck_suite.__main__ import main
 from gradcheck_suite.cli import command_of
 from gradcheck_suite.cli.arguments import Parser
-from gradcheck_suite.errors import CannotRunHere
+from gradcheck_suite.errors import CannotRunHere, UsageError
+from gradcheck_suite.loops.jax_modes import JAX_MODES
+from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.studies import campaigns
 from gradcheck_suite.studies.campaigns import Shards, blocks, cut_up, merged_result, run_locally
 from gradcheck_suite.studies.zoo import BUGS
@@ -83,6 +85,32 @@ def test_a_shard_of_verify_keeps_every_option_and_has_a_seed_of_its_own() -> Non
         options = vars(parsed(command))
         for name in whole.keys() - {"loops", "examples", "seed"}:
             assert options[name] == whole[name], name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "loops", "cases"),
+    [
+        (["--framework", "jax"], JAX_MODES, 50),
+        (["--framework", "all"], [*MODES, *JAX_MODES], None),
+        (["mine.py:train", "--framework", "jax"], ["mine.py:train"], 50),
+        (["mine.py:train"], ["mine.py:train"], 200),
+    ],
+)
+def test_a_campaign_of_verify_verifies_what_the_command_does(arguments, loops, cases) -> None:
+    cut = cut_up("verify", arguments).shards
+    assert list(dict.fromkeys(command[1] for command in cut)) == list(loops)
+    framework = arguments[-1] if "--framework" in arguments else None
+    assert {parsed(command).framework for command in cut} == {framework}
+    for loop in loops:
+        of_jax = loop in JAX_MODES or framework == "jax"
+        drawn = sum(parsed(command).examples for command in cut if command[1] == loop)
+        assert drawn == (cases or (50 if of_jax else 200))
+
+
+@pytest.mark.parametrize("option", [["-x"], ["--html", "page.html"]])
+def test_a_campaign_refuses_what_it_would_leave_out(option) -> None:
+    with pytest.raises(UsageError, match=f"{option[0]} is no option of a campaign"):
+        cut_up("verify", ["zero_", *option])
 
 
 def test_a_campaign_of_the_zoo_has_each_bug_once_and_the_sound_loops_apart() -> None:
