@@ -62,6 +62,7 @@ OF_JAX = {
     "look for a copy of the model that is not updated, and for a forward that runs before the previous step": "look "
     "for parameters that a compiled function closes over, and for a gradient that is computed before the previous step",
     "a backward (a custom autograd.Function, a hook)": "a backward (a custom_vjp)",
+    "send the losses of all micro-batches backward with": "differentiate the losses of all micro-batches with",
 }
 """What explanations say of torch -> what they say of a loop of JAX."""
 

@@ -34,7 +34,9 @@ def _strict(document):
 
 
 def test_a_result_that_holds():
-    document = _strict(results_to_json([Result("my_loop.py:train", cases=200, seconds=12.3456)], {"torch": "2.13"}))
+    document = _strict(
+        results_to_json([Result("my_loop.py:train", cases=200, judged=200, seconds=12.3456)], {"torch": "2.13"})
+    )
     assert document["schema"] == 1
     assert document["environment"] == {"torch": "2.13"}
     (result,) = document["results"]
