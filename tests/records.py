@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from gradcheck_suite.cli import exit_status
-from gradcheck_suite.core.records import KINDS, read_lines, records_path, write_text
+from gradcheck_suite.core.records import KINDS, is_clean, read_lines, records_path, write_text
 from gradcheck_suite.studies.campaigns import COULD_NOT_RUN, Shards
 
 REPORTS = Path("reports")
@@ -178,6 +178,8 @@ def put_in_place(parts: Sequence[Part], shards: Shards, reports: Path) -> list[s
         for kind in KINDS:
             for line in shards.lines(number, kind):
                 record = json.loads(line)
+                # a part knows its own folder alone, and not that changes in all of `reports` do not count
+                record["clean"] = is_clean(reports)
                 record["command"] = record["command"].replace(str(shards.partial_place(number)), str(REPORTS))
                 found.setdefault(kind, []).append(json.dumps(record, allow_nan=False))
     for kind, lines in found.items():
