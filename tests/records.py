@@ -175,7 +175,8 @@ def put_in_place(parts: Sequence[Part], shards: Shards, reports: Path) -> list[s
     """Write the parts' records in place of the old ones of their kinds, whole files; return the kinds."""
     found: dict[str, list[str]] = {}
     for number in range(len(parts)):
-        for kind in KINDS:
+        # the few that a part makes of a kind that was not asked for are not all of that kind
+        for kind in {part.kind for part in parts}:
             for line in shards.lines(number, kind):
                 record = json.loads(line)
                 # a part knows its own folder alone, and not that changes in all of `reports` do not count
