@@ -436,25 +436,24 @@ class Replay:
             return None
         number = len(window.passes)
         # rounding is relative to each parameter, and to its elements and its projections apart
-        parts = [np.split(one, [ELEMENTS]) for one in np.split(window.arrivals, len(window.keys))]
-        sizes = [float(np.hypot.reduce(np.abs(part).max(0))) for one in parts for part in one if len(part)]
-        lengths = [len(part) for one in parts for part in one if len(part)]
-        scale = np.repeat(sizes, lengths)
+        of_keys = np.split(window.arrivals, len(window.keys))
+        parts = [part for one in of_keys for part in np.split(one, [ELEMENTS]) if len(part)]
+        scale = np.repeat([float(np.hypot.reduce(np.abs(part).max(0))) for part in parts], list(map(len, parts)))
         reached = scale > 0
         if size(window.target[~reached]):
             return None
         # projections of few elements say nothing beside them
-        elements = np.concatenate([np.arange(len(one[0]) + len(one[1])) < ELEMENTS for one in parts])
-        seen = window.arrivals.any(1) & elements
+        elements = np.concatenate([np.arange(len(one)) < ELEMENTS for one in of_keys])
+        arrived = window.arrivals.any(1)
         columns, target = window.arrivals[reached] / scale[reached, None], window.target[reached] / scale[reached]
-        fit = fitted(columns, target) if seen.sum() >= 2 * number else None
+        fit = fitted(columns, target) if (arrived & elements).sum() >= 2 * number else None
         if fit is None:
             return None
         solution, residual = fit
         dtypes = {self._dtypes.get(key, "float32") for key in window.keys}
         known = [dtype if dtype in UNIT_ROUNDOFF else "float32" for dtype in dtypes]
         rounding = RELATIVE["float64"] + max(growth(number + FURTHER_ROUNDINGS, dtype) for dtype in known)
-        rows = int(window.arrivals.any(1).sum())
+        rows = int(arrived.sum())
         left, largest = float(np.sqrt((residual * residual).sum() / (rows - number))), size(solution)
         if not largest or not left <= RMS_OF_ROUNDING * rounding * largest:
             return None
