@@ -88,47 +88,43 @@ def verdict_matrix(records: Sequence[Record], most: int | None = None) -> Matrix
 
     Args:
         records: the last of each setting.
-        most: rows at most; the built-in modes are first then, and the caption says what is left out.
+        most: rows at most; the built-in modes are first then, those of JAX in one row, and the caption says what is
+            left out.
     """
     cells: dict[str, dict[tuple[str, str], Data]] = {}
-    for data in (record.data for record in records):
-        row, place = cells.setdefault(str(data.get("loop", "?")), {}), place_of(data)
-        # one setting with several optimizers or problems: its worst
+    datas = [record.data for record in records]
+    in_one_row = JAX_MODES if most is not None else {}
+    of_jax = f"{len({d.get('loop') for d in datas} & {*in_one_row})} modes of JAX"
+    for data in datas:
+        loop, place = str(data.get("loop", "?")), place_of(data)
+        row = cells.setdefault(of_jax if loop in in_one_row else loop, {})
+        # one setting with several optimizers or problems, or several modes in one row: its worst
         if place not in row or _badness(data) > _badness(row[place]):
             row[place] = data
     places = sorted({place for row in cells.values() for place in row}, key=place_order)
     columns = {place: f"{place[0]} {device_name(place[1])}" for place in places}
     if "cuda" not in {device for _, device in places}:
         columns["", "cuda"] = f"any {device_name('cuda')}"
-    holding = {loop: all(d["verdict"] == "holds" for d in row.values()) for loop, row in cells.items()}
-    modes = {**MODES, **JAX_MODES}
+    holding = {loop: all(map(_holds, row.values())) for loop, row in cells.items()}
+    modes = {*MODES, *JAX_MODES, of_jax}
     order = sorted(cells, key=lambda loop: (most is not None and loop not in modes, holding[loop], loop not in modes))
     shown = {loop: cells[loop] for loop in order[:most]}
-    counts = {
-        place: {_judged(row[place]) for row in shown.values() if place in row and row[place]["verdict"] == "holds"}
-        for place in columns
-    }
-    differ = any(len(mine) > 1 for mine in counts.values())
-    if not differ:
-        columns = {
-            place: name + "".join(f"\N{NO-BREAK SPACE}({n:,})" for n in counts[place])
-            for place, name in columns.items()
-        }
+    for place in places:
+        if judged := {_judged(row[place]) for row in shown.values() if place in row and _holds(row[place])}:
+            columns[place] += f"\N{NO-BREAK SPACE}({min(judged):,}{'+' * (len(judged) > 1)})"
 
     def cell(data: Data | None) -> Tone:
         if data is None:
             return "none", ("not run",)  # NOT_RUN says why
-        if data["verdict"] != "holds":
+        if not _holds(data):
             name = (data.get("violation") or {}).get("diagnosis", "")
             return "bad" if data["verdict"] == "violated" else "none", (str(data["verdict"]), str(name))
-        share = share_text(_badness(data)[1])
-        said = (f"{_judged(data):,}", share) if differ else (share,)
-        return "good", (f"\N{CHECK MARK} {said[0]}", *said[1:])
+        return "good", (f"\N{CHECK MARK} {share_text(_badness(data)[-1])}",)
 
     left = order[len(shown) :]
     bad = sum(not holding[loop] for loop in left)
     more = f"; {len(left)} more loops{f', {bad} violated' if bad else ''}" if left else ""
-    caption = f"{'Cases, worst' if differ else 'Columns: dtype, device (cases). Cells: worst'} error / allowed{more}"
+    caption = f"Columns: dtype, device (cases). Cells: worst error / allowed{more}"
     empty = most is None and any(place not in row for row in shown.values() for place in columns)
     return matrix_of(caption, "loop" if most is None else "mode", columns, shown, cell, NOT_RUN if empty else ())
 
@@ -161,9 +157,13 @@ def place_order(place: tuple[str, str]) -> tuple[bool, int, tuple[str, str]]:
     return device != "cpu", DTYPES.index(dtype) if dtype in DTYPES else len(DTYPES), place
 
 
-def _badness(data: Data) -> tuple[bool, float]:
-    """Return whether a loop is violated, and its worst error over what is allowed."""
-    return data["verdict"] == "violated", float(data.get("worst_error_over_allowed") or 0)
+def _holds(data: Data) -> bool:
+    return data["verdict"] == "holds"
+
+
+def _badness(data: Data) -> tuple[bool, bool, float]:
+    """Return whether a loop is violated, whether it does not hold, and its worst error over what is allowed."""
+    return data["verdict"] == "violated", not _holds(data), float(data.get("worst_error_over_allowed") or 0)
 
 
 def _judged(data: Data) -> int:

@@ -194,8 +194,8 @@ def test_the_matrix_has_violated_loops_first_then_the_modes(tmp_path):
     verdict(tmp_path, "zero_", device="cuda", judged=1500)
     verdict(tmp_path, "mine.py:right", device="cuda", judged=1400)
     (matrix,) = _section(build(tmp_path), "verified").matrices
-    assert (matrix.columns[2], matrix.caption) == ("float64 GPU", "Cases, worst error / allowed")
-    assert dict(matrix.rows)["zero_"][2] == ("good", ("✓ 1,500", "0.12"))
+    assert matrix.columns[2] == "float64 GPU\N{NO-BREAK SPACE}(1,400+)"
+    assert dict(matrix.rows)["zero_"][2] == ("good", ("✓ 0.12",))
 
 
 def test_where_torch_and_jax_disagree_is_said_and_what_was_not_judged_has_its_reason(tmp_path):
@@ -340,7 +340,8 @@ def test_the_answer_on_modes_shows_the_modes_alone(tmp_path):
     # a mode of JAX is no loop of one's own
     assert report.answers[0].brief == "No: 1 of 1 loop or script violated: mine (mean-of-means)"
     answer, (everything,) = report.answers[1], _section(report, "verified").matrices
-    assert {name for name, _ in answer.matrix.rows} == {*MODES, *JAX_MODES}
+    of_jax = f"{len(JAX_MODES)} modes of JAX"
+    assert [name for name, _ in answer.matrix.rows] == [*MODES, of_jax]
     assert (
         answer.brief
         == f"Yes, all {len(MODES)} modes hold in float64 on the CPU, and all {len(JAX_MODES)} of JAX in float64 on the "
@@ -355,7 +356,14 @@ def test_the_answer_on_modes_shows_the_modes_alone(tmp_path):
         f"Yes, all {len(MODES)} modes hold in float64, bfloat16 on the CPU, and"
     )  # float32: one mode
     assert everything.rows[0][0] == "mine"
+    assert {name for name, _ in everything.rows} == {"mine", *MODES, *JAX_MODES}
     assert everything.notes[0].startswith("Not run: ")
+    # the row of several modes says the worst of them
+    assert dict(build(tmp_path).answers[1].matrix.rows)[of_jax][0][0] == "good"
+    verdict(tmp_path, "jax_where", state="unjudged")
+    assert dict(build(tmp_path).answers[1].matrix.rows)[of_jax][0] == ("none", ("unjudged", ""))
+    verdict(tmp_path, "jax_donated", state="violated", violation={"kind": "gradient", "diagnosis": "no-divide"})
+    assert dict(build(tmp_path).answers[1].matrix.rows)[of_jax][0] == ("bad", ("violated", "no-divide"))
 
 
 def test_figures_older_than_their_code_are_marked(tmp_path):
