@@ -104,6 +104,12 @@ ZERO = (
     "audit the script with `zero_optimization.stage` 0: the losses weigh the same there",
 )
 """Why a step on copies could not be judged, and what to do."""
+UNTOLD = (
+    "`.grad` is put together by hand, or was reset and edited: the model has too few elements for so many "
+    "micro-batches, or their gradients are too much alike in its dtype, to tell which of them are in it",
+    "audit the script with fewer micro-batches in a window, or in float32",
+)
+"""Why a sum made by hand could not be judged, and what to do."""
 
 
 # The weights of the windows of one optimizer, together.
@@ -811,6 +817,9 @@ class Judge:
         if fault is not None:
             self.judged.add(window.number)
             self._violate(fault, window, where)
+            return None
+        if found.untold:
+            self._unknown[Unknown(BOTH, str(where), *UNTOLD)] += 1
             return None
         if found.by_hand:
             self._by_hand.add(str(where))

@@ -8,6 +8,7 @@ sum of its passes.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ import numpy as np
 from gradcheck_suite.auditing.places import Place, lines_with
 from gradcheck_suite.auditing.recorder import BY_HAND, LATE, NONE, TOUCHED, PassRecord, StepRecord
 from gradcheck_suite.auditing.samples import ELEMENTS, Vector, alike, distance, factor, is_finite, is_mostly, size
-from gradcheck_suite.core.comparison import FURTHER_ROUNDINGS, UNIT_ROUNDOFF, growth
+from gradcheck_suite.core.comparison import FURTHER_ROUNDINGS, SMALLEST, UNIT_ROUNDOFF, growth
 from gradcheck_suite.core.text import counted
 
 RELATIVE = {"float64": 1e-10, "float32": 3e-5, "bfloat16": 3e-2, "float16": 4e-3}
@@ -41,16 +42,48 @@ def near(a: float, b: float, tolerance: float) -> bool:
     return abs(a - b) <= tolerance * max(abs(a), abs(b))
 
 
-def fitted(columns: Vector, target: Vector) -> tuple[Vector, Vector] | None:
-    """Return the coefficients of columns in a target, by least squares, and what is left over; None where several fit.
+def fitted(columns: Vector, target: Vector) -> tuple[Vector, Vector, Vector] | None:
+    """Fit a sum of columns to a target by least squares; None where several sums fit, or no element would tell.
 
     Args:
         columns: (elements, columns).
         target: (elements,).
+
+    Returns:
+        the coefficients (columns,), what is left over (elements,), and the standard errors of the coefficients where
+        what is left over has one of 1 (columns,).
     """
     found, _, rank, _ = np.linalg.lstsq(columns, target, rcond=1e-7)
     solution = np.asarray(found, np.float64)
-    return (solution, target - columns @ solution) if rank == len(solution) else None
+    if not len(columns) > len(solution) == rank:
+        return None
+    return solution, target - columns @ solution, np.sqrt(np.diag(np.linalg.inv(columns.T @ columns)))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """`.grad` as a sum of what arrived in each pass, by least squares.
+
+    Attributes:
+        coefficients: (passes,).
+        bounds: (passes,) of the errors of the coefficients.
+        is_exact: whether no more than rounding is left over.
+    """
+
+    coefficients: Vector
+    bounds: Vector
+    is_exact: bool
+
+    @property
+    def error(self) -> float:
+        """Relative to the largest coefficient; infinite where there is none."""
+        largest = size(self.coefficients)
+        return size(self.bounds) / largest if largest else math.inf
+
+    @property
+    def tells(self) -> bool:
+        """Whether rounding leaves a pass that is in the sum as much as another one apart from one that is not."""
+        return not self.is_exact or self.error < 0.5
 
 
 @dataclass
@@ -98,6 +131,8 @@ class Seen:
 
 
 SAME, RESET, REDUCED, FACTOR, EDITED, NOT_FINITE = "same", "reset", "reduced", "factor", "edited", "not finite"
+UNEXPLAINED = EDITED, RESET, NOT_FINITE
+"""What says nothing of the passes that stand in a `.grad`."""
 
 
 @dataclass
@@ -120,8 +155,7 @@ class Window:
         null: what arrived there was exactly 0: it tells nothing.
         not_finite: the passes with an arrival that was not finite.
         copies: whether the optimizer steps on copies of the parameters (master weights), for which these stand here.
-        arrivals: (elements, passes) what arrived in each pass, over all parameters; None where that is not known.
-        target: (elements,) what stood in `.grad` at the step.
+        fit: of `.grad` where no event explains it; None where what arrived is not known.
         error: of coefficients that are fitted, relative to the largest one; 0 where none is.
     """
 
@@ -140,8 +174,7 @@ class Window:
     null: set[tuple[int, int, int]]
     not_finite: set[int]
     copies: bool = False
-    arrivals: Vector | None = None
-    target: Vector = field(default_factory=lambda: ZERO)
+    fit: Fit | None = None
     error: float = 0.0
 
     @property
@@ -152,18 +185,12 @@ class Window:
     def is_made_by_hand(self, lost: Sequence[int]) -> bool:
         """Return whether an edited `.grad` was put together from copies of what arrived, and not from what was left.
 
-        Noise and clipping leave no exact coefficients, so the least-squares fit is asked for significant ones: those of
-        passes that were reset are then in it, or those of passes that were not are nowhere to be seen.
+        Passes that were reset are then seen in the fit, or those that were not are nowhere to be seen.
         """
-        fit = None if self.arrivals is None else fitted(self.arrivals, self.target)
-        if self.arrivals is None or fit is None:
+        if self.fit is None:
             return False
-        solution, residual = fit
-        rows, columns = self.arrivals.shape
-        variance = float((residual * residual).sum()) / (rows - columns)
-        errors = np.sqrt(variance * np.diag(np.linalg.inv(self.arrivals.T @ self.arrivals)))
-        significant = dict(zip(self.passes, np.abs(solution) > SIGNIFICANT * errors, strict=True))
-        return any(significant[i] for i in lost) or not any(s for i, s in significant.items() if i not in lost)
+        seen = dict(zip(self.passes, np.abs(self.fit.coefficients) > self.fit.bounds, strict=True))
+        return any(seen[i] for i in lost) or not any(s for i, s in seen.items() if i not in lost)
 
     def of_pass(self, source: Source) -> float | None:
         """Return the coefficient of a pass, the median over the parameters that it reached; None where it has none."""
@@ -214,7 +241,11 @@ class Replay:
 
     def tolerance(self, key: int) -> float:
         """Return the relative difference that rounding explains in the `.grad` of a parameter."""
-        return RELATIVE.get(self._dtypes.get(key, "float32"), RELATIVE["float32"])
+        return RELATIVE[self._dtype(key)]
+
+    def _dtype(self, key: int) -> str:
+        dtype = self._dtypes.get(key, "float32")
+        return dtype if dtype in UNIT_ROUNDOFF else "float32"
 
     def _explain_all(self, rank: int, measured: Mapping[int, Vector], *, inside: bool) -> dict[int, Explanation]:
         """Explain what stands in the `.grad` of several parameters.
@@ -382,25 +413,32 @@ class Replay:
             for key, one in found.items()
             if one.event != NOT_FINITE and (self._states[0][key].coefficients or one.event != RESET)
         }
+        kept = {
+            key: dict(self._states[0][key].coefficients if one.event in UNEXPLAINED else one.coefficients)
+            for key, one in found.items()
+        }
+        standing = {index for cs in kept.values() for (_, index), c in cs.items() if abs(c) > NEGLIGIBLE}
+        lost = [index for index in window.passes if index not in standing]
         some = [f for f in factors.values() if f]
         tolerance = max(map(self.tolerance, factors), default=RELATIVE["float32"])
         common = float(np.median(some)) if some else 0.0
         off = [key for key, f in factors.items() if f is None or not near(f, common, 10 * tolerance)]
-        if off and self.ranks == 1 and window.passes:
-            self._gather(window, found)
+        if lost and not off and self.ranks == 1 and not self._is_multiple({key: found[key] for key in factors}, common):
+            window.fit = self._fit(window, found)
+            if window.fit and (not window.fit.tells or window.is_made_by_hand(lost)):
+                off = list(factors)
+        elif off and self.ranks == 1 and window.passes:
+            window.fit = self._fit(window, found)
         some_elements = all(is_mostly(found[key].now, self._states[0][key].sample) for key in off)
-        if off and not some_elements and (by_hand := self._by_hand(window)) is not None:
-            window.edit = BY_HAND
-            coefficients, window.error = by_hand
-            pairs = list(zip(window.passes, coefficients, strict=True))
+        fit = None if some_elements or not window.fit or not window.fit.is_exact else window.fit
+        # an edit within rounding of what was left after a reset is no sum made by hand
+        if fit is not None and fit.tells and (not lost or window.is_made_by_hand(lost)):
+            window.edit, window.error = BY_HAND, fit.error
+            pairs = list(zip(window.passes, map(float, fit.coefficients), strict=True))
             for key in window.keys:
                 window.coefficients[key] = {(0, i): c for i, c in pairs if (0, i, key) in self._arrived}
             return
-        window.factor = common
-        for key, one in found.items():
-            unexplained = one.event in (EDITED, RESET, NOT_FINITE)
-            kept = self._states[0][key].coefficients if unexplained else one.coefficients
-            window.coefficients[key] = dict(kept)
+        window.factor, window.coefficients = common, kept
         if factors and all(f == 0.0 for f in factors.values()):
             window.edit = "all reset"
         elif any(factors[key] != 0.0 for key in off):
@@ -408,8 +446,29 @@ class Replay:
         elif off:
             window.edit = "reset"
 
-    def _gather(self, window: Window, found: Mapping[int, Explanation]) -> None:
-        """Put what arrived in each pass beside what stood in `.grad`, over all parameters."""
+    def _is_multiple(self, found: Mapping[int, Explanation], common: float) -> bool:
+        """Return whether each element is the common multiple of what stood there, and that by no accident.
+
+        Of a sum, the largest element alone may hide that the others are none; and of few elements, any sum may be one.
+        """
+        number, largest = 0, 0.0
+        for key, one in found.items():
+            now, dtype = one.now[:ELEMENTS], self._dtype(key)
+            # of a product or two
+            rounding = 2 * UNIT_ROUNDOFF[dtype]
+            left = np.abs(common * self._states[0][key].sample[:ELEMENTS] - now)
+            if not (left <= rounding * np.abs(now) + SMALLEST[dtype]).all():
+                return False
+            number, largest = number + int(np.count_nonzero(now)), max(largest, rounding)
+        # one element is always a multiple of another one
+        return largest ** max(number - 1, 0) <= ACCIDENT or all(one.event == SAME for one in found.values())
+
+    def _fit(self, window: Window, found: Mapping[int, Explanation]) -> Fit | None:
+        """Fit a sum of what arrived in each pass to what stood in `.grad`, over all parameters.
+
+        What the fit leaves over must be within the rounding of a sum of so many terms, else `.grad` is edited: an edit
+        moves the coefficients by as much as it leaves over, so what is left over is also how well they are known.
+        """
         length = min((len(one.now) for one in found.values()), default=0)
         nothing = np.zeros(length)
 
@@ -418,50 +477,36 @@ class Replay:
 
         columns = [column(self._arrived.get((0, i, key), nothing) for key in window.keys) for i in window.passes]
         target = column(found[key].now if key in found else nothing for key in window.keys)
-        arrivals = np.stack(columns, 1)
-        if arrivals.shape[0] > arrivals.shape[1] and is_finite(target) and np.isfinite(arrivals).all():
-            window.arrivals, window.target = arrivals, target
-
-    def _by_hand(self, window: Window) -> tuple[list[float], float] | None:
-        """Return the coefficients of a window's arrivals in a gradient that the program wrote, and their error.
-
-        What the fit leaves over must be within the rounding of a sum of so many terms, else `.grad` is edited: an edit
-        moves the coefficients by as much as it leaves over, so what is left over is also how well they are known.
-
-        Returns:
-            the coefficients, and their error relative to the largest one; None where no sum of what arrived explains
-            `.grad`, or there are too few elements to tell.
-        """
-        if window.arrivals is None:
+        arrivals, number = np.stack(columns, 1), len(window.passes)
+        if not is_finite(target) or not np.isfinite(arrivals).all():
             return None
-        number = len(window.passes)
         # rounding is relative to each parameter, and to its elements and its projections apart
-        of_keys = np.split(window.arrivals, len(window.keys))
+        of_keys = np.split(arrivals, len(window.keys))
         parts = [part for one in of_keys for part in np.split(one, [ELEMENTS]) if len(part)]
         scale = np.repeat([float(np.hypot.reduce(np.abs(part).max(0))) for part in parts], list(map(len, parts)))
-        reached = scale > 0
-        if size(window.target[~reached]):
-            return None
+        reached, arrived = scale > 0, arrivals.any(1)
         # projections of few elements say nothing beside them
         elements = np.concatenate([np.arange(len(one)) < ELEMENTS for one in of_keys])
-        arrived = window.arrivals.any(1)
-        columns, target = window.arrivals[reached] / scale[reached, None], window.target[reached] / scale[reached]
-        fit = fitted(columns, target) if (arrived & elements).sum() >= 2 * number else None
-        if fit is None:
-            return None
-        solution, residual = fit
-        dtypes = {self._dtypes.get(key, "float32") for key in window.keys}
-        known = [dtype if dtype in UNIT_ROUNDOFF else "float32" for dtype in dtypes]
-        rounding = RELATIVE["float64"] + max(growth(number + FURTHER_ROUNDINGS, dtype) for dtype in known)
-        rows = int(arrived.sum())
-        left, largest = float(np.sqrt((residual * residual).sum() / (rows - number))), size(solution)
-        if not largest or not left <= RMS_OF_ROUNDING * rounding * largest:
-            return None
-        # as if it were no noise that the elements average out, but a direction, such as that of the parameters
-        spread = np.sqrt(rows * np.diag(np.linalg.inv(columns.T @ columns))).max()
-        relative = max(left / largest, *(UNIT_ROUNDOFF[dtype] for dtype in known))
-        # two coefficients may be off in opposite directions
-        return [float(c) for c in solution], 2 * float(spread) * relative
+        is_enough = (arrived & elements).sum() >= 2 * number and not size(target[~reached])
+        scaled = fitted(arrivals[reached] / scale[reached, None], target[reached] / scale[reached])
+        if is_enough and scaled is not None:
+            solution, residual, spread = scaled
+            dtypes = set(map(self._dtype, window.keys))
+            rounding = RELATIVE["float64"] + max(growth(number + FURTHER_ROUNDINGS, dtype) for dtype in dtypes)
+            rows = int(arrived.sum())
+            left, largest = float(np.sqrt((residual * residual).sum() / (rows - number))), size(solution)
+            if left <= RMS_OF_ROUNDING * rounding * largest:
+                left = max(left, *(UNIT_ROUNDOFF[dtype] * largest for dtype in dtypes))
+                # as if it were no noise that the elements average out, but a direction, such as that of the parameters;
+                # and two coefficients may be off in opposite directions
+                bound = 2 * math.sqrt(rows) * left * float(spread.max())
+                return Fit(solution, np.full(number, bound), is_exact=True)
+        noisy = fitted(arrivals, target)
+        if noisy is None:
+            return Fit(np.zeros(number), np.zeros(number), is_exact=True)
+        solution, residual, spread = noisy
+        deviation = np.sqrt((residual * residual).sum() / (len(residual) - number))
+        return Fit(solution, SIGNIFICANT * deviation * spread, is_exact=False)
 
     def _leave(self, window: Window, steps: Sequence[StepRecord]) -> None:
         """Set the states that a step leaves behind, and forget what no later step can ask for."""
@@ -523,6 +568,8 @@ COPIED = 1e-5
 """Relative difference of a gradient that is copied from one parameter to another one in float32, and may be divided."""
 RMS_OF_ROUNDING = 0.25
 """Of the roundings of a sum, relative to their bound; of sums in float32 and bfloat16 it is up to an eighth or so."""
+ACCIDENT = 1e-4
+"""Chance, from which on it counts, that a few elements of a sum are within rounding a multiple of one of its terms."""
 SIGNIFICANT = 5.0
 """Standard errors from which on a coefficient is not 0."""
 
@@ -595,12 +642,14 @@ class Sums:
         excuse: why passes that are missing are no fault, or None.
         coefficients: of each pass that is in it.
         by_hand: whether the program put it together itself, from what arrived.
+        untold: whether it cannot be told if it did, or reset and edited it.
     """
 
     fault: Fault | None = None
     excuse: str | None = None
     coefficients: Mapping[Source, float] = field(default_factory=dict)
     by_hand: bool = False
+    untold: bool = False
 
 
 def _fault(name: str, sentence: str | None = None, key: int | None = None) -> Sums:
@@ -705,6 +754,8 @@ def judge_sums(window: Window, usual: int | None, longest: int) -> Sums:
     if any(source[1] == UNKNOWN for cs in window.coefficients.values() for source in cs):
         return _fault("not-linear")
     lost = [i for i in members.required if not members.is_in(i)]
+    if lost and window.edit == "free" and window.fit is not None and not window.fit.tells:
+        return Sums(untold=True)
     if lost and window.edit == "free" and window.is_made_by_hand(lost):
         return Sums(by_hand=True)
     if lost:

@@ -155,25 +155,38 @@ def test_an_edit_near_the_rounding_of_bfloat16_is_not_taken_for_weights(share, p
         assert not _by_hand(torch.bfloat16, passes, lambda p: EDITS["decay"](p, share), seed).violations
 
 
-def _by_hand(dtype, passes, edit, seed=0, sizes=(4,), divided=True):
-    """Audit four windows; `edit` is given each parameter before the step."""
+def _by_hand(dtype, passes, edit, seed=0, *, sizes=(4,), shape=(8, 3), spread=1.0, sums=None):
+    """Audit four windows.
+
+    Args:
+        dtype: of the model.
+        passes: of a window.
+        edit: is given each parameter before the step.
+        seed: of the model and of the items.
+        sizes: of the micro-batches.
+        shape: of the layer.
+        spread: of the items; what is left to 1 is the same in all micro-batches.
+        sums: the micro-batches whose gradients the loop adds up by hand; None where `.grad` does.
+    """
     torch.manual_seed(seed)
-    model = torch.nn.Linear(8, 3).to(dtype)
+    model = torch.nn.Linear(*shape).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with gradcheck_suite.audit() as audit:
         for _ in range(4):
-            sums = {p: torch.zeros_like(p) for p in model.parameters()}
+            totals = {p: torch.zeros_like(p) for p in model.parameters()}
+            same, targets = torch.randn(max(sizes), shape[0], dtype=dtype), torch.randint(0, shape[1], (max(sizes),))
             for number in range(passes):
                 items = sizes[number % len(sizes)]
-                out = model(torch.randn(items, 8, dtype=dtype)).float()
-                loss = functional.cross_entropy(out, torch.randint(0, 3, (items,)))
-                (loss / passes if divided else loss).backward()
-                if not divided:
-                    for p, total in sums.items():
+                x = (1 - spread) * same[:items] + spread * torch.randn(items, shape[0], dtype=dtype)
+                y = targets[:items] if spread < 1 else torch.randint(0, shape[1], (items,))
+                loss = functional.cross_entropy(model(x).float(), y)
+                (loss if sums else loss / passes).backward()
+                if sums:
+                    for p, total in totals.items() if number in sums else ():
                         total += p.grad / passes
                     optimizer.zero_grad()
-            for p, total in sums.items():
-                if not divided:
+            for p, total in totals.items():
+                if sums:
                     p.grad = total
                 edit(p)
             optimizer.step()
@@ -184,11 +197,63 @@ def _by_hand(dtype, passes, edit, seed=0, sizes=(4,), divided=True):
 @pytest.mark.parametrize("dtype", FOUND)
 def test_weights_of_a_sum_made_by_hand_are_judged_within_the_rounding_of_its_dtype(dtype):
     def found(sizes, passes):
-        result = _by_hand(dtype, passes, lambda p: None, sizes=sizes, divided=False)
+        result = _by_hand(dtype, passes, lambda p: None, sizes=sizes, sums=range(passes))
         return [v.diagnosis for v in result.violations], result.verdict
 
     assert found((4,), 4) == ([], "holds")
     assert found((2, 7, 3, 4), 4) == (["mean-of-means"], "violated")
+
+
+@pytest.mark.parametrize("dtype", FOUND)
+@pytest.mark.parametrize(
+    ("shape", "passes", "spread", "verdict"),
+    [
+        pytest.param((8, 3), 32, 1.0, "unjudged", id="more passes than elements"),
+        pytest.param((1, 2), 8, 1.0, "unjudged", id="few elements"),
+        pytest.param((300, 200), 8, 0.2, "holds", id="large layer"),
+    ],
+)
+def test_a_sum_made_by_hand_is_told_from_a_reset(dtype, shape, passes, spread, verdict):
+    """In the large layer, of 200 classes, few elements are of a class that a micro-batch has: these are far larger."""
+
+    def found(sums, seed=0):
+        return _by_hand(dtype, passes, lambda p: None, seed, shape=shape, spread=spread, sums=sums)
+
+    for seed in range(4):
+        result = found(range(passes), seed)
+        assert not result.violations, result
+        assert result.verdict == verdict, result
+    assert [v.diagnosis for v in found([passes - 1]).violations] == ["reset-inside-window"]
+    if verdict == "holds":
+        assert [v.diagnosis for v in found(range(1, passes)).violations] == ["weighted-by-place"]
+
+
+@pytest.mark.parametrize(("spread", "verdict"), [(1.0, "holds"), (0.01, "unjudged")])
+def test_weights_of_gradients_that_are_alike_within_their_rounding_are_not_judged(spread, verdict):
+    for passes in (2, 4, 8):
+        result = _by_hand(torch.bfloat16, passes, lambda p: None, spread=spread, sums=range(passes))
+        assert result.verdict == verdict, result
+        reset = _by_hand(torch.bfloat16, passes, lambda p: None, spread=spread, sums=[passes - 1])
+        assert [v.diagnosis for v in reset.violations] == ["reset-inside-window"]
+
+
+def test_a_sum_of_gradients_of_one_element_is_no_reset():
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def found(is_kept):
+        with gradcheck_suite.audit() as audit:
+            for _ in range(3):
+                total = torch.zeros(1)
+                for _ in range(4):
+                    optimizer.zero_grad()
+                    (weight * torch.rand(5)).square().mean().backward()
+                    total += weight.grad / 4
+                weight.grad = weight.grad if is_kept else total
+                optimizer.step()
+        return audit.result.verdict
+
+    assert (found(False), found(True)) == ("unjudged", "violated")
 
 
 # What an audit costs on a CPU: a transformer of ten million parameters, four micro-batches in a window.
