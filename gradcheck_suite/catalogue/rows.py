@@ -560,7 +560,7 @@ def _mixture(options: Options, params: Arguments, x: jax.Array, extras: Argument
     logits = linear(params, x, "gate.")
     chosen = jnp.argmax(logits, axis=-1)[..., None]
     probability = softmax(logits)
-    y = jnp.zeros(())
+    y = jnp.zeros((), x.dtype)
     for way in range(options["experts"]):
         y = jnp.where(chosen == way, probability[..., way : way + 1] * _way(params, way, x), y)
     return y

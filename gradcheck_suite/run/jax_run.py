@@ -79,7 +79,9 @@ def functions_of(instance: Instance) -> tuple[Function, Function]:
 
     def loss(params: Any, batch: Batch) -> jax.Array:
         _expect_arrays("loss", params, batch)
-        total = kind.jax_items(options, jax_output(spec, {**fixed, **params}, batch), batch).sum()
+        # a number added to a numpy array of bfloat16 gives float32
+        values = {**jax.tree.map(jnp.asarray, fixed), **params}
+        total = kind.jax_items(options, jax_output(spec, values, batch), batch).sum()
         if spec.loss.reduction == "mean":
             divisor = count(batch)
             # the mean over no valid target would be 0/0, and its gradient NaN

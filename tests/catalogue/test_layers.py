@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from zlib import crc32
 
@@ -242,6 +242,20 @@ def _chosen(name: str, *, full: bool) -> list[tuple[Layer, Signal]]:
 def test_torch_and_jax_agree(name, full):
     if chosen := _chosen(name, full=full):
         assert_frameworks_agree(KINDS[name], *chosen)
+
+
+@EACH_KIND
+def test_a_layer_of_jax_keeps_a_lower_precision(name):
+    """Otherwise a convolution after it fails, and the loop of JAX that trains the model would be blamed."""
+    for layer, signal in _chosen(name, full=False):
+        values, x, extras, _ = prepare(KINDS[name], layer, signal).arguments
+
+        def low(array):
+            return jax.ShapeDtypeStruct(array.shape, jnp.bfloat16 if array.dtype.kind == "f" else array.dtype)
+
+        y = jax.eval_shape(partial(KINDS[name].jax_apply, layer.o), *jax.tree.map(low, (values, x, extras)))
+        with about(layer, signal):
+            assert not jnp.issubdtype(y.dtype, jnp.floating) or y.dtype == jnp.bfloat16
 
 
 @EACH_KIND

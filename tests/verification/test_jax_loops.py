@@ -92,6 +92,15 @@ def test_a_sound_loop_holds(loop):
         assert not verdict.skipped
 
 
+def test_a_model_with_buffers_is_trained_in_bfloat16():
+    image = Input("image", channels=2, height=4, width=5)
+    options = {"bias": False, "dilation": 1, "features": 2, "groups": 1, "kernel": 1, "padding": 0, "stride": 1}
+    layers = Layer("batch_norm2d", affine=False), Layer("conv2d", **options)
+    case = Case(ProblemSpec(image, layers, Loss("mse", reduction="mean")), Plan((1, 2), 2), dtype="bfloat16")
+    verdict = check(JAX_MODES["jax_where"], case)
+    assert verdict.holds, verdict.violation and verdict.violation.explanation
+
+
 @pytest.mark.parametrize(
     "bug",
     [

@@ -168,7 +168,7 @@ def jax_state_forgotten(run: JaxTrainingRun) -> None:
     train_with(run, lambda params, window: _over(run, *sums(params, window)), forget=True)
 
 
-@bug("gradient/low-precision", needs="any case", assumes=(FINITE_GRADIENTS,))
+@bug("gradient/low-precision, non-finite/low-precision", needs="any case", assumes=(FINITE_GRADIENTS,))
 @jax_training_loop(assumes=(FINITE_GRADIENTS,))
 def jax_bfloat16_sum(run: JaxTrainingRun) -> None:
     """The sum is kept in bfloat16, where 256 + 1 is 256."""
