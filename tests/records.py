@@ -86,6 +86,7 @@ PARTS: tuple[Part, ...] = (
            "verdicts on the reset modes in each dtype, with what their cases reached" * (dtype == "float64"))
       for dtype in DTYPES),
     Part("verify", f"{SUITE} verify --framework jax --reports {{reports}}", "verdicts on the reset modes of JAX"),
+    Part("verify", f"{SUITE} verify --framework jax --dtype bfloat16 --examples 20 --reports {{reports}}"),
     *(Part("zoo", f"{CAMPAIGN} --reports {{reports}} zoo --seeds 1 --sound-cases 50 --dtype {dtype}",
            "the known bugs, in each dtype" * (dtype == "float64")) for dtype in DTYPES[:3]),
     Part("calibration", f"{CAMPAIGN} --reports {{reports}} calibrate --checks 20000 --planted 60 --seed 1",
