@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 import tracemalloc
+from functools import partial
 
 import numpy as np
 import pytest
@@ -235,6 +236,13 @@ def test_weights_of_gradients_that_are_alike_within_their_rounding_are_not_judge
         assert result.verdict == verdict, result
         reset = _by_hand(torch.bfloat16, passes, lambda p: None, spread=spread, sums=[passes - 1])
         assert [v.diagnosis for v in reset.violations] == ["reset-inside-window"]
+
+
+def test_a_reset_that_is_edited_within_rounding_has_no_weights():
+    for seed in range(3):
+        edit = partial(EDITS["decay"], share=0.01)
+        edited = _by_hand(torch.bfloat16, 4, edit, seed, shape=(300, 200), sums=[3])
+        assert [v.diagnosis for v in edited.violations] == ["reset-inside-window"], edited
 
 
 def test_a_sum_of_gradients_of_one_element_is_no_reset():
