@@ -240,6 +240,7 @@ def _coarser(datas: Sequence[Data]) -> Table:
             "dtype": data["dtype"], "runs": runs, "found": found, "within rounding": within, "right diagnosis": right,
             "no diagnosis": unnamed, "wrong diagnosis": found - right - unnamed,
             "sound cases": sum(s["cases"] for s in sound), "sound loops blamed": sum(bool(s["blamed"]) for s in sound),
+            "without a right diagnosis": ", ".join(b["name"] for b in bugs if b["rightly_named"] < b["runs"]) or None,
         })  # fmt: skip
     return table(
         "The same bugs in other precisions",

@@ -42,7 +42,7 @@ def test_the_zoo_in_other_dtypes_is_a_row_each(reports, tmp_path):
     assert "0 of 1 planted ones, 2 of 4 runs with the expected diagnosis" in section.text[0]
     assert "blamed in 0 of 1,000 cases" in section.text[0]
     # 7 found, 4 with a right diagnosis and 2 with none: 1 with a wrong one
-    assert section.tables[2].rows == (("bfloat16", 9, 7, 2, 4, 2, 1, 30, 1),)
+    assert section.tables[2].rows == (("bfloat16", 9, 7, 2, 4, 2, 1, 30, 1, bug["name"]),)
 
 
 def test_calibration_has_its_tables_and_its_curve(tmp_path):
