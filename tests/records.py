@@ -18,6 +18,7 @@ import json
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -179,7 +180,8 @@ def put_in_place(parts: Sequence[Part], shards: Shards, reports: Path) -> list[s
         # the few that a part makes of a kind that was not asked for are not all of that kind
         for kind in {part.kind for part in parts}:
             for line in shards.lines(number, kind):
-                record = json.loads(line)
+                # where packages are installed is of this machine alone
+                record = json.loads(line.replace(f"{sysconfig.get_path('purelib')}/", ""))
                 # a part knows its own folder alone, and not that changes in all of `reports` do not count
                 record["clean"] = is_clean(reports)
                 record["command"] = record["command"].replace(str(shards.partial_place(number)), str(REPORTS))

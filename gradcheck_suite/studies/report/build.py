@@ -268,7 +268,8 @@ def _time_sentences(rows: Sequence[Data]) -> Iterable[str]:
         found = step_times(mine)
         if found.rows:
             counts = {name: len(found.where(which)) for name, which in (("None", "none"), ("zero_", "zero"))}
-            faster = "".join(f"; {name} is faster in {count}" for name, count in counts.items() if count)
+            some = [f"{name} in {count}" for name, count in counts.items() if count]
+            faster = f"; faster: {', '.join(some)}" * bool(some)
             settings = f"{_of(len(found.where('neither')), len(found.rows))} {device_name(device)} settings"
             yield f"Time: no difference shown in {settings} ({_medians(found.rows)}){faster}."
 
@@ -283,7 +284,7 @@ def _medians(rows: Sequence[Mapping[str, Any]]) -> str:
     saved = sorted(float(row["saved"]) / float(row["zero"]) for row in rows)
     lowest, highest = (f"{abs(share):.0%} {'faster' if share > 0 else 'slower'}" for share in (saved[0], saved[-1]))
     counted = f"{pairs[0]}" if len(pairs) == 1 else f"{pairs[0]} to {pairs[-1]}"
-    return f"{counted} pairs of steps each; medians under None from {lowest} to {highest}"
+    return f"{counted} pairs of steps each; medians: None {lowest} to {highest}"
 
 
 def _kept_gradients(records: Sequence[Record]) -> tuple[int, str, str] | None:

@@ -84,8 +84,8 @@ def test_the_costs_say_that_no_setting_shows_a_difference(tmp_path):
     (answer,) = (answer for answer in build(tmp_path).answers if answer.key == "costs")
     assert answer.brief == "Time: no difference shown in any of 2 CPU settings"
     assert answer.answer == (
-        "Time: no difference shown in any of 2 CPU settings (21 pairs of steps each; medians under None from 50% "
-        "slower to 25% slower)."
+        "Time: no difference shown in any of 2 CPU settings (21 pairs of steps each; medians: None 50% slower "
+        "to 25% slower)."
     )
 
 
@@ -105,8 +105,8 @@ def test_the_decision_gives_the_share_of_a_step(tmp_path):
     answers = {answer.key: answer for answer in build(tmp_path).answers}
     # a saving of 1 ms and a cost of 2 ms, of 4 ms
     assert answers["costs"].answer == (
-        "Time: no difference shown in 0 of 2 CPU settings (21 pairs of steps each; medians under None from 50% slower "
-        "to 25% faster); None is faster in 1; zero_ is faster in 1."
+        "Time: no difference shown in 0 of 2 CPU settings (21 pairs of steps each; medians: None 50% slower to "
+        "25% faster); faster: None in 1, zero_ in 1."
     )
     (figure,) = answers["costs"].figures
     ratios = {row["size"]: (row["low"], row["ratio"], row["high"]) for row in figure.spec["data"]["values"]}
