@@ -93,8 +93,8 @@ def verdict_matrix(records: Sequence[Record], most: int | None = None) -> Matrix
     """
     cells: dict[str, dict[tuple[str, str], Data]] = {}
     datas = [record.data for record in records]
-    in_one_row = JAX_MODES if most is not None else {}
-    of_jax = f"{len({d.get('loop') for d in datas} & {*in_one_row})} modes of JAX"
+    in_one_row = {loop for data in datas if most is not None and (loop := data.get("loop")) in JAX_MODES}
+    of_jax = f"{counted(len(in_one_row), 'mode')} of JAX"
     for data in datas:
         loop, place = str(data.get("loop", "?")), place_of(data)
         row = cells.setdefault(of_jax if loop in in_one_row else loop, {})

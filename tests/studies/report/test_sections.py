@@ -332,6 +332,8 @@ def test_communication_is_held_to_its_prediction(tmp_path):
 
 
 def test_the_answer_on_modes_shows_the_modes_alone(tmp_path):
+    verdict(tmp_path / "one", "jax_where")
+    assert [name for name, _ in build(tmp_path / "one").answers[0].matrix.rows] == ["1 mode of JAX"]
     verdict(tmp_path, "zero_")
     verdict(tmp_path, "mine", state="violated", violation={"kind": "gradient", "diagnosis": "mean-of-means"})
     for mode in [*MODES, *JAX_MODES][1:]:
