@@ -1,7 +1,7 @@
 """Options and Hypothesis profiles that `tests/` and `properties/` share.
 
-    pytest tests properties -n 2                                      the same cases every time, within six minutes
-    pytest tests properties -n 2 --full --hypothesis-profile full     also the tests marked `full`, and more cases
+    pytest tests properties studies -n 2                                      the same cases every time, within six minutes
+    pytest tests properties studies -n 2 --full --hypothesis-profile full     also the tests marked `full`, and more cases
     pytest properties --hypothesis-profile dev                        few new cases, while writing
     pytest properties --hypothesis-profile nightly                    many new cases
     pytest properties --hypothesis-profile gpu -m cuda                on a CUDA device
@@ -38,6 +38,8 @@ settings.register_profile("gpu", parent=_FIXED, max_examples=30, **_COMMON)
 settings.register_profile("dev", parent=_RANDOM, max_examples=20, **_COMMON)
 settings.register_profile("nightly", parent=_RANDOM, max_examples=2000, **_COMMON)
 
+# Commands that tests run would each start a second process, which imports torch.
+os.environ.setdefault("GRADCHECK_SUITE_PROCESSES", "1")
 # What the tests compute is too small to share among threads. torch reads the variable when it is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # JAX would reserve three quarters of a GPU's memory, which torch needs too. JAX reads it when it looks for devices.
@@ -143,3 +145,40 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     minutes = item.config.getoption("--minutes")
     if minutes is not None and nextitem is not None and time.monotonic() - _STARTED > 60 * minutes:
         item.session.shouldstop = f"--minutes {minutes:g} are over, before {nextitem.nodeid}"
+
+
+@pytest.fixture
+def many_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many draws for a violation as `verify` makes outside of the tests."""
+    from gradcheck_suite.core.comparison import MANY_DRAWS
+
+    for module in ("large_batch", "rounding"):
+        monkeypatch.setattr(f"gradcheck_suite.reference.{module}.MANY_DRAWS", MANY_DRAWS)
+
+
+@pytest.fixture
+def only_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `verify` draw plans alone, on one small problem, so that next to nothing is compiled."""
+    from tests.one_problem import draw_only_linear
+
+    draw_only_linear(monkeypatch)
+
+
+@pytest.fixture
+def without_second_opinion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `verify` ask JAX nothing about users' problems, so that none is exported and compiled."""
+    from gradcheck_suite.verification import second_opinion
+
+    def nothing(*_: object, **_others: object) -> second_opinion.SecondOpinion:
+        return second_opinion.SecondOpinion()
+
+    monkeypatch.setattr(second_opinion, "second_opinion", nothing)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[None]:
+    """Ranks that start once for all tests that need them: it takes seconds to import torch."""
+    from gradcheck_suite.run.ranks import kept_ranks
+
+    with kept_ranks():
+        yield

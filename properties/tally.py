@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from gradcheck_suite.loops.reset_modes import MODES
-from gradcheck_suite.studies.ledger import Ledger
+from studies.ledger import Ledger
 
 AGAINST = "set_to_none"
 COLUMNS = ("cases", "worst error / allowed", "time", "bytes moved", "peak bytes")

@@ -12,10 +12,10 @@ from gradcheck_suite import Case, Plan, Problem, TrainingRun, UsageError, cases,
 from gradcheck_suite.judge.fitted_weights import find_stolen_buffers
 from gradcheck_suite.loops.reset_modes import MODES, RESET_MODES
 from gradcheck_suite.run.instance import generated_instance
-from gradcheck_suite.studies.zoo.bugs.micro_batches import Reusing
 from properties.assertions import assert_equal, assert_holds
 from properties.devices import DEVICES
 from properties.helpers import scaled
+from studies.zoo.bugs.micro_batches import Reusing
 
 
 class _Twins(torch.autograd.Function):

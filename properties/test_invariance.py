@@ -13,10 +13,10 @@ from gradcheck_suite.catalogue.tables import loss_definition
 from gradcheck_suite.core.contract import Loop
 from gradcheck_suite.loops.reset_modes import BUILT_IN, MODES
 from gradcheck_suite.run.instance import Instance, generated_instance
-from gradcheck_suite.studies.zoo import BUGS
 from properties.assertions import Gradients, assert_gradients_equal, assert_within_rounding, differing
 from properties.devices import DEVICES
 from properties.helpers import REGRESSION, apart, observe, scaled, with_items, with_loss
+from studies.zoo import BUGS
 
 LOOPS = {name: BUILT_IN[name] for name in ("zero_", "set_to_none", "flat_buffer", "rescale_at_the_end")}
 ONE_WINDOW = Case(REGRESSION, Plan((1, 3, 2), 3), seed=1)

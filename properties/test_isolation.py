@@ -13,10 +13,10 @@ from gradcheck_suite import Case, cases, plans
 from gradcheck_suite.core.contract import Loop
 from gradcheck_suite.loops.reset_modes import MODES, RESET_MODES
 from gradcheck_suite.run.instance import Instance, generated_instance
-from gradcheck_suite.studies.zoo import BUGS
 from properties.assertions import assert_gradients_equal
 from properties.devices import DEVICES
 from properties.helpers import TWO_WINDOWS, observe, on_leaves, scaled, with_loss
+from studies.zoo import BUGS
 
 several_windows = cases(plan=plans(min_windows=2, max_accumulation_steps=4))
 NO_RESET, BY_MULTIPLICATION = BUGS["no-reset"].loop, BUGS["reset-by-multiplication"].loop

@@ -17,10 +17,10 @@ from gradcheck_suite.reference.large_batch import Reference, opinions
 from gradcheck_suite.reference.programs import Programs
 from gradcheck_suite.run.instance import generated_instance
 from gradcheck_suite.run.optimizers import FOR_ANY_LOOP
-from gradcheck_suite.studies.zoo import BUGS
 from properties.assertions import assert_holds, assert_within_rounding
 from properties.devices import DEVICES, JAX_PLATFORMS
 from properties.helpers import REGRESSION, scaled
+from studies.zoo import BUGS
 
 ASSUMING = {name: loop for name, loop in BUILT_IN.items() if assumptions_of(loop)}
 EVERYWHERE = {name: loop for name, loop in BUILT_IN.items() if not assumptions_of(loop)}

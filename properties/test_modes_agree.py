@@ -13,12 +13,12 @@ from gradcheck_suite.loops.reset_modes import MODES, RESET_MODES, ResetMode, bac
 from gradcheck_suite.reference.large_batch import gradients_of
 from gradcheck_suite.run.instance import Instance, generated_instance
 from gradcheck_suite.run.observer import Observation
-from gradcheck_suite.studies.zoo import BUGS
 from properties.assertions import assert_equal, assert_gradients_equal
 from properties.devices import DEVICES
 from properties.helpers import TWO_WINDOWS, observe, scaled
 from properties.routed import EXPERTS, routed_instance
 from properties.tally import TALLY
+from studies.zoo import BUGS
 
 routes = st.lists(st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=3), min_size=1, max_size=8)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradcheck_suite.studies.compiled_steps import forget
+from studies.compiled_steps import forget
 
 
 def _parameters() -> list[torch.nn.Parameter]:
@@ -137,7 +137,7 @@ def test_lbfgs_closures_see_the_same_under_none_and_zeros(line_search):
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_a_compiled_step_does_as_the_plain_one_where_the_set_of_none_changes(optimizer, set_to_none):
     patterns = [(1, 1), (1, 0), (0, 1), (1, 0), (1, 1)]
-    # a compiled Adam corrects its averages in float32, which loses few digits with these betas; see tests/studies/costs
+    # a compiled Adam corrects its averages in float32, which loses few digits with these betas; see studies/tests/costs
     # for
     # the number of graphs
     own = {"momentum": 0.5} if optimizer is torch.optim.SGD else {"betas": (0.5, 0.75)}

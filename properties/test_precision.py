@@ -7,10 +7,10 @@ from hypothesis import event, given, target
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, cases, check
 from gradcheck_suite.loops.reset_modes import BUILT_IN
-from gradcheck_suite.studies.zoo import BUGS
 from properties.assertions import assert_holds
 from properties.devices import DEVICES
 from properties.helpers import REGRESSION, scaled
+from studies.zoo import BUGS
 
 LOW = ("float32", "bfloat16", "float16")
 LOOPS = ("zero_", "set_to_none", "flat_buffer", "plain", "rescale_at_the_end")

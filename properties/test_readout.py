@@ -17,10 +17,10 @@ from gradcheck_suite.core.case import probe_case
 from gradcheck_suite.core.contract import Loop, assumptions_of
 from gradcheck_suite.loops.reset_modes import BUILT_IN
 from gradcheck_suite.run.instance import generated_instance
-from gradcheck_suite.studies.zoo import BUGS
 from properties.assertions import assert_equal
 from properties.devices import DEVICES
 from properties.helpers import observe, scaled
+from studies.zoo import BUGS
 
 EVERYWHERE = {name: loop for name, loop in BUILT_IN.items() if not assumptions_of(loop)}
 

@@ -23,10 +23,10 @@ from gradcheck_suite.loops.reset_modes import BUILT_IN, MODES, backward_window, 
 from gradcheck_suite.reference.large_batch import Reference
 from gradcheck_suite.run.instance import generated_instance
 from gradcheck_suite.run.optimizers import FOR_ANY_LOOP, OPTIMIZERS
-from gradcheck_suite.studies.optimizer_steps import Trajectory, follow, settings_of
-from gradcheck_suite.studies.optimizers import COUNTERPARTS
-from gradcheck_suite.studies.zoo import BUGS
 from properties.helpers import REGRESSION, observe
+from studies.optimizer_steps import Trajectory, follow, settings_of
+from studies.optimizers import COUNTERPARTS
+from studies.zoo import BUGS
 
 DEEP = ProblemSpec(
     Input("vector", size=3),

@@ -25,7 +25,7 @@ from gradcheck_suite.core.contract import Loop, Problem, VerifyOptions
 from gradcheck_suite.core.results import ViolationKind
 from gradcheck_suite.loops.reset_modes import BUILT_IN
 from gradcheck_suite.run.ranks import kept_ranks
-from gradcheck_suite.studies.zoo import BUGS
+from studies.zoo import BUGS
 from tests.faults.loops import WANTED
 from tests.faults.misread import RANKS, RIGHT
 from tests.loops.test_sound_loops import LOOPS

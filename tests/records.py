@@ -27,7 +27,7 @@ from typing import Any
 
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.core.records import KINDS, is_clean, read_lines, records_path, write_text
-from gradcheck_suite.studies.campaigns import COULD_NOT_RUN, Shards
+from studies.campaigns import COULD_NOT_RUN, Shards
 
 REPORTS = Path("reports")
 FOLDER = "campaign"
@@ -35,7 +35,7 @@ FOLDER = "campaign"
 WORKERS = "2"
 SUITE = "gradcheck-suite"
 CAMPAIGN = f"{SUITE} campaign --workers {WORKERS}"
-BENCHMARKS = "pytest -q -p no:cacheprovider properties/benchmarks"
+BENCHMARKS = "pytest -q -p no:cacheprovider studies/properties/benchmarks"
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -99,7 +99,7 @@ PARTS: tuple[Part, ...] = (
     Part("trainer", f"{SUITE} trainers --heads --examples 6 --exit-zero --reports {{reports}}",
          "model heads of transformers", ("transformers", "accelerate")),
     *_audits(),
-    Part("public-script", "python -m gradcheck_suite.studies.public_scripts build/public --reports {reports}",
+    Part("public-script", "python -m studies.public_scripts build/public --reports {reports}",
          "public training scripts, with and without the audit; `build/public` has them"),
 )  # fmt: skip
 

@@ -13,7 +13,7 @@ import pytest
 import gradcheck_suite
 
 PACKAGE = "gradcheck_suite"
-ROOT = Path(gradcheck_suite.__file__).parent
+ROOT = Path(__file__).parents[1] / PACKAGE
 FRAMEWORKS = ("torch", "jax", "jaxlib")
 IMPORT_SECONDS = 0.2
 
@@ -29,8 +29,9 @@ def _broken_contracts(folder: Path) -> str:
 
 @pytest.fixture
 def copy(tmp_path):
-    """Return a folder with a copy of the package and of its contracts."""
-    shutil.copytree(ROOT, tmp_path / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
+    """Return a folder with a copy of the package, of the studies and of their contracts."""
+    for folder in (PACKAGE, "studies"):
+        shutil.copytree(ROOT.parent / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT.parent / "pyproject.toml", tmp_path)
     return tmp_path
 
@@ -58,7 +59,7 @@ WITHOUT_STUDIES = """
 import sys
 class Missing:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"optax", "pytest_benchmark", "ray"} or name.startswith("gradcheck_suite.studies"):
+        if name.split(".")[0] in {"optax", "pytest_benchmark", "ray"} or name.startswith("studies"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Missing())
 from gradcheck_suite.__main__ import main

@@ -77,7 +77,7 @@ def epilog(command: str) -> str:
 def command_of(name: str) -> Any:
     """Return a command: what has its `add_arguments` and `run`, and `about` or a docstring."""
     if name in PLAIN:
-        return import_module("gradcheck_suite.studies.commands.plain").STUDIES[name]
+        return import_module("studies.commands.plain").STUDIES[name]
     return import_module(f"gradcheck_suite.{'studies.commands' if name in STUDIES else 'cli'}.{name}")
 
 

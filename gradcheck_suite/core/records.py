@@ -173,23 +173,23 @@ JUDGING = (
 LOOPS = ("loops/laws.py", "loops/ranks.py", "loops/reset_modes.py")
 MEASURING = (
     *LOOPS,
-    *(f"studies/{name}.py" for name in ("compiled_steps", "ledger", "memory", "step_times", "workload")),
+    *(f"../studies/{name}.py" for name in ("compiled_steps", "ledger", "memory", "step_times", "workload")),
 )
 """The modules that decide what is measured."""
 _SPEAKS_OF = {
-    "atlas": (*JUDGING, "studies/atlas.py", "studies/atlas_points.py"),
+    "atlas": (*JUDGING, "../studies/atlas.py", "../studies/atlas_points.py"),
     "audit": (*JUDGING, "auditing"),
     "benchmark": MEASURING,
-    "calibration": (*JUDGING, "studies/calibration.py", "studies/tally.py"),
-    "claim": (*JUDGING, *MEASURING, "studies/claims.py"),
+    "calibration": (*JUDGING, "../studies/calibration.py", "../studies/tally.py"),
+    "claim": (*JUDGING, *MEASURING, "../studies/claims.py"),
     "memory": MEASURING,
-    "public-script": (*JUDGING, "auditing", "studies/public_scripts.py"),
-    "step": ("studies/optimizer_steps.py", "studies/optimizers.py"),
+    "public-script": (*JUDGING, "auditing", "../studies/public_scripts.py"),
+    "step": ("../studies/optimizer_steps.py", "../studies/optimizers.py"),
     "traffic": (*MEASURING, "run/traffic.py"),
-    "trainer": (*JUDGING, "loops/trainers", "studies/trainers.py"),
+    "trainer": (*JUDGING, "loops/trainers", "../studies/trainers.py"),
     "verify": (*JUDGING, *LOOPS),
-    "zero-or-none": ("studies/zero_or_none.py", "studies/zero_or_none_laws.py"),
-    "zoo": (*JUDGING, "studies/zoo"),
+    "zero-or-none": ("../studies/zero_or_none.py", "../studies/zero_or_none_laws.py"),
+    "zoo": (*JUDGING, "../studies/zoo"),
 }
 """Kind of record -> the packages whose change makes its figures old, where they are not those that judge alone."""
 

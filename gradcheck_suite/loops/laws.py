@@ -2,7 +2,7 @@
 
 The laws assume dense gradients that autograd can take as they are: of the parameter's own strides, and held by nothing
 else. `add_` reads two operands and writes one, `zero_` writes one, and taking a gradient moves nothing. The ledger
-measures the same quantities, and `properties/test_cost_laws.py` requires equality.
+measures the same quantities, and `studies/properties/test_cost_laws.py` requires equality.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gradcheck_suite.bridge import BridgeError, Lowered, lower, wrong_backwards
-from gradcheck_suite.studies.zero_or_none import float64_by_default
+from studies.zero_or_none import float64_by_default
 from tests.bridge import torch_models
 from tests.bridge.agreeing import TOLERANCE, assert_agreement
 from tests.bridge.architectures import ARCHITECTURES

@@ -20,9 +20,9 @@ from gradcheck_suite.cli.arguments import Parser
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.loops.jax_modes import JAX_MODES
 from gradcheck_suite.loops.reset_modes import MODES
-from gradcheck_suite.studies import campaigns
-from gradcheck_suite.studies.campaigns import Shards, blocks, cut_up, merged_result, run_locally
-from gradcheck_suite.studies.zoo import BUGS
+from studies import campaigns
+from studies.campaigns import Shards, blocks, cut_up, merged_result, run_locally
+from studies.zoo import BUGS
 
 # It ends its own process, as `kill -9` would, the first time it runs.
 KILLS_ITS_WORKER_ONCE = """

@@ -12,8 +12,8 @@ import pytest
 
 from gradcheck_suite.core.records import KINDS, append_record, read_lines, records_path
 from gradcheck_suite.page.content import Source
-from gradcheck_suite.studies.campaigns import Shards
-from gradcheck_suite.studies.report.build import build
+from studies.campaigns import Shards
+from studies.report.build import build
 from tests import records
 from tests.docs.pages import PAGES, ROOT
 

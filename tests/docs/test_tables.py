@@ -20,8 +20,8 @@ from gradcheck_suite.core.results import ViolationKind
 from gradcheck_suite.judge.weights import Diagnosis
 from gradcheck_suite.pytest_plugin import OVERRIDES, SECOND_OPINION_S
 from gradcheck_suite.run.optimizers import NEEDS, NEEDS_CLOSURE
-from gradcheck_suite.studies.optimizers import COUNTERPARTS
-from gradcheck_suite.studies.zoo import BUGS
+from studies.optimizers import COUNTERPARTS
+from studies.zoo import BUGS
 from tests.bridge.architectures import ARCHITECTURES
 from tests.bridge.architectures.__main__ import MARK, table
 from tests.docs.pages import ROOT

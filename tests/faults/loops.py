@@ -11,7 +11,7 @@ import torch
 
 from gradcheck_suite import TrainingRun
 from gradcheck_suite.loops.reset_modes import backward_window, part_of_window, window_count, windows
-from gradcheck_suite.studies.zoo.bug import gradients_of, train_with_weights, window_losses
+from studies.zoo.bug import gradients_of, train_with_weights, window_losses
 
 WANTED: dict[Any, frozenset[str]] = {}
 """Loop -> the diagnoses it may get, `kind/diagnosis`: several where a small window shows two faults alike."""

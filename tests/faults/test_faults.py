@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from gradcheck_suite import check, verify
-from gradcheck_suite.studies.zoo.bugs.micro_batches import mean_of_means
 from properties.devices import DEVICES
+from studies.zoo.bugs.micro_batches import mean_of_means
 from tests.faults.loops import WANTED, updates_by_hand_as_well
 from tests.faults.small_cases import diagnoses, until
 
 EXAMPLES = 200
 SEARCHED = (updates_by_hand_as_well,)
-"""Searched for in every run of the tests, as are faults of gradients in `tests/studies/zoo`."""
+"""Searched for in every run of the tests, as are faults of gradients in `studies/tests/zoo`."""
 
 
 @pytest.mark.parametrize("device", DEVICES)

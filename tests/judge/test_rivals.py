@@ -14,9 +14,9 @@ from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check, 
 from gradcheck_suite.core.case import probe_case
 from gradcheck_suite.loops.reset_modes import backward_window, part_of_window, window_count, windows
 from gradcheck_suite.run.instance import leaves, map_leaves
-from gradcheck_suite.studies.zoo.bug import step_with, train_with_weights, window_gradients
-from gradcheck_suite.studies.zoo.bugs.resets import delayed_by_one
 from gradcheck_suite.verification.probe_plans import slopes_case
+from studies.zoo.bug import step_with, train_with_weights, window_gradients
+from studies.zoo.bugs.resets import delayed_by_one
 from tests.judge.explaining import (
     DATA,
     MASKED,

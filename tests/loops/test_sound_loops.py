@@ -11,7 +11,7 @@ import torch
 from gradcheck_suite import training_loop, verify
 from gradcheck_suite.loops.reset_modes import BUILT_IN, backward_window, part_of_window, window_count, windows
 from gradcheck_suite.reference import large_batch
-from gradcheck_suite.studies.calibration import any_order, autograd_grad, float_shares, one_backward, scaled_and_back
+from studies.calibration import any_order, autograd_grad, float_shares, one_backward, scaled_and_back
 
 MANY = 250
 LOOPS = []

@@ -17,9 +17,9 @@ from gradcheck_suite.core.records import records_path
 from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.page import render as pages
 from gradcheck_suite.page.render import REPOSITORIES, with_links
-from gradcheck_suite.studies.report.build import build
-from gradcheck_suite.studies.zoo import BUGS
-from tests.studies.report.made_up import EVIL, counterexample, fill
+from studies.report.build import build
+from studies.tests.report.made_up import EVIL, counterexample, fill
+from studies.zoo import BUGS
 
 KEPT = Path(__file__).parents[2] / "reports"
 MOST_BYTES = 3 * 2**20

@@ -16,8 +16,8 @@ from gradcheck_suite.core.counterexamples import SIDE, evidence_to_json
 from gradcheck_suite.core.text import WIDTH, weight_lines
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.page.violation import read_violation
-from gradcheck_suite.studies.report.build import build
-from tests.studies.report.made_up import EVIL, counterexample
+from studies.report.build import build
+from studies.tests.report.made_up import EVIL, counterexample
 
 
 def test_a_stored_violation_has_its_split_its_plots_and_its_script(tmp_path):

@@ -20,7 +20,7 @@ from gradcheck_suite.reference import large_batch
 from gradcheck_suite.reference.large_batch import REFERENCES, UNEVEN, CannotJudgeError, disagreement, precision_fault
 from gradcheck_suite.reference.rounding import Computation, RandomRounding, _Narrowed, leaves_range
 from gradcheck_suite.run.instance import generated_instance
-from gradcheck_suite.studies.calibration import scaled_and_back
+from studies.calibration import scaled_and_back
 from tests.one_problem import OVERFLOWING_SUM
 
 # torch rounds log(sum(exp(x))) to bfloat16 before it subtracts it from the largest x

@@ -12,8 +12,8 @@ from gradcheck_suite.reference.rounding import Computation, RandomRounding
 from gradcheck_suite.run.instance import generated_instance, seeded
 from gradcheck_suite.run.runner import run_loop
 from gradcheck_suite.strategies.drawing import draw_cases
-from gradcheck_suite.studies.zoo import BUGS
 from properties.devices import DEVICES, repeatable_run
+from studies.zoo import BUGS
 from tests.second_device import SecondDeviceTensor, second_device
 
 PROBABILITIES = ProblemSpec(

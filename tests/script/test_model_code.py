@@ -21,8 +21,8 @@ from gradcheck_suite.run.instance import generated_instance
 from gradcheck_suite.script import script_text, writer
 from gradcheck_suite.strategies.cases import cases
 from gradcheck_suite.strategies.plans import plans
-from gradcheck_suite.studies.zoo.bugs.micro_batches import no_divide
 from gradcheck_suite.verification.check import check
+from studies.zoo.bugs.micro_batches import no_divide
 from tests.script.alone import run_alone
 from tests.script.problems import layer_problems, load, loss_problems
 

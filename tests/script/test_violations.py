@@ -11,9 +11,9 @@ from gradcheck_suite.cli.loading import resolve_problem
 from gradcheck_suite.core.case import Case, Input, Layer, Loss, Plan, ProblemSpec
 from gradcheck_suite.loops.reset_modes import BUILT_IN, plain, windows
 from gradcheck_suite.script import script_text
-from gradcheck_suite.studies.zoo.bugs.micro_batches import mean_of_means, no_divide
-from gradcheck_suite.studies.zoo.bugs.resets import no_reset, tail_dropped
 from gradcheck_suite.verification.check import check
+from studies.zoo.bugs.micro_batches import mean_of_means, no_divide
+from studies.zoo.bugs.resets import no_reset, tail_dropped
 from tests.faults import loops as faults
 from tests.script.alone import SUITE, run_alone
 

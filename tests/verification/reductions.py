@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradcheck_suite.loops.ranks import add_up_gradients
 from gradcheck_suite.loops.reset_modes import backward_window, part_of_window, window_count, windows
-from gradcheck_suite.studies.zoo.bug import fill_missing, train_over_ranks
+from studies.zoo.bug import fill_missing, train_over_ranks
 
 
 def _parts(gradient):

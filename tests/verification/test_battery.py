@@ -17,10 +17,10 @@ from gradcheck_suite.core.contract import (
     assumptions_of,
 )
 from gradcheck_suite.loops.reset_modes import BUILT_IN, backward_window, part_of_window, window_count, windows
-from gradcheck_suite.studies.zoo import BUGS
 from gradcheck_suite.verification import search as module
 from gradcheck_suite.verification.probe_plans import first_cases, long_cases, slopes_case
 from gradcheck_suite.verification.search import Search
+from studies.zoo import BUGS
 from tests.one_problem import LINEAR
 from tests.verification.planted import (
     LONG,

@@ -40,9 +40,9 @@ from gradcheck_suite.run import optimizers
 from gradcheck_suite.run.instance import generated_instance
 from gradcheck_suite.run.jax_run import run_jax_loop
 from gradcheck_suite.script import script_text
-from gradcheck_suite.studies.zoo import BUGS
 from gradcheck_suite.verification import judge_run
 from gradcheck_suite.verification.verify import verify
+from studies.zoo import BUGS
 from tests.script.alone import run_alone
 from tests.verification.jax_loops import SOUND, train_state, whole_window, windows
 

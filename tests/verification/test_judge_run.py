@@ -26,7 +26,6 @@ from gradcheck_suite.reference.large_batch import CannotJudgeError, Reference, W
 from gradcheck_suite.run.instance import generated_instance, user_instance
 from gradcheck_suite.run.observer import Evaluation, Observation
 from gradcheck_suite.run.runner import Outcome, run_loop
-from gradcheck_suite.studies.zoo import BUGS
 from gradcheck_suite.verification import judge_run as module
 from gradcheck_suite.verification.check import check
 from gradcheck_suite.verification.judge_run import (
@@ -38,6 +37,7 @@ from gradcheck_suite.verification.judge_run import (
     is_far,
 )
 from properties.routed import routed_instance
+from studies.zoo import BUGS
 
 PLAN = Plan((1, 3, 2, 2), 2, epochs=2)
 """Items 1 to 4 in window 0 and 5 to 8 in window 1: their means are 2.5 and 6.5. Two epochs are four steps."""

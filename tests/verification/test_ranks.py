@@ -24,9 +24,9 @@ from gradcheck_suite.run import ranks
 from gradcheck_suite.run.instance import generated_instance
 from gradcheck_suite.run.processes import source_of
 from gradcheck_suite.run.ranks import Pool, Request, forget_ahead, run_ranks, run_ranks_ahead
-from gradcheck_suite.studies.zoo import BUGS
 from gradcheck_suite.verification.check import check
 from gradcheck_suite.verification.verify import verify
+from studies.zoo import BUGS
 from tests.verification import rank_loops, reductions
 
 pytestmark = pytest.mark.usefixtures("ranks")

@@ -14,10 +14,10 @@ from gradcheck_suite.core.results import Verdict, Violation
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.reset_modes import MODES, windows
 from gradcheck_suite.strategies.drawing import RedrawError
-from gradcheck_suite.studies.zoo import BUGS
 from gradcheck_suite.verification import search as module
 from gradcheck_suite.verification.probe_plans import smallest_probe
 from gradcheck_suite.verification.search import LADDER, Search, StopError, ViolatedError, surer
+from studies.zoo import BUGS
 
 SPEC = ProblemSpec(Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse", reduction="mean"))
 OWN = Problem(lambda seed: None, lambda items, seed: None, lambda model, batch: None)

@@ -27,13 +27,13 @@ from gradcheck_suite.loops.reset_modes import BUILT_IN
 from gradcheck_suite.run import ranks
 from gradcheck_suite.run.instance import generated_instance
 from gradcheck_suite.run.runner import run_loop
-from gradcheck_suite.studies.zoo import BUGS
 from gradcheck_suite.verification import ahead, search
 from gradcheck_suite.verification import judge_process as judges
 from gradcheck_suite.verification.ahead import Run, answer_to
 from gradcheck_suite.verification.check import check, terms_of
 from gradcheck_suite.verification.judge_process import running_judge, second_process
 from gradcheck_suite.verification.second_opinion import second_opinion
+from studies.zoo import BUGS
 from tests.faults.torch_kernels import tanh_backward
 from tests.one_problem import LINEAR
 

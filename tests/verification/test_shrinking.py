@@ -15,7 +15,7 @@ from gradcheck_suite.reference import large_batch
 from gradcheck_suite.reference.large_batch import Reference
 from gradcheck_suite.run.instance import generated_instance
 from gradcheck_suite.strategies.cases import cases
-from gradcheck_suite.studies.zoo import BUGS
+from studies.zoo import BUGS
 
 LINEAR = ProblemSpec(Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse", reduction="mean"))
 CASE = Case(LINEAR, Plan((1, 3, 2, 2), 2), seed=5)

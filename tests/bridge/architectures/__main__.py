@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gradcheck_suite.core.records import read_records
-from gradcheck_suite.studies.report.reading import latest
+from studies.report.reading import latest
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "architectures.md"

@@ -8,7 +8,7 @@ import pytest
 
 from gradcheck_suite.loops.trainers import TRAINERS
 from gradcheck_suite.loops.trainers.trainer import Question
-from gradcheck_suite.studies.trainers import ask
+from studies.trainers import ask
 
 
 def at_version(package, version):

@@ -22,7 +22,7 @@ from gradcheck_suite.loops.trainers import PACKAGES, TRAINERS, Trainer
 from gradcheck_suite.loops.trainers.problems import MEAN
 from gradcheck_suite.loops.trainers.trainer import PLANS, PLANS_OF_JAX
 from gradcheck_suite.run import environment
-from gradcheck_suite.studies.zoo.bugs.micro_batches import mean_of_means
+from studies.zoo.bugs.micro_batches import mean_of_means
 from tests.docs.conftest import folder  # noqa: F401  (a fixture)
 from tests.docs.pages import ROOT, Block, Page, blocks
 

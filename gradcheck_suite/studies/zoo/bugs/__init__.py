@@ -1,1 +1,0 @@
-"""The known bugs, a file per family; `gradcheck_suite.studies.zoo.BUGS` imports them all."""

@@ -1,0 +1,574 @@
+"""Sections on verdicts: verification, audits, the bridge, trainers, findings; and where all figures come from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gradcheck_suite.core.case import DTYPES, plan_from_json
+from gradcheck_suite.core.records import Record
+from gradcheck_suite.core.text import counted, cut_text, violation_title
+from gradcheck_suite.loops.jax_modes import JAX_MODES
+from gradcheck_suite.loops.reset_modes import MODES
+from gradcheck_suite.loops.trainers import TRAINERS
+from gradcheck_suite.loops.trainers.trainer import MODEL
+from gradcheck_suite.page.content import Answer, Cell, Document, Figure, Matrix, Section, Source, Table, sources, table
+from studies.report import reading
+from studies.report.charts import against_bound_plot, counts_plot
+from studies.report.reading import Data, Facts, Part, Records, Tone, device_name, matrix_of, run_of
+
+
+def outcome(data: Data) -> str:
+    """Return the verdict in a record, with the diagnosis of a violation."""
+    violation = data.get("violation")
+    return f"violated ({violation['diagnosis']})" if violation else str(data.get("verdict"))
+
+
+# What was verified: the verdict on each loop, and the layers, losses and splits of its cases.
+
+
+MOST_BARS = 14
+NOT_RUN = (
+    "Not run: no record has this loop with this dtype on this device. `gradcheck-suite verify LOOP --dtype DTYPE` "
+    "makes one, with `--device cuda` on a machine with a GPU, or with `--ranks N` for a loop of several ranks.",
+)
+
+
+def _verification(newest: list[Record]) -> Section:
+    datas = [record.data for record in newest]
+    verdicts = table(
+        "Every loop and its verdict",
+        [
+            {
+                "loop": str(d.get("loop", "?")), "verdict": str(d.get("verdict", "?")), "cases judged": _judged(d),
+                "dtype": str(d.get("dtype", "")), "device": str(d.get("device", "")), "optimizer": d.get("optimizer"),
+                "worst error / allowed": d.get("worst_error_over_allowed"), "diagnosis": title_of(d),
+                "cases not judged, and why": "; ".join(f"{n}: {why}" for why, n in _items(d, "skipped")) or None,
+            }
+            for d in datas
+        ],
+        "The ratio is the largest difference from the float64 reference over what rounding allows, among cases "
+        "that hold. A loop that is no built-in is a user's.",
+    )  # fmt: skip
+    tables, figures = [verdicts], []
+    disagreements = [(str(d.get("loop", "?")), str(d.get("dtype", "")), each) for d in datas for each in found_by(d)]
+    if disagreements:
+        tables.append(Table("Where torch and JAX disagree, and no loop is to blame", ("loop", "dtype", "finding"),
+                            tuple(disagreements)))  # fmt: skip
+    of = _judged_text(datas)
+    for category, title in (("splits", "Splits that the cases reached"), ("layers", "Layers"), ("losses", "Losses")):
+        counts = Counter[str]()
+        for data in datas:
+            counts.update({str(k): int(v) for k, v in _items(data.get("reached") or {}, category)})
+        if counts:
+            ordered = counts.most_common()
+            tables.append(Table(f"{title} (cases, {of})", ("what", "cases"), tuple(ordered)))
+            figures.append(_coverage(category, title, dict(ordered), of))
+    text = (
+        "Each loop trained random models on random splits. Every gradient that reached its optimizer was compared "
+        "with the gradient of the whole window in one batch, computed in float64 by torch and by JAX.",
+        *([f"{disagreement(datas)}, which is no loop's fault. A table below says where."] if disagreements else []),
+    )
+    return Section(
+        text=text,
+        matrices=(verdict_matrix(newest),),
+        figures=tuple(figures),
+        tables=tuple(tables),
+    )
+
+
+def _items(data: Data, name: str) -> Iterable[tuple[Any, Any]]:
+    return (data.get(name) or {}).items()
+
+
+def verdict_matrix(records: Sequence[Record], most: int | None = None) -> Matrix:
+    """Return the verdicts as a matrix: loop x dtype and device, violated loops first, then the built-in modes.
+
+    Args:
+        records: the last of each setting.
+        most: rows at most; the built-in modes are first then, those of JAX in one row, and the caption says what is
+            left out.
+    """
+    cells: dict[str, dict[tuple[str, str], Data]] = {}
+    datas = [record.data for record in records]
+    in_one_row = {loop for data in datas if most is not None and (loop := data.get("loop")) in JAX_MODES}
+    of_jax = f"{counted(len(in_one_row), 'mode')} of JAX"
+    for data in datas:
+        loop, place = str(data.get("loop", "?")), place_of(data)
+        row = cells.setdefault(of_jax if loop in in_one_row else loop, {})
+        # one setting with several optimizers or problems, or several modes in one row: its worst
+        if place not in row or _badness(data) > _badness(row[place]):
+            row[place] = data
+    places = sorted({place for row in cells.values() for place in row}, key=place_order)
+    columns = {place: f"{place[0]} {device_name(place[1])}" for place in places}
+    if "cuda" not in {device for _, device in places}:
+        columns["", "cuda"] = f"any {device_name('cuda')}"
+    holding = {loop: all(map(_holds, row.values())) for loop, row in cells.items()}
+    modes = {*MODES, *JAX_MODES, of_jax}
+    order = sorted(cells, key=lambda loop: (most is not None and loop not in modes, holding[loop], loop not in modes))
+    shown = {loop: cells[loop] for loop in order[:most]}
+    for place in places:
+        if judged := {_judged(row[place]) for row in shown.values() if place in row and _holds(row[place])}:
+            columns[place] += f"\N{NO-BREAK SPACE}({min(judged):,}{'+' * (len(judged) > 1)})"
+
+    def cell(data: Data | None) -> Tone:
+        if data is None:
+            return "none", ("not run",)  # NOT_RUN says why
+        if not _holds(data):
+            name = (data.get("violation") or {}).get("diagnosis", "")
+            return "bad" if data["verdict"] == "violated" else "none", (str(data["verdict"]), str(name))
+        return "good", (f"\N{CHECK MARK} {share_text(_badness(data)[-1])}",)
+
+    left = order[len(shown) :]
+    bad = sum(not holding[loop] for loop in left)
+    more = f"; {len(left)} more loops{f', {bad} violated' if bad else ''}" if left else ""
+    caption = f"Columns: dtype, device (cases). Cells: worst error / allowed{more}"
+    empty = most is None and any(place not in row for row in shown.values() for place in columns)
+    return matrix_of(caption, "loop" if most is None else "mode", columns, shown, cell, NOT_RUN if empty else ())
+
+
+def found_by(data: Data) -> list[str]:
+    """Return where torch and JAX disagree, as a record has it."""
+    return [str(each) for each in data.get("findings") or ()]
+
+
+def disagreement(datas: Sequence[Data]) -> str:
+    """Return in how many gradients torch and JAX disagree, as a clause; empty if they agree."""
+    count = len({each for data in datas for each in found_by(data)})
+    return f"In {counted(count, 'gradient')} torch and JAX disagree" if count else ""
+
+
+def share_text(ratio: float) -> str:
+    """Return a share with two digits, or with as many as show that it is below 1."""
+    texts = (f"{ratio:.{digits}g}" for digits in (2, 3, 4))
+    return next((text for text in texts if ratio >= 1 or text != "1"), "almost 1")
+
+
+def place_of(data: Data) -> tuple[str, str]:
+    """Return the dtype and the device of a verdict."""
+    return str(data.get("dtype", "?")), str(data.get("device", "?"))
+
+
+def place_order(place: tuple[str, str]) -> tuple[bool, int, tuple[str, str]]:
+    """Return what dtypes and devices are sorted by: the CPU first, then the dtypes as the suite lists them."""
+    dtype, device = place
+    return device != "cpu", DTYPES.index(dtype) if dtype in DTYPES else len(DTYPES), place
+
+
+def _holds(data: Data) -> bool:
+    return data["verdict"] == "holds"
+
+
+def _badness(data: Data) -> tuple[bool, bool, float]:
+    """Return whether a loop is violated, whether it does not hold, and its worst error over what is allowed."""
+    return data["verdict"] == "violated", not _holds(data), float(data.get("worst_error_over_allowed") or 0)
+
+
+def _judged(data: Data) -> int:
+    return int(data.get("judged", data.get("cases", 0)))
+
+
+def _judged_text(datas: Sequence[Data]) -> str:
+    """Return of how many cases counts are; each row judges cases of its own, which may reach a layer each."""
+    judged = [_judged(data) for data in datas]
+    what = "loops" if len({data.get("loop") for data in datas}) == len(datas) else "verdicts"
+    each = f"{judged[0]:,} cases for each of" if len(set(judged)) == 1 else "the sum over"
+    return f"of {sum(judged):,} judged: {each} {len(judged)} {what}"
+
+
+def _coverage(category: str, title: str, counts: Mapping[str, int], of: str) -> Figure:
+    shown = dict(list(counts.items())[:MOST_BARS])
+    rest = f"; {len(counts) - MOST_BARS} more in the table" if len(counts) > MOST_BARS else ""
+    return Figure(
+        f"coverage-{category}",
+        counts_plot(shown, "cases"),
+        f"{title}: number of cases with each, {of}; " + ", ".join(f"{k} {v:,}" for k, v in shown.items()),
+        f"{title}: cases with each, {of}{rest}.",
+    )
+
+
+def title_of(data: Data) -> str | None:
+    """Return the kind and diagnosis of the violation in a record; None where it holds."""
+    violation = data.get("violation")
+    return violation_title(str(violation["kind"]), str(violation["diagnosis"])) if violation else None
+
+
+def _verification_facts(data: Data) -> Facts:
+    names = ("loop", "dtype", "device", "optimizer", "problem")
+    return {" ".join(str(data[name]) for name in names if data.get(name)): outcome(data)}
+
+
+VERIFICATION = Part(
+    "verified", "verification", "What was verified", "verify", _verification, _verification_facts,
+    "Nothing has been verified yet: run `gradcheck-suite verify`.",
+)  # fmt: skip
+
+
+# The scripts that were audited: the last verdict on each.
+
+
+def _audits(newest: list[Record]) -> Section:
+    datas = [record.data for record in newest]
+    violated = sum(data["verdict"] == "violated" for data in datas)
+    runs: dict[str, dict[int, Data]] = {}
+    for script, ranks, data in ((*run_of(data), data) for data in datas):
+        runs.setdefault(script, {})[ranks] = data
+    rows = [
+        {
+            "script": run_of(d)[0], "ranks": run_of(d)[1], "verdict": str(d["verdict"]),
+            "steps judged": d.get("windows"), "diagnosis": title_of(d),
+            "at step": found.get("step"), "loss": found.get("where"), "what is wrong": found.get("explanation"),
+        }
+        for d in datas
+        for found in (d.get("violation") or {},)
+    ]  # fmt: skip
+    return Section(
+        text=(
+            f"`gradcheck-suite audit` ran {counted(len(datas), 'script')} unchanged and judged the optimizer "
+            f"steps; {violated} violated. Those on several ranks ran under `torchrun`.",
+        ),
+        matrices=(
+            matrix_of(
+                "Verdict on each script: holds, or the diagnosis of the violation",
+                "script",
+                {n: counted(n, "rank") for n in sorted({ranks for row in runs.values() for ranks in row})},
+                runs,
+                _audit_cell,
+            ),
+        ),
+        tables=(table("Every script and its verdict", rows),),
+    )
+
+
+def own_cell(data: Data | None) -> Tone:
+    """Return the verdict on a loop or script at a commit."""
+    if data is None:
+        return "none", ("-",)
+    return _audit_cell(data)
+
+
+def _audit_cell(data: Data | None) -> Tone:
+    if data is None:
+        return "none", ("not run",)
+    tone = {"holds": "good", "violated": "bad"}.get(data["verdict"], "none")
+    return tone, (str((data.get("violation") or {}).get("diagnosis", data["verdict"])),)
+
+
+def _audit_facts(data: Data) -> Facts:
+    script, ranks = run_of(data)
+    return {f"{script} on {ranks} ranks" if ranks > 1 else script: outcome(data)}
+
+
+AUDITS = Part("audits", "verification", "Audited scripts", "audit", _audits, _audit_facts)
+
+
+def _public_scripts(newest: list[Record]) -> Section:
+    rows = [record.data for record in newest]
+    number = Counter(row["outcome"] for row in rows)
+    shown = ("repository", "file", "kind", "framework", "truth", "verdict", "outcome")
+    return Section(
+        text=(
+            f"Of {counted(len(rows), 'run')} of public training scripts, each at a stated commit and with a truth that "
+            f"was worked out before by reading, the audit judged {number['right']} rightly; the others: "
+            + (", ".join(f"{n} {how}" for how, n in number.items() if how != "right") or "none")
+            + ".",
+        ),
+        tables=(table("Public scripts", [{name: row.get(name) for name in shown} for row in rows]),),
+    )
+
+
+def _public_script_facts(data: Data) -> Facts:
+    return {data["key"]: f"{data.get('verdict', 'no verdict')}, {data['outcome']}"}
+
+
+PUBLIC_SCRIPTS = Part(
+    "public-scripts", "verification", "Public training scripts under the audit", "public-script",
+    _public_scripts, _public_script_facts,
+)  # fmt: skip
+
+
+# Which real architectures the bridge carries over to JAX, and how well torch and JAX agree there.
+
+
+NARROW_SHOWN = 3
+
+
+def _bridge(newest: list[Record]) -> Section:
+    refused = [record.data for record in newest if "refused" in record.data]
+    carried = [record.data for record in newest if "refused" not in record.data]
+    plain = [data for data in carried if not data["widened"]]
+    wide = {(d["architecture"], d["version"]): d["gradient_error"] for d in carried if d["widened"]}
+    architectures = table(
+        "Architectures",
+        [
+            {
+                "architecture": d["architecture"], "version": f"{d['package']} {d['version']}",
+                "operations": d.get("operations"), "loss off by": d.get("loss_error"),
+                "gradient off by": d.get("gradient_error"), "bound": d.get("allowed"),
+                "with float32 parts in float64": None
+                if "refused" in d
+                else wide.get((d["architecture"], d["version"])), "computed in float32 by the model": _narrow(d),
+            }
+            for d in (*plain, *refused)
+        ],
+        "Gradients' differences are those of the worst entry, over the largest entry of all gradients. Where a "
+        "model computes parts in float32 whatever its own dtype, the bound is two float32 roundoffs for each "
+        "such operation, and the model is held to 1e-10 with these parts in float64.",
+    )  # fmt: skip
+    agree = sum(data["gradient_error"] <= data["allowed"] for data in plain)
+    return Section(
+        text=(
+            "`verify --problem` asks JAX about your own model, too: torch exports the loss, the suite translates it to "
+            "JAX operation by operation, and JAX differentiates all of it but custom functions whose own backward is "
+            f"accepted or found wrong. Tried on {len(plain) + len(refused)} "
+            f"architectures of transformers and torch.nn, small, with random weights, in float64: {agree} gradients "
+            f"agree with torch's within the bound, and {len(refused)} are refused by name.",
+        ),
+        figures=(_agreement(plain),),
+        tables=(architectures,),
+    )
+
+
+def _narrow(data: Data) -> str | None:
+    if "refused" in data:
+        return f"refused: {data['refused']}"
+    narrow = data["narrow"]
+    more = f" and {len(narrow) - NARROW_SHOWN} more" if narrow[NARROW_SHOWN:] else ""
+    return ", ".join(narrow[:NARROW_SHOWN]) + more or None
+
+
+def _agreement(datas: Sequence[Data]) -> Figure:
+    rows = [
+        {
+            "name": f"{data['architecture']} {data['version']}",
+            "error": float(data["gradient_error"]),
+            "bound": float(data["allowed"]),
+        }
+        for data in datas
+    ]
+    return Figure(
+        "architectures",
+        against_bound_plot(rows, "difference of the gradients"),
+        "Difference between torch's and JAX's gradient for each architecture, beside its bound: "
+        + "; ".join(f"{row['name']} {row['error']:.1e} of {row['bound']:.0e}" for row in rows),
+        "Points: difference between torch's and JAX's gradient. Ticks: the bound.",
+    )
+
+
+def _bridge_facts(data: Data) -> Facts:
+    agrees = data["gradient_error"] <= data["allowed"]
+    widened = " widened" if data["widened"] else ""
+    return {f"{data['architecture']} {data['version']}{widened}": "agrees" if agrees else "differs"}
+
+
+BRIDGE = Part(
+    "bridge", "trust", "Your own model in JAX", "bridge", _bridge, _bridge_facts,
+    "No architecture has been carried over yet: run "
+    "`pytest tests/bridge/test_architectures.py --full --bridge-records reports`, which needs transformers.",
+)  # fmt: skip
+
+
+# Verdicts on real trainers, one column per question.
+
+
+Answers = Mapping[tuple[str, str], Mapping[str, Data]]
+"""Trainer and version -> question -> the answer."""
+
+
+def _trainers(newest: list[Record]) -> Section:
+    models: list[Data] = []
+    answers: dict[tuple[str, str], dict[str, Data]] = {}
+    for data in (record.data for record in newest):
+        if data["question"].startswith(MODEL):
+            models.append(data)
+        else:
+            answers.setdefault((data["trainer"], _version(data)), {})[data["question"]] = data
+    violated = sum(any(_violation(data) for data in row.values()) for row in answers.values())
+    ran = sum(any(data["result"] is not None for data in row.values()) for row in answers.values())
+    questions = list(dict.fromkeys(question for row in answers.values() for question in row))
+    asked = table(
+        "Verdict of each trainer on each question",
+        [
+            {"trainer": trainer, "version": version, **{q: _verdict(row.get(q)) for q in questions}}
+            for (trainer, version), row in answers.items()
+        ],
+        "A violated cell has the diagnosis and the smallest case: items of each micro-batch, windows separated by |, "
+        "and K. A dash stands for a question that was not asked; the notes above say why. "
+        "docs/found-in-trainers.md has the cause of each violation and a fix.",
+    )
+    of_models = table(
+        "Models of transformers under its Trainer",
+        [
+            {
+                "model": data["question"].removeprefix(MODEL),
+                "version": _version(data),
+                "verdict": _verdict(data),
+                "what its gradient is": str(v["explanation"]).partition(": ")[0] if (v := _violation(data)) else None,
+            }
+            for data in models
+        ],
+    )
+    return Section(
+        text=(
+            *_models_text(models),
+            f"{ran} of {len(answers)} trainers and versions ran, unpatched, as they are installed; {violated} of them "
+            "hand their optimizer a gradient that differs from the large batch's for some question.",
+        ),
+        matrices=(_trainers_matrix(answers, questions),),
+        tables=(asked, of_models) if models else (asked,),
+    )
+
+
+def _trainers_matrix(answers: Answers, questions: Sequence[str]) -> Matrix:
+    reasons: dict[str, str] = {}
+
+    def cell(asked: tuple[str, str, Data | None] | None) -> Tone:
+        assert asked is not None
+        trainer, question, data = asked
+        if data is None or data["result"] is None:
+            why = _why_not_asked(trainer, question, data)
+            return "none", (f"not asked ({reasons.setdefault(why, str(len(reasons) + 1))})",)
+        violation = _violation(data)
+        return ("good", ("holds",)) if violation is None else ("bad", (str(violation["diagnosis"]),))
+
+    found = matrix_of(
+        "Verdict of each trainer on each question: holds, or the diagnosis of the violation",
+        "trainer",
+        {question: question for question in questions},
+        {
+            f"{trainer}, {version}": {q: (trainer, q, row.get(q)) for q in questions}
+            for (trainer, version), row in answers.items()
+        },
+        cell,
+    )
+    return replace(found, notes=tuple(f"Not asked ({mark}): {why}." for why, mark in reasons.items()))
+
+
+def _why_not_asked(trainer: str, question: str, data: Data | None) -> str:
+    """Return why a trainer has no verdict on a question."""
+    if data is not None and data.get("why"):
+        return str(data["why"])
+    known = TRAINERS.get(trainer)
+    of = {q.name: q.asked_of for other in TRAINERS.values() for q in other.questions}.get(question)
+    if known is None or of is None or question in (own := [q.name for q in known.questions]):
+        return f"no record has it; `gradcheck-suite trainers {trainer}` asks"
+    return f"this question is for {of}" if of else f"{trainer} is a variant for the question {', '.join(own)} alone"
+
+
+def _models_text(models: Sequence[Data]) -> list[str]:
+    """Return a sentence for each version: how many models hold, and how many get each wrong gradient."""
+    versions: dict[str, list[Data]] = {}
+    for data in models:
+        if data["result"] is not None:
+            versions.setdefault(_version(data), []).append(data)
+    found = []
+    for version, mine in versions.items():
+        wrong = Counter(str(v["diagnosis"]) for data in mine if (v := _violation(data)) is not None)
+        sentence = f"Of {len(mine)} models under the Trainer of {version}, {len(mine) - wrong.total()} hold"
+        if wrong:
+            kinds = ", ".join(f"{name} {count}" for name, count in wrong.most_common())
+            sentence += f" and {wrong.total()} get a wrong gradient (diagnosis: {kinds})"
+        found.append(f"{sentence}.")
+    return found
+
+
+def _violation(data: Data) -> Data | None:
+    return data["result"] and data["result"]["violation"]
+
+
+def _version(data: Data) -> str:
+    return f"{data['package']} {data['version']}" if data["package"] else "own file"
+
+
+def _verdict(data: Data | None) -> Cell:
+    if data is None or data["result"] is None:
+        return None
+    violation = data["result"]["violation"]
+    return (
+        "holds"
+        if violation is None
+        else f"{violation['diagnosis']} {cut_text(plan_from_json(violation['case']['plan']))}"
+    )
+
+
+def _trainers_facts(data: Data) -> Facts:
+    said = outcome(data["result"]) if data["result"] else "not asked"
+    return {f"{data['trainer']} {data['version']}, {data['question']}": said}
+
+
+REAL_TRAINERS = Part(
+    "trainers", "trainers", "Real trainers", "trainer", _trainers, _trainers_facts,
+    "No trainer has been asked yet: run `gradcheck-suite trainers`.",
+)  # fmt: skip
+
+
+# Findings in trainers and frameworks that people wrote down.
+
+
+def _findings(texts: list[Record]) -> Section:
+    heads = [record.data["text"].lstrip().partition("\n") for record in texts]
+    text = f"{len(heads)} findings, each with a script that shows it without the suite, its cause and a fix."
+    documents = tuple(Document(head.lstrip("# ").strip(), rest.strip()) for head, _, rest in heads)
+    return Section(text=(text,), documents=documents)
+
+
+FINDINGS = Part("findings", "trainers", "Findings", reading.FINDINGS, _findings)
+
+
+# Where the figures come from: every run, its machine, and the parts of the report that show it.
+
+
+FIRST_PAGE = "Overview"
+
+
+def provenance(
+    records: Records, answers: Sequence[Answer], sections: Iterable[Section], made_on: Sequence[reading.Pairs]
+) -> Section | None:
+    """Return the section on all runs and machines; None without records.
+
+    Args:
+        records: all of them.
+        answers: of the first screen.
+        sections: the others.
+        made_on: the distinct environments of the records.
+    """
+    shown_in: dict[Source, dict[str, None]] = {}
+    for title, parts in (*((FIRST_PAGE, answer.sources) for answer in answers),
+                         *((section.title, section.sources) for section in sections)):  # fmt: skip
+        for source in parts:
+            shown_in.setdefault(_run(source), {})[title] = None
+    runs = table(
+        "Every run behind this report",
+        [
+            {
+                "records": source.kind, "number": source.records,
+                **{name: getattr(source, name) or None for name in ("date", "commit", "command")}, "machine": number,
+                "code": "older" if source.older else "current", "working tree": "unclean" if source.unclean else None,
+                "shown in": ", ".join(shown_in.get(_run(source), ())) or "replaced by a newer run",
+            }
+            for found in records.by_kind.values()
+            for number, made in enumerate((*made_on, ()), 1)
+            for source in sources(r for r in found if reading.environments([r]) == ((made,) if made else ()))
+        ],
+        "Older: the code that the figures speak of has changed since, or the record does not say which it was. That "
+        "code depends on the kind of record: benchmarks speak of the modes and of what measures them, verdicts and "
+        "claims of what verifies. One command can write both kinds. A part of the report shows the newest record of "
+        "each subject, so a later run can replace an earlier one, in whole or in part.",
+    )  # fmt: skip
+    if not runs.rows:
+        return None
+    names = dict.fromkeys(name for made in made_on for name, _ in made)
+    machines = table(
+        "Machines, versions and precision flags",
+        [{"machine": number, **dict.fromkeys(names), **dict(made)} for number, made in enumerate(made_on, 1)],
+        "The number of a machine is that of the table above. Two rows may be one machine with other versions.",
+    )
+    tables = (runs, machines) if made_on else (runs,)
+    return Section("provenance", "Where the figures come from", "environment", tables=tables)
+
+
+def _run(source: Source) -> Source:
+    """Return a source without its count and its day, which differ where a part of its records is shown."""
+    return replace(source, date="", records=0)
