@@ -171,8 +171,8 @@ OURS = "gradcheck-suite"
 NOT_EXPRESSED: dict[int, str] = {
     23: "the gradient's values are right; properties/test_graph_hygiene.py checks that it keeps no graph alive",
     43: "a loss that is 0/0 on a micro-batch breaks the Problem's contract: it is refused before any loop runs",
-    46: "None and zeros are both right by the contract; studies/properties/test_zero_or_none.py checks where they differ, "
-    "and verify --optimizer says what zeros move",
+    46: "None and zeros are both right by the contract; studies/properties/test_zero_or_none.py checks where they "
+    "differ, and verify --optimizer says what zeros move",
 }
 """Entries of the corpus that no loop or Problem can show as a violation of the contract, and why."""
 
