@@ -1,7 +1,7 @@
 """Options and Hypothesis profiles that `tests/` and `properties/` share.
 
     pytest tests properties studies -n 2                                    the same cases, within six minutes
-    pytest tests properties studies -n 2 --full --hypothesis-profile full   also tests marked `full`, and more cases
+    pytest tests properties studies -n 2 --full --hypothesis-profile full   also the long tests, over more cases
     pytest properties --hypothesis-profile dev                        few new cases, while writing
     pytest properties --hypothesis-profile nightly                    many new cases
     pytest properties --hypothesis-profile gpu -m cuda                on a CUDA device

@@ -1,8 +1,8 @@
 """How much faster two workers of a campaign are than one, and what a shard and the start of Ray cost beside the cases.
 
 Run it by itself on at least two processors, since it takes minutes: `pytest -s studies/properties/bench_campaign.py`. A
-line says whether other processes ran. Programs are compiled before anything is timed. Campaigns of few shards gain less by
-a second worker, since the driver and the workers take seconds to start; that share is printed.
+line says whether other processes ran. Programs are compiled before anything is timed. Campaigns of few shards gain less
+by a second worker, since the driver and the workers take seconds to start; that share is printed.
 """
 
 from __future__ import annotations
