@@ -16,7 +16,8 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -58,8 +59,11 @@ for _finder in sys.meta_path:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--full`, `--require-cuda` and `--minutes`."""
+    """Add `--full`, `--write-golden`, `--require-cuda` and `--minutes`."""
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`, which take long")
+    parser.addoption(
+        "--write-golden", action="store_true", help="write what users read to tests/golden, in place of comparing it"
+    )
     parser.addoption(
         "--minutes", type=float, metavar="N", help="stop after the test that is running when N minutes are over"
     )
@@ -145,6 +149,14 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     minutes = item.config.getoption("--minutes")
     if minutes is not None and nextitem is not None and time.monotonic() - _STARTED > 60 * minutes:
         item.session.shouldstop = f"--minutes {minutes:g} are over, before {nextitem.nodeid}"
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """A function that compares a text with `tests/golden/NAME.txt`, given NAME; it writes it with `--write-golden`."""
+    from tests.wording import compare
+
+    return partial(compare, write=request.config.getoption("--write-golden"))
 
 
 @pytest.fixture
