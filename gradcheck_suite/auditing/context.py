@@ -21,13 +21,18 @@ from typing import IO, Any, Literal, TextIO, Unpack
 import torch
 
 from gradcheck_suite.auditing import recorder as recording
-from gradcheck_suite.auditing.forwards import Forward, Forwards, FunctionKey, undrawn
-from gradcheck_suite.auditing.judge import KNOWN, Judge, violation_of
+from gradcheck_suite.auditing.custom_functions import FunctionKey
+from gradcheck_suite.auditing.events import Event, StepRecord, settle
+from gradcheck_suite.auditing.jax_opinion import JaxOpinion, KeptCall, ask_jax, kept_calls
+from gradcheck_suite.auditing.judge import KNOWN, Judge
+from gradcheck_suite.auditing.module_calls import ModuleCall, ModuleCalls
 from gradcheck_suite.auditing.places import here, living
-from gradcheck_suite.auditing.recorder import Event, Recorder, Running, StepRecord
-from gradcheck_suite.auditing.sums import Fault, Window, near
+from gradcheck_suite.auditing.program_state import preserve_rng
+from gradcheck_suite.auditing.recomputation import Asked, recompute
+from gradcheck_suite.auditing.recorder import Recorder, Running
+from gradcheck_suite.auditing.sums import StepFault, StepWindow, near
 from gradcheck_suite.auditing.terms import Reader, declare
-from gradcheck_suite.auditing.window_again import Asked, JaxOpinion, KeptCall, ask_jax, compute_again, kept_calls
+from gradcheck_suite.auditing.weighing import violation_of
 from gradcheck_suite.core.contract import AuditFields, AuditOptions
 from gradcheck_suite.core.faults import current_name
 from gradcheck_suite.core.results import LiveResult, LiveViolation
@@ -340,10 +345,10 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._judge = self._new_judge(1)
         self._ranks = Ranks.of()
         self._writer: RankWriter | None = None
-        self._forwards = Forwards(self._records_calls, self._keep_cotangent, self._keep_mode, self._forwards_failed)
+        self._forwards = ModuleCalls(self._records_calls, self._keep_cotangent, self._keep_mode, self._forwards_failed)
         self._running: dict[int, Running] = {}
         self._passes = 0
-        self._again: Counter[str] = Counter()
+        self._recomputed: Counter[str] = Counter()
         self._functions: set[FunctionKey] = set()
         self._copied = False
         self._calls: list[KeptCall] | str | None = None
@@ -365,7 +370,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.close(error)
 
-    @undrawn()
+    @preserve_rng()
     def open(self) -> audit:
         """Begin to observe.
 
@@ -398,7 +403,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._recorder.close()
             self._stance.close()
 
-    @undrawn()
+    @preserve_rng()
     def close(self, error: BaseException | None = None, *, summary: bool = True) -> LiveResult:
         """Stop observing and return the result; a second call returns the same.
 
@@ -444,7 +449,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         files = gather(ranks)
         complete = all(file.end is not None and file.end.complete for file in files)
         self._judge = self._judged([file.events for file in files], complete=complete)
-        if self._judge.alone:
+        if self._judge.ranks_train_apart:
             each = [self._judged([file.events], complete=complete, of=file.end) for file in files]
             self._judge = self._new_judge(1)
             self._judge.take_over(each)
@@ -554,7 +559,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
     def _taken(self) -> list[Event]:
         """Return what was recorded since the last step."""
         events, self._events = self._events, []
-        recording.settle(events)
+        settle(events)
         for key, known in self._recorder.parameters.items():
             self._dtypes.setdefault(key, known.dtype)
         return events
@@ -572,7 +577,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         for event in self._taken():
             self._judge.take([event])
         if step is not None and self._judge.window is not None and "batch" not in self.options.without:
-            self._compute_again(self._judge.window)
+            self._recompute(self._judge.window)
         for index in [i for i, running in self._running.items() if step is not None]:
             del self._running[index]
         for violation in self._judge.violations():
@@ -584,7 +589,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
     def _records_calls(self) -> bool | None:
         return None if self._recorder.muted else self._is_full()
 
-    def _keep_cotangent(self, forward: Forward, index: int, cotangent: torch.Tensor) -> None:
+    def _keep_cotangent(self, forward: ModuleCall, index: int, cotangent: torch.Tensor) -> None:
         if not self._recorder.muted:
             self._recorder.running().forwards.setdefault(forward, {})[index] = cotangent
 
@@ -595,8 +600,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
     def _forwards_failed(self, error: Exception) -> None:
         self._recorder.switch_off("the window again", error)
 
-    @undrawn()
-    def _compute_again(self, window: Window) -> None:
+    @preserve_rng()
+    def _recompute(self, window: StepWindow) -> None:
         violation, used = self._judge.of_last_step(), self._judge.used
         own = {i: 1.0 for i, seen in window.passes.items() if not window.seen[i] and not seen.by_hand}
         weights = own if violation is not None and not violation.weights else {i: c for (_, i), c in used.items()}
@@ -632,7 +637,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                 violation is not None,
                 self._functions,
             )
-            found = compute_again(asked)
+            found = recompute(asked)
         finally:
             self._recorder.muted = False
         # inputs that the program changes in place are copied in the next window
@@ -641,7 +646,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         for sentence in found.notes:
             self._judge.note(sentence)
         if found.how is not None:
-            self._again[found.how] += 1
+            self._recomputed[found.how] += 1
             if self.options.jax and self._calls is None:
                 self._calls = kept_calls(found.parts)
         if violation is not None and found.error is not None:
@@ -650,10 +655,10 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             key = next((k for k, p in live.items() if id(p) == found.parameter), None)
             name = None if key is None else self._name_of(key)
             last = window.passes[max(window.passes)].site
-            fault = violation_of(Fault(found.name, found.sentence), window, last, name)
+            fault = violation_of(StepFault(found.name, found.sentence), window, last, name)
             self._judge.add(replace(fault, error=found.error, allowed=found.allowed))
 
-    @undrawn()
+    @preserve_rng()
     def _tell(self, violation: LiveViolation) -> None:
         """Print a violation, unless it was printed; stop the run there where that is asked."""
         # a later window may give the fault of an earlier one another name; ranks that train by themselves may have a
@@ -684,7 +689,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         weighed = self._judge.judged if "weights" in self.options.without else self._judge.weighed
         windows = len(weighed | self._judge.violated)
         if set(self.options.without) == {"weights", "sums"}:
-            windows = self._again.total()
+            windows = self._recomputed.total()
         return LiveResult(
             script=self._name,
             windows=windows,
@@ -692,7 +697,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             seconds=time.perf_counter() - self._start if self._opened else 0.0,
             violations=violations,
             accepted=accepted,
-            again=dict(self._again),
+            again=dict(self._recomputed),
             second_opinion=self._opinion.summary() if self._opinion else None,
             unknown=dict(unknown),
             disagreements=tuple(self._opinion.findings) if self._opinion else (),
@@ -724,7 +729,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         return f"no step could be judged: {'; '.join([*findings][:2]) or 'no loss went backward'}"
 
 
-def _is_rescaled_each_time(window: Window) -> bool:
+def _is_rescaled_each_time(window: StepWindow) -> bool:
     """Return whether `.grad` was multiplied by one factor after each pass: whether the last one is right is unknown."""
     found = [c for index in window.passes if (c := window.of_pass((0, index))) is not None]
     factor = window.factor or 1.0

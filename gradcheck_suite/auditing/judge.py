@@ -9,79 +9,42 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
 
 from gradcheck_suite.auditing import weights as reading_weights
+from gradcheck_suite.auditing.events import Event, PassRecord, StepRecord
 from gradcheck_suite.auditing.places import Place
-from gradcheck_suite.auditing.recorder import Event, PassRecord, StepRecord
 from gradcheck_suite.auditing.samples import size
 from gradcheck_suite.auditing.sums import (
     IF_WANTED,
     OF_SUMS,
-    Fault,
     Members,
     Replay,
-    Seen,
     Source,
+    StepFault,
+    StepWindow,
     Sums,
-    Window,
     judge_sums,
-    near,
 )
-from gradcheck_suite.auditing.weights import (
-    EQUAL,
-    JOINED,
-    MEAN_OF_MEANS,
-    UNEQUAL,
-    UNEVEN,
-    Comparison,
-    Key,
-    Objective,
-    Reading,
-    Scale,
-    Use,
-    coefficient,
-    evidence,
+from gradcheck_suite.auditing.weighing import (
+    Pending,
+    Repeated,
+    United,
+    Weighed,
+    judge_weights,
+    read_joined,
+    violation_of,
 )
 from gradcheck_suite.core.faults import FAULTS
-from gradcheck_suite.core.results import LiveViolation, Unknown, WeightRow
+from gradcheck_suite.core.results import LiveViolation, Unknown
 from gradcheck_suite.core.text import counted
-from gradcheck_suite.judge.naming import ONE_SIGN, diagnose, means_text, names_nothing
-from gradcheck_suite.judge.weights import Diagnosis, Weights
 
 KNOWN = frozenset(fault.name for fault in FAULTS.values() if fault.command != "verify")
 """Every diagnosis of a live run."""
-REMEDIES = {
-    ("accelerate", "where the window has"): "Accelerate divides by K in a short window too, up to 1.15.0 at least: "
-    "`GradientAccumulationPlugin(num_steps=K, sync_with_dataloader=False)` makes every window whole",
-    (
-        "lightning",
-        "where the window has",
-    ): "Lightning divides by `accumulate_grad_batches` in a short window too, up to "
-    "2.6.6 at least (Lightning#19987): let it divide the number of batches, or use manual optimization",
-    (
-        "transformers",
-        "where the window has",
-    ): "transformers 4.45.2 divides an epoch of fewer than K micro-batches by K: "
-    "later releases divide by its length (transformers#39659)",
-    (
-        "transformers",
-        "mean has weight",
-    ): "transformers counts the targets of a window from 4.46 on (transformers#34191), "
-    "for models and a `compute_loss_func` that divide by `num_items_in_batch`",
-    (
-        "transformers",
-        "never divided",
-    ): "transformers does not divide by K where a model takes `**kwargs`, up to 5.23.0 at "
-    "least (transformers#47688): set `trainer.loss_is_scaled_for_ga = False`",
-}
-"""Package of a trainer and a part of a fault's sentence -> remedy: as found in docs/found-in-trainers.md."""
-MAX_ROWS = 64
-"""Rows of the table of weights that a violation keeps."""
 MOST_WINDOWS = 512
 """Windows of one optimizer that are judged together; older ones have been judged and are forgotten."""
 EVERY = 64
@@ -91,8 +54,6 @@ SEVERAL_MODES = (
     "a module ran in train mode in some micro-batches of a window and in eval mode in others: call model.train() after "
     "every evaluation; whether the gradient depends on it is judged in windows that are computed again (`--every 1`)"
 )
-DECLARE = "declare it with `loss = gradcheck_suite.objective(loss, count=n)`, n being what its mean divides by"
-
 
 MASTERS = (
     "the gradients of this step were written by hand to parameters that no backward pass reaches (master copies)",
@@ -110,38 +71,6 @@ UNTOLD = (
     "audit the script with fewer micro-batches in a window, or in float32",
 )
 """Why a sum made by hand could not be judged, and what to do."""
-
-
-# The weights of the windows of one optimizer, together.
-
-
-@dataclass(frozen=True)
-class Pending:
-    """A window whose weights are judged with those of the others.
-
-    Attributes:
-        window: the window.
-        where: the place of its last pass.
-        coefficients: of its passes.
-        readings: the weights, with the factor by which `.grad` was multiplied after the last pass, and without it,
-            where there is one: it may be a part of the loss (a mean over K at the end) or none (clipping).
-    """
-
-    window: Window
-    where: Place
-    coefficients: Mapping[Source, float]
-    readings: Sequence[Reading]
-    factor: float
-
-    @property
-    def length(self) -> int:
-        """The number of passes that are in `.grad`."""
-        return len({index for _, index in self.coefficients})
-
-
-Repeated = tuple[LiveViolation, set[int | None]]
-United = dict[tuple[str, str | None], Repeated]
-"""Diagnosis and place -> the first of the violations, and the steps of all."""
 
 
 def _unite(united: United, violations: Iterable[LiveViolation]) -> None:
@@ -171,358 +100,6 @@ def _order(violation: LiveViolation) -> float:
     return math.inf if violation.step is None else violation.step
 
 
-@dataclass
-class Weighed:
-    """What the weights of an optimizer's windows showed.
-
-    Attributes:
-        violations: with the number of the step.
-        alone: more of them, that no second window shows yet: a coefficient that changes may have any value in one.
-        united: the same, one for each diagnosis and place.
-        notes: what is worth knowing -> how often.
-        unknown: what could not be judged, and what to do -> how often.
-        steps: the steps whose weights were judged.
-    """
-
-    violations: list[LiveViolation] = field(default_factory=list)
-    alone: list[LiveViolation] = field(default_factory=list)
-    united: United = field(default_factory=dict)
-    notes: Counter[str] = field(default_factory=Counter)
-    unknown: Counter[Unknown] = field(default_factory=Counter)
-    steps: set[int] = field(default_factory=set)
-
-
-@np.errstate(all="ignore")  # weights may be infinite, and the script's output stays what it was
-def judge_weights(
-    pending: Sequence[Pending], usual: int | None, said: int | None, ranks: int, name_of: Callable[[int], str | None]
-) -> Weighed:
-    """Judge the weights of the windows of one optimizer.
-
-    Args:
-        pending: the windows.
-        usual: the most frequent number of passes.
-        said: the accumulation steps that the user states or the trainer is configured with.
-        ranks: number of ranks.
-        name_of: the name of a parameter.
-    """
-    result = Weighed()
-    modes = reading_weights.best_modes([(one.window, one.readings) for one in pending])
-    history: defaultdict[Key, list[Use]] = defaultdict(list)
-    unequal: defaultdict[Key, list[tuple[Objective, Window]]] = defaultdict(list)
-    settled = [_settled(one, modes, usual) for one in pending]
-    if joined := {objective.key for found in settled for objective in found if objective.key[2] == JOINED}:
-        settled = [_settled(one, modes, usual, joined) for one in pending]
-    for one, found in zip(pending, settled, strict=True):
-        if fault := _again(one):
-            result.steps.add(one.window.number)
-            result.violations.append(violation_of(fault, one.window, one.where))
-            continue
-        dark, partial = _note_unknown(one, found, result, name_of)
-        if one.length == 1 or ((found or partial) and not dark):
-            result.steps.add(one.window.number)
-        _compare_within(one, found, history, unequal, result)
-    for several in unequal.values():
-        unnamed = [objective for objective, _ in several if objective.comparison.named is None]
-        general = _named(unnamed) if unnamed else None
-        result.violations += [_of_unequal(objective, window, general) for objective, window in several]
-    if pending:
-
-        def note(sentence: str) -> None:
-            result.notes[sentence] += 1
-
-        for scale in reading_weights.scales(history, ranks, said, note):
-            (result.alone if scale.alone else result.violations).append(_of_scale(scale))
-    return result
-
-
-def _settled(
-    one: Pending,
-    modes: Mapping[tuple[int, Key], Sequence[str]],
-    usual: int | None,
-    joined: Collection[Key] = frozenset(),
-) -> list[Objective]:
-    """Return the objectives of a window, the factor after its last pass taken as a part of them or not."""
-    own = {top: listed for (optimizer, top), listed in modes.items() if optimizer == one.window.optimizer}
-    found = [reading_weights.objectives(reading, own, joined) for reading in one.readings]
-    right = bool(found[0]) and all(objective.is_right for objective in found[0])
-    lengths = {1 / one.length, 1 / (usual or one.length)} - {1.0}
-    return found[0] if right or any(near(one.factor, share, 1e-5) for share in lengths) else found[-1]
-
-
-def _again(one: Pending) -> Fault | None:
-    """Return the fault of losses that go backward more than once."""
-    found = [one.window.passes[index].records[rank].terms for rank, index in one.coefficients]
-    repeated = [(sum(term.again for term in terms), len(terms)) for terms in found if terms]
-    if not any(again for again, _ in repeated):
-        return None
-    running = any(0 < again < number for again, number in repeated)
-    return Fault("repeated-micro-batch", OF_SUMS["running sum" if running else "repeated-micro-batch"])
-
-
-PARTIAL = "the loss sees items through which no gradient flows, and is no sum over the window's micro-batches"
-
-
-def _read_joined(passes: Mapping[int, Seen], sources: Iterable[Source]) -> None:
-    """Read a term as a sum over items again where the rows that it joins without a gradient are no cached items.
-
-    Cached items are those of the window's other passes, or of the other ranks: together the passes, or the ranks of
-    each, let a gradient through to every item once. Rows of zeros as padding, or a bank of negatives, are others.
-    """
-    records = [(index, passes[index].records[rank]) for rank, index in sources]
-    shares: defaultdict[int, float] = defaultdict(float)
-    for index, record in records:
-        shares[index] += next((term.partial[0] for term in record.terms if term.partial), 0.0)
-    of_ranks = len(records) > len(shares) and all(near(share, 1.0, 1e-6) for share in shares.values())
-    if of_ranks or near(sum(shares.values()), 1.0, 1e-6):
-        return
-    for _, record in records:
-        record.whole = []
-        for term in record.terms:
-            term.partial = None
-
-
-def _note_unknown(
-    one: Pending, found: Sequence[Objective], result: Weighed, name_of: Callable[[int], str | None]
-) -> tuple[bool, bool]:
-    """Note what of a window's losses could not be read; return whether there is such a part, and one that is no sum.
-
-    A loss that is no sum over the window's micro-batches has no weights, so that none are missing.
-    """
-    window = one.window
-    records = {source: window.passes[source[1]].records[source[0]] for source in one.coefficients}
-    dark, partial = set[Unknown](), set[Unknown]()
-    for record in records.values():
-        for term in record.terms:
-            if term.opaque:
-                dark.add(Unknown("weights", str(record.place), term.opaque, DECLARE))
-            elif term.partial:
-                partial.add(Unknown("weights", str(record.place), PARTIAL))
-        if not record.terms and record.unread:
-            dark.add(Unknown("weights", str(record.place), record.unread))
-    if one.length > 1:
-        result.unknown.update(dark | partial)
-        whole = {key for record in records.values() for key in record.whole if key in window.keys}
-        places = [term.partial[1] for record in records.values() for term in record.terms if term.partial]
-        if whole and len(set(places)) == one.length:
-            names = ", ".join(sorted(str(name_of(key)) for key in whole))
-            result.notes[
-                f"{one.where}: outside of the cached items, the gradient of {names} arrives from each of the "
-                f"{one.length} passes over the same items: it is {one.length} times too large: divide it by "
-                f"{one.length} before the step"
-            ] += 1
-    uneven = [objective for objective in found if objective.comparison.status == UNEVEN]
-    for objective in uneven:
-        reason = "the number of terms differs between micro-batches"
-        result.unknown[Unknown("weights", str(objective.place), reason, DECLARE)] += 1
-    return bool(dark or uneven), bool(partial)
-
-
-def _compare_within(
-    one: Pending,
-    found: Sequence[Objective],
-    history: defaultdict[Key, list[Use]],
-    unequal: defaultdict[Key, list[tuple[Objective, Window]]],
-    result: Weighed,
-) -> None:
-    """Judge the weights inside of a window; those that are equal are left for the run to judge."""
-    window = one.window
-    site = {source: window.passes[source[1]].records[source[0]].place for source in one.coefficients}
-    right = [o for o in found if o.is_right and not o.parts[0].term.of_parameters]
-    covered = {part.source for o in right if len(o.parts) > 1 for part in o.parts}
-    for objective in found:
-        status, sources = objective.comparison.status, {part.source for part in objective.parts}
-        if status == UNEVEN:
-            continue
-        if status == EQUAL and _are_means_beside_empty(objective, window):
-            beside = Comparison(UNEQUAL, named=Diagnosis(MEAN_OF_MEANS, ""))
-            unequal[objective.key].append((replace(objective, comparison=beside), window))
-            continue
-        if status != EQUAL:
-            if not objective.comparison.named and (covered >= sources or objective.parts[0].term.of_parameters):
-                result.notes[f"{objective.place}: a coefficient changes within a window"] += 1
-            else:
-                unequal[objective.key].append((objective, window))
-            continue
-        # the window's length is that of the call sites that this objective comes from
-        here = {site[source] for source in sources}
-        passes = {source[1] for source in one.coefficients if site[source] in here}
-        history[objective.key].append(
-            Use(
-                window,
-                objective,
-                length=len(passes),
-                whole={source[1] for source in sources} == passes,
-                others_right=any(o.key != objective.key for o in right),
-            )
-        )
-
-
-# Violations, in words.
-
-
-def violation_of(fault: Fault, window: Window, where: Place, parameter: str | None = None) -> LiveViolation:
-    """Return the violation that a fault of a window is."""
-    return LiveViolation(
-        kind=fault.kind,  # type: ignore[arg-type]
-        diagnosis=fault.name,
-        explanation=fault.sentence + _remedy(fault, window.step.trainer),
-        step=window.number,
-        where=_loss_line(window, where) or str(where),
-        backward=str(window.passes[max(window.passes)].site) if window.passes else None,
-        stepped=str(window.step.place),
-        parameter=parameter,
-    )
-
-
-def _remedy(fault: Fault, trainer: str | None) -> str:
-    """Return what helps where a trainer's own division is the cause, which no user mends in the script."""
-    package = (trainer or "").partition(".")[0]
-    found = (text for (name, part), text in REMEDIES.items() if name == package and part in fault.sentence)
-    return "".join(f". {text}" for text in found)
-
-
-def _loss_line(window: Window, where: Place) -> str | None:
-    """Return the line of the loss that goes backward at a place, where it is known."""
-    records = [record for seen in window.passes.values() for record in seen.records if record.place == where]
-    return next((term.line for record in records for term in record.terms if term.line), None)
-
-
-def _rows(objective: Objective, count: str, expected: float) -> tuple[WeightRow, ...]:
-    """Return the weight of each item, by micro-batch: expected and observed."""
-    order = {index: j for j, index in enumerate(sorted({part.source[1] for part in objective.parts}))}
-    ranks = len({part.source[0] for part in objective.parts}) > 1
-    rows = [
-        WeightRow(
-            order[part.source[1]],
-            objective.place.line,
-            part.term.counts.get(count, part.term.counts[part.term.own]),
-            expected,
-            weight,
-            part.source[0] if ranks else None,
-        )
-        for part, weight in zip(objective.parts, objective.weights, strict=True)
-    ]
-    return tuple(rows[:MAX_ROWS])
-
-
-def _with_weights(violation: LiveViolation, objective: Objective, rows: tuple[WeightRow, ...]) -> LiveViolation:
-    error = max((abs(row.observed / row.expected - 1) for row in rows if row.count and row.expected), default=0.0)
-    share = "less than 1%" if error < 0.01 else f"{100 * error:.3g}%"
-    return replace(
-        violation,
-        explanation=f"{violation.explanation} (weights are off by up to {share})",
-        error=error,
-        allowed=max(part.tolerance for part in objective.parts),
-        weights=rows,
-    )
-
-
-def _of_unequal(objective: Objective, window: Window, general: Diagnosis | None) -> LiveViolation:
-    """Return the violation of weights that differ within a window.
-
-    Args:
-        objective: whose weights they are.
-        window: in which they differ.
-        general: their name where no count explains them.
-    """
-    comparison, own = objective.comparison, objective.parts[0].term.own
-    named, count = comparison.named or general, comparison.count or own
-    assert named is not None
-    empty = _empty(objective, window) if named.name == MEAN_OF_MEANS else set()
-    w = _weights(objective, count, empty)
-    whole = coefficient(w)
-    sentence = named.sentence
-    if named.name == MEAN_OF_MEANS:
-        # with the share of those without items, and with a division that is left out
-        seen = replace(w, observed=w.observed / whole)
-        told = diagnose(seen, only=(MEAN_OF_MEANS,))
-        sentence = means_text(seen, [seen]) if names_nothing(told) else told.sentence
-        if count == "elements" and w.counts != _weights(objective, own, empty).counts:
-            sentence = f"the mean divides by all elements of its micro-batch, padding included, and {sentence}"
-    fault = Fault(named.name, sentence.replace("run.count(batch)", "the batch's count"))
-    return _with_weights(
-        violation_of(fault, window, objective.place),
-        objective,
-        _rows(objective, count, whole / (w.window_count or 1.0)),
-    )
-
-
-def _are_means_beside_empty(objective: Objective, window: Window) -> bool:
-    """Return whether equal weights are those of means of equal counts, of which one without items has its share."""
-    if objective.is_right or not objective.parts[0].term.mean:
-        return False
-    number, masses = len(objective.parts), _counts_and_masses(objective, objective.parts[0].term.own)[1]
-    empty = len(_empty(objective, window))
-    return bool(empty) and near(masses[0] * (number + empty), 1.0, objective.tolerance)
-
-
-def _empty(objective: Objective, window: Window) -> set[Source]:
-    """Return the passes of an objective's lines that have no items, and so nothing of it."""
-    own = {part.source for part in objective.parts}
-    places = {window.passes[index].records[rank].place for rank, index in own}
-    return {
-        (rank, index)
-        for index, seen in window.passes.items()
-        for rank, record in enumerate(seen.records)
-        if record.place in places and any(map(reading_weights.is_empty, record.terms))
-    } - own
-
-
-def _counts_and_masses(objective: Objective, count: str) -> tuple[list[float], list[float]]:
-    """Return the count of each term, and what its items weigh together."""
-    numbers = [part.term.counts.get(count, 0.0) for part in objective.parts]
-    return numbers, [weight * number for weight, number in zip(objective.weights, numbers, strict=True)]
-
-
-def _named(objectives: Sequence[Objective]) -> Diagnosis:
-    """Name weights that no count explains, as a loop that is verified would be.
-
-    Args:
-        objectives: one objective in all windows where its weights differ.
-    """
-    found = [_weights(one, one.parts[0].term.own) for one in objectives]
-    observed = found[0].observed
-    what = ONE_SIGN if observed.min() < 0 else "divide each summed loss by the window's count"
-    said = (
-        "items of different micro-batches have different weights: the micro-batches' items weigh "
-        f"{', '.join(f'{weight:.3g}' for weight in observed[:6])}; {what}"
-    )
-    usual = [np.abs(w.observed - np.median(w.observed)) <= w.tolerance * np.median(w.observed) for w in found]
-    if all(2 * same.sum() > len(same) for same in usual):
-        # a special case for the first or the last micro-batch, a loss scale, a coefficient
-        return Diagnosis("weighted-by-place", said)
-    named = diagnose(found[0], found[1:])
-    return Diagnosis(named.name, said) if names_nothing(named) else named
-
-
-def _weights(objective: Objective, count: str, empty: Collection[Source] = ()) -> Weights:
-    """Return the weights of an objective by what is counted, those of micro-batches without items among them."""
-    parts = objective.parts
-    tolerance = max(part.tolerance for part in parts)
-    numbers, _ = _counts_and_masses(objective, count)
-    return evidence(parts, objective.weights, numbers, tolerance, empty=empty)
-
-
-def _of_scale(scale: Scale) -> LiveViolation:
-    """Return the violation of a common weight that follows from how the window is cut up."""
-    use = scale.use
-    total = use.items or 1.0
-    times = use.own / scale.expected
-    sentence = f"every item of the window weighs {times:.6g} times what it should, which is {scale.note}"
-    if scale.name == "tail-leak":
-        sentence += (
-            "; the gradient of micro-batches that belong to the window before is still in it: "
-            "step after an epoch's last micro-batch too, and reset after it"
-        )
-    else:
-        sentence += f"; {what}" if (what := reading_weights.remedy(scale.note)) else ""
-    rows = _rows(use.objective, use.count, scale.expected / total)
-    violation = violation_of(Fault(scale.name, sentence), use.window, use.objective.place)
-    if use.others_right and (line := use.objective.parts[0].term.line):
-        violation = replace(violation, where=line)
-    return _with_weights(violation, use.objective, rows)
-
-
 T = TypeVar("T")
 
 
@@ -535,9 +112,9 @@ def _ranks_of(found: Sequence[Iterable[T]]) -> dict[T, list[int]]:
     return ranks
 
 
-def _on(ranks: Sequence[int], alone: Sequence[Judge], sentence: str) -> str:
+def _on(ranks: Sequence[int], of_ranks: Sequence[Judge], sentence: str) -> str:
     """Return a sentence with the ranks of which it is true, where that is not said of all of them."""
-    if len(ranks) == len(alone):
+    if len(ranks) == len(of_ranks):
         return sentence
     return f"on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {sentence}"
 
@@ -560,8 +137,8 @@ class Judge:
         window: the last one.
         used: the coefficients of its passes, where its sums were judged.
         judged: the steps of which something was judged.
-        alone: whether a step's gradients were not reduced over the ranks, and nothing wraps the model: each rank may
-            train by itself.
+        ranks_train_apart: whether a step's gradients were not reduced over the ranks, and nothing wraps the model: each
+            rank may train by itself.
     """
 
     def __init__(
@@ -574,11 +151,11 @@ class Judge:
         sums: bool = True,
         name_of: Callable[[int], str | None] = lambda key: None,
     ) -> None:
-        self.window: Window | None = None
-        self._last: dict[int, Window] = {}
+        self.window: StepWindow | None = None
+        self._last: dict[int, StepWindow] = {}
         self.used: Mapping[Source, float] = {}
         self.judged: set[int] = set()
-        self.alone = False
+        self.ranks_train_apart = False
         self._by_hand: set[str] = set()
         self._sizes: dict[int, float] = {}
         self._replay = Replay(ranks, dtypes)
@@ -617,15 +194,15 @@ class Judge:
         else:
             raise ValueError("the ranks do different things")
 
-    def usual(self, optimizer: int) -> int | None:
+    def typical_k(self, optimizer: int) -> int | None:
         """Return K: what the user or the trainer says, else the usual number of passes."""
         lengths = self._lengths[optimizer]
-        if said := self._said(optimizer):
-            return said
+        if declared_k := self._declared_k(optimizer):
+            return declared_k
         # a schedule lets the windows grow: then the last one tells what the most frequent length does not tell yet
         return self._grown.get(optimizer) or (lengths.most_common(1)[0][0] if lengths else None)
 
-    def _said(self, optimizer: int) -> int | None:
+    def _declared_k(self, optimizer: int) -> int | None:
         return self._given or self._configured.get(optimizer)
 
     def violations(self) -> list[LiveViolation]:
@@ -669,37 +246,37 @@ class Judge:
         """Add what another instrument found worth knowing."""
         self._notes[sentence] += 1
 
-    def take_over(self, alone: Sequence[Judge]) -> None:
+    def take_over(self, of_ranks: Sequence[Judge]) -> None:
         """Take over what the judges of ranks that train by themselves have found: what all have alike is said once.
 
         A step was judged where each of them judged it.
 
         Args:
-            alone: the judge of each rank.
+            of_ranks: the judge of each rank.
         """
-        repeated = [judge._repeated() for judge in alone]
+        repeated = [judge._repeated() for judge in of_ranks]
         for key, ranks in _ranks_of(repeated).items():
             first = {rank: _first(*(violation for violation, _ in repeated[rank][key])) for rank in ranks}
             shown = min(ranks, key=lambda rank: _order(first[rank]))
             violation = replace(
                 first[shown],
-                explanation=_on(ranks, alone, first[shown].explanation),
+                explanation=_on(ranks, of_ranks, first[shown].explanation),
                 weights=tuple(replace(row, rank=shown) for row in first[shown].weights),
             )
             self._united[key] = violation, set().union(*(steps for rank in ranks for _, steps in repeated[rank][key]))
-        notes, unknown = [judge.notes() for judge in alone], [judge.unknown() for judge in alone]
+        notes, unknown = [judge.notes() for judge in of_ranks], [judge.unknown() for judge in of_ranks]
         for sentence, ranks in _ranks_of(notes).items():
-            self._notes[_on(ranks, alone, sentence)] = max(notes[rank][sentence] for rank in ranks)
+            self._notes[_on(ranks, of_ranks, sentence)] = max(notes[rank][sentence] for rank in ranks)
         for part, ranks in _ranks_of(unknown).items():
-            said = replace(part, reason=_on(ranks, alone, part.reason))
-            self._unknown[said] = max(unknown[rank][part] for rank in ranks)
-        self.judged = set.intersection(*(judge.judged | judge.violated for judge in alone))
-        self._read_before = set.intersection(*(judge.weighed | judge.violated for judge in alone))
+            limited = replace(part, reason=_on(ranks, of_ranks, part.reason))
+            self._unknown[limited] = max(unknown[rank][part] for rank in ranks)
+        self.judged = set.intersection(*(judge.judged | judge.violated for judge in of_ranks))
+        self._read_before = set.intersection(*(judge.weighed | judge.violated for judge in of_ranks))
 
     def of_last_step(self) -> LiveViolation | None:
         """Return the violation of the last step, or None."""
         assert self.window is not None
-        found = [*self._of_step, *(v for w in self._weighed.values() for v in (*w.violations, *w.alone))]
+        found = [*self._of_step, *(v for w in self._weighed.values() for v in (*w.violations, *w.provisional))]
         return next((v for v in found if v.step == self.window.number), None)
 
     def note_size(self, step: int, error: float) -> None:
@@ -722,7 +299,7 @@ class Judge:
         found = {v.step for weighed in self._weighed.values() for v in weighed.violations if v.step is not None}
         return self._violated | found
 
-    def _violate(self, fault: Fault, window: Window, where: Place) -> None:
+    def _violate(self, fault: StepFault, window: StepWindow, where: Place) -> None:
         name = None if fault.key is None else self._name_of(fault.key)
         self.add(violation_of(fault, window, where, name))
 
@@ -735,7 +312,7 @@ class Judge:
                 of_zero = (window.step.trainer or "").startswith("deepspeed")
                 self._unknown[Unknown(BOTH, str(window.step.place), *(ZERO if of_zero else MASTERS))] += 1
             elif given and any(isinstance(one, np.ndarray) and size(one) > 0 for one in window.step.moved.values()):
-                fault = Fault("repeated-step", OF_SUMS["repeated-step"], kind="step-count")
+                fault = StepFault("repeated-step", OF_SUMS["repeated-step"], kind="step-count")
                 self._violate(fault, window, window.step.place)
             return
         optimizer = window.optimizer
@@ -774,9 +351,9 @@ class Judge:
         self._singles[optimizer] = self._singles[optimizer] + 1 if len(required) == 1 else 0
         if self._given is not None and self._given > 1 and self._singles[optimizer] == 3:
             sentence = OF_SUMS["step-per-micro-batch"].format(steps=self._given)
-            self._violate(Fault("step-per-micro-batch", sentence, kind="step-count"), window, where)
+            self._violate(StepFault("step-per-micro-batch", sentence, kind="step-count"), window, where)
 
-    def _note_parts(self, window: Window, members: Members) -> None:
+    def _note_parts(self, window: StepWindow, members: Members) -> None:
         """Note parameters that get a gradient in some passes of a line and in others none."""
         by_site: defaultdict[str, list[set[int]]] = defaultdict(list)
         for index in members.required:
@@ -791,7 +368,7 @@ class Judge:
                     "`detach` or a `no_grad`)"
                 ] += 1
 
-    def _note_modes(self, window: Window, used: Iterable[Source]) -> None:
+    def _note_modes(self, window: StepWindow, used: Iterable[Source]) -> None:
         """Note a line whose passes went through one module in train mode and in eval mode."""
         seen: defaultdict[tuple[str, int], set[frozenset[bool]]] = defaultdict(set)
         for rank, index in used:
@@ -802,13 +379,13 @@ class Judge:
         for place in {place for (place, _), modes in seen.items() if len(modes) > 1}:
             self._notes[f"{place}: {SEVERAL_MODES}"] += 1
 
-    def _judge_sums(self, window: Window, where: Place) -> Mapping[Source, float] | None:
+    def _judge_sums(self, window: StepWindow, where: Place) -> Mapping[Source, float] | None:
         """Judge a window's sums, and return the coefficients by which its weights are read, None where they are not."""
         if window.local and not window.step.wrapped:
-            self.alone = True
+            self.ranks_train_apart = True
             return None
-        usual, longest = self.usual(window.optimizer), max(self._lengths[window.optimizer], default=0)
-        found = judge_sums(window, usual, longest)
+        typical_k, longest = self.typical_k(window.optimizer), max(self._lengths[window.optimizer], default=0)
+        found = judge_sums(window, typical_k, longest)
         fault = found.fault or self._of_hooks(window)
         if found.fault is not None and found.coefficients and not found.excuse and self._are_right(window, found):
             return found.coefficients
@@ -833,41 +410,43 @@ class Judge:
             ] += 1
         return found.coefficients
 
-    def _are_right(self, window: Window, found: Sums) -> bool:
+    def _are_right(self, window: StepWindow, found: Sums) -> bool:
         """Return whether the losses weigh their items rightly with unequal coefficients of the passes."""
         scale = window.step.scale or 1.0
         coefficients = {s: c / scale for s, c in found.coefficients.items()}
         reading = reading_weights.read(window.passes, coefficients, error=window.error)
         objectives = reading_weights.objectives(reading, {})
-        dark = any(term.opaque for _, i in found.coefficients for r in window.passes[i].records for term in r.terms)
-        return bool(objectives) and not dark and all(o.is_right and len(o.parts) > 1 for o in objectives)
+        unreadable = any(
+            term.opaque for _, i in found.coefficients for r in window.passes[i].records for term in r.terms
+        )
+        return bool(objectives) and not unreadable and all(o.is_right and len(o.parts) > 1 for o in objectives)
 
-    def _assumed(self, window: Window) -> Mapping[Source, float]:
+    def _assumed(self, window: StepWindow) -> Mapping[Source, float]:
         """Return the coefficients where sums are not judged: 1 for each pass that has no other consumer."""
         own = [i for i, seen in window.passes.items() if not window.seen[i] and not seen.by_hand]
         return {(rank, i): 1.0 for i in own for rank in range(self._ranks)}
 
-    def _of_hooks(self, window: Window) -> Fault | None:
+    def _of_hooks(self, window: StepWindow) -> StepFault | None:
         hooked: dict[int, bool] = {}
         for seen in window.passes.values():
             for record in seen.records:
                 for key in record.hooked.keys() & set(window.keys):
                     hooked[key] = hooked.get(key, True) and record.hooked[key]
         if len(window.passes) > 1 and not all(hooked.values()):
-            return Fault("not-linear", OF_SUMS["hook"], next(key for key, fixed in hooked.items() if not fixed))
+            return StepFault("not-linear", OF_SUMS["hook"], next(key for key, fixed in hooked.items() if not fixed))
         if hooked:
             number = counted(len(hooked), "parameter")
             self._notes[f"a hook changes what arrives at {number}, by the same factors in each pass"] += 1
         return None
 
-    def _read(self, window: Window, where: Place, used: Mapping[Source, float]) -> None:
+    def _read(self, window: StepWindow, where: Place, used: Mapping[Source, float]) -> None:
         scale = window.step.scale or 1.0
         factor = (window.factor or 1.0) if self._judges_sums else 1.0 if window.step.fused else 1 / scale
         # what a GradScaler takes out again, before the step or inside of it, is no part of the weights
         left = factor * (1.0 if window.step.fused else scale)
         factors = [1.0] if abs(left - 1) < 1e-3 or window.factor is None else [left, 1.0]
         tasks = self._tasks_of(window)
-        _read_joined(window.passes, used)
+        read_joined(window.passes, used)
         scaled = [{source: c * f / scale for source, c in used.items()} for f in factors]
         readings = [reading_weights.read(window.passes, one, tasks, window.error) for one in scaled]
         pending = self._pending[window.optimizer]
@@ -877,7 +456,7 @@ class Judge:
         if self._since[window.optimizer] >= min(EVERY, max(1, len(pending) // 4)):
             self._weigh(window.optimizer)
 
-    def _tasks_of(self, window: Window) -> dict[int, str]:
+    def _tasks_of(self, window: StepWindow) -> dict[int, str]:
         """Tell the tasks of a line apart by the parameters that only one of them reaches, such as its head.
 
         Experts by turns and dropped layers differ from window to window: these are no tasks.
@@ -897,12 +476,12 @@ class Judge:
 
     def _weigh(self, optimizer: int, *, ended: bool = False) -> None:
         pending = self._pending[optimizer]
-        usual, said = self.usual(optimizer), self._said(optimizer)
-        weighed = self._weighed[optimizer] = judge_weights(pending, usual, said, self._ranks, self._name_of)
+        typical_k, declared_k = self.typical_k(optimizer), self._declared_k(optimizer)
+        weighed = self._weighed[optimizer] = judge_weights(pending, typical_k, declared_k, self._ranks, self._name_of)
         self._since[optimizer] = 0
         if ended or len(pending) > MOST_WINDOWS:
-            weighed.violations += weighed.alone
-            weighed.alone = []
+            weighed.violations += weighed.provisional
+            weighed.provisional = []
         self._unite_weighed(weighed)
         if len(pending) > MOST_WINDOWS:
             # the first windows of a run and the last ones say most about it
@@ -937,9 +516,9 @@ class Judge:
     def _tails(self) -> None:
         """Find what went backward after an optimizer's last step, stands in `.grad`, and is never stepped on."""
         for optimizer, before in self._replay.last.items():
-            usual = self.usual(optimizer)
+            typical_k = self.typical_k(optimizer)
             last = self._last.get(optimizer)
-            if last is None or usual is None:
+            if last is None or typical_k is None:
                 continue
             standing = self._replay.standing(last.keys)
             left = {
@@ -952,8 +531,8 @@ class Judge:
                 and (optimizer, str(seen.site)) in self._places
             }
             # as many as a window may be one that was discarded on purpose: nothing after it tells
-            if left and len(left) != usual:
+            if left and len(left) != typical_k:
                 sentence = OF_SUMS["tail-dropped"].format(lost=counted(len(left), "micro-batch"))
-                fault = Fault("tail-dropped", sentence, kind="step-count")
+                fault = StepFault("tail-dropped", sentence, kind="step-count")
                 violation = violation_of(fault, replace(last, passes=left), left[max(left)].site)
                 self.add(replace(violation, step=None, stepped=None))

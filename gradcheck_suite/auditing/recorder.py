@@ -27,9 +27,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gradcheck_suite.auditing import samples
+from gradcheck_suite.auditing.events import BY_HAND, KEPT, LATE, NONE, TOUCHED, Arrival, Event, PassRecord, StepRecord
 from gradcheck_suite.auditing.places import NOWHERE, Place, here, living, shown
 from gradcheck_suite.auditing.samples import Raw
-from gradcheck_suite.auditing.terms import MARK, Reader, Term, declare, joined_share, leaves_below, place_of
+from gradcheck_suite.auditing.terms import MARK, Reader, declare, edge_of, joined_share, leaves_below
 from gradcheck_suite.errors import CannotRunHere
 
 # What trainers are configured with, read off the stack at a step; no trainer is imported.
@@ -75,107 +76,6 @@ def _of_the_stack() -> tuple[str | None, int | None, float | None]:
     return trainer, (steps if type(steps) is int and steps > 1 else None), scale
 
 
-# What is recorded.
-
-
-NONE, KEPT, TOUCHED, BY_HAND, LATE = "none", "kept", "touched", "by hand", "late"
-
-
-@dataclass
-class Arrival:
-    """One gradient that arrived at one parameter.
-
-    Attributes:
-        before: what was in `.grad` before it, against what the last arrival left: `none`, `kept`, `touched`; or `by
-            hand` for a result of `torch.autograd.grad`, which the program puts into `.grad` itself; `late` for what
-            comes with a later pass that reduces it into a shard.
-        was: a sample of `.grad` before it, where it was touched.
-        now: a sample of `.grad` after it, or of the result.
-        shard: of this rank's part of what was summed up over all ranks in the pass, by what the sum is divided; 0 for
-            what is no such part.
-    """
-
-    before: str
-    was: Raw | None
-    now: Raw
-    shard: float = 0.0
-
-
-@dataclass
-class PassRecord:
-    """One backward pass.
-
-    Attributes:
-        place: of the call.
-        accumulates: whether it adds to `.grad`.
-        terms: of what went backward.
-        arrivals: key of a parameter -> what arrived.
-        points: key of a parameter that requires a gradient -> a checksum of its values.
-        hooked: key of a parameter whose gradient the program's own hooks change -> whether by the same factors as
-            before.
-        factors: key of a parameter -> the one factor by which these hooks multiply its gradient.
-        modes: id of a module and whether it trained, of the calls that a gradient came through and that are not kept.
-        whole: keys of the parameters that get the gradient of all items of a loss that sees items without a gradient.
-        unread: why its terms were not read.
-    """
-
-    place: Place
-    accumulates: bool
-    terms: list[Term] = field(default_factory=list)
-    arrivals: dict[int, Arrival] = field(default_factory=dict)
-    points: dict[int, int] = field(default_factory=dict)
-    hooked: dict[int, bool] = field(default_factory=dict)
-    factors: dict[int, float] = field(default_factory=dict)
-    modes: set[tuple[int, bool]] = field(default_factory=set)
-    whole: list[int] = field(default_factory=list)
-    unread: str | None = None
-
-    @property
-    def by_hand(self) -> bool:
-        """Whether its results are put into `.grad` by the program, if at all."""
-        return not self.accumulates
-
-    def raws(self) -> list[tuple[Any, str]]:
-        """Return the holders and names of fields that may lie on a device."""
-        return [(a, name) for a in self.arrivals.values() for name in ("was", "now") if getattr(a, name) is not None]
-
-
-@dataclass
-class StepRecord:
-    """One optimizer step.
-
-    Attributes:
-        optimizer: its index in the order of first steps.
-        place: of the call.
-        call: index of the program's call of a step, in which a closure may be called several times, and the optimizer
-            that another one wraps may step.
-        gradients: key of a parameter -> a sample of its `.grad`, or None.
-        scale: by which the gradients are still to be divided, or were before the step, by a GradScaler.
-        fused: whether the optimizer divides by `scale` inside its step.
-        steps: the accumulation steps that a trainer is configured with.
-        trainer: the module of that trainer.
-        wrapped: whether a `DistributedDataParallel` or FSDP, which reduce gradients, holds the parameters.
-        moved: key of a parameter -> a sample of its change by the step, where nothing at all went backward since the
-            last step of the same optimizer.
-    """
-
-    optimizer: int
-    place: Place
-    gradients: dict[int, Raw | None]
-    call: int
-    scale: float | None = None
-    fused: bool = False
-    steps: int | None = None
-    trainer: str | None = None
-    wrapped: bool = False
-    moved: dict[int, Raw] = field(default_factory=dict)
-
-    def raws(self) -> list[tuple[Any, Any]]:
-        """Return the holders and names of fields that may lie on a device."""
-        both: tuple[Any, ...] = self.gradients, self.moved
-        return [(one, key) for one in both for key, raw in one.items() if raw is not None]
-
-
 @dataclass
 class Known:
     """What is known of a parameter.
@@ -199,20 +99,6 @@ class Known:
     hooks: tuple[Any, Any] | None = None
     raw: torch.Tensor | None = None
     ratio: torch.Tensor | None = None
-
-
-Event = PassRecord | StepRecord
-
-
-def settle(events: Sequence[Event]) -> None:
-    """Turn samples that lie on a device into arrays; waits for the device once."""
-    holders = [pair for event in events for pair in event.raws()]
-    values = [h[n] if isinstance(h, dict) else getattr(h, n) for h, n in holders]
-    for (holder, name), value in zip(holders, samples.read(values), strict=True):
-        if isinstance(holder, dict):
-            holder[name] = value
-        else:
-            setattr(holder, name, value)
 
 
 # The choke point.
@@ -434,7 +320,7 @@ class Recorder:
     @_guarded(PASSES)
     def begin(self, tensors: Any, accumulates: bool, inputs: Any) -> Running | None:
         """Note the beginning of a pass; a pass that runs inside another one belongs to that."""
-        roots = [t for t in tensors if place_of(t)[0] is not None]
+        roots = [t for t in tensors if edge_of(t)[0] is not None]
         if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in roots if isinstance(t, torch.Tensor)):
             # what a transformation returns is a value of the program's
             self.notes["a loss inside of torch.func is not seen: what it returns is no backward pass"] += 1
@@ -456,7 +342,7 @@ class Recorder:
                 self._read_inside(running, roots)
         for root in roots:
             # hooks run in the thread of a device: autograd's number of the pass tells which pass they belong to
-            self._bind_at(running, place_of(root)[0])
+            self._bind_at(running, edge_of(root)[0])
         if accumulates:
             self._look_below(running, roots)
             if outer is None and self._sums:
@@ -496,7 +382,7 @@ class Recorder:
     def _mark(self, running: Running) -> None:
         if running.record.accumulates:
             for found in running.reader.found:
-                found.term.again = MARK in found.node.metadata
+                found.term.repeated = MARK in found.node.metadata
                 found.node.metadata[MARK] = True
 
     @_guarded(WEIGHTS)
@@ -513,7 +399,7 @@ class Recorder:
     @_guarded(PASSES)
     def _look_below(self, running: Running, roots: list[Any]) -> None:
         """Watch the parameters that a pass reaches, and see which terms join items with and without a gradient."""
-        leaves, joins = leaves_below(place_of(root)[0] for root in roots)
+        leaves, joins = leaves_below(edge_of(root)[0] for root in roots)
         if not self.parameters and _is_distributed():
             # FSDP gathers parameters: the leaves are others than those that optimizers step on
             for group in (group for one in living(torch.optim.Optimizer) for group in one.param_groups):

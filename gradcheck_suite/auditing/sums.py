@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from gradcheck_suite.auditing.events import BY_HAND, LATE, NONE, TOUCHED, PassRecord, StepRecord
 from gradcheck_suite.auditing.places import Place, lines_with
-from gradcheck_suite.auditing.recorder import BY_HAND, LATE, NONE, TOUCHED, PassRecord, StepRecord
 from gradcheck_suite.auditing.samples import ELEMENTS, Vector, alike, distance, factor, is_finite, is_mostly, size
 from gradcheck_suite.core.comparison import FURTHER_ROUNDINGS, SMALLEST, UNIT_ROUNDOFF, growth
 from gradcheck_suite.core.text import counted
@@ -136,7 +136,7 @@ UNEXPLAINED = EDITED, RESET, NOT_FINITE
 
 
 @dataclass
-class Window:
+class StepWindow:
     """What one optimizer stepped on.
 
     Attributes:
@@ -351,7 +351,7 @@ class Replay:
                 self._states[rank][key] = State(a.now, coefficients, bool(a.shard))
         return index
 
-    def on_step(self, steps: Sequence[StepRecord]) -> Window:
+    def on_step(self, steps: Sequence[StepRecord]) -> StepWindow:
         """Take a step of all ranks."""
         if copies := self._are_copies(steps[0]):
             steps = [
@@ -365,7 +365,7 @@ class Replay:
         found = self._explain_all(0, measured, inside=False)
         reduced = any(one.event == REDUCED for one in found.values())
         late = [(rank, key) for rank, key in self._late if key in steps[0].gradients]
-        window = Window(
+        window = StepWindow(
             optimizer, steps[0].call, steps, members, keys, {}, 1.0, None,
             {i: dict(p.consumers) for i, p in members.items()}, optimizer not in self.last, before,
             not reduced and not any(p.reduced for p in members.values()) and (bool(late) or self._differ(steps)),
@@ -406,7 +406,7 @@ class Replay:
                         return True
         return False
 
-    def _fill(self, window: Window, found: Mapping[int, Explanation]) -> None:
+    def _fill(self, window: StepWindow, found: Mapping[int, Explanation]) -> None:
         """Set the coefficients, the common factor and the edit of a window."""
         factors = {
             key: (one.factor if one.event != EDITED else None)
@@ -463,7 +463,7 @@ class Replay:
         # one element is always a multiple of another one
         return largest ** max(number - 1, 0) <= ACCIDENT or all(one.event == SAME for one in found.values())
 
-    def _fit(self, window: Window, found: Mapping[int, Explanation]) -> Fit | None:
+    def _fit(self, window: StepWindow, found: Mapping[int, Explanation]) -> Fit | None:
         """Fit a sum of what arrived in each pass to what stood in `.grad`, over all parameters.
 
         What the fit leaves over must be within the rounding of a sum of so many terms, else `.grad` is edited: an edit
@@ -508,7 +508,7 @@ class Replay:
         deviation = np.sqrt((residual * residual).sum() / (len(residual) - number))
         return Fit(solution, SIGNIFICANT * deviation * spread, is_exact=False)
 
-    def _leave(self, window: Window, steps: Sequence[StepRecord]) -> None:
+    def _leave(self, window: StepWindow, steps: Sequence[StepRecord]) -> None:
         """Set the states that a step leaves behind, and forget what no later step can ask for."""
         for rank, step in enumerate(steps):
             for key in window.keys:
@@ -617,7 +617,7 @@ IF_WANTED = "; if it should be in one, do not reset between it and the step"
 
 
 @dataclass(frozen=True)
-class Fault:
+class StepFault:
     """What is wrong with a window.
 
     Attributes:
@@ -645,7 +645,7 @@ class Sums:
         untold: whether it cannot be told if it did, or reset and edited it.
     """
 
-    fault: Fault | None = None
+    fault: StepFault | None = None
     excuse: str | None = None
     coefficients: Mapping[Source, float] = field(default_factory=dict)
     by_hand: bool = False
@@ -653,7 +653,7 @@ class Sums:
 
 
 def _fault(name: str, sentence: str | None = None, key: int | None = None) -> Sums:
-    return Sums(Fault(name, OF_SUMS[name] if sentence is None else sentence, key))
+    return Sums(StepFault(name, OF_SUMS[name] if sentence is None else sentence, key))
 
 
 class Members:
@@ -666,7 +666,7 @@ class Members:
         by_hand: passes whose results the program puts into `.grad` itself.
     """
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: StepWindow) -> None:
         self.window = window
         self.by_parameter: dict[int, list[tuple[int, float]]] = {i: [] for i in window.passes}
         for key, coefficients in window.coefficients.items():
@@ -724,12 +724,12 @@ class Members:
         return any(points[0].get(k) != points[1].get(k) for k in self.window.keys if k in points[0] and k in points[1])
 
 
-def judge_sums(window: Window, usual: int | None, longest: int) -> Sums:
+def judge_sums(window: StepWindow, typical_k: int | None, longest: int) -> Sums:
     """Judge whether `.grad` is the sum of the window's passes; the first question that is answered yes names the fault.
 
     Args:
         window: the window.
-        usual: the number of passes of most windows in which nothing is missing, where it is known.
+        typical_k: the number of passes of most windows in which nothing is missing, where it is known.
         longest: the number of passes of the longest of them; 0 where there was none.
     """
     if window.local:
@@ -759,7 +759,7 @@ def judge_sums(window: Window, usual: int | None, longest: int) -> Sums:
     if lost and window.edit == "free" and window.is_made_by_hand(lost):
         return Sums(by_hand=True)
     if lost:
-        found = _judge_lost(members, lost, usual, longest)
+        found = _judge_lost(members, lost, typical_k, longest)
         if found.excuse is not None or found.fault is not None:
             return found if found.fault is not None else replace(found, coefficients=_used(window))
     if unequal := _judge_parameters(members):
@@ -769,7 +769,7 @@ def judge_sums(window: Window, usual: int | None, longest: int) -> Sums:
     return Sums(coefficients=_used(window))
 
 
-def _stale_key(window: Window) -> int | None:
+def _stale_key(window: StepWindow) -> int | None:
     """Return a parameter in whose `.grad` an earlier window is, None where there is none."""
     for key, coefficients in window.coefficients.items():
         for (_, index), c in coefficients.items():
@@ -778,7 +778,7 @@ def _stale_key(window: Window) -> int | None:
     return None
 
 
-def _another_stepped_between(window: Window, members: Members) -> bool:
+def _another_stepped_between(window: StepWindow, members: Members) -> bool:
     indices = members.required
     between = any(
         at <= indices[-1] for i in indices[:-1] for other, at in window.seen[i].items() if other != window.optimizer
@@ -796,7 +796,7 @@ def _judge_by_hand(members: Members) -> Sums:
     return Sums(coefficients=_used(members.window))
 
 
-def _judge_lost(members: Members, lost: Sequence[int], usual: int | None, longest: int) -> Sums:
+def _judge_lost(members: Members, lost: Sequence[int], typical_k: int | None, longest: int) -> Sums:
     """Judge passes that are not in `.grad`: discarded on purpose, dropped, or reset."""
     window = members.window
     kept = [i for i in members.required if i not in lost]
@@ -813,14 +813,14 @@ def _judge_lost(members: Members, lost: Sequence[int], usual: int | None, longes
         # `.grad` alone cannot tell a pass that is discarded on purpose (statistics, a warm-up) from a slip
         lines = ", ".join(sorted(place.line for place in members.places(lost)))
         return Sums(excuse=f"{lines}: what goes backward here was reset, and is in no step{IF_WANTED}")
-    if kept and usual and len(kept) == usual and len(lost) % usual == 0:
+    if kept and typical_k and len(kept) == typical_k and len(lost) % typical_k == 0:
         return Sums(excuse="a whole window was reset without a step")
     # the rest of an epoch went before what is there; the program may count on over the reset, so that fewer are there
     # than in a whole window, which a reset for each micro-batch never has
     rest = bool(kept) and max(lost) < min(kept) and 1 < longest >= len(lost)
-    if rest or (usual and len(lost) < usual == len(kept)):
+    if rest or (typical_k and len(lost) < typical_k == len(kept)):
         sentence = OF_SUMS["tail-dropped"].format(lost=counted(len(lost), "micro-batch")) + _resets(members, lost)
-        return Sums(Fault("tail-dropped", sentence, kind="step-count"))
+        return Sums(StepFault("tail-dropped", sentence, kind="step-count"))
     name = "dropped-micro-batch" if kept and max(lost) > min(kept) else "reset-inside-window"
     return _fault(name, OF_SUMS[name] + _resets(members, lost))
 
@@ -851,11 +851,11 @@ def _judge_parameters(members: Members) -> Sums | None:
         name = "rescaled-accumulator" if max(ratios) - min(ratios) < 2e-3 * max(ratios) else "not-linear"
         sentence = f"{OF_SUMS[name]} (factors between the passes: {listed})"
         # a running mean rescales the sum on purpose: what the losses weigh together decides
-        return Sums(Fault(name, sentence), coefficients=_used(members.window))
+        return Sums(StepFault(name, sentence), coefficients=_used(members.window))
     return None
 
 
-def _used(window: Window) -> dict[Source, float]:
+def _used(window: StepWindow) -> dict[Source, float]:
     """Return the coefficient of each pass, the factor of the program's own hooks on parameters included."""
     found = {
         (rank, index): window.of_pass((rank, index))

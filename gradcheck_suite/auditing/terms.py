@@ -85,7 +85,7 @@ OF_ROWS = ("MultiMarginLoss", "MultilabelMarginLoss")
 MEAN = 1
 """The value of a saved `reduction` that divides; 2 is a sum and 0 reduces nothing."""
 
-Place = tuple[Any, int]
+Edge = tuple[Any, int]
 """A node and the index of its output."""
 
 
@@ -96,7 +96,7 @@ def kind(node: Any) -> str:
     return head if found and (not tail or tail.isdigit()) else name
 
 
-def live(node: Any) -> list[Place]:
+def live(node: Any) -> list[Edge]:
     """Return the inputs of a node that have a gradient."""
     return [(f, i) for f, i in node.next_functions if f is not None]
 
@@ -118,7 +118,7 @@ def _is_packed(node: Any, name: str) -> bool:
     return raw is None or getattr(raw, "unpack_hook", None) is not None
 
 
-def _same(node: Any, index: int, inputs: list[Place]) -> list[Place]:
+def _same(node: Any, index: int, inputs: list[Edge]) -> list[Edge]:
     """Return the input that DDP's node passes on as an output, nothing where that is not known.
 
     DDP sends all outputs of a model through one node, where it looks for unused parameters. Those that are no tensors
@@ -126,7 +126,7 @@ def _same(node: Any, index: int, inputs: list[Place]) -> list[Place]:
     """
     if len(node.next_functions) == len(node._input_metadata):
         return [(f, i) for f, i in node.next_functions[index : index + 1] if f is not None]
-    found = [place for place in inputs if _shape(*place) == _shape(node, index)]
+    found = [edge for edge in inputs if _shape(*edge) == _shape(node, index)]
     return found if len(found) == 1 else []
 
 
@@ -142,9 +142,9 @@ def _number(node: Any) -> torch.Tensor | None:
     return None if saved is None or saved.dim() or saved.is_complex() else saved.detach()
 
 
-def _of_parameters(place: Place) -> bool:
+def _of_parameters(edge: Edge) -> bool:
     """Return whether something is a function of parameters alone: the same in every micro-batch of a window."""
-    stack, seen = [place[0]], set()
+    stack, seen = [edge[0]], set()
     while stack:
         node = stack.pop()
         if node in seen:
@@ -164,14 +164,14 @@ def _of_parameters(place: Place) -> bool:
     return True
 
 
-def _joined(place: Place) -> tuple[list[Place], bool, bool]:
+def _concatenated_inputs(edge: Edge) -> tuple[list[Edge], bool, bool]:
     """Return the losses of one element each that a tensor joins, as in a weighted `stack`.
 
     Returns:
         the losses; whether the tensor is a linear function of them; whether something else with a gradient, that is
         no function of parameters alone, meets them.
     """
-    stack, seen, found, linear, others = [place], set[Place](), list[Place](), True, False
+    stack, seen, found, linear, others = [edge], set[Edge](), list[Edge](), True, False
     while stack:
         node, index = here = stack.pop()
         if here in seen:
@@ -225,7 +225,7 @@ class Term:
         opaque: why it cannot be read as a sum over items.
         partial: where it sees items through which no gradient flows: the share of the others, and which of the joined
             tensors is the first of them.
-        again: whether it has gone backward before.
+        repeated: whether it has gone backward before.
         of_parameters: whether it is a function of parameters alone, such as a penalty, and has no items.
         line: `file:line` of the loss, where it is known.
     """
@@ -241,7 +241,7 @@ class Term:
     tolerance: float = LIVE_WEIGHT_TOLERANCE
     opaque: str | None = None
     partial: tuple[float, int] | None = None
-    again: bool = False
+    repeated: bool = False
     of_parameters: bool = False
     line: str | None = None
 
@@ -346,12 +346,12 @@ class Reader:
         self.found: list[_Found] = []
         self.error: Exception | None = None
         self._handles: list[Any] = []
-        self._visited: set[Place] = set()
+        self._visited: set[Edge] = set()
 
     def read(self, roots: Iterable[Any]) -> None:
         """Read what goes backward from some tensors or gradient edges."""
         for root in roots:
-            node, index = place_of(root)
+            node, index = edge_of(root)
             if node is not None:
                 (self._scalar if _elements(node, index) == 1 else self._vector)(node, index, ())
 
@@ -394,14 +394,14 @@ class Reader:
             row = NODES.get(name, UNKNOWN)
             if name in ("Div", "Mul") and len(inputs) > 1:
                 # a factor that is a function of parameters alone is the same for the whole window
-                inputs = [place for place in inputs if not _of_parameters(place)]
+                inputs = [edge for edge in inputs if not _of_parameters(edge)]
                 if len(inputs) != 1:
                     return self._opaque(node, index, above, "a product or quotient of two things that have gradients")
             if name == "Div" and node.next_functions[0] not in inputs:
                 return self._opaque(node, index, above, "one over something that has a gradient")
             if row.scalar != OPAQUE and len(inputs) > 1 and name not in PRODUCTS:
-                for place in inputs:
-                    (self._scalar if _elements(*place) == 1 else self._vector)(*place, above)
+                for edge in inputs:
+                    (self._scalar if _elements(*edge) == 1 else self._vector)(*edge, above)
                 return None
             one = row.scalar != OPAQUE and bool(inputs) and _elements(*inputs[0]) == 1
             if one and row.scalar == TERM and _shape(*inputs[0]):
@@ -414,7 +414,7 @@ class Reader:
             node, index = inputs[0]
         return self._end(node, index, above, name, inputs)
 
-    def _end(self, node: Any, index: int, above: tuple[str, ...], name: str, inputs: list[Place]) -> None:
+    def _end(self, node: Any, index: int, above: tuple[str, ...], name: str, inputs: list[Edge]) -> None:
         reduction = getattr(node, "_saved_reduction", None)
         if isinstance(reduction, int) and reduction:
             return self._loss_function(node, index, above, name, inputs[0] if inputs else (node, index))
@@ -428,11 +428,11 @@ class Reader:
         what = f"{name} of a number" if inputs and _elements(*inputs[0]) == 1 else f"{name}, which is no sum"
         return self._opaque(node, index, above, what)
 
-    def _are_made_of_scalars(self, places: Iterable[Place], above: tuple[str, ...], *, opaque: bool) -> bool:
+    def _are_made_of_scalars(self, edges: Iterable[Edge], above: tuple[str, ...], *, opaque: bool) -> bool:
         """Read tensors of one element as numbers; return False, and read nothing, where one is an item instead."""
         before, handles, visited = len(self.found), len(self._handles), set(self._visited)
-        for place in places:
-            self._scalar(*place, above)
+        for edge in edges:
+            self._scalar(*edge, above)
         new = self.found[before:]
         if new and not any(found.has_dimension or (found.term.opaque and not opaque) for found in new):
             return True
@@ -442,7 +442,7 @@ class Reader:
         self._visited = visited
         return False
 
-    def _loss_function(self, node: Any, index: int, above: tuple[str, ...], name: str, below: Place) -> None:
+    def _loss_function(self, node: Any, index: int, above: tuple[str, ...], name: str, below: Edge) -> None:
         """Read a node that is a reduced loss of torch: its `reduction` is saved."""
         term = Term((*above, name), counts={"elements": _elements(*below)}, mean=node._saved_reduction == MEAN)
         found = _Found(term)
@@ -459,9 +459,9 @@ class Reader:
                 found.seen["total_weight"] = node._saved_total_weight.detach()
         self._add(found, node, index)
 
-    def _reduction(self, node: Any, index: int, above: tuple[str, ...], name: str, inputs: list[Place]) -> None:
-        factors = [place for place in inputs if not _of_parameters(place)] or inputs
-        below, joins = factors[0], [_joined(place) for place in factors]
+    def _reduction(self, node: Any, index: int, above: tuple[str, ...], name: str, inputs: list[Edge]) -> None:
+        factors = [edge for edge in inputs if not _of_parameters(edge)] or inputs
+        below, joins = factors[0], [_concatenated_inputs(edge) for edge in factors]
         losses, linear, others = next((join for join in joins if join[0]), joins[0])
         if losses and (others or len(factors) > 1):
             return self._opaque(node, index, above, "losses that are weighted by something that has a gradient")
@@ -535,7 +535,7 @@ def declare(loss: torch.Tensor, count: float | torch.Tensor, reduction: str) -> 
         metadata[DECLARED] = number, reduction
 
 
-def place_of(root: Any) -> tuple[Any, int]:
+def edge_of(root: Any) -> tuple[Any, int]:
     """Return the node and the output of a tensor or of a gradient edge; the node is None for a leaf."""
     if isinstance(root, torch.Tensor):
         return root.grad_fn, root.output_nr
@@ -574,6 +574,6 @@ def leaves_below(nodes: Iterable[Any], beyond: Iterable[Any] = ()) -> tuple[list
 def joined_share(join: Any) -> tuple[float, int]:
     """Return the share of a join's rows through which a gradient flows, and the index of its first such input."""
     whole = _shape(join, 0)
-    rows = [_shape(*place) for place in live(join)]
+    rows = [_shape(*edge) for edge in live(join)]
     first = next(i for i, (node, _) in enumerate(join.next_functions) if node is not None)
     return (sum(shape[0] for shape in rows if shape) / whole[0] if whole and whole[0] else 0.0), first

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from gradcheck_suite.auditing.places import Place
-from gradcheck_suite.auditing.sums import Seen, Source, Window, near
+from gradcheck_suite.auditing.sums import Seen, Source, StepWindow, near
 from gradcheck_suite.auditing.terms import Term
 from gradcheck_suite.core.text import counted
 from gradcheck_suite.judge.naming import diagnose, names_nothing
@@ -24,7 +24,7 @@ from gradcheck_suite.judge.weights import Diagnosis, Weights
 
 EQUAL, UNEQUAL, UNEVEN = "equal", "unequal", "uneven"
 MEAN_OF_MEANS, WRONG_COUNT = "mean-of-means", "wrong-count"
-JOINED = "*"
+ACROSS_SITES = "*"
 """The mode of an expression that is one objective at several places."""
 
 
@@ -56,7 +56,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TermComparison:
     """How the terms of one objective in one window compare.
 
     Attributes:
@@ -117,13 +117,13 @@ def with_common_sign(weights: Sequence[float]) -> list[float]:
 
 
 @np.errstate(all="ignore")
-def compare(parts: Sequence[Part]) -> Comparison:
+def compare(parts: Sequence[Part]) -> TermComparison:
     """Compare the terms of one objective: the same weight at some level, else whether counts make them unequal."""
     tolerance, own = max(part.tolerance for part in parts), parts[0].term.own
     with_factor = any(part.term.factor != 1 for part in parts)
     levels = [_levels(part.term, with_factor=with_factor) for part in parts]
-    best: Comparison | None = None
-    faults: list[Comparison] = []
+    best: TermComparison | None = None
+    faults: list[TermComparison] = []
     for depth in range(min(map(len, levels))):
         weights = [level[depth][0] * part.coefficient for level, part in zip(levels, parts, strict=True)]
         weights = with_common_sign(weights)
@@ -132,7 +132,7 @@ def compare(parts: Sequence[Part]) -> Comparison:
         if _spread(weights) <= tolerance:
             found = {name: weights[0] * sum(count) for name, count in counts.items()}
             if best is None:
-                best = Comparison(EQUAL, found, weights[0], counts)
+                best = TermComparison(EQUAL, found, weights[0], counts)
             else:
                 deeper = {f"{name}@{depth}": c for name, c in found.items()}
                 best = replace(best, coefficients={**best.coefficients, **deeper})
@@ -140,7 +140,7 @@ def compare(parts: Sequence[Part]) -> Comparison:
             faults += _by_counts(parts, weights, counts, tolerance, outermost=depth == 0)
     if best is not None:
         return best
-    return min(faults, key=lambda fault: fault.named.name if fault.named else "", default=Comparison(UNEQUAL))
+    return min(faults, key=lambda fault: fault.named.name if fault.named else "", default=TermComparison(UNEQUAL))
 
 
 def _by_counts(
@@ -150,7 +150,7 @@ def _by_counts(
     tolerance: float,
     *,
     outermost: bool,
-) -> Iterator[Comparison]:
+) -> Iterator[TermComparison]:
     """Yield what counts say of unequal weights: means that weigh the same, or that are weighted by another count."""
     for name, count in counts.items():
         others = counts.keys() - {name} if outermost and name in ("counted", "valid", "nonzero") else ()
@@ -160,7 +160,7 @@ def _by_counts(
         whole = float(w.per_mean.sum()) or 1.0
         named = diagnose(replace(w, observed=w.observed / whole), only=(MEAN_OF_MEANS, WRONG_COUNT))
         if not names_nothing(named):
-            yield Comparison(UNEQUAL, named=named, count=name)
+            yield TermComparison(UNEQUAL, named=named, count=name)
 
 
 def evidence(
@@ -256,7 +256,7 @@ def _merged(mode: str, terms: Sequence[Term]) -> list[Term] | None:
 
 Key = tuple[Any, ...]
 """Of an objective: the call site of backward and the expression; in a reading also the mode and the ordinal."""
-Reading = dict[Key, dict[str, list[tuple[Comparison, list[Part]]]]]
+Reading = dict[Key, dict[str, list[tuple[TermComparison, list[Part]]]]]
 """Of a window: site and expression -> mode -> the comparisons of its objectives."""
 
 
@@ -296,7 +296,7 @@ def read(
         numbers = {len(terms) for terms in by_pass.values()}
         # one term for each item of a micro-batch, stacked: they are chunks of one item
         single = max(numbers) > 1 and all(t.counts.get(t.own) == 1 for terms in by_pass.values() for t in terms)
-        modes: dict[str, list[tuple[Comparison, list[Part]]]] = {}
+        modes: dict[str, list[tuple[TermComparison, list[Part]]]] = {}
         for mode in MODES:
             if (mode == BLEND and len(numbers) > 1) or (single and mode in (EACH, BLEND)):
                 continue
@@ -317,7 +317,7 @@ def read(
                     modes[mode] = [(found_of_all, every)]
                 elif len(numbers) > 1:
                     # they may be terms of several losses, of which some micro-batches have more than others
-                    modes[mode] = [(Comparison(UNEVEN), every)]
+                    modes[mode] = [(TermComparison(UNEVEN), every)]
         found[top] = modes
     return found
 
@@ -333,7 +333,7 @@ class Objective:
     """
 
     key: Key
-    comparison: Comparison
+    comparison: TermComparison
     parts: Sequence[Part] = ()
 
     @property
@@ -365,20 +365,20 @@ class Objective:
 
 
 def objectives(
-    reading: Reading, modes: Mapping[Key, Sequence[str]], joined: Collection[Key] = frozenset()
+    reading: Reading, modes: Mapping[Key, Sequence[str]], across_sites: Collection[Key] = frozenset()
 ) -> list[Objective]:
     """Return the objectives of a window, each expression in the first of its modes that applies.
 
     Args:
         reading: of the window.
         modes: of each expression, the best one first.
-        joined: the keys of those that are right at several places together in some window.
+        across_sites: the keys of those that are right at several places together in some window.
     """
     found = []
     for top, results in reading.items():
         mode = next((mode for mode in modes.get(top, MODES) if mode in results), None)
         if mode is None:
-            found.append(Objective((*top, "", 0), Comparison(UNEVEN)))
+            found.append(Objective((*top, "", 0), TermComparison(UNEVEN)))
             continue
         found += [Objective((*top, mode, k), comparison, parts) for k, (comparison, parts) in enumerate(results[mode])]
     # one expression at several places, as with the last micro-batch unrolled or in a closure: one objective where
@@ -390,14 +390,14 @@ def objectives(
         if len({one.place for one in several}) > 1 and all(one.parts for one in several):
             parts = [part for one in several for part in one.parts]
             place = min((one.place for one in several), key=str)
-            together = Objective((place, expression, JOINED, 0), compare(parts), parts)
-            right = together.is_right or (together.key in joined and together.comparison.status == EQUAL)
+            together = Objective((place, expression, ACROSS_SITES, 0), compare(parts), parts)
+            right = together.is_right or (together.key in across_sites and together.comparison.status == EQUAL)
             if right and len({part.source for part in parts}) == len(parts):
                 found = [one for one in found if one.key[1] != expression] + [together]
     return found
 
 
-def best_modes(readings: Sequence[tuple[Window, Sequence[Reading]]]) -> dict[tuple[int, Key], list[str]]:
+def best_modes(readings: Sequence[tuple[StepWindow, Sequence[Reading]]]) -> dict[tuple[int, Key], list[str]]:
     """Return the modes of each expression of each optimizer, the one that fits the whole run best first."""
     fits: defaultdict[tuple[int, Key], Counter[str]] = defaultdict(Counter)
     for window, alternatives in readings:
@@ -435,7 +435,7 @@ class Use:
         right: whether C is 1.
     """
 
-    window: Window
+    window: StepWindow
     objective: Objective
     length: int
     whole: bool
@@ -446,7 +446,7 @@ class Use:
     right: bool = False
 
     @property
-    def comparison(self) -> Comparison:
+    def comparison(self) -> TermComparison:
         """Of its terms."""
         return self.objective.comparison
 
@@ -480,14 +480,14 @@ class Scale:
         name: of the fault.
         note: what the factor is, in words.
         expected: the coefficient that would be right.
-        alone: whether other windows may still show something else: that comes out when the run is over.
+        provisional: whether other windows may still show something else: that comes out when the run is over.
     """
 
     use: Use
     name: str
     note: str
     expected: float = 1.0
-    alone: bool = False
+    provisional: bool = False
 
 
 OF_TERM = "each micro-batch of the term"
@@ -529,13 +529,15 @@ def _choose_count(uses: Sequence[Use]) -> None:
         use.right = near(use.own, 1.0, use.objective.tolerance)
 
 
-def scales(history: Mapping[Key, list[Use]], ranks: int, said: int | None, note: Callable[[str], None]) -> list[Scale]:
+def scales(
+    history: Mapping[Key, list[Use]], ranks: int, declared_k: int | None, note: Callable[[str], None]
+) -> list[Scale]:
     """Return the coefficients that follow from how windows are cut up.
 
     Args:
         history: the uses of each objective of one optimizer.
         ranks: number of ranks.
-        said: the accumulation steps that the user states or the trainer is configured with.
+        declared_k: the accumulation steps that the user states or the trainer is configured with.
         note: takes what is worth knowing and no fault.
     """
     for uses in history.values():
@@ -548,22 +550,24 @@ def scales(history: Mapping[Key, list[Use]], ranks: int, said: int | None, note:
         if len(several) > 1 and len({use.length for use in several}) == 1:
             for use in several:  # (a + b) / 2: the coefficients of one window's objectives may add up to 1
                 use.total = sum(other.own for other in several)
-    return [scale for uses in history.values() for scale in _of_objective(uses, ranks, said, note)]
+    return [scale for uses in history.values() for scale in _of_objective(uses, ranks, declared_k, note)]
 
 
-def _of_objective(uses: Sequence[Use], ranks: int, said: int | None, note: Callable[[str], None]) -> Iterator[Scale]:
+def _of_objective(
+    uses: Sequence[Use], ranks: int, declared_k: int | None, note: Callable[[str], None]
+) -> Iterator[Scale]:
     by_length: defaultdict[int, list[Use]] = defaultdict(list)
     for use in uses:
         by_length[use.length].append(use)
-    usual = max(by_length, key=lambda length: (len(by_length[length]), length))
+    typical_k = max(by_length, key=lambda length: (len(by_length[length]), length))
     for use in uses:
         if use.right:
             _note_other_count(use, note)
             continue
         if not use.is_mean and near(use.comparison.weight, 1.0, use.objective.tolerance):
             continue  # a plain sum
-        configured = _against_configured(use, said)
-        verdict = configured or _against_other_lengths(use, uses, by_length, usual)
+        configured = _against_configured(use, declared_k)
+        verdict = configured or _against_other_lengths(use, uses, by_length, typical_k)
         if verdict is None:
             verdict = _by_itself(use, uses, ranks)
         # the number of micro-batches may be in the tensor of weights, too; where a window is right without, it is not
@@ -571,10 +575,10 @@ def _of_objective(uses: Sequence[Use], ranks: int, said: int | None, note: Calla
             verdict = _either(verdict.note, "the weights of the samples have its inverse")
         if isinstance(verdict, Scale):
             # what leaks comes beside whole windows, and whole windows follow it: until one does, nothing is said
-            rare = len(by_length[use.length]) < len(by_length[usual]) and usual < use.length < 2 * usual
-            after = any(u.window.number > use.window.number for u in by_length[usual])
+            rare = len(by_length[use.length]) < len(by_length[typical_k]) and typical_k < use.length < 2 * typical_k
+            after = any(u.window.number > use.window.number for u in by_length[typical_k])
             if "where the window has" in verdict.note and rare:
-                verdict = replace(verdict, name="tail-leak") if after else replace(verdict, alone=True)
+                verdict = replace(verdict, name="tail-leak") if after else replace(verdict, provisional=True)
             yield verdict
         elif verdict != USERS and use.length > 1:
             note(f"{use.objective.place}: {verdict or COEFFICIENT}")
@@ -612,16 +616,25 @@ MISCOUNTED = (
 )
 
 
-def _against_configured(use: Use, said: int | None) -> Scale | None:
+def _against_configured(use: Use, declared_k: int | None) -> Scale | None:
     """Compare C with r/K: nothing in the run shows K where every window is shorter."""
     r = use.length
-    if said is None or r >= said or not near(use.own, r / said, use.objective.tolerance) or not use.whole:
+    if (
+        declared_k is None
+        or r >= declared_k
+        or not near(use.own, r / declared_k, use.objective.tolerance)
+        or not use.whole
+    ):
         return None
-    return Scale(use, "wrong-scale", f"{r}/{said}: divided by {said}, where the window has {counted(r, 'micro-batch')}")
+    return Scale(
+        use,
+        "wrong-scale",
+        f"{r}/{declared_k}: divided by {declared_k}, where the window has {counted(r, 'micro-batch')}",
+    )
 
 
 def _against_other_lengths(
-    use: Use, uses: Sequence[Use], by_length: Mapping[int, list[Use]], usual: int
+    use: Use, uses: Sequence[Use], by_length: Mapping[int, list[Use]], typical_k: int
 ) -> Scale | str | None:
     """Compare C with that of windows of other lengths: r/q where the loss is divided by q in a window of r."""
     tolerance = max(u.objective.tolerance for u in uses)
@@ -632,20 +645,20 @@ def _against_other_lengths(
     if any(near(other, use.own, tolerance) for other in others):
         return USERS
     some_right = _some_right(uses)
-    base = 1.0 if some_right else by_length[usual][0].own if steady[usual] else 0.0
+    base = 1.0 if some_right else by_length[typical_k][0].own if steady[typical_k] else 0.0
     # a sum times a constant weighs the same whatever the window
     constant = not use.is_mean and near(use.comparison.weight, uses[0].comparison.weight, tolerance)
     divisor = use.length * base / use.own if use.own else 0.0
     whole = round(divisor)
     fits = abs(divisor - whole) < 1e-3 and 1 <= whole <= max(by_length) and whole != use.length
-    if base and fits and (some_right or (not constant and use.length != usual)):
+    if base and fits and (some_right or (not constant and use.length != typical_k)):
         what, own = f"divided by {whole}", near(base, 1.0, tolerance)
-        if not own and whole != usual:
+        if not own and whole != typical_k:
             what += f" (beside the loss's coefficient of {base:.6g})"
         elif not own:
             # a coefficient and a division by the usual number, or a smaller coefficient and no division: only the
             # product of both is seen
-            what = f"{OF_TERM} {use.objective.term} weighs {use.own / use.length:.6g} as in windows of {usual}"
+            what = f"{OF_TERM} {use.objective.term} weighs {use.own / use.length:.6g} as in windows of {typical_k}"
         note = f"{use.length}/{whole}: {what}, where the window has {counted(use.length, 'micro-batch')}"
         return Scale(use, "wrong-scale", note, base)
     return None
@@ -697,7 +710,7 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
             changes = any(u.length == r and not u.right and u not in fitting for u in uses)
             if use.others_right or changes or (is_small and why == again):
                 return _either(why, "the objective has it")
-            return Scale(use, "wrong-scale", f"{number}{what}: {why}", alone=len(fitting) == 1)
+            return Scale(use, "wrong-scale", f"{number}{what}: {why}", provisional=len(fitting) == 1)
     if use.others_right:
         return USERS
     weight = use.comparison.weight

@@ -23,7 +23,18 @@ from torch.nn import functional as F  # noqa: N812 - as everyone calls it
 
 import gradcheck_suite
 from gradcheck_suite.__main__ import main
-from gradcheck_suite.auditing import context, forwards, judge, recorder, samples, sums, terms, weights, window_again
+from gradcheck_suite.auditing import (
+    context,
+    judge,
+    module_calls,
+    program_state,
+    recomputation,
+    recorder,
+    samples,
+    sums,
+    terms,
+    weights,
+)
 
 PLANTED = [
     (samples, "taken"),
@@ -43,9 +54,9 @@ PLANTED = [
     (judge, "judge_sums"),
     (judge, "judge_weights"),
     (weights, "compare"),
-    (window_again, "_compute"),
-    (forwards.RandomState, "now"),
-    (forwards.Forwards, "_record"),
+    (recomputation, "_compute"),
+    (program_state.RandomState, "now"),
+    (module_calls.ModuleCalls, "_record"),
 ]
 """Where an error is planted: every hook of the audit and what it calls."""
 
@@ -106,7 +117,7 @@ def _trained_on_noise():
 
 @pytest.mark.parametrize(
     ("holder", "name"),
-    [(recorder.Recorder, "open"), (context, "compute_again"), (context, "violation_lines"), (context, "live_lines")],
+    [(recorder.Recorder, "open"), (context, "recompute"), (context, "violation_lines"), (context, "live_lines")],
     ids=["open", "again", "told", "closed"],
 )
 def test_what_the_audit_draws_is_put_back(holder, name, monkeypatch):

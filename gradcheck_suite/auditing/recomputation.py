@@ -12,43 +12,36 @@ difference is a finding, since parameters may be used outside of the recorded mo
 
 from __future__ import annotations
 
-import copy
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
-from gradcheck_suite.auditing.forwards import (
+from gradcheck_suite.auditing.custom_functions import (
     LEAST,
-    Forward,
     FunctionKey,
     FunctionReport,
+    first_calls,
+    judge_function,
+    statement_of,
+)
+from gradcheck_suite.auditing.module_calls import (
     Gradients,
     How,
-    NotRecomputed,
+    ModuleCall,
     Replayed,
     backward_hooks,
-    first_calls,
-    is_differentiable,
-    judge_function,
-    leaves_of,
     point_of,
     quiet,
     replay,
-    statement_of,
-    unchanged,
 )
+from gradcheck_suite.auditing.program_state import NotRecomputed
 from gradcheck_suite.auditing.recorder import Running
 from gradcheck_suite.auditing.samples import distance, read, sample
 from gradcheck_suite.core.comparison import FEW_DRAWS, FURTHER_ROUNDINGS, UNIT_ROUNDOFF, growth, student_factor
-
-if TYPE_CHECKING:
-    from gradcheck_suite.bridge import Lowered
 
 ONE_BATCH, BY_MICRO_BATCH = "in one batch", "micro-batch by micro-batch"
 FULL_PRECISION = ("float32", "float64")
@@ -69,7 +62,7 @@ class Part:
         weight: by which the gradients are multiplied.
     """
 
-    forward: Forward
+    forward: ModuleCall
     cotangents: dict[int, torch.Tensor]
     index: int
     weight: float = 1.0
@@ -131,7 +124,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_dense() if tensor.layout != torch.strided else tensor).detach()
 
 
-def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def add_gradients(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return the sum of two gradients; that of two sparse ones, of a large table above all, stays sparse."""
     one, other = one.detach(), other.detach()
     return one + other if one.layout == other.layout else _dense(one) + _dense(other)
@@ -161,7 +154,7 @@ class Total:
         self.functions |= found.functions
         for key, gradient in found.gradients.items():
             scaled = gradient * weight
-            self.gradients[key] = _sum(self.gradients[key], scaled) if key in self.gradients else scaled
+            self.gradients[key] = add_gradients(self.gradients[key], scaled) if key in self.gradients else scaled
             self.sizes[key] = self.sizes.get(key, 0.0) + norm(scaled)
 
 
@@ -178,7 +171,7 @@ def by_micro_batch(parts: Sequence[Part], how: Callable[[Part], How]) -> tuple[T
     return total, replayed
 
 
-def _joined(parts: Sequence[Part]) -> tuple[list[Any], dict[int, torch.Tensor], list[int]] | None:
+def _concatenated(parts: Sequence[Part]) -> tuple[list[Any], dict[int, torch.Tensor], list[int]] | None:
     """Return the arguments and gradients of all calls as one batch, and its sizes; None where they do not fit."""
     forwards = [part.forward for part in parts]
     first = forwards[0]
@@ -231,10 +224,10 @@ def in_one_batch(parts: Sequence[Part]) -> Total | None:
 
     In a lower precision than float32 rounding hides too much: there it is not tried.
     """
-    joined = None if len(parts) < 2 or _low_precision(parts) else _joined(parts)
-    if joined is None:
+    concatenated = None if len(parts) < 2 or _low_precision(parts) else _concatenated(parts)
+    if concatenated is None:
         return None
-    arguments, cotangents, rows = joined
+    arguments, cotangents, rows = concatenated
     first = parts[0].forward
 
     def computed(seed: int | None) -> Replayed:
@@ -310,7 +303,7 @@ def compare(
         draws: computes the window again with changed parameters and inputs.
     """
     keys = [key for key in total.gradients if key in observed]
-    off = {key: norm(_sum(observed[key].double(), -factor * total.gradients[key].double())) for key in keys}
+    off = {key: norm(add_gradients(observed[key].double(), -factor * total.gradients[key].double())) for key in keys}
     size = math.hypot(*(factor * norm(total.gradients[key]) for key in keys))
     terms, adding = total.terms + FURTHER_ROUNDINGS, abs(factor)
     allowed = {key: adding * growth(terms, total.dtype or dtype_of(observed[key])) * total.sizes[key] for key in keys}
@@ -364,7 +357,7 @@ NOT_CALLED = "its backward was not checked, since no call of it was seen when th
 
 
 @dataclass
-class Outcome:
+class Recomputed:
     """What computing a window again showed.
 
     Attributes:
@@ -411,19 +404,19 @@ class Asked:
     known: set[FunctionKey]
 
 
-def compute_again(asked: Asked) -> Outcome:
+def recompute(asked: Asked) -> Recomputed:
     """Compute a window again, and say what that shows; an exception of the program's own modules is a note."""
-    outcome = Outcome()
+    result = Recomputed()
     try:
-        _compute(asked, outcome)
+        _compute(asked, result)
     except NotRecomputed as reason:
-        return Outcome(
+        return Recomputed(
             notes=[f"a window was not computed again: {reason}"], inputs_changed=isinstance(reason, InputsChanged)
         )
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
-        return Outcome(notes=[f"a window was not computed again: {type(error).__name__}: {first}"])
-    return outcome
+        return Recomputed(notes=[f"a window was not computed again: {type(error).__name__}: {first}"])
+    return result
 
 
 def _scale_of(part: Part) -> float:
@@ -441,7 +434,7 @@ def _computed(asked: Asked, parts: Sequence[Part], how: How) -> tuple[Difference
     return compare(asked.observed, total, asked.factor, lambda seed: each(seed)[0]), total, replayed
 
 
-def _again(part: Part, seed: int | None = None) -> Replayed:
+def _recomputed_call(part: Part, seed: int | None = None) -> Replayed:
     return replay(part.forward, part.forward.arguments, part.cotangents, How(seed=seed))
 
 
@@ -462,31 +455,31 @@ def _common_modes(parts: Sequence[Part], passes: Sequence[Running]) -> dict[Part
     return found
 
 
-def _compute(asked: Asked, outcome: Outcome) -> None:
+def _compute(asked: Asked, result: Recomputed) -> None:
     received = parts_of(asked.passes, asked.weights)
-    parts = outcome.parts = [from_outside(part) for part in received]
+    parts = result.parts = [from_outside(part) for part in received]
     modes = _common_modes(parts, asked.passes)
     whole = None if modes else in_one_batch(parts)
     if whole is not None and whole.gradients.keys() & asked.observed.keys():
         difference = compare(asked.observed, whole, asked.factor, lambda seed: whole)
         if difference.worst is None or asked.is_faulty:
-            outcome.how, outcome.error = ONE_BATCH, difference.error
-            _judge_functions(asked, parts, whole.functions, outcome)
+            result.how, result.error = ONE_BATCH, difference.error
+            _judge_functions(asked, parts, whole.functions, result)
             return
     difference, total, replayed = _computed(asked, parts, How())
     if not total.gradients.keys() & asked.observed.keys():
         where = "is in a recorded call" if asked.observed else "gets its gradient without a hook of the script's"
         raise NotRecomputed(f"no parameter of the optimizer {where}")
-    outcome.how, outcome.error = BY_MICRO_BATCH, difference.error
+    result.how, result.error = BY_MICRO_BATCH, difference.error
     if asked.is_faulty:
         return
     _expect_reproduced(parts, replayed)
     if difference.worst is not None:
-        _judge_backward(asked, received, outcome)
+        _judge_backward(asked, received, result)
     elif modes:
-        _judge_modes(asked, parts, modes, outcome)
-    if outcome.name is None:
-        _judge_functions(asked, parts, total.functions, outcome)
+        _judge_modes(asked, parts, modes, result)
+    if result.name is None:
+        _judge_functions(asked, parts, total.functions, result)
 
 
 def _expect_reproduced(parts: Sequence[Part], replayed: Sequence[Replayed]) -> None:
@@ -502,7 +495,7 @@ def _expect_reproduced(parts: Sequence[Part], replayed: Sequence[Replayed]) -> N
         raise NotRecomputed("the model gives other outputs when it is called again: it has a state of its own")
 
 
-def _judge_backward(asked: Asked, received: Sequence[Part], outcome: Outcome) -> None:
+def _judge_backward(asked: Asked, received: Sequence[Part], result: Recomputed) -> None:
     """Say which backward is not linear.
 
     Raises:
@@ -517,30 +510,32 @@ def _judge_backward(asked: Asked, received: Sequence[Part], outcome: Outcome) ->
     scaled, _, _ = _computed(asked, parts, How(hooks=True))
     names = ", ".join(hooked[:3])
     if scaled.worst is None:
-        outcome.notes.append(
+        result.notes.append(
             f"a backward hook on a module ({names}) changes the gradient by {difference.error:.2g} of its size"
         )
         return
     functions = sorted({kind.__name__ for found in replayed for kind in found.functions})
     what = f"a hook on a module ({names})" if hooked else f"custom function {', '.join(functions) or '?'}"
-    _blame("not-linear", SENTENCES["not-linear"].format(what=what), difference, outcome)
+    _blame("not-linear", SENTENCES["not-linear"].format(what=what), difference, result)
 
 
-def _judge_modes(asked: Asked, parts: Sequence[Part], modes: Mapping[Part, tuple[bool, ...]], outcome: Outcome) -> None:
+def _judge_modes(
+    asked: Asked, parts: Sequence[Part], modes: Mapping[Part, tuple[bool, ...]], result: Recomputed
+) -> None:
     total, _ = by_micro_batch(parts, lambda part: How(modes=modes.get(part), scale=_scale_of(part)))
     difference = compare(asked.observed, total, asked.factor, lambda seed: total)
     if difference.worst is not None:
         numbers = ", ".join(str(index) for index in sorted({part.index for part in modes}))
-        _blame("wrong-mode", SENTENCES["wrong-mode"].format(numbers=numbers), difference, outcome)
+        _blame("wrong-mode", SENTENCES["wrong-mode"].format(numbers=numbers), difference, result)
 
 
-def _blame(name: str, sentence: str, difference: Difference, outcome: Outcome) -> None:
-    outcome.name, outcome.sentence = name, sentence
-    outcome.error, outcome.parameter = difference.error, difference.worst
-    outcome.allowed = difference.error / difference.ratio if difference.ratio else None
+def _blame(name: str, sentence: str, difference: Difference, result: Recomputed) -> None:
+    result.name, result.sentence = name, sentence
+    result.error, result.parameter = difference.error, difference.worst
+    result.allowed = difference.error / difference.ratio if difference.ratio else None
 
 
-def _judge_functions(asked: Asked, parts: Sequence[Part], kinds: Set[type], outcome: Outcome) -> None:
+def _judge_functions(asked: Asked, parts: Sequence[Part], kinds: Set[type], result: Recomputed) -> None:
     """Judge those custom functions on the way that no earlier window has shown."""
     statements = {kind: statement_of(kind) for kind in kinds - asked.known}
     new = {kind: made for kind, made in statements.items() if made not in asked.known}
@@ -549,7 +544,7 @@ def _judge_functions(asked: Asked, parts: Sequence[Part], kinds: Set[type], outc
     with first_calls(new.keys()) as calls:
         for part in parts:
             if any({kind, made}.isdisjoint(calls) for kind, made in new.items()):
-                _again(part, 0)  # a number that a forward computes is another one then
+                _recomputed_call(part, 0)  # a number that a forward computes is another one then
     missed = {made: kind for kind, made in new.items() if {kind, made}.isdisjoint(calls)}
     # a class that is made anew each time may hold tensors: its statement is known in its place
     asked.known.update(calls, missed)
@@ -558,186 +553,9 @@ def _judge_functions(asked: Asked, parts: Sequence[Part], kinds: Set[type], outc
     verdicts += [FunctionReport(kind.__name__, note=NOT_CALLED) for kind in missed.values()]
     for verdict in verdicts:
         if verdict.note:
-            outcome.notes.append(f"custom function {verdict.name}: {verdict.note}")
-        if verdict.fault and outcome.name is None:
-            outcome.name = "wrong-backward"
-            outcome.sentence = SENTENCES["wrong-backward"].format(name=verdict.name, fault=verdict.fault)
+            result.notes.append(f"custom function {verdict.name}: {verdict.note}")
+        if verdict.fault and result.name is None:
+            result.name = "wrong-backward"
+            result.sentence = SENTENCES["wrong-backward"].format(name=verdict.name, fault=verdict.fault)
             # the window was computed again with the same fault, so the error is that of the function
-            outcome.error, outcome.allowed = verdict.error, LEAST
-
-
-# JAX's opinion on a live run: the recorded calls of one window, over the bridge, in float64.
-#
-# The calls of small models are copied when their window is computed again, and JAX is asked when the run is over:
-# training goes on undisturbed, and JAX is not imported before. The gradients that reached a module's outputs are
-# recorded, so the sum of their products with the outputs is a loss whose gradient both frameworks compute. Custom
-# functions keep their own backward there: they are judged above.
-
-
-MOST_PARAMETERS = 1_000_000
-"""Elements of a model's parameters above which JAX is not asked: their copy in float64 takes 8 MB."""
-BUDGET_S = 20.0
-"""Seconds after which JAX is asked about no further call."""
-RESOLUTION, NARROW_RESOLUTION = 2.0**-26, 2.0**-10
-"""Share of a parameter's gradient below which a difference is none: in float64, and where the model itself asks for
-float32 inside. Rounding is 2^-53 and 2^-24; a wrong derivative is larger."""
-RESOLUTION_OF_ALL = 2.0**-40
-"""The same as a share of the gradient of all parameters, for a parameter whose own gradient cancels to zero."""
-
-
-class _Refused(Exception):
-    """Why JAX is not asked about a call."""
-
-
-@dataclass(frozen=True, eq=False)
-class KeptCall:
-    """A call to ask JAX about.
-
-    Attributes:
-        forward: the call, with a copy of the module and of its arguments in float64, without autocast.
-        cotangents: index of an output -> the gradient that it received.
-        micro_batch: index of the backward pass in its window.
-    """
-
-    forward: Forward
-    cotangents: dict[int, torch.Tensor]
-    micro_batch: int
-
-
-@dataclass
-class JaxOpinion:
-    """What JAX said of a window.
-
-    Attributes:
-        calls: number of recorded calls.
-        answered: number of these whose gradient JAX computed.
-        refusal: why JAX could not compute the first of the others, or None.
-        findings: parameters whose gradients differ, one sentence for each call.
-    """
-
-    calls: int = 0
-    answered: int = 0
-    refusal: str | None = None
-    findings: list[str] = field(default_factory=list)
-
-    def summary(self) -> str:
-        """Return a sentence."""
-        if not self.answered:
-            return f"JAX gives no second opinion: {self.refusal or 'no window was computed again'}"
-        text = f"JAX gave a second opinion on {self.answered} of {self.calls} calls of one window"
-        if not self.findings:
-            text += ", and agrees with torch"
-        return text if self.refusal is None else f"{text}; the first call that it could not compute: {self.refusal}"
-
-
-def _float64(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().clone().to(torch.float64) if value.is_floating_point() else value.detach().clone()
-
-
-def kept_calls(parts: Sequence[Part]) -> list[KeptCall] | str:
-    """Return copies of a window's calls, or why there are none."""
-    copies: dict[int, torch.nn.Module] = {}
-    kept = []
-    for part in parts:
-        forward = part.forward
-        size = sum(p.numel() for p in forward.module.parameters())
-        if size > MOST_PARAMETERS:
-            return f"the model has {size:,} parameters, and JAX computes only models of at most {MOST_PARAMETERS:,}"
-        if id(forward.module) not in copies:
-            try:
-                copies[id(forward.module)] = copy.deepcopy(forward.module).double()
-            except Exception as error:
-                return f"the model cannot be copied: {type(error).__name__}: {error}"
-        wide = replace(
-            forward,
-            module=copies[id(forward.module)],
-            arguments=[_float64(value) for value in forward.arguments],
-            autocast=(forward.autocast[0], forward.autocast[1], False),
-        )
-        kept.append(KeptCall(wide, {i: _float64(g) for i, g in part.cotangents.items()}, part.index))
-    return kept
-
-
-def ask_jax(calls: Sequence[KeptCall]) -> JaxOpinion:
-    """Compare the gradients of calls by torch and by JAX, both in float64."""
-    opinion, began = JaxOpinion(len(calls)), time.perf_counter()
-    for call in calls:
-        if opinion.answered and time.perf_counter() - began > BUDGET_S:
-            break
-        try:
-            with quiet():
-                finding = _compare(call)
-        except _Refused as error:
-            opinion.refusal = opinion.refusal or str(error)
-        except Exception as error:
-            opinion.refusal = opinion.refusal or f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        else:
-            opinion.answered += 1
-            if finding:
-                opinion.findings.append(finding)
-    return opinion
-
-
-def _compare(call: KeptCall) -> str | None:
-    """Return what differs, or None.
-
-    Raises:
-        _Refused: the call draws random numbers.
-        BridgeError: the model cannot be translated.
-    """
-    found = _by_torch(call, None)
-    if found.random:
-        raise _Refused("the model draws random numbers, which JAX draws differently")
-    if found.functions and _by_torch(call, None).functions != found.functions:
-        raise _Refused("the class of a custom function is made anew in each forward, so its own backward is not taken")
-    with unchanged(call.forward.module):
-        gradients, narrow = _by_jax(call, found.functions)
-    names = {id(p): name for name, p in call.forward.module.named_parameters()}
-    total = sum(norm(g) ** 2 for g in found.gradients.values()) ** 0.5
-    share = NARROW_RESOLUTION if narrow else RESOLUTION
-    off = {key: norm(_sum(g.cpu(), -gradients[names[key]])) for key, g in found.gradients.items()}
-    allowed = {key: share * norm(g) + RESOLUTION_OF_ALL * total for key, g in found.gradients.items()}
-    wrong = exceeding(off, allowed, found.gradients, lambda seed: _by_torch(call, seed).gradients)
-    if not wrong:
-        return None
-    worst = max(wrong, key=wrong.__getitem__)
-    size = norm(found.gradients[worst])
-    relative = f"by {off[worst] / size:.2g} of its size" if size else f"by {off[worst]:.2g}, where torch's is 0"
-    others = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    return (
-        f"torch and JAX differ in the gradient of {names[worst]} {relative}{others}, both in float64, in a call of "
-        f"{type(call.forward.module).__name__} in micro-batch {call.micro_batch}: no loop is to blame"
-    )
-
-
-def _by_torch(call: KeptCall, seed: int | None) -> Replayed:
-    return replay(call.forward, call.forward.arguments, call.cotangents, How(seed=seed, scale=1.0))
-
-
-def _by_jax(call: KeptCall, functions: frozenset[type]) -> tuple[dict[str, torch.Tensor], bool]:
-    """Return the gradients by name, and whether the model asks for less than float64 inside.
-
-    Args:
-        call: the call.
-        functions: custom functions whose own backward is taken.
-    """
-    from gradcheck_suite.bridge import arguments_of, lower
-
-    model, structure = call.forward.module, call.forward.structure
-    for part, training in zip(model.modules(), call.forward.modes, strict=True):
-        part.training = training
-    positional, keywords = pytree.tree_unflatten(call.forward.arguments, structure)
-    places = [i for i, leaf in enumerate(leaves_of(model(*positional, **keywords))) if is_differentiable(leaf)]
-
-    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        positional, keywords = pytree.tree_unflatten(list(batch["arguments"]), structure)
-        outputs = leaves_of(model(*positional, **keywords))
-        products = [(outputs[places[i]] * gradient).sum() for i, gradient in batch["gradients"].items()]
-        return torch.stack(products).sum()
-
-    batch = {"arguments": call.forward.arguments, "gradients": call.cotangents}
-    lowered: Lowered = lower(model, loss, batch, own_backwards=functions)
-    _, gradients, _ = lowered.value_and_gradient(*arguments_of(model, batch))
-    return {name: torch.from_numpy(g.copy()) for name, g in gradients.items()}, bool(lowered.narrow)
+            result.error, result.allowed = verdict.error, LEAST

@@ -10,10 +10,10 @@ from torch.nn import functional as F  # noqa: N812 - as everyone calls it
 
 import gradcheck_suite
 from gradcheck_suite.__main__ import main
-from gradcheck_suite.auditing import forwards
-from gradcheck_suite.auditing.forwards import GIVEN, LEAST, first_calls, judge_function
+from gradcheck_suite.auditing import custom_functions
+from gradcheck_suite.auditing.custom_functions import GIVEN, LEAST, first_calls, judge_function
+from gradcheck_suite.auditing.recomputation import NOT_CALLED, Total, compare, exceeding
 from gradcheck_suite.auditing.samples import distance, sample
-from gradcheck_suite.auditing.window_again import NOT_CALLED, Total, compare, exceeding
 from tests.auditing.running import audited
 
 HOW = {
@@ -480,7 +480,7 @@ def test_a_class_that_is_made_anew_in_each_forward_is_judged_once_or_said_not_to
 
 
 def test_a_large_call_is_not_judged_and_this_is_said(monkeypatch):
-    monkeypatch.setattr(forwards, "LARGEST", 39)
+    monkeypatch.setattr(custom_functions, "LARGEST", 39)
     assert "its arguments have 40 elements" in judged(elementwise(lambda x: x * 2, ones), leaf(8, 5)).note
 
 

@@ -1,0 +1,424 @@
+"""Calls of modules, recorded so that they can be computed again, and the gradients that follow from them.
+
+The run stays what it is: trained parameters, without their hooks, and buffers are copies, and random numbers, training
+modes, frozen parameters and plain attributes are put back. What the modules print is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.modules import module as module_hooks
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import unserializable_hook
+
+from gradcheck_suite.auditing.program_state import RandomState, unchanged
+from gradcheck_suite.auditing.samples import Raw, has_values, sample
+from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
+from gradcheck_suite.run.functions import kinds_of
+
+TRANSPARENT = ("DistributedDataParallel", "DataParallel")
+"""Wrappers whose inner module is recorded instead: to call them again would start a collective."""
+
+
+@dataclass(eq=False)
+class ModuleCall:
+    """One call of a module.
+
+    Attributes:
+        module: that was called.
+        arguments: flat positional and keyword arguments; tensors are detached and share their storage.
+        structure: how `arguments` are put together.
+        versions: `_version` of each tensor of `arguments` when the module was called, -1 for other values.
+        needs_gradient: whether each of `arguments` required a gradient.
+        random: states of the random number generators.
+        modes: `training` of each submodule.
+        trained: whether each parameter required a gradient.
+        autocast: device type, dtype, and whether autocast was on.
+        point: fingerprint of the module's parameters.
+        compiled: whether the module is compiled.
+        outputs: a sample of each output tensor through which a gradient may come.
+        scalars: which outputs have no dimension.
+    """
+
+    module: torch.nn.Module
+    arguments: list[Any]
+    structure: Any
+    versions: list[int]
+    needs_gradient: list[bool]
+    random: RandomState
+    modes: tuple[bool, ...]
+    trained: tuple[bool, ...]
+    autocast: tuple[str, torch.dtype, bool]
+    point: tuple[Any, ...]
+    compiled: bool = False
+    outputs: list[Raw] = field(default_factory=list)
+    scalars: list[bool] = field(default_factory=list)
+
+    @property
+    def changed(self) -> bool:
+        """Whether an argument was changed in place since the call."""
+        return any(
+            value._version != version
+            for value, version in zip(self.arguments, self.versions, strict=True)
+            if isinstance(value, torch.Tensor)
+        )
+
+
+def point_of(module: torch.nn.Module) -> tuple[Any, ...]:
+    """Return what changes when something writes to a module's parameters: versions, addresses and a few values."""
+    parameters = list(module.parameters())
+    sample = [p.detach() for p in parameters[:8] if p.device.type == "cpu" and p.numel() and p.layout == torch.strided]
+    values = tuple(float(p.as_strided((), ())) for p in sample)
+    return sum(p._version for p in parameters), sum(p.data_ptr() for p in parameters), values
+
+
+def _autocast(module: torch.nn.Module) -> tuple[str, torch.dtype, bool]:
+    device = next((p.device.type for p in module.parameters()), "cpu")
+    return device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+
+
+class ModuleCalls:
+    """Records the calls of modules.
+
+    Args:
+        wanted: whether calls are recorded in full, or their mode alone; None for neither.
+        receive: called with a call that is recorded in full, the index of an output, and the gradient that reached it.
+        ran: called with the id of a module and its mode, when a gradient has reached an output of such a call.
+        failed: called with an error of the suite's own.
+
+    Attributes:
+        copies: whether inputs are copied, since the program changes them in place.
+    """
+
+    def __init__(
+        self,
+        wanted: Callable[[], bool | None],
+        receive: Callable[[ModuleCall, int, torch.Tensor], None],
+        ran: Callable[[int, bool], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self.copies = False
+        self._wanted, self._receive, self._ran, self._failed = wanted, receive, ran, failed
+        self._surrounding: torch.nn.Module | None = None
+        self._begun: tuple[Any, ...] | None = None
+        self._handles: list[Any] = []
+
+    def open(self) -> None:
+        """Watch the calls of modules."""
+        others = bool(module_hooks._has_any_global_hook())
+        self._handles = [
+            register_module_forward_pre_hook(self._before),
+            register_module_forward_hook(self._after, with_kwargs=True),
+        ]
+        # a compiled module asks for it, and would warn of our hooks (torch/_dynamo/eval_frame.py, no issue known)
+        self._asked, module_hooks._has_any_global_hook = module_hooks._has_any_global_hook, lambda: others
+
+    def close(self) -> None:
+        """Stop watching."""
+        for handle in self._handles:
+            handle.remove()
+            # torch 2.13.0 leaves this entry behind (torch/nn/modules/module.py, no issue known)
+            module_hooks._global_forward_hooks_with_kwargs.pop(handle.id, None)
+        if self._handles:
+            module_hooks._has_any_global_hook = self._asked
+        self._handles = []
+
+    def reset(self) -> None:
+        """Forget a call that has not returned."""
+        self._surrounding = self._begun = None
+
+    def _before(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling() or self._surrounding not in (None, module):
+            return
+        if (in_full := self._wanted()) is None:
+            return
+        if type(module).__name__ in TRANSPARENT or not torch.is_grad_enabled():
+            return
+        if torch._C._current_graph_task_id() != -1 or torch._C._functorch.peek_interpreter_stack() is not None:
+            return
+        if not in_full:
+            self._surrounding = module
+            return
+        if not any(p.requires_grad for p in module.parameters()) or not all(map(has_values, module.parameters())):
+            return
+        try:
+            self._surrounding = module
+            modes = tuple(part.training for part in module.modules())
+            trained = tuple(p.requires_grad for p in module.parameters())
+            self._begun = arguments, RandomState.now(), modes, trained, _autocast(module), point_of(module)
+        except Exception as error:
+            self._failed(error)
+
+    def _after(self, module: torch.nn.Module, _: Any, keywords: dict[str, Any], output: Any) -> None:
+        if torch.compiler.is_compiling() or module is not self._surrounding:
+            return
+        begun = self._begun
+        self.reset()
+        try:
+            if begun is not None:
+                self._record(module, begun, keywords, output)
+            else:
+                for tensor in filter(has_values, differentiable(output)):
+                    tensor.register_hook(self._hook_of_mode(id(module), module.training))
+        except Exception as error:
+            self._failed(error)
+
+    def _hook_of_mode(self, module: int, training: bool) -> Callable[[torch.Tensor], None]:
+        @unserializable_hook  # type: ignore[untyped-decorator]
+        def hook(_: torch.Tensor) -> None:
+            try:
+                self._ran(module, training)
+            except Exception as error:
+                self._failed(error)
+
+        return hook
+
+    def _record(self, module: torch.nn.Module, begun: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+        arguments, random_state, modes, trained, autocast, point = begun
+        values, structure = pytree.tree_flatten((arguments, keywords))
+        kept = [self._kept(value) for value in values]
+        forward = ModuleCall(
+            module=module,
+            arguments=kept,
+            structure=structure,
+            versions=[value._version if isinstance(value, torch.Tensor) else -1 for value in kept],
+            needs_gradient=[isinstance(value, torch.Tensor) and value.requires_grad for value in values],
+            random=random_state,
+            modes=modes,
+            trained=trained,
+            autocast=autocast,
+            point=point,
+            compiled=hasattr(module, "_orig_mod"),
+        )
+        seen = set[int]()
+        for index, tensor in enumerate(differentiable(output)):
+            forward.outputs.append(sample(tensor, whole=True))
+            forward.scalars.append(tensor.dim() == 0)
+            if id(tensor) not in seen:  # a tensor that is returned twice receives one gradient
+                seen.add(id(tensor))
+                tensor.register_hook(self._hook(forward, index))
+
+    def _kept(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.detach().clone() if self.copies else value.detach()
+
+    def _hook(self, forward: ModuleCall, index: int) -> Callable[[torch.Tensor], None]:
+        @unserializable_hook  # type: ignore[untyped-decorator]
+        def hook(cotangent: torch.Tensor) -> None:
+            try:
+                self._receive(forward, index, cotangent.detach())
+            except Exception as error:  # autograd would raise it in the program's backward
+                self._failed(error)
+
+        return hook
+
+
+def leaves_of(output: Any) -> list[Any]:
+    """Return the leaves of a module's output; those of an object, such as a distribution, are its attributes'."""
+    found: list[Any] = []
+    for leaf in output if isinstance(output, list) else pytree.tree_leaves(output):
+        has_attributes = hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor | torch.nn.Module | type)
+        found += pytree.tree_leaves(dict(vars(leaf))) if has_attributes else [leaf]
+    return found
+
+
+def is_differentiable(leaf: Any) -> bool:
+    """Whether a gradient may come through a leaf of a module's output."""
+    return type(leaf) is torch.Tensor and leaf.grad_fn is not None
+
+
+def differentiable(output: Any) -> list[torch.Tensor]:
+    """Return the tensors of a module's output through which a gradient may come."""
+    return [leaf for leaf in leaves_of(output) if is_differentiable(leaf)]
+
+
+# The same calls once more.
+
+
+Gradients = dict[int, torch.Tensor]
+"""The id of a parameter -> a gradient."""
+
+SCALE = 8.0
+"""A power of two, by which the gradients of outputs are multiplied and what follows is divided. A backward pass that is
+linear gives the same bits."""
+
+
+@dataclass(frozen=True)
+class How:
+    """How calls are computed again.
+
+    Attributes:
+        modes: `training` of each submodule, in place of the recorded ones.
+        hooks: whether the backward hooks of modules run.
+        scale: by which the gradients of outputs are multiplied.
+        seed: of a relative change of each parameter and input by one unit roundoff; None for no change.
+        received: whether the gradients that are given are all that the outputs receive, what comes from other outputs
+            included.
+    """
+
+    modes: tuple[bool, ...] | None = None
+    hooks: bool = False
+    scale: float = SCALE
+    seed: int | None = None
+    received: bool = False
+
+
+@dataclass
+class Replayed:
+    """What calls gave when they were computed again.
+
+    Attributes:
+        gradients: of the parameters that they reach.
+        outputs: the output tensors through which a gradient may come, in the order of the recorded ones.
+        functions: classes of custom `torch.autograd.Function`s on the way.
+        random: whether random numbers were drawn.
+        inside: index of an output -> what it received from the other outputs, where that was asked for.
+    """
+
+    gradients: Gradients = field(default_factory=dict)
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    functions: frozenset[type] = frozenset()
+    random: bool = False
+    inside: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+def functions_of(outputs: Sequence[torch.Tensor]) -> frozenset[type]:
+    """Return the classes of custom functions, other than torch's own, in the graph of some tensors."""
+    return frozenset(kind for kind in kinds_of(outputs) if not kind.__module__.startswith("torch."))
+
+
+_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+
+
+def backward_hooks(module: torch.nn.Module) -> list[str]:
+    """Return the names of the submodules that have backward hooks of the user's."""
+    return [name or type(part).__name__ for name, part in module.named_modules() if any(vars(part)[h] for h in _HOOKS)]
+
+
+@contextlib.contextmanager
+def _without_hooks(module: torch.nn.Module) -> Iterator[None]:
+    """Switch off backward hooks."""
+    hooks = [vars(part)[name] for part in module.modules() for name in _HOOKS]
+    hooks += [module_hooks._global_backward_hooks, module_hooks._global_backward_pre_hooks]
+    kept = [(each, each.copy()) for each in hooks if each]
+    for each, _ in kept:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, content in kept:
+            each.update(content)
+
+
+def _nudged(value: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    """Return a tensor whose elements are changed by one unit roundoff up or down."""
+    unit = UNIT_ROUNDOFF.get(str(value.dtype).removeprefix("torch."))
+    if generator is None or unit is None:
+        return value
+    # one step of the format for a number in the middle of a binade
+    signs = torch.randint(0, 2, value.shape, generator=generator, dtype=torch.int8).to(value.device) * 2 - 1
+    return value + signs.to(value.dtype) * (2 * unit) * value
+
+
+@contextlib.contextmanager
+def _replaced(module: torch.nn.Module, tensors: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Replace parameters and buffers by those with their ids.
+
+    `torch.func.functional_call` would leave its replacements in a submodule that has two names (pytorch#164759).
+    """
+    before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    try:
+        for part in module.modules():
+            holders: list[dict[str, Any]] = [vars(part)["_parameters"], vars(part)["_buffers"]]
+            for holder in holders:
+                for name, tensor in list(holder.items()):
+                    if id(tensor) in tensors:
+                        holder[name] = tensors[id(tensor)]
+                        before.append((holder, name, tensor))
+        yield
+    finally:
+        for holder, name, tensor in before:
+            holder[name] = tensor
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Drop what the user's code prints and warns of."""
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def replay(forward: ModuleCall, arguments: list[Any], cotangents: dict[int, torch.Tensor], how: How) -> Replayed:
+    """Compute a call again, and the gradients of the parameters.
+
+    Args:
+        forward: the recorded call.
+        arguments: flat arguments in place of the recorded ones.
+        cotangents: index of an output -> its gradient.
+        how: how.
+
+    Raises:
+        Exception: whatever the user's module raises.
+    """
+    module = forward.module
+    generator = None if how.seed is None else torch.Generator().manual_seed(how.seed)
+    parameters = list(zip(module.parameters(), forward.trained, strict=True))
+    real = [p for p, trained in parameters if trained]
+    leaves = [_nudged(p.detach().clone(), generator).requires_grad_() for p in real]
+    # what has been unfrozen since the call was a constant in it
+    constants = [*module.buffers(), *(p for p, trained in parameters if p.requires_grad and not trained)]
+    replacing = {id(t): t.detach().clone() for t in constants}
+    replacing.update((id(p), leaf) for p, leaf in zip(real, leaves, strict=True))
+    values = [
+        _nudged(v, generator).detach().requires_grad_(need) if isinstance(v, torch.Tensor) else v
+        for v, need in zip(arguments, forward.needs_gradient, strict=True)
+    ]
+    positional, keywords = pytree.tree_unflatten(values, forward.structure)
+    device, dtype, enabled = forward.autocast
+    result, seen = Replayed(), list[Any]()
+
+    def receive(index: int, given: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
+        result.inside[index] = arrived
+        return given
+
+    def compute() -> None:
+        forward.random.set()
+        for each, training in zip(module.modules(), how.modes or forward.modes, strict=True):
+            each.training = training
+        with torch.autocast(device, dtype=dtype, enabled=enabled):
+            module(*positional, **keywords)
+        now = RandomState.now()
+        states = zip((now.cpu, *now.devices), (forward.random.cpu, *forward.random.devices), strict=True)
+        result.random = not all(torch.equal(a, b) for a, b in states)
+        outputs = differentiable(seen[-1])
+        scaled = [g * how.scale for g in cotangents.values()]
+        found = [outputs[index] for index in cotangents]
+        if how.received:
+            for index, given in zip(cotangents, scaled, strict=True):
+                outputs[index].register_hook(functools.partial(receive, index, given))
+            scaled = [torch.zeros_like(given) for given in scaled]
+        gradients = torch.autograd.grad(found, leaves, scaled, allow_unused=True)
+        both = zip(real, gradients, strict=True)
+        result.gradients = {id(p): g / how.scale for p, g in both if g is not None}
+        result.outputs = [output.detach() for output in outputs]
+        result.functions = functions_of(outputs)
+
+    handle = register_module_forward_hook(lambda part, _, output: seen.append(output) if part is module else None)
+    hooks = contextlib.nullcontext() if how.hooks else _without_hooks(module)
+    try:
+        with unchanged(module), hooks, quiet(), torch.enable_grad(), _replaced(module, replacing):
+            compute()
+    finally:
+        handle.remove()
+    return result

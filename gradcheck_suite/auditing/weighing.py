@@ -1,0 +1,453 @@
+"""The weights of the windows of one optimizer, judged together, and the violations that faults of a window are."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from gradcheck_suite.auditing import weights as reading_weights
+from gradcheck_suite.auditing.places import Place
+from gradcheck_suite.auditing.sums import (
+    OF_SUMS,
+    Seen,
+    Source,
+    StepFault,
+    StepWindow,
+    near,
+)
+from gradcheck_suite.auditing.weights import (
+    ACROSS_SITES,
+    EQUAL,
+    MEAN_OF_MEANS,
+    UNEQUAL,
+    UNEVEN,
+    Key,
+    Objective,
+    Reading,
+    Scale,
+    TermComparison,
+    Use,
+    coefficient,
+    evidence,
+)
+from gradcheck_suite.core.results import LiveViolation, Unknown, WeightRow
+from gradcheck_suite.judge.naming import ONE_SIGN, diagnose, means_text, names_nothing
+from gradcheck_suite.judge.weights import Diagnosis, Weights
+
+REMEDIES = {
+    ("accelerate", "where the window has"): "Accelerate divides by K in a short window too, up to 1.15.0 at least: "
+    "`GradientAccumulationPlugin(num_steps=K, sync_with_dataloader=False)` makes every window whole",
+    (
+        "lightning",
+        "where the window has",
+    ): "Lightning divides by `accumulate_grad_batches` in a short window too, up to "
+    "2.6.6 at least (Lightning#19987): let it divide the number of batches, or use manual optimization",
+    (
+        "transformers",
+        "where the window has",
+    ): "transformers 4.45.2 divides an epoch of fewer than K micro-batches by K: "
+    "later releases divide by its length (transformers#39659)",
+    (
+        "transformers",
+        "mean has weight",
+    ): "transformers counts the targets of a window from 4.46 on (transformers#34191), "
+    "for models and a `compute_loss_func` that divide by `num_items_in_batch`",
+    (
+        "transformers",
+        "never divided",
+    ): "transformers does not divide by K where a model takes `**kwargs`, up to 5.23.0 at "
+    "least (transformers#47688): set `trainer.loss_is_scaled_for_ga = False`",
+}
+"""Package of a trainer and a part of a fault's sentence -> remedy: as found in docs/found-in-trainers.md."""
+MAX_ROWS = 64
+"""Rows of the table of weights that a violation keeps."""
+DECLARE = "declare it with `loss = gradcheck_suite.objective(loss, count=n)`, n being what its mean divides by"
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A window whose weights are judged with those of the others.
+
+    Attributes:
+        window: the window.
+        where: the place of its last pass.
+        coefficients: of its passes.
+        readings: the weights, with the factor by which `.grad` was multiplied after the last pass, and without it,
+            where there is one: it may be a part of the loss (a mean over K at the end) or none (clipping).
+    """
+
+    window: StepWindow
+    where: Place
+    coefficients: Mapping[Source, float]
+    readings: Sequence[Reading]
+    factor: float
+
+    @property
+    def length(self) -> int:
+        """The number of passes that are in `.grad`."""
+        return len({index for _, index in self.coefficients})
+
+
+Repeated = tuple[LiveViolation, set[int | None]]
+United = dict[tuple[str, str | None], Repeated]
+"""Diagnosis and place -> the first of the violations, and the steps of all."""
+
+
+@dataclass
+class Weighed:
+    """What the weights of an optimizer's windows showed.
+
+    Attributes:
+        violations: with the number of the step.
+        provisional: more of them, that no second window shows yet: a coefficient that changes may have any value in
+            one.
+        united: the same, one for each diagnosis and place.
+        notes: what is worth knowing -> how often.
+        unknown: what could not be judged, and what to do -> how often.
+        steps: the steps whose weights were judged.
+    """
+
+    violations: list[LiveViolation] = field(default_factory=list)
+    provisional: list[LiveViolation] = field(default_factory=list)
+    united: United = field(default_factory=dict)
+    notes: Counter[str] = field(default_factory=Counter)
+    unknown: Counter[Unknown] = field(default_factory=Counter)
+    steps: set[int] = field(default_factory=set)
+
+
+@np.errstate(all="ignore")  # weights may be infinite, and the script's output stays what it was
+def judge_weights(
+    pending: Sequence[Pending],
+    typical_k: int | None,
+    declared_k: int | None,
+    ranks: int,
+    name_of: Callable[[int], str | None],
+) -> Weighed:
+    """Judge the weights of the windows of one optimizer.
+
+    Args:
+        pending: the windows.
+        typical_k: the most frequent number of passes.
+        declared_k: the accumulation steps that the user states or the trainer is configured with.
+        ranks: number of ranks.
+        name_of: the name of a parameter.
+    """
+    result = Weighed()
+    modes = reading_weights.best_modes([(one.window, one.readings) for one in pending])
+    history: defaultdict[Key, list[Use]] = defaultdict(list)
+    unequal: defaultdict[Key, list[tuple[Objective, StepWindow]]] = defaultdict(list)
+    found_in = [_objectives_of(one, modes, typical_k) for one in pending]
+    if across_sites := {objective.key for found in found_in for objective in found if objective.key[2] == ACROSS_SITES}:
+        found_in = [_objectives_of(one, modes, typical_k, across_sites) for one in pending]
+    for one, found in zip(pending, found_in, strict=True):
+        if fault := _repeated_losses(one):
+            result.steps.add(one.window.number)
+            result.violations.append(violation_of(fault, one.window, one.where))
+            continue
+        unreadable, partial = _note_unknown(one, found, result, name_of)
+        if one.length == 1 or ((found or partial) and not unreadable):
+            result.steps.add(one.window.number)
+        _compare_within(one, found, history, unequal, result)
+    for several in unequal.values():
+        unnamed = [objective for objective, _ in several if objective.comparison.named is None]
+        general = _named(unnamed) if unnamed else None
+        result.violations += [_of_unequal(objective, window, general) for objective, window in several]
+    if pending:
+
+        def note(sentence: str) -> None:
+            result.notes[sentence] += 1
+
+        for scale in reading_weights.scales(history, ranks, declared_k, note):
+            (result.provisional if scale.provisional else result.violations).append(_of_scale(scale))
+    return result
+
+
+def _objectives_of(
+    one: Pending,
+    modes: Mapping[tuple[int, Key], Sequence[str]],
+    typical_k: int | None,
+    across_sites: Collection[Key] = frozenset(),
+) -> list[Objective]:
+    """Return the objectives of a window, the factor after its last pass taken as a part of them or not."""
+    own = {top: listed for (optimizer, top), listed in modes.items() if optimizer == one.window.optimizer}
+    found = [reading_weights.objectives(reading, own, across_sites) for reading in one.readings]
+    right = bool(found[0]) and all(objective.is_right for objective in found[0])
+    lengths = {1 / one.length, 1 / (typical_k or one.length)} - {1.0}
+    return found[0] if right or any(near(one.factor, share, 1e-5) for share in lengths) else found[-1]
+
+
+def _repeated_losses(one: Pending) -> StepFault | None:
+    """Return the fault of losses that go backward more than once."""
+    found = [one.window.passes[index].records[rank].terms for rank, index in one.coefficients]
+    repeated = [(sum(term.repeated for term in terms), len(terms)) for terms in found if terms]
+    if not any(times for times, _ in repeated):
+        return None
+    running = any(0 < times < number for times, number in repeated)
+    return StepFault("repeated-micro-batch", OF_SUMS["running sum" if running else "repeated-micro-batch"])
+
+
+PARTIAL = "the loss sees items through which no gradient flows, and is no sum over the window's micro-batches"
+
+
+def read_joined(passes: Mapping[int, Seen], sources: Iterable[Source]) -> None:
+    """Read a term as a sum over items again where the rows that it joins without a gradient are no cached items.
+
+    Cached items are those of the window's other passes, or of the other ranks: together the passes, or the ranks of
+    each, let a gradient through to every item once. Rows of zeros as padding, or a bank of negatives, are others.
+    """
+    records = [(index, passes[index].records[rank]) for rank, index in sources]
+    shares: defaultdict[int, float] = defaultdict(float)
+    for index, record in records:
+        shares[index] += next((term.partial[0] for term in record.terms if term.partial), 0.0)
+    of_ranks = len(records) > len(shares) and all(near(share, 1.0, 1e-6) for share in shares.values())
+    if of_ranks or near(sum(shares.values()), 1.0, 1e-6):
+        return
+    for _, record in records:
+        record.whole = []
+        for term in record.terms:
+            term.partial = None
+
+
+def _note_unknown(
+    one: Pending, found: Sequence[Objective], result: Weighed, name_of: Callable[[int], str | None]
+) -> tuple[bool, bool]:
+    """Note what of a window's losses could not be read; return whether there is such a part, and one that is no sum.
+
+    A loss that is no sum over the window's micro-batches has no weights, so that none are missing.
+    """
+    window = one.window
+    records = {source: window.passes[source[1]].records[source[0]] for source in one.coefficients}
+    unreadable, partial = set[Unknown](), set[Unknown]()
+    for record in records.values():
+        for term in record.terms:
+            if term.opaque:
+                unreadable.add(Unknown("weights", str(record.place), term.opaque, DECLARE))
+            elif term.partial:
+                partial.add(Unknown("weights", str(record.place), PARTIAL))
+        if not record.terms and record.unread:
+            unreadable.add(Unknown("weights", str(record.place), record.unread))
+    if one.length > 1:
+        result.unknown.update(unreadable | partial)
+        whole = {key for record in records.values() for key in record.whole if key in window.keys}
+        places = [term.partial[1] for record in records.values() for term in record.terms if term.partial]
+        if whole and len(set(places)) == one.length:
+            names = ", ".join(sorted(str(name_of(key)) for key in whole))
+            result.notes[
+                f"{one.where}: outside of the cached items, the gradient of {names} arrives from each of the "
+                f"{one.length} passes over the same items: it is {one.length} times too large: divide it by "
+                f"{one.length} before the step"
+            ] += 1
+    uneven = [objective for objective in found if objective.comparison.status == UNEVEN]
+    for objective in uneven:
+        reason = "the number of terms differs between micro-batches"
+        result.unknown[Unknown("weights", str(objective.place), reason, DECLARE)] += 1
+    return bool(unreadable or uneven), bool(partial)
+
+
+def _compare_within(
+    one: Pending,
+    found: Sequence[Objective],
+    history: defaultdict[Key, list[Use]],
+    unequal: defaultdict[Key, list[tuple[Objective, StepWindow]]],
+    result: Weighed,
+) -> None:
+    """Judge the weights inside of a window; those that are equal are left for the run to judge."""
+    window = one.window
+    site = {source: window.passes[source[1]].records[source[0]].place for source in one.coefficients}
+    right = [o for o in found if o.is_right and not o.parts[0].term.of_parameters]
+    covered = {part.source for o in right if len(o.parts) > 1 for part in o.parts}
+    for objective in found:
+        status, sources = objective.comparison.status, {part.source for part in objective.parts}
+        if status == UNEVEN:
+            continue
+        if status == EQUAL and _are_means_beside_empty(objective, window):
+            beside = TermComparison(UNEQUAL, named=Diagnosis(MEAN_OF_MEANS, ""))
+            unequal[objective.key].append((replace(objective, comparison=beside), window))
+            continue
+        if status != EQUAL:
+            if not objective.comparison.named and (covered >= sources or objective.parts[0].term.of_parameters):
+                result.notes[f"{objective.place}: a coefficient changes within a window"] += 1
+            else:
+                unequal[objective.key].append((objective, window))
+            continue
+        # the window's length is that of the call sites that this objective comes from
+        here = {site[source] for source in sources}
+        passes = {source[1] for source in one.coefficients if site[source] in here}
+        history[objective.key].append(
+            Use(
+                window,
+                objective,
+                length=len(passes),
+                whole={source[1] for source in sources} == passes,
+                others_right=any(o.key != objective.key for o in right),
+            )
+        )
+
+
+# Violations, in words.
+
+
+def violation_of(fault: StepFault, window: StepWindow, where: Place, parameter: str | None = None) -> LiveViolation:
+    """Return the violation that a fault of a window is."""
+    return LiveViolation(
+        kind=fault.kind,  # type: ignore[arg-type]
+        diagnosis=fault.name,
+        explanation=fault.sentence + _remedy(fault, window.step.trainer),
+        step=window.number,
+        where=_loss_line(window, where) or str(where),
+        backward=str(window.passes[max(window.passes)].site) if window.passes else None,
+        stepped=str(window.step.place),
+        parameter=parameter,
+    )
+
+
+def _remedy(fault: StepFault, trainer: str | None) -> str:
+    """Return what helps where a trainer's own division is the cause, which no user mends in the script."""
+    package = (trainer or "").partition(".")[0]
+    found = (text for (name, part), text in REMEDIES.items() if name == package and part in fault.sentence)
+    return "".join(f". {text}" for text in found)
+
+
+def _loss_line(window: StepWindow, where: Place) -> str | None:
+    """Return the line of the loss that goes backward at a place, where it is known."""
+    records = [record for seen in window.passes.values() for record in seen.records if record.place == where]
+    return next((term.line for record in records for term in record.terms if term.line), None)
+
+
+def _rows(objective: Objective, count: str, expected: float) -> tuple[WeightRow, ...]:
+    """Return the weight of each item, by micro-batch: expected and observed."""
+    order = {index: j for j, index in enumerate(sorted({part.source[1] for part in objective.parts}))}
+    ranks = len({part.source[0] for part in objective.parts}) > 1
+    rows = [
+        WeightRow(
+            order[part.source[1]],
+            objective.place.line,
+            part.term.counts.get(count, part.term.counts[part.term.own]),
+            expected,
+            weight,
+            part.source[0] if ranks else None,
+        )
+        for part, weight in zip(objective.parts, objective.weights, strict=True)
+    ]
+    return tuple(rows[:MAX_ROWS])
+
+
+def _with_weights(violation: LiveViolation, objective: Objective, rows: tuple[WeightRow, ...]) -> LiveViolation:
+    error = max((abs(row.observed / row.expected - 1) for row in rows if row.count and row.expected), default=0.0)
+    share = "less than 1%" if error < 0.01 else f"{100 * error:.3g}%"
+    return replace(
+        violation,
+        explanation=f"{violation.explanation} (weights are off by up to {share})",
+        error=error,
+        allowed=max(part.tolerance for part in objective.parts),
+        weights=rows,
+    )
+
+
+def _of_unequal(objective: Objective, window: StepWindow, general: Diagnosis | None) -> LiveViolation:
+    """Return the violation of weights that differ within a window.
+
+    Args:
+        objective: whose weights they are.
+        window: in which they differ.
+        general: their name where no count explains them.
+    """
+    comparison, own = objective.comparison, objective.parts[0].term.own
+    named, count = comparison.named or general, comparison.count or own
+    assert named is not None
+    empty = _empty(objective, window) if named.name == MEAN_OF_MEANS else set()
+    w = _weights(objective, count, empty)
+    whole = coefficient(w)
+    sentence = named.sentence
+    if named.name == MEAN_OF_MEANS:
+        # with the share of those without items, and with a division that is left out
+        seen = replace(w, observed=w.observed / whole)
+        told = diagnose(seen, only=(MEAN_OF_MEANS,))
+        sentence = means_text(seen, [seen]) if names_nothing(told) else told.sentence
+        if count == "elements" and w.counts != _weights(objective, own, empty).counts:
+            sentence = f"the mean divides by all elements of its micro-batch, padding included, and {sentence}"
+    fault = StepFault(named.name, sentence.replace("run.count(batch)", "the batch's count"))
+    return _with_weights(
+        violation_of(fault, window, objective.place),
+        objective,
+        _rows(objective, count, whole / (w.window_count or 1.0)),
+    )
+
+
+def _are_means_beside_empty(objective: Objective, window: StepWindow) -> bool:
+    """Return whether equal weights are those of means of equal counts, of which one without items has its share."""
+    if objective.is_right or not objective.parts[0].term.mean:
+        return False
+    number, masses = len(objective.parts), _counts_and_masses(objective, objective.parts[0].term.own)[1]
+    empty = len(_empty(objective, window))
+    return bool(empty) and near(masses[0] * (number + empty), 1.0, objective.tolerance)
+
+
+def _empty(objective: Objective, window: StepWindow) -> set[Source]:
+    """Return the passes of an objective's lines that have no items, and so nothing of it."""
+    own = {part.source for part in objective.parts}
+    places = {window.passes[index].records[rank].place for rank, index in own}
+    return {
+        (rank, index)
+        for index, seen in window.passes.items()
+        for rank, record in enumerate(seen.records)
+        if record.place in places and any(map(reading_weights.is_empty, record.terms))
+    } - own
+
+
+def _counts_and_masses(objective: Objective, count: str) -> tuple[list[float], list[float]]:
+    """Return the count of each term, and what its items weigh together."""
+    numbers = [part.term.counts.get(count, 0.0) for part in objective.parts]
+    return numbers, [weight * number for weight, number in zip(objective.weights, numbers, strict=True)]
+
+
+def _named(objectives: Sequence[Objective]) -> Diagnosis:
+    """Name weights that no count explains, as a loop that is verified would be.
+
+    Args:
+        objectives: one objective in all windows where its weights differ.
+    """
+    found = [_weights(one, one.parts[0].term.own) for one in objectives]
+    observed = found[0].observed
+    what = ONE_SIGN if observed.min() < 0 else "divide each summed loss by the window's count"
+    declared_k = (
+        "items of different micro-batches have different weights: the micro-batches' items weigh "
+        f"{', '.join(f'{weight:.3g}' for weight in observed[:6])}; {what}"
+    )
+    typical_k = [np.abs(w.observed - np.median(w.observed)) <= w.tolerance * np.median(w.observed) for w in found]
+    if all(2 * same.sum() > len(same) for same in typical_k):
+        # a special case for the first or the last micro-batch, a loss scale, a coefficient
+        return Diagnosis("weighted-by-place", declared_k)
+    named = diagnose(found[0], found[1:])
+    return Diagnosis(named.name, declared_k) if names_nothing(named) else named
+
+
+def _weights(objective: Objective, count: str, empty: Collection[Source] = ()) -> Weights:
+    """Return the weights of an objective by what is counted, those of micro-batches without items among them."""
+    parts = objective.parts
+    tolerance = max(part.tolerance for part in parts)
+    numbers, _ = _counts_and_masses(objective, count)
+    return evidence(parts, objective.weights, numbers, tolerance, empty=empty)
+
+
+def _of_scale(scale: Scale) -> LiveViolation:
+    """Return the violation of a common weight that follows from how the window is cut up."""
+    use = scale.use
+    total = use.items or 1.0
+    times = use.own / scale.expected
+    sentence = f"every item of the window weighs {times:.6g} times what it should, which is {scale.note}"
+    if scale.name == "tail-leak":
+        sentence += (
+            "; the gradient of micro-batches that belong to the window before is still in it: "
+            "step after an epoch's last micro-batch too, and reset after it"
+        )
+    else:
+        sentence += f"; {what}" if (what := reading_weights.remedy(scale.note)) else ""
+    rows = _rows(use.objective, use.count, scale.expected / total)
+    violation = violation_of(StepFault(scale.name, sentence), use.window, use.objective.place)
+    if use.others_right and (line := use.objective.parts[0].term.line):
+        violation = replace(violation, where=line)
+    return _with_weights(violation, use.objective, rows)
