@@ -31,7 +31,7 @@ class Arrival:
     before: str
     was: Raw | None
     now: Raw
-    shard: float = 0.0
+    shard: float = 0.0  # FSDP reduces into shards that no hook on a parameter sees
 
 
 @dataclass
@@ -97,7 +97,7 @@ class StepRecord:
     gradients: dict[int, Raw | None]
     call: int
     scale: float | None = None
-    fused: bool = False
+    fused: bool = False  # `optimizer.grad_scale` is set then, and `.grad` is still scaled
     steps: int | None = None
     trainer: str | None = None
     wrapped: bool = False
@@ -114,6 +114,7 @@ Event = PassRecord | StepRecord
 
 def settle(events: Sequence[Event]) -> None:
     """Turn samples that lie on a device into arrays; waits for the device once."""
+    # once for all: on a GPU each read of its own would wait for the kernels before it
     holders = [pair for event in events for pair in event.raws()]
     values = [h[n] if isinstance(h, dict) else getattr(h, n) for h, n in holders]
     for (holder, name), value in zip(holders, samples.read(values), strict=True):

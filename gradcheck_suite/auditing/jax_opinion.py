@@ -97,6 +97,7 @@ def kept_calls(parts: Sequence[Part]) -> list[KeptCall] | str:
             return f"the model has {size:,} parameters, and JAX computes only models of at most {MOST_PARAMETERS:,}"
         if id(forward.module) not in copies:
             try:
+                # JAX is asked when the run is over, and the parameters have moved by then
                 copies[id(forward.module)] = copy.deepcopy(forward.module).double()
             except Exception as error:
                 return f"the model cannot be copied: {type(error).__name__}: {error}"
@@ -104,7 +105,7 @@ def kept_calls(parts: Sequence[Part]) -> list[KeptCall] | str:
             forward,
             module=copies[id(forward.module)],
             arguments=[_float64(value) for value in forward.arguments],
-            autocast=(forward.autocast[0], forward.autocast[1], False),
+            autocast=(forward.autocast[0], forward.autocast[1], False),  # it would cast float64 down
         )
         kept.append(KeptCall(wide, {i: _float64(g) for i, g in part.cotangents.items()}, part.index))
     return kept
@@ -114,6 +115,7 @@ def ask_jax(calls: Sequence[KeptCall]) -> JaxOpinion:
     """Compare the gradients of calls by torch and by JAX, both in float64."""
     opinion, began = JaxOpinion(len(calls)), time.perf_counter()
     for call in calls:
+        # tracing takes seconds for a deep model: one answer is waited for, more are not
         if opinion.answered and time.perf_counter() - began > BUDGET_S:
             break
         try:
@@ -141,6 +143,7 @@ def _compare(call: KeptCall) -> str | None:
     if found.random:
         raise _Refused("the model draws random numbers, which JAX draws differently")
     if found.functions and _by_torch(call, None).functions != found.functions:
+        # JAX would be given the backward of a class that the next forward does not use
         raise _Refused("the class of a custom function is made anew in each forward, so its own backward is not taken")
     with unchanged(call.forward.module):
         gradients, narrow = _by_jax(call, found.functions)

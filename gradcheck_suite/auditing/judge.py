@@ -162,6 +162,7 @@ class Judge:
         self._ranks, self._given = ranks, given
         self._judges_weights, self._judges_sums = weights, sums
         self._name_of = name_of
+        # windows are counted for each optimizer: that of a GAN's critic may be five times as long
         self._lengths: defaultdict[int, Counter[int]] = defaultdict(Counter)
         self._configured: dict[int, int] = {}
         self._grown: dict[int, int] = {}
@@ -381,6 +382,7 @@ class Judge:
 
     def _judge_sums(self, window: StepWindow, where: Place) -> Mapping[Source, float] | None:
         """Judge a window's sums, and return the coefficients by which its weights are read, None where they are not."""
+        # without a wrapper, ranks that never reduce may train a model each, as in a sweep
         if window.local and not window.step.wrapped:
             self.ranks_train_apart = True
             return None
@@ -505,7 +507,7 @@ class Judge:
         somewhere = {place for (_, place), (_, used, _) in self._places.items() if used}
         for (optimizer, place), (lost, used, windows) in self._places.items():
             if lost and not used:
-                if place in somewhere:
+                if place in somewhere:  # another optimizer steps on what goes backward here
                     continue
                 self._notes[f"{place}: what goes backward here is in no step of the whole run{IF_WANTED}"] += 1
             elif windows < (every := self._windows[optimizer]):

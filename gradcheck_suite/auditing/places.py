@@ -48,6 +48,7 @@ NOWHERE = Place("?")
 
 @lru_cache(maxsize=4096)
 def _kind_of_file(filename: str) -> str:
+    # `contextlib` stands between a user's line and what it calls under every context manager
     if filename.startswith(("<frozen", "<eval_with_key>", _TORCH, _SUITE)) or filename == contextlib.__file__:
         return "skip"
     return "library" if filename.startswith(_INSTALLED) else "user"
@@ -73,7 +74,7 @@ def shown(filename: str) -> str:
 def _relative(filename: str) -> str:
     try:
         relative = os.path.relpath(filename)
-    except ValueError:
+    except ValueError:  # another drive
         return filename
     return filename if relative.startswith("..") else relative
 
@@ -85,6 +86,7 @@ def here() -> Place:
     """Return the place in the user's program that runs."""
     frame: FrameType | None = sys._getframe(1)
     line, path = "", list[str]()
+    # several frames: two losses that go backward through one helper of a trainer are two places
     while frame is not None and len(path) < MOST_FRAMES:
         kind = _kind_of_file(frame.f_code.co_filename)
         if kind != "skip":
@@ -125,5 +127,6 @@ def _subclasses(kind: type) -> set[type]:
 
 def living(kind: type) -> list[Any]:
     """Return every object of a class that the garbage collector knows; lazy proxies are not touched."""
+    # by `type`, not `isinstance`, which reads `__class__` and so would import what a lazy proxy stands for
     kinds = _subclasses(kind)
     return [thing for thing in gc.get_objects() if type(thing) in kinds]

@@ -59,7 +59,7 @@ def _array(tensor: torch.Tensor) -> npt.NDArray[Any] | None:
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         return None
-    if not tensor.is_contiguous():
+    if not tensor.is_contiguous():  # a transposed gradient, as of tied weights: its copy has no other user
         tensor = tensor.contiguous()
         return (tensor.view(torch.int16) if dtype == np.int16 else tensor).numpy().reshape(-1)
     size = tensor.numel() * tensor.element_size()
@@ -129,10 +129,11 @@ def taken(gradient: torch.Tensor, *, whole: bool) -> tuple[Raw, bytes | None]:
     """
     tensor = local(gradient.detach())
     if tensor.is_complex():
+        # `view_as_real` refuses a lazily conjugated tensor
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.layout != torch.strided:
         with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
-            found = _of_sparse(tensor)
+            found = _of_sparse(tensor)  # its values have no fixed places: strided elements would compare other rows
         return (found.numpy() if found.device.type == "cpu" else found), None
     step = _stride(tensor.numel())
     array = _array(tensor)

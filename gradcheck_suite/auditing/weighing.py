@@ -146,7 +146,7 @@ def judge_weights(
         if fault := _repeated_losses(one):
             result.steps.add(one.window.number)
             result.violations.append(violation_of(fault, one.window, one.where))
-            continue
+            continue  # of a loss that goes backward twice no weight says anything
         unreadable, partial = _note_unknown(one, found, result, name_of)
         if one.length == 1 or ((found or partial) and not unreadable):
             result.steps.add(one.window.number)
@@ -175,6 +175,7 @@ def _objectives_of(
     own = {top: listed for (optimizer, top), listed in modes.items() if optimizer == one.window.optimizer}
     found = [reading_weights.objectives(reading, own, across_sites) for reading in one.readings]
     right = bool(found[0]) and all(objective.is_right for objective in found[0])
+    # a factor of 1/K after the last pass is the mean over K; any other one may be clipping, which is no weight
     lengths = {1 / one.length, 1 / (typical_k or one.length)} - {1.0}
     return found[0] if right or any(near(one.factor, share, 1e-5) for share in lengths) else found[-1]
 
@@ -263,6 +264,7 @@ def _compare_within(
         status, sources = objective.comparison.status, {part.source for part in objective.parts}
         if status == UNEVEN:
             continue
+        # a micro-batch without valid items has no term, and its share of the mean is missing all the same
         if status == EQUAL and _are_means_beside_empty(objective, window):
             beside = TermComparison(UNEQUAL, named=Diagnosis(MEAN_OF_MEANS, ""))
             unequal[objective.key].append((replace(objective, comparison=beside), window))
