@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "golden"
@@ -30,3 +30,19 @@ def compare(name: str, text: str, *, write: bool) -> None:
     lines = difflib.unified_diff(kept.splitlines(), text.splitlines(), str(path.name), "now", lineterm="", n=1)
     difference = "\n".join(lines)
     assert not difference, f"{difference}\n\nwhere this is meant, `pytest --write-golden` writes it to {path}"
+
+
+def assert_named(
+    golden: Callable[[str, str], None], file: str, told: Mapping[tuple[str, str], tuple[str | None, str]]
+) -> None:
+    """Compare names of faults with expected ones, and what is said of them with `tests/golden/FILE.txt`.
+
+    Args:
+        golden: the fixture.
+        file: the file's name.
+        told: expected name and title of what was planted -> name and sentence; no name, None or "", is not written.
+    """
+    __tracebackhide__ = True
+    other = {": ".join(at): name for at, (name, _) in told.items() if (name or "") != at[0]}
+    assert not other, f"expected names, and what was planted -> names found: {other}"
+    golden(file, rows_text({": ".join(at): said for at, (name, said) in told.items() if name}))

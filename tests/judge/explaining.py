@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec
+from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, check
 from gradcheck_suite.core.comparison import Comparison
 from gradcheck_suite.core.text import weight_lines
 from gradcheck_suite.judge.gradient import explain_gradient
@@ -15,6 +15,7 @@ from gradcheck_suite.loops.reset_modes import backward_window, window_count, win
 from gradcheck_suite.reference.large_batch import Reference, Window
 from gradcheck_suite.run.instance import user_instance
 from gradcheck_suite.run.runner import run_loop
+from studies.zoo.bug import train_with_weights
 
 PLAN = Plan((1, 2, 3, 2), 2)
 DRAWN = np.random.default_rng(0)
@@ -81,20 +82,47 @@ def explained(loop, *, plan=PLAN, window=0, epoch=0, dtype="float64", optimizer=
     return found.name, found.sentence, (*found.details, *weights)
 
 
-def table_of(details):
-    """Return the cells of the printed table of weights: index, count, expected and observed of each micro-batch."""
-    return [line.split()[:4] for line in details[2:]]
+def told(loop, case=None, **options):
+    """Return a row of a table of faults: it runs a loop, on a case or as `explained`, and returns name and words.
+
+    The words end with the printed table of weights. A violation of another kind has it before its name.
+    """
+
+    def row():
+        if case is None:
+            name, sentence, details = explained(loop, **options)
+            return name, "\n".join((sentence, *details[1:]))
+        found = check(loop, case, **options).violation
+        weights = weight_lines((w.micro_batches, w.rank, w.count, w.expected, w.observed) for w in found.weights)
+        name = found.diagnosis if found.kind == "gradient" else f"{found.kind}/{found.diagnosis}"
+        return name, "\n".join((found.explanation, *weights))
+
+    return row
+
+
+def run_rows(named):
+    """Return what `tests.wording.assert_named` takes, of name -> what is planted -> row."""
+    return {(name, title): row() for name, rows in named.items() for title, row in rows.items()}
+
+
+def step(run):
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+def by_weights(weight):
+    """Return a loop that multiplies each micro-batch's mean loss by a number, given its window and itself."""
+    return lambda run: train_with_weights(run, weight)
 
 
 def then(*changes):
     """Return a sound loop with a change to the gradients before each step, in turn."""
 
     def loop(run):
-        for step, window in enumerate(windows(run)):
+        for place, window in enumerate(windows(run)):
             backward_window(run, window)
-            changes[step % len(changes)](run)
-            run.optimizer.step()
-            run.optimizer.zero_grad()
+            changes[place % len(changes)](run)
+            step(run)
 
     return loop
 
@@ -154,7 +182,6 @@ def where_not_finite(then, change=as_it_is):
                 elif then(run) == "end":
                     break
             change(run)
-            run.optimizer.step()
-            run.optimizer.zero_grad()
+            step(run)
 
     return loop

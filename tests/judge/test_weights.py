@@ -12,7 +12,7 @@ import pytest
 
 from gradcheck_suite.judge.naming import diagnose
 from gradcheck_suite.judge.weights import Weights, trial_weights
-from tests.wording import rows_text
+from tests.wording import assert_named
 
 COUNTS = (2.0, 1.0, 2.0, 3.0, 4.0)
 WINDOW = (1, 2, 3)
@@ -274,9 +274,8 @@ def _named(weights):
 
 
 def test_a_pattern_has_its_name(golden):
-    told = {(name, title): _named(weights) for name, rows in NAMED.items() for title, weights in rows.items()}
-    assert {at: found.name for at, found in told.items()} == {(name, title): name for name, title in told}
-    golden("judge_weights", rows_text({": ".join(title): found.sentence for title, found in told.items()}))
+    found = {(name, title): _named(weights) for name, rows in NAMED.items() for title, weights in rows.items()}
+    assert_named(golden, "judge_weights", {at: (one.name, one.sentence) for at, one in found.items()})
 
 
 def test_the_right_weight():
