@@ -125,8 +125,10 @@ def _global_names(text: str) -> list[str]:
     scopes = [symtable.symtable(text, "definition", "exec")]
     for scope in scopes:
         scopes += scope.get_children()
-    symbols = [s for t in scopes for s in t.get_symbols() if s.is_referenced() and (s.is_global() or t is scopes[0])]
-    return sorted({symbol.get_name() for symbol in symbols})
+    # since Python 3.12, the variables of a comprehension are those of the scope around it: assigned there
+    outer = {s.get_name() for s in scopes[0].get_symbols() if s.is_referenced() and not s.is_assigned()}
+    inner = {s.get_name() for t in scopes[1:] for s in t.get_symbols() if s.is_referenced() and s.is_global()}
+    return sorted(outer | inner)
 
 
 class Sources:
