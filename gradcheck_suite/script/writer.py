@@ -100,6 +100,11 @@ def _module(name: str) -> tuple[str, ast.Module, dict[str, Any]]:
     return source, tree, found
 
 
+def _is_own(module: str) -> bool:
+    """Return whether a module is the suite's own, or one of the known bugs' that stand beside it."""
+    return f"{module}.".startswith((f"{PACKAGE}.", "studies.zoo."))
+
+
 def _is_guard(node: ast.stmt, *tests: str) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) in tests
 
@@ -154,9 +159,9 @@ class Sources:
             found = _module(module)[2].get(name)
             if isinstance(found, tuple):
                 source, original, renamed = found
-                if (root := source.partition(".")[0]) != PACKAGE:
+                if not _is_own(source):
                     # of JAX, only types stand in what runs torch
-                    self.imports |= {found} if root != "jax" else set()
+                    self.imports |= {found} if source.partition(".")[0] != "jax" else set()
                 elif original is None or renamed is not None:
                     raise CannotCopyError(f"{name} of {module} has another name where it is defined")
                 elif name not in WRITTEN:
@@ -168,12 +173,12 @@ class Sources:
 
     def _define(self, module: str, name: str, node: Any) -> None:
         source, _, names = _module(module)
-        is_own = module.partition(".")[0] == PACKAGE
+        is_own = _is_own(module)
 
         def says_something(decorator: ast.expr) -> bool:
             # one of the suite's says something to the suite only
             first = names.get(next((n.id for n in ast.walk(decorator) if isinstance(n, ast.Name)), ""))
-            return not (first[0].partition(".")[0] == PACKAGE if isinstance(first, tuple) else is_own and first)
+            return not (_is_own(first[0]) if isinstance(first, tuple) else is_own and first)
 
         kept = [f"@{ast.unparse(d)}" for d in getattr(node, "decorator_list", ()) if says_something(d)]
         text = "\n".join([*kept, *source.splitlines()[node.lineno - 1 : node.end_lineno]])
