@@ -16,17 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from gradcheck_suite.cli.arguments import EXAMPLES, MARKER_OPTIONS, SEED
+from gradcheck_suite.cli.arguments import reader
+from gradcheck_suite.core.options import VerifyOptions, options_of
 from gradcheck_suite.core.text import of_bound
 
 if TYPE_CHECKING:
     from gradcheck_suite.cli.verify import Verified
-    from gradcheck_suite.core.contract import Loop, Problem, VerifyOptions
+    from gradcheck_suite.core.contract import Loop, Problem
     from gradcheck_suite.core.counterexamples import Counterexample
     from gradcheck_suite.core.results import Result
 
 MARKER = "gradcheck"
-OVERRIDES = (EXAMPLES, SEED)
+OPTIONS = {one.name: one for one in options_of(VerifyOptions)}
+"""The options of the marker and of the fixture, by name."""
+OVERRIDES = (OPTIONS["examples"], OPTIONS["seed"])
 """The options of the command line that pytest has too, as `--gradcheck-examples`; they override marker and call."""
 SECOND_OPINION_S = 10.0
 """Default of `second_opinion_s` in a test, which waits for JAX less long than a command does."""
@@ -39,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("gradcheck-suite", "verification of training loops")
     for option in OVERRIDES:
         help_text = f"{option.help}; overrides marker and call"
-        group.addoption(_flag(option.field), type=option.read, metavar=option.metavar, help=help_text)
+        group.addoption(_flag(option.name), type=reader(option.values), metavar=option.metavar, help=help_text)
     group.addoption(
         "--gradcheck-reports",
         type=Path,
@@ -51,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the marker."""
     config.addinivalue_line(
-        "markers", f"{MARKER}({', '.join(MARKER_OPTIONS)}): how `verify_training_loop` verifies in this test"
+        "markers", f"{MARKER}({', '.join(OPTIONS)}): how `verify_training_loop` verifies in this test"
     )
     config.stash[_LINES] = []
 
@@ -120,8 +123,8 @@ def audit_training() -> Callable[..., AbstractContextManager[Any]]:
     return audited
 
 
-def _flag(field: str) -> str:
-    return f"--gradcheck-{field}"
+def _flag(name: str) -> str:
+    return f"--gradcheck-{name}"
 
 
 def _options(node: Any, loop: Loop, given: dict[str, Any]) -> VerifyOptions:
@@ -130,7 +133,6 @@ def _options(node: Any, loop: Loop, given: dict[str, Any]) -> VerifyOptions:
     Raises:
         UsageError: one does not exist, or its value is wrong.
     """
-    from gradcheck_suite.core.contract import VerifyOptions
     from gradcheck_suite.errors import UsageError
 
     chosen: dict[str, Any] = {"second_opinion_s": SECOND_OPINION_S}
@@ -139,8 +141,8 @@ def _options(node: Any, loop: Loop, given: dict[str, Any]) -> VerifyOptions:
             raise UsageError(f"the marker {MARKER} takes keywords alone, got {marker.args!r}")
         chosen.update(marker.kwargs)
     chosen.update(given)
-    overrides = {option.field: node.config.getoption(_flag(option.field)) for option in OVERRIDES}
-    chosen.update({field: value for field, value in overrides.items() if value is not None})
+    overrides = {option.name: node.config.getoption(_flag(option.name)) for option in OVERRIDES}
+    chosen.update({name: value for name, value in overrides.items() if value is not None})
     return VerifyOptions().replace(**chosen).of(loop)
 
 

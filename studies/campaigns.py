@@ -28,8 +28,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from gradcheck_suite.cli import command_of, exit_status
-from gradcheck_suite.cli.arguments import DEFAULTS, OPTIONS, Parser
-from gradcheck_suite.core.contract import BY_FRAMEWORK
+from gradcheck_suite.cli.arguments import Parser, parsed, to_argv
+from gradcheck_suite.core.options import BY_FRAMEWORK, VerifyOptions
 from gradcheck_suite.core.records import judge_digest, records_path, write_text
 from gradcheck_suite.core.results import json_number
 from gradcheck_suite.errors import CannotRunHere, UsageError
@@ -204,14 +204,7 @@ def _cut_verify(asked: argparse.Namespace) -> list[Command]:
         raise UsageError(f"{'-x' if asked.stop_on_violation else '--html'} is no option of a campaign: leave it out")
     named = {"--problem": asked.problem, "--framework": asked.framework}
     options = [part for flag, value in named.items() if value is not None for part in (flag, value)]
-    for option in OPTIONS:
-        value = getattr(asked, option.field)
-        if option.field in ("examples", "seed") or value in (getattr(DEFAULTS, option.field), []):
-            continue
-        if option.read is None:
-            options.append(option.flag)
-        else:
-            options += [part for one in (value if option.repeatable else [value]) for part in (option.flag, str(one))]
+    options += to_argv(parsed(asked, VerifyOptions).replace(examples=None, seed=0))
 
     def examples(loop: str) -> int:
         of_jax = asked.framework == "jax" or loop in JAX_MODES

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from gradcheck_suite import check, verify
-from gradcheck_suite.core.contract import Loop, Problem, VerifyOptions
+from gradcheck_suite.core.contract import Loop, Problem
+from gradcheck_suite.core.options import VerifyOptions
 from gradcheck_suite.core.results import ViolationKind
 from gradcheck_suite.loops.reset_modes import BUILT_IN
 from gradcheck_suite.run.ranks import kept_ranks

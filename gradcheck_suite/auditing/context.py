@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal, TextIO, Unpack
+from typing import IO, Any, Literal, TextIO
 
 import torch
 
@@ -24,7 +24,7 @@ from gradcheck_suite.auditing import recorder as recording
 from gradcheck_suite.auditing.custom_functions import FunctionKey
 from gradcheck_suite.auditing.events import Event, StepRecord, settle
 from gradcheck_suite.auditing.jax_opinion import JaxOpinion, KeptCall, ask_jax, kept_calls
-from gradcheck_suite.auditing.judge import KNOWN, Judge
+from gradcheck_suite.auditing.judge import Judge
 from gradcheck_suite.auditing.module_calls import ModuleCall, ModuleCalls
 from gradcheck_suite.auditing.places import here, living
 from gradcheck_suite.auditing.program_state import preserve_rng
@@ -33,8 +33,7 @@ from gradcheck_suite.auditing.recorder import Recorder, Running
 from gradcheck_suite.auditing.sums import StepFault, StepWindow, near
 from gradcheck_suite.auditing.terms import Reader, declare
 from gradcheck_suite.auditing.weighing import violation_of
-from gradcheck_suite.core.contract import AuditFields, AuditOptions
-from gradcheck_suite.core.faults import current_name
+from gradcheck_suite.core.options import AuditOptions, takes
 from gradcheck_suite.core.results import LiveResult, LiveViolation
 from gradcheck_suite.core.text import live_lines, say, violation_lines
 from gradcheck_suite.errors import UsageError
@@ -280,6 +279,7 @@ class StoppedOnViolation(BaseException):
     """Ends a run at its first violation. No `Exception`, so that a program that catches those ends all the same."""
 
 
+@takes(AuditOptions)
 class audit:  # noqa: N801 - it is used as a function, as `open` is
     """Judge the optimizer steps of the code that runs while it is open, unchanged.
 
@@ -293,34 +293,19 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
     error, as the command does, or below the cell of a notebook.
 
     Args:
-        steps: number of optimizer steps to judge; all by default.
-        every: the first window and every `every`-th after it are computed again.
-        accept: diagnoses that the project lives with, such as `"mean-of-means"` or `"mean-of-means@train.py:40"`.
-        accumulation_steps: micro-batches per window, where it is to be held to that; else it is read off the run.
-        without: instruments to switch off: `"weights"`, `"sums"`, `"batch"`.
-        stop_on_violation: whether the first violation raises `StoppedOnViolation` in `optimizer.step()`.
-        jax: whether JAX computes the first window that is computed again, of a model with at most a million parameters,
-            when the run is over.
-        eager: whether what `torch.compile` compiles runs eagerly, so that its losses can be read.
-        objectives: what the mean divides by of a loss that cannot be read, as `"train.py:40=mask.sum()"`: the line of
-            its backward, and an expression of the names there.
+        options: of the audit; the defaults of `AuditOptions` if None.
         name: of the run in the result.
         quiet: whether nothing is printed; `print(audit.result)` prints the verdict later.
+        fields: fields of `AuditOptions`, over those of `options`: `steps=20`.
 
     Raises:
         UsageError: an option is wrong, or another audit is open.
     """
 
     def __init__(
-        self,
-        *,
-        name: str | None = None,
-        quiet: bool = False,
-        **options: Unpack[AuditFields],
+        self, options: AuditOptions | None = None, *, name: str | None = None, quiet: bool = False, **fields: Any
     ) -> None:
-        self.options = AuditOptions(**options)
-        if wrong := sorted({current_name(name.partition("@")[0]) for name in self.options.accept} - KNOWN):
-            raise UsageError(f"audit: accept takes diagnoses ({', '.join(sorted(KNOWN))}); got {wrong[0]!r}")
+        self.options = (options or AuditOptions()).replace(**fields)
         self._name, self.quiet = name or here().line, quiet
         self._result: LiveResult | None = None
         self._opened = self._observing = False

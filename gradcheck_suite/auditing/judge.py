@@ -39,12 +39,9 @@ from gradcheck_suite.auditing.weighing import (
     read_joined,
     violation_of,
 )
-from gradcheck_suite.core.faults import FAULTS
 from gradcheck_suite.core.results import LiveViolation, Unknown
 from gradcheck_suite.core.text import counted
 
-KNOWN = frozenset(fault.name for fault in FAULTS.values() if fault.command != "verify")
-"""Every diagnosis of a live run."""
 MOST_WINDOWS = 512
 """Windows of one optimizer that are judged together; older ones have been judged and are forgotten."""
 EVERY = 64

@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import shutil
 import textwrap
 import tomllib
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from gradcheck_suite.core.case import DEVICES, DTYPES, MAX_SEED
-from gradcheck_suite.core.contract import (
-    ASSUMPTIONS,
-    AUTOCAST_DTYPES,
-    MAX_RANKS,
-    OPTIMIZER_NAMES,
-    VerifyOptions,
-    checked_assumptions,
+from gradcheck_suite.core.case import DEVICES
+from gradcheck_suite.core.options import (
+    FLAG,
+    NATURAL,
+    OF_COMMANDS,
+    PATH,
+    POSITIVE_INTEGER,
+    SEED,
+    Option,
+    Options,
+    Values,
+    option,
+    options_of,
 )
+from gradcheck_suite.core.options import one_of as values_of
 from gradcheck_suite.core.records import FOLDER, expect_schema, expect_writable_folder
 from gradcheck_suite.core.text import aligned, suggestion
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run.environment import own_version
+
+_Options = TypeVar("_Options", bound=Options)
 
 
 class BadUsageError(Exception):
@@ -64,53 +71,24 @@ def top_parser(program: str, commands: Mapping[str, str]) -> Parser:
     return parser
 
 
+def reader(values: Values) -> Callable[[str], Any]:
+    """Return the `type` of an argument that takes these values."""
+
+    def read(text: str) -> Any:
+        try:
+            return values.parsed(text)
+        except UsageError as error:
+            raise ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+positive_integer, natural, seed = reader(POSITIVE_INTEGER), reader(NATURAL), reader(SEED)
+
+
 def one_of(names: Iterable[str]) -> Callable[[str], str]:
-    """Return the type of an option that takes one of some names."""
-    allowed = tuple(names)
-
-    def check(text: str) -> str:
-        if text not in allowed:
-            meant = suggestion(text, allowed)
-            raise argparse.ArgumentTypeError(f"expected one of {', '.join(allowed)}; got {text!r}{meant}")
-        return text
-
-    return check
-
-
-def positive_integer(text: str) -> int:
-    """Return an integer of at least 1."""
-    return _integer(text, 1, None, "a positive integer")
-
-
-def natural(text: str) -> int:
-    """Return an integer of at least 0."""
-    return _integer(text, 0, None, "0 or a positive integer")
-
-
-def seed(text: str) -> int:
-    """Return a seed."""
-    return _integer(text, 0, MAX_SEED, f"an integer from 0 to {MAX_SEED}")
-
-
-def seconds(text: str) -> float:
-    """Return a positive, finite number of seconds."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
-    return value
-
-
-def _integer(text: str, low: int, high: int | None, expected: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = low - 1
-    if value < low or (high is not None and value > high):
-        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
-    return value
+    """Return the `type` of an argument that takes one of some names."""
+    return reader(values_of(names))
 
 
 def add_problem(parser: Parser) -> None:
@@ -129,177 +107,160 @@ def add_framework(parser: Parser, names: tuple[str, ...]) -> None:
         type=one_of(names),
         metavar="NAME",
         help=f"{', '.join(names)}: what loops without a decorator are written in, and whose reset modes are verified "
-        "where no loop is named (default torch)",
+        "where no loop is named (default: torch)",
     )
 
 
-# The options of a verification, declared once for the command line and for pytest.
-
-
-DEFAULTS = VerifyOptions()
-MARKER_OPTIONS = tuple(field.name for field in fields(VerifyOptions))
-
-
-@dataclass(frozen=True)
-class Option:
-    """One option of the command line.
-
-    Attributes:
-        field: the field of `VerifyOptions` that it sets, which has its default; its name is the keyword of the pytest
-            marker.
-        flag: such as `"--examples"`.
-        metavar: of its value, in the help.
-        help: what it does, without its default.
-        read: text -> value; raises `argparse.ArgumentTypeError`. None for a flag, which takes no value.
-        repeatable: whether each use adds one value to a tuple.
-        short: a second flag of one letter, or None.
-    """
-
-    field: str
-    flag: str
-    metavar: str
-    help: str
-    read: Callable[[str], Any] | None
-    repeatable: bool = False
-    short: str | None = None
-
-
-EXAMPLES = Option(
-    "examples",
-    "--examples",
-    "N",
-    "cases drawn for each loop (default 200, and 50 of a loop of JAX)",
-    positive_integer,
-    short="-n",
-)
-SEED = Option("seed", "--seed", "S", "the same seed and the same versions draw the same cases", seed)
-TIME_LIMIT = Option(
-    "time_limit_s",
-    "--time-limit",
-    "SECONDS",
-    "how long a loop may take on one case before it counts as one that hangs",
-    seconds,
-)
-AUTOCAST = Option(
-    "autocast",
-    "--autocast",
-    "DTYPE",
-    f"the loops may compute their losses under torch.autocast in {' or '.join(AUTOCAST_DTYPES)} (default: what a loop "
-    "declares)",
-    one_of(AUTOCAST_DTYPES),
-)
-
-
-def _assumption(text: str) -> str:
-    try:
-        checked_assumptions((text,))
-    except UsageError as error:
-        raise ArgumentTypeError(str(error)) from None
-    return text
-
-
-OPTIONS = (
-    EXAMPLES,
-    SEED,
-    Option(
-        "dtype",
-        "--dtype",
-        "DTYPE",
-        f"of parameters and data: {', '.join(DTYPES)} (default float64, and float32 of a loop of JAX)",
-        one_of(DTYPES),
-    ),
-    Option("device", "--device", "DEVICE", " or ".join(DEVICES), one_of(DEVICES)),
-    Option(
-        "ranks",
-        "--ranks",
-        "N",
-        f"processes of torch.distributed that train together, 1 to {MAX_RANKS}: each has its own micro-batches, and a "
-        "window is what all contribute",
-        positive_integer,
-    ),
-    Option(
-        "optimizer",
-        "--optimizer",
-        "NAME",
-        f"a real optimizer, so that parameters move and their path is judged too: {', '.join(OPTIMIZER_NAMES)}; for a "
-        "loop of JAX normalized or a factory of optax, such as adam or lion (default: one whose step changes nothing, "
-        "in some cases normalized)",
-        str.lower,
-    ),
-    Option(
-        "assumes",
-        "--assume",
-        "NAME",
-        "what the loops rely on, so that only such cases are drawn; repeatable: "
-        + "; ".join(f"{name} ({meaning})" for name, meaning in ASSUMPTIONS.items()),
-        _assumption,
-        repeatable=True,
-    ),
-    AUTOCAST,
-    TIME_LIMIT,
-    Option("quiet_loop", "--quiet-loop", "", "discard what the loops print", None),
-)
-
-
-def add_option(parser: Parser, option: Option) -> None:
-    """Add one option to a command."""
-    default = getattr(DEFAULTS, option.field)
-    if option.read is None:
-        parser.add_argument(option.flag, dest=option.field, action="store_true", help=option.help)
-        return
-    shown = f"{default:g}" if isinstance(default, float) else default
-    parser.add_argument(
-        *filter(None, (option.short, option.flag)),
-        dest=option.field,
-        type=option.read,
-        metavar=option.metavar,
-        action="append" if option.repeatable else "store",
-        default=list(default) if option.repeatable else default,
-        help=option.help if default in (None, ()) else f"{option.help} (default {shown})",
-    )
-
-
-def options_of(arguments: Namespace) -> VerifyOptions:
-    """Return the options that a command line sets."""
-    return DEFAULTS.replace(**{option.field: getattr(arguments, option.field) for option in OPTIONS})
-
-
-# The paths that a command writes to, refused before its work starts where they cannot be written.
+# What `pyproject.toml` sets.
 
 
 CONFIGURED = "[tool.gradcheck-suite] in pyproject.toml"
 
 
 def project_table() -> tuple[Path, dict[str, Any]]:
-    """Return the nearest `pyproject.toml`, from the working directory upwards, and its table of the suite.
+    """Return the nearest `pyproject.toml`, from the working directory upwards, and its table `[tool.gradcheck-suite]`.
 
     Raises:
-        UsageError: the file cannot be read, or the table has another key.
+        UsageError: the file cannot be read.
     """
     here = Path.cwd()
     file = next((path for folder in (here, *here.parents) if (path := folder / "pyproject.toml").is_file()), None)
     if file is None:
         return here, {}
     try:
-        table = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {}).get("gradcheck-suite", {})
+        return file, tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {}).get("gradcheck-suite", {})
     except (OSError, ValueError) as error:
         raise UsageError(f"{file}: {error}") from None
-    if unknown := sorted(table.keys() - {"reports", "audit"}):
-        expected = "expected reports or a table audit"
-        raise UsageError(f"{CONFIGURED}: {expected}, got {unknown[0]!r}{suggestion(unknown[0], ['reports', 'audit'])}")
-    return file, table
 
 
-def configured_reports() -> Path | None:
-    """Return the folder of records that the project asks for; None where it asks for none.
+def configured(declared: type[Options]) -> dict[str, Any]:
+    """Return the values that `pyproject.toml` has for the options of a dataclass, by field.
 
     Raises:
-        UsageError: the table has another key, or another value than a string.
+        UsageError: the file cannot be read, or the table has another key or a wrong value.
     """
     file, table = project_table()
-    if not isinstance(table.get("reports", ""), str):
-        raise UsageError(f"{CONFIGURED}: reports must be a string, the path of a folder; got {table['reports']!r}")
-    return Path(os.path.relpath(file.parent / table["reports"])) if table.get("reports") else None
+    tables = () if declared.table else tuple(command.table for command in OF_COMMANDS)
+    table = table.get(declared.table, {}) if declared.table else table
+    title = ".".join(filter(None, ("tool.gradcheck-suite", declared.table)))
+    where = f"[{title}] in {os.path.relpath(file)}"
+    known = {one.key: one for one in options_of(declared) if one.in_project}
+    if not isinstance(table, dict):
+        raise UsageError(f"{where}: expected a table, got {table!r}")
+    kept = {}
+    for key in table.keys() - set(tables):
+        if key not in known:
+            names = [*known, *(f"a table {name}" for name in tables)]
+            meant = suggestion(key, [*known, *tables])
+            raise UsageError(f"{where}: expected {', '.join(names)}; got {key!r}{meant}")
+        try:
+            kept[known[key].name] = _configured(known[key], table[key], file.parent)
+        except UsageError as error:
+            raise UsageError(f"{where}: {key}: {error}") from None
+    return kept
+
+
+def _configured(one: Option, value: Any, folder: Path) -> Any:
+    """Return the value of an option in a table of a file in a folder, to which its paths are relative."""
+    if one.repeatable and not isinstance(value, list):
+        raise UsageError(f"expected a list, with {one.values.expected}; got {value!r}")
+    if one.values is PATH and isinstance(value, str) and value:
+        value = Path(os.path.relpath(folder / value))
+    return one.checked(value)
+
+
+# Options on the command line.
+
+
+@dataclass(frozen=True)
+class OutputOptions(Options):
+    """What `verify` and `audit` print and write."""
+
+    quiet: bool = option(False, FLAG, "print each verdict in one line, and no more", "--quiet", short="-q")
+    json: Path | None = option(None, PATH, "write the results here as JSON", "--json", metavar="PATH")
+    html: Path | None = option(
+        None,
+        PATH,
+        "write a page on each violation here, one HTML file, and open it if a desktop's terminal runs the command",
+        "--html",
+        metavar="PATH",
+    )
+    reports: Path | None = option(
+        None,
+        PATH,
+        "append the verdicts to the records under DIR",
+        "--reports",
+        metavar="DIR",
+        unset=f"reports of {CONFIGURED}; without that, nothing is recorded, and counterexamples of verify go to "
+        "./reports",
+        in_project=True,
+    )
+
+    def expect_writable(self) -> None:
+        """Refuse paths that cannot be written, and a page without the package that writes it."""
+        expect_writable(self.reports, json=self.json, html=self.html)
+        if self.html is not None:
+            from gradcheck_suite.page.render import expect_installed
+
+            expect_installed("the HTML report", ["jinja2"])
+
+    def absolute(self) -> OutputOptions:
+        """Return the options with paths that stay right where the working directory changes."""
+        paths = {
+            name: path and path.absolute() for name in ("json", "html", "reports") if (path := getattr(self, name))
+        }
+        return self.replace(**paths)
+
+
+def add_options(parser: Parser, *declared: type[Options]) -> None:
+    """Add the options of some dataclasses; their defaults are those that `pyproject.toml` sets, else the fields'."""
+    for each in declared:
+        kept = configured(each)
+        for one in options_of(each):
+            if one.flag:
+                add_option(parser, one, kept.get(one.name, one.default))
+
+
+def add_option(parser: Parser, one: Option, default: Any) -> None:
+    """Add one option, which sets the attribute with the field's name."""
+    names = [*filter(None, (one.short, one.flag))]
+    if one.values is FLAG:
+        parser.add_argument(*names, dest=one.name, action="store_true", default=default, help=one.help_text)
+        return
+    parser.add_argument(
+        *names,
+        dest=one.name,
+        type=reader(one.values),
+        metavar=one.metavar,
+        action="append" if one.repeatable else "store",
+        default=list(default) if one.repeatable else default,
+        help=one.help_text,
+    )
+
+
+def parsed(arguments: Namespace, declared: type[_Options]) -> _Options:
+    """Return the options that a command line sets."""
+    return declared(**{one.name: getattr(arguments, one.name) for one in options_of(declared) if one.flag})
+
+
+def to_argv(options: Options) -> list[str]:
+    """Return the arguments that set these options, for a command that runs in this project."""
+    kept = configured(type(options))
+    argv: list[str] = []
+    for one in options_of(type(options)):
+        value = getattr(options, one.name)
+        if not one.flag or value is None or value is False or value == one.default == kept.get(one.name, one.default):
+            continue
+        if one.values is FLAG:
+            argv.append(one.flag)
+        else:
+            argv += [part for each in (value if one.repeatable else [value]) for part in (one.flag, str(each))]
+    return argv
+
+
+def add_json(parser: Parser, what: str) -> None:
+    """Add `--json`; its help says what the command writes there."""
+    parser.add_argument("--json", type=Path, metavar="PATH", help=f"write {what} here as JSON")
 
 
 def add_reports(parser: Parser, what: str, default: Path | None = None) -> None:
@@ -312,27 +273,8 @@ def add_reports(parser: Parser, what: str, default: Path | None = None) -> None:
     """
     nowhere = "nothing is recorded" if default is None else f"{default}"
     shown = f"{what} (default: reports of {CONFIGURED}; without that, {nowhere})"
-    parser.add_argument("--reports", type=Path, default=configured_reports() or default, metavar="DIR", help=shown)
-
-
-def add_json(parser: Parser, what: str) -> None:
-    """Add `--json`; its help says what the command writes there."""
-    parser.add_argument("--json", type=Path, metavar="PATH", help=f"write {what} here as JSON")
-
-
-def add_html(parser: Parser) -> None:
-    """Add `--html`."""
-    parser.add_argument(
-        "--html",
-        type=Path,
-        metavar="PATH",
-        help="write a page on each violation here, one HTML file, and open it if a desktop's terminal runs the command",
-    )
-
-
-def add_quiet(parser: Parser) -> None:
-    """Add `-q`."""
-    parser.add_argument("-q", "--quiet", action="store_true", help="print each verdict in one line, and no more")
+    kept = configured(OutputOptions).get("reports", default)
+    parser.add_argument("--reports", type=Path, default=kept, metavar="DIR", help=shown)
 
 
 def add_number(
@@ -356,6 +298,9 @@ def add_rows(parser: Parser) -> None:
     add_reports(parser, "the rows are recorded in DIR/records")
 
 
+# The paths that a command writes to, refused before its work starts where they cannot be written.
+
+
 def expect_writable(reports: Path | None, *folders: str, **files: Path | None) -> None:
     """Refuse paths that cannot be written.
 
@@ -364,14 +309,14 @@ def expect_writable(reports: Path | None, *folders: str, **files: Path | None) -
         folders: others under it.
         files: option without its dashes, such as `json`, -> the file that it names, or None.
     """
-    for option, path in files.items():
+    for name, path in files.items():
         if path is None:
             continue
         if path.is_dir() or not path.name:
-            raise UsageError(f"--{option} {path}: expected the path of a file, got a folder")
+            raise UsageError(f"--{name} {path}: expected the path of a file, got a folder")
         if not path.parent.is_dir():
-            raise UsageError(f"--{option} {path}: there is no folder {path.parent}; make it first")
-        expect_writable_folder(path.parent, f"--{option} {path}")
+            raise UsageError(f"--{name} {path}: there is no folder {path.parent}; make it first")
+        expect_writable_folder(path.parent, f"--{name} {path}")
     if reports is None:
         return
     for folder in (*folders, FOLDER):

@@ -22,9 +22,10 @@ from typing import Any
 
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
+from gradcheck_suite.cli.arguments import OutputOptions
 from gradcheck_suite.cli.loading import no_file
-from gradcheck_suite.core.contract import INSTRUMENTS
 from gradcheck_suite.core.counterexamples import places_source
+from gradcheck_suite.core.options import AuditOptions
 from gradcheck_suite.core.records import append_record, write_json, write_text
 from gradcheck_suite.core.results import LiveResult, results_to_json
 from gradcheck_suite.core.text import live_lines, say
@@ -114,65 +115,19 @@ def module_runner(name: str, arguments: Sequence[str]) -> Callable[[], dict[str,
 def add_arguments(parser: parsers.Parser) -> None:
     """Add the command's arguments; what follows the script belongs to the script."""
     parser.usage = f"{parser.prog} [OPTIONS] SCRIPT.py [ARGS ...]\n       {parser.prog} [OPTIONS] -m MODULE [ARGS ...]"
+    parsers.add_options(parser, AuditOptions, OutputOptions)
     add = parser.add_argument
-    count, listed = parsers.positive_integer, parsers.one_of(INSTRUMENTS)
-    steps = "judge N optimizer steps, then let the script run on without the audit"
-    every = (
-        "compute the first window and every M-th after it again, in one batch where the model allows it (default: 10)"
-    )
-    size = "micro-batches per window; without it, read off the run"
-    accept = "report this diagnosis, everywhere or at one place, as accepted, not as a violation; repeatable"
-    objective = (
-        "what the mean divides by of a loss that cannot be read: the line of its backward, and an expression of the "
-        "names there; repeatable"
-    )
-    eager = "run what torch.compile compiles eagerly, so that its losses can be read"
-    without = f"switch off one of {', '.join(INSTRUMENTS)}; repeatable"
-    add("-n", "--steps", type=count, metavar="N", help=steps)
-    add("--every", type=count, default=10, metavar="M", help=every)
-    add("--accumulation-steps", type=count, metavar="K", help=size)
-    add("--accept", action="append", default=[], metavar="DIAGNOSIS[@FILE:LINE]", help=accept)
-    add("--objective", action="append", default=[], metavar="FILE:LINE=COUNT", help=objective)
-    add("--eager", action="store_true", help=eager)
-    add("--without", action="append", default=[], type=listed, metavar="INSTRUMENT", help=without)
-    add("--jax", action="store_true", help="let JAX compute the first window too, of a small model, at the end")
-    add("-x", "--stop-on-violation", action="store_true", help="end the script at its first violation")
-    parsers.add_quiet(parser)
-    parsers.add_json(parser, "the result")
-    parsers.add_html(parser)
-    parsers.add_reports(parser, "append the result to the records under DIR")
     add("-m", dest="module", action="store_true", help="SCRIPT is a module, as for `python -m`")
     add("script", metavar="SCRIPT.py", help="the script, and its own arguments")
     add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help=argparse.SUPPRESS)
 
 
-def accepted_by_project() -> tuple[str, ...]:
-    """Return the diagnoses that `[tool.gradcheck-suite.audit]` of the nearest pyproject.toml accepts.
-
-    Raises:
-        UsageError: the table has something else than a list of names.
-    """
-    file, project = parsers.project_table()
-    table = project.get("audit", {})
-    accepted = table.get("accept", [])
-    if set(table) - {"accept"} or not isinstance(accepted, list) or not all(isinstance(one, str) for one in accepted):
-        raise UsageError(
-            f'{file}: [tool.gradcheck-suite.audit] takes accept = ["DIAGNOSIS", "DIAGNOSIS@FILE:LINE"], got {table}'
-        )
-    return tuple(accepted)
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Run the script under an audit; print and store the result."""
-    parsers.expect_writable(arguments.reports, json=arguments.json, html=arguments.html)
-    if arguments.html is not None:
-        from gradcheck_suite.page.render import expect_installed
-
-        expect_installed("the HTML report", ["jinja2"])
-    for option in ("json", "html", "reports"):
-        # the script may change its working directory
-        if (path := getattr(arguments, option)) is not None:
-            setattr(arguments, option, path.absolute())
+    output = parsers.parsed(arguments, OutputOptions)
+    output.expect_writable()
+    output = output.absolute()  # the script may change its working directory
+    options = parsers.parsed(arguments, AuditOptions)
     runner = (module_runner if arguments.module else script_runner)(arguments.script, arguments.arguments)
     from gradcheck_suite.auditing.context import StoppedOnViolation, audit
 
@@ -186,24 +141,12 @@ def run(arguments: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = Path.cwd()
     name = f"-m {arguments.script}" if arguments.module else arguments.script
-    audited = audit(
-        steps=arguments.steps,
-        every=arguments.every,
-        accept=(*accepted_by_project(), *arguments.accept),
-        accumulation_steps=arguments.accumulation_steps,
-        without=tuple(arguments.without),
-        stop_on_violation=arguments.stop_on_violation,
-        jax=arguments.jax,
-        eager=arguments.eager,
-        objectives=tuple(arguments.objective),
-        name=name,
-        quiet=arguments.quiet,
-    ).open()
+    audited = audit(options, name=name, quiet=output.quiet).open()
 
     def finished(error: BaseException | None, status: int) -> int:
         result = audited.close(error, summary=False)  # `_finish` prints it
         with contextlib.redirect_stderr(audited.standard_error):
-            return _finish(arguments, result, status, folder)
+            return _finish(arguments.arguments, output, result, status, folder)
 
     error: BaseException | None = None
     status = 0
@@ -239,11 +182,12 @@ def _write_page(
         open_page(path)
 
 
-def _finish(arguments: argparse.Namespace, result: LiveResult, status: int, folder: Path) -> int:
+def _finish(arguments: list[str], output: OutputOptions, result: LiveResult, status: int, folder: Path) -> int:
     """Print the result, then write it; return the exit status, which a file that cannot be written does not change.
 
     Args:
-        arguments: of the command.
+        arguments: of the script.
+        output: what is printed and written.
         result: of the audit.
         status: of the script.
         folder: in which the script began.
@@ -254,17 +198,17 @@ def _finish(arguments: argparse.Namespace, result: LiveResult, status: int, fold
         sys.stdout.flush()
     lines = live_lines(result, shown=True)
     with contextlib.suppress(OSError, ValueError):  # a script may close its standard error
-        say(lines[:1] if arguments.quiet else ["", *lines], sys.stderr)
+        say(lines[:1] if output.quiet else ["", *lines], sys.stderr)
     about = environment.environment()
     violations = [
         {**violation.to_json(), "source": places_source(violation.places, folder)} for violation in result.violations
     ]
-    data = {**result.to_json(), "arguments": arguments.arguments, "violations": violations}
-    if arguments.json is not None:
-        exit_status.attempt(PROGRAM, lambda: write_json(arguments.json, results_to_json([result], about)))
-    exit_status.attempt(PROGRAM, lambda: append_record(arguments.reports, "audit", data, environment=about))
-    if arguments.html is not None:
-        exit_status.attempt(PROGRAM, lambda: _write_page(arguments.html, result, violations, lines, folder))
+    data = {**result.to_json(), "arguments": arguments, "violations": violations}
+    if (json := output.json) is not None:
+        exit_status.attempt(PROGRAM, lambda: write_json(json, results_to_json([result], about)))
+    exit_status.attempt(PROGRAM, lambda: append_record(output.reports, "audit", data, environment=about))
+    if (html := output.html) is not None:
+        exit_status.attempt(PROGRAM, lambda: _write_page(html, result, violations, lines, folder))
     if result.violations:
         return exit_status.VIOLATED
     if status:

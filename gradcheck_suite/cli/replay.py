@@ -9,10 +9,10 @@ from typing import TypeVar
 
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
-from gradcheck_suite.cli.arguments import AUTOCAST, TIME_LIMIT, add_option
 from gradcheck_suite.cli.loading import expect_found, note_untested_trainers
 from gradcheck_suite.core.contract import Loop, Problem, is_jax
 from gradcheck_suite.core.counterexamples import StoredCase, read_case_file
+from gradcheck_suite.core.options import VerifyOptions, options_of
 from gradcheck_suite.core.results import Violation
 from gradcheck_suite.core.text import of_bound, say
 from gradcheck_suite.errors import CannotRunHere, UsageError
@@ -32,8 +32,9 @@ def add_arguments(parser: parsers.Parser) -> None:
     )
     parsers.add_framework(parser, ("torch", "jax"))
     parsers.add_problem(parser)
-    add_option(parser, AUTOCAST)
-    add_option(parser, TIME_LIMIT)
+    for one in options_of(VerifyOptions):
+        if one.name in ("autocast", "time_limit_s"):
+            parsers.add_option(parser, one, one.default)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -6,8 +6,9 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, ChosenOptions, VerifyOptions
+from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT
 from gradcheck_suite.core.counterexamples import Counterexample
+from gradcheck_suite.core.options import ChosenOptions, VerifyOptions
 from gradcheck_suite.core.results import Result
 from gradcheck_suite.core.text import counted, loop_lines
 from gradcheck_suite.loops.trainers import TRAINERS

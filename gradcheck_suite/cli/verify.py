@@ -10,14 +10,13 @@ from typing import Any
 
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
-from gradcheck_suite.cli.arguments import OPTIONS, add_option, options_of
+from gradcheck_suite.cli.arguments import OutputOptions, add_options, parsed
 from gradcheck_suite.cli.exit_status import noted_interrupts
 from gradcheck_suite.cli.loading import expect_found, note_untested_trainers
 from gradcheck_suite.cli.progress import Progress
 from gradcheck_suite.core.contract import (
     Loop,
     Problem,
-    VerifyOptions,
     assumptions_of,
     autocast_of,
     checked_assumptions,
@@ -27,6 +26,7 @@ from gradcheck_suite.core.contract import (
 )
 from gradcheck_suite.core.counterexamples import FOLDER as COUNTEREXAMPLES
 from gradcheck_suite.core.counterexamples import Counterexample, loop_source, store_counterexample
+from gradcheck_suite.core.options import VerifyOptions
 from gradcheck_suite.core.records import append_record, expect_writable_folder, judge_digest, write_json, write_text
 from gradcheck_suite.core.results import Result, Verdict, results_to_json
 from gradcheck_suite.core.text import aligned, say, violation_title
@@ -180,8 +180,7 @@ def add_arguments(parser: parsers.Parser) -> None:
     )
     parsers.add_framework(parser, ("torch", "jax", "all"))
     parsers.add_problem(parser)
-    for option in OPTIONS:
-        add_option(parser, option)
+    add_options(parser, VerifyOptions)
     parser.add_argument(
         "--processes",
         type=int,
@@ -191,10 +190,7 @@ def add_arguments(parser: parsers.Parser) -> None:
         f"verdicts (default: {environment.PROCESSES_VARIABLE}, or 2 where there are two processors)",
     )
     parser.add_argument("-x", "--stop-on-violation", action="store_true", help="stop after the first violated loop")
-    parsers.add_quiet(parser)
-    parsers.add_json(parser, "the results")
-    parsers.add_html(parser)
-    parsers.add_reports(parser, f"record the verdicts under DIR; counterexamples go to DIR, else to {DEFAULT_REPORTS}")
+    add_options(parser, OutputOptions)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -202,19 +198,16 @@ def run(arguments: argparse.Namespace) -> int:
     environment.expect_main_job()
     if arguments.list:
         return _list(arguments.ranks)
-    parsers.expect_writable(arguments.reports, json=arguments.json, html=arguments.html)
-    shown = arguments.reports or DEFAULT_REPORTS
+    output = parsed(arguments, OutputOptions)
+    output.expect_writable()
+    shown = output.reports or DEFAULT_REPORTS
     expect_writable_folder(shown / COUNTEREXAMPLES, f"--reports {shown}")
-    if arguments.html is not None:
-        from gradcheck_suite.page.render import expect_installed
-
-        expect_installed("the HTML report", ["jinja2"])
     for text in (*arguments.loops, *filter(None, [arguments.problem])):
         expect_found(text)
-    options = options_of(arguments)
+    options = parsed(arguments, VerifyOptions)
     with template_ahead(wanted=options.ranks > 1), second_process(wanted=_is_worth_a_process(arguments, options)):
         environment.prepare()
-        return _verify(arguments, options)
+        return _verify(arguments, options, output)
 
 
 def _is_worth_a_process(arguments: argparse.Namespace, options: VerifyOptions) -> bool:
@@ -224,7 +217,7 @@ def _is_worth_a_process(arguments: argparse.Namespace, options: VerifyOptions) -
     return (options.examples or FEW_CASES) * max(len(arguments.loops), 1) >= FEW_CASES
 
 
-def _verify(arguments: argparse.Namespace, options: VerifyOptions) -> int:
+def _verify(arguments: argparse.Namespace, options: VerifyOptions, output: OutputOptions) -> int:
     subjects = _subjects(arguments, options)
 
     from gradcheck_suite.cli import verdict_text
@@ -240,24 +233,24 @@ def _verify(arguments: argparse.Namespace, options: VerifyOptions) -> int:
     about = environment.environment((*PACKAGES, *libraries))
     chosen = {is_jax(subject.loop): options.of(subject.loop) for subject in subjects}
     header = verdict_text.header(arguments.loops, chosen, arguments.problem, about, libraries)
-    if not arguments.quiet:
+    if not output.quiet:
         say(header.splitlines())
-    done = _Run(arguments, Path.cwd(), header.splitlines())
+    done = _Run(output, Path.cwd(), header.splitlines(), arguments.stop_on_violation)
     try:
         _verify_all(subjects, options, about, done)
     finally:
         results = [verified.result for verified in done.verified]
         # bad input stops the work before any result: then nothing is written
-        if arguments.json is not None and (results or done.interrupted):
+        if (json := output.json) is not None and (results or done.interrupted):
             document = results_to_json(results, about)
-            exit_status.attempt(PROGRAM, lambda: write_json(done.folder / arguments.json, document))
-        if arguments.html is not None and results:
-            exit_status.attempt(PROGRAM, lambda: _write_page(done))
+            exit_status.attempt(PROGRAM, lambda: write_json(done.folder / json, document))
+        if (html := output.html) is not None and results:
+            exit_status.attempt(PROGRAM, lambda: _write_page(html, done))
     violated = any(not result.holds for result in results)
     unjudged = [f"{result.loop}: {result.unjudged}" for result in results if result.unjudged]
     if unjudged and not violated and not done.interrupted:
         raise UsageError(unjudged[0])
-    if not arguments.quiet:
+    if not output.quiet:
         say([verdict_text.summary(results, len(subjects), interrupted=done.interrupted)])
     findings = any(result.findings for result in results)
     return exit_status.status_of(violated=violated, findings=findings, interrupted=done.interrupted)
@@ -270,9 +263,10 @@ class _Run:
     Paths of the arguments are relative to the folder in which the command began: a loop may leave it.
     """
 
-    arguments: argparse.Namespace
+    output: OutputOptions
     folder: Path
     lines: list[str]
+    stop_on_violation: bool = False
     verified: list[Verified] = field(default_factory=list)
     stored: list[tuple[Path, Path]] = field(default_factory=list)
     interrupted: bool = False
@@ -302,7 +296,7 @@ def _verify_all(subjects: list[Subject], options: VerifyOptions, about: dict[str
                 if verified.result.interrupted or pressed:
                     done.interrupted = True
                     return
-                if done.arguments.stop_on_violation and not verified.result.holds:
+                if done.stop_on_violation and not verified.result.holds:
                     return
         except KeyboardInterrupt:
             done.interrupted = True
@@ -324,7 +318,7 @@ def _keep(
     """
     from gradcheck_suite.cli.verdict_text import result_lines
 
-    result, reports = verified.result, done.arguments.reports
+    result, reports = verified.result, done.output.reports
     shown = DEFAULT_REPORTS if reports is None else reports
     refusal: UsageError | None = None
     stored = None
@@ -334,7 +328,7 @@ def _keep(
         refusal = error
     before()
     lines = result_lines(result, None, options, width)
-    if done.arguments.quiet:
+    if done.output.quiet:
         titles = (violation_title(violation.kind, violation.diagnosis) for violation in result.violations)
         say(["  ".join([lines[0], *titles])])
     else:
@@ -345,7 +339,7 @@ def _keep(
         why = unrepeatable(stored.script, result.violation, options.time_limit_s)
         stored = replace(stored, unrepeatable=why)
     files = stored and stored.seen_from(done.folder / shown, shown)
-    if files and not done.arguments.quiet:
+    if files and not done.output.quiet:
         say(result_lines(result, files, options, width)[len(lines) :])
     done.lines.append(lines[0])
     done.stored += [(stored.case, files.case)] if stored and files else []
@@ -355,14 +349,14 @@ def _keep(
     exit_status.attempt(PROGRAM, lambda: record(subject, options, verified, folder, about, stored))
 
 
-def _write_page(done: _Run) -> None:
+def _write_page(html: Path, done: _Run) -> None:
     """Write the page of the run and of each violation, name it, and open it where there is a violation to look at."""
     from gradcheck_suite.page.render import open_page, violations_html
     from gradcheck_suite.page.violation import read_violation
 
-    path = done.folder / done.arguments.html
+    path = done.folder / html
     write_text(path, violations_html([read_violation(*paths) for paths in done.stored], done.lines))
-    say([f"page    {done.arguments.html}"])
+    say([f"page    {html}"])
     if done.stored:
         open_page(path)
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from gradcheck_suite.core.case import DEVICES, DTYPES, OBJECTIVES, Objective, Plan, is_integer
-from gradcheck_suite.core.faults import current_name
+from gradcheck_suite.core.case import OBJECTIVES, Objective, Plan
 from gradcheck_suite.errors import UsageError
 
 if TYPE_CHECKING:
@@ -198,13 +197,17 @@ def _expect_arguments(name: str, function: Any, wanted: tuple[str, ...]) -> None
         ) from None
 
 
+def is_assumption(name: Any) -> bool:
+    """Return whether a value is the name of an assumption."""
+    return isinstance(name, str) and (name in ASSUMPTIONS or (name.startswith(NO_LAYER) and name != NO_LAYER))
+
+
 def checked_assumptions(names: Iterable[str]) -> frozenset[str]:
     """Return the names as a set; `UsageError` lists unknown names."""
     if isinstance(names, str):
         raise UsageError(f"assumes must be a tuple of names such as ({names!r},), got the string {names!r}")
     chosen = frozenset(names)
-    known = {name for name in chosen if name in ASSUMPTIONS or (name.startswith(NO_LAYER) and name != NO_LAYER)}
-    if unknown := sorted(chosen - known):
+    if unknown := sorted(name for name in chosen if not is_assumption(name)):
         raise UsageError(f"assumption must be one of {', '.join(ASSUMPTIONS)}; got {', '.join(map(repr, unknown))}")
     if chosen >= {SUM_REDUCTION, MEAN_REDUCTION}:
         raise UsageError(f"{MEAN_REDUCTION} and {SUM_REDUCTION} exclude each other: assume one of them")
@@ -310,114 +313,8 @@ def autocast_of(loop: Loop) -> str | None:
     return getattr(loop, "autocast", None)
 
 
-# How a loop is verified: the options that the command line, the pytest plugin and Python share.
-
-
-OPTIMIZER_NAMES = (
-    *("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop", "adadelta", "adamax", "nadam", "radam"),
-    *("rprop", "asgd", "adafactor", "lbfgs", "muon", "sparseadam", "normalized"),
-)
-"""The names of `optimizers.OPTIMIZERS`, which cannot be imported without torch; a test holds the two equal."""
-MAX_RANKS = 4
-"""Ranks that a verification may start on one machine."""
 DEFAULT_TIME_LIMIT = 30.0
 """Seconds that the loop may take on one case; a generated case takes milliseconds."""
-SECOND_OPINION_S = 60.0
-"""Seconds that one verification spends on JAX's second opinion."""
-
-
-BY_FRAMEWORK = {"torch": (200, "float64"), "jax": (50, "float32")}
-"""Cases and dtype of a verification where neither is asked for, by the framework of the loop."""
-
-
-@dataclass(frozen=True)
-class VerifyOptions:
-    """What one verification draws, and how long it may take.
-
-    Attributes:
-        examples: number of cases to draw, at least 1; None for 200, and for 50 of a loop of JAX, which compiles each.
-        seed: seed of the drawn cases; the same seed and versions draw the same cases.
-        dtype: dtype of parameters and data, one of `DTYPES`; None for float64, and for float32 of a loop of JAX, since
-            optax accumulates in float32 unless it is told otherwise.
-        device: `"cpu"` or `"cuda"`.
-        ranks: number of processes of `torch.distributed` that train together, 1 to `MAX_RANKS`.
-        optimizer: one of `OPTIMIZER_NAMES`, for a loop of JAX `normalized` or a factory of optax; None for one whose
-            step changes nothing, in some cases `normalized`.
-        assumes: names from `ASSUMPTIONS`, in addition to those that the loop declares.
-        autocast: dtype in which the loop may compute its losses under `torch.autocast`, one of `AUTOCAST_DTYPES`; None
-            for what the loop declares.
-        time_limit_s: time limit of the loop on one case, in seconds; None for no limit.
-        quiet_loop: whether to discard what the loop prints.
-        second_opinion_s: seconds after which JAX computes no further window of a user's problem. It computes at least
-            one window.
-
-    Raises:
-        UsageError: a value is out of range.
-    """
-
-    examples: int | None = None
-    seed: int = 0
-    dtype: str | None = None
-    device: str = "cpu"
-    optimizer: str | None = None
-    assumes: tuple[str, ...] = ()
-    autocast: str | None = None
-    time_limit_s: float | None = DEFAULT_TIME_LIMIT
-    second_opinion_s: float = SECOND_OPINION_S
-    quiet_loop: bool = False
-    ranks: int = 1
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "assumes", tuple(sorted(checked_assumptions(self.assumes))))
-        checked_autocast(self.autocast)
-        if not isinstance(self.quiet_loop, bool):
-            raise UsageError(f"quiet_loop must be True or False, got {self.quiet_loop!r}")
-        if self.examples is not None and (not is_integer(self.examples) or self.examples < 1):
-            raise UsageError(f"examples must be a positive integer, got {self.examples!r}")
-        if not is_integer(self.ranks) or not 1 <= self.ranks <= MAX_RANKS:
-            raise UsageError(f"ranks must be a number from 1 to {MAX_RANKS}, got {self.ranks!r}")
-        if not is_integer(self.seed):
-            raise UsageError(f"seed must be an integer, got {self.seed!r}")
-        if not isinstance(self.optimizer, str | None):
-            raise UsageError(f"optimizer must be a name or None, got {self.optimizer!r}")
-        for name, allowed in (("dtype", (None, *DTYPES)), ("device", DEVICES)):
-            if (value := getattr(self, name)) not in allowed:
-                raise UsageError(f"{name} must be one of {', '.join(filter(None, allowed))}; got {value!r}")
-        if self.time_limit_s is not None and not (_is_number(self.time_limit_s) and self.time_limit_s > 0):
-            raise UsageError(f"time_limit_s must be a positive number of seconds or None, got {self.time_limit_s!r}")
-        if not (_is_number(self.second_opinion_s) and self.second_opinion_s >= 0):
-            raise UsageError(f"second_opinion_s must be a number of seconds, 0 or more, got {self.second_opinion_s!r}")
-
-    def of(self, loop: Loop) -> ChosenOptions:
-        """Return the options of a loop, with a number of cases and a dtype.
-
-        Raises:
-            UsageError: no optimizer of torch has the name, and the loop is one of torch.
-        """
-        if not is_jax(loop) and self.optimizer not in (None, *OPTIMIZER_NAMES):
-            raise UsageError(f"optimizer must be one of {', '.join(OPTIMIZER_NAMES)}; got {self.optimizer!r}")
-        examples, dtype = BY_FRAMEWORK["jax" if is_jax(loop) else "torch"]
-        chosen = {field.name: getattr(self, field.name) for field in fields(self)}
-        return ChosenOptions(**{**chosen, "examples": self.examples or examples, "dtype": self.dtype or dtype})
-
-    def replace(self, **changes: Any) -> Self:
-        """Return the options with some fields changed; `UsageError` names a field that does not exist."""
-        names = [field.name for field in fields(self)]
-        if unknown := sorted(changes.keys() - set(names)):
-            raise UsageError(f"expected some of {', '.join(names)}; got {', '.join(unknown)}")
-        return replace(self, **changes)
-
-
-@dataclass(frozen=True)
-class ChosenOptions(VerifyOptions):
-    """The options of one loop: none of them is left open."""
-
-    examples: int = 0
-    dtype: str = ""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or is_integer(value)
 
 
 # Fixed plans dealt to several ranks, within what a loop assumes.
@@ -447,91 +344,3 @@ def dealt_to_ranks(plan: Plan, ranks: int, assumes: Collection[str], *, uneven: 
     owners = Plan((1,) * sum(shares), plan.accumulation_steps, ranks=tuple(shares)).owners
     own = [iter([n * factor for n in plan.micro_batches]) for factor in factors]
     return plan.replace(micro_batches=tuple(next(own[rank]) for rank in owners), ranks=tuple(shares))
-
-
-# The options of an audit.
-
-
-INSTRUMENTS = ("weights", "sums", "batch")
-"""What can be switched off by `without`: the weights of items, the sums of arrivals, the window again in one batch."""
-
-
-class AuditFields(TypedDict, total=False):
-    """The fields of `AuditOptions`, by name."""
-
-    steps: int | None
-    every: int
-    accept: tuple[str, ...]
-    accumulation_steps: int | None
-    without: tuple[str, ...]
-    stop_on_violation: bool
-    jax: bool
-    eager: bool
-    objectives: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class AuditOptions:
-    """How a run is audited.
-
-    Attributes:
-        steps: number of optimizer steps to judge; None for all.
-        every: the first window and every `every`-th after it are computed again.
-        accept: diagnoses that are reported as accepted and not as violations: `NAME`, or `NAME@FILE:LINE` for one
-            place.
-        accumulation_steps: K, where the user states it.
-        without: instruments that are switched off.
-        stop_on_violation: whether the first violation ends the run.
-        jax: whether JAX is asked about the first window that is computed again.
-        eager: whether what `torch.compile` compiles runs eagerly, so that its losses can be read.
-        objectives: `FILE:LINE=COUNT`: what the mean divides by of the loss that goes backward at a line, an expression
-            of the names there.
-    """
-
-    steps: int | None = None
-    every: int = 10
-    accept: tuple[str, ...] = ()
-    accumulation_steps: int | None = None
-    without: tuple[str, ...] = ()
-    stop_on_violation: bool = False
-    jax: bool = False
-    eager: bool = False
-    objectives: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "every", "accumulation_steps"):
-            value = getattr(self, name)
-            if value is None and name != "every":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UsageError(f"audit: {name} must be a positive integer, got {value!r}")
-        for name in ("accept", "without", "objectives"):
-            object.__setattr__(self, name, _names(name, getattr(self, name)))
-        if wrong := sorted(set(self.without) - set(INSTRUMENTS)):
-            raise UsageError(f"audit: without takes {', '.join(INSTRUMENTS)}; got {wrong[0]!r}")
-        for given in self.objectives:
-            place, _, count = given.partition("=")
-            if not count or not place.rpartition(":")[2].isdigit():
-                raise UsageError(
-                    f"audit: objectives takes FILE:LINE=COUNT, such as 'train.py:40=mask.sum()'; got {given!r}"
-                )
-        if self.jax and "batch" in self.without:
-            raise UsageError("audit: JAX is asked about a window that is computed again, so leave `batch` switched on")
-
-    def accepts(self, diagnosis: str, where: str | None) -> bool:
-        """Return whether a violation is accepted."""
-        for accepted in self.accept:
-            name, _, place = accepted.partition("@")
-            places = (where or "").split(" < ")
-            here = not place or any(one == place or one.endswith("/" + place) for one in places)
-            if here and current_name(name) == diagnosis:
-                return True
-        return False
-
-
-def _names(option: str, given: Any) -> tuple[str, ...]:
-    if isinstance(given, str):
-        return (given,)
-    if not isinstance(given, Iterable):
-        raise UsageError(f"audit: {option} takes names, got {given!r}")
-    return tuple(str(name) for name in given)

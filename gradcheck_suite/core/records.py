@@ -161,6 +161,7 @@ JUDGING = (
     "core/case.py",
     "core/comparison.py",
     "core/contract.py",
+    "core/options.py",
     "core/results.py",
     "judge",
     "reference",

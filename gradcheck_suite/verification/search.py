@@ -22,13 +22,13 @@ from gradcheck_suite.core.contract import (
     FINITE_GRADIENTS,
     MEAN_REDUCTION,
     SUM_REDUCTION,
-    ChosenOptions,
     Loop,
     Problem,
     dealt_to_ranks,
     is_jax,
 )
 from gradcheck_suite.core.faults import is_general, is_of_weights, names_of
+from gradcheck_suite.core.options import ChosenOptions
 from gradcheck_suite.core.results import Verdict, Violation
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.ranks import RANK_LOOPS

@@ -19,7 +19,8 @@ import torch
 from gradcheck_suite.bridge import BridgeError, Lowered, arguments_of, lower, wrong_backwards
 from gradcheck_suite.core.case import Case
 from gradcheck_suite.core.comparison import Vector
-from gradcheck_suite.core.contract import SECOND_OPINION_S, Batch, Problem
+from gradcheck_suite.core.contract import Batch, Problem
+from gradcheck_suite.core.options import SECOND_OPINION_S
 from gradcheck_suite.loops.reset_modes import plain
 from gradcheck_suite.reference.large_batch import REFERENCES, Reference, Window, disagreement
 from gradcheck_suite.run.instance import leaves, map_leaves

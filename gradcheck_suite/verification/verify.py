@@ -17,10 +17,8 @@ from gradcheck_suite.core.case import Case, Plan
 from gradcheck_suite.core.contract import (
     EQUAL_BATCHES,
     EQUAL_MICRO_BATCHES,
-    ChosenOptions,
     Loop,
     Problem,
-    VerifyOptions,
     assumptions_of,
     autocast_of,
     checked_assumptions,
@@ -29,6 +27,7 @@ from gradcheck_suite.core.contract import (
     expect_within,
     is_jax,
 )
+from gradcheck_suite.core.options import ChosenOptions, VerifyOptions, takes
 from gradcheck_suite.core.results import Result
 from gradcheck_suite.core.text import loop_lines, say
 from gradcheck_suite.errors import UsageError
@@ -61,6 +60,7 @@ def whole_windows_case(problem_name: str, assumes: frozenset[str], options: Chos
     return Case(problem_name, plan, dtype=options.dtype, device=options.device)
 
 
+@takes(VerifyOptions)
 def verify(
     loop: Loop,
     options: VerifyOptions | None = None,

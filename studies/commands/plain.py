@@ -15,7 +15,8 @@ from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.loading import note_untested_trainers
 from gradcheck_suite.cli.progress import Progress
 from gradcheck_suite.core.case import DTYPES
-from gradcheck_suite.core.contract import VerifyOptions, is_jax
+from gradcheck_suite.core.contract import is_jax
+from gradcheck_suite.core.options import VerifyOptions
 from gradcheck_suite.core.records import append_record, write_document
 from gradcheck_suite.core.text import aligned, of_bound
 from gradcheck_suite.errors import CannotRunHere, UsageError

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from gradcheck_suite.core.case import Case, Input, Layer, Loss, Plan, ProblemSpec
-from gradcheck_suite.core.contract import Loop, Problem, VerifyOptions, is_jax
+from gradcheck_suite.core.contract import Loop, Problem, is_jax
 from gradcheck_suite.core.faults import names_of
+from gradcheck_suite.core.options import VerifyOptions
 from gradcheck_suite.core.results import Result, Verdict, Violation
 from gradcheck_suite.loops.reset_modes import plain
 from gradcheck_suite.reference.large_batch import REFERENCES, CannotJudgeError, Reference

@@ -153,8 +153,6 @@ def test_what_cannot_be_judged_has_status_2_and_one_line(script, tmp_path, capfd
         ([*without, sound], "every instrument was switched off"),
         (["no_such.py"], "no_such.py: no such file"),
         (["-m", "no_such_module"], "-m no_such_module: no such module"),
-        (["--steps", "0", sound], "--steps: expected a positive integer, got '0'"),
-        (["--accept", "mean", sound], "got 'mean'"),
         (["--json", str(tmp_path / "no" / "r.json"), sound], "make it first"),
         ([], "SCRIPT.py"),
     ):
@@ -192,10 +190,6 @@ LINE = "faulty_mean_of_means.py:10"
         (["--accept", f"mean-of-means@{LINE[:-1]}"], "", 1),
         ([], f"accept = ['stale-window', 'mean-of-means@{LINE}']", 0),
         ([], "accept = ['mean-of-means@another.py:10']", 1),
-        ([], "accept = 'mean-of-means'", 2),
-        ([], "accepted = ['mean-of-means']", 2),
-        ([], "accept = [", 2),
-        ([], "accept = ['mean']", 2),
     ],
 )
 def test_what_is_accepted_is_counted_and_no_violation(options, table, status, tmp_path, capfd, faulty, monkeypatch):
@@ -204,9 +198,6 @@ def test_what_is_accepted_is_counted_and_no_violation(options, table, status, tm
     (tmp_path / "pyproject.toml").write_text(f"[tool.gradcheck-suite.audit]\n{table}\n")
     assert main(["audit", *options, "--json", str(path), faulty]) == status
     err = capfd.readouterr().err
-    if status == 2:
-        assert err.count("\n") == 1
-        return
     (result,) = json.loads(path.read_text())["results"]
     assert (result["verdict"], result["violation"] is None) == (("violated", "holds")[not status], not status)
     assert [violation["diagnosis"] for violation in result["accepted"]] == ["mean-of-means"] * (not status)
@@ -277,8 +268,6 @@ def test_an_audit_is_opened_once_and_alone():
         assert audit.result.verdict == "unjudged"
     with pytest.raises(gradcheck_suite.UsageError, match="was closed"):
         audit.open()
-    with pytest.raises(gradcheck_suite.UsageError, match="steps must be a positive integer, got 0"):
-        gradcheck_suite.audit(steps=0)
     with pytest.raises(gradcheck_suite.UsageError, match="scalar"):
         gradcheck_suite.objective([1.0], count=1)
     assert audit.close() is audit.result

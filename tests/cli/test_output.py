@@ -274,20 +274,6 @@ def test_a_project_asks_for_records_in_its_pyproject(run, project, monkeypatch):
     assert (project / "kept" / FOLDER / "verify.jsonl").is_file()
 
 
-@pytest.mark.parametrize(
-    ("table", "said"),
-    [
-        ('report = "kept"', "expected reports or a table audit, got 'report' (did you mean 'reports'?)"),
-        ("reports = 3", "reports must be a string, the path of a folder; got 3"),
-    ],
-)
-def test_a_wrong_table_is_one_line(run, project, table, said):
-    (project / "pyproject.toml").write_text(f"[tool.gradcheck-suite]\n{table}\n")
-    outcome = run("verify", "zero_")
-    assert outcome.status == 2
-    assert outcome.err == f"gradcheck-suite verify: error: [tool.gradcheck-suite] in pyproject.toml: {said}\n"
-
-
 def test_records_of_another_schema_are_added_to_by_nobody(run, project, tmp_path):
     path = append_record(tmp_path, "claim", {}, environment={})
     expect_schema(path)

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from gradcheck_suite import Problem, TrainingRun, UsageError, training_loop, verify
-from gradcheck_suite.core.contract import VerifyOptions, assumptions_of, autocast_of, checked_assumptions, expect_within
+from gradcheck_suite.core.contract import assumptions_of, autocast_of, checked_assumptions, expect_within
+from gradcheck_suite.core.options import VerifyOptions
 from gradcheck_suite.loops.reset_modes import MODES
 
 
@@ -95,39 +96,7 @@ def test_a_bad_problem_is_refused(change, message):
     assert str(error.value) == message
 
 
-# Options of a verification: what they accept, and the keyword arguments of `verify` that set them.
-
-
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"examples": 0}, "examples must be a positive integer, got 0"),
-        ({"examples": True}, "examples must be a positive integer, got True"),
-        ({"ranks": True}, "ranks must be a number from 1 to"),
-        ({"seed": "1"}, "seed must be an integer, got '1'"),
-        ({"seed": True}, "seed must be an integer, got True"),
-        ({"time_limit_s": True}, "time_limit_s must be a positive number of seconds or None, got True"),
-        ({"dtype": "int8"}, "dtype must be one of float64, float32, bfloat16, float16; got 'int8'"),
-        ({"device": "tpu"}, "device must be one of cpu, cuda; got 'tpu'"),
-        ({"optimizer": 3}, "optimizer must be a name or None, got 3"),
-        ({"assumes": ("luck",)}, "assumption must be one of equal-micro-batches, .*, no-layer:KIND; got 'luck'"),
-        ({"autocast": "tf32"}, "autocast must be one of bfloat16, float16; got 'tf32'"),
-        ({"time_limit_s": 0}, "time_limit_s must be a positive number of seconds or None, got 0"),
-        ({"second_opinion_s": -1}, "second_opinion_s must be a number of seconds, 0 or more, got -1"),
-        ({"quiet_loop": "yes"}, "quiet_loop must be True or False, got 'yes'"),
-        ({"exampels": 3}, "expected some of examples, seed, dtype, .*; got exampels"),
-    ],
-)
-def test_a_wrong_option_is_one_usage_error(fields, says):
-    with pytest.raises(UsageError, match=says):
-        VerifyOptions().replace(**fields)
-    with pytest.raises(UsageError, match=says):
-        verify(MODES["zero_"], **fields)
-
-
-def test_an_optimizer_of_optax_is_none_of_a_torch_loop():
-    with pytest.raises(UsageError, match=r"optimizer must be one of sgd, momentum, .*, normalized; got 'lion'"):
-        verify(MODES["zero_"], optimizer="lion")
+# Keyword arguments of `verify`.
 
 
 def test_keyword_arguments_override_options():

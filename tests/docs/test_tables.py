@@ -13,17 +13,17 @@ import pytest
 import gradcheck_suite
 from gradcheck_suite import bridge
 from gradcheck_suite.cli import COMMANDS, exit_status
-from gradcheck_suite.cli.arguments import DEFAULTS, MARKER_OPTIONS
 from gradcheck_suite.core.contract import ASSUMPTIONS
 from gradcheck_suite.core.faults import FAULTS, TABLES, current_name, names_of, table_of
 from gradcheck_suite.core.results import ViolationKind
 from gradcheck_suite.judge.weights import Diagnosis
-from gradcheck_suite.pytest_plugin import OVERRIDES, SECOND_OPINION_S
+from gradcheck_suite.pytest_plugin import OVERRIDES
 from gradcheck_suite.run.optimizers import NEEDS, NEEDS_CLOSURE
 from studies.optimizers import COUNTERPARTS
 from studies.zoo import BUGS
 from tests.bridge.architectures import ARCHITECTURES
 from tests.bridge.architectures.__main__ import MARK, table
+from tests.docs import options
 from tests.docs.pages import ROOT
 
 PACKAGE = Path(gradcheck_suite.__file__).parent
@@ -95,20 +95,15 @@ def test_every_assumption_has_one_row():
     )
 
 
-def test_every_option_of_the_marker_has_one_row_with_its_default():
-    rows = re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", _section("in-your-tests.md", "## The fixture"), re.MULTILINE)
-    assert [name for name, _ in rows] == list(MARKER_OPTIONS)
-    for name, shown in rows:
-        default = SECOND_OPINION_S if name == "second_opinion_s" else getattr(DEFAULTS, name)
-        if default not in (None, ()):
-            assert shown.replace("`", "").replace('"', "") == (
-                f"{default:g}" if type(default) is float else str(default)
-            )
+@pytest.mark.parametrize("page", options.TABLES)
+def test_the_pages_tables_are_those_of_the_options(page):
+    text = (GUIDE / page).read_text()
+    assert options.written(text, options.TABLES[page]) == text, "python -m tests.docs.options writes the tables"
 
 
 def test_every_option_of_pytest_has_one_row():
     rows = _first_cells(_section("in-your-tests.md", "## Options of the command line"))
-    assert rows == [*(f"--gradcheck-{option.field}" for option in OVERRIDES), "--gradcheck-reports"]
+    assert rows == [*(f"--gradcheck-{option.name}" for option in OVERRIDES), "--gradcheck-reports"]
 
 
 def test_every_field_of_a_run_is_explained():

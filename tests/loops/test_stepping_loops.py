@@ -14,7 +14,7 @@ import torch
 
 from gradcheck_suite import Plan, check, verify
 from gradcheck_suite.cli.verdict_text import result_lines
-from gradcheck_suite.core.contract import VerifyOptions
+from gradcheck_suite.core.options import VerifyOptions
 from gradcheck_suite.loops.reset_modes import backward_window, part_of_window, window_count, windows
 from gradcheck_suite.run.instance import generated_instance
 from gradcheck_suite.run.runner import run_loop

@@ -104,7 +104,7 @@ def test_unjudged(verify_training_loop):
         "no_reset: VIOLATED (stale-window)",
         "the marker gradcheck takes keywords alone, got (5,)",
         "expected some of examples, seed",
-        "examples must be a positive integer, got 0",
+        "examples: expected a positive integer, got 0",
         "a loop must be callable with one TrainingRun, got int",
         "none of 2 cases could be judged",
     ):

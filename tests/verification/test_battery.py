@@ -8,14 +8,8 @@ import pytest
 import torch
 
 from gradcheck_suite import Case, Plan, Problem, check, training_loop, verify
-from gradcheck_suite.core.contract import (
-    ASSUMPTIONS,
-    EQUAL_BATCHES,
-    ONE_EPOCH,
-    WHOLE_WINDOWS,
-    VerifyOptions,
-    assumptions_of,
-)
+from gradcheck_suite.core.contract import ASSUMPTIONS, EQUAL_BATCHES, ONE_EPOCH, WHOLE_WINDOWS, assumptions_of
+from gradcheck_suite.core.options import VerifyOptions
 from gradcheck_suite.loops.reset_modes import BUILT_IN, backward_window, part_of_window, window_count, windows
 from gradcheck_suite.verification import search as module
 from gradcheck_suite.verification.probe_plans import first_cases, long_cases, slopes_case

@@ -6,7 +6,7 @@ import pytest
 
 from gradcheck_suite import verify
 from gradcheck_suite.cli.verdict_text import result_lines
-from gradcheck_suite.core.contract import VerifyOptions
+from gradcheck_suite.core.options import VerifyOptions
 from gradcheck_suite.strategies.cases import size_of
 from gradcheck_suite.verification.search import Search
 from tests.verification.planted import before_step

@@ -11,7 +11,7 @@ import torch
 from gradcheck_suite import Problem, training_loop, verify
 from gradcheck_suite.cli.verdict_text import result_lines
 from gradcheck_suite.core.case import PARAMETER, Case, Input, Layer, Loss, Plan, ProblemSpec, probe_case
-from gradcheck_suite.core.contract import VerifyOptions
+from gradcheck_suite.core.options import VerifyOptions
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.reset_modes import (
     MODES,

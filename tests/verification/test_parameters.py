@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, check, training_loop, verify
 from gradcheck_suite.cli.verdict_text import result_lines
-from gradcheck_suite.core.contract import VerifyOptions
+from gradcheck_suite.core.options import VerifyOptions
 from gradcheck_suite.loops.reset_modes import BUILT_IN, backward_window, part_of_window, window_count, windows
 from gradcheck_suite.verification.judge_run import DIVERGED
 

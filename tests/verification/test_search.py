@@ -9,7 +9,7 @@ import pytest
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, verify
 from gradcheck_suite.core.case import is_probe, probe_case, slopes_text
-from gradcheck_suite.core.contract import VerifyOptions
+from gradcheck_suite.core.options import VerifyOptions
 from gradcheck_suite.core.results import Verdict, Violation
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.reset_modes import MODES, windows

@@ -1,0 +1,482 @@
+"""The options of `verify` and of `audit`, each declared once, as a field of a frozen dataclass.
+
+The field gives the option of the command line, its key in `pyproject.toml`, the keyword in Python, and its line in the
+help and in the documents; its values are checked in one place, with one message. A new option is a new field. A command
+with options of its own adds a class here and to `OF_COMMANDS`.
+
+This module must import neither torch nor JAX, and must not parse: `cli/arguments.py` does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar
+
+from gradcheck_suite.core.case import DEVICES, DTYPES, MAX_SEED, is_integer
+from gradcheck_suite.core.contract import (
+    ASSUMPTIONS,
+    AUTOCAST_DTYPES,
+    DEFAULT_TIME_LIMIT,
+    Loop,
+    checked_assumptions,
+    is_assumption,
+    is_jax,
+)
+from gradcheck_suite.core.faults import FAULTS, current_name
+from gradcheck_suite.core.text import suggestion
+from gradcheck_suite.errors import UsageError
+
+_T = TypeVar("_T")
+
+
+# The values that an option takes.
+
+
+@dataclass(frozen=True)
+class Values:
+    """The values that an option takes.
+
+    Attributes:
+        expected: what they are, in words that follow "expected".
+        accepts: value -> whether it is one of them.
+        read: text -> value; raises `ValueError` for a text that stands for none.
+        names: the values that a misspelt one may stand for.
+    """
+
+    expected: str
+    accepts: Callable[[Any], bool]
+    read: Callable[[str], Any] = str
+    names: tuple[str, ...] = ()
+
+    def checked(self, value: Any) -> Any:
+        """Return a value that is one of them; else raise `UsageError`."""
+        if not self.accepts(value):
+            raise self.refusal(value)
+        return value
+
+    def parsed(self, text: str) -> Any:
+        """Return the value that a text stands for; raise `UsageError` where it stands for none."""
+        try:
+            value = self.read(text)
+        except ValueError:
+            raise self.refusal(text) from None
+        if not self.accepts(value):
+            raise self.refusal(text)
+        return value
+
+    def refusal(self, given: Any) -> UsageError:
+        """Return the error for something that is none of them."""
+        meant = suggestion(given, self.names) if isinstance(given, str) else ""
+        return UsageError(f"expected {self.expected}{';' if ', ' in self.expected else ','} got {given!r}{meant}")
+
+
+def integer(low: int, high: int | None = None, expected: str = "") -> Values:
+    """Return the whole numbers from `low` to `high`, or without an upper limit."""
+
+    def accepts(value: Any) -> bool:
+        return is_integer(value) and value >= low and (high is None or value <= high)
+
+    return Values(expected or f"an integer from {low} to {high}", accepts, int)
+
+
+def one_of(names: Iterable[str], read: Callable[[str], Any] = str) -> Values:
+    """Return some names."""
+    allowed = tuple(names)
+    return Values(f"one of {', '.join(allowed)}", allowed.__contains__, read, allowed)
+
+
+def _is_number(value: Any, least: float) -> bool:
+    return (isinstance(value, float) or is_integer(value)) and math.isfinite(value) and value >= least
+
+
+def _is_limit(value: Any) -> bool:
+    # None is no limit, which Python alone can say
+    return value is None or (_is_number(value, 0) and value > 0)
+
+
+POSITIVE_INTEGER = integer(1, expected="a positive integer")
+NATURAL = integer(0, expected="0 or a positive integer")
+SEED = integer(0, MAX_SEED)
+SECONDS = Values("a positive number of seconds", _is_limit, float)
+FLAG = Values("True or False", lambda value: isinstance(value, bool))
+NAME = Values("a name", lambda value: isinstance(value, str), str.lower)
+PATH = Values("a path", lambda value: isinstance(value, Path), Path)
+ASSUMPTION = Values(f"one of {', '.join(ASSUMPTIONS)}", is_assumption, names=tuple(ASSUMPTIONS))
+
+
+# One option, and a dataclass of options.
+
+
+@dataclass(frozen=True)
+class Option:
+    """How a field of an options' dataclass is set.
+
+    Attributes:
+        name: of the field, which is the keyword in Python.
+        default: of the field.
+        values: that it takes; a repeatable option takes several of them.
+        help: what it is, without its default.
+        flag: on the command line, such as `"--examples"`; empty where only Python sets it.
+        short: a second flag of one letter, such as `"-n"`; empty for none.
+        metavar: of its value, in the help.
+        details: what only the help of the command line adds, such as the meaning of each value; empty for nothing.
+        unset: what happens by default, in words, where the default does not say it.
+        repeatable: whether the field is a tuple, to which each use of the flag adds one value.
+        in_project: whether a table of `pyproject.toml` may set it.
+    """
+
+    name: str
+    default: Any
+    values: Values
+    help: str
+    flag: str
+    short: str = ""
+    metavar: str = ""
+    details: str = ""
+    unset: str = ""
+    repeatable: bool = False
+    in_project: bool = False
+
+    @property
+    def key(self) -> str:
+        """Its key in a table of `pyproject.toml`."""
+        return self.flag.removeprefix("--")
+
+    @property
+    def default_text(self) -> str:
+        """Its default in words; empty for a flag, and where nothing need be said."""
+        if self.unset or self.default in (None, ()) or self.values is FLAG:
+            return self.unset
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+
+    @property
+    def summary(self) -> str:
+        """What it is, and its default."""
+        return f"{self.help} (default: {self.default_text})" if self.default_text else self.help
+
+    @property
+    def help_text(self) -> str:
+        """What the command line says of it."""
+        repeatable = "; repeatable" if self.repeatable else ""
+        details = f": {self.details}" if self.details else ""
+        return self.help + repeatable + details + self.summary.removeprefix(self.help)
+
+    def checked(self, value: Any) -> Any:
+        """Return a value as the field keeps it.
+
+        Raises:
+            UsageError: it is none that the option takes; the message does not name the option.
+        """
+        if not self.repeatable:
+            return value if value is None and self.default is None else self.values.checked(value)
+        several = [value] if isinstance(value, str) or not isinstance(value, Iterable) else value
+        return tuple(dict.fromkeys(self.values.checked(one) for one in several))
+
+
+def option(default: Any, values: Values, help: str, flag: str = "", **more: Any) -> Any:
+    """Return a field of an options' dataclass.
+
+    Args:
+        default: of the field.
+        values: that it takes.
+        help: what it is, without its default.
+        flag: on the command line; empty where only Python sets it.
+        more: other fields of `Option`.
+    """
+    return field(default=default, metadata={"values": values, "help": help, "flag": flag, **more})
+
+
+@dataclass(frozen=True)
+class Options:
+    """Base of the options' dataclasses: checks the value of every option.
+
+    Raises:
+        UsageError: a value is none that its option takes.
+    """
+
+    table: ClassVar[str] = ""
+    """The table of `[tool.gradcheck-suite]` in `pyproject.toml` that sets them; empty for that table itself."""
+
+    def __post_init__(self) -> None:
+        for declared in options_of(type(self)):
+            try:
+                value = declared.checked(getattr(self, declared.name))
+            except UsageError as error:
+                raise UsageError(f"{declared.name}: {error}") from None
+            object.__setattr__(self, declared.name, value)
+
+    def replace(self, **changes: Any) -> Self:
+        """Return the options with some fields changed; `UsageError` names a field that does not exist."""
+        names = [field.name for field in fields(self)]
+        for name in sorted(changes.keys() - set(names)):
+            raise UsageError(f"expected some of {', '.join(names)}; got {name}{suggestion(name, names)}")
+        return replace(self, **changes)
+
+
+def options_of(declared: type[Options]) -> tuple[Option, ...]:
+    """Return the options that a dataclass declares, in its order."""
+    return tuple(
+        Option(name=field.name, default=field.default, **field.metadata) for field in fields(declared) if field.metadata
+    )
+
+
+def takes(declared: type[Options]) -> Callable[[_T], _T]:
+    """Return a decorator that adds the options to the docstring of what takes them as keywords."""
+    lines = [f"{one.name}: {one.summary}." for one in options_of(declared)]
+    section = "".join(f"\n    {line}" for line in ("", "Keyword Args:", *(f"    {line}" for line in lines)))
+
+    def add(taker: _T) -> _T:
+        taker.__doc__ = f"{(taker.__doc__ or '').rstrip()}\n{section}\n"
+        return taker
+
+    return add
+
+
+# The options of a verification.
+
+
+OPTIMIZER_NAMES = (
+    *("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop", "adadelta", "adamax", "nadam", "radam"),
+    *("rprop", "asgd", "adafactor", "lbfgs", "muon", "sparseadam", "normalized"),
+)
+"""The names of `optimizers.OPTIMIZERS`, which cannot be imported without torch; a test holds the two equal."""
+MAX_RANKS = 4
+"""Ranks that a verification may start on one machine."""
+SECOND_OPINION_S = 60.0
+"""Seconds that one verification spends on JAX's second opinion."""
+BY_FRAMEWORK = {"torch": (200, "float64"), "jax": (50, "float32")}
+"""Cases and dtype of a verification where neither is asked for, by the framework of the loop: JAX compiles each case,
+and optax accumulates in float32 unless it is told otherwise."""
+
+
+@dataclass(frozen=True)
+class VerifyOptions(Options):
+    """What one verification draws, and how long it may take."""
+
+    table: ClassVar[str] = "verify"
+
+    examples: int | None = option(
+        None,
+        POSITIVE_INTEGER,
+        "cases drawn for each loop",
+        "--examples",
+        short="-n",
+        metavar="N",
+        unset="200, and 50 for a loop of JAX",
+        in_project=True,
+    )
+    seed: int = option(
+        0, SEED, "seed of the drawn cases; the same seed and versions draw the same cases", "--seed", metavar="S"
+    )
+    dtype: str | None = option(
+        None,
+        one_of(DTYPES),
+        f"dtype of parameters and data: {', '.join(DTYPES)}",
+        "--dtype",
+        metavar="DTYPE",
+        unset="float64, and float32 for a loop of JAX",
+        in_project=True,
+    )
+    device: str = option("cpu", one_of(DEVICES), " or ".join(DEVICES), "--device", metavar="DEVICE")
+    ranks: int = option(
+        1,
+        integer(1, MAX_RANKS),
+        f"processes of torch.distributed that train together, 1 to {MAX_RANKS}: each has its own micro-batches, and a "
+        "window is what all contribute",
+        "--ranks",
+        metavar="N",
+    )
+    optimizer: str | None = option(
+        None,
+        NAME,
+        "a real optimizer, so that parameters move and their path is judged too",
+        "--optimizer",
+        details=f"{', '.join(OPTIMIZER_NAMES)}; for a loop of JAX normalized or a factory of optax, such as adam or "
+        "lion",
+        metavar="NAME",
+        unset="one whose step changes nothing, in some cases normalized",
+        in_project=True,
+    )
+    assumes: tuple[str, ...] = option(
+        (),
+        ASSUMPTION,
+        "what the loops rely on, so that only such cases are drawn",
+        "--assume",
+        details="; ".join(f"{name} ({meaning})" for name, meaning in ASSUMPTIONS.items()),
+        metavar="NAME",
+        repeatable=True,
+        in_project=True,
+    )
+    autocast: str | None = option(
+        None,
+        one_of(AUTOCAST_DTYPES),
+        f"the loops may compute their losses under torch.autocast in {' or '.join(AUTOCAST_DTYPES)}",
+        "--autocast",
+        metavar="DTYPE",
+        unset="what a loop declares",
+        in_project=True,
+    )
+    time_limit_s: float | None = option(
+        DEFAULT_TIME_LIMIT,
+        SECONDS,
+        "seconds that a loop may take on one case before it counts as one that hangs",
+        "--time-limit",
+        metavar="SECONDS",
+        in_project=True,
+    )
+    quiet_loop: bool = option(False, FLAG, "discard what the loops print", "--quiet-loop", in_project=True)
+    second_opinion_s: float = option(
+        SECOND_OPINION_S,
+        Values("a number of seconds, 0 or more", lambda value: _is_number(value, 0), float),
+        "seconds after which JAX computes no further window of a user's Problem; it computes at least one",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "assumes", tuple(sorted(checked_assumptions(self.assumes))))
+
+    def of(self, loop: Loop) -> ChosenOptions:
+        """Return the options of a loop, with a number of cases and a dtype.
+
+        Raises:
+            UsageError: no optimizer of torch has the name, and the loop is one of torch.
+        """
+        if self.optimizer is not None and not is_jax(loop):
+            known = one_of(OPTIMIZER_NAMES)
+            if not known.accepts(self.optimizer):
+                raise UsageError(f"optimizer: {known.refusal(self.optimizer)}")
+        examples, dtype = BY_FRAMEWORK["jax" if is_jax(loop) else "torch"]
+        chosen = {field.name: getattr(self, field.name) for field in fields(self)}
+        return ChosenOptions(**{**chosen, "examples": self.examples or examples, "dtype": self.dtype or dtype})
+
+
+@dataclass(frozen=True)
+class ChosenOptions(VerifyOptions):
+    """The options of one loop: none of them is left open."""
+
+    examples: int = 0
+    dtype: str = ""
+
+
+# The options of an audit.
+
+
+INSTRUMENTS = ("weights", "sums", "batch")
+"""What can be switched off by `without`: the weights of items, the sums of arrivals, the window again in one batch."""
+LIVE_DIAGNOSES = tuple(fault.name for fault in FAULTS.values() if fault.command != "verify")
+"""Every diagnosis of a live run."""
+
+
+def _is_acceptable(value: Any) -> bool:
+    return isinstance(value, str) and current_name(value.partition("@")[0]) in LIVE_DIAGNOSES
+
+
+def _is_objective(value: Any) -> bool:
+    if not isinstance(value, str):
+        return False
+    place, _, count = value.partition("=")
+    return bool(count) and place.rpartition(":")[2].isdigit()
+
+
+@dataclass(frozen=True)
+class AuditOptions(Options):
+    """How a run is audited."""
+
+    table: ClassVar[str] = "audit"
+
+    steps: int | None = option(
+        None,
+        POSITIVE_INTEGER,
+        "optimizer steps to judge; then the script runs on without the audit",
+        "--steps",
+        short="-n",
+        metavar="N",
+        unset="all",
+    )
+    every: int = option(
+        10,
+        POSITIVE_INTEGER,
+        "compute the first window and every M-th after it again, in one batch if the model allows it",
+        "--every",
+        metavar="M",
+        in_project=True,
+    )
+    accumulation_steps: int | None = option(
+        None,
+        POSITIVE_INTEGER,
+        "micro-batches per window, to which the run is held",
+        "--accumulation-steps",
+        metavar="K",
+        unset="read off the run",
+    )
+    accept: tuple[str, ...] = option(
+        (),
+        Values(
+            f"DIAGNOSIS or DIAGNOSIS@FILE:LINE, with a diagnosis of {', '.join(LIVE_DIAGNOSES)}",
+            _is_acceptable,
+            names=LIVE_DIAGNOSES,
+        ),
+        "report this diagnosis, everywhere or at one place, as accepted, not as a violation",
+        "--accept",
+        metavar="DIAGNOSIS[@FILE:LINE]",
+        repeatable=True,
+        in_project=True,
+    )
+    objectives: tuple[str, ...] = option(
+        (),
+        Values("FILE:LINE=COUNT, such as 'train.py:40=mask.sum()'", _is_objective),
+        "what the mean divides by in a loss that cannot be read: the line of its backward, and an expression of the "
+        "names there",
+        "--objective",
+        metavar="FILE:LINE=COUNT",
+        repeatable=True,
+        in_project=True,
+    )
+    eager: bool = option(
+        False,
+        FLAG,
+        "run what torch.compile compiles eagerly, so that its losses can be read",
+        "--eager",
+        in_project=True,
+    )
+    without: tuple[str, ...] = option(
+        (),
+        one_of(INSTRUMENTS),
+        f"switch off one of {', '.join(INSTRUMENTS)}",
+        "--without",
+        metavar="INSTRUMENT",
+        repeatable=True,
+        in_project=True,
+    )
+    jax: bool = option(
+        False,
+        FLAG,
+        "let JAX compute the first window too, at the end, if the model has at most a million parameters",
+        "--jax",
+        in_project=True,
+    )
+    stop_on_violation: bool = option(
+        False, FLAG, "end the script at its first violation", "--stop-on-violation", short="-x"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.jax and "batch" in self.without:
+            raise UsageError("jax: JAX computes the window that `batch` computes again: leave out `without batch`")
+
+    def accepts(self, diagnosis: str, where: str | None) -> bool:
+        """Return whether a violation is accepted."""
+        for accepted in self.accept:
+            name, _, place = accepted.partition("@")
+            places = (where or "").split(" < ")
+            here = not place or any(one == place or one.endswith("/" + place) for one in places)
+            if here and current_name(name) == diagnosis:
+                return True
+        return False
+
+
+OF_COMMANDS: tuple[type[Options], ...] = (VerifyOptions, AuditOptions)
+"""The options of the commands that have a table in `pyproject.toml`."""
