@@ -92,7 +92,7 @@ PARTS: tuple[Part, ...] = (
            "the known bugs, in each dtype" * (dtype == "float64")) for dtype in DTYPES[:3]),
     Part("calibration", f"{CAMPAIGN} --reports {{reports}} calibrate --checks 20000 --planted 60 --seed 1",
          "false alarms on sound loops, and the smallest planted errors found"),
-    Part("bridge", "pytest -q -p no:cacheprovider tests/bridge/test_architectures.py --full --bridge-records {reports}",
+    Part("bridge", "pytest -q -p no:cacheprovider studies/tests/architectures --full --bridge-records {reports}",
          "architectures that the bridge lowers to JAX", ("transformers",)),
     Part("trainer", f"{CAMPAIGN} --reports {{reports}} trainers --exit-zero", "real trainers",
          ("transformers", "accelerate", "lightning")),

@@ -366,7 +366,7 @@ def _bridge_facts(data: Data) -> Facts:
 BRIDGE = Part(
     "bridge", "trust", "Your own model in JAX", "bridge", _bridge, _bridge_facts,
     "No architecture has been carried over yet: run "
-    "`pytest tests/bridge/test_architectures.py --full --bridge-records reports`, which needs transformers.",
+    "`pytest studies/tests/architectures --full --bridge-records reports`, which needs transformers.",
 )  # fmt: skip
 
 

@@ -20,9 +20,9 @@ from gradcheck_suite.judge.weights import Diagnosis
 from gradcheck_suite.pytest_plugin import OVERRIDES
 from gradcheck_suite.run.optimizers import NEEDS, NEEDS_CLOSURE
 from studies.optimizers import COUNTERPARTS
+from studies.tests.architectures import ARCHITECTURES
+from studies.tests.architectures.__main__ import MARK, table
 from studies.zoo import BUGS
-from tests.bridge.architectures import ARCHITECTURES
-from tests.bridge.architectures.__main__ import MARK, table
 from tests.docs import options
 from tests.docs.pages import ROOT
 

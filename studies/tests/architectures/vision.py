@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.bridge.architectures.model import SMALL, SPECIAL, Architecture, Batch, images, tokens
+from studies.tests.architectures.model import SMALL, SPECIAL, Architecture, Batch, images, tokens
 
 VISION = {
     "hidden_size": 16,

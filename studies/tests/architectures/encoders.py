@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.bridge.architectures.model import (
+from studies.tests.architectures.model import (
     SMALL,
     SPECIAL,
     VOCABULARY,

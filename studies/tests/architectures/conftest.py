@@ -1,6 +1,6 @@
 """Records of how well the bridge agrees with torch on real architectures, which the report's table is made of.
 
-pytest tests/bridge/test_architectures.py --full --bridge-records reports
+pytest studies/tests/architectures --full --bridge-records reports
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.bridge.architectures.decoders import DECODER
-from tests.bridge.architectures.model import SPECIAL, VOCABULARY, Architecture, text, whole_text
+from studies.tests.architectures.decoders import DECODER
+from studies.tests.architectures.model import SPECIAL, VOCABULARY, Architecture, text, whole_text
 
 _MAMBA = {
     "vocab_size": VOCABULARY,

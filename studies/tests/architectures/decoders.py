@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.bridge.architectures.model import SMALL, SPECIAL, VOCABULARY, Architecture, text
+from studies.tests.architectures.model import SMALL, SPECIAL, VOCABULARY, Architecture, text
 
 DECODER = {**SMALL, **SPECIAL, "num_key_value_heads": 2}
 _GPT2 = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32, **SPECIAL}

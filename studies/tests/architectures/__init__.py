@@ -1,6 +1,6 @@
 """The architectures of transformers on which the bridge is tried, a module for each kind: rows of data."""
 
-from tests.bridge.architectures import audio, decoders, encoders, mixtures, series, state_space, vision
+from studies.tests.architectures import audio, decoders, encoders, mixtures, series, state_space, vision
 
 ARCHITECTURES = {
     row.name: (module.KIND, row)

@@ -1,7 +1,7 @@
 """How fast the suite is, against the plain way and against the floor, over the same drawn cases.
 
-Run it by itself, since it takes minutes: `pytest properties/bench_suite_speed.py`. Other processes slow the plain way
-most: the last line says whether there were any.
+Run it by itself, since it takes minutes: `pytest studies/properties/benchmarks/bench_suite_speed.py`. Other
+processes slow the plain way most: the last line says whether there were any.
 
 - suite: `verify` as the command line calls it, drawing and judging included, with a second process that judges: with
   nothing on disk (cold), with compiled programs and the gradients of the same cases (warm) or without the gradients
@@ -123,7 +123,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, store: Path, second: ExitStack) -> N
     monkeypatch.setattr(programs, "PROGRAMS", programs.Programs())
     _forget_cases(monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(judge_process, "SERVE", "properties.judge_with_few_references")
+        patch.setattr(judge_process, "SERVE", "studies.properties.benchmarks.judge_with_few_references")
         process = second.enter_context(judge_process.second_process())
     assert process is not None
     process.wait()

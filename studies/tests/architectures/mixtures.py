@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.bridge.architectures.decoders import DECODER
-from tests.bridge.architectures.model import Architecture, text
+from studies.tests.architectures.decoders import DECODER
+from studies.tests.architectures.model import Architecture, text
 
 _ROUTED = {
     **DECODER,

@@ -1,6 +1,6 @@
 """Real architectures of transformers and torch.nn, small, with random weights: loss and gradients against torch's.
 
-    pytest tests/bridge/test_architectures.py --full --bridge-records reports
+    pytest studies/tests/architectures --full --bridge-records reports
 
 Most language models compute their norms, rotary embeddings and losses in float32 whatever their own dtype. Such a model
 is held to torch twice: as it is, within what float32 leaves; and with every request for float32 answered by float64,
@@ -17,11 +17,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gradcheck_suite.bridge import BridgeError, Lowered, lower, wrong_backwards
+from studies.tests.architectures import ARCHITECTURES
+from studies.tests.architectures.model import text
 from studies.zero_or_none import float64_by_default
 from tests.bridge import torch_models
 from tests.bridge.agreeing import TOLERANCE, assert_agreement
-from tests.bridge.architectures import ARCHITECTURES
-from tests.bridge.architectures.model import text
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.full]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tests.bridge.architectures.encoders import _BART
-from tests.bridge.architectures.model import SMALL, Architecture, Batch, classes, sounds, tokens
+from studies.tests.architectures.encoders import _BART
+from studies.tests.architectures.model import SMALL, Architecture, Batch, classes, sounds, tokens
 
 _WAVE = {
     **SMALL,

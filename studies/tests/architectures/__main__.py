@@ -1,4 +1,4 @@
-"""Write the table of `docs/architectures.md` from the records: `python -m tests.bridge.architectures`."""
+"""Write the table of `docs/architectures.md` from the records: `python -m studies.tests.architectures`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from studies.report.reading import latest
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "architectures.md"
-MARK = "<!-- the table, written by `python -m tests.bridge.architectures` -->\n"
+MARK = "<!-- the table, written by `python -m studies.tests.architectures` -->\n"
 
 
 def table(reports: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.bridge.architectures.model import Architecture, Batch
+from studies.tests.architectures.model import Architecture, Batch
 
 _PATCHED = {
     "context_length": 16,
