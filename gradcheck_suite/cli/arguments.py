@@ -148,11 +148,9 @@ def configured(declared: type[Options]) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise UsageError(f"{where}: expected a table, got {table!r}")
     kept = {}
-    for key in table.keys() - set(tables):
+    for key in sorted(table.keys() - set(tables)):
         if key not in known:
-            names = [*known, *(f"a table {name}" for name in tables)]
-            meant = suggestion(key, [*known, *tables])
-            raise UsageError(f"{where}: expected {', '.join(names)}; got {key!r}{meant}")
+            raise UsageError(f"{where}: {values_of([*known, *tables]).refusal(key)}")
         try:
             kept[known[key].name] = _configured(known[key], table[key], file.parent)
         except UsageError as error:

@@ -212,7 +212,7 @@ class Options:
         """Return the options with some fields changed; `UsageError` names a field that does not exist."""
         names = [field.name for field in fields(self)]
         for name in sorted(changes.keys() - set(names)):
-            raise UsageError(f"expected some of {', '.join(names)}; got {name}{suggestion(name, names)}")
+            raise one_of(names).refusal(name)
         return replace(self, **changes)
 
 

@@ -138,7 +138,7 @@ def test_a_wrong_value_is_refused_with_one_message_on_every_path(options, name, 
     [
         (
             "tool.gradcheck-suite]\nreport = 'kept'",
-            "expected reports, a table verify, a table audit; got 'report' (",
+            "expected one of reports, verify, audit; got 'report' (did",
         ),
         ("tool.gradcheck-suite]\nreports = 3", "reports: expected a path, got 3"),
         ("tool.gradcheck-suite]\nreports = ''", "reports: expected a path, got ''"),
@@ -175,10 +175,10 @@ def test_the_command_line_overrides_pyproject_and_adds_to_its_lists(project, mon
 @pytest.mark.parametrize(
     ("call", "fields", "said"),
     [
-        (audit, {"stepz": 3}, "expected some of steps, every, .*; got stepz (did you mean 'steps'?)"),
+        (audit, {"stepz": 3}, "expected one of steps, every, .*; got 'stepz' (did you mean 'steps'?)"),
         (audit, {"steps": 0}, "steps: expected a positive integer, got 0"),
         (audit, {"jax": True, "without": "batch"}, "leave out `without batch`"),
-        (VerifyOptions().replace, {"exampels": 3}, "expected some of examples, seed, .*; got exampels (did you"),
+        (VerifyOptions().replace, {"exampels": 3}, "expected one of examples, seed, .*; got 'exampels' (did you"),
         (VerifyOptions().replace, {"assumes": ("sum-reduction", "mean-reduction")}, "exclude each other"),
         (lambda **fields: verify(MODES["zero_"], **fields), {"examples": 0}, "examples: expected a positive integer"),
         (

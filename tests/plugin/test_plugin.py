@@ -103,7 +103,7 @@ def test_unjudged(verify_training_loop):
         "sound: holds, 3 cases",
         "no_reset: VIOLATED (stale-window)",
         "the marker gradcheck takes keywords alone, got (5,)",
-        "expected some of examples, seed",
+        "expected one of examples, seed",
         "examples: expected a positive integer, got 0",
         "a loop must be callable with one TrainingRun, got int",
         "none of 2 cases could be judged",
