@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from gradcheck_suite.core.case import Case
 from gradcheck_suite.core.contract import EQUAL_MICRO_BATCHES, WHOLE_WINDOWS, Batch, Loop, TrainingRun
 from gradcheck_suite.core.results import Result, json_number
+from gradcheck_suite.core.text import counted
 from gradcheck_suite.loops.laws import bytes_saved_by_releasing
 from gradcheck_suite.loops.reset_modes import RESET_MODES, part_of_window, window_count, windows, zero_by_hand
 from gradcheck_suite.run.functions import ancestors
@@ -247,9 +248,9 @@ class PrintedResult:
 
 
 def _outcome(result: Result) -> str:
-    if result.holds:
-        return f"holds over {result.cases} cases"
-    return f"violated, found after {result.found_after} case{'s' * (result.found_after != 1)}"
+    if result.violation is None:
+        return f"{result.verdict} over {counted(result.cases, 'case')}"
+    return f"violated, found after {counted(result.violation.found_after or 0, 'case')}"
 
 
 def verify_printed(printed: PrintedLoop, *, examples: int = 200) -> PrintedResult:

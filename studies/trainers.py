@@ -39,7 +39,7 @@ class Answer:
     @property
     def violated(self) -> bool:
         """Whether some case shows a fault."""
-        return self.result is not None and not self.result.holds
+        return self.result is not None and self.result.violation is not None
 
     def to_json(self) -> dict[str, Any]:
         """Return the answer as JSON-ready data."""

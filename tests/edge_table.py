@@ -115,7 +115,7 @@ def row(subject: Subject, seed: int, examples: int) -> dict[str, Any]:
         "plan": found and repr(found.case.plan),
         "layers": len(found.case.spec.layer_kinds) if found and found.case.spec else None,
         "runs": kept if subject.ranks == 1 else None,
-        "found_after": result.found_after,
+        "found_after": found and found.found_after,
         "says": found and found.explanation,
         "seconds": round(time.perf_counter() - began, 2),
     }

@@ -34,8 +34,8 @@ from gradcheck_suite.auditing.sums import StepFault, StepWindow, near
 from gradcheck_suite.auditing.terms import Reader, declare
 from gradcheck_suite.auditing.weighing import violation_of
 from gradcheck_suite.core.options import AuditOptions, takes
-from gradcheck_suite.core.results import LiveResult, LiveViolation
-from gradcheck_suite.core.text import live_lines, say, violation_lines
+from gradcheck_suite.core.results import Result, Violation, result_lines
+from gradcheck_suite.core.text import say
 from gradcheck_suite.errors import UsageError
 
 # An audit on several ranks: each writes its own events to a file, and the first rank judges all of them at the end.
@@ -307,7 +307,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
     ) -> None:
         self.options = (options or AuditOptions()).replace(**fields)
         self._name, self.quiet = name or here().line, quiet
-        self._result: LiveResult | None = None
+        self._result: Result | None = None
         self._opened = self._observing = False
         self._standard_error = sys.stderr
         self._process = os.getpid()
@@ -389,7 +389,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._stance.close()
 
     @preserve_rng()
-    def close(self, error: BaseException | None = None, *, summary: bool = True) -> LiveResult:
+    def close(self, error: BaseException | None = None, *, summary: bool = True) -> Result:
         """Stop observing and return the result; a second call returns the same.
 
         Args:
@@ -399,10 +399,10 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if self._result is None:
             self._result = self._closed(error)
             if summary and not self.quiet and not self._result.is_another_ranks:
-                _say(live_lines(self._result, shown=bool(self._result.violations)), self.standard_error)
+                _say(result_lines(self._result, shown=bool(self._result.violations)), self.standard_error)
         return self._result
 
-    def _closed(self, error: BaseException | None) -> LiveResult:
+    def _closed(self, error: BaseException | None) -> Result:
         if not self._opened:
             raise UsageError("audit: the audit was never opened: use `with gradcheck_suite.audit() as audit:`")
         complete = self._observing and error is None
@@ -426,7 +426,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._opinion = JaxOpinion(refusal=calls) if isinstance(calls, str) else ask_jax(calls)
         return self._finished(error)
 
-    def _of_all_ranks(self, ranks: Ranks, error: BaseException | None) -> LiveResult:
+    def _of_all_ranks(self, ranks: Ranks, error: BaseException | None) -> Result:
         """Judge the run from what all ranks have written, in the first rank that has not died."""
         if ranks.rank and not died_before(ranks):
             reason = f"rank {ranks.rank} of {ranks.size}: rank 0 judges the steps of all ranks"
@@ -465,7 +465,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         return judge
 
     @property
-    def result(self) -> LiveResult:
+    def result(self) -> Result:
         """The result so far, or the final one where the audit is closed."""
         return self._result if self._result is not None else self._finished(None)
 
@@ -644,7 +644,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._judge.add(replace(fault, error=found.error, allowed=found.allowed))
 
     @preserve_rng()
-    def _tell(self, violation: LiveViolation) -> None:
+    def _tell(self, violation: Violation) -> None:
         """Print a violation, unless it was printed; stop the run there where that is asked."""
         # a later window may give the fault of an earlier one another name; ranks that train by themselves may have a
         # fault each at one place
@@ -653,11 +653,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             return
         self._told |= told
         if not self.quiet:
-            _say(violation_lines(violation), self.standard_error)
+            _say(violation.words, self.standard_error)
         if self.options.stop_on_violation and self._observing:
             raise StoppedOnViolation
 
-    def _finished(self, error: BaseException | None) -> LiveResult:
+    def _finished(self, error: BaseException | None) -> Result:
         found = self._judge.violations()
         violations = tuple(v for v in found if not self.options.accepts(v.diagnosis, v.where))
         accepted = tuple(v for v in found if self.options.accepts(v.diagnosis, v.where))
@@ -665,8 +665,10 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             f"{what} could not be observed ({why}); please report it" for what, why in self._recorder.off.items()
         )
         unknown = self._judge.unknown()
-        said = Counter({str(part): steps for part, steps in unknown.items()})
-        findings = said + self._recorder.notes + self._judge.notes() + off
+        parts = Counter({str(part): steps for part, steps in unknown.items()})
+        findings = parts + self._recorder.notes + self._judge.notes() + off
+        said = [f"{text} ({n} times)" if n > 1 else text for text, n in findings.items()]
+        disagreements = tuple(self._opinion.findings) if self._opinion else ()
         if self._recorder.off:
             violations = accepted = ()
         for violation in violations:
@@ -675,8 +677,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         windows = len(weighed | self._judge.violated)
         if set(self.options.without) == {"weights", "sums"}:
             windows = self._recomputed.total()
-        return LiveResult(
-            script=self._name,
+        return Result(
+            loop=self._name,
+            command="audit",
             windows=windows,
             steps=self._recorder.steps_seen,
             seconds=time.perf_counter() - self._start if self._opened else 0.0,
@@ -684,9 +687,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             accepted=accepted,
             again=dict(self._recomputed),
             second_opinion=self._opinion.summary() if self._opinion else None,
-            unknown=dict(unknown),
-            disagreements=tuple(self._opinion.findings) if self._opinion else (),
-            findings=tuple(f"{text} ({n} times)" if n > 1 else text for text, n in findings.items()),
+            unknown=tuple(replace(part, steps=steps) for part, steps in unknown.items()),
+            disagreements=disagreements,
+            findings=(*said, *disagreements),
             unjudged=None if violations or accepted else self._why_unjudged(windows, findings),
             interrupted=isinstance(error, KeyboardInterrupt),
             raised=_shown(error) or None,
@@ -721,11 +724,11 @@ def _is_rescaled_each_time(window: StepWindow) -> bool:
     return len(found) > 1 and factor != 1 and all(near(one, factor * other, 1e-3) for one, other in pairwise(found))
 
 
-def _righted(violation: LiveViolation, weights: Mapping[int, float]) -> dict[int, float]:
+def _righted(violation: Violation, weights: Mapping[int, float]) -> dict[int, float]:
     """Return the weights of passes times expected over observed, where a pass has one such ratio."""
     ratios: dict[int, set[float]] = {}
     for row in violation.weights:
-        if row.observed and row.count:
+        if row.observed and row.count and row.micro_batch is not None:
             ratios.setdefault(row.micro_batch, set()).add(round(row.expected / row.observed, 6))
     order = dict(enumerate(sorted(weights)))
     if any(len(found) > 1 for found in ratios.values()):

@@ -39,7 +39,7 @@ from gradcheck_suite.auditing.weighing import (
     read_joined,
     violation_of,
 )
-from gradcheck_suite.core.results import LiveViolation, Unknown
+from gradcheck_suite.core.results import Unknown, Violation
 from gradcheck_suite.core.text import counted
 
 MOST_WINDOWS = 512
@@ -70,7 +70,7 @@ UNTOLD = (
 """Why a sum made by hand could not be judged, and what to do."""
 
 
-def _unite(united: United, violations: Iterable[LiveViolation]) -> None:
+def _unite(united: United, violations: Iterable[Violation]) -> None:
     """Add violations: a run that is faulty at every step has a few entries, however long it is."""
     for violation in violations:
         key = violation.diagnosis, violation.where
@@ -81,7 +81,7 @@ def _unite(united: United, violations: Iterable[LiveViolation]) -> None:
             united[key] = violation, {violation.step}
 
 
-def _first(*violations: LiveViolation) -> LiveViolation:
+def _first(*violations: Violation) -> Violation:
     first, *later = sorted(violations, key=_order)
     size = next((v.gradient_error for v in (first, *later) if v.gradient_error is not None), None)
     return replace(first, gradient_error=size)
@@ -93,7 +93,7 @@ def _number(sets: Iterable[set[int | None]]) -> int:
     return len(largest) + len(set().union(*others) - largest)
 
 
-def _order(violation: LiveViolation) -> float:
+def _order(violation: Violation) -> float:
     return math.inf if violation.step is None else violation.step
 
 
@@ -170,7 +170,7 @@ class Judge:
         self._united: United = {}
         self._violated: set[int] = set()
         self._read_before: set[int] = set()
-        self._of_step: list[LiveViolation] = []
+        self._of_step: list[Violation] = []
         self._notes: Counter[str] = Counter()
         self._unknown: Counter[Unknown] = Counter()
         self._pending: defaultdict[int, list[Pending]] = defaultdict(list)
@@ -203,7 +203,7 @@ class Judge:
     def _declared_k(self, optimizer: int) -> int | None:
         return self._given or self._configured.get(optimizer)
 
-    def violations(self) -> list[LiveViolation]:
+    def violations(self) -> list[Violation]:
         """Return the violations so far, one for each diagnosis and place, in the order of their steps."""
         united = [
             replace(_first(*(violation for violation, _ in ones)), occurrences=_number([steps for _, steps in ones]))
@@ -233,7 +233,7 @@ class Judge:
         """The steps whose weights were judged."""
         return self._read_before.union(*(weighed.steps for weighed in self._weighed.values()))
 
-    def add(self, violation: LiveViolation) -> None:
+    def add(self, violation: Violation) -> None:
         """Add a violation that another instrument found."""
         self._of_step.append(violation)
         _unite(self._united, [violation])
@@ -271,7 +271,7 @@ class Judge:
         self.judged = set.intersection(*(judge.judged | judge.violated for judge in of_ranks))
         self._read_before = set.intersection(*(judge.weighed | judge.violated for judge in of_ranks))
 
-    def of_last_step(self) -> LiveViolation | None:
+    def of_last_step(self) -> Violation | None:
         """Return the violation of the last step, or None."""
         assert self.window is not None
         found = [*self._of_step, *(v for w in self._weighed.values() for v in (*w.violations, *w.provisional))]
@@ -288,7 +288,7 @@ class Judge:
         weighed.united = {}
         _unite(weighed.united, self._sized(weighed.violations))
 
-    def _sized(self, violations: Iterable[LiveViolation]) -> Iterator[LiveViolation]:
+    def _sized(self, violations: Iterable[Violation]) -> Iterator[Violation]:
         return (replace(v, gradient_error=self._sizes[v.step]) if v.step in self._sizes else v for v in violations)
 
     @property
@@ -534,4 +534,4 @@ class Judge:
                 sentence = OF_SUMS["tail-dropped"].format(lost=counted(len(left), "micro-batch"))
                 fault = StepFault("tail-dropped", sentence, kind="step-count")
                 violation = violation_of(fault, replace(last, passes=left), left[max(left)].site)
-                self.add(replace(violation, step=None, stepped=None))
+                self.add(replace(violation, window=None, found_after=None, step=None, stepped=None))

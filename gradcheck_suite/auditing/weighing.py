@@ -33,7 +33,7 @@ from gradcheck_suite.auditing.weights import (
     coefficient,
     evidence,
 )
-from gradcheck_suite.core.results import LiveViolation, Unknown, WeightRow
+from gradcheck_suite.core.results import Unknown, Violation, Weight
 from gradcheck_suite.judge.naming import ONE_SIGN, diagnose, means_text, names_nothing
 from gradcheck_suite.judge.weights import Diagnosis, Weights
 
@@ -91,7 +91,7 @@ class Pending:
         return len({index for _, index in self.coefficients})
 
 
-Repeated = tuple[LiveViolation, set[int | None]]
+Repeated = tuple[Violation, set[int | None]]
 United = dict[tuple[str, str | None], Repeated]
 """Diagnosis and place -> the first of the violations, and the steps of all."""
 
@@ -110,8 +110,8 @@ class Weighed:
         steps: the steps whose weights were judged.
     """
 
-    violations: list[LiveViolation] = field(default_factory=list)
-    provisional: list[LiveViolation] = field(default_factory=list)
+    violations: list[Violation] = field(default_factory=list)
+    provisional: list[Violation] = field(default_factory=list)
     united: United = field(default_factory=dict)
     notes: Counter[str] = field(default_factory=Counter)
     unknown: Counter[Unknown] = field(default_factory=Counter)
@@ -292,13 +292,16 @@ def _compare_within(
 # Violations, in words.
 
 
-def violation_of(fault: StepFault, window: StepWindow, where: Place, parameter: str | None = None) -> LiveViolation:
+def violation_of(fault: StepFault, window: StepWindow, where: Place, parameter: str | None = None) -> Violation:
     """Return the violation that a fault of a window is."""
-    return LiveViolation(
+    return Violation(
         kind=fault.kind,  # type: ignore[arg-type]
         diagnosis=fault.name,
         explanation=fault.sentence + _remedy(fault, window.step.trainer),
+        window=window.number,
+        found_after=window.number + 1,
         step=window.number,
+        command="audit",
         where=_loss_line(window, where) or str(where),
         backward=str(window.passes[max(window.passes)].site) if window.passes else None,
         stepped=str(window.step.place),
@@ -319,25 +322,25 @@ def _loss_line(window: StepWindow, where: Place) -> str | None:
     return next((term.line for record in records for term in record.terms if term.line), None)
 
 
-def _rows(objective: Objective, count: str, expected: float) -> tuple[WeightRow, ...]:
+def _rows(objective: Objective, count: str, expected: float) -> tuple[Weight, ...]:
     """Return the weight of each item, by micro-batch: expected and observed."""
     order = {index: j for j, index in enumerate(sorted({part.source[1] for part in objective.parts}))}
     ranks = len({part.source[0] for part in objective.parts}) > 1
     rows = [
-        WeightRow(
-            order[part.source[1]],
-            objective.place.line,
-            part.term.counts.get(count, part.term.counts[part.term.own]),
-            expected,
-            weight,
-            part.source[0] if ranks else None,
+        Weight(
+            micro_batch=order[part.source[1]],
+            where=objective.place.line,
+            count=part.term.counts.get(count, part.term.counts[part.term.own]),
+            expected=expected,
+            observed=weight,
+            rank=part.source[0] if ranks else None,
         )
         for part, weight in zip(objective.parts, objective.weights, strict=True)
     ]
     return tuple(rows[:MAX_ROWS])
 
 
-def _with_weights(violation: LiveViolation, objective: Objective, rows: tuple[WeightRow, ...]) -> LiveViolation:
+def _with_weights(violation: Violation, objective: Objective, rows: tuple[Weight, ...]) -> Violation:
     error = max((abs(row.observed / row.expected - 1) for row in rows if row.count and row.expected), default=0.0)
     share = "less than 1%" if error < 0.01 else f"{100 * error:.3g}%"
     return replace(
@@ -349,7 +352,7 @@ def _with_weights(violation: LiveViolation, objective: Objective, rows: tuple[We
     )
 
 
-def _of_unequal(objective: Objective, window: StepWindow, general: Diagnosis | None) -> LiveViolation:
+def _of_unequal(objective: Objective, window: StepWindow, general: Diagnosis | None) -> Violation:
     """Return the violation of weights that differ within a window.
 
     Args:
@@ -435,7 +438,7 @@ def _weights(objective: Objective, count: str, empty: Collection[Source] = ()) -
     return evidence(parts, objective.weights, numbers, tolerance, empty=empty)
 
 
-def _of_scale(scale: Scale) -> LiveViolation:
+def _of_scale(scale: Scale) -> Violation:
     """Return the violation of a common weight that follows from how the window is cut up."""
     use = scale.use
     total = use.items or 1.0

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from gradcheck_suite.catalogue.definitions import Signal
 from gradcheck_suite.catalogue.tables import chain_signal, input_signal, layer_definition, out_signal, with_signals
 from gradcheck_suite.core.case import ALWAYS_WRITTEN, Case, Layer, Loss, Plan, ProblemSpec
-from gradcheck_suite.core.results import ItemWeight, Violation
-from gradcheck_suite.core.text import aligned, counted, error_text, split_text, violation_title, weight_lines
+from gradcheck_suite.core.results import Violation
+from gradcheck_suite.core.text import aligned, counted, split_text
 
 SPLIT = (*ALWAYS_WRITTEN, "ranks")
 """The fields of a plan that its split shows."""
@@ -60,29 +61,10 @@ def describe_case(case: Case) -> list[str]:
     return aligned(pairs)
 
 
-def describe_violation(violation: Violation) -> list[str]:
-    """Return a violation in words: kind and diagnosis, explanation, place, error and bound, details, weights, case."""
-    lines = [violation_title(violation.kind, violation.diagnosis), violation.explanation]
-    pairs = []
-    if violation.window is not None:
-        members = violation.case.plan.windows[violation.window]
-        pairs.append(("window", f"{violation.window} of epoch {violation.epoch}: micro-batches {list(members)}"))
-    if violation.parameter is not None:
-        pairs.append(("parameter", violation.parameter))
-    if violation.error is not None and violation.allowed is not None:
-        pairs.append(("error", error_text(violation.error, violation.allowed)))
-    lines += aligned(pairs)
-    lines += details_of(violation)
-    return [*lines, "the case", *(f"  {line}" for line in describe_case(violation.case))]
-
-
-def details_of(violation: Violation) -> list[str]:
-    """Return the details of a violation and the table of its weights."""
-    return [*violation.details, *_weights(violation.weights)]
-
-
-def _weights(weights: Iterable[ItemWeight]) -> list[str]:
-    return weight_lines((w.micro_batches, w.rank, w.count, w.expected, w.observed) for w in weights)
+def with_case_described(violation: Violation) -> Violation:
+    """Return a violation on a case with that case in words, and with the decorator that makes Hypothesis try it."""
+    lines = [f"  {line}" for line in describe_case(violation.case)]
+    return replace(violation, described=("the case", *lines, example_text(violation.case)))
 
 
 def example_text(case: Case) -> str:

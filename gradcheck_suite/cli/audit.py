@@ -15,6 +15,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -27,8 +28,8 @@ from gradcheck_suite.cli.loading import no_file
 from gradcheck_suite.core.counterexamples import places_source
 from gradcheck_suite.core.options import AuditOptions
 from gradcheck_suite.core.records import append_record, write_json, write_text
-from gradcheck_suite.core.results import LiveResult, results_to_json
-from gradcheck_suite.core.text import live_lines, say
+from gradcheck_suite.core.results import Result, result_lines, results_to_json
+from gradcheck_suite.core.text import say
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run import environment
 
@@ -169,20 +170,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _write_page(
-    path: Path, result: LiveResult, violations: Sequence[Mapping[str, Any]], lines: Sequence[str], folder: Path
+    path: Path, result: Result, sources: Sequence[Mapping[str, Any] | None], lines: Sequence[str], folder: Path
 ) -> None:
     """Write the page of the run, name it, and open it where there is a violation to look at."""
     from gradcheck_suite.page.render import open_page, violations_html
-    from gradcheck_suite.page.violation import live_page
+    from gradcheck_suite.page.violation import violation_page
 
-    pages = [live_page(found, result.script, str(i)) for i, found in enumerate(violations)]
+    found = (replace(v, source=source) for v, source in zip(result.violations, sources, strict=True))
+    pages = [violation_page(violation, loop=result.loop, name=str(i)) for i, violation in enumerate(found)]
     write_text(path, violations_html(pages, lines))
     say([f"page    {os.path.relpath(path, folder)}"], sys.stderr)
     if pages:
         open_page(path)
 
 
-def _finish(arguments: list[str], output: OutputOptions, result: LiveResult, status: int, folder: Path) -> int:
+def _finish(arguments: list[str], output: OutputOptions, result: Result, status: int, folder: Path) -> int:
     """Print the result, then write it; return the exit status, which a file that cannot be written does not change.
 
     Args:
@@ -196,25 +198,24 @@ def _finish(arguments: list[str], output: OutputOptions, result: LiveResult, sta
         return status
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
-    lines = live_lines(result, shown=True)
+    lines = result_lines(result, shown=True)
     with contextlib.suppress(OSError, ValueError):  # a script may close its standard error
         say(lines[:1] if output.quiet else ["", *lines], sys.stderr)
     about = environment.environment()
-    violations = [
-        {**violation.to_json(), "source": places_source(violation.places, folder)} for violation in result.violations
-    ]
+    sources = [places_source(violation.places, folder) for violation in result.violations]
+    violations = [{**v.to_json(), "source": source} for v, source in zip(result.violations, sources, strict=True)]
     data = {**result.to_json(), "arguments": arguments, "violations": violations}
     if (json := output.json) is not None:
         exit_status.attempt(PROGRAM, lambda: write_json(json, results_to_json([result], about)))
     exit_status.attempt(PROGRAM, lambda: append_record(output.reports, "audit", data, environment=about))
     if (html := output.html) is not None:
-        exit_status.attempt(PROGRAM, lambda: _write_page(html, result, violations, lines, folder))
+        exit_status.attempt(PROGRAM, lambda: _write_page(html, result, sources, lines, folder))
     if result.violations:
         return exit_status.VIOLATED
     if status:
         return status
     if result.unjudged is not None:
-        return exit_status.fail(PROGRAM, f"{result.script}: unjudged: {result.unjudged}")
+        return exit_status.fail(PROGRAM, f"{result.loop}: unjudged: {result.unjudged}")
     return exit_status.status_of(violated=False, findings=bool(result.disagreements))
 
 

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     loop, problem = _subjects(arguments, stored, name)
     note_untested_trainers([name])
 
-    from gradcheck_suite.catalogue.description import describe_case, describe_violation, example_text
+    from gradcheck_suite.catalogue.description import describe_case, with_case_described
     from gradcheck_suite.verification.check import check
     from gradcheck_suite.verification.second_opinion import second_opinion
 
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         findings, lines = [*opinion.findings], [opinion.summary()]
     lines += [f"finding, for which no loop is to blame: {finding}" for finding in findings]
     if verdict.violation is not None:
-        lines += [*describe_violation(verdict.violation), *_named_before(stored, verdict.violation), example_text(case)]
+        lines += [*with_case_described(verdict.violation).words, *_named_before(stored, verdict.violation)]
     else:
         lines += [] if verdict.finding else [f"worst error {of_bound(verdict.ratio)}"]
         lines += describe_case(case)

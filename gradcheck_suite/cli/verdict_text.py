@@ -10,7 +10,7 @@ from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT
 from gradcheck_suite.core.counterexamples import Counterexample
 from gradcheck_suite.core.options import ChosenOptions, VerifyOptions
 from gradcheck_suite.core.results import Result
-from gradcheck_suite.core.text import counted, loop_lines
+from gradcheck_suite.core.text import counted
 from gradcheck_suite.loops.trainers import TRAINERS
 
 
@@ -54,30 +54,25 @@ def subjects(names: Iterable[str], versions: Mapping[str, str | None], libraries
     return ", ".join(f"{name} {versions[name]}" for name in ("gradcheck-suite", "torch", "jax", *packages))
 
 
-def result_lines(result: Result, stored: Counterexample | None, options: VerifyOptions, width: int) -> list[str]:
-    """Return the verdict on a loop in words, and the files of its violation.
+def file_lines(stored: Counterexample, options: VerifyOptions) -> list[str]:
+    """Return the files of a violation in words.
 
     Args:
-        result: of its verification.
-        stored: the files of its counterexample.
-        options: of its verification.
-        width: of the column of names, in characters.
+        stored: the files.
+        options: of the verification.
     """
-    lines = loop_lines(result, width)
-    if stored is not None:
-        further = "" if options.time_limit_s == DEFAULT_TIME_LIMIT else f" --time-limit {options.time_limit_s:g}"
-        further += "" if options.autocast is None else f" --autocast {options.autocast}"
-        not_so = "" if stored.unrepeatable is None else f"  (not repeatable: {stored.unrepeatable})"
-        lines.append(f"    stored  {stored.case}")
-        if stored.script is not None:
-            lines.append(f"    script  python {shlex.quote(str(stored.script))}{not_so}")
-        lines.append(f"    replay  gradcheck-suite replay {shlex.quote(str(stored.case))}{further}")
-    return lines
+    further = "" if options.time_limit_s == DEFAULT_TIME_LIMIT else f" --time-limit {options.time_limit_s:g}"
+    further += "" if options.autocast is None else f" --autocast {options.autocast}"
+    not_so = "" if stored.unrepeatable is None else f"  (not repeatable: {stored.unrepeatable})"
+    lines = [f"    stored  {stored.case}"]
+    if stored.script is not None:
+        lines.append(f"    script  python {shlex.quote(str(stored.script))}{not_so}")
+    return [*lines, f"    replay  gradcheck-suite replay {shlex.quote(str(stored.case))}{further}"]
 
 
 def summary(results: Sequence[Result], asked: int, *, interrupted: bool) -> str:
     """Return the last line: how many loops hold."""
-    violated = [result.loop for result in results if not result.holds]
+    violated = [result.loop for result in results if result.violations]
     complete = [result for result in results if not result.interrupted]
     if violated:
         text = f"{len(violated)} of {counted(asked, 'loop')} violated: {', '.join(violated)}"

@@ -28,8 +28,8 @@ from gradcheck_suite.core.counterexamples import FOLDER as COUNTEREXAMPLES
 from gradcheck_suite.core.counterexamples import Counterexample, loop_source, store_counterexample
 from gradcheck_suite.core.options import VerifyOptions
 from gradcheck_suite.core.records import append_record, expect_writable_folder, judge_digest, write_json, write_text
-from gradcheck_suite.core.results import Result, Verdict, results_to_json
-from gradcheck_suite.core.text import aligned, say, violation_title
+from gradcheck_suite.core.results import Result, Verdict, result_lines, results_to_json
+from gradcheck_suite.core.text import aligned, say
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.trainers import PACKAGES, TRAINERS
 from gradcheck_suite.run import environment
@@ -246,7 +246,7 @@ def _verify(arguments: argparse.Namespace, options: VerifyOptions, output: Outpu
             exit_status.attempt(PROGRAM, lambda: write_json(done.folder / json, document))
         if (html := output.html) is not None and results:
             exit_status.attempt(PROGRAM, lambda: _write_page(html, done))
-    violated = any(not result.holds for result in results)
+    violated = any(result.violations for result in results)
     unjudged = [f"{result.loop}: {result.unjudged}" for result in results if result.unjudged]
     if unjudged and not violated and not done.interrupted:
         raise UsageError(unjudged[0])
@@ -296,7 +296,7 @@ def _verify_all(subjects: list[Subject], options: VerifyOptions, about: dict[str
                 if verified.result.interrupted or pressed:
                     done.interrupted = True
                     return
-                if done.stop_on_violation and not verified.result.holds:
+                if done.stop_on_violation and verified.result.violations:
                     return
         except KeyboardInterrupt:
             done.interrupted = True
@@ -316,7 +316,7 @@ def _keep(
     A file that cannot be written is said after the verdict, and changes no status. The script is run after the verdict,
     too: it imports torch, which takes seconds.
     """
-    from gradcheck_suite.cli.verdict_text import result_lines
+    from gradcheck_suite.cli.verdict_text import file_lines
 
     result, reports = verified.result, done.output.reports
     shown = DEFAULT_REPORTS if reports is None else reports
@@ -327,10 +327,9 @@ def _keep(
     except UsageError as error:
         refusal = error
     before()
-    lines = result_lines(result, None, options, width)
+    lines = result_lines(result, width=width)
     if done.output.quiet:
-        titles = (violation_title(violation.kind, violation.diagnosis) for violation in result.violations)
-        say(["  ".join([lines[0], *titles])])
+        say(["  ".join([lines[0], *(violation.title for violation in result.violations)])])
     else:
         say(lines)
     if stored is not None and stored.script is not None and result.violation is not None:
@@ -340,7 +339,7 @@ def _keep(
         stored = replace(stored, unrepeatable=why)
     files = stored and stored.seen_from(done.folder / shown, shown)
     if files and not done.output.quiet:
-        say(result_lines(result, files, options, width)[len(lines) :])
+        say(file_lines(files, options))
     done.lines.append(lines[0])
     done.stored += [(stored.case, files.case)] if stored and files else []
     if refusal is not None:

@@ -181,7 +181,7 @@ def store_counterexample(
     """
     violation = result.violation
     assert violation is not None, "only violations are stored"
-    about = violation.to_json(result.found_after)
+    about = violation.to_json()
     case = about.pop("case")
     path = counterexample_path(reports, result.loop, violation.case)
     document = {

@@ -1,39 +1,103 @@
-"""Verdicts, violations and results of a verification, and their JSON."""
+"""Verdicts, violations and results of `verify` and `audit`: their JSON, their words and their HTML."""
 
 from __future__ import annotations
 
+import html
 import math
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-from gradcheck_suite.core.case import SCHEMA, Case
-from gradcheck_suite.core.text import live_lines, loop_lines, result_html, violation_title
+from gradcheck_suite.core.case import SCHEMA, Case, case_from_json
+from gradcheck_suite.core.contract import DECLARED
+from gradcheck_suite.core.text import aligned, counted, error_text, of_bound, percent, violation_title
 from gradcheck_suite.errors import UsageError, ViolationFound
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from gradcheck_suite.core.comparison import Comparison
 
 
 ViolationKind = Literal[
     "gradient", "step-count", "none-pattern", "non-finite", "parameters", "not-accumulable", "raised"
 ]
+Command = Literal["verify", "audit"]
+
+# JSON: the fields of a dataclass under their names. `result.schema.json` describes it.
 
 
-@dataclass(frozen=True)
-class ItemWeight:
+BOTH: tuple[Command, ...] = ("verify", "audit")
+VERIFY = {"json": ("verify",)}
+AUDIT = {"json": ("audit",)}
+INTERNAL: dict[str, tuple[Command, ...]] = {"json": ()}
+"""Metadata of a field: the commands in whose JSON it is; of one without any, both."""
+
+T = TypeVar("T")
+
+
+def json_number(value: float | None) -> float | str | None:
+    """Return the number, or a string for a NaN or an infinity, which JSON has no numbers for."""
+    if value is None or math.isfinite(value):
+        return value
+    return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+
+
+def to_json(value: Any, command: Command) -> Any:
+    """Return a result or a part of one as the JSON-ready data that a command writes."""
+    if isinstance(value, float):
+        return json_number(value)
+    if isinstance(value, Case):
+        return value.to_json()
+    if is_dataclass(value):
+        written = (part.name for part in fields(value) if command in part.metadata.get("json", BOTH))
+        return {name: to_json(getattr(value, name), command) for name in written}
+    if isinstance(value, Mapping):
+        return {name: to_json(part, command) for name, part in value.items()}
+    if isinstance(value, tuple | list):
+        return [to_json(part, command) for part in value]
+    return value
+
+
+def from_json(kind: type[T], data: Mapping[str, Any]) -> T:
+    """Return a result or a part of one that `to_json` wrote, also from a record, which has more beside it.
+
+    Raises:
+        TypeError, ValueError, UsageError: the data is something else.
+    """
+    given: dict[str, Any] = {}
+    for part in fields(kind):  # type: ignore[arg-type]
+        if (value := data.get(part.name)) is None:
+            continue
+        read = part.metadata.get("read")
+        if read is not None:
+            value = tuple(map(read, value)) if isinstance(value, list) else read(value)
+        elif isinstance(value, list):
+            value = tuple(value)
+        elif str(part.type).startswith("float"):
+            value = float(value)
+        given[part.name] = value
+    return kind(**given)
+
+
+# What is written.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
     """What a step gave each item of a micro-batch.
 
     Attributes:
-        micro_batches: index of the micro-batch, or indices of equal ones, such as `"3-7"`.
-        count: what the mean over the micro-batch divides by.
+        micro_batches: index of the micro-batch, or indices of equal ones, such as `"3-7"`; None in an audit.
+        micro_batch: in an audit, index of the backward pass in the window; else None.
+        where: in an audit, `file:line` of the call of the loss; else None.
+        count: what the mean over the micro-batch divides by, or its number of items.
         expected: the right weight of each of its items.
-        observed: the weight that the loop gave each of its items.
-        rank: that gets the micro-batch; None for a plan of one rank.
+        observed: the weight that each of its items has.
+        rank: that gets the micro-batch; None for one process.
     """
 
-    micro_batches: str
+    micro_batches: str | None = field(default=None, metadata=VERIFY)
+    micro_batch: int | None = field(default=None, metadata=AUDIT)
+    where: str | None = field(default=None, metadata=AUDIT)
     count: float
     expected: float
     observed: float
@@ -41,66 +105,127 @@ class ItemWeight:
 
     @property
     def place(self) -> str:
-        """The micro-batches, as a table shows them."""
-        return self.micro_batches
+        """The micro-batch, or equal ones, as a table shows them."""
+        return str(self.micro_batch) if self.micro_batches is None else self.micro_batches
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the weight as JSON-ready data."""
-        numbers = {"count": self.count, "expected": self.expected, "observed": self.observed}
-        shown = {name: json_number(number) for name, number in numbers.items()}
-        return {"micro_batches": self.micro_batches, "rank": self.rank, **shown}
+
+def _weight(data: Mapping[str, Any]) -> Weight:
+    return from_json(Weight, data)
 
 
 @dataclass(frozen=True)
 class Violation:
-    """The first violation of the loop contract by a loop.
+    """A violation of the loop contract: by a loop on a case, or at one optimizer step of an audited run.
 
     Attributes:
         kind: the part of the contract that is violated.
         diagnosis: the name of the fault, such as `mean-of-means`.
         explanation: one or two sentences: what is wrong and what to do.
-        case: the case on which the loop violates the contract.
-        parameter: name of the parameter with the largest error, or None.
+        case: the case on which the loop violates the contract; None in an audit.
+        parameter: name of the parameter with the largest error, or of one that shows it, or None.
         epoch: index of the epoch of the step, from 0, or None.
-        window: index of the window in its epoch, from 0, or None.
-        error: largest `|observed - expected|` of an element, in the units of the gradient, or None.
-        allowed: largest error of that element that rounding explains, or None.
-        details: further lines for a reader: expected and observed values, a traceback.
-        weights: what the step gave each item, by micro-batch; empty where the fault is not one of weights.
-        evidence: observed and expected gradient of the step with the bound of each element, for the kinds `gradient`,
-            `none-pattern` and `non-finite`; None for others. It is no part of the JSON, the repr or equality.
-        moved: whether the gradient is that of other parameters than the initial ones. It is no part of the JSON.
+        window: index of the window in its epoch, from 0; in an audit that of the step; or None.
         rank: the rank whose gradient or run it is, from 0; None for a plan of one rank.
-        described: the violation and its case in words, which need the layers' definitions; filled in by `verify`. It is
-            no part of the JSON, the repr or equality.
+        error: largest `|observed - expected|` of an element, in the units of the gradient, or None; in an audit the
+            largest relative error of a weight, or of a gradient's sum.
+        allowed: the largest such error that rounding explains, or None.
+        found_after: number of cases, or of steps, until it was found, or None.
+        weights: what the step gave each item, by micro-batch; empty where the fault is not one of weights.
+        step: in an audit, index of the step among all that were seen, from 0; None where none was about to come.
+        where: in an audit, `file:line` of the call of the loss, or of what is nearest to the fault.
+        backward: in an audit, `file:line` of the window's last call of backward, or None.
+        stepped: in an audit, `file:line` of the call of the optimizer's step, or None.
+        gradient_error: in an audit, 2-norm of the gradient's error over that of the gradient, where the window was
+            computed again.
+        occurrences: in an audit, number of steps with this diagnosis.
+        details: further lines for a reader: expected and observed values, a traceback.
+        evidence: observed and expected gradient of the step with the bound of each element, for the kinds `gradient`,
+            `none-pattern` and `non-finite`; None for others.
+        moved: whether the gradient is that of other parameters than the initial ones.
+        described: the case in words, which need the layers' definitions; filled in by `verify`.
+        source: the user's lines, as `core.counterexamples` writes them, or None.
+        command: that found it.
+
+    `details` and the last six are no part of the JSON.
     """
 
     kind: ViolationKind
     diagnosis: str
     explanation: str
-    case: Case
+    # an audit has none, which the type leaves out: whoever verifies would ask for it at every use
+    case: Case = field(default=cast("Case", None), metadata={"read": case_from_json})
     parameter: str | None = None
     epoch: int | None = None
     window: int | None = None
     error: float | None = None
     allowed: float | None = None
-    details: tuple[str, ...] = ()
-    weights: tuple[ItemWeight, ...] = ()
-    evidence: Comparison | None = field(default=None, repr=False, compare=False)
-    rank: int | None = None
-    moved: bool = False
-    described: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    details: tuple[str, ...] = field(default=(), metadata=INTERNAL)
+    weights: tuple[Weight, ...] = field(default=(), metadata={"read": _weight})
+    evidence: Comparison | None = field(default=None, repr=False, compare=False, metadata=INTERNAL)
+    rank: int | None = field(default=None, metadata=VERIFY)
+    found_after: int | None = None
+    step: int | None = field(default=None, metadata=AUDIT)
+    where: str | None = field(default=None, metadata=AUDIT)
+    backward: str | None = field(default=None, metadata=AUDIT)
+    stepped: str | None = field(default=None, metadata=AUDIT)
+    gradient_error: float | None = field(default=None, metadata=AUDIT)
+    occurrences: int = field(default=1, metadata=AUDIT)
+    moved: bool = field(default=False, metadata=INTERNAL)
+    described: tuple[str, ...] = field(default=(), repr=False, compare=False, metadata=INTERNAL)
+    source: Mapping[str, Any] | None = field(default=None, repr=False, compare=False, metadata=INTERNAL)
+    command: Command = field(default="verify", repr=False, metadata=INTERNAL)
 
     @property
-    def words(self) -> tuple[str, ...]:
-        """The violation in words, one line each."""
-        return self.described or (violation_title(self.kind, self.diagnosis), self.explanation, *self.details)
+    def title(self) -> str:
+        """Kind and diagnosis, and the steps of an audit that show it."""
+        at = "" if self.step is None else f" at step {self.step}"
+        more = f" and {self.occurrences - 1} more" if self.occurrences > 1 else ""
+        return f"{violation_title(self.kind, self.diagnosis)}{at}{more}"
 
-    def to_json(self, found_after: int | None = None) -> dict[str, Any]:
+    @property
+    def places(self) -> dict[str, str | None]:
+        """Where an audited script computes the loss, sends it backward and steps: `file:line`."""
+        return {"loss": self.where, "backward": self.backward, "step": self.stepped}
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """Where it is and how large, as pairs of a name and a text."""
+        window = error = None
+        # the step of an audit stands in the title; its errors are those of weights, which the explanation has
+        if self.command == "verify" and self.window is not None:
+            members = self.case.plan.windows[self.window]
+            window = f"{self.window} of epoch {self.epoch}: micro-batches {list(members)}"
+        if self.command == "verify" and self.error is not None and self.allowed is not None:
+            error = error_text(self.error, self.allowed)
+        pairs = [
+            *self.places.items(),
+            ("window", window),
+            ("rank", None if self.rank is None else str(self.rank)),
+            ("parameter", self.parameter),
+            ("error", error),
+            ("gradient", None if self.gradient_error is None else f"off by {percent(self.gradient_error)}"),
+        ]
+        return [(name, text) for name, text in pairs if text is not None]
+
+    @property
+    def words(self) -> list[str]:
+        """The violation in words, one line each."""
+        return [self.title, self.explanation, *aligned(self.facts), *self.shown_details, *self.described]
+
+    @property
+    def shown_details(self) -> list[str]:
+        """The details and the table of weights, one line each."""
+        return [*self.details, *weight_lines(self.weights)]
+
+    def to_json(self) -> dict[str, Any]:
         """Return the violation as JSON-ready data; NaN and infinities become strings."""
-        place = {"epoch": self.epoch, "window": self.window, "rank": self.rank}
-        weights = [weight.to_json() for weight in self.weights]
-        return violation_to_json(self, **place, found_after=found_after, weights=weights, case=self.case.to_json())
+        data: dict[str, Any] = to_json(self, self.command)
+        return data
+
+
+def violation_from_json(data: Mapping[str, Any]) -> Violation:
+    """Return a violation from its JSON."""
+    return from_json(Violation, {**data, "command": "verify" if data.get("case") else "audit"})
 
 
 @dataclass(frozen=True)
@@ -136,134 +261,179 @@ class Verdict:
         return self.violation is None
 
 
-# What the results of `verify` and of `audit` share.
+@dataclass(frozen=True)
+class Unknown:
+    """A part of an audited run that could not be judged.
 
-
-def _lines(result: Result | LiveResult) -> list[str]:
-    return loop_lines(result) if isinstance(result, Result) else live_lines(result)
-
-
-def _text(result: Result | LiveResult) -> str:
-    """Return the verdict in words."""
-    return "\n".join(_lines(result))
-
-
-def _html(result: Result | LiveResult) -> str:
-    """Return the verdict as a notebook shows it."""
-    return result_html(_lines(result), result.verdict, result.violations)
-
-
-def _raise_for_violation(result: Result | LiveResult) -> None:
-    """Do nothing where something was judged and holds.
-
-    Raises:
-        ViolationFound: there is a violation; the message is the verdict in words.
-        UsageError: nothing could be judged.
+    Attributes:
+        what: `weights`, or `sums and weights`.
+        where: `file:line` of the call of backward, or of the step.
+        reason: why.
+        remedy: what to do, or None where nothing helps.
+        steps: in how many steps.
     """
-    if result.violations:
-        raise ViolationFound(_text(result))
-    if result.unjudged is not None:
-        raise UsageError(f"{_lines(result)[0]}: {result.unjudged}")
+
+    what: str
+    where: str
+    reason: str
+    remedy: str | None = None
+    steps: int = 1
+
+    def __str__(self) -> str:
+        left = (
+            "the weights of this loss are unknown" if self.what == "weights" else "neither sums nor weights were judged"
+        )
+        return f"{self.where}: {self.reason}: {left}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+def _unknown(data: Mapping[str, Any]) -> Unknown:
+    return from_json(Unknown, data)
+
+
+@dataclass(frozen=True)
+class MovedByZeros:
+    """Parameters that a window does not reach, and that a gradient of zeros let the optimizer move.
+
+    It is no violation: the loop contract allows zeros.
+
+    Attributes:
+        cases: number of cases with such a parameter.
+        explanation: a sentence about the first one.
+    """
+
+    cases: int
+    explanation: str
+
+
+def _moved(data: Mapping[str, Any]) -> MovedByZeros:
+    return from_json(MovedByZeros, data)
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of verifying a loop on many cases.
+    """The verdict on a loop that was verified on many cases, or on a run that was audited.
 
     Attributes:
-        loop: the loop's name as the user gave it.
-        cases: number of cases drawn.
-        seconds: wall-clock seconds of the verification.
-        violation: the violation on the minimal case, or None.
-        found_after: number of cases until the first violation, or None.
-        assumes: the assumptions of the loop.
-        autocast: the dtype in which the loop may compute its losses under autocast, or None.
-        ratio: largest ratio of error to allowed error in cases that hold.
-        findings: findings about problems and frameworks, for which no loop is to blame.
-        skipped: reason why cases were not judged -> number of such cases.
+        loop: the loop's or the script's name as the user gave it.
+        cases: of `verify`, number of cases drawn.
+        seconds: wall-clock seconds of the verification or the run.
+        violations: of `verify` the one on the minimal case; of `audit` the first one of each diagnosis that is not
+            accepted, in the order in which they were found.
+        unjudged: why nothing could be judged, and what to do; None where something was.
+        judged: of `verify`, number of cases that were judged; if it is 0, there is no verdict on the loop.
+        runs: of `verify`, how often the loop was run.
+        steps: of `audit`, number of steps seen.
+        windows: number of optimizer steps that were judged.
+        windows_skipped: of `verify`, reason why gradients of steps were not judged, in cases that were -> number of
+            such steps.
+        assumes: of `verify`, the assumptions of the loop.
+        autocast: of `verify`, the dtype in which the loop may compute its losses under autocast, or None.
+        worst_error_over_allowed: of `verify`, largest ratio of error to allowed error in cases that hold.
+        again: of `audit`, how windows were computed again -> how many.
+        findings: of `verify`, what problems and frameworks are to blame for, and no loop is; of `audit`, what could not
+            be seen or judged, what is worth knowing, and where torch and JAX differ.
+        disagreements: those of an audit's findings in which torch and JAX differ. They are no part of the JSON.
+        unknown: of `audit`, what could not be judged; the findings have it in words.
+        second_opinion: a sentence about what JAX computed of a user's problem or run; None where it was not asked.
+        skipped: of `verify`, reason why cases were not judged -> number of such cases.
         interrupted: whether the run was interrupted before its end.
-        second_opinion: for a user's problem, a sentence about the windows that JAX computed; None otherwise.
-        judged: number of cases that were judged; if it is 0, there is no verdict on the loop.
-        windows: number of optimizer steps whose gradient was judged.
-        windows_skipped: reason why gradients of steps were not judged, in cases that were -> number of such steps.
-        traffic: what several ranks communicate in each window, of a loop that holds; None otherwise.
-        moved_by_zeros: a sentence about the first parameter that a window does not reach, and that a gradient of zeros
-            let the optimizer move; None where there is none. It is no violation: the loop contract allows zeros.
-        moving_cases: number of cases with such a parameter.
-        runs: how often the loop was run.
+        shrinking: of `verify`, how shrinking ended where it was not by itself, or None.
+        traffic: of `verify`, what several ranks communicate in each window, of a loop that holds; None otherwise.
+        moved_by_zeros: of `verify`, parameters that a gradient of zeros let the optimizer move; None where none is.
+        accepted: of `audit`, the first violation of each diagnosis that the user accepts.
+        raised: of `audit`, the exception that ended the run, or None.
+        rank: of `audit`, that of the process, where there are several.
+        ranks: of `audit`, number of ranks that were judged together.
+        command: that made it.
     """
 
     loop: str
-    cases: int
-    seconds: float
-    violation: Violation | None = None
-    found_after: int | None = None
-    assumes: tuple[str, ...] = ()
-    ratio: float = 0.0
-    findings: tuple[str, ...] = ()
-    skipped: dict[str, int] = field(default_factory=dict)
-    interrupted: bool = False
-    second_opinion: str | None = None
-    judged: int = 0
-    autocast: str | None = None
+    cases: int = field(default=0, metadata=VERIFY)
+    seconds: float = 0.0
+    violations: tuple[Violation, ...] = field(default=(), metadata={**AUDIT, "read": violation_from_json})
+    unjudged: str | None = field(default=None, metadata=AUDIT)
+    judged: int = field(default=0, metadata=VERIFY)
+    runs: int = field(default=0, metadata=VERIFY)
+    steps: int = field(default=0, metadata=AUDIT)
     windows: int = 0
-    windows_skipped: dict[str, int] = field(default_factory=dict)
-    shrinking: str | None = None
-    traffic: str | None = None
-    moved_by_zeros: str | None = None
-    moving_cases: int = 0
-    runs: int = 0
-
-    __str__ = _text
-    _repr_html_ = _html
-    raise_for_violation = _raise_for_violation
+    windows_skipped: dict[str, int] = field(default_factory=dict, metadata=VERIFY)
+    assumes: tuple[str, ...] = field(default=(), metadata=VERIFY)
+    autocast: str | None = field(default=None, metadata=VERIFY)
+    worst_error_over_allowed: float = field(default=0.0, metadata=VERIFY)
+    again: dict[str, int] = field(default_factory=dict, metadata=AUDIT)
+    findings: tuple[str, ...] = ()
+    disagreements: tuple[str, ...] = field(default=(), metadata=INTERNAL)
+    unknown: tuple[Unknown, ...] = field(default=(), metadata={**AUDIT, "read": _unknown})
+    second_opinion: str | None = None
+    skipped: dict[str, int] = field(default_factory=dict, metadata=VERIFY)
+    interrupted: bool = False
+    shrinking: str | None = field(default=None, metadata=VERIFY)
+    traffic: str | None = field(default=None, metadata=VERIFY)
+    moved_by_zeros: MovedByZeros | None = field(default=None, metadata={**VERIFY, "read": _moved})
+    accepted: tuple[Violation, ...] = field(default=(), metadata={**AUDIT, "read": violation_from_json})
+    raised: str | None = field(default=None, metadata=AUDIT)
+    rank: int | None = field(default=None, metadata=AUDIT)
+    ranks: int = field(default=1, metadata=AUDIT)
+    command: Command = field(default="verify", metadata=INTERNAL)
 
     @property
-    def holds(self) -> bool:
-        """Whether no violation was found."""
-        return self.violation is None
-
-    @property
-    def violations(self) -> tuple[Violation, ...]:
-        """The violation, if there is one."""
-        return () if self.violation is None else (self.violation,)
-
-    @property
-    def unjudged(self) -> str | None:
-        """Why no case could be judged; None where one was, or where the run was interrupted."""
-        if self.judged or self.violation is not None or self.interrupted:
-            return None
-        reason = max(self.skipped, key=self.skipped.__getitem__, default=next(iter(self.findings), "none was drawn"))
-        return f"none of {self.cases} cases could be judged: {reason}"
+    def violation(self) -> Violation | None:
+        """The first violation that is not accepted."""
+        return self.violations[0] if self.violations else None
 
     @property
     def verdict(self) -> str:
         """`"holds"`, `"violated"` or `"unjudged"`."""
-        return "violated" if self.violation is not None else "holds" if self.unjudged is None else "unjudged"
+        return "violated" if self.violations else "holds" if self.unjudged is None else "unjudged"
+
+    @property
+    def holds(self) -> bool:
+        """Whether something was judged and no violation was found."""
+        return self.verdict == "holds"
+
+    @property
+    def is_another_ranks(self) -> bool:
+        """Whether another rank judges what this one recorded."""
+        return self.rank is not None and (self.unjudged or "").startswith("rank ")
+
+    def raise_for_violation(self) -> None:
+        """Do nothing where something was judged and holds.
+
+        Raises:
+            ViolationFound: there is a violation; the message is the verdict in words.
+            UsageError: nothing could be judged.
+        """
+        if self.violations:
+            raise ViolationFound(str(self))
+        if self.unjudged is not None:
+            raise UsageError(f"{result_lines(self)[0]}: {self.unjudged}")
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON-ready data."""
-        return {
-            "loop": self.loop,
-            "verdict": self.verdict,
-            "cases": self.cases,
-            "judged": self.judged,
-            "runs": self.runs,
-            "seconds": round(self.seconds, 3),
-            "assumes": list(self.assumes),
-            "autocast": self.autocast,
-            "worst_error_over_allowed": json_number(self.ratio),
-            "findings": list(self.findings),
-            "second_opinion": self.second_opinion,
-            "skipped": dict(self.skipped),
-            "windows": self.windows,
-            "windows_skipped": dict(self.windows_skipped),
-            "interrupted": self.interrupted,
-            "shrinking": self.shrinking,
-            **({} if self.traffic is None else {"traffic": self.traffic}),
-            "moved_by_zeros": self.moved_by_zeros and {"cases": self.moving_cases, "explanation": self.moved_by_zeros},
-            "violation": self.violation and self.violation.to_json(self.found_after),
-        }
+        data: dict[str, Any] = to_json(self, self.command)
+        derived = {"verdict": self.verdict, "violation": self.violation, "seconds": round(self.seconds, 3)}
+        if self.traffic is None:
+            data.pop("traffic", None)
+        return {**data, **to_json(derived, self.command)}
+
+    def __str__(self) -> str:
+        return "\n".join(result_lines(self))
+
+    def _repr_html_(self) -> str:
+        return result_html(self)
+
+
+def result_from_json(data: Mapping[str, Any]) -> Result:
+    """Return a result from its JSON, or from a record of kind `verify`, `audit` or `trainer`."""
+    first = data.get("violation")
+    command = "verify" if "cases" in data else "audit"
+    violations = data.get("violations") or ([first] if first else [])
+    return from_json(Result, {**data, "violations": violations, "command": command})
+
+
+def results_to_json(results: Sequence[Result], environment: dict[str, Any]) -> dict[str, Any]:
+    """Return the document that `verify --json` and `audit --json` write."""
+    return {"schema": SCHEMA, "environment": environment, "results": [result.to_json() for result in results]}
 
 
 ENDLESS = "the loop was stopped there"
@@ -275,225 +445,179 @@ def is_endless(violation: Violation) -> bool:
     return violation.diagnosis == "timed-out" or violation.explanation.endswith(ENDLESS)
 
 
-def results_to_json(results: Sequence[Result | LiveResult], environment: dict[str, Any]) -> dict[str, Any]:
-    """Return the document that `verify --json` and `audit --json` write."""
-    return {"schema": SCHEMA, "environment": environment, "results": [result.to_json() for result in results]}
+# The table of expected and observed weights on a console, with bars.
 
 
-def violation_to_json(violation: Violation | LiveViolation, **place: Any) -> dict[str, Any]:
-    """Return what the JSON of each violation has, and its place in the run."""
-    return {
-        "kind": violation.kind,
-        "diagnosis": violation.diagnosis,
-        "explanation": violation.explanation,
-        "parameter": violation.parameter,
-        "error": json_number(violation.error),
-        "allowed": json_number(violation.allowed),
-        **place,
-    }
+HEADER = "weight of each item, by micro-batch (index, {rank}count, expected, observed; # observed, | expected):"
+WIDTH = 24
+"""Characters of the longest bar."""
+SHOWN_ROWS = 12
 
 
-def json_number(value: float | None) -> float | str | None:
-    """Return the number, or a string for a NaN or an infinity, which JSON has no numbers for."""
-    if value is None or math.isfinite(value):
-        return value
-    return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+def weight_lines(weights: Sequence[Weight]) -> list[str]:
+    """Return the lines of a table of the weights of a window, `SHOWN_ROWS` at most; none where there are none."""
+    if not weights:
+        return []
+    top = _largest(weights)
+    ranks = any(w.rank is not None for w in weights)
+    lines = [
+        f"  {w.place:>3}{f' {w.rank:>4}' if ranks else ''} {w.count:>8.6g} {w.expected:>12.6g} {w.observed:>12.6g}  "
+        f"{_bar(w.expected, w.observed, top)}".rstrip()
+        for w in weights[:SHOWN_ROWS]
+    ]
+    more = [f"  and {len(weights) - SHOWN_ROWS} more"] if len(weights) > SHOWN_ROWS else []
+    return [HEADER.format(rank="rank, " if ranks else ""), *lines, *more]
 
 
-# The verdict on a live run, and its JSON.
+def _largest(weights: Iterable[Weight]) -> float:
+    """Return the largest magnitude of a finite weight; 0 where there is none."""
+    finite = (abs(value) for w in weights for value in (w.expected, w.observed) if math.isfinite(value))
+    return max(finite, default=0.0)
 
 
-@dataclass(frozen=True)
-class WeightRow:
-    """What one call of a loss gave each of its items in a window.
+def _bar(expected: float, observed: float, top: float) -> str:
+    """Return a bar as long as the observed weight, of `-` where it is negative, with a mark at the expected one."""
+    if not top or not math.isfinite(expected) or not math.isfinite(observed):
+        return ""
+    bar = ("#" if observed > 0 else "-") * _length(observed, top)
+    mark = _length(expected, top)
+    return f"{bar[:mark]:<{mark}}|{bar[mark:]}"
 
-    Attributes:
-        micro_batch: index of the backward pass in the window.
-        where: `file:line` of the call.
-        count: what the call's mean divides by, or its number of items.
-        expected: the weight that each item should have.
-        observed: the weight that each item has.
-        rank: of the process, where there are several.
+
+def _length(weight: float, top: float) -> int:
+    # rounding must not decide between two lengths
+    return math.floor(round(WIDTH * abs(weight) / top, 6) + 0.5)
+
+
+# Results in words, which `print(result)` and the commands print.
+
+
+def result_lines(result: Result, *, width: int = 0, shown: bool = False) -> list[str]:
+    """Return a result in words: its line, and below it what it rests on, findings and violations.
+
+    Args:
+        result: the result.
+        width: of the column of names, in characters.
+        shown: whether violations were printed when they were found, and why nothing was judged is said elsewhere.
     """
-
-    micro_batch: int
-    where: str
-    count: float
-    expected: float
-    observed: float
-    rank: int | None = None
-
-    @property
-    def place(self) -> int:
-        """The micro-batch, as a table shows it."""
-        return self.micro_batch
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the row as JSON-ready data."""
-        return {name: json_number(value) if isinstance(value, float) else value for name, value in asdict(self).items()}
+    below = _below_loop(result) if result.command == "verify" else _below_run(result, shown=shown)
+    return [_line(result, width), *(f"    {line}".rstrip() for line in below)]
 
 
-@dataclass(frozen=True)
-class LiveViolation:
-    """A violation of the promise at one optimizer step of a live run.
-
-    Attributes:
-        kind: the part of the promise that is violated.
-        diagnosis: the name of the fault, such as `mean-of-means`.
-        explanation: one or two sentences: what is wrong and what to do.
-        step: index of the step among all that were seen, from 0, or None where none was about to come.
-        where: `file:line` of the call of the loss, or of what is nearest to the fault.
-        backward: `file:line` of the window's last call of backward, or None.
-        stepped: `file:line` of the call of the optimizer's step, or None.
-        parameter: name of a parameter that shows it, or None.
-        error: relative size: the largest relative error of a weight, or of a gradient's sum.
-        allowed: the largest relative error that rounding explains, or None.
-        weights: what each call of the loss gave its items; empty where the weights are not what is wrong.
-        gradient_error: 2-norm of the gradient's error over that of the gradient, where the window was computed again.
-        occurrences: number of steps with this diagnosis.
-    """
-
-    kind: ViolationKind
-    diagnosis: str
-    explanation: str
-    step: int | None = None
-    where: str | None = None
-    backward: str | None = None
-    stepped: str | None = None
-    parameter: str | None = None
-    error: float | None = None
-    allowed: float | None = None
-    weights: tuple[WeightRow, ...] = ()
-    gradient_error: float | None = None
-    occurrences: int = 1
-
-    @property
-    def places(self) -> dict[str, str | None]:
-        """Where the loss is computed, goes backward and is stepped on: `file:line`."""
-        return {"loss": self.where, "backward": self.backward, "step": self.stepped}
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the violation as JSON-ready data: the fields of `verify`, and those of a live run."""
-        found_after = None if self.step is None else self.step + 1
-        return {
-            **violation_to_json(self, epoch=None, window=self.step, found_after=found_after, case=None),
-            "step": self.step,
-            "where": self.where,
-            "backward": self.backward,
-            "stepped": self.stepped,
-            "weights": [row.to_json() for row in self.weights],
-            "gradient_error": json_number(self.gradient_error),
-            "occurrences": self.occurrences,
-        }
+def _line(result: Result, width: int) -> str:
+    """Return the verdict in one line."""
+    verdict = "VIOLATED" if result.violations else result.verdict
+    if result.interrupted and result.holds:
+        verdict = "holds so far (interrupted)"
+    if result.command == "audit":
+        over = f" over {result.ranks} ranks" if result.ranks > 1 else ""
+        accepted = f", {counted(len(result.accepted), 'fault')} accepted" if result.accepted else ""
+        judged = f"{counted(result.windows, 'step')} judged of {result.steps}{over}{accepted}"
+        return f"{result.loop}  {verdict}  {judged}  {result.seconds:.1f} s"
+    worst = f"worst error {of_bound(result.worst_error_over_allowed)}" if result.holds and result.cases else ""
+    cases = counted(result.cases, "case")
+    return f"{result.loop:<{width}}  {verdict:<8}  {cases:>9}  {result.seconds:6.1f} s  {worst}".rstrip()
 
 
-@dataclass(frozen=True)
-class Unknown:
-    """A part of a live run that could not be judged.
+def _below_run(result: Result, *, shown: bool) -> Iterator[str]:
+    """Yield what an audit found."""
+    for how, count in result.again.items():
+        yield f"{counted(count, 'window')} computed again, {how}"
+    for violation in result.violations:
+        yield from [violation.title] if shown else violation.words
+    for violation in result.accepted:
+        yield f"accepted: {violation.title.removeprefix(f'{violation.kind}: ')}, {violation.explanation}"
+    if result.second_opinion:
+        yield result.second_opinion
+    for finding in result.findings:
+        yield f"finding: {finding}"
+    if result.unjudged is not None and not shown:
+        yield f"unjudged: {result.unjudged}"
 
-    Attributes:
-        what: `weights`, or `sums and weights`.
-        where: `file:line` of the call of backward, or of the step.
-        reason: why.
-        remedy: what to do, or None where nothing helps.
-    """
 
-    what: str
-    where: str
-    reason: str
-    remedy: str | None = None
+def _below_loop(result: Result) -> Iterator[str]:
+    """Yield the assumptions of a loop, what was found beside its verdict, and its violation."""
+    if drawn := [name for name in result.assumes if name not in DECLARED]:
+        yield f"assumes {', '.join(drawn)}: nothing else was tried"
+    yield from (f"assumes {name}: {meaning}" for name, meaning in DECLARED.items() if name in result.assumes)
+    if result.autocast:
+        yield f"losses may be computed under torch.autocast in {result.autocast}"
+    if result.traffic:
+        yield result.traffic
+    if moved := result.moved_by_zeros:
+        yield f"in {counted(moved.cases, 'case')} zeros moved a parameter that None leaves: {moved.explanation}"
+    yield from (result.second_opinion or "").splitlines()
+    for finding in result.findings:
+        yield f"finding, for which no loop is to blame: {finding}"
+    for reason, count in result.skipped.items():
+        yield f"{counted(count, 'case')} could not be judged here: {' '.join(reason.split())}"
+    for reason, count in result.windows_skipped.items():
+        steps = result.windows + sum(result.windows_skipped.values())
+        yield f"{count} of {steps} steps could not be judged: {reason}"
+    for violation in result.violations:
+        yield from [*violation.words, _found(result, violation)]
 
-    def __str__(self) -> str:
-        left = (
-            "the weights of this loss are unknown" if self.what == "weights" else "neither sums nor weights were judged"
+
+def _found(result: Result, violation: Violation) -> str:
+    first, spec = "the weight probe", violation.case.spec
+    after = violation.found_after
+    if spec is None:
+        first = "the case that is tried first, two whole windows"
+    elif after is None and spec.layer_kinds != ["readout"]:
+        first = "a linear model"
+    runs = f"; the loop was run {counted(result.runs, 'time')}"
+    if after == 0:
+        return f"found on {first}, then shown on this small case{runs}"
+    if not result.cases:
+        return f"found on {first}, before any case was drawn{runs}"
+    if after is None:
+        return f"found on {first}; none of {counted(result.cases, 'case')} drawn shows it{runs}"
+    if result.shrinking:
+        return f"found after {counted(after, 'case')}; {result.shrinking}{runs}"
+    return f"found after {counted(after, 'case')}, then shrunk to this one{runs}"
+
+
+# The same as HTML, for a notebook, which runs no script and has no style sheet of ours.
+
+
+_GROUND = {"good": "#0a6b2d", "bad": "#a4161a", "warn": "#7a4d00"}
+_CELL = "padding:0 .8em;text-align:right"
+
+
+def result_html(result: Result) -> str:
+    """Return a verdict as HTML: its first line, each violation with its weights as bars, and all words, folded."""
+    lines = result_lines(result)
+    tone = {"holds": "good", "violated": "bad"}.get(result.verdict, "warn")
+    style = f"background:{_GROUND[tone]};color:#fff;padding:.1em .5em;border-radius:.3em"
+    parts = [f'<p><b style="{style}">{result.verdict}</b> <code>{html.escape(lines[0])}</code></p>']
+    for violation in result.violations:
+        parts.append(f"<p><b>{html.escape(violation.title)}</b>. {html.escape(violation.explanation)}</p>")
+        parts.append(f"<pre>{html.escape(chr(10).join(aligned(violation.facts)))}</pre>")
+        parts.append(_weights_html(violation.weights))
+    words = html.escape("\n".join(lines))
+    return f"<div>{''.join(parts)}<details><summary>in words</summary><pre>{words}</pre></details></div>"
+
+
+def _weights_html(weights: Sequence[Weight]) -> str:
+    if not weights:
+        return ""
+    top = _largest(weights) or 1.0
+    ranks = any(w.rank is not None for w in weights)
+    names = ("micro-batch", *(("rank",) if ranks else ()), "count", "expected", "observed", "observed, | expected")
+    head = "".join(f'<th style="{_CELL}">{name}</th>' for name in names)
+    body = []
+    for w in weights:
+        numbers = (f"{value:.6g}" for value in (w.count, w.expected, w.observed))
+        cells = (w.place, *((str(w.rank),) if ranks else ()), *numbers)
+        bar = "".join(
+            f'<div style="position:absolute;{style}"></div>'
+            for weight, style in (
+                (w.observed, "left:0;top:.2em;height:.8em;width:{}%;background:#a8487f"),
+                (w.expected, "left:{}%;top:0;height:1.2em;border-left:2px solid currentColor"),
+            )
+            if math.isfinite(weight)
+            for style in (style.format(round(100 * abs(weight) / top)),)
         )
-        return f"{self.where}: {self.reason}: {left}" + (f"; {self.remedy}" if self.remedy else "")
-
-
-@dataclass(frozen=True)
-class LiveResult:
-    """The verdict on a live run.
-
-    Attributes:
-        script: as the user named it.
-        windows: number of steps judged.
-        steps: number of steps seen.
-        seconds: wall-clock seconds of the run.
-        violations: the first violation of each diagnosis that is not accepted, in the order in which they were found.
-        accepted: likewise of the diagnoses that the user accepts.
-        again: how windows were computed again -> how many.
-        findings: what could not be seen or judged, and what is worth knowing.
-        unknown: what could not be judged -> in how many steps; the findings have it in words.
-        second_opinion: a sentence about the calls that JAX computed, where it was asked.
-        disagreements: gradients in which torch and JAX differ, one sentence for each call.
-        unjudged: why nothing could be judged, and what to do; None where something was.
-        interrupted: whether Ctrl-C ended the run.
-        raised: the exception that ended the run, or None.
-        rank: of the process, where there are several.
-        ranks: number of ranks that were judged together.
-    """
-
-    script: str
-    windows: int
-    steps: int
-    seconds: float
-    violations: tuple[LiveViolation, ...] = ()
-    accepted: tuple[LiveViolation, ...] = ()
-    again: dict[str, int] = field(default_factory=dict)
-    findings: tuple[str, ...] = ()
-    unknown: dict[Unknown, int] = field(default_factory=dict)
-    second_opinion: str | None = None
-    disagreements: tuple[str, ...] = ()
-    unjudged: str | None = None
-    interrupted: bool = False
-    raised: str | None = None
-    rank: int | None = None
-    ranks: int = 1
-
-    __str__ = _text
-    _repr_html_ = _html
-    raise_for_violation = _raise_for_violation
-
-    @property
-    def is_another_ranks(self) -> bool:
-        """Whether another rank judges what this one recorded."""
-        return self.rank is not None and (self.unjudged or "").startswith("rank ")
-
-    @property
-    def violation(self) -> LiveViolation | None:
-        """The first violation that is not accepted."""
-        return self.violations[0] if self.violations else None
-
-    @property
-    def verdict(self) -> str:
-        """`"holds"`, `"violated"` or `"unjudged"`."""
-        if self.violations:
-            return "violated"
-        return "unjudged" if self.unjudged is not None else "holds"
-
-    @property
-    def holds(self) -> bool:
-        """Whether something was judged and no violation was found."""
-        return self.verdict == "holds"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON-ready data."""
-        return {
-            "loop": self.script,
-            "verdict": self.verdict,
-            "windows": self.windows,
-            "steps": self.steps,
-            "seconds": round(self.seconds, 3),
-            "again": dict(self.again),
-            "findings": [*self.findings, *self.disagreements],
-            "unknown": [{**asdict(part), "steps": steps} for part, steps in self.unknown.items()],
-            "second_opinion": self.second_opinion,
-            "unjudged": self.unjudged,
-            "accepted": [violation.to_json() for violation in self.accepted],
-            "interrupted": self.interrupted,
-            "raised": self.raised,
-            "rank": self.rank,
-            "ranks": self.ranks,
-            "violation": self.violation and self.violation.to_json(),
-            "violations": [violation.to_json() for violation in self.violations],
-        }
+        drawn = f'<td><div style="position:relative;width:16em;height:1.2em">{bar}</div></td>'
+        body.append("<tr>" + "".join(f'<td style="{_CELL}">{cell}</td>' for cell in cells) + drawn + "</tr>")
+    return f"<table><tr>{head}</tr>{''.join(body)}</table>"

@@ -1,22 +1,17 @@
-"""Results in words, and how words are printed: counts with nouns, weights with bars, verdicts as text and as HTML."""
+"""Words, and how they are printed: counts with nouns, columns, shares and errors, lines in colour on a terminal."""
 
 from __future__ import annotations
 
-import html
-import math
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from difflib import get_close_matches
 from itertools import groupby
 from typing import TYPE_CHECKING, TextIO
 
-from gradcheck_suite.core.contract import DECLARED
-
 if TYPE_CHECKING:
     from gradcheck_suite.core.case import Plan
-    from gradcheck_suite.core.results import LiveResult, LiveViolation, Result, Violation
 
 # Counts with their nouns, names and texts in two columns, names that were meant. Imports neither framework.
 
@@ -157,6 +152,11 @@ def error_text(error: float, allowed: float) -> str:
     return f"{error:.3g}, where rounding allows {allowed:.{digits}g}"
 
 
+def violation_title(kind: str, diagnosis: str) -> str:
+    """Return `kind: diagnosis`, or the kind alone where the diagnosis says no more."""
+    return kind if kind == diagnosis else f"{kind}: {diagnosis}"
+
+
 # Print lines: in colour on a terminal, where long ones are wrapped at words.
 
 
@@ -210,218 +210,3 @@ def _wrapped(line: str, width: int) -> str:
     wrap = textwrap.TextWrapper(width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     wrap.drop_whitespace = len(line) > width
     return wrap.fill(line) if len(line) > width else line
-
-
-# The table of expected and observed weights on a console, with bars.
-
-
-HEADER = "weight of each item, by micro-batch (index, {rank}count, expected, observed; # observed, | expected):"
-WIDTH = 24
-"""Characters of the longest bar."""
-Row = tuple[str | int, int | None, float, float, float]
-"""Index of the micro-batch, its rank where there are several, count, expected and observed weight of each item."""
-
-
-def weight_lines(rows: Iterable[Row], most: int | None = None) -> list[str]:
-    """Return the lines of a table of weights; none where there are none.
-
-    Args:
-        rows: of the micro-batches of a window.
-        most: rows that are shown at most.
-    """
-    rows = list(rows)
-    if not rows:
-        return []
-    top = max((abs(w) for *_, e, o in rows for w in (e, o) if math.isfinite(w)), default=0.0)
-    shown = rows[:most]
-    ranks = any(rank is not None for _, rank, *_ in rows)
-    places = [f"{j:>3} {rank:>4}" if ranks else f"{j:>3}" for j, rank, *_ in shown]
-    lines = [
-        f"  {place} {n:>8.6g} {e:>12.6g} {o:>12.6g}  {_bar(e, o, top)}".rstrip()
-        for place, (*_, n, e, o) in zip(places, shown, strict=True)
-    ]
-    more = [f"  and {len(rows) - len(shown)} more"] if len(rows) > len(shown) else []
-    return [HEADER.format(rank="rank, " if ranks else ""), *lines, *more]
-
-
-def _bar(expected: float, observed: float, top: float) -> str:
-    """Return a bar as long as the observed weight, of `-` where it is negative, with a mark at the expected one."""
-    if not top or not math.isfinite(expected) or not math.isfinite(observed):
-        return ""
-    bar = ("#" if observed > 0 else "-") * _length(observed, top)
-    mark = _length(expected, top)
-    return f"{bar[:mark]:<{mark}}|{bar[mark:]}"
-
-
-def _length(weight: float, top: float) -> int:
-    # rounding must not decide between two lengths
-    return math.floor(round(WIDTH * abs(weight) / top, 6) + 0.5)
-
-
-# The words of results, which `print(result)` and the commands print.
-
-
-SHOWN_ROWS = 8
-
-
-def violation_title(kind: str, diagnosis: str) -> str:
-    """Return `kind: diagnosis`, or the kind alone where the diagnosis says no more."""
-    return kind if kind == diagnosis else f"{kind}: {diagnosis}"
-
-
-def _live_title(violation: LiveViolation) -> str:
-    at = "" if violation.step is None else f" at step {violation.step}"
-    more = violation.occurrences - 1
-    return f"{violation_title(violation.kind, violation.diagnosis)}{at}" + (f" and {more} more" if more else "")
-
-
-def _places(violation: LiveViolation | Violation) -> list[str]:
-    pairs = [*getattr(violation, "places", {}).items(), ("parameter", violation.parameter)]
-    error = getattr(violation, "gradient_error", None)
-    pairs.append(("gradient", None if error is None else f"off by {percent(error)}"))
-    return aligned((name, value) for name, value in pairs if value)
-
-
-def violation_lines(violation: LiveViolation) -> list[str]:
-    """Return a violation of a live run in words: kind, diagnosis, explanation, places, weights."""
-    table = weight_lines(_rows(violation), most=SHOWN_ROWS)
-    return [_live_title(violation), violation.explanation, *_places(violation), *table]
-
-
-def _rows(violation: LiveViolation | Violation) -> list[Row]:
-    return [(w.place, w.rank, w.count, w.expected, w.observed) for w in violation.weights]
-
-
-def live_lines(result: LiveResult, *, shown: bool = False) -> list[str]:
-    """Return the result of a run in words.
-
-    Args:
-        result: the result.
-        shown: whether violations were printed when they were found, and why nothing was judged is said elsewhere.
-    """
-    verdict = "VIOLATED" if result.violations else result.verdict
-    if result.interrupted and result.holds:
-        verdict = "holds so far (interrupted)"
-    steps = counted(result.windows, "step")
-    over = f" over {result.ranks} ranks" if result.ranks > 1 else ""
-    accepted = f", {counted(len(result.accepted), 'fault')} accepted" if result.accepted else ""
-    lines = [f"{result.script}  {verdict}  {steps} judged of {result.steps}{over}{accepted}  {result.seconds:.1f} s"]
-    for how, count in result.again.items():
-        lines.append(f"    {counted(count, 'window')} computed again, {how}")
-    for violation in result.violations:
-        lines += [f"    {line}" for line in ([_live_title(violation)] if shown else violation_lines(violation))]
-    for violation in result.accepted:
-        lines += [f"    accepted: {_live_title(violation).partition(': ')[2]}, {violation.explanation}"]
-    lines += [f"    {result.second_opinion}"] if result.second_opinion else []
-    lines += [f"    finding: {finding}" for finding in (*result.findings, *result.disagreements)]
-    return lines if shown or result.unjudged is None else [*lines, f"    unjudged: {result.unjudged}"]
-
-
-def loop_line(result: Result, width: int = 0) -> str:
-    """Return the verdict on a loop in one line, with its name in a column of so many characters."""
-    verdict = "holds" if result.holds else "VIOLATED"
-    if result.interrupted and result.holds:
-        verdict = "holds so far (interrupted)"
-    worst = f"worst error {of_bound(result.ratio)}" if result.holds and result.cases else ""
-    if result.unjudged is not None:
-        verdict, worst = "unjudged", ""
-    cases = counted(result.cases, "case")
-    return f"{result.loop:<{width}}  {verdict:<8}  {cases:>9}  {result.seconds:6.1f} s  {worst}".rstrip()
-
-
-def loop_lines(result: Result, width: int = 0) -> list[str]:
-    """Return the line of a loop, and below it its assumptions, findings and violation."""
-    lines = []
-    if drawn := [name for name in result.assumes if name not in DECLARED]:
-        lines.append(f"assumes {', '.join(drawn)}: nothing else was tried")
-    lines += [f"assumes {name}: {meaning}" for name, meaning in DECLARED.items() if name in result.assumes]
-    if result.autocast:
-        lines.append(f"losses may be computed under torch.autocast in {result.autocast}")
-    if result.traffic:
-        lines.append(result.traffic)
-    if result.moved_by_zeros:
-        moving = counted(result.moving_cases, "case")
-        lines.append(f"in {moving} zeros moved a parameter that None leaves: {result.moved_by_zeros}")
-    lines += (result.second_opinion or "").splitlines()
-    lines += [f"finding, for which no loop is to blame: {finding}" for finding in result.findings]
-    lines += [
-        f"{counted(count, 'case')} could not be judged here: {' '.join(reason.split())}"
-        for reason, count in result.skipped.items()
-    ]
-    lines += [
-        f"{count} of {result.windows + sum(result.windows_skipped.values())} steps could not be judged: {reason}"
-        for reason, count in result.windows_skipped.items()
-    ]
-    if result.violation is not None:
-        lines += [*result.violation.words, _found(result)]
-    return [loop_line(result, width), *(f"    {line}".rstrip() for line in lines)]
-
-
-def _found(result: Result) -> str:
-    assert result.violation is not None
-    first, spec = "the weight probe", result.violation.case.spec
-    if spec is None:
-        first = "the case that is tried first, two whole windows"
-    elif result.found_after is None and spec.layer_kinds != ["readout"]:
-        first = "a linear model"
-    runs = f"; the loop was run {counted(result.runs, 'time')}"
-    if result.found_after == 0:
-        return f"found on {first}, then shown on this small case{runs}"
-    if not result.cases:
-        return f"found on {first}, before any case was drawn{runs}"
-    if result.found_after is None:
-        return f"found on {first}; none of {counted(result.cases, 'case')} drawn shows it{runs}"
-    if result.shrinking:
-        return f"found after {counted(result.found_after, 'case')}; {result.shrinking}{runs}"
-    return f"found after {counted(result.found_after, 'case')}, then shrunk to this one{runs}"
-
-
-# The same as HTML, for a notebook, which runs no script and has no style sheet of ours.
-
-
-_GROUND = {"good": "#0a6b2d", "bad": "#a4161a", "warn": "#7a4d00"}
-_CELL = "padding:0 .8em;text-align:right"
-
-
-def result_html(lines: Sequence[str], verdict: str, violations: Iterable[LiveViolation | Violation]) -> str:
-    """Return a verdict as HTML: its first line, then each violation with the weights as bars, then all words, folded.
-
-    Args:
-        lines: the verdict in words.
-        verdict: `holds`, `violated` or `unjudged`.
-        violations: in order.
-    """
-    tone = {"holds": "good", "violated": "bad"}.get(verdict, "warn")
-    chip = f'<b style="background:{_GROUND[tone]};color:#fff;padding:.1em .5em;border-radius:.3em">{verdict}</b>'
-    parts = [f"<p>{chip} <code>{html.escape(lines[0])}</code></p>"]
-    for violation in violations:
-        title = violation_title(violation.kind, violation.diagnosis)
-        parts.append(f"<p><b>{html.escape(title)}</b>. {html.escape(violation.explanation)}</p>")
-        parts.append(f"<pre>{html.escape(chr(10).join(_places(violation)))}</pre>")
-        parts.append(_weights_html(_rows(violation)))
-    words = html.escape("\n".join(lines))
-    return f"<div>{''.join(parts)}<details><summary>in words</summary><pre>{words}</pre></details></div>"
-
-
-def _weights_html(rows: Sequence[Row]) -> str:
-    if not rows:
-        return ""
-    top = max((abs(w) for *_, e, o in rows for w in (e, o) if math.isfinite(w)), default=0.0) or 1.0
-    ranks = any(rank is not None for _, rank, *_ in rows)
-    names = ("micro-batch", *(("rank",) if ranks else ()), "count", "expected", "observed", "observed, | expected")
-    head = "".join(f'<th style="{_CELL}">{name}</th>' for name in names)
-    body = []
-    for place, rank, count, expected, observed in rows:
-        cells = (str(place), *((str(rank),) if ranks else ()), f"{count:.6g}", f"{expected:.6g}", f"{observed:.6g}")
-        bar = "".join(
-            f'<div style="position:absolute;{style}"></div>'
-            for weight, style in (
-                (observed, "left:0;top:.2em;height:.8em;width:{}%;background:#a8487f"),
-                (expected, "left:{}%;top:0;height:1.2em;border-left:2px solid currentColor"),
-            )
-            if math.isfinite(weight)
-            for style in (style.format(round(100 * abs(weight) / top)),)
-        )
-        drawn = f'<td><div style="position:relative;width:16em;height:1.2em">{bar}</div></td>'
-        body.append("<tr>" + "".join(f'<td style="{_CELL}">{cell}</td>' for cell in cells) + drawn + "</tr>")
-    return f"<table><tr>{head}</tr>{''.join(body)}</table>"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import cycle, islice
 
@@ -13,7 +13,7 @@ import torch
 from gradcheck_suite.core.case import PARAMETER, Case, Plan, Reduction, probe_case, slopes_of, slopes_text, unit_of
 from gradcheck_suite.core.comparison import Vector
 from gradcheck_suite.core.contract import EQUAL_BATCHES, EQUAL_MICRO_BATCHES, ONE_EPOCH, WHOLE_WINDOWS, dealt_to_ranks
-from gradcheck_suite.core.results import ItemWeight
+from gradcheck_suite.core.results import Weight
 from gradcheck_suite.judge.reruns import LoopRunner
 from gradcheck_suite.judge.weights import Weights, listed
 from gradcheck_suite.run.instance import Instance, Items, generated_instance, recounted, scaled
@@ -206,7 +206,7 @@ def probes_of(instance: Instance) -> Iterator[WeightProbe]:
         yield WeightProbe(plan, reduction, count)
 
 
-def item_weights(probe: WeightProbe, observed: Vector, window: int) -> tuple[ItemWeight, ...]:
+def item_weights(probe: WeightProbe, observed: Vector, window: int) -> tuple[Weight, ...]:
     """Return the right and the observed weights of a step.
 
     Args:
@@ -220,25 +220,25 @@ def item_weights(probe: WeightProbe, observed: Vector, window: int) -> tuple[Ite
     expected = probe.right_weights(window)[list(probe.plan.starts)]
     ranks = [rank if probe.plan.ranks else None for rank in probe.plan.owners]
     rows = [
-        (float(n), float(e), float(o), rank)
-        for n, e, o, rank in zip(probe.counts, expected, observed, ranks, strict=True)
+        Weight(micro_batches=str(j), count=float(n), expected=float(e), observed=float(o), rank=rank)
+        for j, (n, e, o, rank) in enumerate(zip(probe.counts, expected, observed, ranks, strict=True))
     ]
     runs: list[range] = []
     is_long = len(rows) > MOST_ROWS
     for j, row in enumerate(rows):
-        _, e, o, _ = row
-        if is_long and e == o == 0:
+        if is_long and row.expected == row.observed == 0:
             continue
         if is_long and runs and runs[-1].stop == j and _digits(rows[runs[-1].start]) == _digits(row):
             runs[-1] = range(runs[-1].start, j + 1)
         else:
             runs.append(range(j, j + 1))
-    return tuple(ItemWeight(ranges_text(list(run)), *rows[run.start]) for run in runs)
+    return tuple(replace(rows[run.start], micro_batches=ranges_text(list(run))) for run in runs)
 
 
-def _digits(row: tuple[float, float, float, int | None]) -> list[str]:
+def _digits(row: Weight) -> list[str]:
     """Return a row with the digits that are shown: equal weights may differ by rounding in further ones."""
-    return [f"{number:.6g}" for number in row if number is not None]
+    numbers = row.count, row.expected, row.observed, row.rank
+    return [f"{number:.6g}" for number in numbers if number is not None]
 
 
 def ranges_text(numbers: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from gradcheck_suite.core.comparison import WEIGHT_TOLERANCE
 from gradcheck_suite.core.faults import FAULTS, names_of
-from gradcheck_suite.core.results import ItemWeight
+from gradcheck_suite.core.results import Weight
 
 ALONE = " alone, while "
 """In an explanation between the parameters that are wrong and those that are right."""
@@ -128,7 +128,7 @@ class Diagnosis:
     name: str
     sentence: str
     details: tuple[str, ...] = ()
-    weights: tuple[ItemWeight, ...] = ()
+    weights: tuple[Weight, ...] = ()
 
     def __post_init__(self) -> None:
         """Expect a name of the table; empty where none is given."""

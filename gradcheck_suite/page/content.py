@@ -41,7 +41,7 @@ def sources(records: Iterable[Record]) -> tuple[Source, ...]:
     groups: dict[Source, list[Record]] = {}
     for record in records:
         older, unclean = record.judge != code_digest(record.kind), record.clean is False
-        commit, where = record.commit[:9], machine(record.environment)
+        commit, where = record.commit[:9], machine_text(record.environment)
         run = Source(record.kind, record.command, commit, "", where, older=older, unclean=unclean)
         groups.setdefault(run, []).append(record)
     found = [(max(r.time for r in group), run, len(group)) for run, group in groups.items()]
@@ -49,7 +49,7 @@ def sources(records: Iterable[Record]) -> tuple[Source, ...]:
     return tuple(replace(run, date=time[:10], records=count) for time, run, count in found)
 
 
-def machine(environment: Mapping[str, Any]) -> str:
+def machine_text(environment: Mapping[str, Any]) -> str:
     """Return the machine of an environment in a few words; empty where it is unknown."""
     if not environment:
         return ""

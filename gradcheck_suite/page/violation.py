@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from gradcheck_suite.core.case import Plan, case_from_json
+from gradcheck_suite.core.case import Plan
 from gradcheck_suite.core.counterexamples import FOLDER
-from gradcheck_suite.core.text import counted, error_text, percent, violation_title
+from gradcheck_suite.core.results import Violation, Weight, json_number, violation_from_json
+from gradcheck_suite.core.text import counted
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.page.charts import Rows, Spec, colour, colours, layer, layers, name, number, sized, tooltip
-from gradcheck_suite.page.content import Figure, Table, machine, table
+from gradcheck_suite.page.content import Figure, Table, machine_text, table
 
 WEIGHTS = {"expected": "c6", "observed": "c4"}
 SIZES = {
@@ -27,18 +29,18 @@ SIZES = {
 CELL = 24
 
 
-def weights_plot(weights: Rows) -> Spec:
-    """Return the expected and the observed weight of each item as bars; rows have those of a violation's `weights`."""
+def weights_plot(weights: Sequence[Weight]) -> Spec:
+    """Return the expected and the observed weight of each item as bars."""
     rows = [
+        # JSON has no infinity and no NaN, and no plot can show them
         {
-            "micro-batch": micro_batch(weight),
+            "micro-batch": micro_batch(w),
             "which": which,
-            # JSON has no infinity and no NaN: they are strings, which no plot can show
-            "weight": None if isinstance(weight[which], str) else weight[which],
-            "count": weight["count"],
+            "weight": value if math.isfinite(value) else None,
+            "count": w.count,
         }
-        for weight in weights
-        for which in WEIGHTS
+        for w in weights
+        for which, value in (("expected", w.expected), ("observed", w.observed))
     ]
     bar = {
         "x": name("micro-batch", "micro-batch", axis={"labelAngle": 0}),
@@ -95,10 +97,9 @@ def size_of(expected: float | str, observed: float | str, allowed: float | str) 
     return small if error <= 1e3 * allowed else large if error <= 1e6 * allowed else above
 
 
-def micro_batch(weight: Mapping[str, Any]) -> str:
+def micro_batch(weight: Weight) -> str:
     """Return the name of a micro-batch, with the rank that gets it where there are several."""
-    rank = "" if weight.get("rank") is None else f", rank {weight['rank']}"
-    return f"{weight['micro_batches']}{rank}"
+    return weight.place if weight.rank is None else f"{weight.place}, rank {weight.rank}"
 
 
 # A violation as a page of its own: its explanation, its split in blocks, its plots, its script.
@@ -195,9 +196,15 @@ def read_violation(path: Path, shown: Path | None = None) -> ViolationPage:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         script = path.with_suffix(".py")
-        text = script.read_text(encoding="utf-8") if script.is_file() else ""
+        read = {name: data[name] for name in ("case", "source") if name in data}
         return violation_page(
-            data, name=path.stem, replay=f"gradcheck-suite replay {(shown or path).as_posix()}", script=text
+            violation_from_json({**data["violation"], **read}),
+            loop=str(data["loop"]),
+            name=path.stem,
+            evidence=data.get("evidence") or (),
+            replay=f"gradcheck-suite replay {(shown or path).as_posix()}",
+            script=script.read_text(encoding="utf-8") if script.is_file() else "",
+            machine=machine_text(data.get("environment") or {}),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise UsageError(f"{path}: not a stored counterexample ({type(error).__name__}: {error})") from None
@@ -214,90 +221,57 @@ def stored_violations(reports: Path) -> tuple[tuple[ViolationPage, ...], tuple[s
     return tuple(found), tuple(problems)
 
 
-def violation_page(data: Mapping[str, Any], *, name: str, replay: str = "", script: str = "") -> ViolationPage:
-    """Return the page of a counterexample.
+def violation_page(
+    violation: Violation,
+    *,
+    loop: str,
+    name: str,
+    evidence: Rows = (),
+    replay: str = "",
+    script: str = "",
+    machine: str = "",
+) -> ViolationPage:
+    """Return the page of a violation.
 
     Args:
-        data: as `core.counterexamples` stores it.
+        violation: with its `source`, where that is known.
+        loop: the loop or the script, as the user named it.
         name: unique on its page.
+        evidence: the elements of its gradient, as `core.counterexamples` stores them.
         replay: the command that runs it again.
         script: the text of its script.
-    """
-    violation, case = data["violation"], case_from_json(data["case"])
-    weights = violation.get("weights") or []
-    # the words that `verify` printed: describing a case anew would need the layers' definitions, torch and JAX
-    words = [str(line) for line in violation.get("described") or ()]
-    described = words[words.index("the case") + 1 :] if "the case" in words else []
-    return ViolationPage(
-        key=f"violation-{name}",
-        loop=str(data["loop"]),
-        title=violation_title(str(violation["kind"]), str(violation["diagnosis"])),
-        explanation=str(violation["explanation"]),
-        facts=_facts(violation),
-        windows=_windows(case.plan),
-        wrong=violation.get("window"),
-        figures=_figures(name, weights, data.get("evidence") or []),
-        weights=_weights_table(weights),
-        details=tuple(map(str, violation.get("details") or ())),
-        case=tuple(line[2:] for line in described[:-1]),
-        example=described[-1] if described else "",
-        replay=replay,
-        script=script,
-        machine=machine(data.get("environment") or {}),
-        source=source_lines(data.get("source")),
-    )
-
-
-def live_page(found: Mapping[str, Any], script: str, name: str, machine: str = "") -> ViolationPage:
-    """Return the page of a violation of an audited run.
-
-    Args:
-        found: the violation as its JSON has it, with its `source`.
-        script: as the user named it.
-        name: unique on its page.
         machine: where it was found.
     """
-    weights = [{**row, "micro_batches": str(row["micro_batch"])} for row in found.get("weights") or ()]
-    error = found.get("gradient_error")
-    pairs = (
-        ("step", found.get("step")), ("loss", found.get("where")), ("backward", found.get("backward")),
-        ("optimizer's step", found.get("stepped")), ("parameter", found.get("parameter")),
-        ("gradient", percent(error) + " off" if isinstance(error, int | float) else None),
-        ("steps like it", found.get("occurrences")),
-    )  # fmt: skip
+    # the words that `verify` printed: describing a case anew would need the layers' definitions, torch and JAX
+    _, *case, example = violation.described or ("", "")
+    after = violation.found_after
+    found = None if violation.command == "audit" or after is None else f"after {counted(after, 'case')}"
     return ViolationPage(
         key=f"violation-{name}",
-        loop=script,
-        title=violation_title(str(found["kind"]), str(found["diagnosis"])),
-        explanation=str(found["explanation"]),
-        facts=tuple((key, str(value)) for key, value in pairs if value is not None),
-        figures=_figures(name, weights, []),
-        weights=_weights_table(weights),
-        source=source_lines(found.get("source")),
+        loop=loop,
+        title=violation.title,
+        explanation=violation.explanation,
+        facts=(*violation.facts, *([("found", found if after else "before any drawn case")] if found else ())),
+        windows=_windows(violation.case.plan) if violation.command == "verify" else (),
+        wrong=violation.window,
+        figures=_figures(name, violation.weights, evidence),
+        weights=_weights_table(violation.weights),
+        details=violation.details,
+        case=tuple(line.removeprefix("  ") for line in case),
+        example=example,
+        replay=replay,
+        script=script,
         machine=machine,
+        source=source_lines(violation.source),
     )
 
 
-def _weights_table(weights: Rows) -> Table | None:
-    columns = ("count", "expected", "observed")
-    rows = [{"micro-batch": micro_batch(w), **{name: w[name] for name in columns}} for w in weights]
+def _weights_table(weights: Sequence[Weight]) -> Table | None:
+    rows = [
+        {"micro-batch": micro_batch(w), **{name: json_number(getattr(w, name)) for name in ("count", *WEIGHTS)}}
+        for w in weights
+    ]
     return table("Weight of each item, by micro-batch", rows) if rows else None
-
-
-def _facts(violation: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    size, allowed = violation.get("error"), violation.get("allowed")
-    if isinstance(size, int | float) and isinstance(allowed, int | float):
-        size = error_text(size, allowed)
-    place = None if violation.get("window") is None else f"{violation['window']} of epoch {violation.get('epoch')}"
-    after = violation.get("found_after")
-    pairs = (
-        ("window", place),
-        ("rank", violation.get("rank")),
-        ("parameter", violation.get("parameter")),
-        ("error", size),
-        ("found", None if after is None else f"after {counted(after, 'case')}" if after else "before any drawn case"),
-    )
-    return tuple((key, str(value)) for key, value in pairs if value is not None)
 
 
 def _windows(plan: Plan) -> tuple[tuple[Block, ...], ...]:
@@ -308,11 +282,12 @@ def _windows(plan: Plan) -> tuple[tuple[Block, ...], ...]:
     return tuple(tuple(blocks[j] for j in window) for window in plan.windows)
 
 
-def _figures(name: str, weights: Rows, evidence: Rows) -> tuple[Figure, ...]:
+def _figures(name: str, weights: Sequence[Weight], evidence: Rows) -> tuple[Figure, ...]:
     found = []
     if weights:
-        said = "; ".join(f"micro-batch {micro_batch(w)}: expected {_short(w['expected'])}, observed "
-                         f"{_short(w['observed'])}" for w in weights)  # fmt: skip
+        said = "; ".join(
+            f"micro-batch {micro_batch(w)}: expected {w.expected:.4g}, observed {w.observed:.4g}" for w in weights
+        )
         caption = "Expected and observed weight of each item in the gradient of the step, by micro-batch."
         found.append(Figure(f"{name}-weights", weights_plot(weights), f"{caption} {said}", caption))
     for i, part in enumerate(evidence):
@@ -324,7 +299,3 @@ def _figures(name: str, weights: Rows, evidence: Rows) -> tuple[Figure, ...]:
             caption = f"{part['parameter']}: its gradient is None at the step; {total} elements are expected."
         found.append(Figure(f"{name}-elements-{i}", elements_plot(part), caption, caption))
     return tuple(found)
-
-
-def _short(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.4g}"

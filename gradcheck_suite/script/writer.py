@@ -24,7 +24,7 @@ from torch.nn.utils import parametrize
 
 from gradcheck_suite.catalogue import tables
 from gradcheck_suite.catalogue.definitions import Signal, feature_axis
-from gradcheck_suite.catalogue.description import describe_case, details_of
+from gradcheck_suite.catalogue.description import describe_case
 from gradcheck_suite.core.case import Case, Layer
 from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT as LIMIT
 from gradcheck_suite.core.contract import (
@@ -598,7 +598,7 @@ def _places(violation: Violation, instance: Instance) -> dict[str, Any]:
 
 def _head(name: str, violation: Violation, needs: Sequence[str]) -> dict[str, str]:
     """Return the paragraphs of the docstring."""
-    details = details_of(violation)
+    details = violation.shown_details
     if violation.window is not None and violation.error is not None and violation.allowed is not None and not details:
         off = error_text(violation.error, violation.allowed)
         details = [f"Window {violation.window} of epoch {violation.epoch}, {violation.parameter}: off by {off}."]

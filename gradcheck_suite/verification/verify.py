@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
-from gradcheck_suite.catalogue.description import describe_violation, example_text
+from gradcheck_suite.catalogue.description import with_case_described
 from gradcheck_suite.core.case import Case, Plan
 from gradcheck_suite.core.contract import (
     EQUAL_BATCHES,
@@ -28,8 +28,8 @@ from gradcheck_suite.core.contract import (
     is_jax,
 )
 from gradcheck_suite.core.options import ChosenOptions, VerifyOptions, takes
-from gradcheck_suite.core.results import Result
-from gradcheck_suite.core.text import loop_lines, say
+from gradcheck_suite.core.results import MovedByZeros, Result, result_lines
+from gradcheck_suite.core.text import say
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run.instance import Instance, instance_of, one_thread
 from gradcheck_suite.run.ranks import kept_ranks
@@ -111,18 +111,19 @@ def verify(
         raise stop.error from None
     violation = search.violation
     if violation is not None:
-        words = (*describe_violation(violation), example_text(violation.case))
-        violation = replace(violation, described=words)
+        violation = replace(with_case_described(violation), found_after=search.found_after)
+    findings = (*search.findings, *(opinion.findings if opinion else ()))
+    moving = search.moved_by_zeros
     result = Result(
         loop=name or str(getattr(loop, "__name__", repr(loop))),
         cases=search.cases,
         seconds=time.perf_counter() - started,
-        violation=violation,
-        found_after=search.found_after,
+        violations=() if violation is None else (violation,),
+        unjudged=None if search.judged or violation or interrupted else _unjudged(search, findings),
         assumes=tuple(sorted(chosen)),
         autocast=autocast,
-        ratio=search.ratio,
-        findings=(*search.findings, *(opinion.findings if opinion else ())),
+        worst_error_over_allowed=search.ratio,
+        findings=findings,
         skipped=dict(search.skipped),
         interrupted=interrupted,
         judged=search.judged,
@@ -131,13 +132,18 @@ def verify(
         second_opinion=None if opinion is None else opinion.summary(),
         shrinking=search.stopped,
         traffic=traffic,
-        moved_by_zeros=next(iter(search.moved_by_zeros), None),
-        moving_cases=len(search.moved_by_zeros),
+        moved_by_zeros=MovedByZeros(len(moving), moving[0]) if moving else None,
         runs=search.runs,
     )
     if not quiet:
-        say(loop_lines(result))
+        say(result_lines(result))
     return result
+
+
+def _unjudged(search: Search, findings: Sequence[str]) -> str:
+    """Return why no case could be judged."""
+    reason = max(search.skipped, key=search.skipped.__getitem__, default=next(iter(findings), "none was drawn"))
+    return f"none of {search.cases} cases could be judged: {reason}"
 
 
 def _assumed(loop: Loop, options: VerifyOptions, problem: Problem | None, problem_name: str) -> frozenset[str]:

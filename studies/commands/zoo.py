@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     write_document(arguments.json, about, data)
     if not interrupted and not arguments.bugs:
         append_record(arguments.reports, "zoo", data, environment=about)
-    violated = not (all(row.passed for row in rows) and all(result.holds for result in sound))
+    violated = not (all(row.passed for row in rows) and not any(result.violation for result in sound))
     findings = any(result.findings for result in sound)
     return exit_status.status_of(violated=violated, findings=findings, interrupted=interrupted)
 
@@ -130,6 +130,12 @@ def _data(arguments: argparse.Namespace, rows: list[Row], sound: list[Result]) -
         "examples": arguments.examples,
         "bugs": [row.to_json() for row in rows],
         "sound": [
-            {"loop": r.loop, "cases": r.cases, "blamed": not r.holds, "worst": json_number(r.ratio)} for r in sound
+            {
+                "loop": r.loop,
+                "cases": r.cases,
+                "blamed": r.violation is not None,
+                "worst": json_number(r.worst_error_over_allowed),
+            }
+            for r in sound
         ],
     }

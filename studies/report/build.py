@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from gradcheck_suite.core.records import Record
+from gradcheck_suite.core.results import violation_from_json
 from gradcheck_suite.loops.jax_modes import JAX_MODES
 from gradcheck_suite.loops.ranks import RANK_LOOPS
 from gradcheck_suite.loops.reset_modes import BUILT_IN, MODES
 from gradcheck_suite.loops.trainers import TRAINERS
-from gradcheck_suite.page.content import Answer, Figure, Report, Section, machine, sources
-from gradcheck_suite.page.violation import ViolationPage, live_page, stored_violations
+from gradcheck_suite.page.content import Answer, Figure, Report, Section, machine_text, sources
+from gradcheck_suite.page.violation import ViolationPage, stored_violations, violation_page
 from studies.report import charts, costs, evidence, reading, verdicts
 from studies.report.reading import (
     Data,
@@ -347,8 +348,9 @@ def _live_violations(records: Records) -> Iterable[ViolationPage]:
     """Yield the violations of the newest audit of each script, where a project of a user's has them."""
     for number, record in enumerate(records.newest("audit") if own(records) else ()):
         for i, found in enumerate(record.data.get("violations") or ()):
-            script = run_of(record.data)[0]
-            yield live_page(found, script, f"audit-{number}-{i}", machine(record.environment))
+            script, where = run_of(record.data)[0], machine_text(record.environment)
+            name = f"audit-{number}-{i}"
+            yield violation_page(violation_from_json(found), loop=script, name=name, machine=where)
 
 
 def _parts(records: Records) -> tuple[tuple[Answer, ...], tuple[Section, ...]]:

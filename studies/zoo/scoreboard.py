@@ -111,12 +111,13 @@ class Row:
     @property
     def found(self) -> int:
         """Number of runs that found the bug."""
-        return sum(not run.holds for run in self.runs)
+        return sum(run.violation is not None for run in self.runs)
 
     @property
     def cases(self) -> float | None:
         """Median number of cases until the bug was found."""
-        seen = [run.found_after for run in self.runs if run.found_after is not None]
+        found = (run.violation.found_after for run in self.runs if run.violation is not None)
+        seen = [after for after in found if after is not None]
         return median(seen) if seen else None
 
     @property
@@ -303,7 +304,7 @@ def summary(rows: Sequence[Row], sound: Sequence[Result], *, asked: int, interru
     runs, within = sum(len(row.runs) for row in rows), sum(row.within for row in rows)
     found, named = sum(row.found for row in rows), sum(row.rightly_named for row in rows)
     unnamed = sum(row.unnamed for row in rows)
-    blamed = [result.loop for result in sound if not result.holds]
+    blamed = [result.loop for result in sound if result.violation]
     cases = [row.cases for row in rows if row.cases is not None]
     lines = [
         f"{sum(row.found == len(row.runs) for row in rows)} of {asked} bugs found in every run; "

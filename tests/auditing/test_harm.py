@@ -117,7 +117,7 @@ def _trained_on_noise():
 
 @pytest.mark.parametrize(
     ("holder", "name"),
-    [(recorder.Recorder, "open"), (context, "recompute"), (context, "violation_lines"), (context, "live_lines")],
+    [(recorder.Recorder, "open"), (context, "recompute"), (context, "_say"), (context, "result_lines")],
     ids=["open", "again", "told", "closed"],
 )
 def test_what_the_audit_draws_is_put_back(holder, name, monkeypatch):
@@ -138,7 +138,7 @@ def test_what_the_audit_draws_is_put_back(holder, name, monkeypatch):
     monkeypatch.setattr(holder, name, drawing)
     seeded()
     audit = gradcheck_suite.audit(every=1).open()
-    if name == "live_lines":
+    if name == "result_lines":
         audit.close()
         under = _trained_on_noise()
     else:

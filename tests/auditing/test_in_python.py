@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gradcheck_suite
-from gradcheck_suite.core.results import LiveResult, LiveViolation, Result, WeightRow
+from gradcheck_suite.core.results import Result, Violation, Weight
 from gradcheck_suite.verification.verify import verify
 
 
@@ -74,12 +74,15 @@ def test_a_standard_error_that_the_program_closed_ends_no_run(monkeypatch, tmp_p
     assert audit.result.violation.diagnosis == "stale-window"
 
 
-ROWS = (WeightRow(0, "f.py:1", 1.0, 0.25, 0.5), WeightRow(1, "f.py:1", 3.0, 0.25, -0.1))
-VIOLATION = LiveViolation("gradient", "mean-of-means", "<b>escaped</b>", where="f.py:1", weights=ROWS)
+ROWS = tuple(
+    Weight(micro_batch=j, where="f.py:1", count=n, expected=0.25, observed=w)
+    for j, n, w in ((0, 1.0, 0.5), (1, 3.0, -0.1))
+)
+VIOLATION = Violation("gradient", "mean-of-means", "<b>escaped</b>", where="f.py:1", weights=ROWS, command="audit")
 
 
 def test_html_has_a_bar_for_each_weight_and_escapes_what_is_not_its_own():
-    html = LiveResult("<script>.py", 1, 1, 0.1, violations=(VIOLATION,))._repr_html_()
+    html = Result("<script>.py", violations=(VIOLATION,), command="audit")._repr_html_()
     assert "width:100%" in html  # 0.5 is the largest
     assert "width:20%" in html  # 0.1 of 0.5
     assert html.count("left:50%") == 2  # 0.25 is expected
@@ -106,7 +109,7 @@ def test_verify_prints_what_the_command_prints(capsys):
 
 
 def test_a_loop_without_a_judged_case_neither_holds_nor_is_violated():
-    result = Result("mine", 3, 0.1, skipped={"no kernel": 3})
+    result = Result("mine", 3, 0.1, unjudged="none of 3 cases could be judged: no kernel")
     assert result.verdict == "unjudged"
     with pytest.raises(gradcheck_suite.UsageError, match="none of 3 cases could be judged: no kernel"):
         result.raise_for_violation()

@@ -13,8 +13,8 @@ from gradcheck_suite.catalogue.description import (
     describe_case,
     describe_plan,
     describe_problem,
-    describe_violation,
     example_text,
+    with_case_described,
 )
 from gradcheck_suite.core.case import Case, Input, Layer, Loss, Plan, ProblemSpec
 from gradcheck_suite.core.results import Violation
@@ -92,7 +92,7 @@ def test_a_case():
 def test_a_violation():
     case = Case("model.py:P", Plan((1, 2, 3), 2))
     violation = Violation("gradient", "mean-of-means", "why it is so", case, "0.weight", 1, 1, 0.25, 1e-12, ("a", "b"))
-    assert describe_violation(violation) == [
+    assert with_case_described(violation).words == [
         "gradient: mean-of-means",
         "why it is so",
         "window     1 of epoch 1: micro-batches [2]",
@@ -102,6 +102,7 @@ def test_a_violation():
         "b",
         "the case",
         *(f"  {line}" for line in describe_case(case)),
+        example_text(case),
     ]
 
 
@@ -120,7 +121,7 @@ def test_a_bound_near_the_error_has_three_digits(allowed, ratio):
 
 def test_a_violation_of_nothing_but_a_kind():
     case = Case("model.py:P", Plan((1,), 1))
-    lines = describe_violation(Violation("raised", "raised", "it failed", case))
+    lines = with_case_described(Violation("raised", "raised", "it failed", case)).words
     assert lines[:3] == ["raised", "it failed", "the case"]
 
 

@@ -231,7 +231,7 @@ def test_after_a_full_disk_the_verdict_of_an_audit_stands(script, tmp_path, soun
 def planted(monkeypatch, violation=None):
     from gradcheck_suite.verification import verify as verification
 
-    result = Result("zero_", 2, 0.1, judged=2, violation=violation)
+    result = Result("zero_", 2, 0.1, judged=2, violations=() if violation is None else (violation,))
     monkeypatch.setattr(verification, "verify", lambda *_, **__: result)
 
 

@@ -21,7 +21,7 @@ def stored(project):
     """The file of a counterexample of `loops.py:no_reset`."""
     violation = check(resolve_loop("loops.py:no_reset"), CASE).violation
     assert violation is not None
-    result = Result("loops.py:no_reset", 3, 1.0, violation=violation, found_after=3)
+    result = Result("loops.py:no_reset", 3, 1.0, violations=(violation,))
     return store_counterexample(project / "reports", result, {})
 
 

@@ -293,16 +293,19 @@ def test_findings_and_skipped_cases_are_reported(run, project, monkeypatch, a_ca
 
 
 def test_a_finding_changes_no_other_status(run, monkeypatch, a_case):
-    planted(monkeypatch, [Verdict(a_case)], findings=("differ",), violation=Violation("raised", "raised", "", a_case))
+    planted(
+        monkeypatch, [Verdict(a_case)], findings=("differ",), violations=(Violation("raised", "raised", "", a_case),)
+    )
     assert run("verify", "zero_").status == 1
     planted(monkeypatch, [Verdict(a_case)], findings=("differ",), interrupted=True)
     assert run("verify", "zero_").status == 130
-    planted(monkeypatch, [Verdict(a_case, finding="differ")], findings=("differ",))
+    planted(monkeypatch, [Verdict(a_case, finding="differ")], findings=("differ",), unjudged="differ")
     assert run("verify", "zero_").status == 2
 
 
 def test_where_nothing_could_be_judged_nothing_is_said_to_hold(run, project, monkeypatch, a_case):
-    planted(monkeypatch, [Verdict(a_case, skipped="no kernel")] * 3, skipped={"no kernel": 3})
+    why = "none of 3 cases could be judged: no kernel"
+    planted(monkeypatch, [Verdict(a_case, skipped="no kernel")] * 3, skipped={"no kernel": 3}, unjudged=why)
     outcome = run("verify", "zero_", "--json", "out.json")
     assert outcome.status == 2
     assert outcome.err == "gradcheck-suite verify: error: zero_: none of 3 cases could be judged: no kernel\n"
@@ -314,8 +317,8 @@ def test_where_nothing_could_be_judged_nothing_is_said_to_hold(run, project, mon
 
 @pytest.mark.parametrize(("violated", "status"), [(False, 130), (True, 1)])
 def test_an_interrupt_keeps_what_was_found(run, project, monkeypatch, a_case, violated, status):
-    violation = Violation("step-count", "never-stepped", "planted", a_case) if violated else None
-    planted(monkeypatch, [Verdict(a_case)], interrupted=True, violation=violation)
+    violations = (Violation("step-count", "never-stepped", "planted", a_case),) if violated else ()
+    planted(monkeypatch, [Verdict(a_case)], interrupted=True, violations=violations)
     outcome = run("verify", "zero_", "set_to_none", "--json", "out.json")
     assert outcome.status == status
     assert "interrupted, 0 of 2 loops went to the end" in outcome.out
@@ -326,8 +329,8 @@ def test_an_interrupt_keeps_what_was_found(run, project, monkeypatch, a_case, vi
 
 @pytest.mark.full
 def test_numbers_that_json_lacks_are_strings(run, project, monkeypatch, a_case):
-    violation = Violation("step-count", "x", "planted", a_case, error=float("inf"), allowed=float("nan"))
-    planted(monkeypatch, [Verdict(a_case, violation)], violation=violation, found_after=1)
+    violation = Violation("step-count", "x", "planted", a_case, error=float("inf"), allowed=float("nan"), found_after=1)
+    planted(monkeypatch, [Verdict(a_case, violation)], violations=(violation,))
     assert run("verify", "zero_", "--json", "out.json").status == 1
     (result,) = json.loads((project / "out.json").read_text())["results"]
     assert (result["violation"]["error"], result["violation"]["allowed"]) == ("inf", "nan")

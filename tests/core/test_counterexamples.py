@@ -14,8 +14,10 @@ CASE = Case("model.py:PROBLEM", Plan((1, 2), 2), seed=1)
 
 
 def test_a_violation_comes_back(tmp_path):
-    violation = Violation("gradient", "stale-window", "why", CASE, "w", 0, 1, float("inf"), 1e-12, ("a", "b"))
-    result = Result("my.py:train", 3, 1.0, violation=violation, found_after=3, assumes=("whole-windows",))
+    violation = Violation(
+        "gradient", "stale-window", "why", CASE, "w", 0, 1, float("inf"), 1e-12, ("a", "b"), found_after=3
+    )
+    result = Result("my.py:train", 3, 1.0, violations=(violation,), assumes=("whole-windows",))
     path = store_counterexample(tmp_path, result, {"torch": "2"})
     assert path == tmp_path / "counterexamples" / f"my.py-train-{CASE.digest}.json"
     stored = read_case_file(path)

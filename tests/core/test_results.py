@@ -24,6 +24,7 @@ VIOLATION = Violation(
     error=0.18,
     allowed=1e-12,
     details=("a line",),
+    found_after=3,
 )
 FIELDS = {"kind", "diagnosis", "explanation", "parameter", "epoch", "window", "error", "allowed", "found_after", "case"}
 
@@ -55,7 +56,7 @@ def test_the_steps_that_were_and_were_not_judged_are_counted():
 
 
 def test_a_result_that_is_violated():
-    result = Result("x.py:f", cases=3, seconds=1.0, violation=VIOLATION, found_after=3, assumes=("whole-windows",))
+    result = Result("x.py:f", cases=3, seconds=1.0, violations=(VIOLATION,), assumes=("whole-windows",))
     document = _strict(results_to_json([result], {}))["results"][0]
     assert document["verdict"] == "violated"
     assert document["assumes"] == ["whole-windows"]
@@ -72,7 +73,9 @@ def test_a_result_that_is_violated():
 def test_what_is_no_json_number_is_a_string(number, written):
     assert json_number(number) == written
     violation = Violation("non-finite", "not-linear", "", CASE, error=number, allowed=number)
-    document = _strict(results_to_json([Result("f", 1, 0.0, violation, 1, ratio=number)], {}))["results"][0]
+    document = _strict(results_to_json([Result("f", 1, 0.0, (violation,), worst_error_over_allowed=number)], {}))[
+        "results"
+    ][0]
     assert document["violation"]["error"] == written
     assert document["violation"]["allowed"] == written
     assert document["worst_error_over_allowed"] == written
@@ -88,4 +91,4 @@ def test_what_holds():
     assert Verdict(CASE, finding="torch and JAX differ").holds
     assert not Verdict(CASE, VIOLATION).holds
     assert Result("f", 1, 0.0).holds
-    assert not Result("f", 1, 0.0, VIOLATION).holds
+    assert not Result("f", 1, 0.0, (VIOLATION,)).holds

@@ -31,8 +31,8 @@ def test_a_fault_is_found_named_and_shrunk(loop):
     result = verify(loop, examples=EXAMPLES)
     violation = result.violation
     assert violation is not None, "not found"
-    assert result.found_after is not None
-    assert result.found_after <= EXAMPLES
+    assert result.violation.found_after is not None
+    assert result.violation.found_after <= EXAMPLES
     assert f"{violation.kind}/{violation.diagnosis}" in WANTED[loop], violation.explanation
 
     case = violation.case
@@ -49,4 +49,4 @@ def test_a_fault_is_found_named_and_shrunk(loop):
 def test_the_same_seed_finds_the_same_smallest_case():
     first, second = (verify(mean_of_means, examples=EXAMPLES) for _ in range(2))
     assert first.violation.case == second.violation.case
-    assert first.found_after == second.found_after
+    assert first.violation.found_after == second.violation.found_after

@@ -8,7 +8,7 @@ import torch
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, check
 from gradcheck_suite.core.comparison import Comparison
-from gradcheck_suite.core.text import weight_lines
+from gradcheck_suite.core.results import weight_lines
 from gradcheck_suite.judge.gradient import explain_gradient
 from gradcheck_suite.judge.reruns import Evidence, LoopRunner
 from gradcheck_suite.loops.reset_modes import backward_window, window_count, windows
@@ -78,8 +78,7 @@ def explained(loop, *, plan=PLAN, window=0, epoch=0, dtype="float64", optimizer=
         patch.setattr(Window, "allowed", lambda window, draws=0: share(window.expected, 1e-9))
         found = explain_gradient(Evidence(comparison, right, epoch, runner))
     assert runner.runs_left >= 0
-    weights = weight_lines((w.micro_batches, w.rank, w.count, w.expected, w.observed) for w in found.weights)
-    return found.name, found.sentence, (*found.details, *weights)
+    return found.name, found.sentence, (*found.details, *weight_lines(found.weights))
 
 
 def told(loop, case=None, **options):
@@ -93,7 +92,7 @@ def told(loop, case=None, **options):
             name, sentence, details = explained(loop, **options)
             return name, "\n".join((sentence, *details[1:]))
         found = check(loop, case, **options).violation
-        weights = weight_lines((w.micro_batches, w.rank, w.count, w.expected, w.observed) for w in found.weights)
+        weights = weight_lines(found.weights)
         name = found.diagnosis if found.kind == "gradient" else f"{found.kind}/{found.diagnosis}"
         return name, "\n".join((found.explanation, *weights))
 

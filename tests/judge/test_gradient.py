@@ -13,7 +13,7 @@ import torch
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, check
 from gradcheck_suite.core.case import probe_case
 from gradcheck_suite.core.comparison import Comparison
-from gradcheck_suite.core.results import ItemWeight
+from gradcheck_suite.core.results import Weight
 from gradcheck_suite.judge.gradient import explain_gradient
 from gradcheck_suite.judge.reruns import Evidence, LoopRunner, run_recorded
 from gradcheck_suite.loops.reset_modes import MODES, backward_window, window_count, windows
@@ -650,7 +650,11 @@ def test_the_weights_are_shown_beside_the_right_ones():
     violation = check(no_reset, CASE).violation
     assert (violation.epoch, violation.window) == (0, 1)
     # right: 0, 0, 1/2; the first window's 1/4 is still there
-    assert violation.weights == (ItemWeight("0", 3, 0, 0.25), ItemWeight("1", 1, 0, 0.25), ItemWeight("2", 2, 0.5, 0.5))
+    assert violation.weights == (
+        Weight(micro_batches="0", count=3, expected=0, observed=0.25),
+        Weight(micro_batches="1", count=1, expected=0, observed=0.25),
+        Weight(micro_batches="2", count=2, expected=0.5, observed=0.5),
+    )
 
 
 def test_a_window_is_blamed_for_nan_only_where_parameters_stay():

@@ -11,7 +11,7 @@ import torch
 from gradcheck_suite import Plan
 from gradcheck_suite.core.case import PARAMETER, probe_case
 from gradcheck_suite.core.contract import EQUAL_BATCHES, EQUAL_MICRO_BATCHES, ONE_EPOCH, WHOLE_WINDOWS
-from gradcheck_suite.core.results import ItemWeight
+from gradcheck_suite.core.results import Weight
 from gradcheck_suite.judge.probe import (
     WeightProbe,
     expected_gradients,
@@ -75,7 +75,11 @@ def test_the_expected_gradient_is_the_weight_times_the_slope_and_nothing_where_t
 
 def test_a_row_for_each_micro_batch_has_its_count_and_its_right_and_observed_weight():
     rows = item_weights(WeightProbe(PLAN, "mean"), np.array([0.5, 0.25, 0.0]), 0)
-    assert rows == (ItemWeight("0", 1.0, 0.25, 0.5), ItemWeight("1", 3.0, 0.25, 0.25), ItemWeight("2", 2.0, 0.0, 0.0))
+    assert rows == (
+        Weight(micro_batches="0", count=1.0, expected=0.25, observed=0.5),
+        Weight(micro_batches="1", count=3.0, expected=0.25, observed=0.25),
+        Weight(micro_batches="2", count=2.0, expected=0.0, observed=0.0),
+    )
     rows = item_weights(WeightProbe(Plan((1, 3, 2), 1, ranks=(2, 1)), "sum"), np.array([1.0, 2.0, 3.0]), 0)
     assert [row.rank for row in rows] == [0, 1, 0]  # in turn
 

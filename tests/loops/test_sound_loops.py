@@ -181,7 +181,7 @@ def test_a_sound_loop_is_not_reported(loop, examples):
     assert result.cases >= examples
     assert result.findings == ()
     assert result.skipped == {}
-    assert result.ratio < 1
+    assert result.worst_error_over_allowed < 1
 
 
 @pytest.mark.full

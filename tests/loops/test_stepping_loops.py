@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from gradcheck_suite import Plan, check, verify
-from gradcheck_suite.cli.verdict_text import result_lines
-from gradcheck_suite.core.options import VerifyOptions
+from gradcheck_suite.core.results import result_lines
 from gradcheck_suite.loops.reset_modes import backward_window, part_of_window, window_count, windows
 from gradcheck_suite.run.instance import generated_instance
 from gradcheck_suite.run.runner import run_loop
@@ -360,7 +359,7 @@ def test_a_schedule_of_micro_batches_may_be_declared():
     loop, _ = FAULTY["plateau_per_micro_batch"]
     meant = verify(loop, examples=10, assumes=("schedules-micro-batches",))
     assert meant.holds, meant.violation
-    lines = result_lines(meant, None, VerifyOptions(examples=10), 4)
+    lines = result_lines(meant)
     assert "    assumes schedules-micro-batches: steps of schedulers were not judged" in lines
     violation = verify(loop, examples=10).violation
     assert violation.diagnosis == "step-per-micro-batch"

@@ -13,7 +13,7 @@ import pytest
 
 from gradcheck_suite.cli import run
 from gradcheck_suite.core.counterexamples import SIDE, evidence_to_json
-from gradcheck_suite.core.text import WIDTH, weight_lines
+from gradcheck_suite.core.results import SHOWN_ROWS, WIDTH, Weight, weight_lines
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.page.violation import read_violation
 from studies.report.build import build
@@ -65,9 +65,13 @@ def test_of_a_large_parameter_the_elements_around_the_worst_are_kept():
     json.dumps(part, allow_nan=False)
 
 
+def weight(micro_batches, observed):
+    return Weight(micro_batches=micro_batches, count=1, expected=0.5, observed=observed)
+
+
 def test_bars_on_the_console_are_as_long_as_the_weights():
     _, first, second, third, last = weight_lines(
-        [(0, None, 1, 0.5, 1.0), (1, None, 1, 0.5, 0.25), (2, None, 1, 0.5, -0.5), ("3-4", None, 1, 0.5, float("nan"))]
+        [weight("0", 1.0), weight("1", 0.25), weight("2", -0.5), weight("3-4", float("nan"))]
     )
     half = WIDTH // 2
     assert first.endswith(f"  {'#' * half}|{'#' * half}")
@@ -75,7 +79,7 @@ def test_bars_on_the_console_are_as_long_as_the_weights():
     assert third.endswith(f"  {'-' * half}|")
     assert last.split() == ["3-4", "1", "0.5", "nan"]
     assert weight_lines([]) == []
-    assert weight_lines([(0, None, 1, 1, 1), (1, None, 1, 1, 1)], most=1)[-1] == "  and 1 more"
+    assert weight_lines([weight("0", 1.0)] * (SHOWN_ROWS + 1))[-1] == "  and 1 more"
 
 
 LOOP = """

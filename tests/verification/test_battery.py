@@ -317,7 +317,7 @@ def test_the_search_for_a_fault_of_the_probes_ends(monkeypatch):
 
     monkeypatch.setattr(module, "MOST_HUNTED", 6)
     only, both = (verify(before_step(change)) for change in (wrong_on_probes, wrong_in_two_ways))
-    assert (only.cases, only.found_after, only.violation.diagnosis) == (6, None, "wrong-scale")
+    assert (only.cases, only.violation.found_after, only.violation.diagnosis) == (6, None, "wrong-scale")
     # a small case that shows another fault stands for that of the probe, whose name it keeps
     assert both.violation.case.spec.input.kind != "index"
     assert both.violation.diagnosis == "wrong-scale"
@@ -339,13 +339,13 @@ def test_a_fault_of_elements_is_no_fault_of_the_values_of_a_probe(monkeypatch):
     elements, values = (verify(each(change)) for change in (without_the_smallest, torch.nan_to_num))
     assert battery(each(without_the_smallest)).violation.diagnosis == "skipped-non-finite"
     assert elements.violation.diagnosis == "partial-gradient"
-    assert elements.found_after == 1
-    assert (values.violation.diagnosis, values.cases, values.found_after) == ("skipped-non-finite", 3, None)
+    assert elements.violation.found_after == 1
+    assert (values.violation.diagnosis, values.cases, values.violation.found_after) == ("skipped-non-finite", 3, None)
 
 
 def test_no_case_is_drawn_for_a_fault_that_no_drawn_case_shows():
     result = verify(LONG["keyed modulo 32"][0])
-    assert (result.cases, result.found_after, result.holds) == (0, None, False)
+    assert (result.cases, result.violation.found_after, result.holds) == (0, None, False)
 
 
 def _linear(seed):

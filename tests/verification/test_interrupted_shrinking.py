@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradcheck_suite import verify
-from gradcheck_suite.cli.verdict_text import result_lines
-from gradcheck_suite.core.options import VerifyOptions
+from gradcheck_suite.core.results import result_lines
 from gradcheck_suite.strategies.cases import size_of
 from gradcheck_suite.verification.search import Search
 from tests.verification.planted import before_step
@@ -23,7 +22,7 @@ def LOOP(run):  # noqa: N802
 
 
 def last_line(result):
-    return result_lines(result, None, VerifyOptions(), 10)[-1].strip()
+    return result_lines(result)[-1].strip()
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from gradcheck_suite import Problem, training_loop, verify
-from gradcheck_suite.cli.verdict_text import result_lines
 from gradcheck_suite.core.case import PARAMETER, Case, Input, Layer, Loss, Plan, ProblemSpec, probe_case
 from gradcheck_suite.core.options import VerifyOptions
+from gradcheck_suite.core.results import result_lines
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.reset_modes import (
     MODES,
@@ -437,11 +437,11 @@ def test_a_verification_says_it_once():
     options = VerifyOptions(examples=20, optimizer="adamw", second_opinion_s=0)
     result = verify(MODES["zero_"], options, problem=bug.problem)
     assert result.holds
-    assert result.moving_cases >= 1
+    assert result.moved_by_zeros.cases >= 1
     found = result.to_json()["moved_by_zeros"]
-    assert found == {"cases": result.moving_cases, "explanation": result.moved_by_zeros}
-    (line,) = [text for text in result_lines(result, None, options, 4) if "zeros moved" in text]
-    assert result.moved_by_zeros in line
+    assert found == {"cases": result.moved_by_zeros.cases, "explanation": result.moved_by_zeros.explanation}
+    (line,) = [text for text in result_lines(result) if "zeros moved" in text]
+    assert result.moved_by_zeros.explanation in line
 
 
 # The precision that a loop is held to is declared by the loop or its user, never read from the run.

@@ -11,8 +11,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, check, training_loop, verify
-from gradcheck_suite.cli.verdict_text import result_lines
 from gradcheck_suite.core.options import VerifyOptions
+from gradcheck_suite.core.results import result_lines
 from gradcheck_suite.loops.reset_modes import BUILT_IN, backward_window, part_of_window, window_count, windows
 from gradcheck_suite.verification.judge_run import DIVERGED
 
@@ -253,8 +253,7 @@ def test_steps_that_were_not_judged_are_counted_over_all_cases():
     assert result.holds
     assert result.windows_skipped[DIVERGED] > 20
     assert result.windows >= result.judged == 40
-    options = VerifyOptions(examples=40, optimizer="normalized")
-    line = next(line for line in result_lines(result, None, options, 4) if DIVERGED in line)
+    line = next(line for line in result_lines(result) if DIVERGED in line)
     total = result.windows + sum(result.windows_skipped.values())
     assert line.strip() == f"{result.windows_skipped[DIVERGED]} of {total} steps could not be judged: {DIVERGED}"
 
@@ -670,7 +669,7 @@ def test_the_output_says_that_parameters_were_not_judged():
     result = verify(_loop(_shrink), examples=10, assumes=EDITS)
     assert result.holds
     assert result.windows >= 10
-    lines = result_lines(result, None, VerifyOptions(examples=10), 4)
+    lines = result_lines(result)
     assert "    assumes edits-parameters: gradients were judged at the parameters that each step found" in lines
     assert not any("nothing else was tried" in line for line in lines)
 

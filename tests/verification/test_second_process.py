@@ -122,7 +122,7 @@ def _wrong_for_eight(run):
 def test_a_fault_of_some_drawn_cases_is_found_where_it_is(monkeypatch, second):
     """The second process can only say that a run holds: a violation is judged here, from the same run."""
     found = verify(_wrong_for_eight, examples=60)
-    assert found.found_after > 2
+    assert found.violation.found_after > 2
     assert _shown(found) == _shown(_without(monkeypatch, _wrong_for_eight, examples=60))
 
 

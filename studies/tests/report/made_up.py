@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from gradcheck_suite.catalogue.description import describe_violation, example_text
+from gradcheck_suite.catalogue.description import with_case_described
 from gradcheck_suite.core.case import Case, Input, Layer, Loss, Plan, ProblemSpec
 from gradcheck_suite.core.comparison import Comparison, Layout
 from gradcheck_suite.core.counterexamples import store_counterexample
 from gradcheck_suite.core.records import append_record
-from gradcheck_suite.core.results import ItemWeight, Result, Violation
+from gradcheck_suite.core.results import Result, Violation, Weight
 
 ENVIRONMENT = {
     "versions": {"torch": "2.13.0", "jax": None}, "platform": "Linux x86_64", "processor": "a processor",
@@ -100,10 +100,13 @@ def counterexample(reports, loop="my_loop.py:train"):
     violation = Violation(
         "gradient", "mean-of-means", f"each micro-batch's mean weighs 1/2 {EVIL}", case, parameter="0.weight", epoch=0,
         window=1, error=5.0, allowed=1e-14, details=("2 of 8 elements differ",),
-        weights=(ItemWeight("2", 1, 0.25, 0.5), ItemWeight("3", 3, 0.25, 1 / 6)),
+        weights=(
+            Weight(micro_batches="2", count=1, expected=0.25, observed=0.5),
+            Weight(micro_batches="3", count=3, expected=0.25, observed=1 / 6),
+        ),
         evidence=Comparison(layout, expected, observed, np.full(8, 1e-14)),
     )  # fmt: skip
-    violation = replace(violation, described=(*describe_violation(violation), example_text(case)))
-    path = store_counterexample(reports, Result(loop, 3, 0.5, violation, found_after=3), ENVIRONMENT)
+    violation = with_case_described(replace(violation, found_after=3))
+    path = store_counterexample(reports, Result(loop, 3, 0.5, (violation,)), ENVIRONMENT)
     path.with_suffix(".py").write_text(f"# {EVIL}\nprint('the script')\n")
     return path

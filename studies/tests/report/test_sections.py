@@ -517,7 +517,7 @@ def test_the_violation_of_an_audit_has_a_page_with_its_lines(tmp_path):
     record(tmp_path, "audit", loop="train.py", verdict="violated", windows=1, ranks=1, arguments=[],
            violation=found, violations=[found])  # fmt: skip
     (page,) = build(tmp_path).violations
-    assert (page.loop, page.title) == ("train.py", "gradient: mean-of-means")
+    assert (page.loop, page.title) == ("train.py", "gradient: mean-of-means at step 0")
     assert page.source.lines[1] == (9, "    (loss / 4).backward()", "backward")
 
 
