@@ -92,7 +92,11 @@ def statement_of(kind: Any) -> FunctionKey:
     return kind.__module__, kind.__qualname__, getattr(inspect.unwrap(kind.forward), "__code__", None)
 
 
-_BARE = frozenset(vars(type("Bare", (torch.autograd.Function,), {})))
+class _Bare(torch.autograd.Function):
+    """A class statement gives it what it gives every class, such as the line of the statement from Python 3.13 on."""
+
+
+_BARE = frozenset(vars(_Bare))
 
 
 def _captured(kind: type) -> list[Any] | None:

@@ -280,14 +280,14 @@ def test_words_that_python_would_read_do_no_harm(mine):
 def test_a_global_whose_name_is_only_local_in_a_function_is_not_copied(mine):
     mine.write_text(
         "def batch(): ...\ndef total(): ...\ndef i(): ...\ndef inner(): ...\ndef wanted(): ...\n"
-        "def train(run, batch=None):\n    total = [i for i in (run, batch)]\n"
+        "def train(run, batch=tuple([i for i in ()])):\n    total = [i for i in (run, batch)]\n"
         "    def inner(total): return total, wanted\n    return inner(total)\n"
     )
     sources = Sources()
     sources.add(resolve_loop("mine.py:train").__module__, "train")
     assert [line for line in sources.take().splitlines() if line.startswith("def ")] == [
         "def wanted(): ...",
-        "def train(run, batch=None):",
+        "def train(run, batch=tuple([i for i in ()])):",
     ]
 
 
