@@ -29,6 +29,7 @@ from gradcheck_suite.auditing.sums import (
     StepWindow,
     Sums,
     judge_sums,
+    tail_dropped,
 )
 from gradcheck_suite.auditing.weighing import (
     Pending,
@@ -310,8 +311,7 @@ class Judge:
                 of_zero = (window.step.trainer or "").startswith("deepspeed")
                 self._unknown[Unknown(BOTH, str(window.step.place), *(ZERO if of_zero else MASTERS))] += 1
             elif given and any(isinstance(one, np.ndarray) and size(one) > 0 for one in window.step.moved.values()):
-                fault = StepFault("repeated-step", OF_SUMS["repeated-step"], kind="step-count")
-                self._violate(fault, window, window.step.place)
+                self._violate(OF_SUMS["step on zeros"], window, window.step.place)
             return
         optimizer = window.optimizer
         self._last[optimizer] = window
@@ -348,8 +348,8 @@ class Judge:
             self._read(window, where, used)
         self._singles[optimizer] = self._singles[optimizer] + 1 if len(required) == 1 else 0
         if self._given is not None and self._given > 1 and self._singles[optimizer] == 3:
-            sentence = OF_SUMS["step-per-micro-batch"].format(steps=self._given)
-            self._violate(StepFault("step-per-micro-batch", sentence, kind="step-count"), window, where)
+            fault = OF_SUMS["step per pass"]
+            self._violate(replace(fault, sentence=fault.sentence.format(steps=self._given)), window, where)
 
     def _note_parts(self, window: StepWindow, members: Members) -> None:
         """Note parameters that get a gradient in some passes of a line and in others none."""
@@ -432,7 +432,7 @@ class Judge:
                 for key in record.hooked.keys() & set(window.keys):
                     hooked[key] = hooked.get(key, True) and record.hooked[key]
         if len(window.passes) > 1 and not all(hooked.values()):
-            return StepFault("not-linear", OF_SUMS["hook"], next(key for key, fixed in hooked.items() if not fixed))
+            return replace(OF_SUMS["hook"], key=next(key for key, fixed in hooked.items() if not fixed))
         if hooked:
             number = counted(len(hooked), "parameter")
             self._notes[f"a hook changes what arrives at {number}, by the same factors in each pass"] += 1
@@ -531,7 +531,5 @@ class Judge:
             }
             # as many as a window may be one that was discarded on purpose: nothing after it tells
             if left and len(left) != typical_k:
-                sentence = OF_SUMS["tail-dropped"].format(lost=counted(len(left), "micro-batch"))
-                fault = StepFault("tail-dropped", sentence, kind="step-count")
-                violation = violation_of(fault, replace(last, passes=left), left[max(left)].site)
+                violation = violation_of(tail_dropped(len(left)), replace(last, passes=left), left[max(left)].site)
                 self.add(replace(violation, window=None, found_after=None, step=None, stepped=None))

@@ -346,12 +346,10 @@ def exceeding(
 
 SENTENCES = {
     "wrong-mode": "micro-batch(es) {numbers} of the window were computed in another mode (train or eval) than the "
-    "others: call model.train() after every evaluation",
+    "others",
     "not-linear": "the backward pass of {what} is no linear function of the gradient that it receives, so "
-    "micro-batches do not add up to one batch (it ignores the gradient, clips or normalizes it): do that once, to "
-    "`.grad`, before the step",
-    "wrong-backward": "the backward of custom function {name} is wrong: {fault} of its forward: mend it, or accept it "
-    "with --accept wrong-backward where that is on purpose",
+    "micro-batches do not add up to one batch (it ignores the gradient, clips or normalizes it)",
+    "wrong-backward": "the backward of custom function {name} is wrong: {fault} of its forward",
 }
 NOT_CALLED = "its backward was not checked, since no call of it was seen when the window was computed again"
 

@@ -577,41 +577,6 @@ SIGNIFICANT = 5.0
 # Is `.grad` the sum of the window's passes? The first question that is answered yes names the fault.
 
 
-OF_SUMS = {
-    "stale-window": "the gradient of an earlier step is still in it: reset the gradients once after every step",
-    "no-gradient": "nothing of the window is in the gradient: it was reset between backward and the step; reset it "
-    "after the step",
-    "reset-inside-window": "only the last backward passes of the window are in the gradient: "
-    "reset once per window, not per micro-batch",
-    "dropped-micro-batch": "some backward passes of the window are not in the gradient: let nothing reset or replace "
-    "`.grad` between the first one and the step",
-    "repeated-micro-batch": "a loss goes backward more than once in the window: send each loss through once",
-    "running sum": "earlier losses go backward several times, as when the running sum of the losses goes backward "
-    "each time: send each loss through once",
-    "rescaled-accumulator": "the running sum itself is rescaled at every micro-batch; scale each contribution instead",
-    "not-linear": "the gradient is not a weighted sum of what arrived in the window: something else writes to `.grad` "
-    "between the backward passes (clipping per micro-batch, noise, a shared buffer): do it once, before the step",
-    "hook": "a hook on a parameter changes the gradient of each micro-batch in a way that is no fixed factor of its "
-    "elements (clipping, noise, normalization): do it once, to `.grad`, before the step",
-    "foreign": "`.grad` still has the gradient of a backward pass that belonged to another optimizer's step: "
-    "reset the gradients of this optimizer before its own backward passes",
-    "step-per-micro-batch": "the optimizer steps after every micro-batch, where accumulation_steps = {steps}: step "
-    "after so many",
-    "repeated-step": "nothing went backward since the last step and `.grad` is 0, and this step moves parameters "
-    "once more (by momentum, averages or decay): step once per window, or reset to None, which optimizers skip",
-    "missing": "a parameter that the window reaches has no gradient at the step: "
-    "look for what resets or replaces its `.grad`",
-    "stale-parameters": "parameters were written between the backward passes of the window, so its micro-batches were "
-    "computed with different ones: write to parameters between windows, not inside one",
-    "another optimizer": "another optimizer, which trains on the same passes, steps between the micro-batches of this "
-    "window: let both step once per window",
-    "not-reduced": "only each rank's own gradient is in `.grad` at the step, not reduced over the ranks: run the "
-    "forward and the backward of the window's last micro-batch outside no_sync",
-    "tail-dropped": "{lost} went backward and never reached a step: step after an epoch's last micro-batch too",
-}
-"""Name, or what it is about where a name has several -> what is wrong with a sum, and what to do."""
-
-
 IF_WANTED = "; if it should be in one, do not reset between it and the step"
 """What to do about a pass that may have been discarded on purpose."""
 
@@ -622,15 +587,85 @@ class StepFault:
 
     Attributes:
         name: the diagnosis.
-        sentence: what is wrong and what to do.
+        sentence: what is wrong.
         key: of a parameter that shows it, or None.
         kind: the part of the promise.
+        causes: of the fault, for which the table of faults has remedies of their own.
     """
 
     name: str
     sentence: str
     key: int | None = None
     kind: str = "gradient"
+    causes: tuple[str, ...] = ()
+
+
+OF_SUMS = {
+    "earlier window": StepFault("stale-window", "the gradient of an earlier step is still in it"),
+    "empty window": StepFault(
+        "stale-window",
+        "nothing went backward since the last step, and `.grad` is not empty: the gradient of an earlier step is still "
+        "in it",
+    ),
+    "another optimizer's pass": StepFault(
+        "stale-window",
+        "`.grad` still has the gradient of a backward pass that belonged to another optimizer's step",
+        causes=("other-optimizer",),
+    ),
+    "all reset": StepFault(
+        "no-gradient", "nothing of the window is in the gradient: it was reset between backward and the step"
+    ),
+    "missing": StepFault("no-gradient", "a parameter that the window reaches has no gradient at the step"),
+    "last passes": StepFault("reset-inside-window", "only the last backward passes of the window are in the gradient"),
+    "written over": StepFault("reset-inside-window", "results of `torch.autograd.grad` are written over"),
+    "dropped": StepFault("dropped-micro-batch", "some backward passes of the window are not in the gradient"),
+    "repeated": StepFault("repeated-micro-batch", "a loss goes backward more than once in the window"),
+    "running sum": StepFault(
+        "repeated-micro-batch",
+        "earlier losses go backward several times, as when the running sum of the losses goes backward each time",
+    ),
+    "rescaled": StepFault("rescaled-accumulator", "the running sum itself is rescaled at every micro-batch"),
+    "not a sum": StepFault(
+        "not-linear",
+        "the gradient is not a weighted sum of what arrived in the window: something else writes to `.grad` between "
+        "the backward passes (clipping per micro-batch, noise, a shared buffer)",
+        causes=("between-passes",),
+    ),
+    "hook": StepFault(
+        "not-linear",
+        "a hook on a parameter changes the gradient of each micro-batch in a way that is no fixed factor of its "
+        "elements (clipping, noise, normalization)",
+        causes=("between-passes",),
+    ),
+    "step per pass": StepFault(
+        "step-per-micro-batch",
+        "the optimizer steps after every micro-batch, where accumulation_steps = {steps}",
+        kind="step-count",
+    ),
+    "step on zeros": StepFault(
+        "repeated-step",
+        "nothing went backward since the last step and `.grad` is 0, and this step moves parameters once more (by "
+        "momentum, averages or decay)",
+        kind="step-count",
+        causes=("zeros",),
+    ),
+    "tail": StepFault(
+        "tail-dropped", "{lost} went backward and never reached a step", kind="step-count", causes=("in-audit",)
+    ),
+    "moved": StepFault(
+        "stale-parameters",
+        "parameters were written between the backward passes of the window, so its micro-batches were computed with "
+        "different ones",
+    ),
+    "moved by another": StepFault(
+        "stale-parameters",
+        "another optimizer, which trains on the same passes, steps between the micro-batches of this window",
+    ),
+    "local": StepFault(
+        "not-reduced", "only each rank's own gradient is in `.grad` at the step, not reduced over the ranks"
+    ),
+}
+"""What was seen -> the fault of a sum."""
 
 
 @dataclass(frozen=True)
@@ -652,8 +687,8 @@ class Sums:
     untold: bool = False
 
 
-def _fault(name: str, sentence: str | None = None, key: int | None = None) -> Sums:
-    return Sums(StepFault(name, OF_SUMS[name] if sentence is None else sentence, key))
+def _fault(seen: str, key: int | None = None) -> Sums:
+    return Sums(replace(OF_SUMS[seen], key=key))
 
 
 class Members:
@@ -733,26 +768,23 @@ def judge_sums(window: StepWindow, typical_k: int | None, longest: int) -> Sums:
         longest: the number of passes of the longest of them; 0 where there was none.
     """
     if window.local:
-        return _fault("not-reduced")
+        return _fault("local")
     if not window.passes and any(window.coefficients.values()):
-        return _fault(
-            "stale-window",
-            "nothing went backward since the last step, and `.grad` is not empty: " + OF_SUMS["stale-window"],
-        )
+        return _fault("empty window")
     members = Members(window)
     if window.edit == "all reset" or (members.required and not window.coefficients):
-        return _fault("no-gradient")
+        return _fault("all reset")
     if (stale := _stale_key(window)) is not None:
-        return _fault("stale-window", key=stale)
+        return _fault("earlier window", stale)
     left = [i for i in members.optional if members.is_in(i)]
     if left and not members.places(left) & members.places(members.own):
-        return _fault("stale-window", OF_SUMS["foreign"])
+        return _fault("another optimizer's pass")
     if not members.own and _another_stepped_between(window, members):
-        return _fault("stale-parameters", OF_SUMS["another optimizer"])
+        return _fault("moved by another")
     if window.edit == BY_HAND:
         return _judge_by_hand(members)
     if any(source[1] == UNKNOWN for cs in window.coefficients.values() for source in cs):
-        return _fault("not-linear")
+        return _fault("not a sum")
     lost = [i for i in members.required if not members.is_in(i)]
     if lost and window.edit == "free" and window.fit is not None and not window.fit.tells:
         return Sums(untold=True)
@@ -765,7 +797,7 @@ def judge_sums(window: StepWindow, typical_k: int | None, longest: int) -> Sums:
     if unequal := _judge_parameters(members):
         return unequal
     if len(members.required) > 1 and any(members.moved(i) for i in members.required):
-        return _fault("stale-parameters")
+        return _fault("moved")
     return Sums(coefficients=_used(window))
 
 
@@ -792,7 +824,7 @@ def _judge_by_hand(members: Members) -> Sums:
     for i in members.by_hand:
         places[abs(members.mean[i]) > 1e-3].add(members.window.passes[i].site)
     if places[True] & places[False]:
-        return _fault("reset-inside-window", "results of `torch.autograd.grad` are written over: add them up")
+        return _fault("written over")
     return Sums(coefficients=_used(members.window))
 
 
@@ -819,10 +851,16 @@ def _judge_lost(members: Members, lost: Sequence[int], typical_k: int | None, lo
     # than in a whole window, which a reset for each micro-batch never has
     rest = bool(kept) and max(lost) < min(kept) and 1 < longest >= len(lost)
     if rest or (typical_k and len(lost) < typical_k == len(kept)):
-        sentence = OF_SUMS["tail-dropped"].format(lost=counted(len(lost), "micro-batch")) + _resets(members, lost)
-        return Sums(StepFault("tail-dropped", sentence, kind="step-count"))
-    name = "dropped-micro-batch" if kept and max(lost) > min(kept) else "reset-inside-window"
-    return _fault(name, OF_SUMS[name] + _resets(members, lost))
+        fault = tail_dropped(len(lost))
+    else:
+        fault = OF_SUMS["dropped" if kept and max(lost) > min(kept) else "last passes"]
+    return Sums(replace(fault, sentence=fault.sentence + _resets(members, lost)))
+
+
+def tail_dropped(lost: int) -> StepFault:
+    """Return the fault of so many micro-batches that went backward and reached no step."""
+    fault = OF_SUMS["tail"]
+    return replace(fault, sentence=fault.sentence.format(lost=counted(lost, "micro-batch")))
 
 
 def _resets(members: Members, lost: Sequence[int]) -> str:
@@ -838,20 +876,21 @@ def _judge_parameters(members: Members) -> Sums | None:
         key = next(iter(off))
         if any(abs(c) < NEGLIGIBLE for c in off.values()):
             number = counted(len(off), "parameter")
-            return _fault("reset-inside-window", f"in {number}, {OF_SUMS['reset-inside-window']}", key)
-        return _fault("rescaled-accumulator", key=key)
+            fault = OF_SUMS["last passes"]
+            return Sums(replace(fault, sentence=f"in {number}, {fault.sentence}", key=key))
+        return _fault("rescaled", key)
     # what was set to None after the last pass lacks all passes alike, as what was zeroed there does
     missing = members.missing_parameters()
     if missing or members.window.edit == "reset":
-        return _fault("no-gradient", OF_SUMS["missing"], next(iter(missing), None))
+        return _fault("missing", next(iter(missing), None))
     values = [members.mean[i] for i in members.required if members.by_parameter[i]]
     if values and max(values) - min(values) > 1e-3 * max(map(abs, values)):
         ratios = [a / b for a, b in pairwise(values)]
         listed = ", ".join(f"{ratio:.3g}" for ratio in ratios[:6])
-        name = "rescaled-accumulator" if max(ratios) - min(ratios) < 2e-3 * max(ratios) else "not-linear"
-        sentence = f"{OF_SUMS[name]} (factors between the passes: {listed})"
+        fault = OF_SUMS["rescaled" if max(ratios) - min(ratios) < 2e-3 * max(ratios) else "not a sum"]
+        sentence = f"{fault.sentence} (factors between the passes: {listed})"
         # a running mean rescales the sum on purpose: what the losses weigh together decides
-        return Sums(StepFault(name, sentence), coefficients=_used(members.window))
+        return Sums(replace(fault, sentence=sentence), coefficients=_used(members.window))
     return None
 
 

@@ -33,35 +33,11 @@ from gradcheck_suite.auditing.weights import (
     coefficient,
     evidence,
 )
+from gradcheck_suite.core.faults import remedy_of
 from gradcheck_suite.core.results import Unknown, Violation, Weight
-from gradcheck_suite.judge.naming import ONE_SIGN, diagnose, means_text, names_nothing
+from gradcheck_suite.judge.naming import diagnose, means_text, names_nothing
 from gradcheck_suite.judge.weights import Diagnosis, Weights
 
-REMEDIES = {
-    ("accelerate", "where the window has"): "Accelerate divides by K in a short window too, up to 1.15.0 at least: "
-    "`GradientAccumulationPlugin(num_steps=K, sync_with_dataloader=False)` makes every window whole",
-    (
-        "lightning",
-        "where the window has",
-    ): "Lightning divides by `accumulate_grad_batches` in a short window too, up to "
-    "2.6.6 at least (Lightning#19987): let it divide the number of batches, or use manual optimization",
-    (
-        "transformers",
-        "where the window has",
-    ): "transformers 4.45.2 divides an epoch of fewer than K micro-batches by K: "
-    "later releases divide by its length (transformers#39659)",
-    (
-        "transformers",
-        "mean has weight",
-    ): "transformers counts the targets of a window from 4.46 on (transformers#34191), "
-    "for models and a `compute_loss_func` that divide by `num_items_in_batch`",
-    (
-        "transformers",
-        "never divided",
-    ): "transformers does not divide by K where a model takes `**kwargs`, up to 5.23.0 at "
-    "least (transformers#47688): set `trainer.loss_is_scaled_for_ga = False`",
-}
-"""Package of a trainer and a part of a fault's sentence -> remedy: as found in docs/found-in-trainers.md."""
 MAX_ROWS = 64
 """Rows of the table of weights that a violation keeps."""
 DECLARE = "declare it with `loss = gradcheck_suite.objective(loss, count=n)`, n being what its mean divides by"
@@ -187,7 +163,7 @@ def _repeated_losses(one: Pending) -> StepFault | None:
     if not any(times for times, _ in repeated):
         return None
     running = any(0 < times < number for times, number in repeated)
-    return StepFault("repeated-micro-batch", OF_SUMS["running sum" if running else "repeated-micro-batch"])
+    return OF_SUMS["running sum" if running else "repeated"]
 
 
 PARTIAL = "the loss sees items through which no gradient flows, and is no sum over the window's micro-batches"
@@ -294,10 +270,11 @@ def _compare_within(
 
 def violation_of(fault: StepFault, window: StepWindow, where: Place, parameter: str | None = None) -> Violation:
     """Return the violation that a fault of a window is."""
+    package = (window.step.trainer or "").partition(".")[0]
     return Violation(
         kind=fault.kind,  # type: ignore[arg-type]
         diagnosis=fault.name,
-        explanation=fault.sentence + _remedy(fault, window.step.trainer),
+        explanation=f"{fault.sentence}. Fix: {remedy_of(fault.name, fault.causes, library=package)}",
         window=window.number,
         found_after=window.number + 1,
         step=window.number,
@@ -307,13 +284,6 @@ def violation_of(fault: StepFault, window: StepWindow, where: Place, parameter: 
         stepped=str(window.step.place),
         parameter=parameter,
     )
-
-
-def _remedy(fault: StepFault, trainer: str | None) -> str:
-    """Return what helps where a trainer's own division is the cause, which no user mends in the script."""
-    package = (trainer or "").partition(".")[0]
-    found = (text for (name, part), text in REMEDIES.items() if name == package and part in fault.sentence)
-    return "".join(f". {text}" for text in found)
 
 
 def _loss_line(window: StepWindow, where: Place) -> str | None:
@@ -340,16 +310,13 @@ def _rows(objective: Objective, count: str, expected: float) -> tuple[Weight, ..
     return tuple(rows[:MAX_ROWS])
 
 
-def _with_weights(violation: Violation, objective: Objective, rows: tuple[Weight, ...]) -> Violation:
+def _of_weights(fault: StepFault, objective: Objective, window: StepWindow, rows: tuple[Weight, ...]) -> Violation:
+    """Return the violation that a fault of an objective's weights is."""
     error = max((abs(row.observed / row.expected - 1) for row in rows if row.count and row.expected), default=0.0)
     share = "less than 1%" if error < 0.01 else f"{100 * error:.3g}%"
-    return replace(
-        violation,
-        explanation=f"{violation.explanation} (weights are off by up to {share})",
-        error=error,
-        allowed=max(part.tolerance for part in objective.parts),
-        weights=rows,
-    )
+    fault = replace(fault, sentence=f"{fault.sentence} (weights are off by up to {share})")
+    allowed = max(part.tolerance for part in objective.parts)
+    return replace(violation_of(fault, window, objective.place), error=error, allowed=allowed, weights=rows)
 
 
 def _of_unequal(objective: Objective, window: StepWindow, general: Diagnosis | None) -> Violation:
@@ -366,20 +333,16 @@ def _of_unequal(objective: Objective, window: StepWindow, general: Diagnosis | N
     empty = _empty(objective, window) if named.name == MEAN_OF_MEANS else set()
     w = _weights(objective, count, empty)
     whole = coefficient(w)
-    sentence = named.sentence
+    sentence, causes = named.sentence, named.causes
     if named.name == MEAN_OF_MEANS:
         # with the share of those without items, and with a division that is left out
         seen = replace(w, observed=w.observed / whole)
         told = diagnose(seen, only=(MEAN_OF_MEANS,))
-        sentence = means_text(seen, [seen]) if names_nothing(told) else told.sentence
+        sentence, causes = means_text(seen, [seen]) if names_nothing(told) else told.sentence, told.causes
         if count == "elements" and w.counts != _weights(objective, own, empty).counts:
             sentence = f"the mean divides by all elements of its micro-batch, padding included, and {sentence}"
-    fault = StepFault(named.name, sentence.replace("run.count(batch)", "the batch's count"))
-    return _with_weights(
-        violation_of(fault, window, objective.place),
-        objective,
-        _rows(objective, count, whole / (w.window_count or 1.0)),
-    )
+    rows = _rows(objective, count, whole / (w.window_count or 1.0))
+    return _of_weights(StepFault(named.name, sentence, causes=causes), objective, window, rows)
 
 
 def _are_means_beside_empty(objective: Objective, window: StepWindow) -> bool:
@@ -417,17 +380,16 @@ def _named(objectives: Sequence[Objective]) -> Diagnosis:
     """
     found = [_weights(one, one.parts[0].term.own) for one in objectives]
     observed = found[0].observed
-    what = ONE_SIGN if observed.min() < 0 else "divide each summed loss by the window's count"
-    declared_k = (
+    said = (
         "items of different micro-batches have different weights: the micro-batches' items weigh "
-        f"{', '.join(f'{weight:.3g}' for weight in observed[:6])}; {what}"
+        f"{', '.join(f'{weight:.3g}' for weight in observed[:6])}"
     )
-    typical_k = [np.abs(w.observed - np.median(w.observed)) <= w.tolerance * np.median(w.observed) for w in found]
-    if all(2 * same.sum() > len(same) for same in typical_k):
+    usual = [np.abs(w.observed - np.median(w.observed)) <= w.tolerance * np.median(w.observed) for w in found]
+    if all(2 * same.sum() > len(same) for same in usual):
         # a special case for the first or the last micro-batch, a loss scale, a coefficient
-        return Diagnosis("weighted-by-place", declared_k)
+        return Diagnosis("weighted-by-place", said, causes=("sign",) if observed.min() < 0 else ())
     named = diagnose(found[0], found[1:])
-    return Diagnosis(named.name, declared_k) if names_nothing(named) else named
+    return Diagnosis(named.name, said) if names_nothing(named) else named
 
 
 def _weights(objective: Objective, count: str, empty: Collection[Source] = ()) -> Weights:
@@ -445,14 +407,9 @@ def _of_scale(scale: Scale) -> Violation:
     times = use.own / scale.expected
     sentence = f"every item of the window weighs {times:.6g} times what it should, which is {scale.note}"
     if scale.name == "tail-leak":
-        sentence += (
-            "; the gradient of micro-batches that belong to the window before is still in it: "
-            "step after an epoch's last micro-batch too, and reset after it"
-        )
-    else:
-        sentence += f"; {what}" if (what := reading_weights.remedy(scale.note)) else ""
+        sentence += "; the gradient of micro-batches that belong to the window before is still in it"
     rows = _rows(use.objective, use.count, scale.expected / total)
-    violation = violation_of(StepFault(scale.name, sentence), use.window, use.objective.place)
-    if use.others_right and (line := use.objective.parts[0].term.line):
-        violation = replace(violation, where=line)
-    return _with_weights(violation, use.objective, rows)
+    fault = StepFault(scale.name, sentence, causes=(scale.cause,) if scale.cause else ())
+    violation = _of_weights(fault, use.objective, use.window, rows)
+    line = use.objective.parts[0].term.line
+    return replace(violation, where=line) if use.others_right and line else violation

@@ -18,6 +18,7 @@ import numpy as np
 from gradcheck_suite.auditing.places import Place
 from gradcheck_suite.auditing.sums import Seen, Source, StepWindow, near
 from gradcheck_suite.auditing.terms import Term
+from gradcheck_suite.core.faults import remedy_of
 from gradcheck_suite.core.text import counted
 from gradcheck_suite.judge.naming import diagnose, names_nothing
 from gradcheck_suite.judge.weights import Diagnosis, Weights
@@ -481,6 +482,7 @@ class Scale:
         note: what the factor is, in words.
         expected: the coefficient that would be right.
         provisional: whether other windows may still show something else: that comes out when the run is over.
+        cause: of the fault, where the table of faults has a remedy for it; else empty.
     """
 
     use: Use
@@ -488,24 +490,7 @@ class Scale:
     note: str
     expected: float = 1.0
     provisional: bool = False
-
-
-OF_TERM = "each micro-batch of the term"
-OF_SCALES = {
-    "count of all ranks": "multiply each loss by the number of ranks, whose gradients are averaged",
-    "ranks' means": "divide by the number of ranks, too",
-    "divided twice": "divide once",
-    "never divided": "divide each loss by it",
-    OF_TERM: "divide this term by the window's own number",
-    "where the window has": "divide by the window's own number",
-    "each weighs": "divide each summed loss by this count",
-}
-"""A part of what a wrong factor is -> what to do; the first that fits."""
-
-
-def remedy(note: str) -> str:
-    """Return what to do about a factor that is described so, nothing where that is not known."""
-    return next((what for part, what in OF_SCALES.items() if part in note), "")
+    cause: str = ""
 
 
 def _choose_count(uses: Sequence[Use]) -> None:
@@ -572,13 +557,13 @@ def _of_objective(
             verdict = _by_itself(use, uses, ranks)
         # the number of micro-batches may be in the tensor of weights, too; where a window is right without, it is not
         if use.hides and isinstance(verdict, Scale) and not configured and not _some_right(uses):
-            verdict = _either(verdict.note, "the weights of the samples have its inverse")
+            verdict = _either(verdict.note, verdict.cause, "the weights of the samples have its inverse")
         if isinstance(verdict, Scale):
             # what leaks comes beside whole windows, and whole windows follow it: until one does, nothing is said
             rare = len(by_length[use.length]) < len(by_length[typical_k]) and typical_k < use.length < 2 * typical_k
             after = any(u.window.number > use.window.number for u in by_length[typical_k])
-            if "where the window has" in verdict.note and rare:
-                verdict = replace(verdict, name="tail-leak") if after else replace(verdict, provisional=True)
+            if verdict.cause == "short-window" and rare:
+                verdict = replace(verdict, name="tail-leak", cause="") if after else replace(verdict, provisional=True)
             yield verdict
         elif verdict != USERS and use.length > 1:
             note(f"{use.objective.place}: {verdict or COEFFICIENT}")
@@ -604,9 +589,10 @@ def _note_other_count(use: Use, note: Callable[[str], None]) -> None:
 USERS, COEFFICIENT = "the program's own", "the loss has a coefficient"
 
 
-def _either(why: str, own: str) -> str:
+def _either(why: str, cause: str, own: str) -> str:
     """Return that a coefficient is the program's own, or else a fault."""
-    return f"{COEFFICIENT}: if {own}, nothing is to be done; else it is {why}: {remedy(why)}"
+    remedy = remedy_of("wrong-scale", [cause])
+    return f"{COEFFICIENT}: if {own}, nothing is to be done; else it is {why}: {remedy}"
 
 
 MISCOUNTED = (
@@ -630,6 +616,7 @@ def _against_configured(use: Use, declared_k: int | None) -> Scale | None:
         use,
         "wrong-scale",
         f"{r}/{declared_k}: divided by {declared_k}, where the window has {counted(r, 'micro-batch')}",
+        cause="short-window",
     )
 
 
@@ -658,9 +645,10 @@ def _against_other_lengths(
         elif not own:
             # a coefficient and a division by the usual number, or a smaller coefficient and no division: only the
             # product of both is seen
-            what = f"{OF_TERM} {use.objective.term} weighs {use.own / use.length:.6g} as in windows of {typical_k}"
+            weight = use.own / use.length
+            what = f"each micro-batch of the term {use.objective.term} weighs {weight:.6g} as in windows of {typical_k}"
         note = f"{use.length}/{whole}: {what}, where the window has {counted(use.length, 'micro-batch')}"
-        return Scale(use, "wrong-scale", note, base)
+        return Scale(use, "wrong-scale", note, base, cause="short-window")
     return None
 
 
@@ -688,13 +676,14 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
     never = f"the sum of {r} means{{}}, never divided by their number"
     # a small coefficient is a common one, of one loss beside a larger one above all
     is_small = r == 2 or (use.total or 0.0) > 2 * use.own
-    readings: list[tuple[bool, Callable[[int], float], str, str]] = [
-        (of_means, lambda r: r, f"{r}", never.format("")),
-        (of_means and ranks > 1, lambda r: r * ranks, f"{r * ranks}", never.format(f", times the {ranks} ranks")),
-        (twice, lambda r: 1 / r, f"1/{r}", again),
-        (ranks > 1, lambda _: ranks, f"{ranks}", "the sum of the ranks' means"),
-        (ranks > 1, lambda _: 1 / ranks, f"1/{ranks}", "each loss is divided by the count of all ranks"),
-        (r == 2, lambda r: 1 / r, f"1/{r}", again),
+    of_ranks, by_all = never.format(f", times the {ranks} ranks"), "each loss is divided by the count of all ranks"
+    readings: list[tuple[bool, Callable[[int], float], str, str, str]] = [
+        (of_means, lambda r: r, f"{r}", never.format(""), "not-divided"),
+        (of_means and ranks > 1, lambda r: r * ranks, f"{r * ranks}", of_ranks, "not-divided"),
+        (twice, lambda r: 1 / r, f"1/{r}", again, "divided-twice"),
+        (ranks > 1, lambda _: ranks, f"{ranks}", "the sum of the ranks' means", "ranks"),
+        (ranks > 1, lambda _: 1 / ranks, f"1/{ranks}", by_all, "ranks"),
+        (r == 2, lambda r: 1 / r, f"1/{r}", again, "divided-twice"),
     ]
     alone_or_together: list[tuple[str, Callable[[Use], float | None]]] = [("", lambda u: u.own)]
     if use.total is not None and not use.others_right:
@@ -702,15 +691,16 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
     if use.total is not None and near(use.total, 1.0, tolerance):
         alone_or_together = []
     for what, of in alone_or_together:
-        for applies, factor, number, why in readings:
+        for applies, factor, number, why, cause in readings:
             fitting = [u for u in uses if (c := of(u)) is not None and near(c, factor(u.length), tolerance)]
             if not applies or use not in fitting:
                 continue
             # of a coefficient that changes from step to step, one value may be any number
             changes = any(u.length == r and not u.right and u not in fitting for u in uses)
             if use.others_right or changes or (is_small and why == again):
-                return _either(why, "the objective has it")
-            return Scale(use, "wrong-scale", f"{number}{what}: {why}", provisional=len(fitting) == 1)
+                return _either(why, cause, "the objective has it")
+            note = f"{number}{what}: {why}"
+            return Scale(use, "wrong-scale", note, provisional=len(fitting) == 1, cause=cause)
     if use.others_right:
         return USERS
     weight = use.comparison.weight

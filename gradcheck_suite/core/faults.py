@@ -1,17 +1,32 @@
 """The one table of faults: what each name means, what to do, by which evidence it is recognised, what it took in.
 
-Console, JSON, `--accept`, report, audit and the documents' tables read it. A finer cause belongs into the sentence of a
-violation and not into a new name, unless its remedy differs. To add one: a row here, and its predicate in `judge`.
+Console, JSON, `--accept`, report, audit and the documents' tables read it. What a loop did is a sentence of the
+predicate that has the numbers; what to do about it stands here alone, for the fault or for one of its causes. To add a
+fault: a row here, and its predicate in `judge`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Evidence = Literal["weights", "elements", "sizes", "inputs", "steps", "state", "outcome", "problem"]
 """What a name is read off: weights of micro-batches, elements of parameters, sizes of gradients, inputs of losses, the
 micro-batches of steps, parameters and the optimizer's state, how the loop ended, the objective."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What to do, in the imperative.
+
+    Attributes:
+        torch: for a loop of PyTorch.
+        jax: for a loop of JAX; None where it is the same.
+    """
+
+    torch: str
+    jax: str | None = None
 
 
 @dataclass(frozen=True)
@@ -25,6 +40,7 @@ class Fault:
         remedy: what to do.
         evidence: that tells it.
         takes_in: names that records of 0.x have for it.
+        causes: what may cause it -> a remedy for that cause, in place of the general one.
         general: whether the name says no more than that something is wrong, or where.
         command: `verify` or `audit` where one alone finds it; empty for both.
     """
@@ -32,19 +48,26 @@ class Fault:
     name: str
     kind: str
     meaning: str
-    remedy: str
+    remedy: Remedy
     evidence: Evidence
     takes_in: tuple[str, ...] = ()
+    causes: Mapping[str, Remedy] = field(default_factory=dict)
     general: bool = False
     command: str = ""
 
 
-def _gradient(name: str, evidence: Evidence, meaning: str, remedy: str, *old: str, **more: Any) -> Fault:
-    return Fault(name, "gradient", meaning, remedy, evidence, old, **more)
+def _gradient(
+    name: str, evidence: Evidence, meaning: str, remedy: str, *old: str, jax: str | None = None, **more: Any
+) -> Fault:
+    return Fault(name, "gradient", meaning, Remedy(remedy, jax), evidence, old, **more)
 
 
-def _steps(name: str, meaning: str, remedy: str, *old: str, **more: Any) -> Fault:
-    return Fault(name, "step-count", meaning, remedy, "steps", old, **more)
+def _steps(name: str, meaning: str, remedy: str, *old: str, jax: str | None = None, **more: Any) -> Fault:
+    return Fault(name, "step-count", meaning, Remedy(remedy, jax), "steps", old, **more)
+
+
+def _parameters(name: str, meaning: str, remedy: str, *old: str, jax: str | None = None) -> Fault:
+    return Fault(name, "parameters", meaning, Remedy(remedy, jax), "state", old, command="verify")
 
 
 _ROWS = (
@@ -52,15 +75,16 @@ _ROWS = (
         "mean-of-means",
         "weights",
         "the means of micro-batches, of ranks or of groups of them have one weight, whatever they count",
-        "multiply each mean by its count and divide by the window's count, added up over all ranks",
+        "multiply each mean by its count and divide by the window's count, added up over all ranks or devices",
         "local-count",
+        causes={"sum": Remedy("do not divide a summed loss by the micro-batch's count")},
     ),
     _gradient(
         "wrong-count",
         "weights",
         "means are weighted by something else than their counts: items, rounded counts, a power of the count, the "
         "count of a neighbour",
-        "weight each mean by `run.count(batch)` over the window's count",
+        "divide each summed loss by the window's count, or weight each mean by its own count over it",
         "weighted-by-count",
     ),
     _gradient(
@@ -68,7 +92,46 @@ _ROWS = (
         "weights",
         "every item of the window, or of one rank, has the same wrong weight; the explanation states the factor and, "
         "where known, what it is: K, 1/K, r/K in a short window of r, a count over another one, a loss scale, the sign",
-        "divide once, by the window's count; check that no library divides a second time",
+        "divide each summed loss by the window's count, once; check that no library divides a second time",
+        causes={
+            "not-divided": Remedy("a division is missing: divide each summed loss by the window's count"),
+            "divided-twice": Remedy("divide each summed loss by the window's count, and by nothing else"),
+            "short-window": Remedy("divide a short window by its own number or count, not by that of a whole one"),
+            "ranks": Remedy(
+                "DistributedDataParallel and fully_shard average gradients over ranks, and all_reduce adds them up: "
+                "multiply each rank's share of the loss (summed loss / count of all ranks) by the number of ranks "
+                "where gradients are averaged, and leave it as it is where they are added"
+            ),
+            "one-rank": Remedy("look for what a rank does to its losses or gradients before they are added up"),
+            "items": Remedy("divide by `run.count(batch)`, which is not the number of items"),
+            "extra-target": Remedy(
+                "one target too many is counted for every item: count the targets that are not ignored"
+            ),
+            "ignored-targets": Remedy("let a micro-batch without valid targets count 0"),
+            "at-least-1": Remedy(
+                "do not raise a count to 1: a micro-batch without valid targets counts 0, and a sum of class weights "
+                "may be below 1"
+            ),
+            "rounded-count": Remedy("do not round a count: a sum of class weights may be a fraction"),
+            "other-count": Remedy(
+                "divide by the count of the micro-batches whose gradients are in this step, of all ranks"
+            ),
+            "running-count": Remedy("set the count to 0 when a window begins"),
+            "off-by-one": Remedy("count the targets that the loss divides by, not one more or less"),
+            "equal-counts": Remedy("add up the counts of the window's micro-batches: they are not all alike"),
+            "sign": Remedy("subtract where you add, or maximise the right quantity"),
+            "loss-scale": Remedy("unscale the gradients once before the step"),
+            "growing": Remedy(
+                "look for something that is applied once more in every step, such as a hook that is registered anew "
+                "and never removed",
+                "look for something that is applied once more in every step, such as a factor that stays in a state",
+            ),
+            "constant": Remedy("look for a constant, such as a number of ranks or a coefficient"),
+            "varying": Remedy(
+                "look for a coefficient, a schedule, a hook, or a count that other windows take part in",
+                "look for a coefficient, a schedule, or a count that other windows take part in",
+            ),
+        },
     ),
     _gradient(
         "weighted-by-place",
@@ -77,6 +140,12 @@ _ROWS = (
         "weight each micro-batch by its count alone; look for a schedule, a loss scale or an index in the loss, or a "
         "special case for the first or last micro-batch",
         "unequal-factors",
+        causes={
+            "sign": Remedy(
+                "send the losses of all micro-batches backward with the same sign",
+                "differentiate the losses of all micro-batches with the same sign",
+            )
+        },
     ),
     _gradient(
         "weighted-by-loss",
@@ -89,7 +158,8 @@ _ROWS = (
         "rescaled-accumulator",
         "weights",
         "the weight of each micro-batch is a constant factor times that of the one before",
-        "scale each contribution and not the accumulated gradient; reduce over ranks once per window",
+        "scale each contribution and not the accumulated gradient; add up over ranks once per window, after its last "
+        "micro-batch",
         "reduced-repeatedly",
     ),
     _gradient(
@@ -99,12 +169,15 @@ _ROWS = (
         "call backward once per micro-batch, on its own loss and not on the running sum; look for closures that read a "
         "loop's variable late",
         "running-loss",
+        jax="differentiate each loss once, and not the running sum; look for closures that read a loop's variable late",
     ),
     _gradient(
         "dropped-micro-batch",
         "weights",
         "some micro-batches of the window are missing from the gradient",
-        "look for a `continue`, a `break`, an iterator that is advanced twice, what is kept by size",
+        "look for a `continue`, a `break` or a reset between them, an iterator that is advanced twice, and for what is "
+        "chosen by chance, by size or by value",
+        causes={"duplicates": Remedy("look for a set, a cache, or a comparison of batches or losses")},
     ),
     _gradient(
         "reset-inside-window",
@@ -117,14 +190,18 @@ _ROWS = (
         "weights",
         "the gradient contains only the window's first micro-batch",
         "look for what excludes later ones: a flag, a `no_sync`, a detached graph",
+        jax="look for what excludes later ones: a flag, a carry that is not handed on, `stop_gradient`",
     ),
     _gradient(
         "no-gradient",
         "weights",
         "the gradient contains nothing of the window, or a parameter that its items reach has none (kind "
         "`none-pattern`)",
-        "do not reset between backward and step; look for a parameter that is frozen, replaced or reset to None",
+        "do not reset between backward and step; look for a loss that is not sent backward, a `no_grad`, and for a "
+        "parameter that is frozen, replaced or reset to None",
         "missing-gradient",
+        jax="do not start a new sum between the last gradient and the step; look for a `stop_gradient`",
+        causes={"by-value": Remedy("look for what sets a gradient to None or leaves it out by its value")},
         general=True,
     ),
     _gradient(
@@ -132,9 +209,10 @@ _ROWS = (
         "weights",
         "with `--ranks`: the gradient contains one rank's micro-batches and not all of the others', or nothing of a "
         "rank",
-        "add up gradients of all ranks once, after the last backward of the window: look for a forward under "
-        "`no_sync`, a rank that leaves out its all-reduce or does not wait for it, a broadcast or a reduce in place of "
-        "an all-reduce",
+        "add up gradients of all ranks once, after the last backward of the window: look for a forward under `no_sync` "
+        "(DistributedDataParallel decides in the forward whether backward reduces), a rank that leaves out its "
+        "all-reduce or does not wait for it, a broadcast or a reduce in place of an all-reduce, a process group "
+        "without some ranks",
         "partly-reduced",
         "dropped-rank",
     ),
@@ -143,6 +221,10 @@ _ROWS = (
         "weights",
         "the gradient contains its own window and something of earlier ones",
         "reset once after every step, including that of the short last window; in a closure, reset at its start",
+        causes={
+            "average": Remedy("reset once after every step, and leave moving averages to the optimizer"),
+            "other-optimizer": Remedy("reset the gradients of this optimizer before its own backward passes"),
+        },
     ),
     _gradient(
         "other-window",
@@ -152,6 +234,8 @@ _ROWS = (
         "communicated, and send a micro-batch backward after the step of the window before it",
         "later-window",
         "delayed-window",
+        jax="train the windows in the order of `run.batches`, each once; read gradients after they have been computed, "
+        "and differentiate a micro-batch after the step of the window before it",
     ),
     _gradient(
         "wrong-windows",
@@ -172,12 +256,13 @@ _ROWS = (
         "items of the same micro-batch have different weights",
         "look for a custom loss that weights its items",
         general=True,
+        causes={"parts": Remedy("divide each part's summed loss by the window's count")},
     ),
     _gradient(
         "unrecognised-weights",
         "weights",
         "the gradient is a weighted sum of the window's micro-batches with weights of no known fault",
-        "read the printed weights",
+        "look for what gives each micro-batch its printed weight",
         general=True,
     ),
     _gradient(
@@ -186,7 +271,7 @@ _ROWS = (
         "weights or elements are the right ones with the rounding errors of a narrower dtype, or losses are computed "
         "under `torch.autocast` undeclared",
         "compute counts, quotients and sums in the parameter's dtype or a wider one; if autocast is meant, declare it: "
-        '`--autocast DTYPE` or `@training_loop(autocast="bfloat16")`',
+        '`--autocast DTYPE` or `@training_loop(autocast="bfloat16")`; do not quantise gradients',
         "rounded-weights",
         "rounded-gradient",
         "undeclared-autocast",
@@ -195,7 +280,7 @@ _ROWS = (
         "changed-batch",
         "inputs",
         "a loss is computed from a batch that the loader does not yield: other items, or other values",
-        "look for what changes batches between the loader and the loss: a normalization in place, augmentation, "
+        "look for what changes batches before they reach the loss: a normalization in place, augmentation, "
         "truncation, padding, targets shifted against inputs",
         command="verify",
     ),
@@ -221,6 +306,8 @@ _ROWS = (
         "look for a copy of the model that is not updated, a forward that runs before the previous step, a step or an "
         "edit of parameters inside the window",
         "moving-parameters",
+        jax="look for parameters that a compiled function closes over, a gradient that is computed before the previous "
+        "step, a step or an edit of parameters inside the window",
     ),
     _gradient(
         "misplaced-gradient",
@@ -264,7 +351,7 @@ _ROWS = (
         "clipped",
         "sizes",
         "large gradients alone are wrong, and too small",
-        "clip once, after the window's last backward; switch it off for the verification",
+        "clip once, after the window's last micro-batch; switch it off for the verification",
         command="verify",
     ),
     _gradient(
@@ -279,7 +366,7 @@ _ROWS = (
         "sizes",
         "something that does not grow with the loss is added to the gradient, or that grows with its square: weight "
         "decay, a penalty, noise",
-        "leave decay to the optimizer; switch noise off for the verification",
+        "leave decay to the optimizer; make a penalty part of the objective; switch noise off for the verification",
         command="verify",
     ),
     _gradient(
@@ -291,6 +378,7 @@ _ROWS = (
         "communication, a format with a narrow exponent",
         "flushed-to-zero",
         "skipped-steps",
+        jax="switch off what skips them; look for a threshold, a sparse communication, a format with a narrow exponent",
         command="verify",
     ),
     _gradient(
@@ -307,6 +395,9 @@ _ROWS = (
         "use a `GradScaler`, or assume `finite-gradients`; remove `nan_to_num` or the clamp: it hides that the run "
         "diverged",
         "replaced-non-finite",
+        jax="assume `finite-gradients` if that is meant; remove `nan_to_num` or the clamp: it hides that the run "
+        "diverged",
+        causes={"no-targets": Remedy("leave out that micro-batch alone, or add it")},
         command="verify",
     ),
     _gradient(
@@ -314,27 +405,32 @@ _ROWS = (
         "sizes",
         "the gradient contains a NaN or an infinity of an earlier window",
         "reset with `zero_()` or None, never by multiplying: 0 * NaN is NaN",
+        jax="start at new zeros, never by multiplying: 0 * NaN is NaN",
         command="verify",
     ),
     _gradient(
         "stolen-buffer",
         "elements",
         "a gradient shares memory with a buffer that backward writes again, or with another gradient",
-        "return a new tensor from that backward, or keep `.grad` allocated and reset with `zero_`",
+        "return a new tensor (`buffer.clone()`) from that backward, or allocate `.grad` as zeros before the first "
+        "backward and reset with `zero_`",
         command="verify",
     ),
     _gradient(
         "wrong-backward",
         "elements",
         "in an audit: a `torch.autograd.Function` of the model has another backward than the derivative of its forward",
-        "mend its backward, or accept it where it is meant, as a straight-through estimator is",
+        "mend its backward, or accept it with `--accept wrong-backward` where it is meant, as a straight-through "
+        "estimator is",
         command="audit",
     ),
     _gradient(
         "not-repeatable",
         "outcome",
         "the loop gives another gradient when it runs again on the same case",
-        "start anew in every run: no global counter, cache or iterator; draw from torch's generator alone",
+        "start anew in every run: no global counter, cache or iterator, no `id` of batches that are freed; draw from "
+        "torch's generator alone",
+        jax="start anew in every run: no global counter, cache or iterator; draw from keys with seeds of their own",
         command="verify",
     ),
     _gradient(
@@ -352,7 +448,9 @@ _ROWS = (
         "the gradient is no weighted sum of micro-batches, and no other fault fits; the explanation says which "
         "parameters and elements are wrong, and whether they depend on the gradient's size or on the model",
         "switch off clipping and noise; check hooks, custom backwards, buffers and casts",
+        jax="switch off clipping and noise; check each `custom_vjp`, buffers and casts",
         general=True,
+        causes={"between-passes": Remedy("do it once, to `.grad`, before the step")},
     ),
     _steps(
         "step-per-micro-batch",
@@ -360,11 +458,13 @@ _ROWS = (
         "step once per window; a schedule that is meant to count micro-batches assumes `schedules-micro-batches`",
         "scheduler-per-micro-batch",
         "scaler-per-micro-batch",
+        causes={"scaler": Remedy("unscale, step and update once per window, after its last backward")},
     ),
     _steps(
         "tail-dropped",
         "the short last window has no step, so its items never train the model",
         "step after the last micro-batch of an epoch too, or assume `whole-windows`",
+        causes={"in-audit": Remedy("step after the last micro-batch of an epoch too")},
     ),
     _steps(
         "tail-leak",
@@ -375,12 +475,14 @@ _ROWS = (
         "dropped-window",
         "some windows have no step; the explanation lists them",
         "look for a warm-up, or a range that ends early",
+        causes={"ranks": Remedy("let a rank that has run out of micro-batches add zeros, until no rank has any left")},
         command="verify",
     ),
     _steps(
         "never-stepped",
         "`run.optimizer` was never stepped",
-        "step `run.optimizer`, not a copy or another optimizer",
+        "step `run.optimizer`, or wrap it, and no copy or other optimizer",
+        jax="update by `run.optimizer`, or wrap it, and use the result",
         command="verify",
     ),
     _steps(
@@ -388,70 +490,67 @@ _ROWS = (
         "a window's gradient is stepped several times, or a step comes right after a reset",
         "step once, where a window has been accumulated; look for a library that steps as well",
         "empty-step",
+        causes={"zeros": Remedy("step once per window, or reset to None, which optimizers skip")},
     ),
     _steps(
         "wrong-step-count",
         "too many or too few steps or passes, for no known reason; the explanation lists the micro-batches that each "
         "step held",
-        "compare with the windows: K micro-batches each, `run.epochs` times; look for a loop without an end",
+        "compare with the windows: K micro-batches each, in `run.epochs` passes; look for a loop without an end",
         "endless",
         "wrong-epochs",
         general=True,
         command="verify",
     ),
-    *(
-        Fault(name, "parameters", meaning, remedy, "state", tuple(old), command="verify")
-        for name, meaning, remedy, *old in (
-            (
-                "parameter-drift",
-                "something other than `optimizer.step()` changed a parameter before, between or after steps; nothing "
-                "is allowed, not even a rounding",
-                "look for other code that writes to parameters: an average, a manual decay, a hook, a second "
-                "optimizer. A loop that edits parameters on purpose assumes `edits-parameters`",
-            ),
-            (
-                "parameter-not-updated",
-                "the step left a parameter as it was, where the optimizer changes it, or the parameter is in none of "
-                "the optimizer's groups",
-                "keep every trainable parameter in `run.optimizer`",
-            ),
-            (
-                "optimizer-state-changed",
-                "an entry of the optimizer's state is another at the next step, or is missing",
-                "look for code that writes to `run.optimizer.state` or clears it; restore it where you restore the "
-                "model",
-                "optimizer-state-lost",
-            ),
-            (
-                "changed-settings",
-                "a setting of the optimizer (`maximize`, `weight_decay`, `betas`, `lr` without a scheduler) of a "
-                "parameter is another than at the step before",
-                "change settings by a scheduler, or assume `edits-settings` where the loop does so on purpose",
-            ),
-            (
-                "wrong-update",
-                "the step changed a parameter otherwise than the optimizer does on the same gradients, settings and "
-                "state",
-                "look for a hook or a patch inside the step, and for state that the loop puts in",
-            ),
-            (
-                "changed-model",
-                "the loop added, removed, replaced, froze, cast or moved a parameter",
-                "train the model unchanged",
-            ),
-            (
-                "changed-torch",
-                "the loop, or its file when it was imported, changed torch for the whole process: it replaced a "
-                "function, a method or a kernel, or left a hook on every module or optimizer",
-                "patch the model or the optimizer that the run hands over, or undo the change before the loop returns",
-            ),
-        )
+    _parameters(
+        "parameter-drift",
+        "something other than `optimizer.step()` changed a parameter before, between or after steps; nothing is "
+        "allowed, not even a rounding",
+        "look for other code that writes to parameters: an average, a manual decay, a hook, a second optimizer. A loop "
+        "that edits parameters on purpose assumes `edits-parameters`",
+        jax="look for other code that changes parameters: an average, a manual decay, a second optimizer. A loop that "
+        "edits parameters on purpose assumes `edits-parameters`",
+    ),
+    _parameters(
+        "parameter-not-updated",
+        "the step left a parameter as it was, where the optimizer changes it, or the parameter is in none of the "
+        "optimizer's groups",
+        "keep every trainable parameter in `run.optimizer`",
+    ),
+    _parameters(
+        "optimizer-state-changed",
+        "an entry of the optimizer's state is another at the next step, or is missing",
+        "look for code that writes to `run.optimizer.state` or clears it; restore it where you restore the model",
+        "optimizer-state-lost",
+    ),
+    _parameters(
+        "changed-settings",
+        "a setting of the optimizer (`maximize`, `weight_decay`, `betas`, `lr` without a scheduler) of a parameter is "
+        "another than at the step before",
+        "change settings by a scheduler, or assume `edits-settings` where the loop does so on purpose",
+    ),
+    _parameters(
+        "wrong-update",
+        "the step changed a parameter otherwise than the optimizer does on the same gradients, settings and state",
+        "look for a hook or a patch inside the step, and for state that the loop puts in",
+        jax="look for what changes the result of `run.optimizer.update`, and for state that the loop puts in",
+    ),
+    _parameters(
+        "changed-model",
+        "the loop added, removed, replaced, froze, cast or moved a parameter",
+        "train the model unchanged",
+    ),
+    _parameters(
+        "changed-torch",
+        "the loop, or its file when it was imported, changed torch for the whole process: it replaced a function, a "
+        "method or a kernel, or left a hook on every module or optimizer",
+        "patch the model or the optimizer that the run hands over, or undo the change before the loop returns",
     ),
     Fault(
         "raised",
         "raised",
         "the loop raised an exception; the output contains its traceback",
-        "fix it, or switch off what the case does not support",
+        Remedy("fix it, or switch off what the case does not support"),
         "outcome",
         general=True,
         command="verify",
@@ -460,7 +559,7 @@ _ROWS = (
         "timed-out",
         "raised",
         "the loop did not return within `--time-limit` seconds on one case",
-        "look for an endless loop; raise the limit for a slow one",
+        Remedy("look for an endless loop; raise the limit for a slow one"),
         "outcome",
         command="verify",
     ),
@@ -469,7 +568,7 @@ _ROWS = (
         "raised",
         "with `--ranks`: ranks wait for each other, or met in different collectives; the explanation says where each "
         "is",
-        "every rank must enter the same collectives, in the same order",
+        Remedy("every rank must enter the same collectives, in the same order"),
         "outcome",
         ("mismatched-collectives",),
         command="verify",
@@ -478,11 +577,25 @@ _ROWS = (
         "not-accumulable",
         "not-accumulable",
         "the large batch's loss is not the sum of the micro-batches'",
-        "the explanation names the module or loss that is not separable over samples, or the right `count`",
+        Remedy("the explanation names the module or loss that is not separable over samples, or the right `count`"),
         "problem",
         command="verify",
     ),
 )
+BY_LIBRARY = {
+    ("accelerate", "short-window"): "Accelerate divides by K in a short window too, up to 1.15.0 at least: "
+    "`GradientAccumulationPlugin(num_steps=K, sync_with_dataloader=False)` makes every window whole",
+    ("lightning", "short-window"): "Lightning divides by `accumulate_grad_batches` in a short window too, up to 2.6.6 "
+    "at least (Lightning#19987): let it divide the number of batches, or use manual optimization",
+    ("transformers", "short-window"): "transformers 4.45.2 divides an epoch of fewer than K micro-batches by K: later "
+    "releases divide by its length (transformers#39659)",
+    ("transformers", "mean-of-means"): "transformers counts the targets of a window from 4.46 on (transformers#34191), "
+    "for models and a `compute_loss_func` that divide by `num_items_in_batch`",
+    ("transformers", "not-divided"): "transformers does not divide by K where a model takes `**kwargs`, up to 5.23.0 "
+    "at least (transformers#47688): set `trainer.loss_is_scaled_for_ga = False`",
+}
+"""A trainer's package, and a fault or a cause that its own division may have, which no user mends in the script ->
+what helps there, as found in docs/found-in-trainers.md."""
 FAULTS = {fault.name: fault for fault in _ROWS}
 """The faults by name, in the order of the documents."""
 _KINDS = {fault.kind for fault in _ROWS} | {"non-finite", "none-pattern"}
@@ -492,6 +605,23 @@ _TAKEN_IN = {old: fault.name for fault in _ROWS for old in fault.takes_in}
 def names_of(diagnosis: str) -> frozenset[str]:
     """Return the faults that a diagnosis of the form `a or b` leaves open."""
     return frozenset(diagnosis.split(" or "))
+
+
+def remedy_of(diagnosis: str, causes: Sequence[str] = (), *, jax: bool = False, library: str = "") -> str:
+    """Return what to do about a diagnosis.
+
+    Args:
+        diagnosis: such as `wrong-scale`, or `a or b` where the evidence fits both.
+        causes: what may have caused it; a fault of which no cause is among them has its general remedy.
+        jax: whether the loop is one of JAX.
+        library: the package of the trainer that runs the loop; empty without one.
+    """
+    found: dict[str, None] = {}
+    for fault in (FAULTS[name] for name in diagnosis.split(" or ")):
+        own = [fault.causes[cause] for cause in causes if cause in fault.causes] or [fault.remedy]
+        found |= dict.fromkeys(one.jax if jax and one.jax else one.torch for one in own)
+    of_library = [BY_LIBRARY[library, key] for key in (diagnosis, *causes) if (library, key) in BY_LIBRARY]
+    return ". ".join(["; or ".join(found), *of_library])
 
 
 def current_name(diagnosis: str) -> str:
@@ -545,5 +675,5 @@ def table_of(kinds: tuple[str, ...]) -> str:
     rows = [head, ["---"] * len(head)]
     for fault in FAULTS.values():
         if fault.kind in kinds or (not kinds and fault.kind not in known):
-            rows.append([f"`{fault.name}`", *([] if kinds else [f"`{fault.kind}`"]), fault.meaning, fault.remedy])
+            rows.append([f"`{fault.name}`", *([] if kinds else [f"`{fault.kind}`"]), fault.meaning, fault.remedy.torch])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -28,47 +28,6 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('batch') else 's'}"
 
 
-OF_JAX = {
-    "the loop changed the model's parameters: ": "",
-    "optimizer.step() was called": "the result of run.optimizer.update was used",
-    "run.optimizer was never stepped": "no result of run.optimizer.update is used",
-    "step run.optimizer, or wrap it": "update by run.optimizer, or wrap it",
-    "something other than optimizer.step() changed": "something other than the optimizer's updates changed",
-    ".grad is not finite at the step, the right gradient is": "'s gradient is not finite at the step, the right one is",
-    "what was in .grad before": "what was in the sum before",
-    "pass over run.loader": "pass over run.batches",
-    "in the loader's order": "in the order of run.batches",
-    "the running sum of the losses goes through backward each time; send each loss through once": "the running sum of "
-    "the losses is differentiated each time; differentiate each loss once",
-    "send each loss backward once": "differentiate each loss once",
-    "send each backward once": "add each gradient once",
-    "send a micro-batch backward after": "differentiate a micro-batch after",
-    "look for a reset after its backward": "look for a new sum after its gradient",
-    "the window's last backward": "the window's last gradient",
-    "reset with zero_() or None, since": "start at new zeros, since",
-    "(a flag, no_sync, a detached graph)": "(a flag, a carry that is not handed on, stop_gradient)",
-    "such as a hook that is registered anew and never removed": "such as a factor that stays in a state",
-    "look for a coefficient, a schedule, a hook": "look for a coefficient or a schedule",
-    "clip_grad_norm_ with a finite limit": "optax.clip_by_global_norm with a finite limit",
-    "a GradScaler skips the step of a window whose gradients overflow: where the loop has one, give it a smaller "
-    "init_scale; otherwise look for": "look for",
-    "uses a torch.amp.GradScaler, whose skips are allowed, or states": "states",
-    "a generator that torch's seed does not set": "a generator that no seed of its own sets",
-    "look for a copy of the model that is not updated, and for a forward that runs before the previous step": "look "
-    "for parameters that a compiled function closes over, and for a gradient that is computed before the previous step",
-    "a backward (a custom autograd.Function, a hook)": "a backward (a custom_vjp)",
-    "send the losses of all micro-batches backward with": "differentiate the losses of all micro-batches with",
-}
-"""What explanations say of torch -> what they say of a loop of JAX."""
-
-
-def of_jax(text: str) -> str:
-    """Return an explanation in the words of JAX."""
-    for torchs, own in OF_JAX.items():
-        text = text.replace(torchs, own)
-    return text
-
-
 MOST_SHOWN = 24
 """Micro-batches of an epoch that are shown one by one."""
 

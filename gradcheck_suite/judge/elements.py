@@ -16,7 +16,7 @@ import torch
 
 from gradcheck_suite.core.comparison import Comparison, Vector
 from gradcheck_suite.judge.naming import FORMATS, constant_meaning
-from gradcheck_suite.judge.weights import ALONE, Array, Diagnosis, factor_text, listed
+from gradcheck_suite.judge.weights import ALONE, Array, Diagnosis, any_of, factor_text, listed
 from gradcheck_suite.reference.large_batch import Window, gradients_of
 
 # Gradients that have lost a mean or a direction, and gradients whose elements belong to other parameters.
@@ -97,7 +97,7 @@ def mixed(comparison: Comparison, wrong: Sequence[str]) -> Diagnosis | None:
         return Diagnosis(
             "misplaced-gradient",
             f"the gradients of {listed(wrong)} together have the right elements, at other places: they are flattened "
-            "in one order and taken apart in another; match parameters by name",
+            "in one order and taken apart in another",
         )
     return None
 
@@ -174,23 +174,23 @@ def diagnose_elements(
         parameters: (P,): the values of the parameters, where they are known.
     """
     wrong, right = wrong_and_right(comparison)
-    faults = {name: dict(_faults(comparison, name, by_weights.get(name))) for name in wrong}
+    faults = {name: {one.name: one for one in _faults(comparison, name, by_weights.get(name))} for name in wrong}
     for name, lost in projected(comparison, wrong, parameters).items():
-        faults[name]["projected-gradient"] = lost
+        faults[name]["projected-gradient"] = Diagnosis("projected-gradient", lost)
     for found in faults.values() if some_unread else ():
         if "no-gradient" in found:
-            found["dropped-micro-batch"] = "what the gradient holds are micro-batches whose own gradient is 0"
+            said = "what the gradient holds are micro-batches whose own gradient is 0"
+            found["dropped-micro-batch"] = Diagnosis("dropped-micro-batch", said)
     common = [name for name in faults[wrong[0]] if all(name in found for found in faults.values())] if wrong else []
-    where = where_alone(comparison) if right else "" if len(wrong) == 1 else "in every parameter: "
     if not common:
         return mixed(comparison, wrong)
-    said = {name: "; or: ".join(found[fault] for fault in common) for name, found in faults.items()}
-    if len(set(said.values())) > 1:
+    each = {name: any_of([found[fault] for fault in common]) for name, found in faults.items()}
+    where = where_alone(comparison) if right else "" if len(wrong) == 1 else "in every parameter: "
+    sentence = each[wrong[0]].sentence
+    if any(one.sentence != sentence for one in each.values()):
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        return Diagnosis(
-            " or ".join(common), where + "; ".join(f"in {name}, {said[name]}" for name in wrong[:3]) + more
-        )
-    return Diagnosis(" or ".join(common), where + said[wrong[0]])
+        sentence = "; ".join(f"in {name}, {each[name].sentence}" for name in wrong[:3]) + more
+    return replace(any_of([*each.values()]), sentence=where + sentence)
 
 
 def place_of_the_fault(comparison: Comparison) -> str:
@@ -206,47 +206,41 @@ def place_of_the_fault(comparison: Comparison) -> str:
     return f"wrong in {', '.join(counts)}{more}{ending}"
 
 
-def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Iterator[tuple[str, str]]:
+def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Iterator[Diagnosis]:
     """Yield the faults that fit one parameter. An element that rounding may hide is no evidence."""
     expected, observed, allowed, off = part_of(comparison, name)
     seen, there = np.abs(observed) > allowed, np.abs(expected) > allowed
     if not seen.any() and weights is not None and weights.name != "no-gradient":
-        yield weights.name, weights.sentence
+        yield weights
         return
     if not seen.any():
         why = "it was reset before the step, never computed, or set to 0 because of its values"
-        yield "no-gradient", f"the gradient of {name} is 0: {why}"
+        yield Diagnosis("no-gradient", f"the gradient of {name} is 0: {why}")
         return
     other = _other_parameter(comparison, name)
     if weights is not None and not (other and weights.name == "wrong-scale"):
-        yield weights.name, weights.sentence
+        yield weights
     elif not other and (scale := _factor(expected, observed, allowed)) is not None:
-        yield "wrong-scale", scale
+        yield scale
     how = _permutation(expected, observed, allowed) if np.count_nonzero(there) > 1 else None
-    if how:
-        yield "misplaced-gradient", f"the gradient of {name} has the right elements at other places: {how}"
+    if how is not None:
+        yield Diagnosis("misplaced-gradient", f"the gradient of {name} has the right elements at other places{how}")
     if other:
-        yield (
-            "misplaced-gradient",
-            f"{name} has the gradient of {other}: match parameters by name, not by position or shape",
-        )
+        yield Diagnosis("misplaced-gradient", f"{name} has the gradient of {other}")
     if weights is None and (levels := levels_of(expected, observed)):
-        yield (
-            "low-precision",
-            f"all elements of the gradient of {name} are multiples of 1/{levels} of the largest: they are quantised; "
-            "hand the optimizer the gradient itself",
-        )
-    elif weights is None and not how and not other and (there & ~off).any():
-        yield "partial-gradient", _partial_text(name, expected, observed, allowed, off)
+        said = f"all elements of the gradient of {name} are multiples of 1/{levels} of the largest: they are quantised"
+        yield Diagnosis("low-precision", said)
+    elif weights is None and how is None and not other and (there & ~off).any():
+        yield Diagnosis("partial-gradient", _partial_text(name, expected, observed, allowed, off))
     elif weights is None and (form := format_of(expected, observed)):
-        yield (
+        yield Diagnosis(
             "low-precision",
             f"the gradient of {name} has a relative error of {relative_error(expected, observed):.1g}, and all its "
-            f"elements are exactly representable in {form}: accumulate in the parameter's dtype or a wider one",
+            f"elements are exactly representable in {form}",
         )
 
 
-def _factor(expected: Array, observed: Array, allowed: Array) -> str | None:
+def _factor(expected: Array, observed: Array, allowed: Array) -> Diagnosis | None:
     pivot = np.unravel_index(np.argmax(np.abs(expected) / np.maximum(allowed, 1e-300)), expected.shape)
     if not expected[pivot]:
         return None
@@ -255,12 +249,14 @@ def _factor(expected: Array, observed: Array, allowed: Array) -> str | None:
         return None
     if abs(observed[pivot] - expected[pivot]) <= 2 * (1 + abs(factor)) * allowed[pivot]:
         return None  # rounding may be all of it
-    meaning, remedy = constant_meaning(round(factor) if abs(factor - round(factor)) < 1e-9 else factor)
+    meaning, cause = constant_meaning(round(factor) if abs(factor - round(factor)) < 1e-9 else factor)
     single = np.count_nonzero(np.abs(expected) > allowed) < 2
     if single and not meaning and abs(factor - round(factor)) > 1e-9:
         return None
     said = f"every element is {factor_text(factor)} times what it should be"
-    return f"{said}: {meaning}; {remedy}" if meaning else said
+    if meaning:
+        return Diagnosis("wrong-scale", f"{said}: {meaning}", causes=(cause,))
+    return Diagnosis("wrong-scale", said)
 
 
 def _permutation(expected: Array, observed: Array, allowed: Array) -> str | None:
@@ -270,8 +266,8 @@ def _permutation(expected: Array, observed: Array, allowed: Array) -> str | None
     if (np.abs(np.sort(observed, axis=None) - np.sort(expected, axis=None)) > tolerance).any():
         return None
     if expected.ndim == 2 and observed.shape == expected.T.shape and (np.abs(observed - expected.T) <= tolerance).all():
-        return "it is transposed"
-    return "look for a flip, an index, a gather or another memory order"
+        return ": it is transposed"
+    return ""
 
 
 def _other_parameter(comparison: Comparison, name: str) -> str | None:
@@ -301,8 +297,7 @@ def _partial_text(name: str, expected: Array, observed: Array, allowed: Array, o
     more = ", ..." if np.count_nonzero(off) > 3 and where.startswith("at") else ""
     return (
         f"{np.count_nonzero(off)} of the {off.size} elements of {name} are wrong, {where}{more}, and are {what}; the "
-        "others are right: look for a slice, a mask or a shard, or for what looks at signs or sizes (clipping by "
-        "value, a threshold, an abs)"
+        "others are right"
     )
 
 
@@ -360,11 +355,7 @@ def combined_elements(window: Window, comparison: Comparison) -> Diagnosis | Non
         found = combine(parts)
         for factor, times in ((1.0, ""), (count, f", times their number, {count}"), (1 / count, ", over their number")):
             if found.any() and (np.abs(factor * found - comparison.observed) <= allowed).all():
-                return Diagnosis(
-                    "not-summed",
-                    f"each element of the gradient is {said}{times}: add up the micro-batches' gradients, since any "
-                    "other function of them is not the gradient of the large batch",
-                )
+                return Diagnosis("not-summed", f"each element of the gradient is {said}{times}")
     return None
 
 
@@ -404,7 +395,7 @@ def wrong_reduction(window: Window, comparison: Comparison, rank: int, *, alike:
             return Diagnosis(
                 "not-summed",
                 f"each element is {what} of those of the ranks' own gradients, not their sum: the all-reduce is called "
-                f"with ReduceOp.{name}; use ReduceOp.SUM",
+                f"with ReduceOp.{name}",
             )
     others = own.sum(axis=0) - own[rank]
     got = np.sort(comparison.observed - own[rank]) - np.sort(others)
@@ -412,8 +403,7 @@ def wrong_reduction(window: Window, comparison: Comparison, rank: int, *, alike:
         return Diagnosis(
             "misplaced-gradient",
             "the other ranks' elements are added to other elements of this one: ranks lay out their gradients, or call "
-            "their all-reduces, in different orders, or leave out parameters without a gradient; go through the "
-            "parameters in the same order on every rank, all of them",
+            "their all-reduces, in different orders, or leave out parameters without a gradient",
         )
     return None
 
@@ -437,14 +427,10 @@ def with_second_names(
         return found
     own = next(own for own in several if wrong[0] in own)
     if lost := _lost_use(window, comparison, [own for own in several if own[0] in wrong]):
-        untying = (
-            f"{' and '.join(own)} are one parameter, and its use as {lost} is not in the gradient: look for a copy or "
-            "a functional call in which they are two"
-        )
-        if found is None or found.name != "no-gradient":
-            return Diagnosis("partial-gradient", untying)
-        # the other use has a gradient of 0
-        return Diagnosis(f"{found.name} or partial-gradient", f"{found.sentence}; or: {untying}")
+        said = f"{' and '.join(own)} are one parameter, and its use as {lost} is not in the gradient"
+        untying = Diagnosis("partial-gradient", said)
+        # where the other use has a gradient of 0, all is missing
+        return any_of([found, untying]) if found is not None and found.name == "no-gradient" else untying
     if found is None:
         return None
     said = (

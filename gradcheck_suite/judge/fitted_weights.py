@@ -20,7 +20,7 @@ from gradcheck_suite.core.comparison import Comparison, Vector
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.judge.elements import diagnose_elements, with_second_names, wrong_and_right
 from gradcheck_suite.judge.naming import constant_meaning, diagnose, meanings, names_nothing
-from gradcheck_suite.judge.weights import Diagnosis, Weights, trial_weights
+from gradcheck_suite.judge.weights import Diagnosis, Weights, any_of, trial_weights
 from gradcheck_suite.reference.large_batch import Gradients, Window, gradients_of
 from gradcheck_suite.run.instance import Instance, seeded
 
@@ -96,14 +96,24 @@ class StolenBuffer:
         parameter: whose gradient.
         other: for `"shared"`, the other parameter.
         error: largest difference between the sums after a reset to None and after a reset to zeros.
-        explanation: what happens and what to do, in a sentence or two.
+        sentence: what happens.
     """
 
     kind: Literal["rewritten", "shared"]
     parameter: str
     other: str | None
     error: float
-    explanation: str
+    sentence: str
+
+    @property
+    def explanation(self) -> str:
+        """What happens and what to do."""
+        return self.diagnosis.explanation()
+
+    @property
+    def diagnosis(self) -> Diagnosis:
+        """The diagnosis of a gradient that is wrong because of it."""
+        return Diagnosis("stolen-buffer", self.sentence)
 
 
 def find_stolen_buffers(
@@ -143,16 +153,11 @@ def find_stolen_buffers(
         why = (
             f"{name}.grad shares its storage with a buffer that the next backward writes: with .grad None, autograd "
             "takes the tensor that backward returned instead of copying it, and the sum of the earlier micro-batches "
-            f"is lost. Over {len(batches)} micro-batches set_to_none and zero_ differ by {error[name]:.3g}. "
-            "Return a fresh tensor (buffer.clone()) from that backward, or allocate p.grad as zeros before the first "
-            "backward and reset with zero_"
+            f"is lost. Over {len(batches)} micro-batches set_to_none and zero_ differ by {error[name]:.3g}"
         )
         found.append(StolenBuffer("rewritten", name, None, error[name], why))
     for a, b in shared:
-        why = (
-            f"{a}.grad and {b}.grad overlap in memory, so what is added to one changes the other: "
-            "return a tensor of its own for each from their backward"
-        )
+        why = f"{a}.grad and {b}.grad overlap in memory, so what is added to one changes the other"
         found.append(StolenBuffer("shared", a, b, max(error[a], error[b]), why))
     return tuple(found)
 
@@ -297,14 +302,10 @@ def of_one_sign(found: Diagnosis, window: Window, comparison: Comparison) -> Dia
     for sign, which in ((1, "positive"), (-1, "negative")):
         kept = np.where(np.sign(gradients) == sign, gradients, 0.0).sum(axis=0) * scale
         if (np.abs(kept - observed) <= 8 * allowed).all():
-            sentence = (
-                f"of each micro-batch's gradient only the {which} elements are in the step's: look for a clamp, an abs "
-                "or a relu of gradients"
-            )
-            if np.count_nonzero(np.abs(right) > allowed) > 2:
-                return Diagnosis("partial-gradient", sentence)
-            # so few elements may have one sign by chance
-            return Diagnosis(f"{found.name} or partial-gradient", f"{found.sentence}; or: {sentence}")
+            said = f"of each micro-batch's gradient only the {which} elements are in the step's"
+            one_sign = Diagnosis("partial-gradient", said)
+            # few elements may have one sign by chance
+            return one_sign if np.count_nonzero(np.abs(right) > allowed) > 2 else any_of([found, one_sign])
     return None
 
 
@@ -315,7 +316,7 @@ def stolen_buffer(instance: Instance) -> Diagnosis | None:
         found = find_stolen_buffers(instance.model(), instance.problem.loss, (2 * batches)[: max(2, len(batches))])
     except RuntimeError:
         return None
-    return Diagnosis("stolen-buffer", found[0].explanation) if found else None
+    return found[0].diagnosis if found else None
 
 
 def _summed_gradients(window: Window) -> Rows:
@@ -411,9 +412,8 @@ def _by_trial(template: Weights, gradients: Rows, observed: Vector, allowed: Vec
             found |= {} if names_nothing(diagnosis) else {diagnosis.name: diagnosis}
     if not found or not len(observed):
         return None
-    names = list(dict.fromkeys(name for diagnosis in found.values() for name in diagnosis.name.split(" or ")))
-    sentences = dict.fromkeys(diagnosis.sentence for diagnosis in found.values())
-    return Diagnosis(" or ".join(names), "; or: ".join(sentences)) if len(names) <= MOST_NAMES else None
+    together = any_of(found.values())
+    return together if len(together.names) <= MOST_NAMES else None
 
 
 def _gives(weights: Vector, gradients: Rows, observed: Vector, allowed: Vector) -> npt.NDArray[np.bool_]:

@@ -186,8 +186,7 @@ def _of_whole_window(e: Evidence) -> Diagnosis | None:
                 return Diagnosis(
                     "plain-accumulation",
                     f"the gradient is {how} of those of the micro-batches' own losses, and the objective is a function "
-                    "of the whole window: compute it for the window's items together, or cache what its items share "
-                    "(GradCache)",
+                    "of the whole window",
                 )
     return diagnose_elements(comparison, {}) or not_linear(
         f"it is {e.place}; the objective is a function of the whole window, so weights of micro-batches cannot be read "

@@ -37,11 +37,6 @@ MOST_TIMES = 64
 LEAST_LOSS_SCALE = 2**7
 EXACT = 1e-9
 """Relative error of numbers that are solved for."""
-SHARES = "divide each summed loss by the window's count (mean loss * count of the micro-batch / count of the window)"
-ONE_SIGN = "send the losses of all micro-batches backward with the same sign"
-GLOBAL_COUNT = "add up the counts over all ranks (all_reduce) and divide every rank's summed losses by the total"
-RESET = "reset the gradients once after every step, the short last window's too"
-REDUCE_ONCE = "add up the gradients of all ranks once, after the last backward of the window and before the step"
 
 
 # What the numbers of one step say.
@@ -134,14 +129,14 @@ def _unequal_groups(w: Weights) -> bool:
 
 
 def means_text(w: Weights, wrong: Steps) -> str:
-    """Return what weight the means of micro-batches have, and what to do."""
+    """Return what weight the means of micro-batches have."""
     if w.reduction == "sum":
         return (
             f"each micro-batch's mean has weight {float(w.per_mean.mean()):.6g}, whatever its count, where sums "
-            "are to be added up: do not divide a summed loss by the micro-batch's count"
+            "are to be added up"
         )
     short = f", in a window of {len(w.window)}" if len(w.window) != w.accumulation_steps * w.world_size else ""
-    return f"each micro-batch's mean has weight {_share(w)}, whatever its count{short}: {SHARES}"
+    return f"each micro-batch's mean has weight {_share(w)}, whatever its count{short}"
 
 
 def _grouped_text(w: Weights, wrong: Steps) -> str:
@@ -150,12 +145,10 @@ def _grouped_text(w: Weights, wrong: Steps) -> str:
         how, share = ("added up", "1") if added else ("averaged", f"1/{number}")
         return (
             f"each rank's mean has weight {share}, whatever its count, as where ranks divide by their own counts and "
-            f"gradients are {how}: {GLOBAL_COUNT}"
+            f"gradients are {how}"
         )
     how = "are added up, each with a count of its own" if added else "have one weight whatever their counts"
-    return (
-        f"the micro-batches are dealt to {number} groups, as to tasks or ranks, and the groups' means {how}: {SHARES}"
-    )
+    return f"the micro-batches are dealt to {number} groups, as to tasks or ranks, and the groups' means {how}"
 
 
 def _other_counts(w: Weights) -> Iterator[tuple[str, Array, float | None]]:
@@ -229,8 +222,7 @@ def rounded_to(w: Weights) -> str | None:
 def _rounded_text(w: Weights, wrong: Steps) -> str:
     return (
         f"the weights have a relative error of {np.abs(w.ratio - 1).max():.1g}, and are rounded to "
-        f"{rounded_to(w) or 'a narrower dtype'}: compute counts, quotients, gradients and sums in the loss's dtype or "
-        "in Python floats"
+        f"{rounded_to(w) or 'a narrower dtype'}"
     )
 
 
@@ -271,8 +263,8 @@ def _times_text(w: Weights, wrong: Steps) -> str:
         number = len(w.inside)
         times = " and ".join(str(n) for n in range(number, 0, -1)) if number < 3 else f"{number}, {number - 1}, ..., 1"
         return (
-            f"the window's micro-batches are in the gradient {times} times: the running sum of the losses goes through "
-            "backward each time; send each loss through once"
+            f"the window's micro-batches are in the gradient {times} times: the running sum of the losses is "
+            "differentiated each time"
         )
     return repeated_text(w, wrong)
 
@@ -300,10 +292,7 @@ def _missing_ranks_text(w: Weights, wrong: Steps) -> str:
     shares = [f"{np.sum(~gone[rank == r])} of the {np.sum(rank == r)} of rank {r}" for r in sorted(set(rank))]
     return (
         f"of the window's micro-batches, {', '.join(shares)} are in the gradient: it was not added up over all ranks, "
-        "or at another time than after the last backward; look for a last micro-batch whose forward runs under no_sync "
-        "(DistributedDataParallel decides in the forward whether backward reduces), a rank that leaves out its "
-        "all-reduce or adds zeros, one that is not waited for, a broadcast in place of an all-reduce, a process group "
-        f"that does not have all ranks; {REDUCE_ONCE}"
+        "or at another time than after the window's last gradient"
     )
 
 
@@ -345,12 +334,12 @@ def _rescaled_text(w: Weights, wrong: Steps) -> str:
         return (
             f"earlier micro-batches of a rank weigh more, by powers of the number of ranks, {w.world_size}: the "
             "running sum goes through an all-reduce between micro-batches, which adds up what is already the sum of "
-            f"all ranks; {REDUCE_ONCE}"
+            "all ranks"
         )
     factor = _rescaled(w) or _rescaled(max(wrong, key=lambda v: len(v.inside))) or 1.0
     return (
         f"each micro-batch weighs {factor:.6g} times the one before it: the running sum itself is rescaled at every "
-        "micro-batch; scale each contribution instead"
+        "micro-batch"
     )
 
 
@@ -415,7 +404,7 @@ def _by_place_text(w: Weights, wrong: Steps) -> str:
     )
     return (
         f"a micro-batch's weight depends on its place in the window: {shown} times what it should be for the first and "
-        f"those after it, whatever they count: {ONE_SIGN if longest.ratio.min() < 0 else SHARES}"
+        "those after it, whatever they count"
     )
 
 
@@ -424,10 +413,7 @@ def _by_rank_text(w: Weights, wrong: Steps) -> str:
     said = " and ".join(
         f"those of rank {rank} weigh {factor:.6g} times" for rank, factor in factors.items() if not w.close(factor, 1)
     )
-    return (
-        f"of the window's micro-batches {said} what they should, and the other ranks' are right: look for what a rank "
-        "does to its losses or gradients before the gradients are added up"
-    )
+    return f"of the window's micro-batches {said} what they should, and the other ranks' are right"
 
 
 def _earlier(w: Weights) -> bool:
@@ -493,15 +479,15 @@ def _stale_text(w: Weights, wrong: Steps) -> str:
             how = f"a moving average; the window's own weighs {own:.3g} times what it should"
         return (
             f"the gradient of every earlier window is in the sum, and weighs {decay:.3g} times as much with each "
-            f"further step, as by {how}: {RESET}, and leave averages to the optimizer"
+            f"further step, as by {how}"
         )
     if not w.foreign and w.epoch and np.any(w.ratio > 1):
-        return f"the same window's gradient from earlier epochs is still in it: {RESET}{off}"
+        return f"the same window's gradient from earlier epochs is still in it{off}"
     if not w.foreign:
-        return f"in other steps, the gradient of earlier windows is still in the sum: {RESET}{off}"
+        return f"in other steps, the gradient of earlier windows is still in the sum{off}"
     share = max(abs(w.observed[j] / w.expected) for j in w.foreign)
     trace = f", with {share:.3g} of an item's right weight" if share < 0.5 else ""
-    return f"micro-batches {w.foreign} belong to earlier windows and are still in the gradient{trace}: {RESET}{off}"
+    return f"micro-batches {w.foreign} belong to earlier windows and are still in the gradient{trace}{off}"
 
 
 def _cut_elsewhere(wrong: Steps) -> bool:
@@ -523,8 +509,7 @@ def _cut_text(w: Weights, wrong: Steps) -> str:
     held = [j for j, n in enumerate(w.counts) if n and w.observed[j]]
     return (
         f"the step holds micro-batches {held}, where its window is {list(w.window)}: windows begin and end at other "
-        "places; step after the window's last backward, where (i + 1) % accumulation_steps == 0, and begin anew in "
-        "every epoch"
+        "places"
     )
 
 
@@ -532,26 +517,10 @@ def _other_text(w: Weights, wrong: Steps) -> str:
     gone = [j for j, ratio in zip(w.inside, w.ratio, strict=True) if not ratio]
     held = f"micro-batches {w.foreign} of other windows are in the gradient" if w.foreign else ""
     missing = f"micro-batches {gone} of the window are not in the gradient" if gone else ""
-    return (
-        f"{', and '.join(filter(None, (held, missing)))}: train the windows in the loader's order, each micro-batch "
-        "once and after the step of the window before it, and read gradients after they are computed or communicated"
-    )
+    return ", and ".join(filter(None, (held, missing)))
 
 
-# The meaning of one factor of a whole window: the quantities of a run, each with its remedy.
-
-
-DIVIDE_ONCE = "divide each summed loss by the window's count, and by nothing else"
-UNDIVIDED = f"a division is left out: {DIVIDE_ONCE}"
-TWICE = f"something divides a second time: {DIVIDE_ONCE}"
-SHORT = "a short window is divided as if it were whole: divide by its own count"
-NEW_COUNT = "set the count to 0 when a window begins"
-OTHER_COUNT = "divide by the count of the micro-batches whose gradients are in this step, of all ranks"
-OF_RANKS = (
-    "DistributedDataParallel and fully_shard average gradients over ranks, and all_reduce adds them up: multiply each "
-    "rank's share of the loss (summed loss / count of all ranks) by the number of ranks where gradients are averaged, "
-    "and leave it as it is where they are added"
-)
+# The meaning of one factor of a whole window: the quantities of a run, each with its cause in the table of faults.
 
 
 @dataclass(frozen=True)
@@ -562,15 +531,15 @@ class Quantity:
         key: what it is, the same in every step.
         text: the same with the step's numbers.
         value: the number; one over it is looked for as well where `inverse` is given.
-        remedy: what to do where the factor is the number.
-        inverse: what to do where it is one over it.
+        cause: of `wrong-scale` in the table of faults, where the factor is the number.
+        inverse: the cause where it is one over it.
         rare: 1 if it counts only where nothing plainer fits, 2 if two windows must tell it from a coincidence as well.
     """
 
     key: str
     text: str
     value: float
-    remedy: str
+    cause: str
     inverse: str = ""
     rare: int = 0
 
@@ -580,88 +549,79 @@ def quantities(w: Weights) -> Iterator[Quantity]:
     k, n, count, ranks = w.accumulation_steps, len(w.window), w.window_count, w.world_size
     if n != k * ranks:
         said = f"accumulation_steps over the short window's micro-batches, {k}/{n}"
-        yield Quantity("K over the short window", said, k / n, f"{OTHER_COUNT}, and not by its number of micro-batches")
+        yield Quantity("K over the short window", said, k / n, "other-count")
         said = f"the short window's micro-batches over accumulation_steps, {n}/{k}"
-        yield Quantity("the short window over K", said, n / k, SHORT)
-    yield Quantity("K", f"accumulation_steps = {k}", k, UNDIVIDED, TWICE)
+        yield Quantity("the short window over K", said, n / k, "short-window")
+    yield Quantity("K", f"accumulation_steps = {k}", k, "not-divided", "divided-twice")
     if w.owners:
-        yield Quantity("ranks", f"the number of ranks, {ranks}", ranks, OF_RANKS, OF_RANKS)
-        yield Quantity("squared", f"the square of the number of ranks, {ranks**2}", ranks**2, OF_RANKS, OF_RANKS)
-    yield Quantity("count", f"the window's count, {count:g}", count, UNDIVIDED, f"{TWICE}; do not divide a sum")
+        yield Quantity("ranks", f"the number of ranks, {ranks}", ranks, "ranks", "ranks")
+        yield Quantity("squared", f"the square of the number of ranks, {ranks**2}", ranks**2, "ranks", "ranks")
+    yield Quantity("count", f"the window's count, {count:g}", count, "not-divided", "divided-twice")
     said = f"the {'short ' if n != k * ranks else ''}window's micro-batches, {n}"
-    yield Quantity("micro-batches", said, n, UNDIVIDED, TWICE, rare=1)
+    yield Quantity("micro-batches", said, n, "not-divided", "divided-twice", rare=1)
     said = f"accumulation_steps**0.5, with {k} accumulation steps"
-    yield Quantity("root of K", said, k**0.5, DIVIDE_ONCE, DIVIDE_ONCE, rare=1)
+    yield Quantity("root of K", said, k**0.5, "divided-twice", "divided-twice", rare=1)
     beside = () if w.reduction == "sum" else (*_other_items(w), *_other_windows(w), *_miscounts(w))
-    for what, other, remedy, rare in beside:
+    for what, other, cause, rare in beside:
         if other > 0:
             said = f"the window's count over {what}, {count:g}/{other:g}"
-            yield Quantity(what, said, count / other, remedy, rare=rare)
+            yield Quantity(what, said, count / other, cause, rare=rare)
 
 
 Beside = Iterator[tuple[str, float, str, int]]
-"""What a loop may divide by in place of the window's count, in words, the number, what to do, and how rare it is."""
+"""What a loop may divide by in place of the window's count, in words, the number, the cause, and how rare it is."""
 
 
 def _other_items(w: Weights) -> Beside:
     count = w.window_count
     if w.items and w.items != w.counts:
         items, empty = (sum(w.items[j] for j in w.window if not (own and w.counts[j])) for own in (False, True))
-        yield "its items", items, "divide by run.count(batch), which is not the number of items", 0
-        said = "one target too many is counted for every item: count the targets that are not ignored"
-        yield "that and its items together", count + items, said, 0
-        said = "a micro-batch without valid targets counts 0"
-        yield "that and the items of micro-batches without valid targets", count + empty, said, 0
-    said = "do not raise a count: one that is a sum of class weights may be below 1"
-    yield "the same raised to 1", max(count, 1.0), said, 0
-    said = "do not raise the count of a micro-batch: one without valid targets counts 0"
-    yield "one in which every micro-batch counts at least 1", sum(max(w.counts[j], 1.0) for j in w.window), said, 0
-    said = "a count may be a fraction, as a sum of class weights is: do not make it a whole number"
+        yield "its items", items, "items", 0
+        yield "that and its items together", count + items, "extra-target", 0
+        yield "that and the items of micro-batches without valid targets", count + empty, "ignored-targets", 0
+    yield "the same raised to 1", max(count, 1.0), "at-least-1", 0
+    each = sum(max(w.counts[j], 1.0) for j in w.window)
+    yield "one in which every micro-batch counts at least 1", each, "at-least-1", 0
     for word, whole in (("down", np.floor), ("", np.round), ("up", np.ceil)):
-        yield f"the same made a whole number {word}".strip(), float(whole(count)), said, 1
-        yield (
-            f"the sum of its counts made whole numbers {word}".strip(),
-            float(sum(whole(w.counts[j]) for j in w.window)),
-            said,
-            1,
-        )
+        rounded, each = float(whole(count)), float(sum(whole(w.counts[j]) for j in w.window))
+        yield f"the same made a whole number {word}".strip(), rounded, "rounded-count", 1
+        yield f"the sum of its counts made whole numbers {word}".strip(), each, "rounded-count", 1
 
 
 def _other_windows(w: Weights) -> Beside:
     if w.windows:
         at, of = w.windows.index(w.window), [w.count_of(window) for window in w.windows]
         before = of[at - 1] if at or w.epoch else 0
-        yield "the previous window's", before, OTHER_COUNT, 2
-        yield "its own and the previous window's together", w.window_count + before, NEW_COUNT, 2
-        yield "the next window's", of[(at + 1) % len(of)], OTHER_COUNT, 2
-        yield "the first window's", of[0], OTHER_COUNT, 2
-        yield "the whole epoch's", sum(of), OTHER_COUNT, 2
-        yield "the mean count of the epoch's windows", sum(of) / len(of), OTHER_COUNT, 2
+        yield "the previous window's", before, "other-count", 2
+        yield "its own and the previous window's together", w.window_count + before, "running-count", 2
+        yield "the next window's", of[(at + 1) % len(of)], "other-count", 2
+        yield "the first window's", of[0], "other-count", 2
+        yield "the whole epoch's", sum(of), "other-count", 2
+        yield "the mean count of the epoch's windows", sum(of) / len(of), "other-count", 2
         so_far = w.epoch * sum(of) + sum(of[: at + 1])
-        yield "that of all windows up to it", so_far, NEW_COUNT, 2
+        yield "that of all windows up to it", so_far, "running-count", 2
     for rank in sorted(set(w.owners)):
-        yield f"that of rank {rank}", w.count_of_rank(rank), OTHER_COUNT, 0
-        yield f"the number of ranks times that of rank {rank}", w.world_size * w.count_of_rank(rank), OTHER_COUNT, 0
+        yield f"that of rank {rank}", w.count_of_rank(rank), "other-count", 0
+        yield f"the number of ranks times that of rank {rank}", w.world_size * w.count_of_rank(rank), "other-count", 0
 
 
 def _miscounts(w: Weights) -> Beside:
     count, n = w.window_count, len(w.window)
     if w.window[-1] + 1 < len(w.counts):
-        yield "that of one micro-batch more", count + w.counts[w.window[-1] + 1], OTHER_COUNT, 2
-    yield "that without its last micro-batch", count - w.counts[w.window[-1]], OTHER_COUNT, 2
-    yield "that without its first micro-batch", count - w.counts[w.window[0]], OTHER_COUNT, 2
-    said = "count the targets that the loss divides by, no first or last one more or less"
-    yield "one with one target too few for each micro-batch", count - n, said, 2
-    yield "one with one target too many for each micro-batch", count + n, said, 2
-    said = "add up the counts of the window's micro-batches: they are not all alike"
+        yield "that of one micro-batch more", count + w.counts[w.window[-1] + 1], "other-count", 2
+    yield "that without its last micro-batch", count - w.counts[w.window[-1]], "other-count", 2
+    yield "that without its first micro-batch", count - w.counts[w.window[0]], "other-count", 2
+    yield "one with one target too few for each micro-batch", count - n, "off-by-one", 2
+    yield "one with one target too many for each micro-batch", count + n, "off-by-one", 2
     largest = max(w.window, key=w.counts.__getitem__)
     for word, j in (("first", w.window[0]), ("last", w.window[-1]), ("largest", largest)):
-        yield f"accumulation_steps times that of its {word} micro-batch", w.accumulation_steps * w.counts[j], said, 2
-        yield f"its micro-batches times that of its {word} micro-batch", n * w.counts[j], said, 2
+        times_k, times_n = w.accumulation_steps * w.counts[j], n * w.counts[j]
+        yield f"accumulation_steps times that of its {word} micro-batch", times_k, "equal-counts", 2
+        yield f"its micro-batches times that of its {word} micro-batch", times_n, "equal-counts", 2
 
 
 def meanings(wrong: Steps, right: Steps = ()) -> list[tuple[str, str]]:
-    """Return what the factor of each wrong step is, in words, and the remedy; no more than three.
+    """Return what the factor of each wrong step is, in words, and the cause; no more than three.
 
     Args:
         wrong: steps whose items have one wrong weight.
@@ -679,67 +639,58 @@ def meanings(wrong: Steps, right: Steps = ()) -> list[tuple[str, str]]:
         refuted = any(key in q and not wrong[0].close(q[key].value, 1.0) for q in elsewhere)
         if (first.rare and found + doubtful) or (first.rare == 2 and not telling) or (refuted and len(wrong) == 1):
             continue
-        for power, remedy, before in ((1, first.remedy, ""), (-1, first.inverse, "one over ")):
-            if remedy and all(
+        for power, cause, before in ((1, first.cause, ""), (-1, first.inverse, "one over ")):
+            if cause and all(
                 q is not None and not w.close(q.value, 1.0) and w.close(ratio, float(q.value) ** power)
                 for w, ratio, q in zip(wrong, ratios, of_steps, strict=True)
             ):
-                (doubtful if refuted else found).append((before + first.text, remedy))
+                (doubtful if refuted else found).append((before + first.text, cause))
     return (found or doubtful)[:3]
 
 
 def constant_meaning(factor: float) -> tuple[str, str]:
-    """Return what a factor that is the same in all windows means, and a remedy; empty where it says nothing."""
+    """Return what a factor that is the same in all windows means, and the cause; empty where it says nothing."""
     if factor == -1:
-        return "the sign is wrong", "subtract where you add, or maximise the right quantity"
+        return "the sign is wrong", "sign"
     exponent = float(np.log2(abs(factor))) if factor else 0.5
     if exponent == round(exponent) and 2 ** abs(exponent) >= LEAST_LOSS_SCALE:
         what = "never divided out" if exponent > 0 else "divided out twice"
-        return f"2**{exponent:.0f}, such as a loss scale that is {what}", "unscale the gradients once before the step"
+        return f"2**{exponent:.0f}, such as a loss scale that is {what}", "loss-scale"
     return "", ""
 
 
 NO_COUNT = ", which no usual count or quotient of counts gives in every window"
 
 
-def _scale(steps: Steps) -> tuple[bool, Text]:
-    """Return whether something of the run explains the factors of the wrong steps, and the sentence."""
+def _scale(steps: Steps) -> tuple[bool, Text, tuple[str, ...]]:
+    """Return whether something of the run explains the factors of the wrong steps, the sentence, and the causes."""
     wrong, right = [w for w in steps if not w.is_right], [w for w in steps if w.is_right]
     ratios = [float(w.ratio.mean()) for w in wrong]
     constant = wrong[0].close(ratios, ratios[0])
-    meaning, remedy = constant_meaning(ratios[0]) if constant else ("", "")
+    meaning, cause = constant_meaning(ratios[0]) if constant else ("", "")
     power, found, added = _power_of_steps(wrong, ratios), meanings(wrong, right), _added_to_counts(wrong, ratios)
+    causes: tuple[str, ...]
+    if meaning:
+        why, causes = f": {meaning}", (cause,)
+    elif found:
+        why, causes = f", which is {' or '.join(text for text, _ in found)}", tuple(of for _, of in found)
+    elif added is not None:
+        why, causes = f", as where {added:.3g} is added to the window's count", ("divided-twice",)
+    elif power is not None:
+        why, causes = f", and that of each step is {power:.6g} times that of the step before it", ("growing",)
+    elif len(wrong) == 1:
+        why, causes = NO_COUNT, ("varying",)
+    elif constant:
+        why, causes = ", in every wrong window alike, whatever its counts", ("constant",)
+    else:
+        shown = listed([factor_text(ratio) for ratio in ratios], 4)
+        why, causes = f"; over the wrong windows the factors are {shown}{NO_COUNT}", ("varying",)
 
     def sentence(w: Weights, wrong: Steps) -> str:
-        said = f"every item of the window weighs {factor_text(float(w.ratio.mean()))} times what it should"
-        if meaning:
-            return f"{said}: {meaning}; {remedy}"
-        if found:
-            alternatives: dict[str, list[str]] = {}
-            for text, what_to_do in found:
-                alternatives.setdefault(what_to_do, []).append(text)
-            each = [f"{' or '.join(texts)}: {what_to_do}" for what_to_do, texts in alternatives.items()]
-            return f"{said}, which is {'; or '.join(each)}"
-        if added is not None:
-            return f"{said}, as where {added:.3g} is added to the window's count: {DIVIDE_ONCE}"
-        if power is not None:
-            return (
-                f"{said}, and that of each step is {power:.6g} times that of the step before it: something is applied "
-                "once more in every step, such as a hook that is registered anew and never removed"
-            )
-        if len(wrong) == 1:
-            return f"{said}{NO_COUNT}: look for a coefficient, a schedule, a hook"
-        if constant:
-            return (
-                f"{said}, in every wrong window alike, whatever its counts: look for a constant, such as a number of "
-                "ranks or a coefficient"
-            )
-        shown = listed([factor_text(ratio) for ratio in ratios], 4)
-        look = "look for a schedule, a coefficient, or a count that other windows take part in"
-        return f"{said}; over the wrong windows the factors are {shown}{NO_COUNT}: {look}"
+        return f"every item of the window weighs {factor_text(float(w.ratio.mean()))} times what it should{why}"
 
     explained = found or (constant and len(wrong) > 1) or meaning or power is not None or added is not None
-    return bool(explained), sentence
+    return bool(explained), sentence, causes
 
 
 def _added_to_counts(wrong: Steps, ratios: Sequence[float]) -> float | None:
@@ -772,19 +723,26 @@ class Predicate:
         name: of the fault.
         holds: whether a wrong step is as the fault makes it; all must be.
         tells: whether a wrong step tells the fault from those that follow in the list; one must.
-        text: what the loop did and what to do, of the violated step and of all wrong ones.
+        text: what the loop did, of the violated step and of all wrong ones.
+        causes: of the fault, where the table of faults has a remedy for each.
     """
 
     name: str
     holds: Holds
     tells: Holds
     text: Text
+    causes: tuple[str, ...] = ()
 
 
 def _of_other_windows(wrong: Steps) -> Iterator[Predicate]:
-    yield Predicate("stale-window", _whole_and_earlier, lambda w: bool(w.foreign or w.epoch), _stale_text)
+    causes = () if _decay(wrong) is None else ("average",)
+
+    def from_earlier(w: Weights) -> bool:
+        return _whole_windows(w) and _earlier(w)
+
+    yield Predicate("stale-window", _whole_and_earlier, lambda w: bool(w.foreign or w.epoch), _stale_text, causes)
     yield Predicate("wrong-windows", lambda w: _cut_elsewhere(wrong), _always, _cut_text)
-    yield Predicate("stale-window", lambda w: _whole_windows(w) and _earlier(w), lambda w: bool(w.foreign), _stale_text)
+    yield Predicate("stale-window", from_earlier, lambda w: bool(w.foreign), _stale_text, causes)
     yield Predicate("other-window", _always, lambda w: bool(w.foreign), _other_text)
 
 
@@ -800,23 +758,25 @@ def _predicates(steps: Steps, wrong: Steps, *, known_only: bool) -> Iterator[Pre
     )
     yield Predicate("not-reduced", _missing_ranks, lambda w: len(set(_ranks(w))) > 1, _missing_ranks_text)
     yield Predicate("rescaled-accumulator", _reduced_between, _falls, _rescaled_text)
-    yield Predicate("mean-of-means", _usual_means, _unequal, means_text)
+    of_sum = ("sum",) if wrong[0].reduction == "sum" else ()
+    yield Predicate("mean-of-means", _usual_means, _unequal, means_text, of_sum)
     yield Predicate("mean-of-means", lambda w: _grouped(w) is not None, _unequal_groups, _grouped_text)
     yield Predicate("low-precision", lambda w: rounded_to(w) is not None, _always, _rounded_text)
     if all(_one(w, w.ratio) for w in wrong):
-        explained, sentence = _scale(steps)
+        explained, sentence, causes = _scale(steps)
         if explained or not known_only:
-            yield Predicate("wrong-scale", _always, lambda w: explained or _several(w), sentence)
+            yield Predicate("wrong-scale", _always, lambda w: explained or _several(w), sentence, causes)
     yield Predicate("wrong-count", lambda w: bool(_weighted_alike(wrong)), _weighting_tells, _wrong_count_text)
     yield Predicate("reset-inside-window", _alone(-1), _long, _last_text)
     yield Predicate("first-only", _alone(0), _long, _first_text)
     yield Predicate("rescaled-accumulator", _rescales(wrong), _rescale_tells, _rescaled_text)
     yield Predicate("repeated-micro-batch", _times, lambda w: not w.close(w.ratio, w.ratio[0]), _times_text)
     yield Predicate("dropped-micro-batch", lambda w: _own(w) and not np.all(w.ratio), _some_missing, dropped_text)
-    yield Predicate("weighted-by-place", _by_place(wrong, _same_place), _long, _by_place_text)
+    sign = ("sign",) if any(np.any(w.ratio < 0) for w in wrong) else ()
+    yield Predicate("weighted-by-place", _by_place(wrong, _same_place), _long, _by_place_text, sign)
     if wrong[0].owners:
-        yield Predicate("wrong-scale", _by_place(wrong, _same_rank), _several, _by_rank_text)
-    yield Predicate("mean-of-means", lambda w: _one(w, w.per_mean), _unequal, means_text)
+        yield Predicate("wrong-scale", _by_place(wrong, _same_rank), _several, _by_rank_text, ("one-rank",))
+    yield Predicate("mean-of-means", lambda w: _one(w, w.per_mean), _unequal, means_text, of_sum)
 
 
 def _some_missing(w: Weights) -> bool:
@@ -825,22 +785,15 @@ def _some_missing(w: Weights) -> bool:
 
 
 def _last_text(w: Weights, wrong: Steps) -> str:
-    return (
-        "only the window's last micro-batch is in the gradient: reset once per window, not per micro-batch, and add to "
-        "the gradient, do not assign it"
-    )
+    return "only the window's last micro-batch is in the gradient"
 
 
 def _first_text(w: Weights, wrong: Steps) -> str:
-    return (
-        "only the window's first micro-batch is in the gradient: look for what excludes the later ones (a flag, "
-        "no_sync, a detached graph)"
-    )
+    return "only the window's first micro-batch is in the gradient"
 
 
 def _wrong_count_text(w: Weights, wrong: Steps) -> str:
-    what = _weighted_alike(wrong)[0]
-    return f"micro-batches' means are weighted by {what}: weight each by run.count(batch) over the window's count"
+    return f"micro-batches' means are weighted by {_weighted_alike(wrong)[0]}"
 
 
 OF_SEVERAL = "windows of several micro-batches"
@@ -875,7 +828,7 @@ def diagnose(
         if fault.name in only and all(fault.holds(w) for w in wrong) and any(fault.tells(w) for w in wrong):
             if fault.name == "no-gradient" and OF_SEVERAL in where:
                 where += NOT_A_SUM
-            return Diagnosis(fault.name, fault.text(violated, wrong) + where)
+            return Diagnosis(fault.name, fault.text(violated, wrong) + where, causes=fault.causes)
     found = _unrecognised(violated)
     return replace(found, sentence=found.sentence + where)
 

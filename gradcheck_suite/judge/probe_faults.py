@@ -27,7 +27,7 @@ from gradcheck_suite.judge.probe import (
 from gradcheck_suite.judge.reruns import Evidence, LoopRunner, LossRecorder, explain_inputs, run_recorded
 from gradcheck_suite.judge.sizes import LOUDER, Sizes, diagnose_non_finite, diagnose_sizes, is_linear, size_text
 from gradcheck_suite.judge.steps import named, run_of
-from gradcheck_suite.judge.weights import Diagnosis, Weights, not_linear, poisoned_by
+from gradcheck_suite.judge.weights import Diagnosis, Weights, any_of, not_linear, poisoned_by
 from gradcheck_suite.run.instance import generated_instance
 
 SIZE_DEPENDENT = "a loss 2**-20 times as large does not give a gradient 2**-20 times as large: something depends on"
@@ -66,7 +66,7 @@ def explain_weights(run: ProbeRun, step: int, runner: LoopRunner) -> Diagnosis:
                 return replace(separated, weights=table)
         if projected and not separated:
             # items that weigh the same leave nothing of a gradient without its mean, and other items something
-            return Diagnosis(f"{named.name} or {projected.name}", f"{named.sentence}; or: {projected.sentence}")
+            return any_of([named, projected])
         if known and not runner.runs_left:
             return replace(named, weights=table)
     recorder, outcome = run_recorded(runner, probe.instance(scale=SMALL_SCALE))
@@ -119,8 +119,7 @@ def _means_of_parts(run: ProbeRun, runner: LoopRunner) -> Diagnosis | None:
     return Diagnosis(
         "mean-of-means",
         f"a window's items are in {min(parts)} parts, which cut through micro-batches as devices do, and the mean of "
-        "each part has one weight, whatever it counts: add up the summed losses of all parts and their counts (psum), "
-        "and divide the one by the other",
+        "each part has one weight, whatever it counts",
     )
 
 
@@ -172,8 +171,7 @@ def _by_loss(
     return Diagnosis(
         "weighted-by-loss",
         f"a micro-batch's weight depends on the value of its loss: that of the window's {which} is "
-        f"{items[item]:.6g}, and {plain[item]:.6g} with a loss 2**-20 times as large: look for a "
-        "power or a logarithm of the loss, a focal weight, or a scale that is computed from the loss",
+        f"{items[item]:.6g}, and {plain[item]:.6g} with a loss 2**-20 times as large",
     )
 
 
@@ -233,9 +231,10 @@ def _by_steps(run: ProbeRun) -> Diagnosis | None:
     """Return the fault of a loop that takes the right number of steps under one plan and a wrong one under another."""
     plan = run.probe.plan
     found = named([run_of(plan, run.steps)], plan)
-    if found is None or found[0] == "never-stepped":
+    if found is None or found.name == "never-stepped":
         return None
-    return Diagnosis(found[0], f"under another plan the loop takes {len(run.steps)} steps, not {plan.steps}{found[1]}")
+    said = f"under another plan the loop takes {len(run.steps)} steps, not {plan.steps}{found.sentence}"
+    return replace(found, sentence=said)
 
 
 COARSE = ("bfloat16", "float16")
@@ -301,8 +300,7 @@ def _of_weights(case: Case, steps: Sequence[Vector], step: int, runner: LoopRunn
         if step >= len(finer.steps) or np.allclose(finer.steps[step], right, rtol=1e-9):
             return Diagnosis(
                 "low-precision",
-                f"the items' weights are right in float64 and wrong in {case.dtype} by more than rounding explains: "
-                "compute counts and their quotients in float32, and accumulate gradients in float32",
+                f"the items' weights are right in float64 and wrong in {case.dtype} by more than rounding explains",
             )
         run = finer
     if not np.isfinite(run.steps[step]).all():

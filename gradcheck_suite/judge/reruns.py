@@ -16,7 +16,7 @@ from gradcheck_suite.core.comparison import Comparison, Vector
 from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, Batch, Loop, assumptions_of, is_jax
 from gradcheck_suite.judge.elements import place_of_the_fault
 from gradcheck_suite.judge.fitted_weights import diagnose_case
-from gradcheck_suite.judge.weights import Diagnosis, listed
+from gradcheck_suite.judge.weights import Diagnosis, any_of, listed
 from gradcheck_suite.reference.large_batch import Reference, Window, parameter_gradients
 from gradcheck_suite.run.instance import Instance, leaves, map_leaves, named_leaves, scaled
 from gradcheck_suite.run.ranks import run_ranks
@@ -199,12 +199,12 @@ def explain_inputs(
     for calls in passes:
         if not calls or not _gives(reference, calls, observed):
             continue
-        found = {}
-        for name, sentence, corrected in _differences(instance, right, members, calls):
-            if corrected is None or not _gives(reference, corrected, observed):
-                found[name] = sentence
+        differences = _differences(instance, right, members, calls)
+        found = [
+            one for one, corrected in differences if corrected is None or not _gives(reference, corrected, observed)
+        ]
         if found:
-            return Diagnosis(" or ".join(found), "; or: ".join(found.values()))
+            return any_of(found)
     return None
 
 
@@ -246,18 +246,19 @@ def _completed(
 
 def _differences(
     instance: Instance, model: torch.nn.Module, members: Sequence[int], calls: Sequence[LossCall]
-) -> Iterator[tuple[str, str, list[LossCall] | None]]:
-    """Yield name and sentence of each input that is not the contract's, and the calls with it corrected."""
+) -> Iterator[tuple[Diagnosis, list[LossCall] | None]]:
+    """Yield the diagnosis of each input that is not the contract's, and the calls with it corrected."""
     right = _modes(model)
     if any(call.training != right for call in calls):
-        yield "wrong-mode", _mode_text(calls), [replace(call, training=right) for call in calls]
+        yield Diagnosis("wrong-mode", _mode_text(calls)), [replace(call, training=right) for call in calls]
     start = {name: p.detach() for name, p in model.named_parameters()}
     if any(not torch.equal(value, start[name]) for call in calls for name, value in call.parameters.items()):
-        yield "other-parameters", _moved_text(start, calls), [replace(call, parameters=start) for call in calls]
-    if (whole := _split_text(instance, members, calls)) is not None:
-        yield *whole, None
+        moved = Diagnosis("other-parameters", _moved_text(start, calls))
+        yield moved, [replace(call, parameters=start) for call in calls]
+    if (split := _split(instance, members, calls)) is not None:
+        yield split, None
     elif changed := _changed_text(instance, members, calls):
-        yield "changed-batch", changed, None
+        yield Diagnosis("changed-batch", changed), None
 
 
 def _mode_text(calls: Sequence[LossCall]) -> str:
@@ -268,7 +269,7 @@ def _mode_text(calls: Sequence[LossCall]) -> str:
     where = "" if "" in names else f" in {listed(names)}"
     return (
         f"{which} {'is' if number == 1 < len(calls) else 'are'} computed in eval mode{where}, while the run hands "
-        "the model over in train mode: call model.train() after an evaluation"
+        "the model over in train mode"
     )
 
 
@@ -280,13 +281,12 @@ def _moved_text(start: dict[str, torch.Tensor], calls: Sequence[LossCall]) -> st
     names = list(dict.fromkeys(name for name, _ in moved))
     return (
         f"the losses are computed at other values of {listed(names)} than those that the step changes ({name} has "
-        f"an element {value.flatten()[at]:.6g} in place of {own[at]:.6g}), and the gradient is right there: look for a "
-        "copy or an average of the model, and for parameters that are perturbed or rounded and restored before the step"
+        f"an element {value.flatten()[at]:.6g} in place of {own[at]:.6g}), and the gradient is right there"
     )
 
 
-def _split_text(instance: Instance, members: Sequence[int], calls: Sequence[LossCall]) -> tuple[str, str] | None:
-    """Return name and sentence of wrong weights where the batches are parts of the window's micro-batches, or None.
+def _split(instance: Instance, members: Sequence[int], calls: Sequence[LossCall]) -> Diagnosis | None:
+    """Return the diagnosis of wrong weights where the batches are parts of the window's micro-batches, or None.
 
     Items whose count is 0 may be left out.
     """
@@ -315,11 +315,9 @@ def _split_text(instance: Instance, members: Sequence[int], calls: Sequence[Loss
     for j in set(owners):
         own = [weight for owner, weight in zip(owners, weights, strict=True) if owner == j]
         if instance.problem.reduction == "sum" or not np.allclose(own, own[0], rtol=CLOSE):
-            return "unequal-items", f"{split}parts weigh {listed([f'{w:.6g}' for w in weights], 4)}: {_BY_COUNT}"
-    return "mean-of-means", f"{split}means of a micro-batch's parts have one weight whatever they count: {_BY_COUNT}"
-
-
-_BY_COUNT = "divide each part's summed loss by the window's count"
+            said = f"{split}parts weigh {listed([f'{w:.6g}' for w in weights], 4)}"
+            return Diagnosis("unequal-items", said, causes=("parts",))
+    return Diagnosis("mean-of-means", f"{split}means of a micro-batch's parts have one weight whatever they count")
 
 
 def _changed_text(instance: Instance, members: Sequence[int], calls: Sequence[LossCall]) -> str | None:
@@ -339,9 +337,7 @@ def _changed_text(instance: Instance, members: Sequence[int], calls: Sequence[Lo
             what = f"other values in {listed(off)}"
         return (
             f"a loss is computed from a batch that the loader does not yield: where micro-batch {index} is due, it has "
-            f"{what}, and the gradient is right for that batch: look for what changes batches between the loader and "
-            "the loss (a normalization in place, augmentation, truncation, padding, targets shifted against "
-            "inputs)"
+            f"{what}, and the gradient is right for that batch"
         )
     return None
 
@@ -359,8 +355,8 @@ def _equal(given: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> bool
 SKIPPED = Diagnosis(
     "skipped-non-finite",
     "the loss of a micro-batch without valid targets is NaN, its gradient is 0, and with finite losses in place "
-    "of such ones the loop is right: it skips, resets or ends the window where a loss is not finite; leave out that "
-    "micro-batch alone, or add it",
+    "of such ones the loop is right: it skips, resets or ends the window where a loss is not finite",
+    causes=("no-targets",),
 )
 
 
@@ -392,9 +388,8 @@ def run_with_finite_losses(runner: LoopRunner, instance: Instance) -> Outcome | 
 
 NOT_REPEATABLE = Diagnosis(
     "not-repeatable",
-    "run again on the same case, the loop hands its step another gradient: it keeps state from one run to the next (a "
-    "global counter, a cache, an iterator), goes by the `id` of batches that are freed, or draws from a generator that "
-    "torch's seed does not set; start anew in every run",
+    "run again on the same case, the loop hands its step another gradient: it keeps state from one run to the next, or "
+    "draws from a generator that no seed of the run sets",
 )
 
 

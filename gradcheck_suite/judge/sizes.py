@@ -24,7 +24,6 @@ SECOND_ORDER = 1e-3
 """Share of an error 2**-20 times as large that rounding of the gradient itself may change."""
 LOUDER = 4.0
 """Factor of a large gradient that shows whether the observed one stays where it is."""
-ONCE = "once, after the window's last backward, and switch that off for the verification"
 NOT_OF_THE_LOSS = (
     "and does not shrink with the loss: a term that is not the loss's is added, such as decay, a pull towards other "
     "parameters, noise, or the rounding error of a larger number"
@@ -95,7 +94,7 @@ def size_text(elements: Vector) -> str:
     return f"{elements[0]:.3g}" if len(elements) == 1 else high if low == high else f"{low} to {high}"
 
 
-# The predicates: each returns what the loop did and what to do, or None.
+# The predicates: each returns what the loop did, or None.
 
 
 def _not_finite(s: Sizes) -> str | None:
@@ -109,7 +108,7 @@ def _narrower(s: Sizes) -> str | None:
     if said is None or s.dtype != "float64":
         return None
     # the probe's gradients, squared and cubed, stay within float64: what overflows is a narrower dtype
-    why = "it passes through a narrower dtype, such as float32 or float16: keep it in the parameter's dtype"
+    why = "it passes through a narrower dtype, such as float32 or float16"
     return f"{said}, and float64 holds its square and its cube: {why}"
 
 
@@ -129,8 +128,8 @@ def _too_large(s: Sizes) -> str | None:
     if s.small is None or not s.large_alone or np.linalg.norm(s.observed) <= np.linalg.norm(s.expected):
         return None
     return (
-        "large gradients alone are wrong, and too large, since with a loss 2**-20 times as large the gradient is "
-        "right: look for what depends on the gradient's size"
+        "large gradients alone are wrong, and too large: with a loss 2**-20 times as large the gradient is right, so "
+        "something depends on the gradient's size"
     )
 
 
@@ -141,16 +140,13 @@ def _lost(s: Sizes) -> str | None:
     which = f"{np.count_nonzero(lost)} of {len(lost)} elements are 0, where {size_text(s.expected[lost])} is right"
     if (s.large_alone or s.small_alone) and not s.observed[s.off].any():
         known = "gradients of about 1" if s.small is None else "with a loss 2**-20 times as large they"
-        look = "a loss or a gradient above some size is left out, or large gradients are set to 0, or some by chance"
+        why = "a loss or a gradient above some size is left out, or large gradients are set to 0, or some by chance"
         if s.small_alone:
-            look = "small values are set to zero, or they are lost in a coarser dtype"
-        return f"{which}, and {known} are right: {look}; switch that off for the verification"
+            why = "small values are set to zero, or they are lost in a coarser dtype"
+        return f"{which}, and {known} are right: {why}"
     rest = ~lost
     if s.small is not None and near(s.observed[rest], s.expected[rest], s.exact) and not s.small[lost].any():
-        return (
-            f"small elements are 0: {which}, and with a loss 2**-20 times as large more of them are: look for a "
-            "threshold, a sparse communication or a format with a narrow exponent"
-        )
+        return f"small elements are 0: {which}, and with a loss 2**-20 times as large more of them are"
     return None
 
 
@@ -158,7 +154,7 @@ def _cut(s: Sizes) -> str | None:
     if not s.large_alone or not (s.small is not None or _stays(s)):
         return None
     why = "" if s.small is None else ", since with a loss 2**-20 times as large the gradient is right"
-    return f"large gradients alone are wrong{why}: {_threshold(s)}; clip {ONCE}"
+    return f"large gradients alone are wrong{why}: {_threshold(s)}"
 
 
 def _stays(s: Sizes) -> bool:
@@ -205,7 +201,7 @@ def _normalised(s: Sizes) -> str | None:
         what = f"every element is {size:.3g}, 0 or -{size:.3g}{only_signs}"
     return (
         "a loss 2**-20 times as large gives the same gradient, so it is divided by its own size or reduced to its "
-        f"signs ({what}): do so {ONCE}"
+        f"signs ({what})"
     )
 
 
@@ -223,11 +219,11 @@ def _added(s: Sizes) -> str | None:
         if there.any() and telling and decays:
             return (
                 f"{factor:.3g} times the parameter is added to the gradient, whatever the loss: weight decay or the "
-                "gradient of a penalty; leave it to the optimizer, or make it part of the objective"
+                "gradient of a penalty"
             )
     return (
         f"a term that does not depend on the loss is added to the gradient (up to {np.abs(extra).max():.3g}): noise, a "
-        "penalty that is no part of the objective, or what was in .grad before"
+        "penalty that is no part of the objective, or what was in the sum before"
     )
 
 
@@ -290,7 +286,7 @@ def diagnose_non_finite(right: Vector, seen: Vector, beside: list[int]) -> Diagn
         return Diagnosis(
             "clipped",
             f"beside an element of the gradient that is {what}, other elements come out wrong, as where the gradient "
-            "is multiplied by a limit over its norm: clip_grad_norm_ with a finite limit sets them to 0",
+            "is multiplied by a limit over its norm: clipping by norm with a finite limit sets them to 0",
         )
     values = ", ".join(f"{value:.6g}" for value in seen[poisoned & np.isfinite(seen)])
     if not values and (other := other_infinity(seen, right)).any():

@@ -153,12 +153,9 @@ def _cut_text(run: Run) -> str:
     (size, _), *_ = Counter(map(len, steps)).most_common(1)
     of = " of each rank" if run.plan.ranks else ""
     if {max(step) for step in steps} == {i for i in range(end) if (i + 1) % k}:
-        said = "it steps after the micro-batches that do not end a window; step where (i + 1) % accumulation_steps == 0"
+        said = "it steps after the micro-batches that do not end a window"
     elif size == k and any({0, end - 1} <= step and len(step) < end for step in steps):
-        said = (
-            f"windows run on from one epoch into the next, {k} micro-batches{of} each; step at the end of every epoch "
-            "and start the next one's windows anew"
-        )
+        said = f"windows run on from one epoch into the next, {k} micro-batches{of} each"
         if (rest := run.plan.epochs * end - sum(map(len, steps))) >= k:
             said += f"; it ends before the last {rest} micro-batches"
     elif size != k:
@@ -171,21 +168,19 @@ def _cut_text(run: Run) -> str:
 def _repeated_text(run: Run) -> str:
     empty = sum(not step for step in run.held)
     if empty:
-        return (
-            f"{empty} of its steps came right after a reset and held nothing; step only where a window has been "
-            "accumulated"
-        )
+        return f"{empty} of its steps came right after a reset and held nothing"
     times = max(len(list(group)) for _, group in groupby(run.held))
-    return f"it stepped up to {times} times on the gradient of one window; step once"
+    return f"it stepped up to {times} times on the gradient of one window"
+
+
+def _stops_with_a_rank(run: Run) -> bool:
+    busy = [w for w in run.windows if {run.plan.owners[j] for j in w} == {*run.plan.owners}]
+    return bool(run.plan.ranks) and run.held == busy * run.plan.epochs
 
 
 def _dropped_text(run: Run) -> str:
-    busy = [w for w in run.windows if {run.plan.owners[j] for j in w} == {*run.plan.owners}]
-    if run.plan.ranks and run.held == busy * run.plan.epochs:
-        return (
-            "it stops as soon as one rank has no micro-batch left, while others have some; a rank that has run out of "
-            "micro-batches adds zeros, until no rank has any left"
-        )
+    if _stops_with_a_rank(run):
+        return "it stops as soon as one rank has no micro-batch left, while others have some"
     missing: list[int] = []
     end = len(run.right)
     for step in reversed(run.held):
@@ -214,6 +209,7 @@ class Predicate:
         tells: whether they tell the fault from those that follow in the list.
         text: what the loop did.
         numbers: how many steps the fault may make, from a run without any; none where that says nothing.
+        causes: of the fault, where the table of faults has a remedy for each.
     """
 
     name: str
@@ -221,6 +217,7 @@ class Predicate:
     tells: Callable[[Run], bool]
     text: Callable[[Run], str]
     numbers: Callable[[Run], tuple[int, ...]] = lambda run: ()
+    causes: Callable[[Run], tuple[str, ...]] = lambda run: ()
 
 
 def _of_short(run: Run) -> tuple[int, ...]:
@@ -245,7 +242,7 @@ PREDICATES = (
         "wrong-step-count",
         lambda run: bool(run.held) and run.held == run.windows * (len(run.held) // len(run.windows)),
         lambda run: len(run.windows) > 1,
-        lambda run: f"it makes {len(run.held) // len(run.windows)} pass(es); pass over run.loader run.epochs times",
+        lambda run: f"it makes {len(run.held) // len(run.windows)} pass(es), run.epochs = {run.plan.epochs}",
     ),
     Predicate(
         "tail-dropped",
@@ -269,7 +266,13 @@ PREDICATES = (
         lambda run: (len(run.turns) * run.plan.epochs,),
     ),
     Predicate("repeated-step", _repeats, lambda run: True, _repeated_text),
-    Predicate("dropped-window", _is_part, lambda run: True, _dropped_text),
+    Predicate(
+        "dropped-window",
+        _is_part,
+        lambda run: True,
+        _dropped_text,
+        causes=lambda run: ("ranks",) if _stops_with_a_rank(run) else (),
+    ),
     Predicate(
         "wrong-windows",
         _cut_elsewhere,
@@ -280,8 +283,8 @@ PREDICATES = (
 )
 
 
-def named(runs: Sequence[Run], own: Plan, right: Run | None = None) -> tuple[str, str] | None:
-    """Return the name of the first fault that all runs show and one tells, and what the loop did; None without one.
+def named(runs: Sequence[Run], own: Plan, right: Run | None = None) -> Diagnosis | None:
+    """Return the first fault that all runs show and one tells, None without one; its sentence continues another one.
 
     A run under another plan is told of where it alone tells the fault. `right` is a run with the right number of steps,
     which refutes a fault that makes another number there.
@@ -296,17 +299,11 @@ def named(runs: Sequence[Run], own: Plan, right: Run | None = None) -> tuple[str
                 k, windows = telling.plan.accumulation_steps, len(telling.windows)
                 under = f"; under a plan of {windows} windows with accumulation_steps = {k}: "
                 said.append(f"{under}{fault.text(telling)}")
-            return fault.name, "".join(said)
+            return Diagnosis(fault.name, "".join(said), causes=fault.causes(telling))
     return None
 
 
 # Naming the fault of a loop that stepped too seldom or too often, by further runs of it.
-
-
-SKIPPED_BY_SCALER = (
-    "a GradScaler skips the step of a window whose gradients overflow: where the loop has one, give it a smaller "
-    "init_scale; otherwise look for a guard that skips large or small gradients"
-)
 
 
 def explain_steps(instance: Instance, outcome: Outcome, runner: LoopRunner) -> Diagnosis:
@@ -323,7 +320,7 @@ def explain_steps(instance: Instance, outcome: Outcome, runner: LoopRunner) -> D
     plan, taken = instance.case.plan, len(outcome.observations)
     times = f"{taken} or more times" if outcome.endless else counted(taken, "time")
     asked = (
-        f"optimizer.step() was called {times}, expected {plan.steps} "
+        f"the optimizer was called {times}, expected {plan.steps} "
         f"({counted(plan.epochs, 'epoch')} of {counted(len(plan.windows), 'window')})"
     )
     if outcome.endless:
@@ -370,13 +367,16 @@ def _explained(instance: Instance, outcome: Outcome, runner: LoopRunner, asked: 
     runs = [own] if separating is None or separating is right else [own, separating]
     # a name of a small plan alone may be a coincidence, unless its steps hold everything
     tries = (runs, runs[-1:], [own] if _is_whole(own) else [])
-    name, said = next(filter(None, (named(some, own.plan, right) for some in tries if some)), ("wrong-step-count", ""))
+    unknown = Diagnosis("wrong-step-count", "")
+    found = next(filter(None, (named(some, own.plan, right) for some in tries if some)), unknown)
+    name, said = found.name, found.sentence
     if name == "never-stepped":
         said = _never(outcome)
     if _may_skip(instance, outcome) and name in ("dropped-window", "never-stepped"):
-        name, said = f"{name} or skipped-by-size", f"{said}; {SKIPPED_BY_SCALER}"
+        # torch.amp.GradScaler skips the step of a window whose gradients overflow, which looks the same from outside
+        name, said = f"{name} or skipped-by-size", f"{said}; or: steps are skipped because gradients overflow"
     details = f"; {shown(own)}" if own.held and len(own.held) == taken else ""
-    return Diagnosis(name, asked + said + details)
+    return Diagnosis(name, asked + said + details, causes=found.causes)
 
 
 def _run_on(probe: WeightProbe, runner: LoopRunner) -> Run | None:
@@ -391,8 +391,7 @@ def _by_values(instance: Instance, outcome: Outcome, asked: str) -> Diagnosis:
     if len(outcome.observations) >= case.plan.steps:
         return Diagnosis("wrong-step-count", f"{said}, so the number depends on the values of gradients or losses")
     if not is_probe(case) or {*slopes_of(case)} == {1.0}:
-        why = f"so it skips steps by the values of gradients or losses: {SKIPPED_BY_SCALER}"
-        return Diagnosis("skipped-by-size", f"{said}, {why}")
+        return Diagnosis("skipped-by-size", f"{said}, so it skips steps by the values of gradients or losses")
     taken = run_of(case.plan, gradients_of_steps(outcome)).held
     due = zip(run_of(case.plan, ()).windows, expected_gradients(case), strict=True)
     finite = [right for window, right in due if window not in taken and np.isfinite(right).all()]
@@ -402,15 +401,13 @@ def _by_values(instance: Instance, outcome: Outcome, asked: str) -> Diagnosis:
     return Diagnosis(
         "skipped-by-size",
         f"the loop takes no step where the gradient's norm is {norms}, and takes one where it is about 1: the contract "
-        "asks for one step per window, so switch off what skips windows by the size of their loss or gradient",
+        "asks for one step per window",
     )
 
 
 NO_STEP = Diagnosis(
     "skipped-non-finite",
-    "the loop takes no step where a gradient is infinite or NaN, and the contract asks for one step per window: a loop "
-    "that is meant to skip such windows uses a torch.amp.GradScaler, whose skips are allowed, or states the assumption "
-    "finite-gradients",
+    "the loop takes no step where a gradient is infinite or NaN, and the contract asks for one step per window",
 )
 
 
@@ -422,6 +419,4 @@ def _may_skip(instance: Instance, outcome: Outcome) -> bool:
 
 def _never(outcome: Outcome) -> str:
     moved = any(not torch.equal(value, outcome.start[name]) for name, value in outcome.parameters.items())
-    return ": run.optimizer was never stepped" + (
-        ", yet the parameters moved, so something else was; step run.optimizer, or wrap it" if moved else ""
-    )
+    return ": run.optimizer was never stepped" + (", yet the parameters moved, so something else was" if moved else "")

@@ -6,14 +6,14 @@ j's summed loss. The weights are read off exactly by the weight probe, or solved
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from gradcheck_suite.core.comparison import WEIGHT_TOLERANCE
-from gradcheck_suite.core.faults import FAULTS, names_of
+from gradcheck_suite.core.faults import FAULTS, names_of, remedy_of
 from gradcheck_suite.core.results import Weight
 
 ALONE = " alone, while "
@@ -120,32 +120,48 @@ class Diagnosis:
 
     Attributes:
         name: such as `mean-of-means`, or `a or b` where the evidence fits both.
-        sentence: what the loop did and what to do.
+        sentence: what the loop did.
         details: lines for a reader: the numbers that the diagnosis rests on.
         weights: what the step gave each item, by micro-batch, where the diagnosis rests on that.
+        causes: of the faults, for which the table of faults has remedies of their own.
     """
 
     name: str
     sentence: str
     details: tuple[str, ...] = ()
     weights: tuple[Weight, ...] = ()
+    causes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Expect a name of the table; empty where none is given."""
-        assert not self.name or names_of(self.name) <= FAULTS.keys(), f"{self.name}: no row in core/faults.py"
+        """Expect a name of the table, empty where none is given, and causes of its row."""
+        assert not self.name or self.names <= FAULTS.keys(), f"{self.name}: no row in core/faults.py"
+        known = {cause for name in self.names if name for cause in FAULTS[name].causes}
+        assert known.issuperset(self.causes), f"{self.name}: no such cause in core/faults.py: {self.causes}"
 
     @property
     def names(self) -> frozenset[str]:
         """The faults that it may be."""
         return names_of(self.name)
 
+    def explanation(self, *, jax: bool = False) -> str:
+        """Return what the loop did and what to do, in the words of PyTorch or of JAX; empty without a name."""
+        return f"{self.sentence}. Fix: {remedy_of(self.name, self.causes, jax=jax)}" if self.name else self.sentence
+
+
+def any_of(diagnoses: Iterable[Diagnosis]) -> Diagnosis:
+    """Return the diagnosis that leaves several open: their names, sentences and causes, each once."""
+    diagnoses = list(diagnoses)
+    names = dict.fromkeys(name for one in diagnoses for name in one.name.split(" or "))
+    sentences = dict.fromkeys(one.sentence for one in diagnoses)
+    causes = dict.fromkeys(cause for one in diagnoses for cause in one.causes)
+    return Diagnosis(" or ".join(names), "; or: ".join(sentences), causes=tuple(causes))
+
 
 def missing_gradient(parameter: str) -> Diagnosis:
     """Return the diagnosis of a parameter whose gradient is None at the step, without a reason."""
     return Diagnosis(
         "no-gradient",
-        f"{parameter}.grad is None at the step, but the window's items reach {parameter}: look for a loss that is not "
-        "sent backward, a `no_grad`, a `requires_grad_(False)`, or a reset before the step",
+        f"the gradient of {parameter} is None at the step, but the window's items reach {parameter}",
     )
 
 
@@ -153,9 +169,9 @@ def none_and_not_zeros(parameter: str) -> Diagnosis:
     """Return the diagnosis of a parameter whose right gradient is zeros, and None at the step."""
     return Diagnosis(
         "no-gradient",
-        f"{parameter}.grad is None at the step, where backward leaves zeros: the window's items reach {parameter}. On "
-        "zeros, momentum, averages and weight decay move a parameter, and on None it stays where it is: look for what "
-        "sets a gradient to None or leaves it out by its value",
+        f"the gradient of {parameter} is None at the step, where backward leaves zeros: the window's items reach "
+        f"{parameter}. On zeros, momentum, averages and weight decay move a parameter; on None it stays where it is",
+        causes=("by-value",),
     )
 
 
@@ -164,7 +180,7 @@ def poisoned_by(window: int) -> Diagnosis:
     return Diagnosis(
         "poisoned-by-earlier-window",
         f"the reference gradient of window {window} is NaN or infinite, and the reset left that behind in this window: "
-        "it scaled the gradients and did not clear them; reset with zero_() or None, since 0 * NaN is NaN",
+        "it scaled the gradients and did not clear them",
     )
 
 
@@ -197,13 +213,9 @@ def places(w: Weights, chosen: Callable[[float], bool]) -> tuple[int, ...]:
 
 
 def dropped_text(w: Weights, wrong: Steps) -> str:
-    """Return which micro-batches are missing, and what usually drops some."""
+    """Return which micro-batches are missing."""
     missing = [j for j, ratio in zip(w.inside, w.ratio, strict=True) if ratio == 0]
-    return (
-        f"micro-batches {missing} of the window are not in the gradient{_in_common(wrong)}: look for a `continue`, a "
-        "`break` or a reset between them, an iterator that is advanced twice, and for what is chosen by chance, by "
-        "size or by value"
-    )
+    return f"micro-batches {missing} of the window are not in the gradient{_in_common(wrong)}"
 
 
 def repeated_text(w: Weights, wrong: Steps) -> str:
@@ -213,8 +225,7 @@ def repeated_text(w: Weights, wrong: Steps) -> str:
     times = sorted({f"{ratio:.6g}" for ratio in w.ratio if ratio > 1 and not w.close(ratio, 1)})
     said = f"micro-batches {twice} of the window are in the gradient {' or '.join(times)} times"
     said = said.replace(" 2 times", " twice")
-    said += f"{f', and {gone} not at all' if gone else ''}{_in_common(wrong)}"
-    return f"{said}: send each loss backward once, and multiply none; look for a variable that a closure reads late"
+    return f"{said}{f', and {gone} not at all' if gone else ''}{_in_common(wrong)}"
 
 
 def _in_common(wrong: Steps) -> str:

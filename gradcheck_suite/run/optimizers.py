@@ -210,7 +210,7 @@ def fault_between(
         left = previous.after[name]
         if is_same(left, value):
             continue
-        sentence = f"something other than optimizer.step() changed {name} {when}"
+        sentence = f"something other than the optimizer's steps changed {name} {when}"
         undone = previous.evaluations and is_same(previous.evaluations[0].parameters[name], value)
         if undone:
             sentence += ": it has the value from before the step again"
@@ -223,7 +223,8 @@ def fault_between(
             sentence = f"the optimizer's state of {name} was lost {when}: {', '.join(lost)}"
             return ParameterFault("optimizer-state-changed", name, sentence)
         if changed := sorted(str(key) for key, value in kept.items() if not same_tree(value, state[name][key])):
-            sentence = f"something other than optimizer.step() changed the state of {name} {when}: {', '.join(changed)}"
+            names = ", ".join(changed)
+            sentence = f"something other than the optimizer's steps changed the state of {name} {when}: {names}"
             return ParameterFault("optimizer-state-changed", name, sentence)
     return None
 

@@ -17,9 +17,10 @@ from gradcheck_suite.core.contract import (
 )
 from gradcheck_suite.core.faults import names_of
 from gradcheck_suite.core.results import Verdict, Violation
-from gradcheck_suite.core.text import counted, of_jax
+from gradcheck_suite.core.text import counted
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.judge.reruns import LoopRunner
+from gradcheck_suite.judge.weights import Diagnosis
 from gradcheck_suite.reference.large_batch import CannotJudgeError
 from gradcheck_suite.run.instance import Compute, Instance
 from gradcheck_suite.run.observer import same_tree
@@ -70,24 +71,16 @@ def step_calls_fault(case: Case, outcome: Outcome, rank: int, *, schedules: bool
             )
         return None
 
+    name = "step-per-micro-batch"
     for counts in outcome.scheduler_steps:
         if not schedules and (said := calls(counts)):
-            return Violation(
-                "step-count",
-                "step-per-micro-batch",
-                f"a learning rate scheduler was stepped {said}: step the scheduler where the optimizer steps; if its "
-                f"schedule is meant to advance once per micro-batch, assume {SCHEDULES_MICRO_BATCHES}",
-                case,
-            )
+            found = Diagnosis(name, f"a learning rate scheduler was stepped {said}")
+            return Violation("step-count", name, found.explanation(), case)
     for method, counts in outcome.scaler_calls:
         if said := calls(counts):
-            return Violation(
-                "step-count",
-                "step-per-micro-batch",
-                f"GradScaler.{method} was called {said}: unscale, step and update once per window, after its last "
-                "backward. A scaler that is disabled, as without CUDA, hides what this does to the gradient",
-                case,
-            )
+            # a scaler that is disabled, as without CUDA, hides what this does to the gradient
+            found = Diagnosis(name, f"GradScaler.{method} was called {said}", causes=("scaler",))
+            return Violation("step-count", name, found.explanation(), case)
     return None
 
 
@@ -173,15 +166,17 @@ class Terms:
     Attributes:
         assumes: all that the loop assumes, names from `ASSUMPTIONS`.
         autocast: dtype in which it may compute its losses under `torch.autocast`, or None.
+        jax: whether the loop is one of JAX.
     """
 
     assumes: frozenset[str]
     autocast: Compute
+    jax: bool = False
 
 
 def terms_of(loop: Loop, assumes: Iterable[str] = (), autocast: str | None = None) -> Terms:
     """Return what a loop is judged by: what is assumed of it, and what it declares itself."""
-    return Terms(frozenset(assumes) | assumptions_of(loop), autocast or autocast_of(loop))
+    return Terms(frozenset(assumes) | assumptions_of(loop), autocast or autocast_of(loop), is_jax(loop))
 
 
 def of_torch(loop: Loop, problem: Problem | None) -> Problem | None:
@@ -240,10 +235,6 @@ def check(
         return runners[-1]
 
     verdict = check_run(run, case, terms, runner, problem=problem, shrinking=shrinking)
-    if is_jax(loop) and (found := verdict.violation):
-        details = tuple(map(of_jax, found.details)) if found.kind != "raised" else found.details
-        found = replace(found, explanation=of_jax(found.explanation), details=details)
-        verdict = replace(verdict, violation=found)
     return replace(verdict, runs=verdict.runs + sum(runner.runs for runner in runners))
 
 
@@ -285,7 +276,7 @@ def check_run(
 
         def judged(rank: int) -> Verdict:
             outcome = outcomes[rank]
-            trajectory = Trajectory(case, outcome, terms.assumes)
+            trajectory = Trajectory(case, outcome, terms.assumes, jax=terms.jax)
             verdict = RunJudge(reference, outcome, trajectory, runner(rank, outcome.alike), terms.autocast).verdict()
             if verdict.violation or verdict.finding:
                 return verdict

@@ -96,8 +96,7 @@ def undeclared_autocast(window: Window, evaluation: Evaluation, compute: Compute
     return Diagnosis(
         "low-precision",
         f"the loop computes its losses under torch.autocast in {compute} in a {name} run: the gradient has rounding "
-        f"errors of {compute}, and no other error. If this precision is meant, declare it: --autocast {compute}, or "
-        f'@training_loop(autocast="{compute}")',
+        f"errors of {compute}, and no other error",
     )
 
 
@@ -140,7 +139,7 @@ def closure_without_reset(window: Window, outcome: Outcome, evaluation: Evaluati
     return Diagnosis(
         "stale-window",
         "the optimizer calls the closure several times in a step, and the gradient of each call contains those of the "
-        "calls before it: reset at the start of the closure, not before the step",
+        "calls before it",
     )
 
 
@@ -214,13 +213,6 @@ def explain_zeros(case: Case, moved: dict[str, float], window: Window) -> str | 
     )
 
 
-ON_PURPOSE = {
-    "parameter-drift": "; if the loop does so on purpose, as an average or clipping of weights does, assume "
-    f"{EDITS_PARAMETERS}: each gradient is then judged at the parameters that its step finds",
-    "changed-settings": f"; if the loop does so on purpose, as a schedule by hand does, assume {EDITS_SETTINGS}",
-}
-
-
 def none_in_place_of_zeros(window: Window, evaluation: Evaluation, autocast: Compute) -> str | None:
     """Return a parameter whose gradient is None, though some micro-batch with valid targets reaches it, or None.
 
@@ -253,8 +245,7 @@ def stale_parameters(window: Window, outcome: Outcome, evaluation: Evaluation, a
         when = "initial parameters" if k == 0 else f"parameters before the step {step - k} steps earlier"
         return Diagnosis(
             "stale-parameters",
-            f"the gradient is right at the {when} and wrong at those that the step changes: look for a copy of the "
-            "model that is not updated, and for a forward that runs before the previous step",
+            f"the gradient is right at the {when} and wrong at those that the step changes",
         )
     return None
 
@@ -262,7 +253,7 @@ def stale_parameters(window: Window, outcome: Outcome, evaluation: Evaluation, a
 class Trajectory:
     """The parameters of a run, judged in the order in which they change: before a step, at it, after the last one."""
 
-    def __init__(self, case: Case, outcome: Outcome, assumes: Collection[str]) -> None:
+    def __init__(self, case: Case, outcome: Outcome, assumes: Collection[str], *, jax: bool = False) -> None:
         """Start before the first step.
 
         Args:
@@ -270,8 +261,9 @@ class Trajectory:
             outcome: what it did.
             assumes: what the loop assumes. Where it edits parameters between steps, what a step does to those that it
                 finds, and the optimizer's state, are judged all the same.
+            jax: whether it is one of JAX.
         """
-        self._case, self._outcome = case, outcome
+        self._case, self._outcome, self.jax = case, outcome, jax
         self._edited, self._settings = EDITS_PARAMETERS in assumes, EDITS_SETTINGS not in assumes
         # that of a loop of JAX may have no counterpart in torch, and nothing is computed again
         self._make = None if case.optimizer is None else OPTIMIZERS.get(case.optimizer)
@@ -305,7 +297,7 @@ class Trajectory:
         return Violation(
             "parameters",
             fault.diagnosis,
-            fault.sentence + ON_PURPOSE.get(fault.diagnosis, ""),
+            Diagnosis(fault.diagnosis, fault.sentence).explanation(jax=self.jax),
             self._case,
             parameter=fault.parameter,
             epoch=epoch,
@@ -319,38 +311,11 @@ UNNAMED = Diagnosis("", "")
 """In place of a diagnosis for which the loop would have to run again."""
 
 
-def _violation_of(
-    kind: ViolationKind,
-    named: Diagnosis,
-    case: Case,
-    evidence: Comparison,
-    place: tuple[str, int, int],
-    *,
-    moved: bool = False,
-) -> Violation:
-    """Return the violation of a gradient that is wrong in a parameter, an epoch and a window."""
-    parameter, epoch, window = place
-    return Violation(
-        kind,
-        named.name,
-        named.sentence,
-        case,
-        parameter=parameter,
-        epoch=epoch,
-        window=window,
-        error=evidence.worst.error,
-        allowed=evidence.worst.allowed,
-        details=named.details,
-        weights=named.weights,
-        moved=moved,
-        evidence=evidence,
-    )
-
-
 DUPLICATES = Diagnosis(
     "dropped-micro-batch",
     "the loop is right where all items differ, and wrong under the same plan where items repeat: it takes what is "
-    "equal to another for a duplicate: look for a set, a cache, or a comparison of batches or losses",
+    "equal to another for a duplicate",
+    causes=("duplicates",),
 )
 
 
@@ -388,7 +353,7 @@ def _compare(case: Case, autocast: Compute, expected: Vector, seen: Vector, *, m
 
 SCALER_SKIPPED = "a gradient scaler skipped the step of a window whose gradient is not finite, or out of range"
 """Why a step of the plan was not taken, where it need not be."""
-OF_A_LATER_CALL = "; this is call {} of the closure in one step, and no earlier one is found wrong"
+OF_A_LATER_CALL = " (this is call {} of the closure in one step, and no earlier one is found wrong)"
 NOT_FINITE = "the reference gradient at the parameters that the optimizer has reached is NaN or infinite"
 """Why gradients are not judged that no correct loop has finite."""
 
@@ -430,10 +395,8 @@ class RunJudge:
             taken = [*range(len(outcome.observations))]
             return self._steps(taken, missing=DIVERGED)
         if outcome.process:
-            explanation = (
-                f"torch is another for the whole process, the reference included: {'; '.join(outcome.process)}"
-            )
-            return Verdict(case, Violation("parameters", "changed-torch", explanation, case))
+            said = f"the loop changed torch for the whole process, the reference included: {'; '.join(outcome.process)}"
+            return Verdict(case, self._of_model(Diagnosis("changed-torch", said)))
         if outcome.raised is not None:
             # where even the plain large batch fails in the case's dtype, this raises CannotJudgeError: no loop's fault
             if not is_probe(case):
@@ -445,8 +408,8 @@ class RunJudge:
                 diagnosis = "deadlock" if outcome.deadlock else "timed-out"
             return Verdict(case, Violation("raised", diagnosis, explanation, case, details=trace))
         if outcome.structure:
-            explanation = f"the loop changed the model's parameters: {outcome.structure}"
-            return Verdict(case, Violation("parameters", "changed-model", explanation, case))
+            said = f"the loop changed the structure of the parameters: {outcome.structure}"
+            return Verdict(case, self._of_model(Diagnosis("changed-model", said)))
         if is_probe(case):
             violation, ratio = self._on_probe()
             return Verdict(case, violation or self._of_parameters(), ratio=ratio, windows=case.plan.steps)
@@ -466,7 +429,7 @@ class RunJudge:
             named = explain_steps(self.reference.instance, self.outcome, self.runner)
         else:
             named = step_pattern(self.case.plan, self.outcome)
-        return Violation("step-count", named.name, named.sentence, self.case)
+        return Violation("step-count", named.name, self._explanation(named), self.case)
 
     def _of_parameters(self) -> Violation | None:
         """Return what changed parameters on a weight probe, or None."""
@@ -547,7 +510,7 @@ class RunJudge:
                 return comparison.ratio
             evidence = replace(comparison, missing=frozenset(n for n, g in evaluation.gradients.items() if g is None))
             place = (absent, epoch, index)
-            return _violation_of("none-pattern", none_and_not_zeros(absent), case, evidence, place, moved=moved)
+            return self._violation("none-pattern", none_and_not_zeros(absent), evidence, place, moved=moved)
         problem = reference.instance.users_problem
         if problem and problem.reduction != "batch" and (fault := gradient_fault(reference, window)):
             return fault
@@ -591,10 +554,43 @@ class RunJudge:
             expected = layout.part(window.expected, parameter)
             if not bool(torch.isfinite(seen).all()) and bool(np.isfinite(expected).all()):
                 kind = "non-finite"
-                said = f"{parameter}.grad is not finite at the step, the right gradient is; {named.sentence}"
+                said = f"the gradient of {parameter} is not finite at the step, the right one is; {named.sentence}"
                 named = replace(named, sentence=said)
         evidence = replace(comparison, missing=frozenset(n for n, g in evaluation.gradients.items() if g is None))
-        return _violation_of(kind, named, case, evidence, (parameter, epoch, window.index), moved=window.moved)
+        return self._violation(kind, named, evidence, (parameter, epoch, window.index), moved=window.moved)
+
+    def _violation(
+        self,
+        kind: ViolationKind,
+        named: Diagnosis,
+        evidence: Comparison,
+        place: tuple[str, int, int],
+        *,
+        moved: bool = False,
+    ) -> Violation:
+        """Return the violation of a gradient that is wrong in a parameter, an epoch and a window."""
+        parameter, epoch, window = place
+        return Violation(
+            kind,
+            named.name,
+            self._explanation(named),
+            self.case,
+            parameter=parameter,
+            epoch=epoch,
+            window=window,
+            error=evidence.worst.error,
+            allowed=evidence.worst.allowed,
+            details=named.details,
+            weights=named.weights,
+            moved=moved,
+            evidence=evidence,
+        )
+
+    def _of_model(self, named: Diagnosis) -> Violation:
+        return Violation("parameters", named.name, self._explanation(named), self.case)
+
+    def _explanation(self, named: Diagnosis) -> str:
+        return named.explanation(jax=self.trajectory.jax)
 
     def _on_probe(self) -> tuple[Violation | None, float]:
         """Return the violation of a loop on a weight probe, and the largest error over bound where there is none."""
@@ -635,4 +631,4 @@ class RunJudge:
             named = explain_probe(e, steps) if e else UNNAMED
         if e:
             named = e.confirmed(named)
-        return _violation_of(kind, named, self.case, comparison, (PARAMETER, epoch, window))
+        return self._violation(kind, named, comparison, (PARAMETER, epoch, window))

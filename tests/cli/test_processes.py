@@ -170,7 +170,7 @@ def test_edited_parameters_on_the_command_line(tmp_path):
     assume = ("--examples", "20", "--assume", "edits-parameters")
     status, said = _gradcheck("verify", "sound.py:clips_weights", "--examples", "20", cwd=tmp_path)
     assert status == 1
-    assert "assume edits-parameters" in said
+    assert "assumes `edits-parameters`" in said
     assert _gradcheck("verify", "sound.py:clips_weights", *assume, cwd=tmp_path)[0] == 0
     status, said = _gradcheck("verify", "leaks.py:clips_weights", *assume, cwd=tmp_path)
     assert status == 1

@@ -78,7 +78,7 @@ def explained(loop, *, plan=PLAN, window=0, epoch=0, dtype="float64", optimizer=
         patch.setattr(Window, "allowed", lambda window, draws=0: share(window.expected, 1e-9))
         found = explain_gradient(Evidence(comparison, right, epoch, runner))
     assert runner.runs_left >= 0
-    return found.name, found.sentence, (*found.details, *weight_lines(found.weights))
+    return found.name, found.explanation(), (*found.details, *weight_lines(found.weights))
 
 
 def told(loop, case=None, **options):

@@ -331,7 +331,7 @@ NAMED = {
 
 def test_a_gradient_has_the_name_of_its_weights(golden):
     found = {(name, title): _read(**row) for name, rows in NAMED.items() for title, row in rows.items()}
-    told = {at: (one.name, one.sentence) if one else (None, "") for at, one in found.items()}
+    told = {at: (one.name, one.explanation()) if one else (None, "") for at, one in found.items()}
     assert_named(golden, "judge_fitted_weights", told)
 
 

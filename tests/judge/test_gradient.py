@@ -420,7 +420,7 @@ def _of_window(observed):
         comparison = Comparison(reference.layout, RIGHT, np.array(observed), np.full(3, ALLOWED))
         found = explain_gradient(Evidence(comparison, window, 0, LoopRunner(MODES["set_to_none"])))
         assert found.details[0].startswith("3 of 3 elements of the gradient differ") or found.name == "wrong-scale"
-        return found.name, found.sentence
+        return found.name, found.explanation()
 
     return row
 

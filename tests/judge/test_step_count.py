@@ -44,7 +44,7 @@ def of(loop, case=PLAN):
 
     def row():
         found = _diagnosis(loop, case)
-        return found.name, found.sentence
+        return found.name, found.explanation()
 
     return row
 
@@ -484,7 +484,7 @@ def test_steps_that_differ_from_run_to_run_have_no_other_name(missed, name):
 
 def _name(plan, *held):
     found = named([Run(plan, [frozenset(step) for step in held])], plan)
-    return found and found[0]
+    return found and found.name
 
 
 def test_a_fault_that_one_plan_cannot_tell_from_another_has_no_name():

@@ -275,7 +275,7 @@ def _named(weights):
 
 def test_a_pattern_has_its_name(golden):
     found = {(name, title): _named(weights) for name, rows in NAMED.items() for title, weights in rows.items()}
-    assert_named(golden, "judge_weights", {at: (one.name, one.sentence) for at, one in found.items()})
+    assert_named(golden, "judge_weights", {at: (one.name, one.explanation()) for at, one in found.items()})
 
 
 def test_the_right_weight():

@@ -150,7 +150,7 @@ def test_a_loop_that_failed_is_not_blamed_where_the_plain_large_batch_fails():
 def test_a_model_with_other_parameters_is_told(case):
     violation = _judged(replace(_ran(case=case), structure="weight is gone"), case).violation
     assert (violation.kind, violation.diagnosis) == ("parameters", "changed-model")
-    assert violation.explanation == "the loop changed the model's parameters: weight is gone"
+    assert violation.explanation.startswith("the loop changed the structure of the parameters: weight is gone. ")
 
 
 # The probe
@@ -474,7 +474,7 @@ def test_undeclared_autocast_is_named(shrinking):
     violation = check(under(torch.bfloat16), FLOAT32, shrinking=shrinking).violation
     assert (violation.kind, violation.diagnosis) == ("gradient", "low-precision")
     assert "under torch.autocast in bfloat16 in a float32 run" in violation.explanation
-    assert "--autocast bfloat16" in violation.explanation
+    assert "under torch.autocast in bfloat16" in violation.explanation
 
 
 def test_declared_autocast_holds():
@@ -620,10 +620,8 @@ def test_a_missing_gradient_is_placed(step):
     violation = check(_at_step(step, forget), CASE).violation
     assert (violation.kind, violation.diagnosis, violation.parameter) == ("none-pattern", "no-gradient", "0.bias")
     assert (violation.epoch, violation.window) == divmod(step, 2)
-    assert violation.explanation == (
-        "0.bias.grad is None at the step, but the window's items reach 0.bias: look for a loss that is not sent "
-        "backward, a `no_grad`, a `requires_grad_(False)`, or a reset before the step"
-    )
+    said = "the gradient of 0.bias is None at the step, but the window's items reach 0.bias. Fix: do not reset"
+    assert violation.explanation.startswith(said)
     assert violation.details == ()
     assert violation.evidence.seen("0.bias") is None
     assert violation.evidence.seen("0.weight") is not None
@@ -633,7 +631,9 @@ def test_a_missing_gradient_is_placed(step):
 def test_a_gradient_that_is_not_finite_is_a_kind_of_its_own(value):
     violation = check(_at_step(1, _each_gradient(lambda g: g.fill_(value))), CASE).violation
     assert (violation.kind, violation.epoch, violation.window) == ("non-finite", 0, 1)
-    assert f"{violation.parameter}.grad is not finite at the step, the right gradient is; " in violation.explanation
+    assert (
+        f"the gradient of {violation.parameter} is not finite at the step, the right one is; " in violation.explanation
+    )
     assert violation.details
 
 
@@ -660,7 +660,9 @@ def test_parameters_may_not_change_by_the_last_bit(value):
             assert (violation.parameter, violation.allowed) == ("weight", 0)
             assert (violation.epoch, violation.window) == (1, 1)
             assert violation.error == pytest.approx(change, nan_ok=True)
-            assert "something other than optimizer.step() changed weight between two steps" in violation.explanation
+            assert (
+                "something other than the optimizer's steps changed weight between two steps" in violation.explanation
+            )
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
