@@ -136,7 +136,7 @@ def test_of_two_losses_the_one_that_is_not_divided_is_named_by_its_line_and_no_d
     line = 1 + next(i for i, text in enumerate(script.read_text().splitlines()) if "second =" in text)
     assert violation.where.endswith(f"faulty_second_loss_undivided.py:{line}")
     assert "of the term Mean(Abs) weighs 0.4 as in windows of 4" in violation.explanation
-    assert "divide this term by the window's own number" in violation.explanation
+    assert "divide a short window by its own number" in violation.explanation
     assert "divided by" not in violation.explanation
 
 
