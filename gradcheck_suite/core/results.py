@@ -428,7 +428,9 @@ def result_from_json(data: Mapping[str, Any]) -> Result:
     first = data.get("violation")
     command = "verify" if "cases" in data else "audit"
     violations = data.get("violations") or ([first] if first else [])
-    return from_json(Result, {**data, "violations": violations, "command": command})
+    # that of `verify` does not say why
+    unjudged = data.get("unjudged") or ("not known" if data.get("verdict") == "unjudged" else None)
+    return from_json(Result, {**data, "violations": violations, "unjudged": unjudged, "command": command})
 
 
 def results_to_json(results: Sequence[Result], environment: dict[str, Any]) -> dict[str, Any]:

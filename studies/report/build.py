@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradcheck_suite.core.records import Record
-from gradcheck_suite.core.results import violation_from_json
+from gradcheck_suite.core.results import result_from_json
 from gradcheck_suite.loops.jax_modes import JAX_MODES
 from gradcheck_suite.loops.ranks import RANK_LOOPS
 from gradcheck_suite.loops.reset_modes import BUILT_IN, MODES
@@ -132,7 +132,8 @@ _RANKED = ("violated", "unjudged", "holds")
 
 
 def _diagnosis(data: Data) -> str:
-    return str((data.get("violation") or {}).get("diagnosis", "violated"))
+    violation = result_from_json(data).violation
+    return violation.diagnosis if violation else "violated"
 
 
 def _holds(records: Records) -> Answer:
@@ -347,10 +348,10 @@ def build(reports: Path) -> Report:
 def _live_violations(records: Records) -> Iterable[ViolationPage]:
     """Yield the violations of the newest audit of each script, where a project of a user's has them."""
     for number, record in enumerate(records.newest("audit") if own(records) else ()):
-        for i, found in enumerate(record.data.get("violations") or ()):
+        for i, violation in enumerate(result_from_json(record.data).violations):
             script, where = run_of(record.data)[0], machine_text(record.environment)
             name = f"audit-{number}-{i}"
-            yield violation_page(violation_from_json(found), loop=script, name=name, machine=where)
+            yield violation_page(violation, loop=script, name=name, machine=where)
 
 
 def _parts(records: Records) -> tuple[tuple[Answer, ...], tuple[Section, ...]]:

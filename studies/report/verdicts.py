@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gradcheck_suite.core.case import DTYPES, plan_from_json
+from gradcheck_suite.core.case import DTYPES
 from gradcheck_suite.core.records import Record
+from gradcheck_suite.core.results import Violation, result_from_json
 from gradcheck_suite.core.text import counted, cut_text, violation_title
 from gradcheck_suite.loops.jax_modes import JAX_MODES
 from gradcheck_suite.loops.reset_modes import MODES
@@ -22,8 +23,8 @@ from studies.report.reading import Data, Facts, Part, Records, Tone, device_name
 
 def outcome(data: Data) -> str:
     """Return the verdict in a record, with the diagnosis of a violation."""
-    violation = data.get("violation")
-    return f"violated ({violation['diagnosis']})" if violation else str(data.get("verdict"))
+    result = result_from_json(data)
+    return f"violated ({result.violation.diagnosis})" if result.violation else result.verdict
 
 
 # What was verified: the verdict on each loop, and the layers, losses and splits of its cases.
@@ -117,8 +118,9 @@ def verdict_matrix(records: Sequence[Record], most: int | None = None) -> Matrix
         if data is None:
             return "none", ("not run",)  # NOT_RUN says why
         if not _holds(data):
-            name = (data.get("violation") or {}).get("diagnosis", "")
-            return "bad" if data["verdict"] == "violated" else "none", (str(data["verdict"]), str(name))
+            result = result_from_json(data)
+            name = result.violation.diagnosis if result.violation else ""
+            return "bad" if result.violations else "none", (result.verdict, name)
         return "good", (f"\N{CHECK MARK} {share_text(_badness(data)[-1])}",)
 
     left = order[len(shown) :]
@@ -191,8 +193,8 @@ def _coverage(category: str, title: str, counts: Mapping[str, int], of: str) -> 
 
 def title_of(data: Data) -> str | None:
     """Return the kind and diagnosis of the violation in a record; None where it holds."""
-    violation = data.get("violation")
-    return violation_title(str(violation["kind"]), str(violation["diagnosis"])) if violation else None
+    violation = result_from_json(data).violation
+    return violation_title(violation.kind, violation.diagnosis) if violation else None
 
 
 def _verification_facts(data: Data) -> Facts:
@@ -219,10 +221,11 @@ def _audits(newest: list[Record]) -> Section:
         {
             "script": run_of(d)[0], "ranks": run_of(d)[1], "verdict": str(d["verdict"]),
             "steps judged": d.get("windows"), "diagnosis": title_of(d),
-            "at step": found.get("step"), "loss": found.get("where"), "what is wrong": found.get("explanation"),
+            "at step": found.step if found else None, "loss": found.where if found else None,
+            "what is wrong": found.explanation if found else None,
         }
         for d in datas
-        for found in (d.get("violation") or {},)
+        for found in (result_from_json(d).violation,)
     ]  # fmt: skip
     return Section(
         text=(
@@ -252,8 +255,9 @@ def own_cell(data: Data | None) -> Tone:
 def _audit_cell(data: Data | None) -> Tone:
     if data is None:
         return "none", ("not run",)
-    tone = {"holds": "good", "violated": "bad"}.get(data["verdict"], "none")
-    return tone, (str((data.get("violation") or {}).get("diagnosis", data["verdict"])),)
+    result = result_from_json(data)
+    tone = {"holds": "good", "violated": "bad"}.get(result.verdict, "none")
+    return tone, (result.violation.diagnosis if result.violation else result.verdict,)
 
 
 def _audit_facts(data: Data) -> Facts:
@@ -405,7 +409,7 @@ def _trainers(newest: list[Record]) -> Section:
                 "model": data["question"].removeprefix(MODEL),
                 "version": _version(data),
                 "verdict": _verdict(data),
-                "what its gradient is": str(v["explanation"]).partition(": ")[0] if (v := _violation(data)) else None,
+                "what its gradient is": v.explanation.partition(": ")[0] if (v := _violation(data)) else None,
             }
             for data in models
         ],
@@ -431,7 +435,7 @@ def _trainers_matrix(answers: Answers, questions: Sequence[str]) -> Matrix:
             why = _why_not_asked(trainer, question, data)
             return "none", (f"not asked ({reasons.setdefault(why, str(len(reasons) + 1))})",)
         violation = _violation(data)
-        return ("good", ("holds",)) if violation is None else ("bad", (str(violation["diagnosis"]),))
+        return ("good", ("holds",)) if violation is None else ("bad", (violation.diagnosis,))
 
     found = matrix_of(
         "Verdict of each trainer on each question: holds, or the diagnosis of the violation",
@@ -465,7 +469,7 @@ def _models_text(models: Sequence[Data]) -> list[str]:
             versions.setdefault(_version(data), []).append(data)
     found = []
     for version, mine in versions.items():
-        wrong = Counter(str(v["diagnosis"]) for data in mine if (v := _violation(data)) is not None)
+        wrong = Counter(v.diagnosis for data in mine if (v := _violation(data)) is not None)
         sentence = f"Of {len(mine)} models under the Trainer of {version}, {len(mine) - wrong.total()} hold"
         if wrong:
             kinds = ", ".join(f"{name} {count}" for name, count in wrong.most_common())
@@ -474,8 +478,8 @@ def _models_text(models: Sequence[Data]) -> list[str]:
     return found
 
 
-def _violation(data: Data) -> Data | None:
-    return data["result"] and data["result"]["violation"]
+def _violation(data: Data) -> Violation | None:
+    return data["result"] and result_from_json(data["result"]).violation
 
 
 def _version(data: Data) -> str:
@@ -485,12 +489,8 @@ def _version(data: Data) -> str:
 def _verdict(data: Data | None) -> Cell:
     if data is None or data["result"] is None:
         return None
-    violation = data["result"]["violation"]
-    return (
-        "holds"
-        if violation is None
-        else f"{violation['diagnosis']} {cut_text(plan_from_json(violation['case']['plan']))}"
-    )
+    violation = _violation(data)
+    return "holds" if violation is None else f"{violation.diagnosis} {cut_text(violation.case.plan)}"
 
 
 def _trainers_facts(data: Data) -> Facts:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+from gradcheck_suite.core.results import Weight
 from gradcheck_suite.loops.reset_modes import RESET_MODES
 from gradcheck_suite.page.charts import DARK, LIGHT, SERIES
 from gradcheck_suite.page.violation import SIZES, elements_plot, size_of, weights_plot
@@ -111,7 +114,8 @@ def test_elements_are_told_by_how_many_bounds_they_are_off():
 
 
 def test_a_weight_that_is_not_finite_has_no_bar():
-    rows = weights_plot([{"micro_batches": "0", "count": 2.0, "expected": 0.5, "observed": "nan"}])["data"]["values"]
+    weight = Weight(micro_batches="0", count=2.0, expected=0.5, observed=math.nan)
+    rows = weights_plot([weight])["data"]["values"]
     assert [row["weight"] for row in rows] == [0.5, None]
 
 

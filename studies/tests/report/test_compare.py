@@ -9,7 +9,7 @@ from gradcheck_suite.core.records import KINDS
 from studies.tests.report.made_up import benchmark, claim, fill, record, verdict
 
 HOLDS = {"verdict": "holds", "violation": None}
-LEAKS = {"verdict": "violated", "violation": {"kind": "gradient", "diagnosis": "tail-leak"}}
+LEAKS = {"verdict": "violated", "violation": {"kind": "gradient", "diagnosis": "tail-leak", "explanation": "it leaks"}}
 BUG = {"name": "no-reset", "found": 2, "runs": 2, "rightly_named": 2}
 MEMORY = {
     "mode": "zero_", "device": "cpu", "dtype": "float32", "parameters": 10, "layout": "few", "micro_batches": 4,
@@ -30,7 +30,7 @@ CHANGED = {
     "calibration": ({"alarms": {"float64": {"alarms": [], "judged": 50}}},
                     {"alarms": {"float64": {"alarms": ["one"], "judged": 50}}},
                     "false alarms float64: 0 of 50 -> 1 of 50"),
-    "trainer": ({**TRAINER, "result": None}, {**TRAINER, "result": LEAKS},
+    "trainer": ({**TRAINER, "result": None}, {**TRAINER, "result": {"loop": "mine", **LEAKS}},
                 "mine 1.0, sum loss: not asked -> violated (tail-leak)"),
     "bridge": ({**MODEL, "gradient_error": 1e-6}, {**MODEL, "gradient_error": 2e-6},
                "GPT2 5 widened: agrees -> differs"),
@@ -69,7 +69,7 @@ def test_changed_verdicts_and_times_are_told_and_others_are_not(tmp_path, capsys
         benchmark(folder, "zero_", 1.0 + median / 20)  # within a tenth
         benchmark(folder, "set_to_none", median)
         claim(folder, "C1.1", verdict="confirmed" if folder == old else "refuted")
-    violation = {"kind": "gradient", "diagnosis": "mean-of-means"}
+    violation = {"kind": "gradient", "diagnosis": "mean-of-means", "explanation": "means are averaged"}
     verdict(old, "worse")
     verdict(new, "worse")
     verdict(new, "worse", state="violated", violation=violation)

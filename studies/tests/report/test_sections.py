@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from gradcheck_suite import Case, Plan
 from gradcheck_suite.core.records import Record, records_path
 from gradcheck_suite.loops.jax_modes import JAX_MODES
 from gradcheck_suite.loops.reset_modes import MODES
@@ -22,6 +23,9 @@ def reports(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reports")
     fill(folder)
     return folder
+
+
+BROKEN = {"kind": "gradient", "diagnosis": "mean-of-means", "explanation": "means are averaged"}
 
 
 def _section(report, key):
@@ -125,14 +129,20 @@ def test_trainers_have_a_column_for_each_question(tmp_path):
     violation = {
         "kind": "gradient",
         "diagnosis": "mean-of-means",
-        "case": {"plan": {"micro_batches": [1, 2, 3], "accumulation_steps": 2}},
+        "explanation": "each mean: weighs 1/2",
+        "case": Case("model.py:P", Plan((1, 2, 3), 2)).to_json(),
     }
     answer = {"trainer": "a-trainer", "package": "pack", "version": "1.0", "question": "unequal counts", "why": ""}
     for found in (None, violation):
-        record(tmp_path, "trainer", **answer, result={"cases": 20, "violation": found})
-    record(tmp_path, "trainer", **{**answer, "question": "sum loss"}, result={"cases": 7, "violation": None})
-    for model, result in (("Some", None), ("A", {"violation": None}), ("B", {"violation": {**violation,
-                          "explanation": "each mean: weighs 1/2"}})):  # fmt: skip
+        record(tmp_path, "trainer", **answer, result={"loop": "t", "cases": 20, "violation": found})
+    record(
+        tmp_path, "trainer", **{**answer, "question": "sum loss"}, result={"loop": "t", "cases": 7, "violation": None}
+    )
+    for model, result in (
+        ("Some", None),
+        ("A", {"loop": "t", "violation": None}),
+        ("B", {"loop": "t", "violation": violation}),
+    ):
         record(tmp_path, "trainer", **{**answer, "question": f"head {model}"}, result=result)
     section = _section(build(tmp_path), "trainers")
     assert section.text[0] == (
@@ -180,7 +190,7 @@ def test_the_matrix_has_violated_loops_first_then_the_modes(tmp_path):
     verdict(tmp_path, "zero_")
     verdict(tmp_path, "mine.py:right")
     verdict(tmp_path, "zero_", dtype="bfloat16", worst_error_over_allowed=0.5)
-    verdict(tmp_path, "mine.py:wrong", state="violated", violation={"kind": "gradient", "diagnosis": "no-divide"})
+    verdict(tmp_path, "mine.py:wrong", state="violated", violation={**BROKEN, "diagnosis": "no-divide"})
     (matrix,) = _section(build(tmp_path), "verified").matrices
     columns = tuple(column.replace("\N{NO-BREAK SPACE}", " ") for column in matrix.columns)
     assert columns == ("float64 CPU (200)", "bfloat16 CPU (200)", "any GPU")
@@ -296,7 +306,7 @@ def test_what_zeros_change_has_a_row_for_each_optimizer(tmp_path):
 
 def test_a_question_that_a_trainer_was_not_asked_has_its_reason(tmp_path):
     asked = {"package": "transformers", "version": "9", "why": ""}
-    holds = {"cases": 1, "violation": None}
+    holds = {"loop": "t", "cases": 1, "violation": None}
     record(tmp_path, "trainer", **asked, trainer="hf-trainer", question="sum loss", result=holds)
     record(tmp_path, "trainer", **asked, trainer="hf-trainer-smoothing", question="label smoothing", result=holds)
     record(tmp_path, "trainer", **{**asked, "why": "takes no loss"}, trainer="mine", question="sum loss", result=None)
@@ -335,7 +345,7 @@ def test_the_answer_on_modes_shows_the_modes_alone(tmp_path):
     verdict(tmp_path / "one", "jax_where")
     assert [name for name, _ in build(tmp_path / "one").answers[0].matrix.rows] == ["1 mode of JAX"]
     verdict(tmp_path, "zero_")
-    verdict(tmp_path, "mine", state="violated", violation={"kind": "gradient", "diagnosis": "mean-of-means"})
+    verdict(tmp_path, "mine", state="violated", violation=BROKEN)
     for mode in [*MODES, *JAX_MODES][1:]:
         verdict(tmp_path, mode)
     report = build(tmp_path)
@@ -364,7 +374,7 @@ def test_the_answer_on_modes_shows_the_modes_alone(tmp_path):
     assert dict(build(tmp_path).answers[1].matrix.rows)[of_jax][0][0] == "good"
     verdict(tmp_path, "jax_where", state="unjudged")
     assert dict(build(tmp_path).answers[1].matrix.rows)[of_jax][0] == ("none", ("unjudged", ""))
-    verdict(tmp_path, "jax_donated", state="violated", violation={"kind": "gradient", "diagnosis": "no-divide"})
+    verdict(tmp_path, "jax_donated", state="violated", violation={**BROKEN, "diagnosis": "no-divide"})
     assert dict(build(tmp_path).answers[1].matrix.rows)[of_jax][0] == ("bad", ("violated", "no-divide"))
 
 
@@ -444,9 +454,6 @@ def run_at(reports, commit, monkeypatch):
     from gradcheck_suite.core import records
 
     monkeypatch.setattr(records, "this_commit", lambda: commit)
-
-
-BROKEN = {"kind": "gradient", "diagnosis": "mean-of-means", "explanation": "means are averaged"}
 
 
 @pytest.mark.parametrize("beside", [[], ["zero_"]])

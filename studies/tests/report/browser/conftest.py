@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from gradcheck_suite.core.case import DTYPES
+from gradcheck_suite.core.case import DTYPES, Case, Plan
 from gradcheck_suite.page import render as pages
 from gradcheck_suite.page.violation import read_violation
 from studies.report.build import build
@@ -81,9 +81,9 @@ def _fill(folder, text):
                mode=mode, gradients_between=gradients[-1] << 20, peak=8 << 20, resident_peak=None,
                window=window)  # fmt: skip
     answer = {"trainer": text, "package": text, "version": text, "question": text, "why": text}
-    case = {"plan": {"micro_batches": [1, 2], "accumulation_steps": 2}}
+    case = Case("model", Plan((1, 2), 2)).to_json()
     violation = {"kind": "gradient", "diagnosis": text, "explanation": text, "case": case}
-    record(folder, "trainer", **answer, result={"cases": 1, "violation": violation})
+    record(folder, "trainer", **answer, result={"loop": text, "cases": 1, "violation": violation})
     bridged = {"architecture": text, "package": text, "version": text, "operations": 7, "narrow": [text]}
     record(folder, "bridge", **bridged, loss_error=1e-9, widened=False, gradient_error=2e-7, allowed=1e-6)
     names = ("operation", "point", "dtype", "torch", "jax", "convention")
