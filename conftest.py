@@ -34,7 +34,7 @@ _COMMON = {
 }
 _FIXED, _RANDOM = settings.get_profile("ci"), settings.get_profile("default")
 settings.register_profile("ci", parent=_FIXED, max_examples=50, **_COMMON)
-settings.register_profile("full", parent=_FIXED, max_examples=500, **_COMMON)
+settings.register_profile("full", parent=_FIXED, max_examples=200, **_COMMON)
 settings.register_profile("gpu", parent=_FIXED, max_examples=30, **_COMMON)
 settings.register_profile("dev", parent=_RANDOM, max_examples=20, **_COMMON)
 settings.register_profile("nightly", parent=_RANDOM, max_examples=2000, **_COMMON)

@@ -106,18 +106,10 @@ TOGETHER = 16
 """Operations that are compiled into one program: XLA takes most of its time for any program, however small."""
 
 
-def _programs() -> list[Any]:
-    """Return the first operation of each program; the default run tests every tenth program."""
-    firsts = range(0, len(COMPARED), TOGETHER)
-    return [
-        pytest.param(i, id=f"from {COMPARED[i]}", marks=[pytest.mark.full] * (number % 10 > 0))
-        for number, i in enumerate(firsts)
-    ]
-
-
 @pytest.mark.filterwarnings("ignore")  # torch's deprecations of what its own samples call
-@pytest.mark.parametrize("first", _programs())
+@pytest.mark.parametrize("first", range(0, len(COMPARED), 10 * TOGETHER), ids=lambda first: f"from {COMPARED[first]}")
 def test_operations_agree_with_torch(first):
+    """Of every tenth program; `--full` compares all samples of every operation."""
     compare_all([call for name in COMPARED[first : first + TOGETHER] for call in _calls(name, 1)])
 
 
@@ -125,8 +117,7 @@ def test_operations_agree_with_torch(first):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", COMPARED)
 def test_an_operation_agrees_with_torch_on_all_samples(name):
-    for call in _calls(name, 20):
-        compare_all([call])
+    compare_all(_calls(name, 20))
 
 
 @pytest.mark.parametrize("name", sorted(VALUES_ARE_ANYTHING))

@@ -126,7 +126,7 @@ def test_a_planted_slip_in_a_text_is_seen(what, name, slip):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("what", "name"), KINDS)
+@pytest.mark.parametrize(("what", "name"), KINDS[1::4])
 def test_a_script_is_right_about_its_loop(what, name):
     """With the planted fault: status 1, and JAX's literal is the large batch that the script computes. Mended: 0."""
     # the simplest of some kinds have a gradient of 0, such as a softmax of one feature

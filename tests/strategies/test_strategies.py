@@ -37,7 +37,7 @@ from gradcheck_suite.strategies.drawing import AHEAD, draw_cases, run_on_cases
 from gradcheck_suite.strategies.plans import MAX_MICRO_BATCHES
 from tests.one_problem import LINEAR
 
-RUNS, ALL_RUNS, PER_RUN = 4, 10, 200
+RUNS, ALL_RUNS, PER_RUN = 4, 8, 200
 EACH_RUN = pytest.mark.parametrize(
     "number", [*range(RUNS), *(pytest.param(number, marks=pytest.mark.full) for number in range(RUNS, ALL_RUNS))]
 )

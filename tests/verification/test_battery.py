@@ -26,9 +26,8 @@ from tests.verification.planted import (
     skips_steps,
 )
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
-SOME_DTYPES = [pytest.param(d, marks=() if d in ("float64", "float16") else pytest.mark.full) for d in DTYPES]
-"""By default the widest range and the smallest."""
+SOME_DTYPES = ["float64", "float16", pytest.param("bfloat16", marks=pytest.mark.full)]
+"""The widest range, the smallest, and the fewest digits."""
 
 
 def battery(loop, *, dtype="float64", assumes=frozenset(), time_limit_s=None, optimizer=None):
@@ -86,10 +85,9 @@ def test_the_probes_satisfy_every_assumption():
         assert battery(sound, assumes=assumes).violation is None
 
 
-@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.full)])
-def test_faults_of_large_small_and_non_finite_gradients_are_named_and_made_small(dtype):
+def test_faults_of_large_small_and_non_finite_gradients_are_named_and_made_small():
     for name, (loop, diagnosis) in SIZES.items():
-        found = battery(loop, dtype=dtype)
+        found = battery(loop)
         assert found.final, name
         assert found.violation.diagnosis == diagnosis, f"{name}: {found.violation}"
         assert len(found.violation.case.plan.micro_batches) <= 2, name
@@ -283,7 +281,8 @@ def test_an_infinity_that_is_not_the_right_one_is_found(where, value, dtype):
 @pytest.mark.usefixtures("only_linear")
 def test_a_loop_may_assume_finite_gradients():
     assert battery(skips_steps, assumes={"finite-gradients"}).violation is None
-    loop = training_loop(assumes=("finite-gradients", "dense-gradients"))(skips_steps)
+    # the decorator marks what it is given, which other tests use
+    loop = training_loop(assumes=("finite-gradients", "dense-gradients"))(lambda run: skips_steps(run))
     assert verify(loop, examples=8).holds
 
 
@@ -387,7 +386,7 @@ def test_a_limit_that_only_an_infinite_norm_reaches_is_clipping():
     assert "clip_grad_norm_ with a finite limit sets them to 0" in violation.explanation
 
 
-@pytest.mark.parametrize("size", [7, 33, *(pytest.param(n, marks=pytest.mark.full) for n in (6, 9, 15, 16, 17, 31))])
+@pytest.mark.parametrize("size", [7, 33, *(pytest.param(n, marks=pytest.mark.full) for n in (6, 16))])
 def test_a_fault_of_one_size_of_a_micro_batch_is_found(size):
     """Planted fault: one item of a micro-batch of this size is not counted. No strategy draws such sizes."""
 

@@ -23,7 +23,7 @@ SPEC = ProblemSpec(
 )
 CASE = Case(SPEC, Plan((1, 3, 2, 2, 1), 2, epochs=2), seed=3)
 DTYPES = ("float64", "float32", "bfloat16")
-EACH_DTYPE = pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.full), "bfloat16"])
+EACH_DTYPE = pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 
 
 def _around_steps(*, after=lambda run, step: None, once=lambda run: None):
