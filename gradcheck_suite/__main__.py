@@ -10,23 +10,27 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from gradcheck_suite.cli import Program
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, program: Program | None = None) -> int:
     """Run one command and return its exit status.
 
     Args:
         argv: the arguments after the program's name; those of this process when None.
+        program: that has the command; `gradcheck-suite` when None.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started the process: a file would get its number
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open until the end
     given = sys.argv[1:] if argv is None else list(argv)
     try:
-        from gradcheck_suite.cli import exit_status, run
+        from gradcheck_suite.cli import PROGRAM, exit_status, run
 
-        status = run(given)
+        status = run(given, program or PROGRAM)
     except KeyboardInterrupt:  # before the command line was read, or after its end
         print("gradcheck-suite: error: interrupted", file=sys.stderr)
         # again, where the first one was interrupted

@@ -1,4 +1,4 @@
-"""Public training scripts as they are, under the audit: `python -m studies.public_scripts FOLDER`.
+"""Run public training scripts as they are, with and without the audit: is what it says of each the truth?
 
 The table `public_scripts.toml` beside this module has a row for each run: repository, commit, file, how it was made
 small and offline, and what is true of it, worked out by reading before the run. The scripts themselves are not kept
@@ -26,13 +26,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gradcheck_suite.cli import exit_status
+from gradcheck_suite.cli.arguments import Parser
 from gradcheck_suite.core.records import append_record, read_records, write_text
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run import environment
 
 TABLE = Path(__file__).with_suffix(".toml")
 KIND = "public-script"
-MARK = "<!-- the table, written by `python -m studies.public_scripts --page PAGE` -->\n"
+MARK = "<!-- the table, written by `python -m studies scripts --page PAGE` -->\n"
 TRUTHS = ("holds", "violated", "partial")
 OUTCOMES = ("right", "partial", "misleading", "wrong", "harmed", "not run")
 """`partial`: what could be judged is right, and the rest is said to be unknown. `misleading`: a violation with another
@@ -390,9 +392,8 @@ def page_table(reports: Path, table: Path = TABLE) -> Iterator[str]:
         yield f"| {place} | {kind} | {truth} | {found} | {row['outcome']} | {size} | {seconds} |"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the scripts whose key has one of the words, print and record the rows, or write the page."""
-    parser = argparse.ArgumentParser(prog="python -m studies.public_scripts", description=__doc__)
+def add_arguments(parser: Parser) -> None:
+    """Add the command's arguments."""
     parser.add_argument("folder", type=Path, nargs="?", help="has a checkout of each repository, as owner/name")
     parser.add_argument("words", nargs="*", help="run the scripts whose key has one of these words; all without one")
     parser.add_argument("--reports", type=Path, default=Path("reports"), metavar="DIR", help="where the records are")
@@ -401,33 +402,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--needs", action="store_true", help="print the packages of the wanted scripts, and run nothing"
     )
     parser.add_argument("--page", type=Path, help="write the table of the records into this page, and run nothing")
-    arguments = parser.parse_args(argv)
-    try:
-        if arguments.page is not None:
-            head = arguments.page.read_text(encoding="utf-8").partition(MARK)[0]
-            lines = [f"{head}{MARK}", *page_table(arguments.reports, arguments.table), ""]
-            write_text(arguments.page, "\n".join(lines))
-            return 0
-        words = arguments.words or [""]
-        wanted = [script for script in scripts(arguments.table) if any(word in script.key for word in words)]
-        if arguments.needs:
-            print(*sorted({name for script in wanted for name in script.packages}), sep="\n")
-            return 0
-        if arguments.folder is None:
-            parser.error("the folder of the checkouts is missing")
-        outcomes = set()
-        for script in wanted:
-            row = judged(script, arguments.folder)
-            outcomes.add(row["outcome"])
-            if row["outcome"] != "not run":
-                about, command = environment.environment(script.packages), f"{parser.prog} FOLDER"
-                append_record(arguments.reports, KIND, row, environment=about, command=command)
-            print(f"{row['outcome']:<10} {script.key}  {row['note'] or row['violations']}", flush=True)
-    except UsageError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
-    return int(not outcomes <= {"right", "partial"})
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def run(arguments: argparse.Namespace) -> int:
+    """Run the scripts whose key has one of the words, print and record the rows, or write the page."""
+    if arguments.page is not None:
+        head = arguments.page.read_text(encoding="utf-8").partition(MARK)[0]
+        lines = [f"{head}{MARK}", *page_table(arguments.reports, arguments.table), ""]
+        write_text(arguments.page, "\n".join(lines))
+        return exit_status.HOLDS
+    words = arguments.words or [""]
+    wanted = [script for script in scripts(arguments.table) if any(word in script.key for word in words)]
+    if arguments.needs:
+        print(*sorted({name for script in wanted for name in script.packages}), sep="\n")
+        return exit_status.HOLDS
+    if arguments.folder is None:
+        raise UsageError("the folder of the checkouts is missing")
+    outcomes = set()
+    for script in wanted:
+        row = judged(script, arguments.folder)
+        outcomes.add(row["outcome"])
+        if row["outcome"] != "not run":
+            about = environment.environment(script.packages)
+            append_record(arguments.reports, KIND, row, environment=about, command="python -m studies scripts FOLDER")
+        print(f"{row['outcome']:<10} {script.key}  {row['note'] or row['violations']}", flush=True)
+    return exit_status.status_of(violated=not outcomes <= {"right", "partial"}, findings=False)

@@ -1,8 +1,7 @@
 """The command line: parses arguments, prints results, returns an exit status.
 
-Must not judge, measure or explain anything itself. Each command is a module with `add_arguments(parser)` and
-`run(arguments) -> int`, or a record of `studies/commands/plain.py` with the same; a new command is one row in
-`COMMANDS`. The commands of the studies are found by name alone.
+Must not judge, measure or explain anything itself. A command is one row of a program's table, and a module with
+`add_arguments(parser)` and `run(arguments) -> int`, which is imported when the command is asked for.
 """
 
 from __future__ import annotations
@@ -11,127 +10,184 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.arguments import BadUsageError, Parser, top_parser
-from gradcheck_suite.cli.exit_status import ends_with, noted_interrupts
+from gradcheck_suite.cli.exit_status import BAD_USAGE, HOLDS, JUDGED, VIOLATED, ends_with, noted_interrupts
 from gradcheck_suite.core.text import aligned
 from gradcheck_suite.errors import UsageError
 
-PROGRAM = "gradcheck-suite"
-COMMANDS = {
-    "verify": "verify loops on random cases; without one, every built-in reset mode",
-    "replay": "run one stored case again",
-    "audit": "run a training script as it is, and judge its optimizer steps",
-    "zoo": "run the known bugs and print which are found, after how many cases",
-    "atlas": "print where torch and JAX choose different derivatives: kinks, ties, limits",
-    "steps": "take the steps of torch's optimizers in optax, and print how far they are apart",
-    "calibrate": "count false alarms on sound loops, and how small a planted error is found",
-    "claims": "put the claims about gradient zeroing to the test",
-    "trainers": "ask every installed trainer on which plans it holds",
-    "campaign": "run verify, zoo, calibrate or trainers in shards: several processes, resumable",
-    "report": "build one page from the records: HTML, Markdown and JSON",
-    "doctor": "say what is installed and what can run here",
-}
-PLAIN, STUDIES = ("atlas", "steps", "calibrate", "claims", "trainers"), ("zoo", "campaign", "report")
-"""The commands that are records of `studies/commands/plain.py`, and those whose modules stand beside it."""
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a program.
+
+    Attributes:
+        summary: a line of the program's help.
+        module: that has the command; the first paragraph of its docstring begins the command's help.
+        examples: of the command and its arguments, at the end of its help.
+        meanings: of its exit statuses, beside those that every command has.
+        passes_on: whether what follows its first positional argument belongs to what it runs.
+    """
+
+    summary: str
+    module: str
+    examples: tuple[str, ...]
+    meanings: Mapping[int, str]
+    passes_on: bool = False
 
 
-EXAMPLES = {
-    "verify": (
-        "verify                                    every built-in reset mode",
-        "verify my_loop.py:train                   a loop of your own, on random models",
-        "verify my_loop.py:train --problem my_model.py:PROBLEM",
-        "verify my_loop.py:train -x -n 50 --assume equal-micro-batches",
-    ),
-    "replay": ("replay reports/counterexamples/NAME.json", "replay reports/counterexamples/NAME.json my_loop.py:fixed"),
-    "audit": (
-        "audit train.py --epochs 1                 what follows the script belongs to it",
-        "audit -n 20 -x --html audit.html train.py",
-        "audit -m package.train",
-    ),
-    "zoo": ("zoo --list", "zoo mean-of-means --seeds 3"),
-    "atlas": ("atlas relu abs",),
-    "steps": ("steps adam --seeds 1",),
-    "calibrate": ("calibrate --checks 200 --planted 5 --dtypes float64",),
-    "claims": ("claims C2.1",),
-    "trainers": ("trainers --list", "trainers accelerate --exit-zero"),
-    "campaign": ("campaign --workers 2 verify my_loop.py:train --examples 2000",),
-    "report": ("report", "report --compare OLD NEW"),
-    "doctor": ("doctor",),
-}
-"""Command -> examples at the end of its help."""
+@dataclass(frozen=True)
+class Program:
+    """A program with commands.
+
+    Attributes:
+        name: as it is called, such as `"gradcheck-suite"`.
+        about: what its help says first.
+        commands: by name.
+    """
+
+    name: str
+    about: str
+    commands: Mapping[str, Command]
+
+    def load(self, command: str) -> Any:
+        """Return the module of a command."""
+        return import_module(self.commands[command].module)
+
+    def parser(self, command: str) -> Parser:
+        """Return the parser of a command."""
+        module = self.load(command)
+        about = (module.__doc__ or "").partition("\n\n")[0]
+        parser = Parser(prog=f"{self.name} {command}", description=about, epilog=self.epilog(command))
+        module.add_arguments(parser)
+        return parser
+
+    def epilog(self, command: str) -> str:
+        """Return the end of a command's help: examples, and what its exit statuses mean."""
+        row = self.commands[command]
+        statuses = aligned((str(status), meaning) for status, meaning in exit_status.meanings(row.meanings).items())
+        examples = (f"  {self.name} {line}" for line in row.examples)
+        return "\n".join(["examples:", *examples, "", "exit status:", *(f"  {line}" for line in statuses)])
 
 
-def epilog(command: str) -> str:
-    """Return the end of a command's help: examples, and what its exit statuses mean."""
-    examples = (f"  {PROGRAM} {line}" for line in EXAMPLES[command])
-    statuses = aligned((str(status), meaning) for status, meaning in exit_status.meanings(command).items())
-    return "\n".join(["examples:", *examples, "", "exit status:", *(f"  {line}" for line in statuses)])
+PROGRAM = Program(
+    "gradcheck-suite",
+    "Does this training loop hand its optimizer the gradient it should?",
+    {
+        "verify": Command(
+            "verify loops on random cases; without one, every built-in reset mode",
+            "gradcheck_suite.cli.verify",
+            (
+                "verify                                    every built-in reset mode",
+                "verify my_loop.py:train                   a loop of your own, on random models",
+                "verify my_loop.py:train --problem my_model.py:PROBLEM",
+                "verify my_loop.py:train -x -n 50 --assume equal-micro-batches",
+            ),
+            JUDGED,
+        ),
+        "replay": Command(
+            "run one stored case again",
+            "gradcheck_suite.cli.replay",
+            ("replay reports/counterexamples/NAME.json", "replay reports/counterexamples/NAME.json my_loop.py:fixed"),
+            {**JUDGED, HOLDS: "the case holds", VIOLATED: "the case is violated"},
+        ),
+        "audit": Command(
+            "run a training script as it is, and judge its optimizer steps",
+            "gradcheck_suite.cli.audit",
+            (
+                "audit train.py --epochs 1                 what follows the script belongs to it",
+                "audit -n 20 -x --html audit.html train.py",
+                "audit -m package.train",
+            ),
+            {
+                **JUDGED,
+                HOLDS: "everything holds (or the script's own status, where that is not 0)",
+                VIOLATED: "a step of the script is violated",
+            },
+            passes_on=True,
+        ),
+        "trainers": Command(
+            "ask every installed trainer on which plans it holds",
+            "gradcheck_suite.cli.trainers",
+            ("trainers --list", "trainers accelerate --exit-zero"),
+            {**JUDGED, VIOLATED: "some trainer is violated (0 with --exit-zero)"},
+        ),
+        "campaign": Command(
+            "run verify or trainers in shards: several processes, resumable",
+            "gradcheck_suite.cli.campaign",
+            ("campaign --workers 2 verify my_loop.py:train --examples 2000",),
+            JUDGED,
+            passes_on=True,
+        ),
+        "doctor": Command(
+            "say what is installed and what can run here",
+            "gradcheck_suite.cli.doctor",
+            ("doctor",),
+            {HOLDS: "the main job can run here", VIOLATED: "it cannot", BAD_USAGE: "bad usage"},
+        ),
+    },
+)
 
 
-def command_of(name: str) -> Any:
-    """Return a command: what has its `add_arguments` and `run`, and `about` or a docstring."""
-    if name in PLAIN:
-        return import_module("studies.commands.plain").STUDIES[name]
-    return import_module(f"gradcheck_suite.{'studies.commands' if name in STUDIES else 'cli'}.{name}")
+def run(argv: Sequence[str], program: Program = PROGRAM) -> int:
+    """Run one command line and return its exit status; every exception becomes a status and a message.
 
-
-def run(argv: Sequence[str]) -> int:
-    """Run one command line and return its exit status; every exception becomes a status and a message."""
-    program, parsed = PROGRAM, False
+    Args:
+        argv: the command and its arguments.
+        program: that has the command.
+    """
+    called, parsed = program.name, False
     try:
         with warnings.catch_warnings():
             if not sys.warnoptions:
                 # torch and jax warn about their own internals, which says nothing about a loop
                 warnings.simplefilter("ignore")
-            command, rest = _command(argv)
-            program = f"{PROGRAM} {command}"
-            found = command_of(command)
-            about = getattr(found, "about", found.__doc__)
-            parser = Parser(prog=program, description=about, epilog=epilog(command))
-            found.add_arguments(parser)
+            command, rest = _command(argv, program)
+            called = f"{program.name} {command}"
+            parser = program.parser(command)
             # what follows a script that is run belongs to the script
-            arguments = (
-                parser.parse_args(rest) if command in ("audit", "campaign") else parser.parse_intermixed_args(rest)
-            )
+            passes_on = program.commands[command].passes_on
+            arguments = parser.parse_args(rest) if passes_on else parser.parse_intermixed_args(rest)
             parsed = True
-            with noted_interrupts(), ends_with(lambda status: _ended(program, f"os._exit({status})")):
-                status: int = found.run(arguments)
+            with noted_interrupts(), ends_with(lambda status: _ended(called, f"os._exit({status})")):
+                status: int = program.load(command).run(arguments)
             if (fault := _output_fault()) is None:
                 return status
             status = status or exit_status.BAD_USAGE
-            return _fail(program, fault, status) if fault else status
+            return _fail(called, fault, status) if fault else status
     except (BadUsageError, UsageError) as error:
-        return _fail(program, str(error))
+        return _fail(called, str(error))
     except SystemExit as error:
         if parsed:
-            return _ended(program, f"sys.exit({error.code!r})")
+            return _ended(called, f"sys.exit({error.code!r})")
         return error.code if isinstance(error.code, int) else exit_status.HOLDS  # --help and --version
     except KeyboardInterrupt:
-        return _fail(program, "interrupted", exit_status.INTERRUPTED)
+        return _fail(called, "interrupted", exit_status.INTERRUPTED)
     except BrokenPipeError:
         _output_fault()
         return exit_status.BAD_USAGE
     except Exception as error:
         if isinstance(error, OSError) and (fault := _output_fault("\n")) is not None:
-            return _fail(program, fault)
+            return _fail(called, fault)
         if isinstance(error, ValueError) and sys.stdout.closed:
-            return _fail(program, "the code under test has closed standard output, where the verdict goes")
+            return _fail(called, "the code under test has closed standard output, where the verdict goes")
         traceback.print_exc()
-        return _fail(program, "this is a bug in gradcheck-suite; please report it", exit_status.BUG)
+        return _fail(called, "this is a bug in gradcheck-suite; please report it", exit_status.BUG)
 
 
-def _command(argv: Sequence[str]) -> tuple[str, list[str]]:
-    if argv and argv[0] in COMMANDS:
+def _command(argv: Sequence[str], program: Program) -> tuple[str, list[str]]:
+    if argv and argv[0] in program.commands:
         return argv[0], list(argv[1:])
-    parser = top_parser(PROGRAM, COMMANDS)
+    parser = top_parser(program.name, {name: command.summary for name, command in program.commands.items()})
+    parser.description = program.about
     parser.parse_args(list(argv))
-    raise BadUsageError(f"expected a command, one of {', '.join(COMMANDS)}")
+    raise BadUsageError(f"expected a command, one of {', '.join(program.commands)}")
 
 
 def _ended(program: str, how: str) -> int:

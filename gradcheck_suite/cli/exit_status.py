@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TypeVar
 
@@ -22,44 +22,25 @@ BUG = 70
 INTERRUPTED = 130
 """Stopped by Ctrl-C before any violation was found; after one, the status is `VIOLATED`."""
 
-_JUDGED = {
+JUDGED = {
     HOLDS: "everything holds",
     VIOLATED: "some loop is violated",
     DISAGREEMENT: "nothing is violated, but torch and JAX disagree somewhere (a finding)",
 }
-_MEANINGS: dict[str, dict[int, str]] = {
-    "replay": {**_JUDGED, HOLDS: "the case holds", VIOLATED: "the case is violated"},
-    "audit": {
-        **_JUDGED,
-        HOLDS: "everything holds (or the script's own status, where that is not 0)",
-        VIOLATED: "a step of the script is violated",
-    },
-    "zoo": {
-        **_JUDGED,
-        HOLDS: "every known bug is found and named, and every sound loop holds",
-        VIOLATED: "a bug is missed or misnamed, or a sound loop is violated",
-    },
-    "atlas": {HOLDS: "the rows are printed, also where torch and JAX differ"},
-    "steps": {HOLDS: "every step is within its bound", DISAGREEMENT: "some step of optax is not (a finding)"},
-    "calibrate": {**_JUDGED, HOLDS: "no false alarm", VIOLATED: "a sound loop is violated (a false alarm)"},
-    "claims": {
-        HOLDS: "the claims are put to the test, whatever their answers",
-        VIOLATED: "the loops that the sources print are not judged as they are known to be",
-    },
-    "trainers": {**_JUDGED, VIOLATED: "some trainer is violated (0 with --exit-zero)"},
-    "report": {HOLDS: "the page is written, or the runs are compared"},
-    "doctor": {HOLDS: "the main job can run here", VIOLATED: "it cannot"},
-}
-"""Command -> what its own statuses mean; that of others is `_JUDGED`."""
+"""What the exit statuses of a command that judges loops mean, beside those of every command."""
 
 
-def meanings(command: str) -> dict[int, str]:
-    """Return what the exit statuses of a command mean, in order."""
+def meanings(own: Mapping[int, str]) -> dict[int, str]:
+    """Return what the exit statuses of a command mean, in order.
+
+    Args:
+        own: of the command, beside or in place of those of every command.
+    """
     found = {
-        **_MEANINGS.get(command, _JUDGED),
-        BAD_USAGE: "bad usage or input, or nothing could be judged" if command != "doctor" else "bad usage",
+        BAD_USAGE: "bad usage or input, or nothing could be judged",
         BUG: "a bug in gradcheck-suite",
         INTERRUPTED: "interrupted before any violation was found",
+        **own,
     }
     return dict(sorted(found.items()))
 

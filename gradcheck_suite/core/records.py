@@ -187,7 +187,7 @@ _SPEAKS_OF = {
     "public-script": (*JUDGING, "auditing", "../studies/public_scripts.py"),
     "step": ("../studies/optimizer_steps.py", "../studies/optimizers.py"),
     "traffic": (*MEASURING, "run/traffic.py"),
-    "trainer": (*JUDGING, "loops/trainers", "../studies/trainers.py"),
+    "trainer": (*JUDGING, "loops/trainers"),
     "verify": (*JUDGING, *LOOPS),
     "zero-or-none": ("../studies/zero_or_none.py", "../studies/zero_or_none_laws.py"),
     "zoo": (*JUDGING, "../studies/zoo"),

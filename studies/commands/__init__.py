@@ -1,4 +1,90 @@
-"""The commands of the studies: records in `plain`, or modules with `add_arguments(parser)` and `run(arguments)`.
+"""The commands of `python -m studies`: modules with `add_arguments(parser)` and `run(arguments)`, and their table."""
 
-Nothing here may be imported before its command is asked for.
-"""
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+from gradcheck_suite.cli import Command, Program
+from gradcheck_suite.cli import arguments as parsers
+from gradcheck_suite.cli.exit_status import DISAGREEMENT, HOLDS, JUDGED, VIOLATED
+from gradcheck_suite.core.records import append_record, write_document
+from gradcheck_suite.run import environment
+
+PROGRAM = Program(
+    "python -m studies",
+    "Measure torch, JAX and gradcheck-suite itself.",
+    {
+        "zoo": Command(
+            "run the known bugs and print which are found, after how many cases",
+            "studies.commands.zoo",
+            ("zoo --list", "zoo mean-of-means --seeds 3"),
+            {
+                **JUDGED,
+                HOLDS: "every known bug is found and named, and every sound loop holds",
+                VIOLATED: "a bug is missed or misnamed, or a sound loop is violated",
+            },
+        ),
+        "claims": Command(
+            "put the claims about gradient zeroing to the test",
+            "studies.commands.claims",
+            ("claims C2.1",),
+            {
+                HOLDS: "the claims are put to the test, whatever their answers",
+                VIOLATED: "the loops that the sources print are not judged as they are known to be",
+            },
+        ),
+        "calibrate": Command(
+            "count false alarms on sound loops, and how small a planted error is found",
+            "studies.commands.calibrate",
+            ("calibrate --checks 200 --planted 5 --dtypes float64",),
+            {**JUDGED, HOLDS: "no false alarm", VIOLATED: "a sound loop is violated (a false alarm)"},
+        ),
+        "atlas": Command(
+            "print where torch and JAX choose different derivatives: kinks, ties, limits",
+            "studies.commands.atlas",
+            ("atlas relu abs",),
+            {HOLDS: "the rows are printed, also where torch and JAX differ"},
+        ),
+        "steps": Command(
+            "take the steps of torch's optimizers in optax, and print how far they are apart",
+            "studies.commands.steps",
+            ("steps adam --seeds 1",),
+            {HOLDS: "every step is within its bound", DISAGREEMENT: "some step of optax is not (a finding)"},
+        ),
+        "scripts": Command(
+            "run public training scripts with and without the audit",
+            "studies.public_scripts",
+            ("scripts checkouts nanoGPT", "scripts --page studies/docs/public-scripts.md"),
+            {HOLDS: "the audit is right about every run", VIOLATED: "it is not, or a run could not be made"},
+        ),
+        "campaign": Command(
+            "run zoo, calibrate, verify or trainers in shards: several processes, resumable",
+            "studies.commands.campaign",
+            ("campaign --workers 2 zoo --seeds 1",),
+            JUDGED,
+            passes_on=True,
+        ),
+        "report": Command(
+            "build one page from the records: HTML, Markdown and JSON",
+            "studies.commands.report",
+            ("report", "report --compare OLD NEW"),
+            {HOLDS: "the page is written, or the runs are compared"},
+        ),
+    },
+)
+
+
+def prepare(arguments: Namespace) -> None:
+    """Refuse what cannot run or be written here, then import torch and JAX."""
+    environment.expect_main_job()
+    parsers.expect_writable(arguments.reports, json=getattr(arguments, "json", None))
+    environment.prepare()
+
+
+def record_rows(arguments: Namespace, kind: str, data: Mapping[str, Any]) -> None:
+    """Record what a command found, and write it where `--json` says."""
+    about = environment.environment()
+    append_record(arguments.reports, kind, data, environment=about)
+    write_document(arguments.json, about, data)

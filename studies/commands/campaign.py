@@ -1,87 +1,107 @@
-"""Run verify, zoo, calibrate or trainers in shards, on several processes or machines; a run that is stopped goes on."""
+"""Run zoo, calibrate, verify or trainers in shards, on several processes or machines; one that is stopped goes on."""
 
 from __future__ import annotations
 
 import argparse
-import shlex
-from functools import partial
-from pathlib import Path
+import json
+from itertools import zip_longest
 
-from gradcheck_suite.cli import arguments as parsers
-from gradcheck_suite.cli import exit_status
-from gradcheck_suite.cli.progress import Progress
-from gradcheck_suite.core.records import append_record, write_document
-from gradcheck_suite.errors import UsageError
-from gradcheck_suite.run import environment
+from gradcheck_suite.cli import campaign, exit_status
+from gradcheck_suite.cli.arguments import Parser
+from gradcheck_suite.cli.campaign import Campaign, Found, Kind, blocks, line, results_of, shards_of, status_of
+from gradcheck_suite.cli.shards import Shard, Shards
+from studies.commands import PROGRAM
+from studies.commands.zoo import chosen
 
-COMMANDS = ("verify", "zoo", "calibrate", "trainers")
-FOLDER = "campaign"
-"""Where the shards of unfinished campaigns are, within the reports folder."""
+CHECKS = 1000
+"""Checks of a shard of `calibrate`, in all its dtypes."""
+PLANTED = 10
+"""Cases with planted errors of a shard of `calibrate`, in each dtype."""
 
 
-def add_arguments(parser: parsers.Parser) -> None:
+def _cut_zoo(asked: argparse.Namespace) -> list[Shard]:
+    """Cut by bug, whose row needs all its seeds; the sound loops are shards of `verify`."""
+    from gradcheck_suite.loops.reset_modes import BUILT_IN
+
+    dtype = () if asked.dtype is None else ("--dtype", asked.dtype)
+    runs = ("--seeds", str(asked.seeds), "--examples", str(asked.examples), "--seed", str(asked.seed))
+    bugs = [Shard(PROGRAM, ("zoo", bug.name, *runs, "--sound-cases", "0", *dtype)) for bug in chosen(asked.bugs)]
+    return bugs + [shard for loop in BUILT_IN for shard in shards_of(loop, asked.sound_cases, 0, dtype)]
+
+
+def _cut_calibrate(asked: argparse.Namespace) -> list[Shard]:
+    """Cut into blocks of checks; the i-th block has the i-th seed."""
+    pairs = zip_longest(blocks(asked.checks, CHECKS), blocks(asked.planted, PLANTED), fillvalue=0)
+    dtypes = ("--dtypes", *asked.dtypes)
+    return [
+        Shard(
+            PROGRAM,
+            ("calibrate", "--checks", str(c), "--planted", str(p), "--seed", str(asked.seed + i), *dtypes),
+            writes_json=False,
+        )
+        for i, (c, p) in enumerate(pairs)
+    ]
+
+
+def _found_by_zoo(campaign: Campaign, shards: Shards) -> Found:
+    numbers = [n for n, shard in enumerate(campaign.shards) if shard.words[0] == "zoo"]
+    rows = [row for n in numbers for row in shards.result(n)["bugs"]]
+    results = results_of(campaign, shards)
+    data = {
+        **{name: getattr(campaign.asked, name) for name in ("dtype", "seeds", "examples")},
+        "bugs": rows,
+        "sound": [
+            {
+                "loop": result["loop"],
+                "cases": result["cases"],
+                "blamed": result["verdict"] == "violated",
+                "worst": result["worst_error_over_allowed"],
+            }
+            for result in results
+        ],
+    }
+    lines = [
+        f"{row['name']}  found in {row['found']} of {row['runs']} runs  "
+        + ", ".join(f"{name} x{count}" for name, count in row["names"].items())
+        for row in rows
+    ]
+    lines += [f"sound loop {line(result)}" for result in results]
+    failing = any(shards.status(n) == exit_status.VIOLATED for n in numbers)
+    whole = ("zoo", data) if not campaign.asked.bugs else None
+    return Found(data, lines, status_of(results, violated=failing), record=whole)
+
+
+def _found_by_calibrate(campaign: Campaign, shards: Shards) -> Found:
+    from studies import calibration, tally
+
+    tallies: dict[str, tally.Tally] = {}
+    curves: dict[str, tally.Curve] = {}
+    for number in range(len(campaign.shards)):
+        (data,) = (json.loads(line)["data"] for line in shards.lines(number, "calibration"))
+        for dtype, found in data["alarms"].items():
+            tallies.setdefault(dtype, tally.Tally()).add(tally.tally_from_json(found))
+        for dtype, found in data["curves"].items():
+            curves.setdefault(dtype, tally.Curve()).add(tally.curve_from_json(found))
+    asked = campaign.asked
+    settings = calibration.Settings(asked.checks, asked.planted, asked.seed, tuple(dict.fromkeys(asked.dtypes)))
+    total = calibration.record(settings, tallies, curves)
+    findings = any(found.findings for found in tallies.values())
+    status = exit_status.status_of(violated=bool(tally.false_alarms(total)), findings=findings)
+    return Found(total, tally.lines(total), status, record=("calibration", total))
+
+
+KINDS = {
+    **campaign.KINDS,
+    "zoo": Kind(PROGRAM, _cut_zoo, _found_by_zoo),
+    "calibrate": Kind(PROGRAM, _cut_calibrate, _found_by_calibrate),
+}
+
+
+def add_arguments(parser: Parser) -> None:
     """Add the command's arguments."""
-    work = "processes that work at the same time (default %(default)s); the records do not depend on it"
-    parser.add_argument("--workers", type=parsers.positive_integer, default=1, metavar="N", help=work)
-    parser.add_argument(
-        "--engine",
-        type=parsers.one_of(("processes", "ray")),
-        default="processes",
-        metavar="ENGINE",
-        help="processes of this machine, or ray (default %(default)s)",
-    )
-    parser.add_argument(
-        "--address", metavar="ADDR", help="with --engine ray: the cluster to join, in place of a local one"
-    )
-    parsers.add_json(parser, "the merged results")
-    where = f"the records go to DIR/records, and until then the shards to DIR/{FOLDER}"
-    parsers.add_reports(parser, where, Path("reports"))
-    parser.add_argument("what", type=parsers.one_of(COMMANDS), metavar="COMMAND", help=f"one of {', '.join(COMMANDS)}")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="the command's own arguments")
+    campaign.add_arguments(parser, tuple(KINDS))
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the shards that are not done yet, merge all of them, and print what they come to."""
-    environment.expect_main_job()
-    if arguments.address is not None and arguments.engine != "ray":
-        raise UsageError("--address needs --engine ray")
-    parsers.expect_writable(arguments.reports, FOLDER, json=arguments.json)
-    environment.set_variables()
-    from gradcheck_suite.core.text import counted
-    from studies.campaigns import Shards, cut_up, failed, found_by, merge, run_locally, run_on_ray
-
-    campaign = cut_up(arguments.what, arguments.rest)
-    shards = Shards(arguments.reports / FOLDER / campaign.key)
-    numbers = range(len(campaign.shards))
-    waiting = [number for number in numbers if not shards.done(number)]
-    done = len(numbers) - len(waiting)
-    before = f", {done} of them done before" if done else ""
-    print(f"{counted(len(numbers), 'shard')} of {arguments.what}{before}", flush=True)
-    engine = partial(run_on_ray, address=arguments.address) if arguments.engine == "ray" else run_locally
-    try:
-        with Progress(examples=len(numbers)) as progress:
-            progress.start(f"shards of {arguments.what}")
-            progress.count(done)
-            if waiting:
-                engine(campaign.shards, waiting, shards, arguments.workers, lambda: progress.count(1))
-    except KeyboardInterrupt:
-        print("interrupted: the same command goes on from here", flush=True)
-        raise
-    if failure := failed(campaign, shards):
-        status, message = failure
-        if status == exit_status.BAD_USAGE:
-            shards.remove()
-            raise UsageError(message)
-        raise RuntimeError(message)
-    environment.set_precision()
-    found = found_by(campaign, shards)
-    about = environment.environment()
-    merge(shards, numbers, arguments.reports, found.copied)
-    if found.record is not None:
-        kind, data = found.record
-        command = shlex.join(["gradcheck-suite", FOLDER, arguments.what, *arguments.rest])
-        append_record(arguments.reports, kind, data, environment=about, command=command)
-    write_document(arguments.json, about, found.document)
-    shards.remove()
-    print("\n".join(found.lines))
-    return found.status
+    return campaign.run_campaign(arguments, KINDS, PROGRAM)

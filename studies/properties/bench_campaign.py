@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from gradcheck_suite.cli import run
-from studies.campaigns import CASES
+from gradcheck_suite.cli.campaign import CASES
 
 SHARDS = int(os.environ.get("GRADCHECK_SUITE_BENCH_SHARDS", "60"))
 LOOPS = ("zero_", "zero_grad", "set_to_none", "grad_none")

@@ -96,7 +96,7 @@ def test_an_interrupted_run_says_so_and_what_goes_on_later(run, project, monkeyp
     outcome = run(*SMALL)
     assert outcome.status == exit_status.INTERRUPTED
     assert "0 false alarms in 20 checks" in outcome.out
-    assert "not recorded: gradcheck-suite campaign calibrate goes on where it was stopped" in outcome.out
+    assert "not recorded: python -m studies campaign calibrate goes on where it was stopped" in outcome.out
     assert not (project / "reports" / "records").exists()
 
 

@@ -8,17 +8,17 @@ from dataclasses import replace
 
 import pytest
 
+from gradcheck_suite.__main__ import main
 from gradcheck_suite.core.options import LIVE_DIAGNOSES
 from gradcheck_suite.core.records import append_record
 from gradcheck_suite.errors import UsageError
-from studies import public_scripts
+from studies.commands import PROGRAM
 from studies.public_scripts import (
     KIND,
     MARK,
     TRUTHS,
     Script,
     judged,
-    main,
     outcome,
     page_table,
     scripts,
@@ -147,22 +147,22 @@ def test_the_page_has_the_newest_record_of_each_run_of_the_table(tmp_path, capsy
         append_record(tmp_path, KIND, {**row, "key": key, "outcome": found}, environment={})
     page = tmp_path / "page.md"
     page.write_text(f"# Head\n\n{MARK}what was there\n")
-    assert main(["--page", str(page), "--reports", str(tmp_path), "--table", str(table)]) == 0
+    assert main(["scripts", "--page", str(page), "--reports", str(tmp_path), "--table", str(table)], PROGRAM) == 0
     text = page.read_text()
     assert text.startswith("# Head\n")
     assert "what was there" not in text
     assert "1 of the table's 1 runs, from 1 repositories: 1 right\n\n| script |" in text
     assert text.endswith("|\n| a/b at 00000000, `t.py` | k, f | holds | holds | right | 7,000 | 3, 4 | 1, 2 |\n")
-    assert main([str(tmp_path), "t.py", "--needs", "--table", str(table)]) == 0
+    assert main(["scripts", str(tmp_path), "t.py", "--needs", "--table", str(table)], PROGRAM) == 0
     assert capsys.readouterr().out == "numpy\nrich\n"
 
 
 def test_the_page_of_the_guide_is_what_the_records_say():
-    text = (ROOT / "docs" / "public-scripts.md").read_text()
+    text = (ROOT / "studies" / "docs" / "public-scripts.md").read_text()
     assert text.partition(MARK)[2].strip() == "\n".join(page_table(ROOT / "reports")).strip()
 
 
 def test_the_command_names_what_is_missing(capsys, tmp_path):
     (tmp_path / "public_scripts.toml").write_text('[[script]]\nfile="t.py"\n')
-    assert public_scripts.main([str(tmp_path), "--table", str(tmp_path / "public_scripts.toml")]) == 2
+    assert main(["scripts", str(tmp_path), "--table", str(tmp_path / "public_scripts.toml")], PROGRAM) == 2
     assert "public_scripts.toml: t.py" in capsys.readouterr().err

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from gradcheck_suite.core.records import read_records
-from tests.cli.test_usage import assert_one_line
 
 
 def test_steps_are_printed_recorded_and_written(run, tmp_path):
@@ -59,5 +58,7 @@ def test_bad_arguments_are_one_line(run, arguments, says):
 def test_without_optax_the_extra_is_named_and_verify_still_runs(run, monkeypatch, tmp_path):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "optax" else find(name, *rest))
-    monkeypatch.setattr("studies.commands.plain.find_spec", importlib.util.find_spec)
-    assert_one_line(run("steps", "sgd", "--reports", tmp_path), "needs optax: pip install 'gradcheck-suite[steps]'")
+    monkeypatch.setattr("studies.commands.steps.find_spec", importlib.util.find_spec)
+    outcome = run("steps", "sgd", "--reports", tmp_path)
+    assert outcome.status == 2
+    assert outcome.err == "python -m studies steps: error: the command steps needs optax: pip install optax\n"

@@ -9,22 +9,21 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gradcheck_suite.__main__ import main
-from gradcheck_suite.cli import command_of
-from gradcheck_suite.cli.arguments import Parser
+from gradcheck_suite.cli import PROGRAM, campaign, shards
 from gradcheck_suite.cli.arguments import parsed as options_of
+from gradcheck_suite.cli.campaign import KINDS, Campaign, blocks, merged_result
+from gradcheck_suite.cli.shards import Shard, Shards, run_locally
 from gradcheck_suite.core.options import VerifyOptions
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.loops.jax_modes import JAX_MODES
 from gradcheck_suite.loops.reset_modes import MODES
-from studies import campaigns
-from studies.campaigns import Shards, blocks, cut_up, merged_result, run_locally
-from studies.zoo import BUGS
 
 # It ends its own process, as `kill -9` would, the first time it runs.
 KILLS_ITS_WORKER_ONCE = """
@@ -45,10 +44,12 @@ def train(run):
 """
 
 
-def parsed(command: tuple[str, ...]) -> argparse.Namespace:
-    parser = Parser()
-    command_of(command[0]).add_arguments(parser)
-    return parser.parse_intermixed_args(list(command[1:]))
+def cut_up(what: str, rest: Sequence[str]) -> Campaign:
+    return campaign.cut_up(what, rest, KINDS)
+
+
+def parsed(words: Sequence[str]) -> argparse.Namespace:
+    return PROGRAM.parser(words[0]).parse_intermixed_args(list(words[1:]))
 
 
 def comparable(lines: list[str]) -> list[Any]:
@@ -78,7 +79,7 @@ def test_a_shard_of_verify_keeps_every_option_and_has_a_seed_of_its_own() -> Non
         "--assume", "whole-windows", "--assume", "equal-micro-batches", "--time-limit", "3.5", "--quiet-loop",
         "--autocast", "bfloat16", "--problem", "p.py:P", "--ranks", "2", "--device", "cpu",
     )  # fmt: skip
-    cut = cut_up(asked[0], asked[1:]).shards
+    cut = [shard.words for shard in cut_up(asked[0], asked[1:]).shards]
     assert [(c[1], c[3], c[5]) for c in cut] == [
         (loop, str(cases), str(7 + i)) for loop in ("zero_", "plain") for i, cases in enumerate((200, 200, 50))
     ]
@@ -100,7 +101,7 @@ def test_a_shard_of_verify_keeps_every_option_and_has_a_seed_of_its_own() -> Non
     ],
 )
 def test_a_campaign_of_verify_verifies_what_the_command_does(arguments, loops, cases) -> None:
-    cut = cut_up("verify", arguments).shards
+    cut = [shard.words for shard in cut_up("verify", arguments).shards]
     assert list(dict.fromkeys(command[1] for command in cut)) == list(loops)
     framework = arguments[-1] if "--framework" in arguments else None
     assert {parsed(command).framework for command in cut} == {framework}
@@ -114,22 +115,6 @@ def test_a_campaign_of_verify_verifies_what_the_command_does(arguments, loops, c
 def test_a_campaign_refuses_what_it_would_leave_out(option) -> None:
     with pytest.raises(UsageError, match=f"{option[0]} is no option of a campaign"):
         cut_up("verify", ["zero_", *option])
-
-
-def test_a_campaign_of_the_zoo_has_each_bug_once_and_the_sound_loops_apart() -> None:
-    cut = cut_up("zoo", ["--sound-cases", "300"]).shards
-    bugs = [command for command in cut if command[0] == "zoo"]
-    assert [command[1] for command in bugs] == list(BUGS)
-    assert {parsed(command).sound_cases for command in bugs} == {0}
-    sound = [command for command in cut if command[0] == "verify"]
-    assert sum(parsed(command).examples for command in sound if command[1] == "zero_") == 300
-
-
-def test_a_campaign_of_calibrate_has_all_checks_and_all_planted_cases() -> None:
-    cut = [parsed(command) for command in cut_up("calibrate", ["--checks", "2500", "--planted", "45"]).shards]
-    assert sum(asked.checks for asked in cut) == 2500
-    assert sum(asked.planted for asked in cut) == 45
-    assert [asked.seed for asked in cut] == list(range(len(cut)))
 
 
 def test_another_seed_is_another_campaign() -> None:
@@ -158,9 +143,9 @@ def test_the_first_violation_is_the_loop_s_and_counts_go_on_over_shards() -> Non
 def test_a_shard_that_ends_every_process_stops_the_campaign(tmp_path: Path) -> None:
     loop = tmp_path / "my_loop.py"
     loop.write_text("import os\ndef train(run): os.kill(os.getpid(), 9)\n")
-    command = ("verify", f"{loop}:train", "--examples", "1")
+    shard = Shard(PROGRAM, ("verify", f"{loop}:train", "--examples", "1"))
     with pytest.raises(CannotRunHere, match=r"shard 0 ended 3 worker processes.*gradcheck-suite verify .*my_loop"):
-        run_locally([command], [0], Shards(tmp_path), 1, lambda: None)
+        run_locally([shard], [0], Shards(tmp_path), 1, lambda: None)
 
 
 @pytest.mark.full
@@ -171,14 +156,14 @@ def test_a_worker_that_is_killed_loses_nothing(
     """The campaign has the verdict and the records of the same shards run one after the other, each once."""
     if engine == "ray":
         pytest.importorskip("ray", reason="ray is not installed: pip install 'gradcheck-suite[ray]'")
-    monkeypatch.setattr(campaigns, "CASES", 3)
+    monkeypatch.setattr(campaign, "CASES", 3)
     monkeypatch.chdir(tmp_path)
     marker = tmp_path / "killed"
     Path("my_loop.py").write_text(KILLS_ITS_WORKER_ONCE.format(marker=marker, factor=factor))
     options = ["my_loop.py:train", "--assume", "sum-reduction"]
     options = [str(tmp_path / options[0]), *options[1:]]  # a worker of Ray has a folder of its own
-    campaign = ["campaign", "--engine", engine, "--workers", "2", "--reports", "merged", "--json", "merged.json"]
-    assert main([*campaign, "verify", *options, "--examples", "6"]) == status
+    words = ["campaign", "--engine", engine, "--workers", "2", "--reports", "merged", "--json", "merged.json"]
+    assert main([*words, "verify", *options, "--examples", "6"]) == status
     assert marker.exists()
     assert not Path("merged/campaign").exists()
     alone, counterexamples = [], []
@@ -224,30 +209,10 @@ def test_a_driver_that_is_killed_leaves_no_worker_and_its_successor_goes_on(tmp_
     assert seeds == [0, 1, 2]
 
 
-@pytest.mark.full
-def test_a_zoo_and_a_calibration_in_shards_count_what_they_were_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(campaigns, "CHECKS", 40)
-    monkeypatch.chdir(tmp_path)
-    assert (
-        main(["campaign", "--json", "c.json", "calibrate", "--checks", "80", "--planted", "4", "--dtypes", "float64"])
-        == 0
-    )
-    assert json.loads(Path("c.json").read_text())["alarms"]["float64"]["checks"] == 80
-    zoo_arguments = ["zoo", "mean-of-means", "no-reset", "--seeds", "2", "--examples", "40", "--sound-cases", "1"]
-    assert main(["campaign", "--json", "z.json", *zoo_arguments]) == 0
-    document = json.loads(Path("z.json").read_text())
-    assert [(row["name"], row["found"], row["runs"]) for row in document["bugs"]] == [
-        ("mean-of-means", 2, 2),
-        ("no-reset", 2, 2),
-    ]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["replay", "case.json"], "expected one of verify, zoo, calibrate, trainers; got 'replay'"),
+        (["replay", "case.json"], "expected one of verify, trainers; got 'replay'"),
         (["verify", "--json", "x.json"], "--json stands before verify: gradcheck-suite campaign --json PATH verify"),
         (["verify", "--reports=x"], "--reports stands before verify"),
         (["verify", "--list"], "--list is no campaign: gradcheck-suite verify --list"),
@@ -255,7 +220,7 @@ def test_a_zoo_and_a_calibration_in_shards_count_what_they_were_asked(
         (["--address", "host:1", "verify"], "--address needs --engine ray"),
         (["--engine", "ray", "--address", "127.0.0.1:1", "verify", "zero_"], "127.0.0.1:1: no Ray cluster answers"),
         (["--engine", "ray", "--address", "nowhere", "verify", "zero_"], "expected HOST:PORT, ray://HOST:PORT or auto"),
-        (["zoo", "no-such-bug"], "expected the name of a bug"),
+        (["trainers", "--list"], "--list is no campaign: gradcheck-suite trainers --list"),
         (["verify", "--dtype", "int8"], "--dtype: expected one of"),
     ],
 )
@@ -282,7 +247,7 @@ def test_a_shard_whose_file_is_cut_short_is_done_again(tmp_path: Path) -> None:
         (shards.place(0) / name).write_text(content)
         assert not shards.done(0), name
         assert not place.exists()
-    run_locally([("verify", "--list")], [0], shards, 1, lambda: None)
+    run_locally([Shard(PROGRAM, ("verify", "--list"))], [0], shards, 1, lambda: None)
     assert shards.done(0)
     assert shards.lines(0, "verify") == []
 
@@ -301,7 +266,7 @@ def test_an_address_where_something_else_than_ray_listens_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("ray", reason="ray is not installed: pip install 'gradcheck-suite[ray]'")
-    monkeypatch.setattr(campaigns, "ANSWER_S", 3)
+    monkeypatch.setattr(shards, "ANSWER_S", 3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         options = ["--reports", str(tmp_path), "--engine", "ray", "--address", address]
@@ -337,13 +302,13 @@ def test_a_shard_that_meets_a_bug_is_named_and_costs_no_other_shard(
     arguments = ["campaign", "--reports", str(tmp_path), "verify", "zero_", "grad_none", "--examples", "1"]
     run: list[int] = []
 
-    def crash(commands: Any, waiting: list[int], shards: Shards, *_: Any) -> None:
+    def crash(asked: Any, waiting: list[int], shards: Shards, *_: Any) -> None:
         run.extend(waiting)
         for number in waiting:
             (shards.partial(number) / "output.txt").write_text("gradcheck-suite verify: error: a bug\n")
-            shards.finish(number, 70 if commands[number][1] == "grad_none" else 0)
+            shards.finish(number, 70 if asked[number].words[1] == "grad_none" else 0)
 
-    monkeypatch.setattr(campaigns, "run_locally", crash)
+    monkeypatch.setattr(campaign, "run_locally", crash)
     assert main(arguments) == 70
     said = capsys.readouterr().err
     assert "`gradcheck-suite verify grad_none --examples 1 --seed 0` ended with status 70: a bug" in said

@@ -31,9 +31,11 @@ from typing import Any
 import pytest
 
 from gradcheck_suite.__main__ import main
+from gradcheck_suite.cli import PROGRAM, Program
+from studies.commands import PROGRAM as STUDIES
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "studies" / "docs").glob("*.md")))
 SHOWN_ONLY = ("text", "json", "toml")
 NOT_RUN = ("python3 -m venv", "pip install", ".venv/bin/", "tox")
 """Commands that install, or run the suite's own tests."""
@@ -145,6 +147,9 @@ class Page:
         if program == "gradcheck-suite":
             self.status, printed = _called([*arguments, *self._fewer(command)])
             return printed
+        if command.startswith("python -m studies "):
+            self.status, printed = _called(arguments[2:], STUDIES)
+            return printed
         if program == "pytest":
             self.status, printed = _tested(["-p", "no:cacheprovider", "-p", "no:xdist", *_plugin(), *arguments])
             return printed
@@ -190,11 +195,11 @@ class Page:
         assert not runner.failures, said.getvalue()
 
 
-def _called(arguments: list[str]) -> tuple[int, str]:
+def _called(arguments: list[str], program: Program = PROGRAM) -> tuple[int, str]:
     """Run the command line in this process: importing the frameworks anew for each command would take the time."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), warnings.catch_warnings():
-        status = main(arguments)
+        status = main(arguments, program)
     return status, printed.getvalue()
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from tests.docs.pages import PAGES, Block, Page, blocks, commands, is_alike
+from tests.docs.pages import PAGES, ROOT, Block, Page, blocks, commands, is_alike
 
-LONG = ("check-my-loop.md", "check-my-model.md", "check-my-trainer.md", "commands.md", "grad-states.md",
-        "in-your-tests.md", "replay.md")  # fmt: skip
+LONG = ("docs/check-my-loop.md", "docs/check-my-model.md", "docs/check-my-trainer.md", "docs/commands.md",
+        "docs/grad-states.md", "docs/in-your-tests.md", "docs/replay.md", "studies/docs/commands.md")  # fmt: skip
+
+
+def _name(path):
+    return str(path.relative_to(ROOT))
 
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=[pytest.mark.full] * (path.name in LONG), id=path.name) for path in PAGES],
+    [pytest.param(path, marks=[pytest.mark.full] * (_name(path) in LONG), id=_name(path)) for path in PAGES],
 )
 def test_a_page_does_what_it_shows(path, folder):
     page = Page(path.name, folder)
@@ -20,7 +24,7 @@ def test_a_page_does_what_it_shows(path, folder):
         page.run(block)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PAGES, ids=_name)
 def test_no_fence_is_missed(path):
     """A fence that is indented, or left open, would be shown and never run."""
     fences = sum(line.lstrip().startswith("```") for line in path.read_text().splitlines())

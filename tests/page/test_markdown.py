@@ -14,6 +14,7 @@ import pytest
 
 from gradcheck_suite.cli import run
 from gradcheck_suite.page import render
+from studies.commands import PROGRAM
 from studies.report.build import build
 from studies.tests.report.made_up import claim, counterexample, fill, verdict
 
@@ -44,7 +45,7 @@ def test_markdown_is_short_and_its_tables_keep_their_columns(tmp_path):
 def test_the_command_writes_the_page_the_story_and_its_pictures(reports, capsys):
     (reports / "pictures").mkdir(exist_ok=True)
     (reports / "pictures" / "of-an-earlier-report.svg").write_text("")
-    assert run(["report", "--reports", str(reports)]) == 0
+    assert run(["report", "--reports", str(reports)], PROGRAM) == 0
     data = json.loads((reports / "report.json").read_text())
     assert [s["key"] for s in data["sections"]] == [
         "verified", "decision", "memory", "costs", "compiled", "claims", "zoo", "calibration", "bridge", "trainers",
@@ -69,7 +70,8 @@ def test_the_command_writes_the_page_the_story_and_its_pictures(reports, capsys)
 JAX_OF = """
 import sys
 from gradcheck_suite.__main__ import main
-status = main(sys.argv[1:])
+from studies.commands import PROGRAM
+status = main(sys.argv[1:], PROGRAM)
 sys.exit(f"status {status}, or JAX was imported" if status or "jax" in sys.modules else 0)
 """
 
@@ -93,9 +95,9 @@ def test_a_picture_has_its_text_as_text():
 
 
 def test_without_records_the_command_says_what_makes_them(tmp_path, capsys):
-    assert run(["report", "--reports", str(tmp_path)]) == 2
+    assert run(["report", "--reports", str(tmp_path)], PROGRAM) == 2
     assert "there are no records" in capsys.readouterr().err
-    assert run(["report", "--compare", str(tmp_path), str(tmp_path)]) == 2
+    assert run(["report", "--compare", str(tmp_path), str(tmp_path)], PROGRAM) == 2
     assert f"--compare {tmp_path}: there are no records" in capsys.readouterr().err
 
 
@@ -104,7 +106,7 @@ def test_what_a_report_lacks_is_said_before_any_work(reports, module, monkeypatc
     find, before = importlib.util.find_spec, sorted(reports.rglob("*"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == module else find(name, *rest))
     monkeypatch.setattr("studies.report.build.build", None)
-    assert run(["report", "--reports", str(reports)]) == 2
+    assert run(["report", "--reports", str(reports)], PROGRAM) == 2
     said = capsys.readouterr().err
     assert said.endswith(f"the report needs {render.PACKAGES[module]}: pip install 'gradcheck-suite[report]'\n")
     assert said.count("\n") == 1

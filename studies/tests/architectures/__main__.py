@@ -1,4 +1,4 @@
-"""Write the table of `docs/architectures.md` from the records: `python -m studies.tests.architectures`."""
+"""Write the table of `studies/docs/architectures.md` from the records: `python -m studies.tests.architectures`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradcheck_suite.core.records import read_records
 from studies.report.reading import latest
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = ROOT / "docs" / "architectures.md"
+PAGE = ROOT / "studies" / "docs" / "architectures.md"
 MARK = "<!-- the table, written by `python -m studies.tests.architectures` -->\n"
 
 

@@ -18,6 +18,7 @@ from gradcheck_suite.catalogue.rows import KINDS
 from gradcheck_suite.run import environment
 from studies.atlas import DTYPES, ROUNDING, agrees, run
 from studies.atlas_points import POINTS, Point
+from studies.commands import PROGRAM
 
 EXPECTED = Path(__file__).with_name("conventions.json")
 """Point -> dtype -> [whether torch and JAX agree, convention], as torch 2.13.0 and jax 0.10.2 gave them on a CPU."""
@@ -162,7 +163,7 @@ def test_a_share_of_a_tie_is_named_by_where_it_goes() -> None:
 
 def test_the_command_prints_and_writes_the_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     json_path, reports = tmp_path / "rows.json", tmp_path / "reports"
-    assert main(["atlas", "abs", "--json", str(json_path), "--reports", str(reports)]) == 0
+    assert main(["atlas", "abs", "--json", str(json_path), "--reports", str(reports)], PROGRAM) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed == [
         "abs, x = 0  differ  torch: the mean of both sides, 0; JAX: the right derivative, 1",
@@ -194,5 +195,5 @@ def test_the_command_prints_and_writes_the_rows(tmp_path: Path, capsys: pytest.C
 def test_a_word_that_is_no_operation_is_refused(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["atlas", *arguments, "--reports", str(tmp_path)]) == 2
+    assert main(["atlas", *arguments, "--reports", str(tmp_path)], PROGRAM) == 2
     assert message in capsys.readouterr().err

@@ -6,6 +6,7 @@ import pytest
 
 from gradcheck_suite.cli import run
 from gradcheck_suite.core.records import KINDS
+from studies.commands import PROGRAM
 from studies.tests.report.made_up import benchmark, claim, fill, record, verdict
 
 HOLDS = {"verdict": "holds", "violation": None}
@@ -58,7 +59,7 @@ CHANGED = {
 
 
 def _lines(capsys, old, new):
-    assert run(["report", "--compare", str(old), str(new)]) == 0
+    assert run(["report", "--compare", str(old), str(new)], PROGRAM) == 0
     return capsys.readouterr().out.splitlines()
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from gradcheck_suite.loops.trainers import TRAINERS
 from gradcheck_suite.loops.trainers.trainer import Question
-from studies.trainers import ask
+from gradcheck_suite.verification.trainers import ask
 
 
 def at_version(package, version):

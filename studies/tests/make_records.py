@@ -1,8 +1,8 @@
 """Make every record of `reports/records` again, at one commit, and build the report from them: `tox -e records`.
 
-    python -m tests.records                     # everything that can run here
-    python -m tests.records --only step atlas   # these kinds
-    python -m tests.records --table             # print the table of CONTRIBUTING.md
+    python -m studies.tests.make_records                     # everything that can run here
+    python -m studies.tests.make_records --only step atlas   # these kinds
+    python -m studies.tests.make_records --table             # print the table of studies/README.md
 
 Each part is one command with records of its own. A part that is done is not run again, so a run that was interrupted
 goes on with the same command, as the campaigns inside of it do. Times are measured first, with nothing beside them. In
@@ -26,15 +26,16 @@ from pathlib import Path
 from typing import Any
 
 from gradcheck_suite.cli import exit_status
+from gradcheck_suite.cli.shards import COULD_NOT_RUN, Shards
 from gradcheck_suite.core.records import KINDS, is_clean, read_lines, records_path, write_text
-from studies.campaigns import COULD_NOT_RUN, Shards
 
 REPORTS = Path("reports")
 FOLDER = "campaign"
 """Where parts are kept until all are done, within the reports folder; git ignores it."""
 WORKERS = "2"
 SUITE = "gradcheck-suite"
-CAMPAIGN = f"{SUITE} campaign --workers {WORKERS}"
+STUDIES = "python -m studies"
+CAMPAIGN, STUDIES_CAMPAIGN = (f"{program} campaign --workers {WORKERS}" for program in (SUITE, STUDIES))
 BENCHMARKS = "pytest -q -p no:cacheprovider studies/properties/benchmarks"
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -47,7 +48,7 @@ class Part:
         kind: of its records; it may make a few of another kind too.
         command: with `{reports}` for the folder that they go to.
         needs: modules that it needs beside those of the tests.
-        says: what the records are, in the table of CONTRIBUTING.md; empty for a further part of the same row.
+        says: what the records are, in the table of studies/README.md; empty for a further part of the same row.
     """
 
     kind: str
@@ -76,21 +77,21 @@ PARTS: tuple[Part, ...] = (
            "whole steps under both modes in turn, three times" * (i == 0)) for i in range(3)),
     Part("benchmark", f"{BENCHMARKS}/bench_compiled.py --bench-records {{reports}}", "the modes under `torch.compile`"),
     Part("memory", f"{BENCHMARKS}/bench_memory_modes.py --bench-records {{reports}}", "memory of resets and windows"),
-    Part("claim", f"{SUITE} claims --reports {{reports}}", "the claims and the printed loops"),
+    Part("claim", f"{STUDIES} claims --reports {{reports}}", "the claims and the printed loops"),
     Part("traffic", f"{BENCHMARKS}/bench_traffic.py --full --bench-records {{reports}}",
          "collectives and bytes of each window on several ranks"),
     Part("zero-or-none", f"{BENCHMARKS}/bench_zero_or_none.py --bench-records {{reports}}",
          "what zeros do that None does not, for each optimizer"),
-    Part("step", f"{SUITE} steps --reports {{reports}}", "the steps of torch's optimizers, in optax"),
-    Part("atlas", f"{SUITE} atlas --reports {{reports}}", "where torch and JAX choose different derivatives"),
+    Part("step", f"{STUDIES} steps --reports {{reports}}", "the steps of torch's optimizers, in optax"),
+    Part("atlas", f"{STUDIES} atlas --reports {{reports}}", "where torch and JAX choose different derivatives"),
     *(Part("verify", f"{CAMPAIGN} --reports {{reports}} verify --dtype {dtype}",
            "verdicts on the reset modes in each dtype, with what their cases reached" * (dtype == "float64"))
       for dtype in DTYPES),
     Part("verify", f"{SUITE} verify --framework jax --reports {{reports}}", "verdicts on the reset modes of JAX"),
     Part("verify", f"{SUITE} verify --framework jax --dtype bfloat16 --examples 20 --reports {{reports}}"),
-    *(Part("zoo", f"{CAMPAIGN} --reports {{reports}} zoo --seeds 1 --sound-cases 50 --dtype {dtype}",
+    *(Part("zoo", f"{STUDIES_CAMPAIGN} --reports {{reports}} zoo --seeds 1 --sound-cases 50 --dtype {dtype}",
            "the known bugs, in each dtype" * (dtype == "float64")) for dtype in DTYPES[:3]),
-    Part("calibration", f"{CAMPAIGN} --reports {{reports}} calibrate --checks 20000 --planted 60 --seed 1",
+    Part("calibration", f"{STUDIES_CAMPAIGN} --reports {{reports}} calibrate --checks 20000 --planted 60 --seed 1",
          "false alarms on sound loops, and the smallest planted errors found"),
     Part("bridge", "pytest -q -p no:cacheprovider studies/tests/architectures --full --bridge-records {reports}",
          "architectures that the bridge lowers to JAX", ("transformers",)),
@@ -99,13 +100,13 @@ PARTS: tuple[Part, ...] = (
     Part("trainer", f"{SUITE} trainers --heads --examples 6 --exit-zero --reports {{reports}}",
          "model heads of transformers", ("transformers", "accelerate")),
     *_audits(),
-    Part("public-script", "python -m studies.public_scripts build/public --reports {reports}",
+    Part("public-script", "python -m studies scripts build/public --reports {reports}",
          "public training scripts, with and without the audit; `build/public` has them"),
 )  # fmt: skip
 
 
 def table() -> str:
-    """Return the table of CONTRIBUTING.md: what the records are, and the commands that make them."""
+    """Return the table of studies/README.md: what the records are, and the commands that make them."""
     rows = [
         f"| `{part.kind}` | {part.says} | `{part.command.replace('{reports}', 'reports')}` |"
         for part in PARTS
@@ -148,7 +149,7 @@ def make(parts: Sequence[Part], shards: Shards) -> list[str]:
         print(shown, flush=True)
         # a campaign goes on from its own shards; what another command left behind is half of a result
         folder = shards.partial_place(number)
-        if not part.command.startswith(CAMPAIGN):
+        if not part.command.startswith((CAMPAIGN, STUDIES_CAMPAIGN)):
             folder = shards.partial(number)
         folder.mkdir(parents=True, exist_ok=True)
         program, *arguments = part.command.format(reports=folder).split(" ")
@@ -194,9 +195,9 @@ def put_in_place(parts: Sequence[Part], shards: Shards, reports: Path) -> list[s
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the records, put them in place, and build the report."""
-    parser = argparse.ArgumentParser(prog="python -m tests.records", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m studies.tests.make_records", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=sorted({part.kind for part in PARTS}), metavar="KIND")
-    parser.add_argument("--table", action="store_true", help="print the table of CONTRIBUTING.md")
+    parser.add_argument("--table", action="store_true", help="print the table of studies/README.md")
     asked = parser.parse_args(arguments)
     if asked.table:
         print(table(), end="")
@@ -223,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shutil.rmtree(shards.folder)
     kept = [kind for kind in KINDS if kind not in made and records_path(REPORTS, kind).is_file()]
     print(f"made: {', '.join(made)}" + (f"; kept as they were: {', '.join(kept)}" if kept else ""), flush=True)
-    return subprocess.run([sys.executable, "-m", "gradcheck_suite", "report"], check=False).returncode
+    return subprocess.run([sys.executable, "-m", "studies", "report"], check=False).returncode
 
 
 if __name__ == "__main__":

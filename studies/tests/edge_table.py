@@ -1,7 +1,7 @@
 """What `verify` says of known loops, one row each: verdict, kind, name, runs of the loop. Compares two such tables.
 
-    python -m tests.edge_table write TABLE.json [--seed 0] [--examples 200] [--shard 0/2]
-    python -m tests.edge_table compare BEFORE.json AFTER.json
+    python -m studies.tests.edge_table write TABLE.json [--seed 0] [--examples 200] [--shard 0/2]
+    python -m studies.tests.edge_table compare BEFORE.json AFTER.json
 
 Run it before and after a change to the search or to the names: a loop that was found must be found, a sound loop must
 hold, and a name may change to the one that took it in, or to a right one. Not a test: the whole table takes minutes.

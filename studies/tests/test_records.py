@@ -10,18 +10,19 @@ from importlib import import_module
 
 import pytest
 
+from gradcheck_suite.cli.shards import Shards
 from gradcheck_suite.core.records import KINDS, append_record, read_lines, records_path
 from gradcheck_suite.page.content import Source
-from studies.campaigns import Shards
 from studies.report.build import build
-from tests import records
+from studies.tests import make_records as records
 from tests.docs.pages import PAGES, ROOT
 
 FIGURE = re.compile(r"(?<![\w.])\d[\d,.]*(?: ?%|[ ](?:ms|s|KiB|MiB|GiB|seconds?|minutes?|hours?|times)\b)")
 """A number with a unit of time or memory, a share, or a factor."""
 MADE_BY = re.compile(
-    r"`[^`]*\b(?:gradcheck-suite|pytest|tox|python3?|torchrun) [^`]*`|`(?:tests|properties)/[\w/]+\.py`|^\$ |"
-    r"\((?:docs/)?(?:audit|bounds|figures|public-scripts)\.md|reports/report\.md",
+    r"`[^`]*\b(?:gradcheck-suite|pytest|tox|python3?|torchrun) [^`]*`|`(?:tests|properties|studies)/[\w/]+\.py`|^\$ |"
+    r"\((?:\.\./\.\./|studies/)?(?:docs/)?(?:audit|bounds|figures|public-scripts)\.md|studies/docs/(?:figures|public-scripts)\.md|"
+    r"reports/report\.md",
     re.MULTILINE,
 )
 """A command, the test that holds the figure, or a link to the page that has the command."""
@@ -44,7 +45,11 @@ def without_command(page: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("path", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "studies" / "README.md"],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
 def test_no_figure_stands_without_what_makes_it(path):
     assert without_command(path.read_text()) == []
 
@@ -89,7 +94,11 @@ def test_every_part_of_the_report_says_which_commands_made_it(tmp_path):
     assert {"holds", "verified"} <= set(unsourced(tmp_path))
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "properties").rglob("bench_*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [*(ROOT / "properties").rglob("bench_*.py"), *(ROOT / "studies" / "properties").rglob("bench_*.py")],
+    ids=lambda path: path.stem,
+)
 def test_every_benchmark_finds_what_it_imports(path):
     """No test runs them, since they take minutes: what they measure may have moved."""
     import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
@@ -97,7 +106,9 @@ def test_every_benchmark_finds_what_it_imports(path):
 
 def test_every_kind_of_record_has_its_command_in_the_guide():
     assert {part.kind for part in records.PARTS} == set(KINDS)
-    assert records.table() in (ROOT / "CONTRIBUTING.md").read_text(), "python -m tests.records --table writes it"
+    assert records.table() in (ROOT / "studies" / "README.md").read_text(), (
+        "python -m studies.tests.make_records --table writes it"
+    )
     assert all("{reports}" in part.command or part.command.startswith(records.CAMPAIGN) for part in records.PARTS)
 
 

@@ -1,4 +1,4 @@
-"""Asks trainers on which plans they hold, and prints the table."""
+"""Ask trainers on which plans they hold: one verdict for each question, and the lines that show them."""
 
 from __future__ import annotations
 
