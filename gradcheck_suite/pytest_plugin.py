@@ -3,7 +3,7 @@
     def test_my_loop(verify_training_loop):
         verify_training_loop(train)
 
-Importing this module imports neither torch nor jax, so a run that verifies nothing pays nothing. Options and the marker
+This module imports neither torch nor jax, so it costs nothing in a run that verifies no loop. Options and the marker
 have the prefix `gradcheck`. No Hypothesis profile is registered or loaded.
 """
 
@@ -30,9 +30,9 @@ MARKER = "gradcheck"
 OPTIONS = {one.name: one for one in options_of(VerifyOptions)}
 """The options of the marker and of the fixture, by name."""
 OVERRIDES = (OPTIONS["examples"], OPTIONS["seed"])
-"""The options of the command line that pytest has too, as `--gradcheck-examples`; they override marker and call."""
+"""The options that pytest's command line has too, such as `--gradcheck-examples`; they override marker and call."""
 SECOND_OPINION_S = 10.0
-"""Default of `second_opinion_s` in a test, which waits for JAX less long than a command does."""
+"""The default of `second_opinion_s` in a test, shorter than that of the command."""
 _LINES = pytest.StashKey[list[str]]()
 _OUTPUT = "gradcheck_suite_lines"
 
@@ -61,10 +61,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def verify_training_loop(request: pytest.FixtureRequest) -> Callable[..., Result]:
-    """Return a function that verifies a loop and fails the test where it does not hold.
+    """Return a function that verifies a loop and returns the `Result`.
 
-    It does not hold where it is violated, where torch and JAX disagree, and where no case could be judged. The function
-    takes the loop, a `problem=` in place of random models, and the options of the marker; it returns the `Result`.
+    The test fails if the loop is violated, if torch and JAX disagree, or if no case could be judged. The function takes
+    the loop, a `problem=` in place of random models, and the options of the marker.
     """
     config = request.config
 
@@ -106,9 +106,9 @@ def verify_training_loop(request: pytest.FixtureRequest) -> Callable[..., Result
 
 @pytest.fixture
 def audit_training() -> Callable[..., AbstractContextManager[Any]]:
-    """Return a function that audits the code in its block, and fails the test where a step is violated or none judged.
+    """Return a context manager that audits the code in its block and yields the audit.
 
-    It takes the options of `gradcheck_suite.audit` and yields the audit.
+    The test fails if a step is violated, or if none could be judged. It takes the options of `gradcheck_suite.audit`.
     """
 
     @contextmanager
@@ -128,10 +128,10 @@ def _flag(name: str) -> str:
 
 
 def _options(node: Any, loop: Loop, given: dict[str, Any]) -> VerifyOptions:
-    """Return the options of one call: the command line's over the call's over the marker's.
+    """Return the options of one call: the command line overrides the call, and the call overrides the marker.
 
     Raises:
-        UsageError: one does not exist, or its value is wrong.
+        UsageError: an option does not exist, or its value is wrong.
     """
     from gradcheck_suite.errors import UsageError
 
@@ -165,7 +165,7 @@ def _failure(verified: Verified, stored: Counterexample | None) -> str | None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Hand the lines of this process to the main process where pytest-xdist spreads the run."""
+    """Hand the lines of a pytest-xdist worker to the main process."""
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output[_OUTPUT] = session.config.stash[_LINES]
@@ -173,7 +173,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take the lines of a worker of pytest-xdist."""
+    """Take the lines of a pytest-xdist worker."""
     node.config.stash[_LINES].extend(getattr(node, "workeroutput", {}).get(_OUTPUT, ()))
 
 

@@ -1,12 +1,12 @@
-"""`.grad` as a state machine: whatever touches it, in any order, held against a model of a few lines.
+"""`.grad` as a state machine: everything that changes it, in any order, compared with a model of a few lines.
 
 The model is a heap. A parameter's gradient is None or a `Gradient`: a reference to a `Memory`, which other references
 may share, with or without a graph. Each rule does one thing to torch and says in a few lines what it does to the heap.
-After each rule, every gradient and every reference that was taken on the way must be what the heap says. When a machine
-ends, JAX differentiates the sum of the losses that a memory is said to hold, in one `jax.vjp`: the formula of the model
-is not asked. All numbers are small, and most operations exact, so a difference is never rounding.
+After each rule, every gradient and every reference taken so far must be what the heap says. When a machine ends, JAX
+differentiates the weighted sum of losses that each memory should hold, in one `jax.vjp`, without the model's formula.
+All numbers are small, and most operations are exact, so a difference is never rounding.
 
-This module must not choose settings, skip a rule by itself or look into a tensor other than through `GradStates.read`.
+This module must not choose settings, skip a rule, or read a tensor other than through `GradStates.read`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from torch.utils.checkpoint import checkpoint
 NAMES = ("a", "b", "c")
 """The names under which the module has its one to three parameters."""
 TIED = ((0, 1, 2), (0, 0, 1), (0, 1, 0), (0, 0, 0))
-"""The parameter of each name."""
+"""The index of the parameter that each name stands for; names of one parameter are tied."""
 UNREACHED = "backward of a loss that reaches no trainable parameter"
 REFUSALS = ("does not require grad", "none of output has requires_grad=True", "graph leaves")
-"""What torch says where it refuses a backward without a graph, plain and through a checkpoint, or a deep copy."""
+"""Parts of torch's messages when it refuses a backward without a graph (plain or in a checkpoint) or a deep copy."""
 LEARNING_RATE = 0.125  # with it, steps on the losses below neither grow nor leave the numbers that float32 has
 HELD = 12  # references are read after every rule
 SMALL = 100.0  # above it nothing is done that lets numbers grow
@@ -40,7 +40,7 @@ TOLERANCE = 1e-5  # of the largest number of the run; the smallest fault is an e
 
 Array = np.ndarray[Any, Any]
 Coefficients = tuple[float | None, float | None, float | None]
-"""The factor of each name in a loss; None where the loss does not read the parameter."""
+"""(3,): the factor of each name in a loss; None if the loss does not read the parameter."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Term:
 
     @property
     def gradient(self) -> Array:
-        """(2,): the gradient, by hand."""
+        """(2,): the gradient by the formula."""
         return 2 * (self.own @ self.coefficients) * (self.coefficients @ self.values)
 
 
@@ -69,7 +69,7 @@ class Memory:
 
     Attributes:
         value: (2,): the numbers.
-        terms: what they are the sum of, each with its weights (2,).
+        terms: the gradients whose weighted sum they are, each with its weights, (2,).
     """
 
     value: Array = field(default_factory=lambda: np.zeros(2))
@@ -82,18 +82,18 @@ class Memory:
         return self
 
     def scale(self, factor: float | Array) -> None:
-        """Multiply in place; 0 forgets."""
+        """Multiply in place; a factor of 0 drops the terms."""
         self.value = self.value * factor
         self.terms = [(weight * factor, term) for weight, term in self.terms] if np.any(factor) else []
 
     def copy(self) -> Memory:
-        """Return other numbers, equal now."""
+        """Return a copy with the same numbers."""
         return Memory(self.value, list(self.terms))
 
 
 @dataclass(eq=False)
 class Gradient:
-    """A tensor that somebody may hold: its memory, whether it has a graph, and the tensor once it has been seen."""
+    """A gradient: its memory, whether it has a graph, and its tensor once it has been read."""
 
     memory: Memory
     graph: bool = False
@@ -102,7 +102,7 @@ class Gradient:
 
 @dataclass(eq=False)
 class Parameter:
-    """What is known of one parameter: names, value, gradient, whether it is trainable, and hooks by kind."""
+    """The model of one parameter: names, value (2,), gradient, whether it is trainable, hooks by kind, hook calls."""
 
     names: tuple[int, ...]
     value: Array
@@ -132,7 +132,7 @@ def _gradient_of_history() -> Any:
 
 
 def witness(memory: Memory) -> Array:
-    """Return what JAX says a memory holds: the gradient of the weighted sum of its losses."""
+    """Return the numbers of a memory by JAX, (2,): the gradient of the weighted sum of its losses."""
     padding = -len(memory.terms) % 64  # few shapes, which are compiled once
     none = (np.zeros(2), Term(np.zeros(3), np.zeros((3, 2)), np.zeros(3)))
     terms = [*memory.terms, *[none] * padding] or [none] * 64
@@ -152,21 +152,21 @@ clips = precondition(lambda machine: any(p.grad for p in machine.parameters) and
 
 
 class GradStates(RuleBasedStateMachine):
-    """A state machine of Hypothesis over everything that touches `.grad`.
+    """A state machine of Hypothesis over everything that changes `.grad`.
 
-    `hypothesis.stateful.run_state_machine_as_test(lambda: GradStates(...))` runs it. A subclass leaves a rule out by
-    setting its name to None, and adds rules of its own.
+    `hypothesis.stateful.run_state_machine_as_test(lambda: GradStates(...))` runs it. A subclass leaves out a rule by
+    setting its name to None, and can add rules.
 
     Args:
-        device: where the parameters are.
-        make_parameter: makes a parameter of a tensor of two numbers on `device`, by default `torch.nn.Parameter`.
-        optimizer: makes an optimizer of a list of parameters. Each step must then be that of a second one whose
-            parameters are plain tensors, and whose gradients nobody else holds. By default the steps are those of
-            `torch.optim.SGD`, plain, foreach and fused, and predicted by hand.
+        device: the device of the parameters.
+        make_parameter: tensor of shape (2,) on `device` -> a parameter; by default `torch.nn.Parameter`.
+        optimizer: list of parameters -> an optimizer. Each of its steps must equal that of a second optimizer, whose
+            parameters are plain tensors with gradients that are not shared. By default the optimizers are
+            `torch.optim.SGD`, plain, foreach and fused, whose steps a formula predicts.
 
     Attributes:
-        steps: which of these steps are taken: `"plain"`, `"foreach"`, `"fused"`, and `"first"`, of an optimizer that
-            has the first parameter alone.
+        steps: the optimizers that step: `"plain"`, `"foreach"`, `"fused"`, and `"first"`, which has only the first
+            parameter.
     """
 
     steps: tuple[str, ...] = ("plain", "foreach", "fused", "first")
@@ -192,30 +192,30 @@ class GradStates(RuleBasedStateMachine):
     # --- the model
 
     def read(self, tensor: torch.Tensor) -> Array:
-        """Return a tensor's numbers. A subclass overrides it for tensors that `Tensor.cpu` cannot bring here."""
+        """Return a tensor's numbers in float64. Override it for tensors that `Tensor.to("cpu")` cannot copy."""
         whole = getattr(tensor.detach(), "full_tensor", tensor.detach)()
         return whole.to("cpu", torch.float64).numpy().copy()
 
     def tensor(self, p: Parameter) -> torch.nn.Parameter:
-        """Return torch's side of a parameter."""
+        """Return the torch parameter that belongs to a parameter of the model."""
         return self.module.get_parameter(NAMES[p.names[0]])
 
     def at(self, name: int) -> Parameter:
-        """Return the parameter of a name."""
+        """Return the parameter with a name."""
         return next(p for p in self.parameters if name in p.names)
 
     def is_small(self) -> bool:
-        """Return whether numbers may grow."""
+        """Return whether all numbers are at most `SMALL`, so that a rule may let them grow."""
         values = [p.value for p in self.parameters] + [p.grad.memory.value for p in self.parameters if p.grad]
         return np.abs(values).max(initial=0) <= SMALL
 
     def term(self, c: Coefficients, p: Parameter) -> Term:
-        """Return the gradient of the loss for a parameter."""
+        """Return the gradient of the loss with respect to a parameter."""
         values = np.array([self.at(name).value for name in range(3)])
         return Term(np.array([each or 0.0 for each in c]), values, np.isin(range(3), p.names).astype(float))
 
     def terms(self, c: Coefficients) -> dict[Parameter, list[tuple[float, Term]]]:
-        """Return what a backward of the loss adds to each parameter that it reaches."""
+        """Return the terms that a backward of the loss adds to each parameter that it reaches."""
         return {
             p: [(2.0 if "doubles" in p.hooks else 1.0, self.term(c, p))]
             for p in self.parameters
@@ -223,7 +223,7 @@ class GradStates(RuleBasedStateMachine):
         }
 
     def accumulate(self, terms: dict[Parameter, list[tuple[float, Term]]], *, create_graph: bool = False) -> None:
-        """Add to gradients: in place where there is one already and no graph is wanted."""
+        """Add terms to the gradients, in place if there is a gradient already and `create_graph` is not set."""
         for p, added in terms.items():
             if p.grad is None:
                 p.grad = Gradient(Memory().add(added), create_graph)
@@ -236,13 +236,13 @@ class GradStates(RuleBasedStateMachine):
                 p.value, p.grad = p.value - LEARNING_RATE * p.grad.memory.value, None
 
     def is_shared(self) -> bool:
-        """Return whether two parameters have one gradient."""
+        """Return whether two parameters share a gradient."""
         grads = [p.grad for p in self.parameters if p.grad is not None]
         return len(set(grads)) < len(grads)
 
     @contextlib.contextmanager
     def refused(self, expected: bool, what: str) -> Iterator[None]:
-        """Demand that torch raises, or that it does not."""
+        """Assert that torch raises one of `REFUSALS` if `expected`, and nothing otherwise."""
         try:
             yield
         except RuntimeError as error:
@@ -258,7 +258,7 @@ class GradStates(RuleBasedStateMachine):
         assert self.is_alike(observed, expected), f"{what} is {observed}, should be {expected}"
 
     def is_alike(self, observed: Array, expected: Array) -> bool:
-        """Return whether numbers are equal but for rounding."""
+        """Return whether numbers are equal up to rounding."""
         alike = observed.shape == expected.shape and np.abs(observed - expected).max() <= TOLERANCE * self.largest
         return bool(alike)
 
@@ -266,7 +266,7 @@ class GradStates(RuleBasedStateMachine):
 
     @invariant()
     def gradients_are_as_expected(self) -> None:
-        """None or not, the same tensor or a new one, with a graph or not, in the parameter's dtype, these numbers."""
+        """Compare each gradient: None or not, same tensor or new, with a graph or not, dtype, numbers."""
         for p in self.parameters:
             tensor, what = self.tensor(p), f"{NAMES[p.names[0]]}.grad"
             seen = tensor.grad
@@ -286,7 +286,7 @@ class GradStates(RuleBasedStateMachine):
 
     @invariant()
     def references_see_what_they_should(self) -> None:
-        """An alias has seen every change in place, a copy none."""
+        """Check that an alias has seen every in-place change, and a copy none."""
         for each in self.held:
             assert each.tensor is not None
             self.same("a reference taken on the way", each.tensor, each.memory.value)
@@ -294,7 +294,7 @@ class GradStates(RuleBasedStateMachine):
 
     @invariant()
     def parameters_are_as_expected(self) -> None:
-        """Their values, whether they are trainable, and how often their hooks were called."""
+        """Compare the parameters' values, whether they are trainable, and how often their hooks were called."""
         for p in self.parameters:
             for name in p.names:
                 self.same(f"parameter {NAMES[name]}", self.module.get_parameter(NAMES[name]), p.value)
@@ -304,7 +304,7 @@ class GradStates(RuleBasedStateMachine):
                 assert seen == p.calls, f"a hook of {NAMES[p.names[0]]} was called {seen} times, should be {p.calls}"
 
     def teardown(self) -> None:
-        """Have JAX differentiate each history."""
+        """Compare each memory with the gradient that JAX computes from its terms."""
         grads = [*self.held, *(p.grad for p in self.parameters if p.grad is not None)]
         for memory in {id(grad.memory): grad.memory for grad in grads}.values():
             seen = witness(memory)
@@ -315,7 +315,7 @@ class GradStates(RuleBasedStateMachine):
 
     @initialize(names=st.sampled_from(TIED), values=st.tuples(*[st.integers(1, 3)] * 6), holds_all=st.booleans())
     def start(self, names: tuple[int, ...], values: tuple[int, ...], holds_all: bool) -> None:
-        """Make one to three parameters; perhaps somebody keeps each gradient as soon as there is one."""
+        """Make one to three parameters; with `holds_all`, keep a reference to each new gradient."""
         self.holds_all = holds_all
         tensors = []
         for i in sorted(set(names)):
@@ -369,7 +369,7 @@ class GradStates(RuleBasedStateMachine):
     @small
     @rule(c=coefficients, use_reentrant=st.booleans())
     def backward_through_checkpoint(self, c: Coefficients, use_reentrant: bool) -> None:
-        """Backward of a loss that is computed again; the reentrant one is a backward inside the backward."""
+        """Backward through a checkpoint, which recomputes the loss; a reentrant one runs a backward inside."""
         terms, one = self.terms(c), torch.ones((), requires_grad=True)  # it wants an input that is trainable
         with self.refused(not terms, UNREACHED):
             checkpoint(self.module, c, one, use_reentrant=use_reentrant, preserve_rng_state=False).backward()
@@ -378,7 +378,7 @@ class GradStates(RuleBasedStateMachine):
     @small
     @rule(first=coefficients, second=coefficients)
     def backward_of_several_roots(self, first: Coefficients, second: Coefficients) -> None:
-        """One backward of two losses, which adds once to each parameter."""
+        """One backward of two losses, which adds to each parameter once."""
         one, two = self.terms(first), self.terms(second)
         with self.refused(not (one and two), UNREACHED):
             torch.autograd.backward([self.module(first), self.module(second)])
@@ -386,7 +386,7 @@ class GradStates(RuleBasedStateMachine):
 
     @rule(c=coefficients, mode=st.sampled_from((torch.no_grad, torch.inference_mode)))
     def forward_without_graph(self, c: Coefficients, mode: Callable[[], Any]) -> None:
-        """A loss that was computed in a mode without graphs has no backward."""
+        """Backward of a loss computed without a graph, which torch refuses."""
         with mode():
             loss = self.module(c)
         with self.refused(True, f"backward of a loss under {mode.__name__}"):
@@ -405,7 +405,7 @@ class GradStates(RuleBasedStateMachine):
     @small
     @rule(c=coefficients, name=names)
     def functional_call(self, c: Coefficients, name: int) -> None:
-        """The gradient of a replaced parameter goes to what replaces it."""
+        """Backward through a functional call: the gradient goes to the tensor that replaces the parameter."""
         p = self.at(name)
         if c[name] is None:
             return
@@ -418,7 +418,7 @@ class GradStates(RuleBasedStateMachine):
     @with_gradients
     @rule()
     def take_references(self) -> None:
-        """Somebody keeps each gradient, a tensor of the same memory, and a copy."""
+        """Keep references: each gradient, a tensor of the same memory, and a copy."""
         self.held.clear()
         for p in self.parameters:
             if p.grad is not None:
@@ -434,7 +434,7 @@ class GradStates(RuleBasedStateMachine):
     @with_gradients
     @rule(which=resets)
     def zero_grad(self, which: str) -> None:
-        """Write zeros, and cut graphs: of the module, or of an optimizer, which may have only the first parameter."""
+        """Zero the gradients of the module or of an optimizer, and detach them."""
         (self.module if which == "module" else self.optimizers[which]).zero_grad(set_to_none=False)
         for p in self.parameters[: 1 if which == "first" else 3]:
             if p.grad is not None:
@@ -444,7 +444,7 @@ class GradStates(RuleBasedStateMachine):
     @with_gradients
     @rule(which=resets)
     def zero_grad_to_none(self, which: str) -> None:
-        """Let gradients go: of the module, or of an optimizer, which may have only the first parameter."""
+        """Set the gradients of the module or of an optimizer to None."""
         (self.module if which == "module" else self.optimizers[which]).zero_grad()
         for p in self.parameters[: 1 if which == "first" else 3]:
             p.grad = None
@@ -505,7 +505,7 @@ class GradStates(RuleBasedStateMachine):
     @clips
     @rule(foreach=st.booleans())
     def clip_value(self, foreach: bool) -> None:
-        """Clip each number to 2."""
+        """Clip each element to [-2, 2]."""
         torch.nn.utils.clip_grad_value_(self.module.parameters(), 2.0, foreach=foreach)
         for p in self.parameters:
             if p.grad is not None:
@@ -513,7 +513,7 @@ class GradStates(RuleBasedStateMachine):
 
     @rule(name=names, kind=st.sampled_from(("doubles", "counts", "frees")))
     def register_hook(self, name: int, kind: str) -> None:
-        """One that changes the gradient, one that counts, or one that steps and frees: an optimizer in the backward."""
+        """Add a hook that doubles the gradient, counts, or steps and frees the gradient inside the backward."""
         p, calls = self.at(name), list[int]()
         tensor = self.tensor(p)
         if kind in p.hooks or not p.trainable or (kind == "frees" and self.is_shared()):
@@ -528,7 +528,7 @@ class GradStates(RuleBasedStateMachine):
     @precondition(lambda machine: any(p.hooks for p in machine.parameters))
     @rule()
     def remove_hooks(self) -> None:
-        """Remove all hooks again."""
+        """Remove all hooks."""
         for p in self.parameters:
             for handle, _ in p.hooks.values():
                 handle.remove()
@@ -537,7 +537,7 @@ class GradStates(RuleBasedStateMachine):
     @small
     @rule(which=optimizers, closure=st.one_of(st.none(), coefficients))
     def step(self, which: str, closure: Coefficients | None) -> None:
-        """Of one of several optimizers over the same parameters, perhaps with a closure; no gradient changes."""
+        """Step one of several optimizers over the same parameters, perhaps with a closure; no gradient changes."""
         terms = self.terms(closure) if closure else {}
         optimizer = self.optimizers[which]
 
@@ -560,7 +560,7 @@ class GradStates(RuleBasedStateMachine):
                 p.value = p.value - LEARNING_RATE * p.grad.memory.value
 
     def step_of_twin(self, twin: torch.optim.Optimizer, stepped: list[Parameter]) -> None:
-        """Expect the values of an optimizer whose gradients nobody else holds."""
+        """Take the values that the second optimizer, whose gradients are not shared, gives the parameters."""
         plain = twin.param_groups[0]["params"]
         for p, each in zip(stepped, plain, strict=True):
             each.data = each.data.to(self.dtype)
@@ -572,12 +572,12 @@ class GradStates(RuleBasedStateMachine):
             p.value = self.read(each)
 
     def plain(self, value: Array) -> torch.Tensor:
-        """Return numbers as a plain tensor."""
+        """Return numbers as a tensor of the machine's dtype and device."""
         return torch.tensor(value, dtype=self.dtype, device=self.device)
 
     @rule(name=names, flag=st.booleans())
     def requires_grad_(self, name: int, flag: bool) -> None:
-        """Freeze a parameter or thaw it; its gradient stays."""
+        """Freeze or unfreeze a parameter; its gradient stays."""
         self.tensor(self.at(name)).requires_grad_(flag)
         self.at(name).trainable = flag
 
@@ -603,7 +603,7 @@ class GradStates(RuleBasedStateMachine):
     @precondition(lambda machine: machine.make_optimizer is None)
     @rule(dtype=st.sampled_from((torch.float64, torch.float32)))
     def to_dtype(self, dtype: torch.dtype) -> None:
-        """Gradients follow: the tensor stays, its memory is a new one."""
+        """Change the dtype: a gradient keeps its tensor and gets a new memory."""
         if dtype != self.dtype:
             self.module.to(dtype)
             self.dtype = dtype
@@ -612,7 +612,7 @@ class GradStates(RuleBasedStateMachine):
 
     @rule()
     def deepcopy(self) -> None:
-        """A copy of the module has gradients of its own, or none, as torch.nn.Parameter (pytorch #95711)."""
+        """Deep-copy the module: the copy has gradients of its own, or none, as `torch.nn.Parameter` (pytorch#95711)."""
         tensors = [self.tensor(p) for p in self.parameters if p.grad is not None and p.grad.graph]
         refuses = any(type(each).__deepcopy__ is torch.Tensor.__deepcopy__ for each in tensors)
         with self.refused(refuses, "deepcopy of a tensor whose gradient has a graph"):

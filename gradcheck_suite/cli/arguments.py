@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
 
     def error(self, message: str) -> NoReturn:
-        """Raise `BadUsageError`, with the option that may have been meant."""
+        """Raise `BadUsageError`; if an option is unknown, suggest a similar one."""
         unknown, _, given = message.partition(": ")
         if unknown == "unrecognized arguments":
             message += suggestion(given.split()[0].partition("=")[0], self._option_string_actions)
@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def top_parser(program: str, commands: Mapping[str, str]) -> Parser:
-    """Return the parser of what stands before a command: `--help`, `--version`, or a word that is no command."""
+    """Return the parser of command lines without a valid command: `--help`, `--version`, or a misspelt command."""
     listed = "\n".join(f"  {line}" for line in aligned(commands.items()))
     parser = Parser(
         prog=program,
@@ -195,7 +195,7 @@ class OutputOptions(Options):
     )
 
     def expect_writable(self) -> None:
-        """Refuse paths that cannot be written, and a page without the package that writes it."""
+        """Raise `UsageError` if a path cannot be written, or if `--html` lacks the package that it needs."""
         expect_writable(self.reports, json=self.json, html=self.html)
         if self.html is not None:
             from gradcheck_suite.page.render import expect_installed
@@ -203,7 +203,7 @@ class OutputOptions(Options):
             expect_installed("the HTML report", ["jinja2"])
 
     def absolute(self) -> OutputOptions:
-        """Return the options with paths that stay right where the working directory changes."""
+        """Return the options with absolute paths, for code that may change the working directory."""
         paths = {
             name: path and path.absolute() for name in ("json", "html", "reports") if (path := getattr(self, name))
         }
@@ -267,7 +267,7 @@ def add_reports(parser: Parser, what: str, default: Path | None = None) -> None:
     Args:
         parser: of the command.
         what: it writes.
-        default: the folder where neither the option nor the project names one; None where nothing is recorded then.
+        default: the folder if neither the option nor the project names one; None if nothing is recorded then.
     """
     nowhere = "nothing is recorded" if default is None else f"{default}"
     shown = f"{what} (default: reports of {CONFIGURED}; without that, {nowhere})"
@@ -283,7 +283,7 @@ def add_number(
     read: Callable[[str], int] = positive_integer,
     metavar: str | None = "N",
 ) -> None:
-    """Add an option that takes a whole number; its help says of what, and the default."""
+    """Add an option that takes a whole number; its help ends with the default."""
     parser.add_argument(flag, type=read, default=default, metavar=metavar, help=f"{what} (default %(default)s)")
 
 
@@ -300,11 +300,11 @@ def add_rows(parser: Parser) -> None:
 
 
 def expect_writable(reports: Path | None, *folders: str, **files: Path | None) -> None:
-    """Refuse paths that cannot be written.
+    """Raise `UsageError` if a path cannot be written.
 
     Args:
-        reports: the reports folder, whose records are written; None for no records.
-        folders: others under it.
+        reports: the reports folder, to whose records lines are appended; None for no records.
+        folders: further folders under it.
         files: option without its dashes, such as `json`, -> the file that it names, or None.
     """
     for name, path in files.items():

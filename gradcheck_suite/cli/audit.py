@@ -54,7 +54,7 @@ def script_runner(path: str, arguments: Sequence[str]) -> Callable[[], dict[str,
     """Return a function that runs a script as the main module, and returns its names.
 
     Raises:
-        UsageError: there is no such script, it cannot be read, or it is no Python.
+        UsageError: the script does not exist, cannot be read, or is not Python.
     """
     file = Path(path)
     if file.is_dir():
@@ -65,8 +65,8 @@ def script_runner(path: str, arguments: Sequence[str]) -> Callable[[], dict[str,
         raise UsageError(no_file(file))
     if file.suffix == ".ipynb":
         raise UsageError(
-            f"{path} is a notebook, and a script is expected: put `with gradcheck_suite.audit():` around the training "
-            "in its cell, or make a script by `jupyter nbconvert --to script`"
+            f"{path} is a notebook: expected a script; put `with gradcheck_suite.audit():` around the training in its "
+            "cell, or convert it with `jupyter nbconvert --to script`"
         )
     try:
         with io.open_code(str(file.resolve())) as opened:
@@ -104,7 +104,7 @@ def module_runner(name: str, arguments: Sequence[str]) -> Callable[[], dict[str,
     except (ImportError, ValueError) as error:
         raise UsageError(f"-m {name}: {error}") from None
     if found is None:
-        raise UsageError(f"-m {name}: no such module")
+        raise UsageError(f"-m {name}: no such module on Python's path or in the working directory")
 
     def run() -> dict[str, Any]:
         with _interpreter_of([name, *arguments], str(Path.cwd())):
@@ -172,7 +172,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _write_page(
     path: Path, result: Result, sources: Sequence[Mapping[str, Any] | None], lines: Sequence[str], folder: Path
 ) -> None:
-    """Write the page of the run, name it, and open it where there is a violation to look at."""
+    """Write the page of the run, print its name, and open it if there is a violation."""
     from gradcheck_suite.page.render import open_page, violations_html
     from gradcheck_suite.page.violation import violation_page
 
@@ -185,7 +185,7 @@ def _write_page(
 
 
 def _finish(arguments: list[str], output: OutputOptions, result: Result, status: int, folder: Path) -> int:
-    """Print the result, then write it; return the exit status, which a file that cannot be written does not change.
+    """Print and write the result; return the exit status, also if a file cannot be written.
 
     Args:
         arguments: of the script.

@@ -29,7 +29,7 @@ class Capability:
 
     Attributes:
         name: such as `"--device cuda"`.
-        reason: why it cannot run here; None where it can.
+        reason: why it cannot run here; None if it can.
         main: whether it is the suite's main job, verifying on the CPU.
     """
 
@@ -100,11 +100,11 @@ def _cannot_run(attempt: Callable[[], Any]) -> str | None:
 
 
 def add_arguments(parser: parsers.Parser) -> None:
-    """Add the command's arguments, of which there are none."""
+    """Add nothing: the command has no arguments."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the diagnosis; the status is 0 where the suite's main job can run, 1 where it cannot."""
+    """Print the diagnosis; return 0 if the suite's main job can run here, else 1."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     reasons = environment.missing()
     with contextlib.suppress(CannotRunHere):

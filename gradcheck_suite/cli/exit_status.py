@@ -58,14 +58,14 @@ def status_of(*, violated: bool, findings: bool, interrupted: bool = False) -> i
 
 
 def fail(program: str, message: str, status: int = BAD_USAGE) -> int:
-    """Print one line on standard error, where that takes any, and return the status."""
+    """Print one line on standard error, unless it is closed or full, and return the status."""
     with suppress(OSError, ValueError):
         print(f"{program}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
     return status
 
 
 def attempt(program: str, write: Callable[[], _T]) -> _T | None:
-    """Write what was found; that it cannot be written is one line, and changes no verdict."""
+    """Call `write`; if it raises `UsageError`, print its message and return None, so that the verdict stays."""
     try:
         return write()
     except UsageError as error:
@@ -73,7 +73,7 @@ def attempt(program: str, write: Callable[[], _T]) -> _T | None:
         return None
 
 
-# The code under test may end the process past every handler of Python's.
+# The code under test may call `os._exit`, which ends the process without running any handler.
 
 
 _exit = os._exit
@@ -81,9 +81,9 @@ _exit = os._exit
 
 @contextmanager
 def ends_with(act: Callable[[int], int]) -> Iterator[None]:
-    """Let `os._exit` call `act` first, with its status, and end the process with what that returns.
+    """Make `os._exit(status)` end this process with the status `act(status)`.
 
-    In a child process, as `multiprocessing` forks them, it stays what it is.
+    A forked child process keeps the real `os._exit`.
     """
     outer, process = os._exit, os.getpid()
 
@@ -105,10 +105,10 @@ _active: list[list[int]] = []
 
 @contextmanager
 def noted_interrupts() -> Iterator[list[int]]:
-    """Yield a list to which every Ctrl-C inside the block is added; `KeyboardInterrupt` is raised all the same.
+    """Yield a list to which every Ctrl-C inside the block is added; `KeyboardInterrupt` is still raised.
 
-    A block inside another one yields the same list: an interrupt during start-up, which a callback of the garbage
-    collector may lose, is noticed by the work that follows.
+    A nested block yields the list of the outer one: a callback of the garbage collector may lose an interrupt during
+    start-up, and the work that follows finds it in the list.
     """
     if _active:
         yield _active[-1]

@@ -37,11 +37,11 @@ def one_line(error: BaseException) -> str:
 
 
 def expect_found(text: str) -> None:
-    """Refuse a loop or a problem that its source plainly lacks, before torch and jax are imported, which takes seconds.
+    """Refuse a loop or problem that does not exist, before the import of torch and jax, which takes seconds.
 
     Raises:
-        UsageError: there is no such file, it is no Python, or the name occurs nowhere in it; or a built-in's name does
-            not exist.
+        UsageError: the file does not exist or is not Python, the name does not occur in it, or there is no built-in
+            loop of this name.
     """
     place, colon, name = text.rpartition(":")
     path = Path(place)
@@ -84,7 +84,7 @@ def _names_bound(tree: ast.AST) -> set[str] | None:
 
 
 def _expect_built_in(text: str) -> None:
-    """Refuse a name that the sources of the built-in loops have nowhere; the names of trainers are known."""
+    """Refuse a name that does not occur in the sources of the built-in loops, and is no trainer."""
     loops = Path(__file__).parents[1] / "loops"
     nodes = (
         node
@@ -106,12 +106,12 @@ def _no_built_in(text: str, names: Iterable[str]) -> str:
 
 
 def resolve_loop(text: str, framework: str | None = None) -> Loop:
-    """Return the loop that `FILE.py:NAME`, `package.module:NAME`, a built-in's or a trainer's name stands for.
+    """Return the loop of `FILE.py:NAME` or `package.module:NAME`, or the built-in loop or trainer of this name.
 
-    One of a user's is declared as a loop of JAX where the framework is `"jax"`.
+    If the framework is `"jax"`, a loop from a file or module is declared as a JAX loop.
 
     Raises:
-        UsageError: there is none of that name, its file does not import, or it cannot be called with one argument.
+        UsageError: no loop has this name, its file cannot be imported, or it cannot be called with one argument.
         CannotRunHere: it is a trainer that is not installed.
     """
     if ":" not in text:
@@ -136,10 +136,10 @@ def resolve_loop(text: str, framework: str | None = None) -> Loop:
 
 
 def resolve_problem(text: str) -> Problem:
-    """Return the problem that `FILE.py:NAME` or `package.module:NAME` stands for.
+    """Return the problem of `FILE.py:NAME` or `package.module:NAME`.
 
     Raises:
-        UsageError: there is none of that name, or it is neither a `Problem` nor a function that returns one.
+        UsageError: the name does not exist, or is neither a `Problem` nor a function that returns one.
     """
     if ":" not in text:
         raise UsageError(f"--problem must be FILE.py:NAME or package.module:NAME, got {text!r}")
@@ -163,7 +163,7 @@ def resolve_problem(text: str) -> Problem:
 
 
 def _noted(found: Any, resolve: Callable[[str], Any], text: str) -> Any:
-    """Return what a text stands for, after a note of how other processes find it."""
+    """Return a loaded object, after a note of how other processes load it."""
     place, colon, name = text.rpartition(":")
     if place.endswith(".py"):
         text = f"{Path(place).resolve()}{colon}{name}"
@@ -217,9 +217,9 @@ def _module(place: str) -> ModuleType:
     if place.endswith(".py") or "/" in place or "\\" in place:
         return _import_file(path)
     if path.is_file():
-        raise UsageError(f"{place} is no Python file: expected a name that ends in .py")
+        raise UsageError(f"{place} is not a Python file: expected a name that ends in .py")
     if not all(part.isidentifier() for part in place.split(".")):
-        raise UsageError(f"{place!r} is neither a file that ends in .py nor a module's name")
+        raise UsageError(f"expected FILE.py:NAME or package.module:NAME, got {place!r} before the colon")
     return _import_module(place)
 
 
@@ -227,7 +227,7 @@ def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise UsageError(f"{path} is a folder: expected a Python file" if path.is_dir() else no_file(path))
     if path.suffix != ".py":
-        raise UsageError(f"{path} is no Python file: expected a name that ends in .py")
+        raise UsageError(f"{path} is not a Python file: expected a name that ends in .py")
     resolved, status = path.resolve(), path.stat()
     key = (str(resolved), status.st_mtime_ns, status.st_size)
     if key not in _loaded:
@@ -299,9 +299,9 @@ def _line_in(error: BaseException, file: str | None) -> str:
 
 def _expect_one_argument(loop: Any, text: str) -> None:
     if inspect.iscoroutinefunction(loop) or inspect.isasyncgenfunction(loop):
-        raise UsageError(f"{text} is an async function, which calling does not run: expected a plain function")
+        raise UsageError(f"{text} is an async function, and calling it runs nothing: expected a plain function")
     if inspect.isgeneratorfunction(loop):
-        raise UsageError(f"{text} is a generator (it contains yield), which calling does not run: remove the yield")
+        raise UsageError(f"{text} is a generator (it contains yield), and calling it runs nothing: remove the yield")
     try:
         signature = inspect.signature(loop)
     except (TypeError, ValueError):
@@ -311,8 +311,8 @@ def _expect_one_argument(loop: Any, text: str) -> None:
     except TypeError:
         shown = f"{text.rpartition(':')[2]}{signature}"
         raise UsageError(
-            f"{text} cannot be called with one argument: it is {shown}, expected a function of one argument, "
-            "the TrainingRun"
+            f"{text} cannot be called with one argument: expected a function of one argument, the TrainingRun, "
+            f"got {shown}"
         ) from None
 
 
@@ -352,7 +352,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def no_file(path: Path) -> str:
-    """Return that there is no such file, with the one that may have been meant."""
+    """Return the message for a missing file, with a similar name if there is one."""
     folder = path.parent
     near = difflib.get_close_matches(path.name, [p.name for p in folder.glob("*.py")], n=1) if folder.is_dir() else []
     hint = f" (did you mean {folder / near[0]}?)" if near else ""

@@ -16,7 +16,12 @@ class Progress:
     """One bar on standard error for the loop at work; gone once its line is printed."""
 
     def __init__(self, *, examples: int = 0, then: str | None = None) -> None:
-        """Take how many cases there will be of each loop, and what comes after the last one where that takes long."""
+        """Prepare the bar.
+
+        Args:
+            examples: cases of each loop.
+            then: what happens after the last case, shown while it runs; None if nothing takes long.
+        """
         self._then, self._cases = then, 0
         self._bar: Bar | None = None
         self._task: TaskID | None = None
@@ -29,7 +34,7 @@ class Progress:
         self.stop()
 
     def start(self, name: str, examples: int | None = None) -> None:
-        """Show a fresh bar for a loop, of so many cases."""
+        """Show a new bar for a loop with `examples` cases."""
         self.stop()
         self._examples = examples or self._examples
         self._cases = 0
@@ -61,12 +66,12 @@ class Progress:
                 self._bar.update(self._task, description=f"{self._name}: {self._then}")
 
     def count(self, more: int) -> None:
-        """Count so many more."""
+        """Advance the bar by `more` cases."""
         if self._bar is not None and self._task is not None:
             self._bar.advance(self._task, more)
 
     def stop(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
         self._bar = self._task = None

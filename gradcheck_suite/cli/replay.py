@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _named_before(stored: StoredCase, violation: Violation) -> list[str]:
-    """Return a line with the name that the file has for the violation, where a larger case gave it another one."""
+    """Return a line with the stored diagnosis, if it differs because it came from a larger case."""
     if stored.kind != violation.kind or stored.diagnosis in ("", violation.diagnosis):
         return []
     return [f"stored as {stored.diagnosis}: {stored.explanation}"]
@@ -92,7 +92,7 @@ def _subjects(arguments: argparse.Namespace, stored: StoredCase, name: str) -> t
 
     asked, named = arguments.problem, stored.case.problem
     if asked is not None and not isinstance(named, str):
-        raise UsageError(f"--problem {asked}: case {stored.case.digest} brings its own generated problem; drop it")
+        raise UsageError(f"--problem {asked}: case {stored.case.digest} has its own generated problem; drop --problem")
 
     def resolve(text: str) -> Loop:
         return resolve_loop(text, arguments.framework)
@@ -104,8 +104,8 @@ def _subjects(arguments: argparse.Namespace, stored: StoredCase, name: str) -> t
 
 
 def _named_by(case: Path, name: str, resolve: Callable[[str], _T]) -> _T:
-    """Resolve what the case's file names; where that fails, say that it need not be what the file names."""
+    """Resolve a name from the case's file; if that fails, say how to pass another one."""
     try:
         return resolve(name)
     except UsageError as error:
-        raise UsageError(f"{case} names {name}, but {error}; pass LOOP or --problem to say otherwise") from None
+        raise UsageError(f"{case} names {name}, but {error}; pass another LOOP or --problem") from None

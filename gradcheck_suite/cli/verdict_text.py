@@ -48,7 +48,7 @@ def header(
 
 
 def subjects(names: Iterable[str], versions: Mapping[str, str | None], libraries: Iterable[str] = ()) -> str:
-    """Return the versions that a verdict on some loops is about: the suite's, the frameworks', their libraries'."""
+    """Return the versions on which a verdict depends: of the suite, the frameworks and the loops' libraries."""
     packages = dict.fromkeys(package for name in names if name in TRAINERS for package in TRAINERS[name].packages)
     packages |= dict.fromkeys(libraries)
     return ", ".join(f"{name} {versions[name]}" for name in ("gradcheck-suite", "torch", "jax", *packages))

@@ -50,8 +50,8 @@ class Subject:
         name: of the loop in the result.
         loop: the loop.
         problem: the user's problem that it trains; None for generated ones.
-        problem_name: of that problem in the cases, None without one.
-        importable: whether `name` is one that the command line takes, as a script must.
+        problem_name: the problem's name in the cases; None for generated ones.
+        importable: whether the command line accepts `name`; the script of a violation needs that.
     """
 
     name: str
@@ -106,7 +106,7 @@ def verify_subject(subject: Subject, options: VerifyOptions, progress: Callable[
 def store(
     subject: Subject, options: VerifyOptions, verified: Verified, reports: Path, environment: Mapping[str, Any]
 ) -> Counterexample | None:
-    """Store a violation under a reports folder; return its files, None where the loop holds.
+    """Store a violation under a reports folder; return its files, or None if the loop holds.
 
     Raises:
         UsageError: a file cannot be written.
@@ -144,7 +144,7 @@ def record(
     environment: Mapping[str, Any],
     stored: Counterexample | None,
 ) -> None:
-    """Append the record of a verification; nothing where no folder was asked for.
+    """Append the record of a verification; do nothing without a folder.
 
     Raises:
         UsageError: it cannot be written.
@@ -311,10 +311,10 @@ def _keep(
     width: int,
     before: Callable[[], None],
 ) -> None:
-    """Store a violation, print the verdict and the names of its files, then append the record where one is asked for.
+    """Store a violation, print the verdict and the names of its files, then append the record if one is wanted.
 
-    A file that cannot be written is said after the verdict, and changes no status. The script is run after the verdict,
-    too: it imports torch, which takes seconds.
+    If a file cannot be written, the message follows the verdict, and the exit status stays. The script runs after the
+    verdict, too: it imports torch, which takes seconds.
     """
     from gradcheck_suite.cli.verdict_text import file_lines
 
@@ -349,7 +349,7 @@ def _keep(
 
 
 def _write_page(html: Path, done: _Run) -> None:
-    """Write the page of the run and of each violation, name it, and open it where there is a violation to look at."""
+    """Write the page of the run and its violations, print its name, and open it if there is a violation."""
     from gradcheck_suite.page.render import open_page, violations_html
     from gradcheck_suite.page.violation import read_violation
 
@@ -373,7 +373,7 @@ def _list(ranks: int) -> int:
 
 
 def modes_of(framework: str | None, ranks: int) -> dict[str, Loop]:
-    """Return the reset modes of the frameworks that are asked for."""
+    """Return the reset modes of a framework, `"torch"`, `"jax"` or `"all"`, or those for several ranks."""
     from gradcheck_suite.loops.jax_modes import JAX_MODES
     from gradcheck_suite.loops.ranks import RANK_MODES
     from gradcheck_suite.loops.reset_modes import MODES
@@ -384,7 +384,7 @@ def modes_of(framework: str | None, ranks: int) -> dict[str, Loop]:
 
 
 def _subjects(arguments: argparse.Namespace, options: VerifyOptions) -> list[Subject]:
-    """Load the loops and the problem; refuse a problem that a loop's assumptions exclude."""
+    """Load the loops and the problem; raise `UsageError` if a loop's assumptions exclude the problem."""
     from gradcheck_suite.cli.loading import resolve_loop, resolve_problem
     from gradcheck_suite.loops.ranks import RANK_LOOPS
     from gradcheck_suite.strategies.cases import expect_layers_left

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Batch = Any
 Loop = Callable[[Any], None]
-"""A training loop: it takes a `TrainingRun`, or a `JaxTrainingRun` where it is declared as a JAX loop."""
+"""A training loop: it takes a `TrainingRun`, or a `JaxTrainingRun` if it is declared as a JAX loop."""
 _LoopT = TypeVar("_LoopT", bound=Callable[..., Any])
 
 EQUAL_MICRO_BATCHES = "equal-micro-batches"
@@ -58,13 +58,13 @@ ASSUMPTIONS = {
     SCHEDULES_MICRO_BATCHES: "the learning rate schedule is meant to advance once per micro-batch",
     f"{NO_LAYER}KIND": "no layer of this kind, such as no-layer:embedding",
 }
-"""Every assumption and its meaning; KIND stands for the name of a layer kind."""
+"""Assumption -> its meaning; KIND stands for the name of a layer kind."""
 DECLARED = {
     EDITS_PARAMETERS: "gradients were judged at the parameters that each step found",
     EDITS_SETTINGS: "changes of the optimizer's settings were not judged",
     SCHEDULES_MICRO_BATCHES: "steps of schedulers were not judged",
 }
-"""The assumptions under which the same cases are drawn, and what is not judged because of them."""
+"""Assumption that does not change which cases are drawn -> what is not judged because of it."""
 AUTOCAST_DTYPES = ("bfloat16", "float16")
 """The dtypes in which a loop may declare that it computes its losses under `torch.autocast`."""
 
@@ -110,7 +110,7 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class JaxTrainingRun:
-    """The argument of a loop of JAX: everything that it trains with.
+    """The argument of a JAX loop: everything that it trains with.
 
     Attributes:
         params: a pytree of JAX arrays.
@@ -143,7 +143,7 @@ class JaxTrainingRun:
 class Problem:
     """A user's problem: a model, a source of items and a loss.
 
-    For a loop of JAX the model is a pytree of arrays, and the batch and the loss are made of arrays as well.
+    For a JAX loop the model is a pytree of arrays, and the batch and the loss consist of arrays, too.
 
     Attributes:
         model: seed -> a fresh module; the same seed gives the same parameter values.
@@ -179,7 +179,7 @@ _ARGUMENTS = {"model": ("seed",), "batch": ("items", "seed"), "loss": ("model", 
 
 
 def _expect_arguments(name: str, function: Any, wanted: tuple[str, ...]) -> None:
-    """Raise `UsageError` for a function that does not take these arguments."""
+    """Raise `UsageError` if a function does not take these arguments."""
     # a plain function tells at once; a signature takes 30 times as long to find out more
     code = function.__code__ if isinstance(function, FunctionType) else None
     if function is None or (code and (code.co_argcount, code.co_kwonlyargcount) == (len(wanted), 0)):
@@ -203,7 +203,11 @@ def is_assumption(name: Any) -> bool:
 
 
 def checked_assumptions(names: Iterable[str]) -> frozenset[str]:
-    """Return the names as a set; `UsageError` lists unknown names."""
+    """Return the names as a set, with those that they imply.
+
+    Raises:
+        UsageError: a name is unknown, or two names exclude each other.
+    """
     if isinstance(names, str):
         raise UsageError(f"assumes must be a tuple of names such as ({names!r},), got the string {names!r}")
     chosen = frozenset(names)
@@ -224,11 +228,11 @@ def excluded_layers(assumes: Iterable[str]) -> frozenset[str]:
 
 
 def expect_within(problem: Problem, assumes: frozenset[str], *, loop: str = "the loop", name: str = "problem") -> None:
-    """Raise `UsageError` where a user's problem contradicts what a loop assumes.
+    """Raise `UsageError` if a user's problem contradicts what a loop assumes.
 
     Args:
-        problem: of the user.
-        assumes: of the loop, names from `ASSUMPTIONS`.
+        problem: the user's problem.
+        assumes: what the loop assumes, names from `ASSUMPTIONS`.
         loop: the name of the loop in the message.
         name: the name of the problem in the message.
     """
@@ -246,7 +250,7 @@ def expect_within(problem: Problem, assumes: frozenset[str], *, loop: str = "the
 
 
 def checked_autocast(name: str | None) -> str | None:
-    """Return the dtype, or None for none; `UsageError` for another value."""
+    """Return the name of an autocast dtype, or None; raise `UsageError` for another value."""
     if name is not None and name not in AUTOCAST_DTYPES:
         raise UsageError(f"autocast must be one of {', '.join(AUTOCAST_DTYPES)}; got {name!r}")
     return name
@@ -280,9 +284,9 @@ def jax_training_loop(loop: None = None, *, assumes: Iterable[str] = ()) -> Call
 
 
 def jax_training_loop(loop: Any = None, *, assumes: Iterable[str] = ()) -> Any:
-    """Declare a loop of JAX, which takes a `JaxTrainingRun`, and what it assumes.
+    """Declare a JAX loop, which takes a `JaxTrainingRun`, and what it assumes.
 
-    It decorates with or without arguments: `@jax_training_loop`, `@jax_training_loop(assumes=("whole-windows",))`.
+    Use it with or without arguments: `@jax_training_loop`, `@jax_training_loop(assumes=("whole-windows",))`.
 
     Args:
         loop: the loop.
@@ -299,7 +303,7 @@ def jax_training_loop(loop: Any = None, *, assumes: Iterable[str] = ()) -> Any:
 
 
 def is_jax(loop: Loop) -> bool:
-    """Return whether a loop is declared as one of JAX."""
+    """Return whether a loop is declared as a JAX loop."""
     return getattr(loop, "framework", None) == "jax"
 
 
@@ -309,7 +313,7 @@ def assumptions_of(loop: Loop) -> frozenset[str]:
 
 
 def autocast_of(loop: Loop) -> str | None:
-    """Return the dtype of the autocast that a loop declares, or None."""
+    """Return the autocast dtype that a loop declares, or None."""
     return getattr(loop, "autocast", None)
 
 
@@ -325,10 +329,10 @@ ITEMS_OF_RANKS = (1, 3, 4, 8)
 
 
 def dealt_to_ranks(plan: Plan, ranks: int, assumes: Collection[str], *, uneven: bool = False) -> Plan:
-    """Return a plan in which every rank has micro-batches like those of a plan of one rank, but of other sizes.
+    """Return a plan for several ranks: each has the micro-batches of a plan of one rank, in sizes of its own.
 
     Args:
-        plan: of one rank, within the assumptions.
+        plan: a plan of one rank, within the assumptions.
         ranks: number of ranks.
         assumes: what the loop assumes.
         uneven: whether the last rank has fewer micro-batches in the last window, or none, as the assumptions allow.

@@ -86,7 +86,11 @@ def test_whatever_takes_one_argument(folder, definition):
 @pytest.mark.parametrize(
     ("source", "text", "said"),
     [
-        ("def f(): ...", "a.py:f", "a.py:f cannot be called with one argument: it is f(), expected a function of one"),
+        (
+            "def f(): ...",
+            "a.py:f",
+            "a.py:f cannot be called with one argument: expected a function of one",
+        ),
         ("def f(a, b): ...", "a.py:f", "it is f(a, b)"),
         ("def f(*, run): ...", "a.py:f", "it is f(*, run)"),
         ("async def f(run): ...", "a.py:f", "a.py:f is an async function"),
@@ -111,8 +115,8 @@ def test_whatever_takes_one_argument(folder, definition):
         ("x", ".:f", ". is a folder: expected a Python file in it, FILE.py:NAME"),
         ("x", "sub", "sub is a folder: expected FILE.py:NAME"),
         ("x", "folder.py:f", "folder.py is a folder: expected a Python file"),
-        ("x", "notes.txt:f", "notes.txt is no Python file: expected a name that ends in .py"),
-        ("x", "./notes.txt:f", "notes.txt is no Python file: expected a name that ends in .py"),
+        ("x", "notes.txt:f", "notes.txt is not a Python file: expected a name that ends in .py"),
+        ("x", "./notes.txt:f", "notes.txt is not a Python file: expected a name that ends in .py"),
         ("x", "a:", "expected FILE.py:NAME or package.module:NAME for a loop, got 'a:'"),
         ("x", ":f", "got ':f'"),
         ("x", "a.py:f g", "got 'a.py:f g'"),

@@ -139,4 +139,4 @@ def test_a_loop_that_the_file_names_and_that_is_gone(run, project, stored):
 def test_a_problem_for_a_case_that_has_its_own(run, stored):
     outcome = run("replay", stored, "--problem", "loops.py:PROBLEM")
     assert outcome.status == 2
-    assert "brings its own generated problem; drop it" in outcome.err
+    assert "has its own generated problem; drop --problem" in outcome.err

@@ -46,7 +46,7 @@ BOTH = ("torch", "jax")
         (["verify", "zero_", "--problem", "mine.py:PROBELM"], "did you mean 'PROBLEM'?"),
         (["replay", "case.json", "mine.py:trian"], "case.json: no such file"),
         (["audit", "folder"], "folder is a folder: expected a Python script in it, such as folder/train.py"),
-        (["audit", "run.ipynb"], "run.ipynb is a notebook, and a script is expected: put `with gradcheck_suite.audit"),
+        (["audit", "run.ipynb"], "run.ipynb is a notebook: expected a script; put `with gradcheck_suite.audit"),
         (["audit", "mien.py"], "did you mean mine.py?"),
     ],
 )
