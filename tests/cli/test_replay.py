@@ -133,7 +133,7 @@ def test_a_loop_that_the_file_names_and_that_is_gone(run, project, stored):
     (project / "loops.py").unlink()
     outcome = run("replay", stored)
     assert outcome.status == 2
-    assert "names loops.py:no_reset, but loops.py: no such file; pass LOOP or --problem" in outcome.err
+    assert "names loops.py:no_reset, but loops.py: no such file; pass another LOOP or --problem" in outcome.err
 
 
 def test_a_problem_for_a_case_that_has_its_own(run, stored):
