@@ -25,15 +25,21 @@ from gradcheck_suite.run import environment
 if TYPE_CHECKING:
     from gradcheck_suite.auditing.context import audit, objective
     from gradcheck_suite.loops.trainers.adapters.transformers_trainer import transformers_loop
+    from gradcheck_suite.port.compare import compare_port
+    from gradcheck_suite.port.pair import Port
+    from gradcheck_suite.port.result import PortResult
     from gradcheck_suite.strategies.cases import cases, problems
     from gradcheck_suite.strategies.plans import plans
     from gradcheck_suite.verification.check import check
     from gradcheck_suite.verification.verify import verify
 
 _LAZY = {
+    "Port": "port.pair",
+    "PortResult": "port.result",
     "audit": "auditing.context",
     "cases": "strategies.cases",
     "check": "verification.check",
+    "compare_port": "port.compare",
     "objective": "auditing.context",
     "plans": "strategies.plans",
     "problems": "strategies.cases",
@@ -51,6 +57,8 @@ __all__ = [
     "Layer",
     "Loss",
     "Plan",
+    "Port",
+    "PortResult",
     "Problem",
     "ProblemSpec",
     "Result",
@@ -63,6 +71,7 @@ __all__ = [
     "case_from_json",
     "cases",
     "check",
+    "compare_port",
     "environment",
     "jax_training_loop",
     "objective",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gradcheck_suite.core.contract import Loop, Problem
     from gradcheck_suite.core.counterexamples import Counterexample
     from gradcheck_suite.core.results import Result
+    from gradcheck_suite.port.result import PortResult
 
 MARKER = "gradcheck"
 OPTIONS = {one.name: one for one in options_of(VerifyOptions)}
@@ -121,6 +122,30 @@ def audit_training() -> Callable[..., AbstractContextManager[Any]]:
             pytest.fail(str(opened.result), pytrace=False)
 
     return audited
+
+
+@pytest.fixture
+def assert_same_port() -> Callable[..., PortResult]:
+    """Return a function that fails the test where a JAX model is not the torch module.
+
+    It takes what `gradcheck_suite.compare_port` takes, and returns the `PortResult`.
+    """
+
+    def assert_same(module: Any, jax_model: Any = None, *inputs: Any, **options: Any) -> PortResult:
+        from gradcheck_suite.errors import UsageError
+        from gradcheck_suite.port.compare import compare_port
+
+        result, message = None, ""
+        try:
+            result = compare_port(module, jax_model, *inputs, **options)
+        except UsageError as error:
+            message = f"gradcheck-suite: {error}"
+        if result is None or not result.holds:
+            # outside of the handler, or pytest would print the message twice
+            pytest.fail(message or str(result), pytrace=False)
+        return result
+
+    return assert_same
 
 
 def _flag(name: str) -> str:

@@ -112,6 +112,12 @@ PROGRAM = Program(
             },
             passes_on=True,
         ),
+        "port": Command(
+            "is this JAX model the torch model: outputs, gradients, updates; where and why not",
+            "gradcheck_suite.cli.port",
+            ("port my_port.py:pair", "port my_port.py:pair --map --json port.json"),
+            {HOLDS: "the two are the same in all that was compared", VIOLATED: "they differ"},
+        ),
         "trainers": Command(
             "ask every installed trainer on which plans it holds",
             "gradcheck_suite.cli.trainers",

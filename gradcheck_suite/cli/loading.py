@@ -162,6 +162,28 @@ def resolve_problem(text: str) -> Problem:
     return _noted(problem, resolve_problem, text)
 
 
+def resolve_function(text: str, what: str) -> Callable[[], Any]:
+    """Return the function of no argument that `FILE.py:NAME` or `package.module:NAME` stands for.
+
+    Raises:
+        UsageError: there is none of that name, or it takes arguments.
+    """
+    if ":" not in text:
+        raise UsageError(f"expected FILE.py:NAME or package.module:NAME of {what}, got {text!r}")
+    found, module = _find(text, what)
+    if not callable(found):
+        raise UsageError(
+            f"{text} is of type {type(found).__name__}: expected a function of no argument{_offer(module)}"
+        )
+    try:
+        inspect.signature(found).bind()
+    except TypeError:
+        shown = f"{text.rpartition(':')[2]}{inspect.signature(found)}"
+        raise UsageError(f"{text} cannot be called without arguments: it is {shown}") from None
+    function: Callable[[], Any] = found
+    return function
+
+
 def _noted(found: Any, resolve: Callable[[str], Any], text: str) -> Any:
     """Return a loaded object, after a note of how other processes load it."""
     place, colon, name = text.rpartition(":")

@@ -1,4 +1,4 @@
-"""The options of `verify` and of `audit`, each declared once, as a field of a frozen dataclass.
+"""The options of `verify`, `audit` and `port`, each declared once, as a field of a frozen dataclass.
 
 The field gives the option of the command line, its key in `pyproject.toml`, the keyword in Python, and its line in the
 help and in the documents; its values are checked in one place, with one message. A new option is a new field. A command
@@ -478,5 +478,35 @@ class AuditOptions(Options):
         return False
 
 
-OF_COMMANDS: tuple[type[Options], ...] = (VerifyOptions, AuditOptions)
+# The options of a comparison of a port.
+
+
+@dataclass(frozen=True)
+class PortOptions(Options):
+    """How a JAX model is compared with a torch module."""
+
+    table: ClassVar[str] = "port"
+
+    examples: int = option(
+        20,
+        POSITIVE_INTEGER,
+        "inputs drawn beside the given ones, some of them of other sizes",
+        "--examples",
+        short="-n",
+        metavar="N",
+        in_project=True,
+    )
+    seed: int = option(0, SEED, "seed of the parameters and the inputs that are drawn", "--seed", metavar="S")
+    dtype: str = option(
+        "float64",
+        one_of(DTYPES),
+        f"report, too, how exactly both compute in {', '.join(DTYPES[1:])}; the verdict is always that of float64",
+        "--dtype",
+        metavar="DTYPE",
+        in_project=True,
+    )
+    show_map: bool = option(False, FLAG, "print which torch tensors each leaf of the parameters comes from", "--map")
+
+
+OF_COMMANDS: tuple[type[Options], ...] = (VerifyOptions, AuditOptions, PortOptions)
 """The options of the commands that have a table in `pyproject.toml`."""

@@ -6,7 +6,7 @@ import html
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 from gradcheck_suite.core.case import SCHEMA, Case, case_from_json
 from gradcheck_suite.core.contract import DECLARED
@@ -433,8 +433,15 @@ def result_from_json(data: Mapping[str, Any]) -> Result:
     return from_json(Result, {**data, "violations": violations, "unjudged": unjudged, "command": command})
 
 
-def results_to_json(results: Sequence[Result], environment: dict[str, Any]) -> dict[str, Any]:
-    """Return the document that `verify --json` and `audit --json` write."""
+class ToJson(Protocol):
+    """A result of `verify`, `audit` or `port`."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as JSON-ready data."""
+
+
+def results_to_json(results: Sequence[ToJson], environment: dict[str, Any]) -> dict[str, Any]:
+    """Return the document that `verify`, `audit` and `port` write with `--json`."""
     return {"schema": SCHEMA, "environment": environment, "results": [result.to_json() for result in results]}
 
 

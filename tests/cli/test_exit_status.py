@@ -22,7 +22,7 @@ from gradcheck_suite.cli.exit_status import (
 from gradcheck_suite.core.records import write_json
 
 ALWAYS = {HOLDS, BAD_USAGE, BUG, INTERRUPTED}
-NEVER_VIOLATED, NEVER_A_FINDING = {"report"}, {"report", "doctor"}
+NEVER_VIOLATED, NEVER_A_FINDING = {"report"}, {"report", "doctor", "port"}
 
 
 def _statuses(command: str) -> set[int]:

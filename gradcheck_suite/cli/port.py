@@ -1,0 +1,58 @@
+"""Compare a JAX model with the torch model that it is a port of: outputs, gradients, updates."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from gradcheck_suite.cli import arguments as parsers
+from gradcheck_suite.cli import exit_status
+from gradcheck_suite.cli.arguments import OutputOptions, expect_writable
+from gradcheck_suite.cli.loading import expect_found, resolve_function
+from gradcheck_suite.core.options import PortOptions, options_of
+from gradcheck_suite.core.records import write_json, write_text
+from gradcheck_suite.core.results import results_to_json
+from gradcheck_suite.core.text import say
+from gradcheck_suite.run import environment
+
+PROGRAM = "gradcheck-suite port"
+OUTPUTS = ("quiet", "json", "html")
+PACKAGES = ("equinox", "flax", "optax")
+
+
+def add_arguments(parser: parsers.Parser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("pair", metavar="FILE.py:PAIR", help="a function that returns a gradcheck_suite.Port or a dict")
+    parsers.add_options(parser, PortOptions)
+    for one in options_of(OutputOptions):
+        if one.name in OUTPUTS:
+            parsers.add_option(parser, one, one.default)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Judge the pair, and print and write the verdict."""
+    options = parsers.parsed(arguments, PortOptions)
+    expect_writable(None, json=arguments.json, html=arguments.html)
+    environment.expect_main_job()
+    expect_found(arguments.pair)
+    environment.prepare()
+    from gradcheck_suite.port.compare import judge_function
+    from gradcheck_suite.port.pair import in_double
+
+    with in_double():
+        make = resolve_function(arguments.pair, "a pair")
+    result = judge_function(make, arguments.pair, options)
+    lines = result.lines
+    say(lines[:1] if arguments.quiet else lines)
+    if options.show_map:
+        say(["", "map:", *(f"  {line}" for line in result.map_lines)])
+    if arguments.json is not None:
+        document = results_to_json([result], environment.environment(PACKAGES))
+        exit_status.attempt(PROGRAM, lambda: write_json(arguments.json, document))
+    if arguments.html is not None:
+        exit_status.attempt(PROGRAM, lambda: write_text(arguments.html, result.to_html()))
+        say([f"page    {arguments.html}"])
+    if result.verdict == "unjudged":
+        return exit_status.fail(PROGRAM, f"{arguments.pair}: {result.unjudged}")
+    sys.stdout.flush()
+    return exit_status.VIOLATED if result.differences else exit_status.HOLDS

@@ -1,0 +1,252 @@
+"""Other inputs than those given: resampled ones, and ones of other sizes that Hypothesis draws and shrinks.
+
+A drawn input keeps the structure of the given one: padding stays on its side, one-hot rows stay one-hot, positions
+stay positions, symmetric matrices stay symmetric, whole numbers stay in their range. Beyond that nobody knows what the
+author's code is for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from gradcheck_suite.port.number_sets import Array
+from gradcheck_suite.port.sides import Point
+
+KINDS = ("given", "other", "narrow", "wide", "ends")
+"""What drawn numbers are: the given ones, others like them, close together, twice as large, or at the ends of their
+range."""
+SHOWN = 8
+
+
+def _is_symmetric(value: Array) -> bool:
+    square = value.ndim >= 2 and value.shape[-1] == value.shape[-2] > 1
+    return bool(square and np.array_equal(value, value.swapaxes(-1, -2)))
+
+
+def _mask(value: Array, rng: np.random.Generator) -> Array:
+    """Return another mask: of rows that are padded on one side, on that side, with at least one element as before."""
+    flat = value.reshape(-1, value.shape[-1]) if value.ndim else value.reshape(1, 1)
+    rows = flat.astype(np.float64)
+    n = rows.shape[1]
+    if n > 1 and (rows.sum(1) == 1).all() and value.dtype.kind != "b":
+        return np.stack([rng.permutation(row) for row in flat]).reshape(value.shape)  # one-hot
+    steps = np.diff(rows, axis=1)
+    if value.ndim >= 2 and n > 1 and ((steps <= 0).all() or (steps >= 0).all()):
+        falls = bool((steps <= 0).all()) and bool((steps < 0).any() or (rows != 0).all())
+        low, high = int(rows.sum(1).min()), int(rows.sum(1).max())
+        counts = rng.integers(min(low, 1) if low == 0 else 1, max(high, n - 1) + 1, len(rows))
+        counts = np.where(rows.sum(1) == 0, 0, np.maximum(counts, 1)) if low else counts
+        place = np.arange(n)
+        new = place < counts[:, None] if falls else place >= n - counts[:, None]
+        if not (new.any(1) if rows.any(1).all() else np.ones(1, bool)).all() or (
+            not (~new).any(1).all() and (rows == 0).any(1).all()
+        ):
+            return value
+        return new.astype(value.dtype).reshape(value.shape)
+    return rng.permutation(value.reshape(-1)).reshape(value.shape)
+
+
+def resampled(value: Any, rng: np.random.Generator, kind: str = "other") -> Any:
+    """Return another array of the same shape and of the same structure.
+
+    Args:
+        value: an array; anything else stays as it is.
+        rng: of the draw.
+        kind: of `KINDS`.
+    """
+    if not hasattr(value, "dtype") or kind == "given" or not np.asarray(value).size:
+        return value
+    old = np.asarray(value)
+    if old.dtype.kind not in "biuf" or (old.dtype.kind == "f" and not np.isfinite(old).all()):
+        return old
+    if _is_symmetric(old) and np.isin(old, (0, 1)).all():
+        order = rng.permutation(old.shape[-1])  # an adjacency matrix of the same graph
+        return old[..., order, :][..., order]
+    if old.dtype.kind == "b" or (np.isin(old, (0, 1)).all() and old.dtype.kind == "f"):
+        return _mask(old, rng)
+    whole = old.dtype.kind in "iu" or bool((old == np.round(old)).all() and old.size > 1)
+    if whole:
+        return _whole_numbers(old, rng, kind)
+    return _real_numbers(old, rng, kind)
+
+
+def _whole_numbers(old: Array, rng: np.random.Generator, kind: str) -> Array:
+    rows = old.reshape(-1, old.shape[-1]) if old.ndim else old.reshape(1, 1)
+    rises = rows.shape[1] > 1 and bool((np.diff(rows, axis=1) > 0).all())
+    if (rises and rows.shape[1] > 2) or (old.ndim == 2 and np.isin(old, (0, 1)).all()):
+        return old if rises else _mask(old, rng)
+    low, high = old.min(), old.max()
+    if low < 0:
+        return rng.choice(old.reshape(-1), old.shape)
+    if kind == "ends":
+        return rng.choice(np.array([low, high], old.dtype), old.shape)
+    return rng.integers(int(low), int(high) + 1, old.shape).astype(old.dtype)
+
+
+def _real_numbers(old: Array, rng: np.random.Generator, kind: str) -> Array:
+    low, high, spread = float(old.min()), float(old.max()), float(old.std())
+    factor = {"narrow": 0.05, "wide": 2.0}.get(kind, 1.0)
+    if low >= 0:
+        new = rng.uniform(low, low + factor * max(high - low, 1e-3 * max(high, 1e-3)), old.shape)
+        new = np.minimum(new, high)
+    else:
+        new = old.mean() + factor * (spread or 1.0) * rng.normal(size=old.shape)
+    rows = old.sum(-1) if old.ndim else old
+    if low >= 0 and old.ndim and old.shape[-1] > 1 and np.allclose(rows, 1, atol=1e-5):
+        new = new / new.sum(-1, keepdims=True)
+    if old.ndim and old.shape[-1] > 2 and (np.diff(old, axis=-1) > 0).all():
+        new = np.sort(new, -1)
+    if _is_symmetric(old):
+        new = (new + new.swapaxes(-1, -2)) / 2
+        new[..., np.arange(old.shape[-1]), np.arange(old.shape[-1])] = np.diagonal(old, axis1=-2, axis2=-1)
+    elif old.ndim and old.shape[-1] > 1 and np.allclose(np.linalg.norm(old.astype(float), axis=-1), 1, atol=1e-5):
+        new = new / np.maximum(np.linalg.norm(new, axis=-1, keepdims=True), 1e-12)
+    found: Array = new.astype(old.dtype)
+    return found
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A drawn input as data that shrinks.
+
+    Attributes:
+        rows: number of rows, or 0 for the given number.
+        length: change of the second axis.
+        kind: place in `KINDS`.
+        number: seed of the draw.
+    """
+
+    rows: int
+    length: int
+    kind: int
+    number: int
+
+
+def _resized(value: Any, axis_of: Callable[[Array], list[tuple[int, int]]]) -> Any:
+    if not hasattr(value, "dtype") or not np.ndim(value):
+        return value
+    old = np.asarray(value)
+    for axis, size in axis_of(old):
+        old = np.take(old, np.arange(size) % old.shape[axis], axis)
+        if np.asarray(value).dtype.kind in "iu" and (np.diff(np.asarray(value), axis=axis) == 1).all() and size > 1:
+            start = np.take(old, [0], axis)
+            shape = [-1 if i == axis else 1 for i in range(old.ndim)]
+            old = start + np.arange(size, dtype=old.dtype).reshape(shape)  # positions stay positions
+    return old
+
+
+def drawn_point(base: Point, plan: Plan) -> Point:
+    """Return the input of a plan."""
+    arrays = [np.asarray(x) for x in (*base.inputs, *base.targets) if hasattr(x, "dtype") and np.ndim(x)]
+    sizes = [a.shape[0] for a in arrays]
+    rows = max(set(sizes), key=sizes.count) if sizes else 0
+    lengths = [a.shape[1] for a in arrays if (a.dtype.kind in "iub" and a.ndim == 2) or (a.ndim == 3)]
+    length = max(set(lengths), key=lengths.count) if lengths else 0
+
+    def axes(a: Array) -> list[tuple[int, int]]:
+        found = [(0, plan.rows)] if plan.rows and a.shape[0] == rows else []
+        if plan.length and length:
+            found += [(i, max(length + plan.length, 1)) for i in range(1, a.ndim) if a.shape[i] == length]
+        return found
+
+    rng = np.random.default_rng(plan.number)
+    kind = KINDS[plan.kind]
+    inputs = tuple(resampled(_resized(x, axes), rng, kind) for x in base.inputs)
+    targets = tuple(resampled(_resized(x, axes), rng, "given" if kind == "given" else "other") for x in base.targets)
+    return Point(inputs, targets)
+
+
+def described(point: Point) -> tuple[str, ...]:
+    """Return inputs in words, one line each."""
+    lines = []
+    for name, values in (("input", point.inputs), ("target", point.targets)):
+        for i, value in enumerate(values):
+            shape = getattr(value, "shape", None)
+            if shape is None:
+                lines.append(f"{name} {i}: {value!r}"[:120])
+                continue
+            flat = np.asarray(value).reshape(-1)
+            shown = ", ".join(f"{x:.6g}" if flat.dtype.kind == "f" else str(x) for x in flat[:SHOWN])
+            more = ", ..." if flat.size > SHOWN else ""
+            lines.append(f"{name} {i}: {flat.dtype} {tuple(shape)}: {shown}{more}")
+    return tuple(lines)
+
+
+class _Differs(Exception):
+    pass
+
+
+def smallest_difference(
+    base: Point,
+    differs: Callable[[Point], bool],
+    *,
+    draw: Any,
+    examples: int,
+    number: int,
+    seconds: float,
+) -> Point | None:
+    """Return the smallest input that Hypothesis finds on which the two sides differ, or None.
+
+    Args:
+        base: the given input.
+        differs: the question; it decides which inputs cannot be asked about.
+        draw: the author's strategy, or `draw(seed) -> inputs`, or None.
+        examples: number of inputs.
+        number: seed of the search.
+        seconds: wall-clock time after which no further input is asked about.
+    """
+    until, last = time.monotonic() + seconds, list[Point]()
+
+    def ask(point: Point) -> None:
+        if time.monotonic() < until and differs(point):
+            last[:] = [point]
+            raise _Differs
+
+    rows = np.shape(base.inputs[0])[0] if base.inputs and np.ndim(base.inputs[0]) else 0
+    plans = st.builds(
+        Plan,
+        rows=st.sampled_from([0, 1, rows + 1] if rows else [0]),
+        length=st.sampled_from([0, -1, 2]),
+        kind=st.integers(0, len(KINDS) - 1),
+        number=st.integers(0, 999),
+    )
+    how = settings(
+        max_examples=examples, database=None, deadline=None, phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck), print_blob=False,
+    )  # fmt: skip
+
+    def run(strategy: Any, make: Callable[[Any], Point]) -> None:
+        @seed(number)
+        @how
+        @given(strategy)
+        def search(drawn: Any) -> None:
+            ask(make(drawn))
+
+        search()
+
+    try:
+        if draw is None:
+            run(plans, lambda plan: drawn_point(base, plan))
+        elif isinstance(draw, st.SearchStrategy):
+            run(draw, lambda inputs: _split(base, inputs))
+        else:
+            run(st.integers(0, 10_000), lambda n: _split(base, draw(n)))
+    except _Differs:
+        return Point(last[0].inputs, last[0].targets, described(last[0]))
+    return None
+
+
+def _split(base: Point, drawn: Any) -> Point:
+    """Return a point of drawn inputs, which may have the targets behind them."""
+    values: Sequence[Any] = tuple(drawn) if isinstance(drawn, list | tuple) else (drawn,)
+    n = len(base.inputs)
+    if len(values) == n + len(base.targets):
+        return Point(tuple(values[:n]), tuple(values[n:]))
+    return Point(tuple(values), base.targets)

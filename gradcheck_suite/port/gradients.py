@@ -1,0 +1,240 @@
+"""Where gradients part: the same search as for values, backwards, over cotangents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradcheck_suite.port.jax_program import CUSTOM, JaxProgram, line_of
+from gradcheck_suite.port.matching import MOVES, array
+from gradcheck_suite.port.number_sets import Array, Numbers
+from gradcheck_suite.port.search import RAISED, Repairs
+from gradcheck_suite.port.sides import RESOLUTION, Sides
+from gradcheck_suite.port.torch_program import Call, Change, Ref, TorchProgram
+from gradcheck_suite.port.variants import Hypothesis
+
+FACTORS = (2.0, 0.5, -1.0, 0.1, 10.0)
+
+
+@dataclass
+class GradientFault:
+    """A difference of gradients that was placed.
+
+    Attributes:
+        index: of the call, or None where none was found.
+        cause: its name.
+        words: what the port does.
+        left: parameters whose gradients still differ after its repair, with how much.
+        repairs: with its repair, or None where it was not explained.
+    """
+
+    index: int | None
+    cause: str
+    words: str
+    left: dict[str, float]
+    repairs: Repairs | None
+
+
+def wrong_gradients(sides: Sides, point: int, expected: Mapping[str, Array], skip: set[str]) -> dict[str, float]:
+    """Return the parameters whose gradients differ by more than rounding, with the relative error of each."""
+    theirs, allowed = sides.jax_run(point).gradients, sides.bounds(point).gradients
+    pulled, unknown = sides.pulled(theirs), not sides.map.complete
+    largest = max((float(np.abs(g).max(initial=0.0)) for g in expected.values()), default=0.0)
+    found = {}
+    for name, gradient in expected.items():
+        if name in skip:
+            continue
+        size = float(np.abs(gradient).max(initial=0.0)) + 1e-6 * largest + 1e-300
+        if unknown:
+            off = along_directions(sides, name, gradient, theirs, size)
+            if off > 1e-5:
+                found[name] = off
+            continue
+        difference = np.abs(pulled[name] - gradient)
+        off = float(np.where(np.isnan(difference) & ~np.isnan(gradient), np.inf, difference).max(initial=0.0))
+        if off > allowed[name]:
+            found[name] = off / size
+    return found
+
+
+def along_directions(sides: Sides, name: str, gradient: Array, theirs: list[Array], size: float) -> float:
+    """Return how far derivatives in random directions of a parameter differ; `load` is differentiated numerically."""
+    if sides.pair.load is None:
+        return 0.0
+    worst, rng, step = 0.0, np.random.default_rng(3), 1e-5
+    for _ in range(2):
+        direction = rng.normal(size=gradient.shape)
+        ends = []
+        for sign in (1, -1):
+            state = dict(sides.state)
+            for other in sides.map.names:
+                if sides.map.part(other) == sides.map.part(name):
+                    state[other] = sides.state[other] + sign * step * direction
+            ends.append(sides.map.params(state))
+        total = 0.0
+        for slope, high, low in zip(theirs, *ends, strict=True):
+            if slope is not None and np.asarray(high).dtype.kind == "f":
+                total += float((np.asarray(slope) * (np.asarray(high) - np.asarray(low))).sum()) / (2 * step)
+        norm = max(float(np.sqrt((gradient**2).sum())), size)
+        worst = max(worst, abs(total - float((gradient * direction).sum())) / norm)
+    return worst
+
+
+class _Backward:
+    """The cotangents of both sides at one point."""
+
+    def __init__(self, sides: Sides, point: int, repairs: Repairs) -> None:
+        self.sides, self.point, self.repairs = sides, point, repairs
+        self.program = sides.torch(point)
+        theirs = [g for g in sides.jax_run(point).gradients if g is not None]
+        bounds = sides.bounds(point)
+        tolerance = max(10 * RESOLUTION, bounds.outputs if bounds.rounded else 0.0)
+        numbers = Numbers([*sides.cotangents(point), *theirs], tolerance)
+        self.run, _ = sides.slopes(self.program, repairs)
+        keys, tensors = [], []
+        for i, values in enumerate(self.run.values):
+            for j, v in enumerate(values):
+                if isinstance(v, torch.Tensor) and v.requires_grad and v.is_floating_point():
+                    keys.append((i, j))
+                    tensors.append(v)
+        grads = torch.autograd.grad(self.run.loss, tensors, allow_unused=True, retain_graph=True)
+        self.status = {k: numbers.holds(array(g)) for k, g in zip(keys, grads, strict=True) if g is not None}
+
+    def frontier(self, names: Mapping[str, float]) -> list[int]:
+        """Return the calls through which wrong gradients come from right cotangents, the last ones first."""
+        found, seen = set[int](), set[Ref]()
+        todo = [Ref("state", n) for n in names]
+        while todo:
+            ref = todo.pop()
+            if ref in seen:
+                continue
+            seen.add(ref)
+            for reader in self.program.readers.get(ref, []):
+                outs = [(reader, j) for j in range(len(self.run.values[reader])) if (reader, j) in self.status]
+                if any(self.status[o] is False for o in outs):
+                    todo += [Ref(*o) for o in outs]
+                elif outs:
+                    found.add(reader)
+        return sorted(found, reverse=True)
+
+
+def place_gradient(
+    sides: Sides, point: int, repairs: Repairs, wrong: Mapping[str, float], skip: set[str]
+) -> GradientFault:
+    """Return where gradients part, and which change of torch's backward explains it."""
+    program, jax_program = sides.torch(point), sides.jax(point)
+    backward = _Backward(sides, point, repairs)
+    frontier = backward.frontier(wrong)
+    best: GradientFault | None = None
+    for index in (-1, *frontier):
+        for hypothesis in _with_more(program) if index < 0 else _at_call(program, backward.run, index):
+            try:
+                changed = repairs.plus(hypothesis)
+                _, slopes = sides.slopes(program, changed)
+                left = wrong_gradients(sides, point, slopes, skip)
+            except RAISED:
+                continue
+            at = hypothesis.at if hypothesis.at is not None else index
+            if not left:
+                return GradientFault(at, hypothesis.cause, hypothesis.words, {}, changed)
+            if len(left) < len(wrong) and set(left) <= set(wrong) and (best is None or len(left) < len(best.left)):
+                best = GradientFault(at, hypothesis.cause, hypothesis.words, left, changed)
+    if best is not None:
+        return best
+    theirs = sides.pulled(sides.jax_run(point).gradients)
+    index = max(frontier) if frontier else None
+    if sides.map.complete and all(not theirs[n].any() for n in wrong):
+        return GradientFault(index, "no-gradient", f"no gradient of {_some(wrong)} at all", {}, None)
+    if rule := own_rule(jax_program):
+        return GradientFault(index, "custom-gradient", f"a rule of its own at {rule}", {}, None)
+    return GradientFault(index, "unknown", "another gradient", {}, None)
+
+
+def _some(names: Mapping[str, float]) -> str:
+    return ", ".join(sorted(names, key=lambda n: -names[n])[:3])
+
+
+def own_rule(program: JaxProgram) -> str:
+    """Return `file:line` of the author's rule for a derivative, or nothing."""
+    rules = [e for e in program.all_equations if e.primitive.name in CUSTOM and e.primitive.name != "custom_jvp_call"]
+    return next((where for e in rules if (where := line_of(e))), "")
+
+
+def stops(program: JaxProgram) -> str:
+    """Return where the author's code stops gradients, in words, or nothing."""
+    lines = [line_of(e) for e in program.all_equations if e.primitive.name == "stop_gradient"]
+    found = list(dict.fromkeys(line for line in lines if line))
+    return f" (stop_gradient at {', '.join(found[:3])})" if found else ""
+
+
+def _operand(position: int, function: Callable[[Any], Any]) -> Change:
+    def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+        new = list(args)
+        new[position] = function(args[position])
+        return call.op(*new, **kwargs)
+
+    return change
+
+
+def _at_call(program: TorchProgram, run: Any, index: int) -> Iterator[Hypothesis]:
+    """Yield other gradients of one call."""
+    call = program.calls[index]
+    if call.name == "embedding":
+        if call.args[2:] and call.args[2] >= 0:
+            yield Hypothesis(
+                "padding-gradient", "a gradient of the padding row", {index: lambda c, a, k, g: c.op(*a[:2])}
+            )
+        for row in (0, 1):
+            yield Hypothesis("padding-gradient", f"no gradient of row {row}", {
+                index: lambda c, a, k, g, r=row: c.op(*a[:2], r)})  # fmt: skip
+    refs = [(i, r) for i, r in enumerate(call.args) if isinstance(r, Ref)]
+    for i, ref in refs:
+        at = _producer(program, ref, index)
+        what = program.calls[at].name.strip("_") if at != index else str(ref.index)
+        stopped = {index: _operand(i, lambda v: v.detach())}
+        yield Hypothesis("stop-gradient", f"no gradient through {what}", stopped, at=at)
+    for factor in FACTORS:
+        for i, _ in refs:
+            change = _operand(i, lambda v, f=factor: f * v + (1 - f) * v.detach())
+            yield Hypothesis("gradient-scaled", f"a gradient times {factor:g}", {index: change})
+    out = run.values[index][0]
+    for i, ref in refs:
+        if run.get(ref).shape == out.shape:
+            yield Hypothesis("straight-through", "the gradient of the identity", {
+                index: lambda c, a, k, g, i=i: [a[i] + (c.op(*a, **k) - a[i]).detach()]})  # fmt: skip
+
+
+def _producer(program: TorchProgram, ref: Ref, index: int) -> int:
+    """Return the call that computes an operand, past those that only move it."""
+    at = ref.kind if isinstance(ref.kind, int) else index
+    while program.calls[at].name in MOVES:
+        before = next((r.kind for r in program.calls[at].refs), None)
+        if not isinstance(before, int):
+            return at
+        at = before
+    return at
+
+
+def _with_more(program: TorchProgram) -> Iterator[Hypothesis]:
+    """Yield that what torch detaches, or computes without gradients, has one."""
+
+    def free(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+        with torch.enable_grad():
+            return call.op(*args, **kwargs)
+
+    words, start = "an extra gradient where torch has no_grad and the port no stop_gradient", None
+    for i in range(len(program.calls) + 1):
+        inside = i < len(program.calls) and not program.calls[i].grad
+        if inside and start is None:
+            start = i
+        elif not inside and start is not None:
+            yield Hypothesis("missing-stop-gradient", words, dict.fromkeys(range(start, i), free), at=i - 1)
+            start = None
+    for i in sorted(program.needed):
+        if program.calls[i].name == "detach":
+            words = "an extra gradient where torch detaches and the port has no stop_gradient"
+            yield Hypothesis("missing-stop-gradient", words, {i: lambda c, a, k, g: [a[0]]}, at=i)

@@ -1,0 +1,520 @@
+"""The judgement of a pair, in the order in which data flows: parameters, outputs, statistics, loss, gradients, steps.
+
+A difference that is explained is repaired in the torch program, and the judgement goes on behind it: three faults of
+one model are three findings.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradcheck_suite.core.options import PortOptions
+from gradcheck_suite.core.text import counted, suggestion
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.port.causes import CAUSES, meaning
+from gradcheck_suite.port.drawing import resampled, smallest_difference
+from gradcheck_suite.port.families import FAMILIES, reordered
+from gradcheck_suite.port.gradients import place_gradient, stops, wrong_gradients
+from gradcheck_suite.port.mapping import StateMap
+from gradcheck_suite.port.matching import Matching, array, outputs_error
+from gradcheck_suite.port.number_sets import Array, aligned
+from gradcheck_suite.port.pair import JaxModel, Port, is_statistic, set_state
+from gradcheck_suite.port.result import Kind, PortFinding, PortResult
+from gradcheck_suite.port.running_statistics import statistic_faults
+from gradcheck_suite.port.search import RAISED, Found, Repairs, Search
+from gradcheck_suite.port.sides import Point, Sides
+from gradcheck_suite.port.torch_program import LOSS, Call, TorchProgram, TorchRun, fill, flat
+from gradcheck_suite.port.updates import Updates
+from gradcheck_suite.port.variants import Hypothesis, variants
+
+MOST = 12
+"""Findings at most."""
+DRAWN_SECONDS = 6.0
+"""Wall-clock time in which inputs are drawn."""
+OPTIMIZER = "optimizer"
+"""The place of a difference between optimizers."""
+
+
+class Judge:
+    """Judges one pair.
+
+    Args:
+        pair: in float64.
+        notes: of what was ignored.
+        options: of the comparison.
+    """
+
+    def __init__(self, pair: Port, notes: list[str], options: PortOptions) -> None:
+        self.pair, self.notes, self._options, self._seed = pair, notes, options, options.seed
+        self.findings: list[PortFinding] = []
+        self.accepted: list[PortFinding] = []
+        self.judged: list[str] = []
+        self.planted = ""
+        self.unjudged: str | None = None
+        self.smallest: tuple[str, ...] = ()
+        self.repairs = Repairs()
+        self.seconds: dict[str, float] = {}
+        self._opaque = False
+        self._unloaded: set[str] = set()
+        for name in pair.accept:
+            if not set(name.split(" and ")) <= CAUSES.keys():
+                raise UsageError(f"accept: {name!r} is no cause{suggestion(name, CAUSES)}")
+
+    def run(self) -> None:
+        """Judge the pair.
+
+        Raises:
+            UsageError: it cannot be judged.
+        """
+        self._timed("map", self._map)
+        self._timed("sides", self._both_sides)
+        self._timed("load", self._loading)
+        explained = self._timed("outputs", lambda: self._values(loss=False))
+        self.judged.append("outputs")
+        if self.pair.train:
+            self._timed("statistics", self._statistics)
+        if explained and self.pair.torch_loss is not None:
+            explained = self._timed("loss", lambda: self._values(loss=True))
+            self.judged.append("loss")
+        if explained:
+            self._timed("gradients", self._gradients)
+        self._timed("tied", self._untied)
+        self._timed("updates", self._updates)
+        if not self.findings and not self.accepted:
+            self._timed("drawn", self._drawn)
+        if not self.findings:
+            self._timed("planted", self._plant)
+
+    def _timed(self, what: str, act: Callable[[], Any]) -> Any:
+        start = time.monotonic()
+        found = act()
+        self.seconds[what] = time.monotonic() - start
+        return found
+
+    def _map(self) -> None:
+        self.model = JaxModel(self.pair)
+        self.map = StateMap(self.pair, self.model)
+
+    def _both_sides(self) -> None:
+        self.sides = Sides(self.pair, self.model, self.map, 101 + self._seed)
+        base, rng = self.sides.points[0], np.random.default_rng(7 + self._seed)
+        for kind in ("other", "narrow"):
+            inputs = tuple(resampled(x, rng, kind) for x in base.inputs)
+            self.sides.points.append(Point(inputs, tuple(resampled(x, rng) for x in base.targets)))
+        self.notes += self.sides.notes
+
+    def _add(self, kind: Kind, place: str | None, cause: str, words: str, **more: Any) -> None:
+        finding = PortFinding(kind, place or "", cause, words, **more)
+        known = {(f.kind, f.place, f.cause) for f in (*self.findings, *self.accepted)}
+        if (finding.kind, finding.place, finding.cause) not in known:
+            accepted = set(cause.split(" and ")) <= {a for name in self.pair.accept for a in name.split(" and ")}
+            (self.accepted if accepted else self.findings).append(finding)
+
+    # parameters
+
+    def _loading(self) -> None:
+        """Judge that every tensor of torch that matters reaches a leaf."""
+        used, program, state_map = self.map.used(), self.sides.torch(0), self.map
+        slopes: dict[str, Array] | None = None
+        for name in state_map.names:
+            mine = used[state_map.part(name)]
+            is_running = is_statistic(name) and not self.pair.train
+            if mine.all() or not (name in program.parameters or is_running):
+                continue
+            if is_running:
+                if mine.any() or not self._matters(name):
+                    continue
+            else:
+                if slopes is None:
+                    _, slopes = self.sides.slopes(program, Repairs())
+                largest = max(float(np.abs(g).max(initial=0.0)) for g in slopes.values())
+                gone = np.abs(slopes[name][(mine == 0).reshape(slopes[name].shape)])
+                if float(gone.max(initial=0.0)) <= 1e-9 * largest:
+                    continue
+            self._not_loaded(name, (mine == 0).reshape(state_map.base[name].shape))
+
+    def _matters(self, name: str) -> bool:
+        """Return whether an output depends on a buffer."""
+        program = self.sides.torch(0)
+        run = Repairs().run(program)
+        moved = Repairs().run(program, inputs={("state", name): run.leaves["state", name] + 0.1})
+        return outputs_error(run.outs, moved.outs) > self.sides.bounds(0).outputs
+
+    def _not_loaded(self, name: str, gone: Array) -> None:
+        own, constant = name.rpartition(".")[2], None
+        for leaf, value in zip(self.map.leaves, self.sides.leaves, strict=True):
+            if leaf is not None and leaf.is_constant and leaf.index.size == gone.size:
+                constant = leaf, np.asarray(value).reshape(-1)
+        whole = bool(gone.all())
+        neutral = np.zeros(gone.shape)
+        if constant is not None and np.ptp(constant[1]) == 0:
+            neutral = np.full(gone.shape, constant[1][0])
+        elif whole and gone.ndim == 1 and ("weight" in own or own == "running_var"):
+            neutral = np.ones(gone.shape)
+        cause = "not-loaded" if constant is not None or is_statistic(name) else "unused-parameter"
+        cause = "missing-bias" if cause == "unused-parameter" and "bias" in own else cause
+        what = "no element of it" if whole else f"{int((~gone).sum())} of its {gone.size} elements"
+        words = f"expected {name} {gone.shape} in the JAX parameters, observed {what}"
+        words += f"; {constant[0].path} stays at {constant[1][0]:g}" if constant is not None else ""
+        self._add("load", name.rpartition(".")[0], cause, words)
+        mask, fixed = torch.as_tensor(gone), torch.as_tensor(neutral)
+        self._unloaded.add(name)
+        self.repairs = self.repairs.plus(
+            Hypothesis(cause, "", leaves={("state", name): lambda v: torch.where(mask, fixed, v)})
+        )
+
+    def _untied(self) -> None:
+        """Judge that what torch ties is one leaf: each of two is stepped by its own part of the gradient."""
+        copies: dict[int, list[str]] = {}
+        for leaf in self.map.leaves:
+            if leaf is not None and leaf.known:
+                for start in {self.map.offsets[n] for n in self.map.sources(leaf)}:
+                    copies.setdefault(start, []).append(leaf.path)
+        parameters = self.sides.torch(0).parameters
+        for start, paths in copies.items():
+            names = [n for n in self.map.names if self.map.offsets[n] == start and n in parameters]
+            if len(paths) > 1 and len(names) > 1 and (self.map.used()[self.map.part(names[0])] > 1).any():
+                words = f"expected one parameter for {' and '.join(names)}, observed {' and '.join(paths)}"
+                self._add(
+                    "load", names[-1].rpartition(".")[0], "untied-weights", f"{words}, each with its own gradient"
+                )
+
+    # outputs and loss
+
+    def _values(self, *, loss: bool) -> bool:
+        """Compare outputs, or the loss, at every point, and name the differences. Return whether all is explained."""
+        for point in range(len(self.sides.points)):
+            for _ in range(MOST):
+                try:
+                    program = self.sides.torch(point)
+                    run = self._run(point, program)
+                except RAISED:
+                    if point == 0:
+                        raise
+                    break
+                allowed = self.sides.bounds(point).outputs
+                off = self._off(point, run, loss)
+                if off <= allowed:
+                    break
+                if point and self._is_out_of_domain(point, run):
+                    break
+                matching = Matching(program, run, self.sides.side(point))
+                if not self._explain(point, matching, loss, off) or len(self.findings) >= MOST:
+                    return False
+        return True
+
+    def _run(self, point: int, program: TorchProgram) -> TorchRun:
+        """Return torch's run, repaired; repairs are by index of a call, so that the calls must be those of point 0."""
+        if (
+            point
+            and self.repairs.changes
+            and [c.name for c in self.sides.torch(0).calls] != [c.name for c in program.calls]
+        ):
+            raise ValueError("another program at these inputs")
+        return self.repairs.run(program)
+
+    def _off(self, point: int, run: TorchRun, loss: bool) -> float:
+        theirs = self.sides.jax_run(point)
+        if not loss:
+            return outputs_error(run.outs, theirs.outs)
+        mine = float(run.loss)
+        if not np.isfinite(mine):
+            return 0.0
+        return abs(mine - theirs.loss) / max(abs(mine), 1e-300) if np.isfinite(theirs.loss) else float("inf")
+
+    def _is_out_of_domain(self, point: int, run: TorchRun) -> bool:
+        """Return whether torch gives NaN at a drawn input, which it does not at the given one."""
+        return any(bool(torch.isnan(o).any()) for o in run.outs if o.is_floating_point())
+
+    def _explain(self, point: int, matching: Matching, loss: bool, off: float) -> bool:
+        """Add a finding; return whether it is repaired."""
+        allowed = self.sides.bounds(point).outputs
+        ends = matching.ends(loss, allowed)
+        region, first = matching.region(ends)
+        search = Search(matching.program, matching, self.repairs, loss, allowed)
+        found = search.find(FAMILIES, region, first) if region else reordered(search, ends)
+        numbers = {"error": off, "allowed": allowed}
+        if self.sides.points[point].words:
+            self.smallest = self.sides.points[point].words
+        if found is not None:
+            self._explained(matching, found, numbers)
+            return True
+        if self.sides.jax(point).random and not self.pair.train:
+            names = [n for n, m in self.pair.module.named_modules() if "Dropout" in type(m).__name__]
+            words = "expected no random numbers in evaluation, observed the port drawing some"
+            self._add("forward", names[0] if names else "", "dropout-active", words, **numbers)
+            return False
+        if not first:
+            call = next((matching.program.calls[e.kind] for e in ends if isinstance(e.kind, int)), None)
+            words = "expected torch's output, observed its numbers in another order or at other positions"
+            where = call.where if call is not None else None
+            self._add("forward", call.path if call else "", "order-of-elements", words, torch=where, **numbers)
+            return False
+        return self._unknown(search, region, first[0], numbers)
+
+    def _explained(self, matching: Matching, found: Found, numbers: Mapping[str, float]) -> None:
+        hypothesis, calls = found.hypothesis, matching.program.calls
+        call = calls[hypothesis.at if hypothesis.at is not None else found.place]
+        jax_at = matching.where_in_jax(found.run.seen[found.place][0]) or matching.nearest_in_jax(found.place)[0]
+        place = call.path if hypothesis.path is None else hypothesis.path
+        words = f"expected {_named(call)}, observed {hypothesis.words}"
+        more = meaning(hypothesis.cause)
+        words += f" ({more})" if more else ""
+        kind: Kind = "load" if hypothesis.kind == "load" else "forward"
+        self._add(kind, place, hypothesis.cause, words, torch=call.where or None, jax=jax_at or None, **numbers)
+        self.repairs = self.repairs.plus(hypothesis)
+
+    def _unknown(self, search: Search, region: list[int], index: int, numbers: Mapping[str, float]) -> bool:
+        """Add a finding without a cause; return whether the port's value could be put in its place."""
+        matching = search.matching
+        call = matching.program.calls[index]
+        where, value = matching.nearest_in_jax(index)
+        words = f"expected {_named(call)}, observed other numbers{_shown(matching.run.seen[index][0], value)}"
+        self._add("forward", call.path, "unknown", words, torch=call.where or None, jax=where or None, **numbers)
+        out, best = matching.run.seen[index][0], None
+        for i in matching.lost_numbers.of_size(out.numel())[:40]:
+            fixed = torch.as_tensor(np.array(aligned(matching.lost_numbers.arrays[i], array(out))))
+            if fixed.shape != out.shape:
+                continue
+            put = {index: lambda c, a, k, g, f=fixed: [f.clone(), *flat(c.op(*a, **k))[1:]]}
+            hypothesis = Hypothesis("unknown", "", put)
+            found = search.test(index, hypothesis)
+            if found is None or not (found.error <= search.close or found.gained >= 3):
+                continue
+            rank = (found.error <= search.close, found.gained)
+            if best is None or rank > best[0]:
+                best = rank, hypothesis
+        if best is None:
+            return False
+        self._opaque = True  # the port's value is a constant: gradients do not pass through it
+        self.repairs = self.repairs.plus(best[1])
+        return True
+
+    def _statistics(self) -> None:
+        program = self.sides.torch(0)
+        updated = [
+            n for n, v in program.after.items() if is_statistic(n) and not np.array_equal(v, self.sides.state[n])
+        ]
+        if not updated:
+            return
+        if not self.sides.jax_run(0).extras:
+            self.notes.append(f"running statistics are not compared: the port returns no update of {updated[0]}")
+            return
+        self.judged.append("running statistics")
+        allowed = self.sides.bounds(0).outputs
+        for fault in statistic_faults(self.sides, allowed):
+            words = f"expected {fault.name} after the step as torch has it, observed {fault.words}"
+            more = meaning(fault.cause)
+            words += f" ({more})" if more else ""
+            place = fault.name.rpartition(".")[0]
+            self._add("state", place, fault.cause, words, error=fault.error, allowed=allowed)
+
+    # gradients and updates
+
+    def _gradients(self) -> None:
+        if self._opaque:
+            self.notes.append("gradients were not compared: an unknown difference of values comes before")
+            return
+        self.judged.append("gradients")
+        for point in range(len(self.sides.points)):
+            try:
+                program = self.sides.torch(point)
+                self._run(point, program)
+                run, expected = self.sides.slopes(program, self.repairs)
+            except RAISED:
+                if point == 0:
+                    raise
+                continue
+            if not torch.isfinite(run.loss):
+                continue
+            skip = {str(key[1]) for key in self.repairs.leaves if key[0] == "state"} | self._unloaded
+            wrong = wrong_gradients(self.sides, point, expected, skip)
+            for _ in range(4):
+                if wrong:
+                    wrong = self._gradient_fault(point, wrong, skip)
+            if self.findings:
+                return
+
+    def _gradient_fault(self, point: int, wrong: dict[str, float], skip: set[str]) -> dict[str, float]:
+        fault = place_gradient(self.sides, point, self.repairs, wrong, skip)
+        program = self.sides.torch(point)
+        call = program.calls[fault.index] if fault.index is not None else None
+        names = ", ".join(sorted(wrong, key=lambda n: -wrong[n])[:3])
+        what = f"expected the gradient of {_named(call)}" if call is not None else "expected another gradient"
+        more = meaning(fault.cause)
+        words = f"{what}, observed {fault.words}{f' ({more})' if more else ''}{stops(self.sides.jax(point))}"
+        place = call.path if call is not None else next(iter(wrong)).rpartition(".")[0]
+        where = call.where or None if call is not None else None
+        self._add("gradient", place, fault.cause, f"{words}; off at {names}", torch=where, error=max(wrong.values()))
+        if fault.repairs is not None:
+            self.repairs = fault.repairs
+        return fault.left
+
+    def _updates(self) -> None:
+        pair = self.pair
+        if pair.torch_optimizer is None:
+            return
+        _, gradient = self.sides.slopes(self.sides.torch(0), Repairs())
+        set_state(pair.module, self.sides.state)
+        updates = Updates(self.map, self.sides.state, self.sides.leaves, gradient)
+        if not updates.leaves:
+            self.unjudged = "the updates could not be judged: no leaf is a copy of a parameter that torch trains"
+            return
+        self.judged.append("updates")
+        if (fault := updates.fault()) is None:
+            return
+        source = self.map.sources(fault.leaf)
+        place = source[0].rpartition(".")[0] if fault.partial and source else OPTIMIZER
+        more = meaning(fault.cause)
+        words = f"expected the steps of {fault.expected}, observed {fault.words}{f' ({more})' if more else ''}"
+        words += f"; most at {fault.leaf.path}"
+        self._add("update", place, fault.cause, words, error=fault.error, allowed=1e-8)
+
+    # drawn inputs
+
+    def _drawn(self) -> None:
+        base = self.sides.points[0]
+        asked: list[Point] = []
+
+        def differs(point: Point) -> bool:
+            self.sides.points.append(point)
+            at = len(self.sides.points) - 1
+            try:
+                return self._differs_at(at, asked)
+            finally:
+                self.sides.forget(at)
+
+        found = smallest_difference(
+            base,
+            differs,
+            draw=self.pair.draw,
+            examples=self._options.examples,
+            number=self._seed,
+            seconds=DRAWN_SECONDS,
+        )
+        if found is not None:
+            self.sides.points[1:] = [found]
+            self.sides.forget_all_but_given()
+            explained = self._values(loss=False)
+            if explained and self.pair.torch_loss is not None and not self.findings:
+                self._values(loss=True)
+        elif asked:
+            shapes = {p.shapes for p in asked}
+            self.judged.append(f"{counted(len(asked), 'drawn input')} of {counted(len(shapes), 'shape')}")
+
+    def _differs_at(self, at: int, asked: list[Point]) -> bool:
+        """Return whether both sides run at a drawn input, are finite, and differ."""
+        point = self.sides.points[at]
+        try:
+            program = self.sides.torch(at)
+            run = Repairs().run(program)
+        except Exception:  # the torch module takes no such input
+            return False
+        if any(not bool(torch.isfinite(o).all()) for o in run.outs if o.is_floating_point()):
+            return False
+        try:
+            outs, loss = self.sides.forward(at)
+        except Exception as error:
+            self._note(f"the JAX side raised {type(error).__name__} at inputs of other sizes, which torch takes")
+            return False
+        if [o.size for o in outs] != [o.numel() for o in run.outs]:
+            self._note("the JAX side returns other shapes at inputs of other sizes")
+            return False
+        asked.append(point)
+        off = outputs_error(run.outs, outs)
+        if self.pair.torch_loss is not None and np.isfinite(float(run.loss)):
+            off = max(off, abs(float(run.loss) - loss) / max(abs(float(run.loss)), 1e-300))
+        if off <= self.sides.bounds(0).outputs:
+            return False
+        return bool(off > self.sides.bounds(at).outputs)
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    # not blind
+
+    def _plant(self) -> None:
+        """Plant usual faults in the torch program, and say which of them was found by how much."""
+        program = self.sides.torch(0)
+        run = Repairs().run(program)
+        side, allowed = self.sides.jax_run(0).outs, self.sides.bounds(0).outputs
+        calls = [i for i in sorted(program.needed) if program.calls[i].path != LOSS and not program.calls[i].mutates]
+        least: tuple[float, str] | None = None
+        rng = np.random.default_rng(self._seed)
+        for index in rng.permutation(calls)[:40]:
+            call = program.calls[int(index)]
+            args, kwargs = fill((call.args, call.kwargs), run.get)
+            if not run.seen[index] or not isinstance(run.seen[index][0], torch.Tensor):
+                continue
+            for hypothesis in list(_few(variants(int(index), call, args, kwargs, run.seen[index][0]))):
+                try:
+                    changed = Repairs().plus(hypothesis).run(program)
+                except RAISED:
+                    continue
+                off = outputs_error(changed.outs, side)
+                if off > allowed and np.isfinite(off) and (least is None or off < least[0]):
+                    least = off, f"{hypothesis.cause} ({hypothesis.words}) at {call.path or 'the model'}"
+        if least is not None:
+            self.planted = f"{least[1]}: found, off by {least[0]:.2g} where {allowed:.1g} is allowed"
+            return
+        factor = 1 + 1e-6
+        names = [n for n in self.map.names if n in program.parameters]
+        for name in names:
+            leaves = {("state", name): lambda v: v * factor}
+            changed = Repairs(leaves=leaves).run(program)
+            if (off := outputs_error(changed.outs, side)) > allowed:
+                self.planted = f"{name} times 1 + 1e-6: found, off by {off:.2g} where {allowed:.1g} is allowed"
+                return
+        self.unjudged = self.unjudged or "no planted fault was found: the outputs do not depend on the parameters"
+
+
+def _few(hypotheses: Any, most: int = 3) -> Any:
+    for _, hypothesis in zip(range(most), hypotheses, strict=False):
+        yield hypothesis
+
+
+def _named(call: Call) -> str:
+    name = call.name.strip("_").removeprefix("native_")
+    return f"{name} as at {call.where}" if call.where else name
+
+
+def _shown(expected: Any, observed: Array | None) -> str:
+    if observed is None or not isinstance(expected, torch.Tensor) or observed.size != expected.numel():
+        return ""
+    wanted = array(expected).reshape(-1)
+    at = int(np.argmax(np.where(np.isfinite(wanted), np.abs(wanted), 0))) if wanted.size else 0
+    return f" (such as {observed.reshape(-1)[at]:.6g} for {wanted[at]:.6g})" if wanted.size else ""
+
+
+def judged(pair: Port, notes: list[str], label: str, options: PortOptions) -> PortResult:
+    """Return the verdict on a pair.
+
+    Args:
+        pair: in float64.
+        notes: of what was ignored.
+        label: the pair's name.
+        options: of the comparison.
+
+    Raises:
+        UsageError: the pair cannot be judged.
+    """
+    start = time.monotonic()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the programs are small
+    judge = Judge(pair, notes, options)
+    try:
+        judge.run()
+    finally:
+        torch.set_num_threads(threads)
+    result = PortResult(
+        label, tuple(judge.findings), tuple(judge.accepted), judge.map.rows(), time.monotonic() - start,
+        tuple(judge.judged), tuple(judge.notes), judge.planted, judge.unjudged, judge.smallest,
+    )  # fmt: skip
+    return replace(result, seconds=time.monotonic() - start)

@@ -1,0 +1,433 @@
+"""Which element of torch's state each element of the JAX parameters comes from, found by value.
+
+The author's code loads states of distinct values. An element of a leaf is then a * x[i] + b for one element x[i] of
+the state, or a sum of two elements of tensors of one module; others are constant, or of unknown origin.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.port.pair import (
+    Array,
+    Draw,
+    JaxModel,
+    Port,
+    State,
+    built_again,
+    distinct,
+    drawn_state,
+    is_float,
+    movable,
+    moved,
+    raised,
+    state_of,
+)
+from gradcheck_suite.port.result import MapRow
+
+DRAWS = 4
+"""Number of states that are loaded: two fix a and b, the others confirm them."""
+FITS = 2e-6
+"""Relative error of a fit: parameters may be loaded in float32."""
+CONSTANT, UNKNOWN = -1, -2
+
+
+@dataclass
+class Leaf:
+    """The origin of one leaf, element by element, in C order.
+
+    Attributes:
+        path: of the leaf.
+        shape: of the leaf.
+        index: (n,) index into the flat state; `CONSTANT` or `UNKNOWN` for elements that have none.
+        second: (n,) index of the second summand, or -1.
+        factor: (n,) a.
+        offset: (n,) b.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    index: Array
+    second: Array
+    factor: Array
+    offset: Array
+
+    @property
+    def known(self) -> bool:
+        """Whether the leaf can be computed from torch's state."""
+        return bool((self.index != UNKNOWN).all())
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether no element comes from torch's state."""
+        return bool((self.index == CONSTANT).all())
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether each element that comes from torch's state is a copy."""
+        used = self.index >= 0
+        return bool((self.factor[used] == 1).all() and (self.offset[used] == 0).all() and (self.second < 0).all())
+
+
+class StateMap:
+    """The map from torch's state to the leaves of the JAX parameters.
+
+    Attributes:
+        base: the module's state as the author gave it.
+        names: of its float entries.
+        offsets: name -> index of its first element in the flat state; tied names have the same.
+        size: number of elements of the flat state.
+        leaves: origin of each leaf; None for a leaf that is no float array.
+    """
+
+    def __init__(self, pair: Port, model: JaxModel) -> None:
+        self.pair, self.model = pair, model
+        self.base = state_of(pair.module)
+        self.names = [n for n, v in self.base.items() if v.dtype.kind == "f" and v.size]
+        self.offsets: dict[str, int] = {}
+        first: dict[int, int] = {}
+        size = 0
+        for name in self.names:
+            key = id(self.base[name])
+            if key not in first:
+                first[key] = size
+                size += self.base[name].size
+            self.offsets[name] = first[key]
+        self.size = size
+        self._movable = movable(pair.module)
+        self.leaves: list[Leaf | None] = self._by_values() if self._can_draw else _by_given_values(self)
+        if not any(leaf is not None and not leaf.is_constant for leaf in self.leaves):
+            raise UsageError("no parameter in common: no element of params has a value of the module's state")
+
+    @property
+    def _can_draw(self) -> bool:
+        return self.pair.load is not None or self.pair.rebuild is not None
+
+    def flat(self, state: State) -> Array:
+        """Return the flat state, (size,)."""
+        out = np.zeros(self.size)
+        for name in self.names:
+            out[self.part(name)] = state[name].reshape(-1)
+        return out
+
+    def part(self, name: str) -> slice:
+        """Return a tensor's elements in the flat state."""
+        return slice(self.offsets[name], self.offsets[name] + self.base[name].size)
+
+    def _drawn(self, draw: Draw, names: set[str]) -> tuple[State, list[Any] | None]:
+        """Return a state and the leaves that the author's code loads from it, if it can be called again."""
+        if self.pair.load is not None:
+            state, load = drawn_state(self.base, names, draw), self.pair.load
+            return state, self.model.loaded(raised("load", lambda: load({n: v.copy() for n, v in state.items()})))
+        if self.pair.rebuild is not None:
+            again, state = built_again(self.pair, draw)
+            return state, self.model.loaded(again.params if again.params is not None else again.apply)
+        return drawn_state(self.base, names, draw), None
+
+    def moved(self, seed: int) -> tuple[State, list[Any]]:
+        """Return a state away from the initial one, and the leaves of the JAX parameters in float64."""
+        state, loaded = self._drawn(moved(np.random.default_rng(seed)), self._movable)
+        return state, self.params(state, loaded)
+
+    def params(self, state: State, loaded: list[Any] | None = None) -> list[Any]:
+        """Return the leaves of a state: by the map where it is exact, otherwise as the author's code loads them."""
+        if loaded is None and self.pair.load is not None and not self.exact:
+            load = self.pair.load
+            loaded = self.model.loaded(raised("load", lambda: load({n: v.copy() for n, v in state.items()})))
+        vector, found = self.flat(state), []
+        for i, (leaf, fixed) in enumerate(zip(self.leaves, self.model.leaves, strict=True)):
+            given = fixed if loaded is None else loaded[i]
+            if leaf is None or (loaded is not None and not (leaf.known and _is_exact(leaf))):
+                found.append(jnp.asarray(given, jnp.float64) if is_float(given) else given)
+            else:
+                found.append(jnp.asarray(self.computed(leaf, vector)))
+        return found
+
+    def computed(self, leaf: Leaf, vector: Array) -> Array:
+        """Return a leaf of a flat state."""
+        value = leaf.offset.copy()
+        for where in (leaf.index, leaf.second):
+            used = where >= 0
+            value[used] += leaf.factor[used] * vector[where[used]]
+        return value.reshape(leaf.shape)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every leaf is known as a function of torch's state."""
+        return all(leaf is None or leaf.known for leaf in self.leaves)
+
+    @property
+    def exact(self) -> bool:
+        """Whether every leaf is computed exactly from torch's state."""
+        return all(leaf is None or (leaf.known and _is_exact(leaf)) for leaf in self.leaves)
+
+    def pull(self, gradients: Sequence[Any]) -> Array:
+        """Return the gradient by the flat state of a function whose gradients by the leaves are given, (size,)."""
+        out = np.zeros(self.size)
+        for leaf, gradient in zip(self.leaves, gradients, strict=True):
+            if leaf is not None:
+                for where in (leaf.index, leaf.second):
+                    used = where >= 0
+                    np.add.at(out, where[used], (leaf.factor * np.asarray(gradient).reshape(-1))[used])
+        return out
+
+    def push(self, vector: Array) -> list[Array]:
+        """Return a gradient by the flat state as gradients by the leaves; elements without a source get zero."""
+        found = []
+        for leaf, fixed in zip(self.leaves, self.model.leaves, strict=True):
+            if leaf is None:
+                found.append(np.zeros(np.shape(fixed)) if hasattr(fixed, "shape") else fixed)
+                continue
+            value, used = np.zeros(leaf.index.shape), leaf.index >= 0
+            value[used] = vector[leaf.index[used]] / leaf.factor[used]
+            found.append(value.reshape(leaf.shape))
+        return found
+
+    def used(self) -> Array:
+        """Return how many elements of the leaves each element of the state reaches, (size,)."""
+        count = np.zeros(self.size, int)
+        for leaf in self.leaves:
+            if leaf is not None:
+                for where in (leaf.index, leaf.second):
+                    np.add.at(count, where[where >= 0], 1)
+        if not self.complete:
+            count += self._reaches_unknown()
+        return count
+
+    def _reaches_unknown(self) -> Array:
+        """Return 1 for tensors that move a leaf of unknown origin, (size,)."""
+        reached = np.zeros(self.size, int)
+        if self.pair.load is None:
+            return reached + 1
+        before = [np.asarray(x, np.float64) for x in self.params(self.base) if is_float(x)]
+        for name in self.names:
+            part = self.base[name]
+            step = {n: v + 0.01 * (1 + np.arange(v.size).reshape(v.shape) % 3) if v is part else v
+                    for n, v in self.base.items()}  # fmt: skip
+            after = [np.asarray(x, np.float64) for x in self.params(step) if is_float(x)]
+            if any((a != b).any() for a, b in zip(after, before, strict=True)):
+                reached[self.part(name)] = 1
+        return reached
+
+    def sources(self, leaf: Leaf) -> list[str]:
+        """Return the names of the tensors that a leaf has elements of."""
+        seen = np.unique(np.concatenate([leaf.index, leaf.second]))
+        seen = seen[seen >= 0]
+        starts = [(self.offsets[n], self.offsets[n] + self.base[n].size) for n in self.names]
+        return [
+            n for n, (low, high) in zip(self.names, starts, strict=True) if np.searchsorted(seen, low) < len(seen)
+            and seen[np.searchsorted(seen, low)] < high
+        ]  # fmt: skip
+
+    def rows(self) -> tuple[MapRow, ...]:
+        """Return the map as it is printed."""
+        return tuple(
+            MapRow(leaf.path, tuple(names := self.sources(leaf)), self._how(leaf, names))
+            for leaf in self.leaves
+            if leaf is not None
+        )
+
+    def _how(self, leaf: Leaf, names: list[str]) -> str:
+        if leaf.is_constant:
+            return "constant"
+        if not leaf.known:
+            return "unknown"
+        if not leaf.is_copy:
+            return "linear"
+        distinct_names = list({self.offsets[n]: n for n in names}.values())
+        if len(distinct_names) > 1:
+            return "stacked"
+        source = self.base[distinct_names[0]]
+        here = leaf.index - self.offsets[distinct_names[0]]
+        if len(here) != source.size:
+            return "sliced"
+        if np.array_equal(here, np.arange(source.size)):
+            return "same" if leaf.shape == source.shape else "reshaped"
+        if source.ndim > 1 and np.array_equal(here, _transposed(source, leaf.shape, here)):
+            return "transposed"
+        return "permuted"
+
+    # fitting
+
+    def _by_values(self) -> list[Leaf | None]:
+        states, drawn = [], []
+        for draw in range(DRAWS):
+            state, leaves = self._drawn(distinct(np.random.default_rng(draw), draw % 2 == 1), set(self.names))
+            assert leaves is not None
+            states.append(self.flat(state))
+            drawn.append(leaves)
+        x = np.stack(states)
+        first, second = self._pairs()
+        both = np.concatenate([x, x[:, first] + x[:, second]], axis=1)
+        lookup, found = _Lookup(both), list[Leaf | None]()
+        for i, path in enumerate(self.model.paths):
+            values = [leaves[i] for leaves in drawn]
+            if not is_float(values[0]) or len({np.shape(v) for v in values}) > 1:
+                found.append(None)
+                continue
+            where, factor, offset = lookup.find(np.stack([np.asarray(v, np.float64).reshape(-1) for v in values]))
+            other = np.full(where.shape, -1)
+            double = where >= self.size
+            other[double] = second[where[double] - self.size]
+            where[double] = first[where[double] - self.size]
+            found.append(Leaf(path, np.shape(values[0]), where, other, factor, offset))
+        return found
+
+    def _pairs(self) -> tuple[Array, Array]:
+        """Return aligned elements of tensors of one shape in one module, which a port may add up."""
+        groups: dict[Any, list[str]] = {}
+        for name in self.names:
+            if self.base[name].size <= 100_000:
+                groups.setdefault((name.rpartition(".")[0], self.base[name].shape), []).append(name)
+        first, second = [np.zeros(0, int)], [np.zeros(0, int)]
+        for names in groups.values():
+            for a, b in combinations(names[:8], 2):
+                first.append(self.offsets[a] + np.arange(self.base[a].size))
+                second.append(self.offsets[b] + np.arange(self.base[a].size))
+        return np.concatenate(first), np.concatenate(second)
+
+
+def _is_exact(leaf: Leaf) -> bool:
+    return bool((np.abs(leaf.factor) == 1).all() and (leaf.offset == np.round(leaf.offset, 3)).all())
+
+
+def _transposed(source: Array, shape: tuple[int, ...], here: Array) -> Array:
+    """Return the order of a source's elements in a leaf that has its axes in another order, which `here` shows."""
+    n = source.ndim
+    places = np.stack(np.unravel_index(here, source.shape))
+    grid = places.reshape(n, *shape) if np.prod(shape) == source.size else places
+    if len(shape) != n:
+        return here + 1
+    axes = []
+    for axis in range(n):
+        moves = [k for k in range(n) if shape[k] > 1 and (np.diff(grid[axis], axis=k) != 0).any()]
+        axes.append(moves[0] if moves else axis)
+    if len(set(axes)) != n:
+        return here + 1
+    order = np.argsort(axes)
+    turned: Array = np.arange(source.size).reshape(source.shape).transpose(order).reshape(-1)
+    return turned
+
+
+class _Lookup:
+    """Finds the element of x, (draws, n), of which elements of y, (draws, m), are linear functions."""
+
+    def __init__(self, x: Array) -> None:
+        self._x = x
+        self._weights = np.array([0.731, 0.211, 0.517, 0.341])
+        keys = self._weights @ x
+        self._order = np.argsort(keys, kind="stable")
+        self._keys = keys[self._order]
+        with np.errstate(all="ignore"):
+            ratios = (x[2] - x[0]) / (x[1] - x[0])
+        self._by_ratio = np.argsort(ratios, kind="stable")
+        self._ratios = ratios[self._by_ratio]
+
+    def find(self, y: Array) -> tuple[Array, Array, Array]:
+        """Return index, factor and offset of each element of y."""
+        where, factor, offset = np.full(y.shape[1], UNKNOWN), np.ones(y.shape[1]), np.zeros(y.shape[1])
+        constant = np.abs(y - y[0]).max(0, initial=0.0) <= 1e-12 * np.abs(y[0])
+        where[constant], offset[constant] = CONSTANT, y[0][constant]
+        left = np.flatnonzero(~constant)
+        for keys, order, wanted, linear in (
+            (self._keys, self._order, self._weights @ y, False),
+            (self._ratios, self._by_ratio, _ratio(y), True),
+        ):
+            place = np.searchsorted(keys, wanted)
+            for shift in (0, -1, 1, -2, 2, -3):
+                if not len(left) or not len(order):
+                    break
+                candidate = order[np.clip(place[left] + shift, 0, len(order) - 1)]
+                good, a, b = self._fits(candidate, y[:, left], linear)
+                hit = left[good]
+                where[hit], factor[hit], offset[hit] = candidate[good], a[good], b[good]
+                left = left[~good]
+        return where, factor, offset
+
+    def _fits(self, candidate: Array, v: Array, linear: bool) -> tuple[Array, Array, Array]:
+        x = self._x[:, candidate]
+        a, b = np.ones(len(candidate)), np.zeros(len(candidate))
+        if linear:
+            with np.errstate(all="ignore"):
+                a = (v[1] - v[0]) / (x[1] - x[0])
+                a = np.where(np.abs(a - np.round(a)) < FITS, np.round(a), a)
+                b = (v - a * x).mean(0)
+            b = np.where(np.abs(b - np.round(b, 3)) < FITS, np.round(b, 3), b)
+        good = (np.abs(a * x + b - v) <= FITS * (np.abs(v) + np.abs(b))).all(0) & (a != 0)
+        return good, a, b
+
+
+def _ratio(y: Array) -> Array:
+    with np.errstate(all="ignore"):
+        found: Array = np.nan_to_num((y[2] - y[0]) / (y[1] - y[0]))
+    return found
+
+
+# Without the author's code: by the values that the two sides have now.
+
+
+def _by_given_values(state_map: StateMap) -> list[Leaf | None]:
+    """Return the origin of each leaf by its values; shapes and names decide between tensors of equal values."""
+    vector = state_map.flat(state_map.base)
+    order = np.argsort(vector, kind="stable")
+    ordered, taken, found = vector[order], set[str](), list[Leaf | None]()
+    late: list[int] = []
+    for i, (path, value) in enumerate(zip(state_map.model.paths, state_map.model.leaves, strict=True)):
+        if not is_float(value):
+            found.append(None)
+            continue
+        y = np.asarray(value, np.float64).reshape(-1)
+        leaf = Leaf(path, np.shape(value), np.full(y.shape, CONSTANT), np.full(y.shape, -1), np.ones(len(y)), y.copy())
+        found.append(leaf)
+        place = np.clip(np.searchsorted(ordered, y - FITS * np.abs(y)), 0, max(len(ordered) - 1, 0))
+        hit = np.abs(ordered[place] - y) <= FITS * np.abs(y)
+        if len(np.unique(y)) > max(1, len(y) // 2) and hit.all():
+            leaf.index, leaf.offset = order[place], np.zeros(len(y))
+            taken.update(state_map.sources(leaf))
+        elif y.size:
+            late.append(i)
+    for i in late:
+        leaf = found[i]
+        assert leaf is not None
+        if name := _nearest_name(state_map, leaf, taken, found):
+            taken.add(name)
+            leaf.index = state_map.offsets[name] + np.arange(len(leaf.index))
+            leaf.offset = np.zeros(len(leaf.index))
+    return found
+
+
+def _nearest_name(state_map: StateMap, leaf: Leaf, taken: set[str], known: Sequence[Leaf | None]) -> str | None:
+    """Return the tensor of the same size and values whose name is nearest to a leaf's path."""
+    wanted = leaf.offset
+    options = [
+        n for n in state_map.names
+        if n not in taken and state_map.base[n].size == len(wanted)
+        and np.array_equal(np.sort(state_map.base[n].reshape(-1)), np.sort(wanted))
+    ]  # fmt: skip
+    if not options:
+        return None
+    beside = leaf.path.rpartition(".")[0]
+    modules = {
+        source.rpartition(".")[0]
+        for other in known
+        if other is not None and other.path.rpartition(".")[0] == beside
+        for source in state_map.sources(other)
+    }  # fmt: skip
+    words = {_ALIKE.get(w, w) for w in re.findall(r"[a-z]+|\d+", leaf.path.lower())}
+
+    def score(name: str) -> tuple[bool, int]:
+        own = {_ALIKE.get(w, w) for w in re.findall(r"[a-z]+|\d+", name.lower())}
+        return name.rpartition(".")[0] in modules, len(words & own)
+
+    return max(options, key=score)
+
+
+_ALIKE = {"kernel": "weight", "scale": "weight", "embedding": "weight", "mean": "running", "var": "running"}

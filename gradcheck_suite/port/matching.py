@@ -1,0 +1,280 @@
+"""Which results of torch the port has, and where the two part.
+
+A result of torch is matched where each of its telling numbers is among the port's. The place is the first call that is
+not matched though all that it reads is, on a path that leads to the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradcheck_suite.port.jax_program import Equation
+from gradcheck_suite.port.number_sets import SAME, Array, Numbers, aligned, error, telling, variety
+from gradcheck_suite.port.torch_program import Call, Ref, TorchProgram, TorchRun, fill
+
+MOVES = frozenset(
+    [
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "permute",
+        "transpose",
+        "t",
+        "slice",
+        "select",
+        "split",
+        "split_with_sizes",
+        "unsafe_split",
+        "chunk",
+        "unbind",
+        "cat",
+        "stack",
+        "expand",
+        "clone",
+        "contiguous",
+        "unsqueeze",
+        "squeeze",
+        "flip",
+        "roll",
+        "index_select",
+        "gather",
+        "index",
+        "detach",
+        "alias",
+        "_to_copy",
+        "copy_",
+        "lift_fresh",
+        "repeat",
+        "unfold",
+        "as_strided",
+        "view_as_complex",
+        "view_as_real",
+        "_conj",
+        "diagonal",
+        "new_zeros",
+        "zeros",
+        "ones",
+        "full",
+        "zeros_like",
+        "full_like",
+        "ones_like",
+        "empty",
+        "empty_like",
+        "new_empty",
+        "new_full",
+        "im2col",
+        "pixel_shuffle",
+        "pixel_unshuffle",
+        "slice_scatter",
+        "select_scatter",
+        "_reshape_alias",
+        "movedim",
+        "lift",
+        "masked_select",
+        "index_put",
+        "index_put_",
+        "_index_put_impl_",
+        "copy",
+        "constant_pad_nd",
+        "reflection_pad1d",
+        "reflection_pad2d",
+        "replication_pad1d",
+        "replication_pad2d",
+        "fill_",
+        "zero_",
+        "scalar_tensor",
+        "native_dropout",
+        "channel_shuffle",
+        "permute_copy",
+        "resolve_conj",
+        "repeat_interleave",
+        "new_ones",
+        "split_copy",
+        "scatter",
+        "scatter_",
+        "swapaxes",
+    ]
+)
+"""Operations that only move numbers: their results are matched if what they read is."""
+
+
+def array(value: Any) -> Array:
+    """Return a tensor or an array as numpy, floats in float64, complex numbers as pairs."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+        return (value.double() if value.is_floating_point() else value).numpy()
+    found = np.asarray(value)
+    if np.iscomplexobj(found):
+        return np.stack([found.real, found.imag], -1)
+    return found.astype(np.float64) if found.dtype.kind not in "iub" else found
+
+
+@dataclass
+class Side:
+    """What the port computed.
+
+    Attributes:
+        values: all its numbers: intermediate values, constants and arguments.
+        equations: of each value, None for constants and arguments.
+        outs: the outputs.
+        loss: the loss.
+        tolerance: relative difference within which its numbers are torch's.
+    """
+
+    values: list[Array]
+    equations: list[Equation | None]
+    outs: list[Array]
+    loss: float
+    tolerance: float = SAME
+
+    @cached_property
+    def numbers(self) -> Numbers:
+        """All values."""
+        return Numbers(self.values, self.tolerance)
+
+
+def outputs_error(expected: Sequence[Any], observed: Sequence[Any]) -> float:
+    """Return the largest relative error of any output, axes permuted where shapes differ."""
+    worst = 0.0
+    for mine, other in zip(expected, observed, strict=False):
+        wanted = array(mine)
+        worst = max(worst, error(aligned(array(other), wanted), wanted))
+    return worst
+
+
+class Matching:
+    """A run of torch beside the port's values.
+
+    Attributes:
+        status: of each call, whether the port has its result; None where it moves numbers, or is not needed.
+        lost: indices of the port's values that torch has not.
+    """
+
+    def __init__(self, program: TorchProgram, run: TorchRun, side: Side) -> None:
+        self.program, self.run, self.side = program, run, side
+        self.status = [self._status(i) for i in range(len(program.calls))]
+        mine = [array(v) for values in run.seen for v in values if isinstance(v, torch.Tensor)]
+        mine += [array(v) for v in run.leaves.values()]
+        known = Numbers([*mine, *self._inside_of_calls()], side.tolerance)
+        self.lost = [i for i, v in enumerate(side.values) if v.dtype.kind == "f" and known.holds(v) is False]
+        self.lost_numbers = Numbers([side.values[i] for i in self.lost], side.tolerance)
+        alone = [telling(side.values[i]) for i in self.lost]
+        self._alone = Numbers([a[~known.has(a)] for a in alone], side.tolerance)
+
+    def _status(self, index: int) -> bool | None:
+        if self.program.calls[index].name in MOVES or index not in self.program.needed:
+            return None
+        return self.has(self.run.seen[index])
+
+    def _inside_of_calls(self) -> list[Array]:
+        """Return values inside of fused calls: products without their bias, norms without their scale."""
+        found = []
+        for index, call in enumerate(self.program.calls):
+            outs = self.run.seen[index]
+            if outs and isinstance(outs[0], torch.Tensor):
+                args, _ = fill((call.args, call.kwargs), self.run.get)
+                found += [array(v) for v in _inside(call, args, outs[0])]
+        return found
+
+    def has(self, outs: Sequence[Any]) -> bool | None:
+        """Return whether the port has the first of some results; None where it tells nothing."""
+        first = outs[0] if outs else None
+        return self.side.numbers.holds(array(first)) if isinstance(first, torch.Tensor) else None
+
+    def is_new(self, outs: Sequence[Any], before: Sequence[Any]) -> bool:
+        """Return whether a changed result is one that the port alone had.
+
+        All its numbers are the port's, and of those that the change has changed at least half are the port's alone: a
+        change that returns what both sides have explains nothing. One that leaves far fewer different numbers than
+        there were may fit by chance.
+        """
+        first, old = outs[0] if outs else None, before[0] if before else None
+        if not isinstance(first, torch.Tensor):
+            return False
+        value = array(first)
+        if not self.side.numbers.holds(value):
+            return False
+        changed = value
+        if isinstance(old, torch.Tensor):
+            was = array(old)
+            if np.isnan(value).any() and not np.isnan(was).any():
+                return False
+            if was.shape == value.shape:
+                with np.errstate(invalid="ignore"):
+                    changed = value[~(np.abs(value - was) <= self.side.tolerance * np.abs(was))]
+            if variety(value) < variety(was) // 2:
+                return False
+        numbers = telling(changed)
+        return bool(len(numbers) and self._alone.has(numbers).mean() >= 0.5)
+
+    def sources(self, ref: Ref) -> list[Ref]:
+        """Return what a tensor consists of, with operations that only move numbers undone."""
+        if isinstance(ref.kind, int) and self.status[ref.kind] is None:
+            return [s for r in self.program.calls[ref.kind].refs for s in self.sources(r)]
+        return [ref]
+
+    def is_lost(self, ref: Ref) -> bool:
+        """Return whether a tensor has numbers that the port has not."""
+        return any(isinstance(s.kind, int) and self.status[s.kind] is False for s in self.sources(ref))
+
+    def region(self, ends: Sequence[Ref]) -> tuple[list[int], list[int]]:
+        """Return the calls between the last matched ones and some ends, and the first among them."""
+        todo = [s for e in ends for s in self.sources(e)]
+        seen: set[int] = set()
+        while todo:
+            ref = todo.pop()
+            if isinstance(ref.kind, int) and ref.kind not in seen and self.status[ref.kind] is False:
+                seen.add(ref.kind)
+                todo += [s for r in self.program.calls[ref.kind].refs for s in self.sources(r)]
+        first = [i for i in sorted(seen) if not any(self.is_lost(r) for r in self.program.calls[i].refs)]
+        return sorted(seen), first
+
+    def ends(self, loss: bool, close: float) -> list[Ref]:
+        """Return the loss, or the outputs that differ by more than a relative error."""
+        if loss:
+            return [self.program.loss] if isinstance(self.program.loss, Ref) else []
+        found = []
+        for ref, mine, other in zip(self.program.outs, self.run.outs, self.side.outs, strict=False):
+            if outputs_error([mine], [other]) > close and isinstance(ref, Ref):
+                found.append(ref)
+        return found + [e for e in self.program.ends[len(self.program.outs) + 1 :] if found]
+
+    def where_in_jax(self, value: Any) -> str:
+        """Return `file:line` of the port's equation that alone has a value."""
+        found = self.lost_numbers.owner_of(array(value)) if isinstance(value, torch.Tensor) else None
+        equation = self.side.equations[self.lost[found]] if found is not None else None
+        return equation.where if equation is not None else ""
+
+    def nearest_in_jax(self, call: int) -> tuple[str, Array | None]:
+        """Return the first value of the port alone that is as large as a call's result: `file:line` and the value."""
+        out = self.run.seen[call][0]
+        for i in self.lost_numbers.of_size(out.numel() if isinstance(out, torch.Tensor) else 0):
+            equation = self.side.equations[self.lost[i]]
+            if equation is not None and equation.where:
+                return equation.where, self.lost_numbers.arrays[i]
+        return "", None
+
+
+def _inside(call: Call, args: Any, out: torch.Tensor) -> list[torch.Tensor]:
+    across = [1, -1, *[1] * (out.dim() - 2)]
+    if call.name == "addmm":
+        return [out - args[0]]
+    if call.name == "convolution" and args[2] is not None:
+        return [out - args[2].reshape(across)]
+    if call.name == "native_layer_norm":
+        x, shape, weight, _, eps = args[:5]
+        plain = torch.nn.functional.layer_norm(x, shape, None, None, eps)
+        centred = x - x.mean(tuple(range(-len(shape), 0)), keepdim=True)
+        return [plain, centred, *([] if weight is None else [plain * weight])]
+    if "batch_norm" in call.name or call.name == "native_group_norm":
+        weight, bias = args[1], args[2]
+        scaled = out if bias is None else out - bias.reshape(across)
+        return [scaled, *([] if weight is None else [scaled / weight.reshape(across)])]
+    return []

@@ -1,0 +1,140 @@
+"""Whether arrays of two frameworks are equal, in order or as sets of numbers. Imports numpy alone.
+
+Two programs that compute the same have the same numbers in them, whatever their layouts: channels last, fused
+projections, stacked layers and scans change where a number stands, not the number. So a result of one side is looked
+up, number by number, among all numbers of the other. No axes are aligned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+SAME = 1e-9
+"""Relative difference within which two numbers of float64 computations are taken for the same one."""
+NEAR_ZERO = 1e-3
+"""The same, for numbers below this part of the largest number of their array."""
+
+
+def error(observed: Array, expected: Array) -> float:
+    """Return the largest difference over the largest finite expected number.
+
+    Equal infinities differ by 0, and so does whatever stands where NaN is expected: nobody relies on it.
+
+    Args:
+        observed: any shape.
+        expected: of the same shape; otherwise the error is infinite.
+    """
+    if observed.shape != expected.shape:
+        return float("inf")
+    if not expected.size:
+        return 0.0
+    observed, expected = observed.astype(np.float64), expected.astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        off = np.abs(observed - expected)
+    # masks of -1e30, of the smallest number and of -inf are one
+    huge = (np.abs(observed) > 1e30) & (np.abs(expected) > 1e30) & (np.sign(observed) == np.sign(expected))
+    off[(observed == expected) | np.isnan(expected) | huge] = 0.0
+    off[np.isnan(off)] = np.inf
+    sizes = np.abs(expected[np.isfinite(expected) & (np.abs(expected) < 1e30)])
+    largest = float(sizes.max(initial=0.0))
+    return float(off.max() / largest) if largest > 0 else float(off.max())
+
+
+def aligned(observed: Array, expected: Array) -> Array:
+    """Return the observed array in the expected shape: the permutation of axes that fits best, or a reshape."""
+    if observed.shape == expected.shape or observed.size != expected.size:
+        return observed
+    if (axes := turn(observed.shape, expected.shape, observed, expected)) is not None:
+        return observed.transpose(axes)
+    if [n for n in observed.shape if n != 1] == [n for n in expected.shape if n != 1]:
+        return observed.reshape(expected.shape)
+    return observed
+
+
+def turn(shape: tuple[int, ...], wanted: tuple[int, ...], observed: Array, expected: Array) -> tuple[int, ...] | None:
+    """Return the axes by which an array of one shape has to be transposed to another shape, or None."""
+    if shape == wanted or sorted(shape) != sorted(wanted) or len(shape) > 5:
+        return None
+    options = [a for a in permutations(range(len(shape))) if tuple(shape[i] for i in a) == wanted]
+    return min(options, key=lambda a: error(observed.transpose(a), expected))
+
+
+def telling(value: Array) -> Array:
+    """Return the elements that are hardly equal by chance: finite, and no multiples of 1/4 as counts and masks are."""
+    flat = value.reshape(-1)
+    if flat.dtype.kind != "f":
+        return np.zeros(0)
+    with np.errstate(invalid="ignore"):
+        size = np.abs(flat)
+        keep = np.isfinite(flat) & (size < 1e8) & (size > 1e-200) & (flat * 4 != np.round(flat * 4))
+    found: Array = flat[keep]
+    return found
+
+
+def variety(value: Array) -> int:
+    """Return the number of different telling numbers."""
+    return len(np.unique(np.round(telling(value), 9)))
+
+
+class Numbers:
+    """All numbers of some arrays, to look up others.
+
+    Args:
+        arrays: any shapes.
+        tolerance: relative difference within which two numbers are the same.
+    """
+
+    def __init__(self, arrays: Iterable[Array], tolerance: float = SAME) -> None:
+        self.arrays, self.tolerance = list(arrays), tolerance
+        parts = [telling(a) for a in self.arrays]
+        owner = np.repeat(np.arange(len(parts)), [len(p) for p in parts])
+        flat = np.concatenate([*parts, np.zeros(0)])
+        order = np.argsort(flat, kind="stable")
+        self._flat, self._owner = flat[order], owner[order]
+        self._sorted: dict[int, Array] = {}
+        self._by_size: dict[int, list[int]] = {}
+        for i, a in enumerate(self.arrays):
+            if a.dtype.kind == "f":
+                self._by_size.setdefault(a.size, []).append(i)
+
+    def _places(self, wanted: Array) -> tuple[Array, Array]:
+        allowed = self.tolerance * (np.abs(wanted) + NEAR_ZERO * np.abs(wanted).max(initial=0.0))
+        return np.searchsorted(self._flat, wanted - allowed), np.searchsorted(self._flat, wanted + allowed, "right")
+
+    def has(self, numbers: Array) -> Array:
+        """Return which numbers are here."""
+        low, high = self._places(numbers)
+        found: Array = high > low
+        return found
+
+    def holds(self, value: Array) -> bool | None:
+        """Return whether every telling number of an array is here; None where it has none."""
+        wanted = telling(value)
+        if not len(wanted):
+            return None
+        if len(wanted) > 64 and not self.has(wanted[:: len(wanted) // 32]).all():
+            return False
+        return bool(self.has(wanted).all())
+
+    def owner_of(self, value: Array) -> int | None:
+        """Return the index of the array that has most of the first numbers of a value."""
+        low, high = self._places(telling(value)[:16])
+        owners = [set(self._owner[a:b].tolist()) for a, b in zip(low, high, strict=True)]
+        every = [o for found in owners for o in found]
+        return max(sorted(set(every)), key=every.count) if every else None
+
+    def of_size(self, size: int) -> Sequence[int]:
+        """Return the indices of arrays of a size."""
+        return self._by_size.get(size, [])
+
+    def sorted(self, index: int) -> Array:
+        """Return the numbers of an array in order."""
+        if index not in self._sorted:
+            self._sorted[index] = np.sort(self.arrays[index].reshape(-1))
+        return self._sorted[index]

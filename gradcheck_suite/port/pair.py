@@ -1,0 +1,452 @@
+"""A pair of models as its author describes it, and the same pair with other values in its parameters.
+
+Both sides compute in float64: what differs then is not rounding. The author's code runs with float64 as torch's
+default dtype, so that tables that it computes are not rounded either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradcheck_suite.core.text import suggestion
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.run.environment import imported
+
+Array = npt.NDArray[Any]
+State = dict[str, Array]
+LOW = (torch.float32, torch.float16, torch.bfloat16)
+REQUIRED = ("module", "apply", "inputs")
+
+
+@dataclass
+class Port:
+    """A torch module and the JAX model that is to be the same.
+
+    Attributes:
+        module: the torch module.
+        apply: `apply(params, *inputs) -> array or pytree`, or a model of flax linen, flax nnx or Equinox.
+        params: pytree of arrays, loaded from the module's state by the author's code; None for nnx and Equinox models.
+        inputs: numpy arrays that both sides get, as tensors and as arrays.
+        load: `load(state) -> params`; `state` has the names of `module.state_dict()` and numpy arrays.
+        kwargs: further keyword arguments of the module.
+        jax_kwargs: further keyword arguments of the JAX model, such as `{"deterministic": True}`.
+        targets: further arguments of both losses.
+        torch_loss: `loss(output, *targets) -> scalar`.
+        jax_loss: likewise.
+        torch_optimizer: `parameters -> torch.optim.Optimizer`.
+        jax_optimizer: an `optax.GradientTransformation`.
+        train: whether both are in train mode; running statistics are then compared.
+        draw: a Hypothesis strategy of inputs, or `draw(seed) -> inputs`.
+        accept: names of causes that are intended.
+        outputs: what is compared of an output, where not all of it is.
+        rebuild: the function that made the pair, or None.
+    """
+
+    module: nn.Module
+    apply: Any
+    params: Any = None
+    inputs: tuple[Any, ...] = ()
+    load: Callable[..., Any] | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    jax_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    targets: tuple[Any, ...] = ()
+    torch_loss: Callable[..., Any] | None = None
+    jax_loss: Callable[..., Any] | None = None
+    torch_optimizer: Callable[..., Any] | None = None
+    jax_optimizer: Any = None
+    train: bool = False
+    draw: Any = None
+    accept: tuple[str, ...] = ()
+    outputs: Callable[[Any], Any] | None = None
+    rebuild: Callable[[], Any] | None = field(default=None, repr=False)
+
+
+def as_port(given: Any, rebuild: Callable[[], Any] | None = None) -> tuple[Port, list[str]]:
+    """Return the pair of what an author's function returned, in float64, and notes on what was ignored.
+
+    Raises:
+        UsageError: it is no pair, or a part of it is of a wrong kind.
+    """
+    notes: list[str] = []
+    if isinstance(given, Mapping):
+        known = [f.name for f in dataclasses.fields(Port) if f.name != "rebuild"]
+        if lacking := [name for name in REQUIRED if name not in given]:
+            raise UsageError(f"the pair has no {lacking[0]!r}: expected a Port or a dict with {', '.join(known)}")
+        notes = [f"the key {k!r} is not used{suggestion(str(k), known)}" for k in given if k not in known]
+        given = Port(**{k: v for k, v in given.items() if k in known and v is not None})
+    if not isinstance(given, Port):
+        raise UsageError(f"expected a gradcheck_suite.Port or a dict with the same names, got {type(given).__name__}")
+    if not isinstance(given.module, nn.Module):
+        raise UsageError(f"module: expected a torch.nn.Module, got {type(given.module).__name__}")
+    if not callable(given.apply):
+        raise UsageError(f"apply: expected a function or a model, got {type(given.apply).__name__}")
+    pair = dataclasses.replace(
+        given, inputs=_tuple(given.inputs), targets=_tuple(given.targets), accept=_tuple(given.accept), rebuild=rebuild
+    )
+    if (pair.torch_loss is None) != (pair.jax_loss is None):
+        raise UsageError("expected both torch_loss and jax_loss, or neither")
+    if (pair.torch_optimizer is None) != (pair.jax_optimizer is None):
+        raise UsageError("expected both torch_optimizer and jax_optimizer, or neither")
+    to_double(pair.module)
+    pair.module.train(pair.train)
+    _expect_no_dropout(pair)
+    return pair, notes
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def _expect_no_dropout(pair: Port) -> None:
+    if not pair.train:
+        return
+    for name, part in pair.module.named_modules():
+        if "Dropout" in type(part).__name__ and getattr(part, "p", 0) > 0:
+            raise UsageError(f"{name or 'the module'} is {part} in train mode, which no port repeats: expected p=0")
+        if isinstance(part, nn.MultiheadAttention | nn.RNNBase) and part.dropout > 0:
+            raise UsageError(f"{name or 'the module'} has dropout={part.dropout} in train mode: expected 0")
+
+
+def to_double(module: nn.Module) -> None:
+    """Convert a module's state, and tensors that it keeps without registering them, to float64."""
+    module.double()
+    for part in module.modules():
+        for name, value in list(vars(part).items()):
+            if isinstance(value, torch.Tensor) and value.dtype in LOW:
+                setattr(part, name, value.double())
+
+
+def without_low(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments with float64 in place of a lower float dtype."""
+    return {k: torch.float64 if k == "dtype" and v in LOW else v for k, v in kwargs.items()}
+
+
+class _Lifting(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **without_low(kwargs or {}))
+
+
+@contextmanager
+def default_double() -> Iterator[None]:
+    """Make float64 torch's default dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def in_double() -> Iterator[None]:
+    """Let the author's code make float64 tensors."""
+    with default_double(), _Lifting():
+        yield
+
+
+# The JAX model, whatever library it is written in.
+
+
+def library_of(model: Any) -> str:
+    """Return `linen`, `nnx`, `equinox` or `function`."""
+    for base in type(model).__mro__:
+        for start, name in (("flax.linen", "linen"), ("flax.nnx", "nnx"), ("equinox", "equinox")):
+            if base.__name__ == "Module" and base.__module__.startswith(start):
+                return name
+    return "function"
+
+
+def is_float(leaf: Any) -> bool:
+    """Return whether a leaf is an array of floating dtype."""
+    return hasattr(leaf, "dtype") and bool(jax.dtypes.issubdtype(leaf.dtype, jnp.floating))
+
+
+def is_number(leaf: Any) -> bool:
+    """Return whether a leaf is an array of numbers, not of random keys and not a function."""
+    return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and bool(jax.dtypes.issubdtype(leaf.dtype, np.generic))
+
+
+class JaxModel:
+    """The JAX model as a function of leaves.
+
+    Attributes:
+        paths: path of each leaf of the parameters.
+        leaves: their values; what is no array of numbers stays as it is.
+    """
+
+    def __init__(self, pair: Port) -> None:
+        self._model, self._pair = pair.apply, pair
+        self.library = library_of(pair.apply)
+        self._graph: Any = None
+        tree = self._tree(pair.params)
+        found, self.structure = jax.tree_util.tree_flatten_with_path(tree)
+        self.paths = [_path(keys) for keys, _ in found]
+        self.leaves = [leaf for _, leaf in found]
+        if not any(map(is_float, self.leaves)):
+            raise UsageError("params: expected a pytree with arrays of floats, which a port has loaded from the module")
+
+    def _nnx(self) -> ModuleType:
+        found = imported("flax.nnx")
+        assert not isinstance(found, str), found
+        return found
+
+    def _tree(self, params: Any) -> Any:
+        """Return the pytree of parameters that a model is called with."""
+        if self.library == "nnx":
+            nnx = self._nnx()
+            self._graph, own = nnx.split(self._model)
+            if params is None:
+                return own
+            return nnx.split(params)[1] if isinstance(params, nnx.Module) else self._in_structure(params, own)
+        if library_of(params) == "nnx":
+            return self._nnx().split(params)[1]
+        if self.library == "equinox":
+            own = self._arrays(self._model)
+            return own if params is None else self._in_structure(self._arrays(params), own)
+        if params is None:
+            raise UsageError("the pair has no 'params': expected a pytree of arrays")
+        if self.library == "linen" and not (isinstance(params, Mapping) and "params" in params):
+            return {"params": params}
+        return self._arrays(params) if library_of(params) == "equinox" else params
+
+    def _arrays(self, tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tree)
+
+    def _in_structure(self, given: Any, own: Any) -> Any:
+        leaves, wanted = jax.tree.leaves(given), jax.tree.leaves(own)
+        if len(leaves) != len(wanted):
+            raise UsageError(f"params: expected {len(wanted)} arrays, as the model has, got {len(leaves)}")
+        return jax.tree.unflatten(jax.tree.structure(own), leaves)
+
+    def loaded(self, params: Any) -> list[Any]:
+        """Return the leaves of parameters that the author's code has loaded."""
+        leaves = jax.tree.leaves(self._tree(params))
+        if len(leaves) != len(self.leaves):
+            raise UsageError(f"load: expected {len(self.leaves)} leaves, as params has, got {len(leaves)}")
+        return leaves
+
+    def call(self, leaves: Sequence[Any], inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Return the output, and the leaves of what the model updates in training (running statistics)."""
+        params, how = jax.tree.unflatten(self.structure, leaves), self._pair.jax_kwargs
+        if self.library == "linen":
+            mutable = [name for name in params if name != "params"] if self._pair.train else []
+            if not mutable:
+                return self._model.apply(params, *inputs, **how), []
+            out, updated = self._model.apply(params, *inputs, mutable=mutable, **how)
+            return out, jax.tree.leaves(updated)
+        if self.library == "nnx":
+            nnx = self._nnx()
+            model = nnx.merge(self._graph, params)
+            out = model(*inputs, **how)
+            after = jax.tree.leaves(nnx.split(model)[1]) if self._pair.train else []
+            return out, [a for a, b in zip(after, leaves, strict=False) if a is not b and is_float(a)]
+        if self.library == "equinox":
+            static = jax.tree.map(lambda leaf: None if is_array(leaf) else leaf, self._model)
+            model = jax.tree.map(lambda a, b: b if a is None else a, params, static, is_leaf=lambda leaf: leaf is None)
+            return model(*inputs, **how), []
+        if library_of(self._pair.params) == "equinox":
+            static = jax.tree.map(lambda leaf: None if is_array(leaf) else leaf, self._pair.params)
+            params = jax.tree.map(lambda a, b: b if a is None else a, params, static, is_leaf=lambda leaf: leaf is None)
+        return self._model(params, *inputs, **how), []
+
+
+def is_array(leaf: Any) -> bool:
+    """Return whether a leaf is an array of JAX or numpy."""
+    return isinstance(leaf, jax.Array | np.ndarray)
+
+
+def _path(keys: Sequence[Any]) -> str:
+    parts = [str(next(getattr(k, a) for a in ("key", "name", "idx") if hasattr(k, a))) for k in keys]
+    return ".".join(p for p in parts if p != "value")
+
+
+def flat_output(out: Any) -> list[Any]:
+    """Return the arrays of an output of either side: sequences in order, dicts by sorted keys, dataclasses by field."""
+    if isinstance(out, torch.Tensor) or is_array(out) or isinstance(out, jax.core.Tracer | np.generic):
+        return [out]
+    if out is None or isinstance(out, str | bool | int | float):
+        return []
+    if isinstance(out, Mapping):
+        return [leaf for key in sorted(out) for leaf in flat_output(out[key])]
+    if isinstance(out, list | tuple):
+        return [leaf for part in out for leaf in flat_output(part)]
+    if dataclasses.is_dataclass(out):
+        return [leaf for f in dataclasses.fields(out) for leaf in flat_output(getattr(out, f.name))]
+    return [leaf for leaf in jax.tree.leaves(out) if leaf is not out]
+
+
+# The module's state, and other values of it.
+
+
+def state_of(module: nn.Module) -> State:
+    """Return all entries of a module's state, floats in float64; tied names share one array."""
+    found: dict[Any, Array] = {}
+    state: State = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor):
+            key = (value.data_ptr() if value.numel() else id(value), tuple(value.shape))
+            kept = value.detach().cpu()
+            array = (kept.double() if kept.is_floating_point() else kept).numpy()
+            state[name] = found.setdefault(key, array.copy())
+    return state
+
+
+def set_state(module: nn.Module, state: State) -> None:
+    """Write values into a module."""
+    own = module.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for name, value in state.items():
+            if isinstance(own.get(name), torch.Tensor):
+                own[name].data.copy_(torch.as_tensor(np.asarray(value)))
+
+
+def is_statistic(name: str) -> bool:
+    """Return whether a name is that of running statistics."""
+    return name.rpartition(".")[2] in ("running_mean", "running_var")
+
+
+def movable(module: nn.Module) -> set[str]:
+    """Return the names of parameters and running statistics; other buffers may be tables that a port computes."""
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return parameters | {name for name in module.state_dict() if is_statistic(name)}
+
+
+Draw = Callable[[Array, str], Array]
+
+
+def moved(rng: np.random.Generator) -> Draw:
+    """Return a draw of values about a third of their size away: zero biases and unit scales stay so no longer."""
+
+    def draw(value: Array, name: str) -> Array:
+        if name.rpartition(".")[2] == "running_var":
+            return np.abs(value) * rng.uniform(0.5, 1.5, value.shape) + 0.05
+        size = float(np.sqrt(np.mean(value**2))) if value.size else 0.0
+        size = 0.3 * size if size > 1e-3 else 0.2  # layers that start at 1e-6 hide what is behind them, as zeros do
+        return value + rng.normal(size=value.shape) * size
+
+    return draw
+
+
+def distinct(rng: np.random.Generator, high: bool) -> Draw:
+    """Return a draw of distinct positive values, by which elements are told apart."""
+    return lambda value, name: rng.uniform(0.5, 1.0, value.shape) + (0.75 if high else 0.0)
+
+
+def drawn_state(base: State, names: set[str], draw: Draw) -> State:
+    """Return a state with drawn values for some names; tied names share them."""
+    made: dict[int, Array] = {}
+    for name, value in base.items():
+        if id(value) not in made:
+            chosen = name in names and value.dtype.kind == "f" and value.size
+            made[id(value)] = np.asarray(draw(value, name), np.float64) if chosen else value
+    return {name: made[id(value)].copy() for name, value in base.items()}
+
+
+class _Writing(TorchDispatchMode):
+    """Follows every write into a parameter by one of drawn values: whatever the author's code reads then has them."""
+
+    def __init__(self, draw: Draw) -> None:
+        super().__init__()
+        self._draw = draw
+        self._known: dict[int, tuple[torch.Tensor, str]] = {}
+
+    def note(self, tensor: Any, name: str) -> None:
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.numel():
+            key = tensor.untyped_storage().data_ptr()
+            self._known[key] = (tensor.detach(), name)
+            self._write(key)
+
+    def _write(self, key: int) -> None:
+        whole, name = self._known[key]
+        with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+            whole.copy_(torch.as_tensor(self._draw(whole.double().numpy(), name)).to(whole.dtype))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **without_low(kwargs or {}))
+        if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor) and args[0].numel():
+            key = args[0].untyped_storage().data_ptr()
+            if key in self._known:
+                self._write(key)
+        return out
+
+
+def built_again(pair: Port, draw: Draw) -> tuple[Port, State]:
+    """Call the author's function again with drawn values in its module; return the new pair and its state."""
+    assert pair.rebuild is not None
+    writing = _Writing(draw)
+    parameter, buffer = nn.Module.register_parameter, nn.Module.register_buffer
+
+    def noted_parameter(self: nn.Module, name: str, param: Any) -> None:
+        parameter(self, name, param)
+        writing.note(param, name)
+
+    def noted_buffer(self: nn.Module, name: str, tensor: Any, persistent: bool = True) -> None:
+        buffer(self, name, tensor, persistent)
+        if is_statistic(name):
+            writing.note(tensor, name)
+
+    changed: Any = nn.Module
+    changed.register_parameter, changed.register_buffer = noted_parameter, noted_buffer
+    try:
+        with default_double(), writing:
+            again, _ = as_port(pair.rebuild(), pair.rebuild)
+    finally:
+        changed.register_parameter, changed.register_buffer = parameter, buffer
+    return again, state_of(again.module)
+
+
+def raised(side: str, call: Callable[[], Any]) -> Any:
+    """Return what a call of the author's code returns.
+
+    Raises:
+        UsageError: it raised; the message says where.
+    """
+    try:
+        return call()
+    except UsageError:
+        raise
+    except Exception as error:
+        place = ""
+        with suppress(Exception):
+            place = f" at {author_line(error)}"
+        said = next(iter(str(error).strip().splitlines()), "")
+        raise UsageError(f"{side} raised {type(error).__name__}{place}: {said}"[:400]) from error
+
+
+_OWN = str(Path(__file__).resolve().parent.parent)
+_LIBRARY = re.compile(
+    r"[/\\]site-packages[/\\](torch|jax|jaxlib|flax|equinox|optax|numpy|chex)[/\\]|^<|[/\\]lib[/\\]python[\d.]+[/\\](?!site-)"
+)
+
+
+@cache
+def is_author_file(name: str) -> bool:
+    """Return whether a source file is the author's: not of a framework, of Python, or of this package."""
+    return not (name.startswith(_OWN) or _LIBRARY.search(name))
+
+
+def author_line(error: BaseException) -> str:
+    """Return `file:line` of the innermost frame of an exception that is the author's."""
+    found, frame = "", error.__traceback__
+    while frame is not None:
+        name = frame.tb_frame.f_code.co_filename
+        if is_author_file(name):
+            found = f"{name.rpartition('/')[2]}:{frame.tb_lineno}"
+        frame = frame.tb_next
+    return found

@@ -1,0 +1,369 @@
+"""The search for the change of the torch program that makes the port's numbers appear.
+
+Families of hypotheses are tried one after the other at all places, the usual mistakes first. What is believed is
+decided here and nowhere else: the rule of evidence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from gradcheck_suite.port.matching import Matching, outputs_error
+from gradcheck_suite.port.torch_program import Call, Change, Ref, TorchProgram, TorchRun, fill, flat, lookup
+from gradcheck_suite.port.variants import Hypothesis
+
+PLACES = 10
+"""Calls of the lost region that hypotheses are tried at."""
+STREAK = 5
+"""Calls in a row whose results the port has after a change only: no other change is then looked for."""
+PASSED = 30
+"""Hypotheses of a family with evidence at their place that are run to the end."""
+SECONDS = 8.0
+"""CPU time of one search."""
+RAISED = (RuntimeError, ValueError, IndexError, TypeError, AttributeError, KeyError, NotImplementedError)
+"""What torch raises where a hypothesis does not fit the shapes."""
+
+
+@dataclass
+class Found:
+    """A change that explains something.
+
+    Attributes:
+        hypothesis: the change.
+        place: index of the call at which its effect is seen.
+        error: of the outputs, or of the loss, after the change.
+        gained: number of calls whose results the port has after the change only.
+        run: torch, changed.
+        streak: number of those that follow each other from the place on.
+    """
+
+    hypothesis: Hypothesis
+    place: int
+    error: float
+    gained: int
+    run: TorchRun
+    streak: int = 0
+
+
+def both(first: Change, second: Change) -> Change:
+    """Return two changes of one call, done one after the other."""
+
+    def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+        class Changed:
+            _schema = call.op._schema
+
+            def __call__(self, *a: Any, **k: Any) -> Any:
+                outs = flat(first(call, a, k, get))
+                return outs if len(outs) > 1 else outs[0]
+
+        return second(replace(call, op=Changed()), args, kwargs, get)
+
+    return change
+
+
+@dataclass
+class Repairs:
+    """The changes that were found so far."""
+
+    changes: dict[int, Change] = field(default_factory=dict)
+    leaves: dict[Any, Any] = field(default_factory=dict)
+
+    def plus(self, hypothesis: Hypothesis) -> Repairs:
+        """Return these with one more."""
+        changes, leaves = dict(self.changes), dict(self.leaves)
+        for index, change in hypothesis.changes.items():
+            changes[index] = both(changes[index], change) if index in changes else change
+        for key, function in hypothesis.leaves.items():
+            before = leaves.get(key)
+            if before is None or isinstance(function, Ref) or isinstance(before, Ref):
+                leaves[key] = function
+            else:
+                leaves[key] = lambda v, f=function, b=before: f(b(v))
+        return Repairs(changes, leaves)
+
+    def run(self, program: TorchProgram, *, state: Any = None, grad: bool = False, inputs: Any = None) -> TorchRun:
+        """Run the program, changed."""
+        start = program.leaves(state, grad) | (inputs or {})
+        leaves = dict(start)
+        for key, function in self.leaves.items():
+            if key not in start:
+                continue
+            with torch.set_grad_enabled(grad):
+                new = start[function.kind, function.index] if isinstance(function, Ref) else function(leaves[key])
+            for other, value in start.items():
+                if value is start[key] and other[0] == key[0]:
+                    leaves[other] = new
+        run = program.run(self.changes, leaves, grad)
+        if grad:  # gradients are by the tensors before the change
+            run.leaves = {**leaves, **{k: v for k, v in start.items() if k[0] == "state"}}
+        return run
+
+
+Family = Callable[["Search", int], Iterator[Hypothesis]]
+
+
+class Search:
+    """Tries hypotheses in a lost region.
+
+    Args:
+        program: the torch program.
+        matching: its run beside the port's values.
+        repairs: the changes found before.
+        loss: whether the loss is compared, not the outputs.
+        close: relative error of the ends that needs no explanation.
+    """
+
+    def __init__(self, program: TorchProgram, matching: Matching, repairs: Repairs, loss: bool, close: float) -> None:
+        self.program, self.matching, self.repairs, self.loss, self.close = program, matching, repairs, loss, close
+        self._until = time.process_time() + SECONDS
+        self._affected: dict[Any, set[int]] = {}
+        self.region: list[int] = []
+        self._ends_before = (*matching.run.outs, matching.run.loss)
+
+    @property
+    def late(self) -> bool:
+        """Whether the time is over."""
+        return time.process_time() > self._until
+
+    def find(self, families: Sequence[tuple[Family, str]], region: list[int], first: list[int]) -> Found | None:
+        """Return the best explanation, or None.
+
+        Args:
+            families: with the calls that each is tried at: `region`, `order` (first lost calls, then their readers)
+                or `first`.
+            region: the lost calls that lead to the difference.
+            first: those among them that read no lost result.
+        """
+        self.region = region
+        places = {"region": region, "order": self._order(first)[:PLACES], "first": first[:3]}
+        late: list[tuple[int, Hypothesis]] = []
+        best: Found | None = None
+        for family, where in families:
+            best = self._of_family(family, places[where], first, late, best)
+            if best is not None and self._is_enough(best, where):
+                return self._everywhere(best)
+        if best is not None and best.gained > 0:
+            return self._everywhere(best)
+        best = None
+        for place, hypothesis in late:
+            if not self.late:
+                best = self._better(best, place, hypothesis)
+        return self._everywhere(best) if best and (best.gained >= 2 or best.error <= self.close) else None
+
+    def _of_family(
+        self,
+        family: Family,
+        places: list[int],
+        first: list[int],
+        late: list[tuple[int, Hypothesis]],
+        best: Found | None,
+    ) -> Found | None:
+        passed = 0
+        for place in places:
+            for hypothesis in self._hypotheses(family, place):
+                if self.late or passed >= PASSED:
+                    return best
+                if self._has_evidence(place, hypothesis):
+                    passed += 1
+                    best = self._better(best, place, hypothesis)
+                    if best is not None and (best.error <= self.close or best.streak >= STREAK):
+                        return best
+                elif place in hypothesis.changes and place in first and len(late) < 40:
+                    late.append((place, hypothesis))
+        return best
+
+    def _hypotheses(self, family: Family, place: int) -> Iterator[Hypothesis]:
+        with contextlib.suppress(*RAISED):  # a family that a place does not fit has no more
+            yield from family(self, place)
+
+    def _is_enough(self, best: Found, where: str) -> bool:
+        if best.error <= self.close or best.streak >= STREAK:
+            return True
+        if where == "order":
+            return best.streak >= min(3, sum(i >= best.place for i in self.region))
+        return best.gained > 0
+
+    # evidence
+
+    def _has_evidence(self, place: int, hypothesis: Hypothesis) -> bool:
+        """Return whether a change gives numbers that the port alone had, at a place or at the next one.
+
+        The port may compute the same in another order, so that the result itself is not among its values, or have the
+        changed result elsewhere too: then the results of the calls that read it are looked at.
+        """
+        value = self.local(place, hypothesis)
+        if value is None:
+            return False
+        if self.matching.is_new(value, self.matching.run.seen[place]):
+            return True
+        has = self.matching.has(value) is not False
+        if has and (len(self.region) < 4 or place in self.region[-4:]):
+            found = self.test(place, hypothesis)
+            if found is not None and found.error <= self.close:
+                return True
+        inside = set(self.region)
+        for reader in list(self.readers(place))[: 3 if has else 1]:
+            if reader in inside:
+                after = self.local(reader, hypothesis)
+                if after is not None and self.matching.is_new(after, self.matching.run.seen[reader]):
+                    return True
+        return False
+
+    def _better(self, best: Found | None, place: int, hypothesis: Hypothesis) -> Found | None:
+        found = self.test(place, hypothesis)
+        if found is None or best is None:
+            return found or best
+
+        def rank(f: Found) -> tuple[bool, int]:
+            return f.error <= self.close, f.gained
+
+        return found if rank(found) > rank(best) else best
+
+    def test(self, place: int, hypothesis: Hypothesis) -> Found | None:
+        """Run the program to its end with a hypothesis; None where it raises."""
+        try:
+            run = self.repairs.plus(hypothesis).run(self.program)
+        except RAISED:
+            return None
+        if any(_new_nan(a, b) for a, b in zip((*run.outs, run.loss), self._ends_before, strict=True)):
+            return None  # what is NaN is not compared
+        side = self.matching.side
+        if self.loss:
+            error = abs(float(run.loss) - side.loss) / max(abs(side.loss), 1e-300)
+        else:
+            error = outputs_error(run.outs, side.outs)
+        looked = self.region[:60]
+        new = {i: self.matching.is_new(run.seen[i], self.matching.run.seen[i]) for i in looked}
+        streak = 0
+        for i in looked:
+            if i >= place:
+                if not new[i] and i != place:
+                    break
+                streak += new[i]
+        return Found(hypothesis, place, error, sum(new.values()), run, streak)
+
+    def _everywhere(self, found: Found) -> Found:
+        """Return a change also at the other calls of its line: those of other time steps, and of repeated modules.
+
+        The calls of the same module are tried first, then those of all modules of the line.
+        """
+        hypothesis, calls = found.hypothesis, self.program.calls
+        if found.error <= self.close or not hypothesis.changes:
+            return found
+        mine = min(hypothesis.changes)
+        best = found
+        for same_module in (True, False):
+            together, moved = Repairs().plus(hypothesis), False
+            for index, call in enumerate(calls):
+                by = index - mine
+                alike = call.name == calls[mine].name and call.where == calls[mine].where and bool(call.where)
+                if not by or not alike or (same_module and call.path != calls[mine].path):
+                    continue
+                if self._fits_further_on(hypothesis, by, together):
+                    together, moved = together.plus(hypothesis.further_on(by)), True
+            if moved:
+                every = self.test(found.place, replace(hypothesis, changes=together.changes))
+                if every is not None and (every.error < best.error or every.gained > best.gained):
+                    best = every
+        return best
+
+    def _fits_further_on(self, hypothesis: Hypothesis, by: int, together: Repairs) -> bool:
+        calls = self.program.calls
+        return all(
+            0 <= i + by < len(calls) and calls[i + by].name == calls[i].name and i + by not in together.changes
+            for i in hypothesis.changes
+        )
+
+    # the neighbourhood of a place
+
+    def _order(self, first: list[int]) -> list[int]:
+        """Return the calls to look at: the first lost ones, then those that read them."""
+        seen, level, inside = list(first), list(first), set(self.region)
+        while level and len(seen) < 4 * PLACES:
+            following = []
+            for index in level:
+                for reader in self.readers(index):
+                    if reader in inside and reader not in seen:
+                        seen.append(reader)
+                        following.append(reader)
+            level = following
+        return seen
+
+    def readers(self, index: int) -> Iterator[int]:
+        """Yield the calls that read a result, past those that only move it."""
+        for j in range(len(self.matching.run.values[index])):
+            for reader in self.program.readers.get(Ref(index, j), []):
+                if self.matching.status[reader] is None:
+                    yield from self.readers(reader)
+                else:
+                    yield reader
+
+    def local(self, place: int, hypothesis: Hypothesis) -> list[Any] | None:
+        """Return a call's results under a hypothesis, or None where it does not fit."""
+        run, calls = self.matching.run, self.program.calls
+        affected = self._affected_by(hypothesis)
+        made: dict[int, list[Any]] = {}
+
+        def get(ref: Any) -> Any:
+            if not isinstance(ref, Ref):
+                return ref
+            if isinstance(ref.kind, int):
+                return (evaluate(ref.kind) if ref.kind in affected else run.seen[ref.kind])[ref.index]
+            function = hypothesis.leaves.get((ref.kind, ref.index))
+            if isinstance(function, Ref):
+                return lookup(function, run.seen, run.leaves)
+            value = lookup(ref, run.seen, run.leaves)
+            return value if function is None else function(value)
+
+        def evaluate(index: int) -> list[Any]:
+            if index not in made:
+                call = calls[index]
+                args, kwargs = fill(call.args, get), fill(call.kwargs, get)
+                if call.mutates:
+                    args = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+                old, new = self.repairs.changes.get(index), hypothesis.changes.get(index)
+                change = both(old, new) if old is not None and new is not None else new or old
+                made[index] = flat(call.op(*args, **kwargs) if change is None else change(call, args, kwargs, get))
+            return made[index]
+
+        try:
+            with torch.no_grad():
+                return evaluate(place)
+        except (*RAISED, RecursionError):
+            return None
+
+    def _affected_by(self, hypothesis: Hypothesis) -> set[int]:
+        """Return the calls that a hypothesis changes, or that read what is changed."""
+        key = (*hypothesis.changes, *hypothesis.leaves)
+        if key not in self._affected:
+            values, readers = self.matching.run.values, self.program.readers
+
+            def after(index: int) -> list[int]:
+                return [r for j in range(max(len(values[index]), 1)) for r in readers.get(Ref(index, j), [])]
+
+            found = set(hypothesis.changes)
+            todo = [r for k in hypothesis.leaves for r in readers.get(Ref(*k), [])]
+            todo += [r for i in hypothesis.changes for r in after(i)]
+            while todo:
+                index = todo.pop()
+                if index not in found:
+                    found.add(index)
+                    todo += after(index)
+            self._affected[key] = found
+        return self._affected[key]
+
+    def positions(self, place: int) -> Iterator[tuple[int, Ref]]:
+        """Yield the tensors that a call reads, with their places among its arguments."""
+        for i, arg in enumerate(self.program.calls[place].args):
+            if isinstance(arg, Ref):
+                yield i, arg
+
+
+def _new_nan(value: Any, before: Any) -> bool:
+    return bool(torch.isnan(value).any()) and not bool(torch.isnan(before).any())

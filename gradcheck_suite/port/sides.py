@@ -1,0 +1,348 @@
+"""Both sides of a pair at one state and at several inputs, and how far rounding drives them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
+from gradcheck_suite.errors import UsageError
+from gradcheck_suite.port.jax_program import LOW, JaxProgram, JaxRun, meant
+from gradcheck_suite.port.mapping import StateMap
+from gradcheck_suite.port.matching import Side, array, outputs_error
+from gradcheck_suite.port.number_sets import Array, error, turn
+from gradcheck_suite.port.pair import (
+    JaxModel,
+    Port,
+    flat_output,
+    is_float,
+    is_number,
+    movable,
+    raised,
+    set_state,
+)
+from gradcheck_suite.port.search import Repairs
+from gradcheck_suite.port.torch_program import TorchProgram, TorchRun
+
+RESOLUTION = 1e-9
+"""Relative difference of float64 results that is not looked at. Faults start at 1e-6 (an eps, one item in a million);
+forms that are equal but for a threshold, as torch's softplus beyond 20, differ by 1e-10."""
+MARGIN = 64.0
+"""Multiple of the effect of one rounding of every parameter and input that all further roundings are taken for."""
+TABLE_MARGIN = 16.0
+"""Rounding errors of a table that was computed in float32: sines of positions are off by more than one."""
+
+
+@dataclass
+class Point:
+    """One input of both sides.
+
+    Attributes:
+        inputs: arrays.
+        targets: arrays of the loss.
+        words: what the inputs are, where they are not the given ones.
+    """
+
+    inputs: tuple[Any, ...]
+    targets: tuple[Any, ...]
+    words: tuple[str, ...] = ()
+
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        """Shapes and dtypes, which programs are compiled for."""
+        return tuple((np.shape(x), str(getattr(x, "dtype", type(x)))) for x in (*self.inputs, *self.targets))
+
+
+@dataclass
+class Bounds:
+    """What rounding explains at one point.
+
+    Attributes:
+        outputs: relative difference of an output, and of the loss.
+        gradients: name -> largest difference of an element of its gradient.
+        rounded: whether part of it comes from tables that were computed in float32.
+    """
+
+    outputs: float
+    gradients: dict[str, float] = field(default_factory=dict)
+    rounded: bool = False
+
+
+class Sides:
+    """A pair at one state.
+
+    Attributes:
+        state: of the torch module, away from its initial one.
+        leaves: of the JAX parameters.
+        points: inputs; the first are the given ones.
+        notes: what is worth knowing.
+    """
+
+    def __init__(self, pair: Port, model: JaxModel, state_map: StateMap, seed: int) -> None:
+        self.pair, self.model, self.map = pair, model, state_map
+        self.state, self.leaves = state_map.moved(seed)
+        set_state(pair.module, self.state)
+        self.points = [Point(pair.inputs, pair.targets)]
+        self.notes: list[str] = []
+        self._programs: dict[int, TorchProgram] = {}
+        self._jax: dict[Any, JaxProgram] = {}
+        self._runs: dict[int, JaxRun] = {}
+        self._sides: dict[int, Side] = {}
+        self._bounds: dict[int, Bounds] = {}
+        self._axes: dict[Any, tuple[int, ...]] = {}
+        self._shapes: list[tuple[int, ...]] = []
+        self._expect_outputs()
+
+    # outputs and loss of both sides
+
+    def _kept(self, out: Any) -> Any:
+        return out if self.pair.outputs is None else self.pair.outputs(out)
+
+    def _torch_ends(self, out: Any, *targets: Any) -> tuple[Any, torch.Tensor]:
+        kept = self._kept(out)
+        if self.pair.torch_loss is not None:
+            loss = self.pair.torch_loss(out, *targets)
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                raise UsageError("torch_loss: expected a scalar tensor")
+            return kept, loss.sum()
+        total = torch.zeros((), dtype=torch.float64)
+        for i, o in enumerate(flat_output(kept)):
+            if isinstance(o, torch.Tensor) and o.is_floating_point():
+                total = total + (o * torch.as_tensor(_cotangent(i, tuple(o.shape)))).sum()
+        return kept, total
+
+    def _function(self, leaves: Any, inputs: Any, targets: Any) -> tuple[list[Any], list[Any], Any]:
+        out, extras = self.model.call(leaves, inputs)
+        count = len(self._shapes)
+        if isinstance(out, tuple) and len(out) == 2 and len(flat_output(self._kept(out[0]))) == count != 0:
+            more = flat_output(out[1])
+            if len(flat_output(out)) > count:  # (output, updated state)
+                out, extras = out[0], [*extras, *more]
+        flat = [jnp.asarray(o) for o in flat_output(self._kept(out))]
+        extras = [*flat[count:], *extras]
+        flat = flat[:count]
+        if self.pair.jax_loss is not None:
+            loss = jnp.asarray(self.pair.jax_loss(out, *targets))
+            if loss.size != 1:
+                raise UsageError(f"jax_loss: expected a scalar, got an array of shape {loss.shape}")
+            return flat, extras, loss.astype(jnp.float64).sum()
+        total = jnp.zeros(())
+        for i, (o, shape) in enumerate(zip(flat, self._shapes, strict=False)):
+            if jnp.issubdtype(o.dtype, jnp.floating) and o.size == np.prod(shape):
+                total = total + (self._turned(o.astype(jnp.float64), shape) * _cotangent(i, shape)).sum()
+        return flat, extras, total
+
+    def _turned(self, value: Any, shape: tuple[int, ...]) -> Any:
+        if value.shape == shape:
+            return value
+        axes = self._axes.get((value.shape, shape))
+        return value.reshape(shape) if axes is None else value.transpose(axes)
+
+    # programs
+
+    def torch(self, point: int) -> TorchProgram:
+        """Return the torch program of a point."""
+        if point not in self._programs:
+            p, pair = self.points[point], self.pair
+            torch.manual_seed(0)
+            self._programs[point] = TorchProgram(pair.module, p.inputs, p.targets, pair.kwargs, self._torch_ends)
+        return self._programs[point]
+
+    def _arguments(self, point: int) -> tuple[Any, Any, Any]:
+        p = self.points[point]
+        return self.leaves, [_wide(x) for x in p.inputs], [_wide(x) for x in p.targets]
+
+    def jax(self, point: int) -> JaxProgram:
+        """Return the JAX program of a point."""
+        shapes = self.points[point].shapes
+        if shapes not in self._jax:
+            self._shapes = [tuple(v.shape) for v in self._torch_outs(point)]
+            self._jax[shapes] = raised(
+                "the JAX side", lambda: JaxProgram(lambda *a: self._function(*a), *self._arguments(point))
+            )
+        return self._jax[shapes]
+
+    def _torch_outs(self, point: int) -> list[torch.Tensor]:
+        program = self.torch(point)
+        return Repairs().run(program).outs
+
+    def jax_run(self, point: int) -> JaxRun:
+        """Return outputs, loss and gradients of the port."""
+        if point not in self._runs:
+            self._runs[point] = self.jax(point).run(*self._arguments(point))
+        return self._runs[point]
+
+    def forward(self, point: int) -> tuple[list[Array], float]:
+        """Return the port's outputs and loss alone."""
+        return self.jax(point).forward(*self._arguments(point))
+
+    def forget(self, point: int) -> None:
+        """Drop the last point."""
+        assert point == len(self.points) - 1
+        self.points.pop()
+        for kept in (self._programs, self._runs, self._sides, self._bounds):
+            kept.pop(point, None)
+
+    def forget_all_but_given(self) -> None:
+        """Drop what was computed at other points than the given one."""
+        for kept in (self._programs, self._runs, self._sides, self._bounds):
+            for point in [p for p in kept if p]:
+                kept.pop(point)
+
+    def cotangents(self, point: int) -> list[Array]:
+        """Return the gradient of the port's loss by all its values."""
+        return self.jax(point).cotangents(*self._arguments(point))
+
+    def side(self, point: int) -> Side:
+        """Return all numbers of the port."""
+        if point not in self._sides:
+            program, run = self.jax(point), self.jax_run(point)
+            values = program.values(*self._arguments(point))
+            given = [np.asarray(a) for part in self._arguments(point) for a in part if is_number(a)]
+            more = [a.astype(np.float64) if a.dtype.kind == "f" else a for a in (*program.constants, *given)]
+            more = [a for a in more if a.dtype.kind in "fiub"]
+            bounds = self.bounds(point)
+            tolerance = max(RESOLUTION, bounds.outputs) if bounds.rounded else RESOLUTION
+            equations = [*program.equations, *[None] * len(more)]
+            self._sides[point] = Side([*values, *more], equations, run.outs, run.loss, tolerance)
+        return self._sides[point]
+
+    def _expect_outputs(self) -> None:
+        """Run both sides on the given inputs.
+
+        Raises:
+            UsageError: one raises, their outputs cannot be compared, or both are NaN.
+        """
+        outs = raised("the torch module", lambda: self._torch_outs(0))
+        if not outs:
+            raise UsageError("the torch module returns no tensor, or `outputs` keeps none")
+        run = raised("the JAX side", lambda: self.jax_run(0))
+        mine, theirs = [tuple(o.shape) for o in outs], [o.shape for o in run.outs]
+        if len(theirs) < len(mine) or any(o.numel() != r.size for o, r in zip(outs, run.outs, strict=False)):
+            raise UsageError(f"outputs of shapes that cannot match: torch returns {mine}, the JAX side {theirs}")
+        for o, r in zip(outs, run.outs, strict=False):
+            axes = turn(r.shape, tuple(o.shape), r, array(o))
+            if axes is not None:
+                self._axes[r.shape, tuple(o.shape)] = axes
+        if self._axes and self.pair.jax_loss is None:
+            self._jax.clear()  # the loss is one of the outputs in torch's layout
+            self._runs.clear()
+        floats = [(array(o), r) for o, r in zip(outs, run.outs, strict=False) if o.is_floating_point()]
+        if floats and all(np.isnan(o).all() for o, _ in floats):
+            both = "both sides are" if all(np.isnan(r).all() for _, r in floats) else "the torch side is"
+            raise UsageError(f"{both} NaN at the given inputs: expected numbers to compare")
+
+    # bounds
+
+    def bounds(self, point: int) -> Bounds:
+        """Return what rounding explains: the effect of moving every number by about its rounding error."""
+        if point not in self._bounds:
+            self._bounds[point] = self._measured(point)
+        return self._bounds[point]
+
+    def _measured(self, point: int) -> Bounds:
+        program, run = self.torch(point), self.jax_run(point)
+        base, slopes = self.slopes(program, Repairs())
+        bounds = Bounds(RESOLUTION)
+        largest = max((float(np.abs(g).max(initial=0.0)) for g in slopes.values()), default=0.0)
+        bounds.gradients = {
+            n: 10 * RESOLUTION * float(np.abs(g).max(initial=0.0)) + 1e-3 * RESOLUTION * largest + 1e-300
+            for n, g in slopes.items()
+        }
+        for draw in range(2):
+            moved, others = self.slopes(program, Repairs(), self._rounded_leaves(program, draw))
+            self._add(bounds, outputs_error(base.outs, moved.outs), slopes, others, MARGIN)
+        if tables := self._tables(program):
+            moved, others = self.slopes(program, Repairs(), tables)
+            self._add(bounds, outputs_error(base.outs, moved.outs), slopes, others, 1.0)
+            bounds.rounded = True
+        if self.jax(point).rounded:
+            shift = TABLE_MARGIN * UNIT_ROUNDOFF["float32"]
+            shifted = self.jax(point).run(*self._arguments(point), shift=shift)
+            worst = max((error(b, a) for a, b in zip(run.outs, shifted.outs, strict=True)), default=0.0)
+            loss = abs(shifted.loss - run.loss) / max(abs(run.loss), 1e-300)
+            before, after = self.pulled(run.gradients), self.pulled(shifted.gradients)
+            self._add(bounds, max(worst, loss) + shift, before, after, 1.0)
+            bounds.rounded = True
+        return bounds
+
+    def _add(
+        self, bounds: Bounds, off: float, slopes: Mapping[str, Array], others: Mapping[str, Array], factor: float
+    ) -> None:
+        bounds.outputs += factor * (off if np.isfinite(off) else 0.0)
+        for name in bounds.gradients:
+            if name in slopes and name in others:
+                change = np.abs(others[name] - slopes[name])
+                bounds.gradients[name] += factor * float(change[np.isfinite(change)].max(initial=0.0))
+
+    def _rounded_leaves(self, program: TorchProgram, draw: int) -> dict[Any, torch.Tensor]:
+        """Return state and inputs moved by one unit roundoff."""
+        generator = torch.Generator().manual_seed(draw)
+        found: dict[Any, torch.Tensor] = {}
+        tied: dict[int, torch.Tensor] = {}
+        for key, value in program.leaves(None).items():
+            if value.is_floating_point():
+                if id(value) not in tied:
+                    sign = torch.randint(0, 2, value.shape, generator=generator) * 2 - 1
+                    tied[id(value)] = value * (1 + sign * 2 * UNIT_ROUNDOFF["float64"])
+                found[key] = tied[id(value)]
+        return found
+
+    def _tables(self, program: TorchProgram) -> dict[Any, torch.Tensor]:
+        """Return buffers that were computed in float32 and that the port does not load, moved by their rounding."""
+        found: dict[Any, torch.Tensor] = {}
+        used, keep = self.map.used(), movable(self.pair.module)
+        for name in self.map.names:
+            value = self.state[name]
+            low = value.astype(np.float32)
+            if name in keep or used[self.map.part(name)].any() or not np.array_equal(low, value):
+                continue
+            _, rounded = meant(low)
+            if rounded.any():
+                sign = np.where(np.random.default_rng(value.size).random(value.shape) < 0.5, -1.0, 1.0)
+                step = TABLE_MARGIN * UNIT_ROUNDOFF["float32"] * np.abs(value).max() * sign * rounded
+                found["state", name] = torch.as_tensor(value + step)
+        return found
+
+    # gradients
+
+    def slopes(
+        self, program: TorchProgram, repairs: Repairs, leaves: Mapping[Any, torch.Tensor] | None = None
+    ) -> tuple[TorchRun, dict[str, Array]]:
+        """Return a run of torch with its graph, and the gradient of each parameter, zeros where there is none."""
+        given = {k: v.requires_grad_(k[0] == "state" and k[1] in program.parameters) for k, v in (leaves or {}).items()}
+        run = repairs.run(program, grad=True, inputs=given)
+        names = [n for n in self.map.names if n in program.parameters]
+        if not run.loss.requires_grad:
+            return run, {n: np.zeros(self.map.base[n].shape) for n in names}
+        tensors = [run.leaves["state", n] for n in names]
+        found = torch.autograd.grad(run.loss, tensors, allow_unused=True, retain_graph=True)
+        return run, {
+            n: np.zeros(self.map.base[n].shape) if g is None else g.numpy() for n, g in zip(names, found, strict=True)
+        }
+
+    def pulled(self, gradients: Sequence[Any]) -> dict[str, Array]:
+        """Return the port's gradient of each torch tensor."""
+        vector = self.map.pull(gradients)
+        return {n: vector[self.map.part(n)].reshape(self.map.base[n].shape) for n in self.map.names}
+
+
+def _cotangent(index: int, shape: tuple[int, ...]) -> Array:
+    """Return what an output is multiplied by where there is no loss."""
+    found: Array = np.random.default_rng(index).normal(size=shape)
+    return found
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, dict | list | tuple):
+        import jax
+
+        return jax.tree.map(_wide, value)
+    if is_float(value) or getattr(value, "dtype", None) in LOW:
+        return np.asarray(value, np.float64)
+    return value

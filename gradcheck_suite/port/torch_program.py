@@ -1,0 +1,423 @@
+"""A torch module as a program: the operations below autograd, which can be run again with changes.
+
+Running it again goes through autograd, so that a changed program has the right gradient, and runs none of the user's
+Python. Operations that autograd itself adds are dropped: no result needs them.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradcheck_suite.port.pair import Array, default_double, flat_output, is_author_file, without_low
+
+LOSS = "loss"
+"""The place of what the loss computes."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor of a program.
+
+    Attributes:
+        kind: `state`, `input` or `target`, or the index of the call that returns it.
+        index: name in the state, place among the inputs or targets, or place among the call's results.
+    """
+
+    kind: Any
+    index: Any
+
+
+def fill(template: Any, get: Callable[[Ref], Any]) -> Any:
+    """Return arguments with tensors in place of references."""
+    kind = type(template)
+    if kind is Ref:
+        return get(template)
+    if kind is list or kind is tuple:
+        return kind([fill(part, get) for part in template])
+    return {k: fill(v, get) for k, v in template.items()} if kind is dict else template
+
+
+def flat(out: Any) -> list[Any]:
+    """Return the results of an operation as a list."""
+    return [leaf for part in out for leaf in flat(part)] if type(out) in (list, tuple) else [out]
+
+
+def _refs(template: Any) -> Iterator[Ref]:
+    kind = type(template)
+    if kind is Ref:
+        yield template
+    elif kind in (list, tuple, dict):
+        for part in template.values() if kind is dict else template:
+            yield from _refs(part)
+
+
+@dataclass
+class Call:
+    """One operation.
+
+    Attributes:
+        op: the overload of ATen.
+        args: with `Ref` in place of tensors that have an origin.
+        kwargs: likewise.
+        path: of the module that calls it, or `LOSS`; None outside of both.
+        where: `file:line` of the author's code.
+        grad: whether autograd was on.
+        written: results of calls that have written into the memory of an argument since it was made.
+    """
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    path: str | None
+    where: str
+    grad: bool
+    outs: list[Any] = field(default_factory=list, repr=False)
+    written: list[Ref] = field(default_factory=list)
+
+    @cached_property
+    def name(self) -> str:
+        """Name without overload, such as `add`."""
+        return str(self.op._schema.name).split("::")[-1]
+
+    @cached_property
+    def refs(self) -> list[Ref]:
+        """The tensors that it reads."""
+        return [*_refs((self.args, self.kwargs)), *self.written]
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Names of its arguments."""
+        return [a.name for a in self.op._schema.arguments]
+
+    @property
+    def mutates(self) -> bool:
+        """Whether it writes into an argument."""
+        return bool(self.op._schema.is_mutable)
+
+
+def _key(tensor: torch.Tensor) -> Any:
+    memory = tensor.untyped_storage().data_ptr()
+    return memory, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors of one storage share elements."""
+    if max(a.numel(), b.numel()) > 100_000:
+        return True
+    places = []
+    for t in (a, b):
+        grid = np.zeros((1,) * t.dim(), int) + t.storage_offset()
+        for axis, (n, step) in enumerate(zip(t.shape, t.stride(), strict=True)):
+            grid = grid + (np.arange(n) * step).reshape([-1 if i == axis else 1 for i in range(t.dim())])
+        places.append(grid.reshape(-1))
+    return bool(np.intersect1d(*places).size)
+
+
+class _Recorder(TorchDispatchMode):
+    """Records operations with the module and the line that call them.
+
+    Autograd makes another Python object for a view, so that a tensor that is not known by its identity is looked up by
+    its storage, offset, shape and strides.
+    """
+
+    def __init__(self, leaves: Mapping[Any, torch.Tensor]) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.stack: list[str] = []
+        self._ids: dict[int, Ref] = {}
+        self._keys: dict[Any, Ref] = {}
+        self._kept: list[Any] = []
+        self._writes: dict[int, list[int]] = {}
+        for (kind, index), tensor in leaves.items():
+            self._note(tensor, Ref(kind, index))
+
+    def _note(self, tensor: torch.Tensor, ref: Ref, keyed: bool = True) -> None:
+        self._kept.append(tensor)
+        self._ids[id(tensor)] = ref
+        if keyed and tensor.numel():
+            self._keys[_key(tensor)] = ref
+
+    def ref(self, tensor: torch.Tensor) -> Any:
+        """Return the reference of a tensor; one from elsewhere is a constant."""
+        found = self._ids.get(id(tensor))
+        if found is None and tensor.numel():
+            found = self._keys.get(_key(tensor))
+        return tensor.detach().clone() if found is None else found
+
+    def writers(self, tensor: torch.Tensor, ref: Any) -> list[Ref]:
+        """Return the calls that wrote into a tensor's memory after the call that made it."""
+        if not isinstance(ref, Ref) or not tensor.numel():
+            return []
+        since = ref.kind if isinstance(ref.kind, int) else -1
+        later = [i for i in self._writes.get(tensor.untyped_storage().data_ptr(), []) if i > since]
+        return [Ref(i, 0) for i in later if _overlap(tensor, self.calls[i].outs[0])]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = without_low(kwargs or {})
+        given = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+        written = [w for a in given for w in self.writers(a, self.ref(a))] if self._writes else []
+        template = pytree.tree_map_only(torch.Tensor, self.ref, (args, kwargs))
+        out = func(*args, **kwargs)
+        index, results = len(self.calls), flat(out)
+        path = self.stack[-1] if self.stack else None
+        call = Call(func, *template, path, _line(), torch.is_grad_enabled(), results, written)
+        self.calls.append(call)
+        first = results[0] if results else None
+        if call.mutates and isinstance(first, torch.Tensor) and first.numel():
+            self._writes.setdefault(first.untyped_storage().data_ptr(), []).append(index)
+            self._ids.pop(id(first), None)
+            self._keys[_key(first)] = Ref(index, 0)
+        for j, tensor in enumerate(results):
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in self._ids:
+                # autograd detaches what it saves: the key stays that of the tensor itself
+                again = call.name in ("detach", "alias") and tensor.numel() > 0 and _key(tensor) in self._keys
+                self._note(tensor, Ref(index, j), keyed=not again)
+        return out
+
+
+def _line() -> str:
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if is_author_file(name):
+            return f"{name.rpartition('/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+# Attention in steps, each of which has a result to compare.
+
+
+_FUSED = nn.functional.scaled_dot_product_attention
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Compute what `torch.nn.functional.scaled_dot_product_attention` computes, with its arguments."""
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    scores = (query @ key.mT) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    if attn_mask is not None:
+        boolean = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if boolean else scores + attn_mask
+    weights = scores.softmax(-1)
+    if bool((none := (scores == -torch.inf).all(-1, keepdim=True)).any()):
+        weights = weights.masked_fill(none, 0.0)  # a query that sees no key has no weights
+    return weights @ value
+
+
+class _Steps(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return attention(*args, **(kwargs or {})) if func is _FUSED else func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _attention_in_steps() -> Iterator[None]:
+    fast, functional = torch.backends.mha.get_fastpath_enabled(), nn.functional
+    torch.backends.mha.set_fastpath_enabled(False)
+    functional.scaled_dot_product_attention = attention  # type: ignore[assignment]
+    try:
+        with _Steps():
+            yield
+    finally:
+        functional.scaled_dot_product_attention = _FUSED
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def as_tensor(value: Any) -> Any:
+    """Return an input as torch gets it, floats in float64."""
+    if isinstance(value, dict | list | tuple):
+        return pytree.tree_map(as_tensor, value)
+    if not hasattr(value, "__array__") or isinstance(value, torch.Tensor):
+        return value
+    found = torch.as_tensor(np.array(value))
+    return found.double() if found.is_floating_point() else found
+
+
+@dataclass
+class TorchRun:
+    """The values of one run of a program.
+
+    Attributes:
+        values: results of each call.
+        seen: the same, as they were before later calls wrote into them.
+        outs: the outputs.
+        loss: the loss.
+        leaves: state and inputs.
+    """
+
+    values: list[list[Any]]
+    seen: list[list[Any]]
+    outs: list[torch.Tensor]
+    loss: torch.Tensor
+    leaves: dict[Any, torch.Tensor]
+
+    def get(self, ref: Any) -> Any:
+        """Return the tensor of a reference."""
+        return lookup(ref, self.seen, self.leaves)
+
+
+def lookup(ref: Any, values: Sequence[Sequence[Any]], leaves: Mapping[Any, Any]) -> Any:
+    """Return what a reference stands for."""
+    if not isinstance(ref, Ref):
+        return ref
+    return values[ref.kind][ref.index] if isinstance(ref.kind, int) else leaves[ref.kind, ref.index]
+
+
+Change = Callable[[Call, Any, Any, Callable[[Any], Any]], Any]
+"""(call, arguments, keyword arguments, get) -> results, in place of the call; `get` returns the tensor of a `Ref`."""
+
+
+class TorchProgram:
+    """The operations of a module's forward and of the loss, at one state and one input.
+
+    Args:
+        module: in the state at which it is recorded.
+        inputs: arrays.
+        targets: arrays.
+        kwargs: further arguments of the module.
+        ends: (output, *targets) -> the outputs to compare, and the loss.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: Sequence[Any],
+        targets: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        ends: Callable[..., tuple[Any, torch.Tensor]],
+    ) -> None:
+        own = {n: v for n, v in module.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
+        self.names = list(own)
+        self.parameters = {n for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
+        given = [("input", i, as_tensor(x)) for i, x in enumerate(inputs)]
+        given += [("target", i, as_tensor(x)) for i, x in enumerate(targets)]
+        self.given = {(kind, i): v for kind, i, v in given if isinstance(v, torch.Tensor)}
+        before = {n: v.detach().clone() for n, v in own.items()}
+        self._recorder = _Recorder({("state", n): v for n, v in own.items()} | self.given)
+        with ExitStack() as stack:
+            stack.enter_context(self._modules(module))
+            stack.enter_context(default_double())
+            stack.enter_context(_attention_in_steps())
+            stack.enter_context(self._recorder)
+            arguments = [v for kind, _, v in given if kind == "input"]
+            out = module(*arguments, **pytree.tree_map(as_tensor, dict(kwargs)))
+            self._recorder.stack.append(LOSS)
+            kept, loss = ends(out, *[v for kind, _, v in given if kind == "target"])
+        self.after = {n: v.detach().clone().numpy() for n, v in own.items() if n not in self.parameters}
+        with torch.no_grad():
+            for n, v in own.items():
+                v.copy_(before[n])
+        self.calls = self._recorder.calls
+        tensors = [t for t in flat_output(kept) if isinstance(t, torch.Tensor)]
+        self.outs = [self._recorder.ref(t) for t in tensors]
+        self.loss = self._recorder.ref(loss)
+        self.mutates = any(c.mutates for c in self.calls)
+        self.ends = [r for r in (*self.outs, self.loss) if isinstance(r, Ref)]
+        self.ends += [w for t, r in zip(tensors, self.outs, strict=True) for w in self._recorder.writers(t, r)]
+        self.needed = self._needed()
+        self.state = {n: v.detach().clone() for n, v in own.items()}
+        self._memory = {n: (v.data_ptr(), tuple(v.shape)) for n, v in own.items()}
+
+    @contextmanager
+    def _modules(self, module: nn.Module) -> Iterator[None]:
+        names, stack = {id(m): n for n, m in module.named_modules()}, self._recorder.stack
+        hooks = nn.modules.module
+
+        def enter(part: nn.Module, _: Any) -> None:
+            stack.append(names.get(id(part), stack[-1] if stack else ""))
+
+        def leave(*_: Any) -> None:
+            stack.pop()
+
+        handles = [
+            hooks.register_module_forward_pre_hook(enter),
+            hooks.register_module_forward_hook(leave, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _needed(self) -> set[int]:
+        todo = [r.kind for r in self.ends] + [i for i, c in enumerate(self.calls) if c.mutates]
+        found: set[int] = set()
+        while todo:
+            index = todo.pop()
+            if isinstance(index, int) and index not in found:
+                found.add(index)
+                todo += [r.kind for r in self.calls[index].refs]
+        return found
+
+    def leaves(self, state: Mapping[str, Array] | None = None, grad: bool = False) -> dict[Any, torch.Tensor]:
+        """Return fresh tensors of the state and the inputs; tied names share one."""
+        found, made = dict(self.given), dict[Any, torch.Tensor]()
+        for name in self.names:
+            value = self.state[name] if state is None else torch.as_tensor(np.asarray(state[name]))
+            if self._memory[name] not in made:
+                made[self._memory[name]] = value.detach().clone()
+                if grad and name in self.parameters:
+                    made[self._memory[name]].requires_grad_()
+            found["state", name] = made[self._memory[name]]
+        return found
+
+    def run(self, changes: Mapping[int, Change], leaves: dict[Any, torch.Tensor], grad: bool = False) -> TorchRun:
+        """Run all calls, some of them changed.
+
+        Args:
+            changes: index of a call -> what is done in its place.
+            leaves: state and inputs.
+            grad: whether autograd records.
+        """
+        values: list[list[Any]] = []
+        seen: list[list[Any]] = []
+
+        def get(ref: Any) -> Any:
+            return lookup(ref, values, leaves)
+
+        for index, call in enumerate(self.calls):
+            made: list[Any] = []
+            if index in self.needed:
+                args, kwargs = fill(call.args, get), fill(call.kwargs, get)
+                with torch.set_grad_enabled(grad and call.grad):
+                    change = changes.get(index)
+                    made = flat(call.op(*args, **kwargs) if change is None else change(call, args, kwargs, get))
+            values.append(made)
+            copies = [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in made] if self.mutates else made
+            seen.append(copies)
+        return TorchRun(values, seen, [get(r) for r in self.outs], get(self.loss), leaves)
+
+    @cached_property
+    def readers(self) -> dict[Ref, list[int]]:
+        """The calls that read each tensor."""
+        found: dict[Ref, list[int]] = {}
+        for index, call in enumerate(self.calls):
+            for ref in call.refs:
+                found.setdefault(ref, []).append(index)
+        return found
