@@ -16,6 +16,7 @@ from gradcheck_suite.core.options import (
     PATH,
     AuditOptions,
     Option,
+    PortOptions,
     VerifyOptions,
     options_of,
 )
@@ -60,6 +61,10 @@ ROWS = [
     (AuditOptions, "without", ("sums", "batch"), ("sum",), "expected one of weights, sums, batch; got {}"),
     (AuditOptions, "jax", True, (0,), BOOLEAN),
     (AuditOptions, "stop_on_violation", True, (0,), BOOLEAN),
+    (PortOptions, "examples", 3, ("0", 0), POSITIVE),
+    (PortOptions, "seed", 7, ("-1", -1), "expected an integer from 0 to 4294967295, got {}"),
+    (PortOptions, "dtype", "float32", ("int8",), "expected one of float64, float32, bfloat16, float16; got {}"),
+    (PortOptions, "show_map", True, (0,), BOOLEAN),
 ]
 SHARED = [(OutputOptions, "quiet", True), (OutputOptions, "json", "r.json"), (OutputOptions, "html", "r.html"),
           (OutputOptions, "reports", "kept")]  # fmt: skip
@@ -138,7 +143,7 @@ def test_a_wrong_value_is_refused_with_one_message_on_every_path(options, name, 
     [
         (
             "tool.gradcheck-suite]\nreport = 'kept'",
-            "expected one of reports, verify, audit; got 'report' (did",
+            "expected one of reports, verify, audit, port; got 'report' (did",
         ),
         ("tool.gradcheck-suite]\nreports = 3", "reports: expected a path, got 3"),
         ("tool.gradcheck-suite]\nreports = ''", "reports: expected a path, got ''"),
