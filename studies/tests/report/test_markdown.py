@@ -19,7 +19,7 @@ from studies.report.build import build
 from studies.tests.report.made_up import claim, counterexample, fill, verdict
 
 MOST_LINES = 300
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
