@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradcheck_suite.auditing import samples
-from gradcheck_suite.auditing.places import Place
+from gradcheck_suite.auditing.places import Loop, Place
 from gradcheck_suite.auditing.samples import Raw
 from gradcheck_suite.auditing.terms import Term
 
@@ -50,6 +50,8 @@ class PassRecord:
         modes: id of a module and whether it trained, of the calls that a gradient came through and that are not kept.
         whole: keys of the parameters that get the gradient of all items of a loss that sees items without a gradient.
         unread: why its terms were not read.
+        loop: where the program was in the loops around the innermost one; None where that is not known.
+        reset: where the first gradient was let go since the last pass; None where none was.
     """
 
     place: Place
@@ -62,6 +64,8 @@ class PassRecord:
     modes: set[tuple[int, bool]] = field(default_factory=set)
     whole: list[int] = field(default_factory=list)
     unread: str | None = None
+    loop: Loop | None = None
+    reset: Place | None = None
 
     @property
     def by_hand(self) -> bool:

@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from gradcheck_suite.auditing import weights as reading_weights
-from gradcheck_suite.auditing.events import Event, PassRecord, StepRecord
+from gradcheck_suite.auditing.events import BY_HAND, Event, PassRecord, StepRecord
 from gradcheck_suite.auditing.places import Place
 from gradcheck_suite.auditing.samples import size
 from gradcheck_suite.auditing.sums import (
@@ -27,8 +27,9 @@ from gradcheck_suite.auditing.sums import (
     Source,
     StepFault,
     StepWindow,
-    Sums,
+    is_alike,
     judge_sums,
+    near,
     tail_dropped,
 )
 from gradcheck_suite.auditing.weighing import (
@@ -37,6 +38,7 @@ from gradcheck_suite.auditing.weighing import (
     United,
     Weighed,
     judge_weights,
+    place_of_loss,
     read_joined,
     violation_of,
 )
@@ -63,6 +65,16 @@ ZERO = (
     "audit the script with `zero_optimization.stage` 0: the losses weigh the same there",
 )
 """Why a step on copies could not be judged, and what to do."""
+COMPOSED = (
+    "gradients of backward passes are kept, reset, and put together again by the program: its step is on what it "
+    "wrote, so their sum is not judged; the weights of each of these gradients are"
+)
+LOST = "dropped-micro-batch", "reset-inside-window"
+"""What one window may show before another one tells that gradients are put together by hand."""
+MOST_NAMES = 3
+"""Parameters that a sentence names."""
+FEWEST_SHARES = 2
+"""Micro-batches from which on coefficients that add up to 1 are shares; two tasks may well be weighted so."""
 UNTOLD = (
     "`.grad` is put together by hand, or was reset and edited: the model has too few elements for so many "
     "micro-batches, or their gradients are too much alike in its dtype, to tell which of them are in it",
@@ -155,6 +167,8 @@ class Judge:
         self.judged: set[int] = set()
         self.ranks_train_apart = False
         self._by_hand: set[str] = set()
+        self._composed: set[int] = set()
+        self._removed: defaultdict[int, list[tuple[StepWindow, Place, Sequence[int]]]] = defaultdict(list)
         self._sizes: dict[int, float] = {}
         self._replay = Replay(ranks, dtypes)
         self._ranks, self._given = ranks, given
@@ -166,7 +180,8 @@ class Judge:
         self._grown: dict[int, int] = {}
         self._singles: Counter[int] = Counter()
         self._windows: Counter[int] = Counter()
-        self._places: dict[tuple[int, str], list[int]] = {}
+        self._places: dict[tuple[int, Place], list[int]] = {}
+        self._of_first: set[tuple[int, Place]] = set()
         self._tasks: dict[tuple[int, str], Counter[frozenset[int]]] = {}
         self._united: United = {}
         self._violated: set[int] = set()
@@ -217,7 +232,7 @@ class Judge:
         for found in (self._united, *(weighed.united for weighed in self._weighed.values())):
             for (diagnosis, where), one in found.items():
                 # one window of a gradient that is put together by hand may look reset before another one tells
-                if not (diagnosis == "reset-inside-window" and where in self._by_hand):
+                if not (diagnosis in LOST and where in self._by_hand):
                     several[diagnosis, where].append(one)
         return several
 
@@ -300,6 +315,8 @@ class Judge:
 
     def _violate(self, fault: StepFault, window: StepWindow, where: Place) -> None:
         name = None if fault.key is None else self._name_of(fault.key)
+        if fault.keys:
+            fault = replace(fault, sentence=f"in {self._names(fault.keys)}: {fault.sentence}")
         self.add(violation_of(fault, window, where, name))
 
     def _on_step(self, steps: Sequence[StepRecord]) -> None:
@@ -327,9 +344,11 @@ class Judge:
                 "0, or a saturated function"
             ] += 1
         for index, seen in told.items():
-            self._places.setdefault((optimizer, str(seen.site)), [0, 0, 0])[bool(members.is_in(index))] += 1
-        for site in {str(seen.site) for seen in told.values()}:
-            self._places[optimizer, site][2] += 1
+            self._places.setdefault((optimizer, seen.site), [0, 0, 0])[bool(members.is_in(index))] += 1
+        for place in {seen.site for seen in told.values()}:
+            self._places[optimizer, place][2] += 1
+        if window.first:
+            self._of_first |= {(optimizer, seen.site) for index, seen in told.items() if members.is_in(index)}
         if required and all(members.is_in(i) for i in required):
             number, lengths = len(required), self._lengths[optimizer]
             self._grown[optimizer] = (
@@ -344,7 +363,7 @@ class Judge:
         self.judged.add(window.number)
         self.used = used
         self._note_modes(window, used)
-        if used and self._judges_weights:
+        if self._judges_weights:
             self._read(window, where, used)
         self._singles[optimizer] = self._singles[optimizer] + 1 if len(required) == 1 else 0
         if self._given is not None and self._given > 1 and self._singles[optimizer] == 3:
@@ -386,10 +405,17 @@ class Judge:
         typical_k, longest = self.typical_k(window.optimizer), max(self._lengths[window.optimizer], default=0)
         found = judge_sums(window, typical_k, longest)
         fault = found.fault or self._of_hooks(window)
-        if found.fault is not None and found.coefficients and not found.excuse and self._are_right(window, found):
+        if (
+            found.fault is not None
+            and found.coefficients
+            and not found.excuse
+            and self._are_right(window, found.coefficients)
+        ):
             return found.coefficients
         if found.excuse:
             self._notes[found.excuse] += 1
+        if found.removed:
+            self._removed[window.optimizer].append((window, where, found.removed))
         if fault is not None:
             self.judged.add(window.number)
             self._violate(fault, window, where)
@@ -397,27 +423,23 @@ class Judge:
         if found.untold:
             self._unknown[Unknown(BOTH, str(where), *UNTOLD)] += 1
             return None
-        if found.by_hand:
-            self._by_hand.add(str(where))
-        if found.by_hand or (any(seen.by_hand for seen in window.passes.values()) and window.edit == "free"):
-            reason = "gradients are put together by hand from what arrived"
-            self._unknown[Unknown(BOTH, str(where), reason)] += 1
-            return None
+        by_grad = window.edit == "free" and any(seen.by_hand for seen in window.passes.values())
+        if found.by_hand or by_grad:
+            window.edit = BY_HAND
+            return {}
         if window.edit == "free":
             self._notes[
                 "`.grad` is edited between the last backward pass and the step, which is the program's decision"
             ] += 1
         return found.coefficients
 
-    def _are_right(self, window: StepWindow, found: Sums) -> bool:
+    def _are_right(self, window: StepWindow, coefficients: Mapping[Source, float]) -> bool:
         """Return whether the losses weigh their items rightly with unequal coefficients of the passes."""
         scale = window.step.scale or 1.0
-        coefficients = {s: c / scale for s, c in found.coefficients.items()}
+        coefficients = {s: c / scale for s, c in coefficients.items()}
         reading = reading_weights.read(window.passes, coefficients, error=window.error)
         objectives = reading_weights.objectives(reading, {})
-        unreadable = any(
-            term.opaque for _, i in found.coefficients for r in window.passes[i].records for term in r.terms
-        )
+        unreadable = any(term.opaque for _, i in coefficients for r in window.passes[i].records for term in r.terms)
         return bool(objectives) and not unreadable and all(o.is_right and len(o.parts) > 1 for o in objectives)
 
     def _assumed(self, window: StepWindow) -> Mapping[Source, float]:
@@ -439,6 +461,19 @@ class Judge:
         return None
 
     def _read(self, window: StepWindow, where: Place, used: Mapping[Source, float]) -> None:
+        pending = self._pending[window.optimizer]
+        one = self._pending_of(window, where, used)
+        if window.edit == BY_HAND:
+            one = replace(one, apart=[self._pending_of(window, where, kept) for kept in window.kept_apart])
+        elif not used:
+            return
+        pending.append(one)
+        self._since[window.optimizer] += 1
+        # after the first windows, and then whenever a third more have come
+        if self._since[window.optimizer] >= min(EVERY, max(1, len(pending) // 4)):
+            self._weigh(window.optimizer)
+
+    def _pending_of(self, window: StepWindow, where: Place, used: Mapping[Source, float]) -> Pending:
         scale = window.step.scale or 1.0
         factor = (window.factor or 1.0) if self._judges_sums else 1.0 if window.step.fused else 1 / scale
         # what a GradScaler takes out again, before the step or inside of it, is no part of the weights
@@ -448,12 +483,26 @@ class Judge:
         read_joined(window.passes, used)
         scaled = [{source: c * f / scale for source, c in used.items()} for f in factors]
         readings = [reading_weights.read(window.passes, one, tasks, window.error) for one in scaled]
-        pending = self._pending[window.optimizer]
-        pending.append(Pending(window, where, used, readings, factors[0]))
-        self._since[window.optimizer] += 1
-        # after the first windows, and then whenever a third more have come
-        if self._since[window.optimizer] >= min(EVERY, max(1, len(pending) // 4)):
-            self._weigh(window.optimizer)
+        return Pending(window, where, used, readings, factors[0])
+
+    def _is_sum(self, made: Sequence[Pending]) -> bool:
+        """Return whether gradients that are put together by hand are sums over the micro-batches of a window.
+
+        They are where the weights are right, where each pass has the same coefficient, or where the coefficients are
+        shares of the same micro-batches in every window. Others are the program's: a projection, the weight of a task.
+        """
+        shares = [np.array([c for _, c in sorted(one.coefficients.items())]) for one in made]
+        if not all(map(len, shares)):
+            return False
+        first, places = shares[0], {one.window.passes[i].site for one in made for _, i in one.coefficients}
+        are_shares = len(first) > FEWEST_SHARES and len(places) == 1 and near(float(first.sum()), 1.0, 1e-2)
+        if are_shares and all(len(each) == len(first) and np.allclose(each, first, rtol=1e-2) for each in shares):
+            return True
+        return all(
+            (np.ptp(each) <= 1e-2 * size(each) and is_alike(one.window))
+            or self._are_right(one.window, one.coefficients)
+            for one, each in zip(made, shares, strict=True)
+        )
 
     def _tasks_of(self, window: StepWindow) -> dict[int, str]:
         """Tell the tasks of a line apart by the parameters that only one of them reaches, such as its head.
@@ -475,12 +524,20 @@ class Judge:
 
     def _weigh(self, optimizer: int, *, ended: bool = False) -> None:
         pending = self._pending[optimizer]
+        made = [one for one in pending if one.apart]
+        # that one is no sum shows in a later window where projections change nothing in the first ones
+        if made and optimizer not in self._composed and not self._is_sum(made):
+            self._composed.add(optimizer)
+        judged = [each for one in pending for each in (one.apart if optimizer in self._composed else ()) or (one,)]
+        self._by_hand |= {place_of_loss(one.window, one.where) for one in made if optimizer in self._composed}
         typical_k, declared_k = self.typical_k(optimizer), self._declared_k(optimizer)
-        weighed = self._weighed[optimizer] = judge_weights(pending, typical_k, declared_k, self._ranks, self._name_of)
+        weighed = self._weighed[optimizer] = judge_weights(judged, typical_k, declared_k, self._ranks, self._name_of)
         self._since[optimizer] = 0
         if ended or len(pending) > MOST_WINDOWS:
             weighed.violations += weighed.provisional
             weighed.provisional = []
+        if made and optimizer in self._composed:
+            weighed.notes[f"{made[0].where}: {COMPOSED}"] += len(made)
         self._unite_weighed(weighed)
         if len(pending) > MOST_WINDOWS:
             # the first windows of a run and the last ones say most about it
@@ -502,15 +559,50 @@ class Judge:
         for optimizer in list(self._pending):
             self._weigh(optimizer, ended=True)
         somewhere = {place for (_, place), (_, used, _) in self._places.items() if used}
+        covered = Counter[int]()
+        for (optimizer, _), (_, _, windows) in self._places.items():
+            covered[optimizer] += windows
         for (optimizer, place), (lost, used, windows) in self._places.items():
-            if lost and not used:
+            every = self._windows[optimizer]
+            if windows == 1 < every and (optimizer, place) in self._of_first:
+                self._notes[
+                    f"{place}: what goes backward here, before the first step and never again, is in its gradient: "
+                    "reset the gradients before the loop"
+                ] += 1
+            elif lost and not used:
                 if place in somewhere:  # another optimizer steps on what goes backward here
                     continue
                 self._notes[f"{place}: what goes backward here is in no step of the whole run{IF_WANTED}"] += 1
-            elif windows < (every := self._windows[optimizer]):
+            elif windows < every and covered[optimizer] != every:  # lines that take turns have each their windows
                 self._notes[f"{place}: backward is called here in {windows} of {every} windows"] += 1
+        for optimizer in self._removed:
+            self._judge_removed(optimizer)
         if complete and self._judges_sums:
             self._tails()
+
+    def _judge_removed(self, optimizer: int) -> None:
+        """Judge gradients that were taken away before the step: a layer that is frozen for a while, or a slip."""
+        steps: defaultdict[int, list[tuple[StepWindow, Place]]] = defaultdict(list)
+        for window, where, keys in self._removed[optimizer]:
+            for key in keys:
+                steps[key].append((window, where))
+        every = self._windows[optimizer]
+        for number in sorted({len(found) for found in steps.values()}):
+            keys = [key for key, found in steps.items() if len(found) == number]
+            names = self._names(keys)
+            if number < every:
+                self._notes[
+                    f"the gradient of {names} was taken away between backward and the step in {number} of {every} "
+                    "steps: the program freezes them there; if it should not, look for what resets their `.grad`"
+                ] += 1
+                continue
+            for window, where in steps[keys[0]]:
+                self._violate(replace(OF_SUMS["missing"], key=keys[0], keys=keys), window, where)
+
+    def _names(self, keys: Sequence[int]) -> str:
+        """Return the names of a few parameters, and how many more there are."""
+        named = [str(self._name_of(key)) for key in keys[:MOST_NAMES]]
+        return ", ".join(named) + (f" and {len(keys) - MOST_NAMES} more" if len(keys) > MOST_NAMES else "")
 
     def _tails(self) -> None:
         """Find what went backward after an optimizer's last step, stands in `.grad`, and is never stepped on."""
@@ -527,7 +619,7 @@ class Judge:
                 and index in standing
                 and not seen.consumers
                 and seen.has(set(last.keys))
-                and (optimizer, str(seen.site)) in self._places
+                and self._places.get((optimizer, seen.site), [0, 0])[1]
             }
             # as many as a window may be one that was discarded on purpose: nothing after it tells
             if left and len(left) != typical_k:

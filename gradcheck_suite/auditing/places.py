@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import gc
+import inspect
 import linecache
 import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -96,6 +98,53 @@ def here() -> Place:
                 path.append(place)
         frame = frame.f_back
     return Place(line, tuple(path)) if line else NOWHERE
+
+
+Loop = tuple[Any, ...]
+"""Where a program is in the loops around the innermost one: equal as long as that one has not ended."""
+
+
+@lru_cache(maxsize=1024)
+def _for_loops(code: CodeType) -> tuple[tuple[int, int, tuple[str, ...]], ...]:
+    """Return the `for` loops of a function, outer ones first: first and last instruction, and the names they bind."""
+    loops, instructions = list[tuple[int, int, tuple[str, ...]]](), list(dis.get_instructions(code))
+    for number, head in enumerate(instructions):
+        if head.opname != "FOR_ITER":
+            continue
+        names = list[str]()
+        for one in instructions[number + 1 :]:
+            if one.opname.startswith("STORE_"):
+                names += one.argval if isinstance(one.argval, tuple) else [one.argval]
+            elif not one.opname.startswith("UNPACK_"):
+                break
+        loops.append((head.offset, head.argval, tuple(names)))
+    return tuple(loops)
+
+
+def _bound(frame: FrameType, names: Sequence[str]) -> list[Any]:
+    """Return what loops have bound to some names: numbers and text, the identity of anything else."""
+    values = [frame.f_locals.get(name) for name in names]
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        # the copy that a frame keeps of its variables would let no tensor go before the function returns
+        frame.f_locals.clear()
+    return [value if isinstance(value, int | float | str | None) else id(value) for value in values]
+
+
+def loop_here() -> Loop | None:
+    """Return where the user's program is in its loops, without the innermost `for` loop; None where there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    found: list[Any] | None = None
+    while frame is not None:
+        if _kind_of_file(frame.f_code.co_filename) == "user":
+            around = [names for first, last, names in _for_loops(frame.f_code) if first < frame.f_lasti < last]
+            if found is not None:
+                found.append(frame.f_lasti)  # called once more, from another line
+            elif around:
+                found, around = [], around[:-1]
+            if found is not None:
+                found += _bound(frame, [name for names in around for name in names]) if around else ()
+        frame = frame.f_back
+    return None if found is None else tuple(found)
 
 
 MOST_LINES = 4

@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from gradcheck_suite.auditing import samples
 from gradcheck_suite.auditing.events import BY_HAND, KEPT, LATE, NONE, TOUCHED, Arrival, Event, PassRecord, StepRecord
-from gradcheck_suite.auditing.places import NOWHERE, Place, here, living, shown
+from gradcheck_suite.auditing.places import NOWHERE, Place, here, living, loop_here, shown
 from gradcheck_suite.auditing.samples import Raw
 from gradcheck_suite.auditing.terms import MARK, Reader, declare, edge_of, joined_share, leaves_below
 from gradcheck_suite.errors import CannotRunHere
@@ -264,6 +264,7 @@ class Recorder:
         self._shards: set[int] = set()
         self._groups: dict[int, weakref.ref[Any]] | None = None
         self._late: list[PassRecord] = []
+        self._reset: Place | None = None
         self._handles: list[Any] = []
         self._engine: Any = None
 
@@ -329,7 +330,8 @@ class Recorder:
             return None  # operations are counted on the meta device or with fake tensors: nothing is trained
         outer = self._running.get(_task())
         if outer is None:
-            record = PassRecord(here(), accumulates)
+            record = PassRecord(here(), accumulates, loop=loop_here(), reset=self._reset)
+            self._reset = None
             running = Running(record, Reader())
             self._unbound.append(running)
             if self._objectives:
@@ -573,12 +575,18 @@ class Recorder:
         if gradient is None:
             return
         now, bits = samples.taken(gradient, whole=self._full())
-        self.parameters[key].gradient = weakref.ref(gradient), gradient._version, bits
+        self.parameters[key].gradient = weakref.ref(gradient, self._let_go), gradient._version, bits
         if key in record.arrivals:  # passes inside of this one: one arrival, from the first state to the last
             record.arrivals[key].now = now
         else:
             before, was = self._before.get(key, (NONE, None))
             record.arrivals[key] = Arrival(before, was, now)
+
+    @_guarded(SUMS)
+    def _let_go(self, _: Any) -> None:
+        """Note where a gradient is let go, as by `zero_grad`, which has no hook."""
+        if self._reset is None and not self.muted and self._handles:
+            self._reset = here()
 
     @_guarded(SUMS)
     def _arrive_all(self, running: Running) -> None:
@@ -744,7 +752,7 @@ class Recorder:
             gradients[key] = None
             if gradient is not None and self._sums:
                 gradients[key], bits = samples.taken(gradient, whole=idle or self._full())
-                self.parameters[key].gradient = weakref.ref(gradient), gradient._version, bits
+                self.parameters[key].gradient = weakref.ref(gradient, self._let_go), gradient._version, bits
         trainer, steps, scale = _of_the_stack()
         given = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides inside of its step
         fused = isinstance(given, torch.Tensor)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 from typing import Any
@@ -65,11 +65,17 @@ class Fit:
     """`.grad` as a sum of what arrived in each pass, by least squares.
 
     Attributes:
+        passes: their indices.
+        lost: those of them that were reset in some of the parameters.
+        keys: of the parameters.
         coefficients: (passes,).
         bounds: (passes,) of the errors of the coefficients.
         is_exact: whether no more than rounding is left over.
     """
 
+    passes: Sequence[int]
+    lost: Collection[int]
+    keys: Sequence[int]
     coefficients: Vector
     bounds: Vector
     is_exact: bool
@@ -84,6 +90,20 @@ class Fit:
     def tells(self) -> bool:
         """Whether rounding leaves a pass that is in the sum as much as another one apart from one that is not."""
         return not self.is_exact or self.error < 0.5
+
+    @property
+    def is_of_copies(self) -> bool:
+        """Whether the program has put an edited `.grad` together from copies, and not from what a reset has left.
+
+        What was reset is then seen in it.
+        """
+        found = zip(self.passes, np.abs(self.coefficients), self.bounds, strict=True)
+        return any(c > bound for i, c, bound in found if i in self.lost)
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether no pass at all is seen in an edited `.grad`: noise may hide them, or something else stand there."""
+        return not (np.abs(self.coefficients) > self.bounds).any()
 
 
 @dataclass
@@ -131,6 +151,8 @@ class Seen:
 
 
 SAME, RESET, REDUCED, FACTOR, EDITED, NOT_FINITE = "same", "reset", "reduced", "factor", "edited", "not finite"
+WRITTEN = "written"
+"""A result of `torch.autograd.grad`, or a multiple of one, stands there."""
 UNEXPLAINED = EDITED, RESET, NOT_FINITE
 """What says nothing of the passes that stand in a `.grad`."""
 
@@ -156,6 +178,8 @@ class StepWindow:
         not_finite: the passes with an arrival that was not finite.
         copies: whether the optimizer steps on copies of the parameters (master weights), for which these stand here.
         fit: of `.grad` where no event explains it; None where what arrived is not known.
+        removed: parameters whose `.grad` was set to 0 after the last pass.
+        kept_apart: the passes that stood in a `.grad` together, with their coefficients, when it was reset or edited.
         error: of coefficients that are fitted, relative to the largest one; 0 where none is.
     """
 
@@ -175,22 +199,14 @@ class StepWindow:
     not_finite: set[int]
     copies: bool = False
     fit: Fit | None = None
+    removed: Sequence[int] = ()
+    kept_apart: Sequence[Coefficients] = ()
     error: float = 0.0
 
     @property
     def step(self) -> StepRecord:
         """The step, as the first rank has it."""
         return self.steps[0]
-
-    def is_made_by_hand(self, lost: Sequence[int]) -> bool:
-        """Return whether an edited `.grad` was put together from copies of what arrived, and not from what was left.
-
-        Passes that were reset are then seen in the fit, or those that were not are nowhere to be seen.
-        """
-        if self.fit is None:
-            return False
-        seen = dict(zip(self.passes, np.abs(self.fit.coefficients) > self.fit.bounds, strict=True))
-        return any(seen[i] for i in lost) or not any(s for i, s in seen.items() if i not in lost)
 
     def of_pass(self, source: Source) -> float | None:
         """Return the coefficient of a pass, the median over the parameters that it reached; None where it has none."""
@@ -238,6 +254,7 @@ class Replay:
         self._owners: defaultdict[int, set[int]] = defaultdict(set)
         self._stepped: dict[int, int] = {}
         self._copies: dict[int, int] = {}
+        self._discarded: dict[frozenset[int], Coefficients] = {}
 
     def tolerance(self, key: int) -> float:
         """Return the relative difference that rounding explains in the `.grad` of a parameter."""
@@ -280,11 +297,25 @@ class Replay:
             and (found := self._reduction(key, cut, then, tolerance, sure=sure)) is not None
         ):
             return Explanation(REDUCED, *found, now)
+        last = max((index for _, index in state.coefficients), default=-1)
+        results = [
+            (i, one) for i in reversed(self.passes) if i > last and (one := self._result(rank, i, key)) is not None
+        ]
+        # a parameter of few elements may be a multiple of anything
+        tells = np.count_nonzero(cut[:ELEMENTS]) >= FEWEST
+        for index, result in results:
+            written = factor(now, result, tolerance)
+            if written is not None and (tells or near(written, 1.0, 1e-3 * tolerance)):
+                return Explanation(WRITTEN, 1.0, {(rank, index): written}, now)
         multiplied = factor(cut, then, tolerance)
-        if multiplied is not None:
+        if multiplied is not None and (tells or not results):
             scaled = {source: c * multiplied for source, c in state.coefficients.items()}
             return Explanation(FACTOR, multiplied, scaled if inside else state.coefficients, now)
         return Explanation(EDITED, 1.0, {(rank, UNKNOWN): 1.0}, now)
+
+    def _result(self, rank: int, index: int, key: int) -> Vector | None:
+        """Return what `torch.autograd.grad` gave for a parameter in a pass, or None."""
+        return self._arrived.get((rank, index, key)) if self.passes[index].by_hand else None
 
     def _reduction(
         self, key: int, now: Vector, then: Vector, tolerance: float, *, sure: bool
@@ -317,6 +348,8 @@ class Replay:
         explained = [self._explain_all(rank, measured, inside=True) for rank, measured in enumerate(touched)]
         for rank, ones in enumerate(explained):
             for key, one in ones.items():
+                if one.event == RESET:
+                    self._discard(rank, key)
                 self._states[rank][key] = State(one.now, dict(one.coefficients), self._states[rank][key].shard)
                 if last is not None:
                     last.reduced = last.reduced or one.event == REDUCED
@@ -331,6 +364,7 @@ class Replay:
                     self._late[rank, key].append(index)
                     continue
                 if a.before == NONE:
+                    self._discard(rank, key)
                     state = self._states[rank][key] = State()
                 now, then = alike(a.now, state.sample) if size(state.sample) else (a.now, np.zeros(len(a.now)))
                 if not is_finite(a.now):
@@ -351,6 +385,11 @@ class Replay:
                 self._states[rank][key] = State(a.now, coefficients, bool(a.shard))
         return index
 
+    def _discard(self, rank: int, key: int) -> None:
+        """Note which passes stood together in a `.grad` that was reset: the program may have kept it elsewhere."""
+        coefficients = {s: c for s, c in self._states[rank][key].coefficients.items() if s[1] >= 0}
+        self._discarded.setdefault(frozenset(index for _, index in coefficients), coefficients)
+
     def on_step(self, steps: Sequence[StepRecord]) -> StepWindow:
         """Take a step of all ranks."""
         if copies := self._are_copies(steps[0]):
@@ -364,6 +403,9 @@ class Replay:
         measured = {key: now for key in keys if isinstance(now := steps[0].gradients[key], np.ndarray)}
         found = self._explain_all(0, measured, inside=False)
         reduced = any(one.event == REDUCED for one in found.values())
+        for key, one in found.items():
+            if one.event == WRITTEN:  # what it replaces is in no step
+                self._states[0][key] = State(one.now, dict(one.coefficients))
         late = [(rank, key) for rank, key in self._late if key in steps[0].gradients]
         window = StepWindow(
             optimizer, steps[0].call, steps, members, keys, {}, 1.0, None,
@@ -417,26 +459,34 @@ class Replay:
             key: dict(self._states[0][key].coefficients if one.event in UNEXPLAINED else one.coefficients)
             for key, one in found.items()
         }
-        standing = {index for cs in kept.values() for (_, index), c in cs.items() if abs(c) > NEGLIGIBLE}
-        lost = [index for index in window.passes if index not in standing]
+        edited = {key: one for key, one in found.items() if one.event == EDITED}
+        if not self._still_stands(edited):
+            # written over: what an earlier step has left there is gone
+            old = {s for key in edited for s in kept[key] if s[1] < window.before}
+            kept |= {key: {s: c for s, c in kept[key].items() if s not in old} for key in edited}
+        lost = {key: self._lost_in(window, key) for key in found}
         some = [f for f in factors.values() if f]
         tolerance = max(map(self.tolerance, factors), default=RELATIVE["float32"])
         common = float(np.median(some)) if some else 0.0
         off = [key for key, f in factors.items() if f is None or not near(f, common, 10 * tolerance)]
-        if lost and not off and self.ranks == 1 and not self._is_multiple({key: found[key] for key in factors}, common):
-            window.fit = self._fit(window, found)
-            if window.fit and (not window.fit.tells or window.is_made_by_hand(lost)):
+        # what the program kept elsewhere can have come back only where a pass was reset
+        keys = [key for key, passes in lost.items() if passes]
+        multiple = self._is_multiple({key: found[key] for key in factors}, common)
+        if self.ranks == 1 and window.passes and (off or (keys and not multiple)):
+            window.fit = self._fit(
+                window, {key: found[key] for key in keys or found}, {i for key in keys for i in lost[key]}
+            )
+            if not off and window.fit and (not window.fit.tells or window.fit.is_of_copies):
                 off = list(factors)
-        elif off and self.ranks == 1 and window.passes:
-            window.fit = self._fit(window, found)
         some_elements = all(is_mostly(found[key].now, self._states[0][key].sample) for key in off)
         fit = None if some_elements or not window.fit or not window.fit.is_exact else window.fit
+        self._set_groups(window, kept)
         # an edit within rounding of what was left after a reset is no sum made by hand
-        if fit is not None and fit.tells and (not lost or window.is_made_by_hand(lost)):
+        if fit is not None and fit.tells and (not fit.lost or fit.is_of_copies):
             window.edit, window.error = BY_HAND, fit.error
-            pairs = list(zip(window.passes, map(float, fit.coefficients), strict=True))
-            for key in window.keys:
-                window.coefficients[key] = {(0, i): c for i, c in pairs if (0, i, key) in self._arrived}
+            pairs = list(zip(fit.passes, map(float, fit.coefficients), strict=True))
+            of_fit = {key: {(0, i): c for i, c in pairs if (0, i, key) in self._arrived} for key in fit.keys}
+            window.coefficients = {**kept, **of_fit}
             return
         window.factor, window.coefficients = common, kept
         if factors and all(f == 0.0 for f in factors.values()):
@@ -444,7 +494,32 @@ class Replay:
         elif any(factors[key] != 0.0 for key in off):
             window.edit, window.factor = "free", None
         elif off:
-            window.edit = "reset"
+            window.edit, window.removed = "reset", off
+
+    def _still_stands(self, edited: Mapping[int, Explanation]) -> bool:
+        """Return whether what stood in some `.grad` is still a part of them, or nothing tells."""
+        if not edited:
+            return True
+        then = np.concatenate([self._states[0][key].sample[:ELEMENTS] for key in edited])
+        found = fitted(then[:, None], np.concatenate([one.now[:ELEMENTS] for one in edited.values()]))
+        if found is None or np.count_nonzero(then) < FEWEST:
+            return False
+        (share,), left, (spread,) = found
+        return bool(abs(share) > SIGNIFICANT * np.sqrt((left * left).sum() / (len(left) - 1)) * spread)
+
+    def _lost_in(self, window: StepWindow, key: int) -> list[int]:
+        """Return the passes that arrived at a parameter and that no event has left in its `.grad`."""
+        standing = {index for (_, index), c in self._states[0][key].coefficients.items() if abs(c) > NEGLIGIBLE}
+        arrived = [i for i in window.passes if (0, i, key) in self._arrived and (0, i, key) not in window.null]
+        return [i for i in arrived if i not in standing]
+
+    def _set_groups(self, window: StepWindow, kept: Mapping[int, Coefficients]) -> None:
+        """Set which passes stood in `.grad` together."""
+        groups = {**self._discarded, **{frozenset(i for _, i in cs): cs for cs in kept.values()}}
+        groups |= {frozenset({i}): {(0, i): 1.0} for i, seen in window.passes.items() if seen.by_hand}
+        # a parameter that some of the passes do not reach has fewer of them
+        own = [one for one in groups if one and one <= window.passes.keys()]
+        window.kept_apart = [groups[one] for one in own if not any(one < other for other in own)]
 
     def _is_multiple(self, found: Mapping[int, Explanation], common: float) -> bool:
         """Return whether each element is the common multiple of what stood there, and that by no accident.
@@ -463,8 +538,8 @@ class Replay:
         # one element is always a multiple of another one
         return largest ** max(number - 1, 0) <= ACCIDENT or all(one.event == SAME for one in found.values())
 
-    def _fit(self, window: StepWindow, found: Mapping[int, Explanation]) -> Fit | None:
-        """Fit a sum of what arrived in each pass to what stood in `.grad`, over all parameters.
+    def _fit(self, window: StepWindow, found: Mapping[int, Explanation], lost: Collection[int]) -> Fit | None:
+        """Fit a sum of what arrived in each pass to what stood in `.grad`, over some parameters.
 
         What the fit leaves over must be within the rounding of a sum of so many terms, else `.grad` is edited: an edit
         moves the coefficients by as much as it leaves over, so what is left over is also how well they are known.
@@ -475,13 +550,16 @@ class Replay:
         def column(values: Iterable[Vector]) -> Vector:
             return np.concatenate([(v if len(v) >= length else nothing)[:length] for v in values])
 
-        columns = [column(self._arrived.get((0, i, key), nothing) for key in window.keys) for i in window.passes]
-        target = column(found[key].now if key in found else nothing for key in window.keys)
-        arrivals, number = np.stack(columns, 1), len(window.passes)
+        passes = [i for i in window.passes if any((0, i, key) in self._arrived for key in found)]
+        if not passes:
+            return None
+        columns = [column(self._arrived.get((0, i, key), nothing) for key in found) for i in passes]
+        target = column(one.now for one in found.values())
+        arrivals, number, of = np.stack(columns, 1), len(passes), (passes, lost, list(found))
         if not is_finite(target) or not np.isfinite(arrivals).all():
             return None
         # rounding is relative to each parameter, and to its elements and its projections apart
-        of_keys = np.split(arrivals, len(window.keys))
+        of_keys = np.split(arrivals, len(found))
         parts = [part for one in of_keys for part in np.split(one, [ELEMENTS]) if len(part)]
         scale = np.repeat([float(np.hypot.reduce(np.abs(part).max(0))) for part in parts], list(map(len, parts)))
         reached, arrived = scale > 0, arrivals.any(1)
@@ -491,7 +569,7 @@ class Replay:
         scaled = fitted(arrivals[reached] / scale[reached, None], target[reached] / scale[reached])
         if is_enough and scaled is not None:
             solution, residual, spread = scaled
-            dtypes = set(map(self._dtype, window.keys))
+            dtypes = set(map(self._dtype, found))
             rounding = RELATIVE["float64"] + max(growth(number + FURTHER_ROUNDINGS, dtype) for dtype in dtypes)
             rows = int(arrived.sum())
             left, largest = float(np.sqrt((residual * residual).sum() / (rows - number))), size(solution)
@@ -500,13 +578,13 @@ class Replay:
                 # as if it were no noise that the elements average out, but a direction, such as that of the parameters;
                 # and two coefficients may be off in opposite directions
                 bound = 2 * math.sqrt(rows) * left * float(spread.max())
-                return Fit(solution, np.full(number, bound), is_exact=True)
+                return Fit(*of, solution, np.full(number, bound), is_exact=True)
         noisy = fitted(arrivals, target)
         if noisy is None:
-            return Fit(np.zeros(number), np.zeros(number), is_exact=True)
+            return Fit(*of, np.zeros(number), np.zeros(number), is_exact=True)
         solution, residual, spread = noisy
         deviation = np.sqrt((residual * residual).sum() / (len(residual) - number))
-        return Fit(solution, SIGNIFICANT * deviation * spread, is_exact=False)
+        return Fit(*of, solution, SIGNIFICANT * deviation * spread, is_exact=False)
 
     def _leave(self, window: StepWindow, steps: Sequence[StepRecord]) -> None:
         """Set the states that a step leaves behind, and forget what no later step can ask for."""
@@ -560,6 +638,7 @@ class Replay:
         self._arrived = {k: v for k, v in self._arrived.items() if k[1] in kept}
         self._null = {n for n in self._null if n[1] in kept}
         self._not_finite &= kept
+        self._discarded = {one: cs for one, cs in self._discarded.items() if one <= kept}
 
 
 MOST_PASSES = 512
@@ -570,6 +649,8 @@ RMS_OF_ROUNDING = 0.25
 """Of the roundings of a sum, relative to their bound; of sums in float32 and bfloat16 it is up to an eighth or so."""
 ACCIDENT = 1e-4
 """Chance, from which on it counts, that a few elements of a sum are within rounding a multiple of one of its terms."""
+FEWEST = 8
+"""Elements from which on a part of an edited gradient is told from chance."""
 SIGNIFICANT = 5.0
 """Standard errors from which on a coefficient is not 0."""
 
@@ -589,6 +670,7 @@ class StepFault:
         name: the diagnosis.
         sentence: what is wrong.
         key: of a parameter that shows it, or None.
+        keys: of the parameters that are hit, where others are not.
         kind: the part of the promise.
         causes: of the fault, for which the table of faults has remedies of their own.
     """
@@ -596,6 +678,7 @@ class StepFault:
     name: str
     sentence: str
     key: int | None = None
+    keys: Sequence[int] = ()
     kind: str = "gradient"
     causes: tuple[str, ...] = ()
 
@@ -675,20 +758,23 @@ class Sums:
     Attributes:
         fault: what is wrong, or None.
         excuse: why passes that are missing are no fault, or None.
+        removed: parameters whose gradient was taken away after the last pass.
         coefficients: of each pass that is in it.
-        by_hand: whether the program put it together itself, from what arrived.
+        by_hand: whether the program put it together itself, from what arrived and was kept elsewhere.
         untold: whether it cannot be told if it did, or reset and edited it.
     """
 
     fault: StepFault | None = None
     excuse: str | None = None
+    removed: Sequence[int] = ()
     coefficients: Mapping[Source, float] = field(default_factory=dict)
     by_hand: bool = False
     untold: bool = False
 
 
-def _fault(seen: str, key: int | None = None) -> Sums:
-    return Sums(replace(OF_SUMS[seen], key=key))
+def _fault(seen: str, key: int | None = None, *, keys: Sequence[int] = (), where: str = "") -> Sums:
+    fault = OF_SUMS[seen]
+    return Sums(replace(fault, sentence=fault.sentence + where, key=key, keys=keys))
 
 
 class Members:
@@ -759,6 +845,12 @@ class Members:
         return any(points[0].get(k) != points[1].get(k) for k in self.window.keys if k in points[0] and k in points[1])
 
 
+def is_alike(window: StepWindow) -> bool:
+    """Return whether each pass has one coefficient in all the parameters that it has reached."""
+    members = Members(window)
+    return all(near(c, members.mean[i], 1e-2) for i, found in members.by_parameter.items() for _, c in found)
+
+
 def judge_sums(window: StepWindow, typical_k: int | None, longest: int) -> Sums:
     """Judge whether `.grad` is the sum of the window's passes; the first question that is answered yes names the fault.
 
@@ -774,6 +866,31 @@ def judge_sums(window: StepWindow, typical_k: int | None, longest: int) -> Sums:
     members = Members(window)
     if window.edit == "all reset" or (members.required and not window.coefficients):
         return _fault("all reset")
+    if others := _judge_others(members) or _judge_by_hand(members):
+        return others
+    if window.edit == BY_HAND:
+        return Sums(coefficients=_used(window))
+    if any(source[1] == UNKNOWN for cs in window.coefficients.values() for source in cs):
+        return _fault("not a sum")
+    lost = [i for i in members.required if not members.is_in(i)]
+    edited = window.fit if window.edit == "free" else None
+    if edited is not None and edited.tells and edited.lost and edited.is_of_copies:
+        return Sums(by_hand=True)
+    if lost:
+        found = _judge_lost(members, lost, typical_k, longest)
+        if found.fault is None:
+            return replace(found, coefficients=_used(window))
+        return Sums(untold=True) if edited is not None and (edited.is_blank or not edited.tells) else found
+    if unequal := _judge_parameters(members):
+        return unequal
+    if len(members.required) > 1 and any(members.moved(i) for i in members.required):
+        return _fault("moved")
+    return Sums(coefficients=_used(window))
+
+
+def _judge_others(members: Members) -> Sums | None:
+    """Judge what is in `.grad` of earlier windows, or of another optimizer."""
+    window = members.window
     if (stale := _stale_key(window)) is not None:
         return _fault("earlier window", stale)
     left = [i for i in members.optional if members.is_in(i)]
@@ -781,24 +898,7 @@ def judge_sums(window: StepWindow, typical_k: int | None, longest: int) -> Sums:
         return _fault("another optimizer's pass")
     if not members.own and _another_stepped_between(window, members):
         return _fault("moved by another")
-    if window.edit == BY_HAND:
-        return _judge_by_hand(members)
-    if any(source[1] == UNKNOWN for cs in window.coefficients.values() for source in cs):
-        return _fault("not a sum")
-    lost = [i for i in members.required if not members.is_in(i)]
-    if lost and window.edit == "free" and window.fit is not None and not window.fit.tells:
-        return Sums(untold=True)
-    if lost and window.edit == "free" and window.is_made_by_hand(lost):
-        return Sums(by_hand=True)
-    if lost:
-        found = _judge_lost(members, lost, typical_k, longest)
-        if found.excuse is not None or found.fault is not None:
-            return found if found.fault is not None else replace(found, coefficients=_used(window))
-    if unequal := _judge_parameters(members):
-        return unequal
-    if len(members.required) > 1 and any(members.moved(i) for i in members.required):
-        return _fault("moved")
-    return Sums(coefficients=_used(window))
+    return None
 
 
 def _stale_key(window: StepWindow) -> int | None:
@@ -818,14 +918,14 @@ def _another_stepped_between(window: StepWindow, members: Members) -> bool:
     return len(indices) > 1 and between and any(members.is_in(i) for i in indices[:-1])
 
 
-def _judge_by_hand(members: Members) -> Sums:
+def _judge_by_hand(members: Members) -> Sums | None:
     """Judge a gradient that the program put together: a pass that is written over by the next one of the same place."""
     places = {True: set[Place](), False: set[Place]()}
     for i in members.by_hand:
         places[abs(members.mean[i]) > 1e-3].add(members.window.passes[i].site)
     if places[True] & places[False]:
         return _fault("written over")
-    return Sums(coefficients=_used(members.window))
+    return None
 
 
 def _judge_lost(members: Members, lost: Sequence[int], typical_k: int | None, longest: int) -> Sums:
@@ -847,14 +947,13 @@ def _judge_lost(members: Members, lost: Sequence[int], typical_k: int | None, lo
         return Sums(excuse=f"{lines}: what goes backward here was reset, and is in no step{IF_WANTED}")
     if kept and typical_k and len(kept) == typical_k and len(lost) % typical_k == 0:
         return Sums(excuse="a whole window was reset without a step")
-    # the rest of an epoch went before what is there; the program may count on over the reset, so that fewer are there
-    # than in a whole window, which a reset for each micro-batch never has
-    rest = bool(kept) and max(lost) < min(kept) and 1 < longest >= len(lost)
-    if rest or (typical_k and len(lost) < typical_k == len(kept)):
+    if _is_rest_of_epoch(window, lost, kept, typical_k, longest):
         fault = tail_dropped(len(lost))
-    else:
-        fault = OF_SUMS["dropped" if kept and max(lost) > min(kept) else "last passes"]
-    return Sums(replace(fault, sentence=fault.sentence + _resets(members, lost)))
+        return Sums(replace(fault, sentence=fault.sentence + _resets(members, lost)))
+    hit = {k for i in lost for k, c in members.by_parameter[i] if abs(c) < NEGLIGIBLE}
+    whole = all(abs(c) < NEGLIGIBLE for i in lost for _, c in members.by_parameter[i])
+    seen = "dropped" if kept and max(lost) > min(kept) else "last passes"
+    return _fault(seen, keys=() if whole else sorted(hit), where=_resets(members, lost))
 
 
 def tail_dropped(lost: int) -> StepFault:
@@ -863,10 +962,26 @@ def tail_dropped(lost: int) -> StepFault:
     return replace(fault, sentence=fault.sentence.format(lost=counted(lost, "micro-batch")))
 
 
+def _is_rest_of_epoch(
+    window: StepWindow, lost: Sequence[int], kept: Sequence[int], typical_k: int | None, longest: int
+) -> bool:
+    """Return whether passes that were lost are the last ones of an epoch: those before what is there."""
+    if not kept or max(lost) > min(kept):
+        return False
+    loops = [window.passes[i].records[0].loop for i in (max(lost), min(kept))]
+    if None not in loops:
+        return loops[0] != loops[1]
+    # the program may count on over the reset, so that fewer are there than in a whole window, which a reset for each
+    # micro-batch never has
+    return 1 < longest >= len(lost) or bool(typical_k and len(lost) < typical_k == len(kept))
+
+
 def _resets(members: Members, lost: Sequence[int]) -> str:
-    """Say where the program resets gradients, for those that were lost."""
-    lines = lines_with("zero_grad(", members.window.passes[max(lost)].site)
-    return f" (`zero_grad` is called at {', '.join(lines)})" if lines else ""
+    """Say where the gradient that was lost was reset: where it was let go, or the only line that may have done it."""
+    window = members.window
+    after = next((seen.records[0].reset for i, seen in window.passes.items() if i > max(lost)), None)
+    lines = [after.line] if after else lines_with("zero_grad(", window.passes[max(lost)].site)
+    return f" (`.grad` was reset at {lines[0]})" if len(lines) == 1 else ""
 
 
 def _judge_parameters(members: Members) -> Sums | None:
@@ -875,14 +990,13 @@ def _judge_parameters(members: Members) -> Sums | None:
     if off:
         key = next(iter(off))
         if any(abs(c) < NEGLIGIBLE for c in off.values()):
-            number = counted(len(off), "parameter")
-            fault = OF_SUMS["last passes"]
-            return Sums(replace(fault, sentence=f"in {number}, {fault.sentence}", key=key))
+            lost = [i for i in members.required if any(abs(c) < NEGLIGIBLE for _, c in members.by_parameter[i])]
+            return _fault("last passes", key, keys=sorted(off), where=_resets(members, lost))
         return _fault("rescaled", key)
     # what was set to None after the last pass lacks all passes alike, as what was zeroed there does
     missing = members.missing_parameters()
-    if missing or members.window.edit == "reset":
-        return _fault("missing", next(iter(missing), None))
+    if missing or members.window.removed:
+        return Sums(removed=[*missing, *members.window.removed], coefficients=_used(members.window))
     values = [members.mean[i] for i in members.required if members.by_parameter[i]]
     if values and max(values) - min(values) > 1e-3 * max(map(abs, values)):
         ratios = [a / b for a, b in pairwise(values)]

@@ -53,6 +53,7 @@ class Pending:
         coefficients: of its passes.
         readings: the weights, with the factor by which `.grad` was multiplied after the last pass, and without it,
             where there is one: it may be a part of the loss (a mean over K at the end) or none (clipping).
+        apart: where the program has put `.grad` together from what it kept, each kept gradient as a window of its own.
     """
 
     window: StepWindow
@@ -60,6 +61,7 @@ class Pending:
     coefficients: Mapping[Source, float]
     readings: Sequence[Reading]
     factor: float
+    apart: Sequence[Pending] = ()
 
     @property
     def length(self) -> int:
@@ -279,17 +281,17 @@ def violation_of(fault: StepFault, window: StepWindow, where: Place, parameter: 
         found_after=window.number + 1,
         step=window.number,
         command="audit",
-        where=_loss_line(window, where) or str(where),
+        where=place_of_loss(window, where),
         backward=str(window.passes[max(window.passes)].site) if window.passes else None,
         stepped=str(window.step.place),
         parameter=parameter,
     )
 
 
-def _loss_line(window: StepWindow, where: Place) -> str | None:
-    """Return the line of the loss that goes backward at a place, where it is known."""
+def place_of_loss(window: StepWindow, where: Place) -> str:
+    """Return the line of the loss that goes backward at a place, or the place where it is not known."""
     records = [record for seen in window.passes.values() for record in seen.records if record.place == where]
-    return next((term.line for record in records for term in record.terms if term.line), None)
+    return next((term.line for record in records for term in record.terms if term.line), str(where))
 
 
 def _rows(objective: Objective, count: str, expected: float) -> tuple[Weight, ...]:

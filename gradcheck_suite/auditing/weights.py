@@ -552,7 +552,8 @@ def _of_objective(
         if not use.is_mean and near(use.comparison.weight, 1.0, use.objective.tolerance):
             continue  # a plain sum
         configured = _against_configured(use, declared_k)
-        verdict = configured or _against_other_lengths(use, uses, by_length, typical_k)
+        again = configured or _divided_again(use, uses, declared_k or typical_k)
+        verdict = again or _against_other_lengths(use, uses, by_length, typical_k)
         if verdict is None:
             verdict = _by_itself(use, uses, ranks)
         # the number of micro-batches may be in the tensor of weights, too; where a window is right without, it is not
@@ -618,6 +619,18 @@ def _against_configured(use: Use, declared_k: int | None) -> Scale | None:
         f"{r}/{declared_k}: divided by {declared_k}, where the window has {counted(r, 'micro-batch')}",
         cause="short-window",
     )
+
+
+def _divided_again(use: Use, uses: Sequence[Use], k: int) -> Scale | None:
+    """Recognise a sum over the window's count that is divided once more by K, or by the window's length."""
+    tolerance = use.objective.tolerance
+    if use.is_mean or use.others_right or use.length < 2 or not use.whole:
+        return None
+    for number, lengths in ((k, [k] * len(uses)), (use.length, [u.length for u in uses])):
+        if number > 2 and all(near(u.own, 1 / r, tolerance) for u, r in zip(uses, lengths, strict=True)):
+            note = f"1/{number}: divided twice, by the window's count and by {number}, its micro-batches"
+            return Scale(use, "wrong-scale", note, provisional=len(uses) == 1, cause="divided-twice")
+    return None
 
 
 def _against_other_lengths(
