@@ -24,7 +24,7 @@ from gradcheck_suite.core.contract import Loop, Problem, is_jax, jax_training_lo
 from gradcheck_suite.core.text import suggestion
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.trainers import TRAINERS
-from gradcheck_suite.run.processes import Source, remember
+from gradcheck_suite.run.processes import Importable, remember
 
 _SHOWN = 12
 _loaded: dict[tuple[str, int, int], ModuleType] = {}
@@ -189,7 +189,7 @@ def _noted(found: Any, resolve: Callable[[str], Any], text: str) -> Any:
     place, colon, name = text.rpartition(":")
     if place.endswith(".py"):
         text = f"{Path(place).resolve()}{colon}{name}"
-    remember(found, Source(__name__, resolve.__name__, (text,)))
+    remember(found, Importable(__name__, resolve.__name__, (text,)))
     return found
 
 

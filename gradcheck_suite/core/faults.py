@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Evidence = Literal["weights", "elements", "sizes", "inputs", "steps", "state", "outcome", "problem"]
+EvidenceKind = Literal["weights", "elements", "sizes", "inputs", "steps", "state", "outcome", "problem"]
 """What a name is read off: weights of micro-batches, elements of parameters, sizes of gradients, inputs of losses, the
 micro-batches of steps, parameters and the optimizer's state, how the loop ended, the objective."""
 
@@ -49,7 +49,7 @@ class Fault:
     kind: str
     meaning: str
     remedy: Remedy
-    evidence: Evidence
+    evidence: EvidenceKind
     takes_in: tuple[str, ...] = ()
     causes: Mapping[str, Remedy] = field(default_factory=dict)
     general: bool = False
@@ -57,7 +57,7 @@ class Fault:
 
 
 def _gradient(
-    name: str, evidence: Evidence, meaning: str, remedy: str, *old: str, jax: str | None = None, **more: Any
+    name: str, evidence: EvidenceKind, meaning: str, remedy: str, *old: str, jax: str | None = None, **more: Any
 ) -> Fault:
     return Fault(name, "gradient", meaning, Remedy(remedy, jax), evidence, old, **more)
 

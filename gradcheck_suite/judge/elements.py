@@ -16,7 +16,7 @@ import torch
 
 from gradcheck_suite.core.comparison import Comparison, Vector
 from gradcheck_suite.judge.naming import FORMATS, constant_meaning
-from gradcheck_suite.judge.weights import ALONE, Array, Diagnosis, any_of, factor_text, listed
+from gradcheck_suite.judge.weights import WHILE_RIGHT, Array, Diagnosis, any_of, factor_text, listed
 from gradcheck_suite.reference.large_batch import Window, gradients_of
 
 # Gradients that have lost a mean or a direction, and gradients whose elements belong to other parameters.
@@ -48,8 +48,8 @@ def projected(comparison: Comparison, wrong: Sequence[str], parameters: Vector |
     if not found or len(found) + len(zero) < len(wrong):
         return {}
     # a single element is its own mean
-    said = next(iter(found.values()))
-    return {name: found.get(name, f"{said}, which leaves 0") for name in wrong}
+    text = next(iter(found.values()))
+    return {name: found.get(name, f"{text}, which leaves 0") for name in wrong}
 
 
 def projection(expected: Array, observed: Array, allowed: float, parameter: Array | None = None) -> str | None:
@@ -152,10 +152,10 @@ def wrong_and_right(comparison: Comparison) -> tuple[list[str], list[str]]:
     return wrong, right
 
 
-def where_alone(comparison: Comparison) -> str:
+def where_wrong(comparison: Comparison) -> str:
     """Return which parameters are wrong while others are right, as the beginning of a sentence."""
     wrong, right = wrong_and_right(comparison)
-    return f"in {listed(wrong)}{ALONE}{listed(right)} {'is' if len(right) == 1 else 'are'} right: "
+    return f"in {listed(wrong)}{WHILE_RIGHT}{listed(right)} {'is' if len(right) == 1 else 'are'} right: "
 
 
 def diagnose_elements(
@@ -179,13 +179,13 @@ def diagnose_elements(
         faults[name]["projected-gradient"] = Diagnosis("projected-gradient", lost)
     for found in faults.values() if some_unread else ():
         if "no-gradient" in found:
-            said = "what the gradient holds are micro-batches whose own gradient is 0"
-            found["dropped-micro-batch"] = Diagnosis("dropped-micro-batch", said)
+            text = "what the gradient holds are micro-batches whose own gradient is 0"
+            found["dropped-micro-batch"] = Diagnosis("dropped-micro-batch", text)
     common = [name for name in faults[wrong[0]] if all(name in found for found in faults.values())] if wrong else []
     if not common:
         return mixed(comparison, wrong)
     each = {name: any_of([found[fault] for fault in common]) for name, found in faults.items()}
-    where = where_alone(comparison) if right else "" if len(wrong) == 1 else "in every parameter: "
+    where = where_wrong(comparison) if right else "" if len(wrong) == 1 else "in every parameter: "
     sentence = each[wrong[0]].sentence
     if any(one.sentence != sentence for one in each.values()):
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -228,8 +228,8 @@ def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Ite
     if other:
         yield Diagnosis("misplaced-gradient", f"{name} has the gradient of {other}")
     if weights is None and (levels := levels_of(expected, observed)):
-        said = f"all elements of the gradient of {name} are multiples of 1/{levels} of the largest: they are quantised"
-        yield Diagnosis("low-precision", said)
+        text = f"all elements of the gradient of {name} are multiples of 1/{levels} of the largest: they are quantised"
+        yield Diagnosis("low-precision", text)
     elif weights is None and how is None and not other and (there & ~off).any():
         yield Diagnosis("partial-gradient", _partial_text(name, expected, observed, allowed, off))
     elif weights is None and (form := format_of(expected, observed)):
@@ -253,10 +253,10 @@ def _factor(expected: Array, observed: Array, allowed: Array) -> Diagnosis | Non
     single = np.count_nonzero(np.abs(expected) > allowed) < 2
     if single and not meaning and abs(factor - round(factor)) > 1e-9:
         return None
-    said = f"every element is {factor_text(factor)} times what it should be"
+    text = f"every element is {factor_text(factor)} times what it should be"
     if meaning:
-        return Diagnosis("wrong-scale", f"{said}: {meaning}", causes=(cause,))
-    return Diagnosis("wrong-scale", said)
+        return Diagnosis("wrong-scale", f"{text}: {meaning}", causes=(cause,))
+    return Diagnosis("wrong-scale", text)
 
 
 def _permutation(expected: Array, observed: Array, allowed: Array) -> str | None:
@@ -351,11 +351,11 @@ def combined_elements(window: Window, comparison: Comparison) -> Diagnosis | Non
     noise = 64 * np.finfo(np.float64).eps * np.abs(parts).max(axis=0)
     parts = np.where(np.abs(parts) <= noise, 0.0, parts)
     allowed = 8 * (comparison.allowed + count * noise)
-    for said, combine in COMBINATIONS.items():
+    for text, combine in COMBINATIONS.items():
         found = combine(parts)
         for factor, times in ((1.0, ""), (count, f", times their number, {count}"), (1 / count, ", over their number")):
             if found.any() and (np.abs(factor * found - comparison.observed) <= allowed).all():
-                return Diagnosis("not-summed", f"each element of the gradient is {said}{times}")
+                return Diagnosis("not-summed", f"each element of the gradient is {text}{times}")
     return None
 
 
@@ -427,17 +427,17 @@ def with_second_names(
         return found
     own = next(own for own in several if wrong[0] in own)
     if lost := _lost_use(window, comparison, [own for own in several if own[0] in wrong]):
-        said = f"{' and '.join(own)} are one parameter, and its use as {lost} is not in the gradient"
-        untying = Diagnosis("partial-gradient", said)
+        text = f"{' and '.join(own)} are one parameter, and its use as {lost} is not in the gradient"
+        untying = Diagnosis("partial-gradient", text)
         # where the other use has a gradient of 0, all is missing
         return any_of([found, untying]) if found is not None and found.name == "no-gradient" else untying
     if found is None:
         return None
-    said = (
+    text = (
         f"; {' and '.join(own)} are one parameter: what is done once per name is done {len(own)} times to it, as where "
         "a loop goes over named_parameters(remove_duplicate=False) or a list of names"
     )
-    return replace(found, sentence=found.sentence + said)
+    return replace(found, sentence=found.sentence + text)
 
 
 def untied(model: torch.nn.Module) -> torch.nn.Module:

@@ -32,7 +32,7 @@ the digits of float64."""
 
 
 @dataclass(frozen=True)
-class Fit:
+class WeightFit:
     """The least-squares weights.
 
     Attributes:
@@ -46,7 +46,7 @@ class Fit:
     exact: bool
 
 
-def fit_weights(observed: Vector, gradients: npt.NDArray[np.float64], allowed: Vector) -> Fit:
+def fit_weights(observed: Vector, gradients: npt.NDArray[np.float64], allowed: Vector) -> WeightFit:
     """Fit weights by least squares: observed = sum over j of weight[j] * gradient[j].
 
     Each micro-batch's gradient is first scaled to length 1, so that `CONDITION` does not remove a small one.
@@ -60,7 +60,7 @@ def fit_weights(observed: Vector, gradients: npt.NDArray[np.float64], allowed: V
     present = sizes > 0
     weights = np.zeros(len(gradients))
     if not present.any():
-        return Fit(weights, False, bool((np.abs(observed) <= allowed).all()))
+        return WeightFit(weights, False, bool((np.abs(observed) <= allowed).all()))
     columns = (gradients[present] / sizes[present, None]).T
     left, values, right = np.linalg.svd(columns, full_matrices=False)
     kept = values > CONDITION * values[0]
@@ -69,7 +69,7 @@ def fit_weights(observed: Vector, gradients: npt.NDArray[np.float64], allowed: V
     residual = np.abs(observed - weights @ gradients)
     # the fit itself has rounding errors, which appear in the residual
     rounding = 64 * np.finfo(np.float64).eps * np.abs(weights[:, None] * gradients).sum(axis=0) / values[kept].min()
-    return Fit(
+    return WeightFit(
         weights,
         determined=bool(kept.sum() == present.sum()),
         exact=bool((residual <= allowed + rounding).all()),
@@ -302,8 +302,8 @@ def of_one_sign(found: Diagnosis, window: Window, comparison: Comparison) -> Dia
     for sign, which in ((1, "positive"), (-1, "negative")):
         kept = np.where(np.sign(gradients) == sign, gradients, 0.0).sum(axis=0) * scale
         if (np.abs(kept - observed) <= 8 * allowed).all():
-            said = f"of each micro-batch's gradient only the {which} elements are in the step's"
-            one_sign = Diagnosis("partial-gradient", said)
+            text = f"of each micro-batch's gradient only the {which} elements are in the step's"
+            one_sign = Diagnosis("partial-gradient", text)
             # few elements may have one sign by chance
             return one_sign if np.count_nonzero(np.abs(right) > allowed) > 2 else any_of([found, one_sign])
     return None

@@ -12,7 +12,7 @@ from gradcheck_suite.core.text import error_text
 from gradcheck_suite.judge.elements import (
     combined_elements,
     diagnose_elements,
-    where_alone,
+    where_wrong,
     wrong_and_right,
     wrong_reduction,
 )
@@ -21,7 +21,7 @@ from gradcheck_suite.judge.probe import WeightProbe, probes_of
 from gradcheck_suite.judge.probe_faults import SIZE_DEPENDENT, explain_weights
 from gradcheck_suite.judge.reruns import SKIPPED, Evidence, gradient_of_step, run_recorded, run_with_finite_losses
 from gradcheck_suite.judge.sizes import Sizes, diagnose_sizes, is_linear
-from gradcheck_suite.judge.weights import ALONE, Diagnosis, missing_gradient, not_linear, poisoned_by
+from gradcheck_suite.judge.weights import WHILE_RIGHT, Diagnosis, missing_gradient, not_linear, poisoned_by
 from gradcheck_suite.reference.large_batch import REFERENCES
 from gradcheck_suite.run.instance import Instance
 
@@ -67,8 +67,8 @@ def _at_rest(e: Evidence, place: str, *, is_linear_there: bool) -> Diagnosis | N
     # a loop that takes its losses from elsewhere than run.loss does not see that they were made small
     if found is None or e.calls[0].called:
         found = diagnose_sizes(Sizes(e.comparison.expected, e.comparison.observed, e.small, parameters=e.parameters))
-    said = f"on {place}, {SIZE_DEPENDENT} the gradient's size (clipping, decay, normalizing) or on chance (noise)"
-    return found or not_linear(f"{said}; it is {e.place}")
+    sentence = f"on {place}, {SIZE_DEPENDENT} the gradient's size (clipping, decay, normalizing) or on chance (noise)"
+    return found or not_linear(f"{sentence}; it is {e.place}")
 
 
 # Naming the fault of a wrong gradient, from the evidence and up to three further runs of the loop, as a rule.
@@ -251,12 +251,12 @@ def _on_probe(e: Evidence, probe: WeightProbe, *, or_another: bool = False) -> D
         return found
     here = e.of_weights
     # a loop that takes its losses from elsewhere than run.loss has other ones on the probe
-    if here is not None and (ALONE in here.sentence or here.names & OF_ELEMENTS or not e.calls[0].called):
+    if here is not None and (WHILE_RIGHT in here.sentence or here.names & OF_ELEMENTS or not e.calls[0].called):
         return here
     found = explain_weights(run, step, runner)
     wrong, others = wrong_and_right(comparison)
     if others and is_explained(window, comparison, weights, only=wrong):
-        return replace(found, sentence=f"{where_alone(comparison)}{found.sentence}")
+        return replace(found, sentence=f"{where_wrong(comparison)}{found.sentence}")
     return found
 
 
@@ -265,8 +265,8 @@ def _is_right_with_finite_losses(e: Evidence) -> bool:
     if wrong_and_right(e.comparison)[1]:
         return False  # a micro-batch that is left out is missing in every parameter
     outcome = run_with_finite_losses(e.runner, e.instance)
-    again = None if outcome is None else gradient_of_step(outcome, e.window.reference, e.step)
-    return again is not None and bool((np.abs(again - e.comparison.expected) <= e.comparison.allowed).all())
+    rerun = None if outcome is None else gradient_of_step(outcome, e.window.reference, e.step)
+    return rerun is not None and bool((np.abs(rerun - e.comparison.expected) <= e.comparison.allowed).all())
 
 
 def explain_missing(parameter: str, e: Evidence) -> Diagnosis:

@@ -95,10 +95,10 @@ def _share(w: Weights) -> str:
     return next((f"1/{n}" for n in found), f"{share:.6g}")
 
 
-def _usual_means(w: Weights) -> bool:
+def _plausible_means(w: Weights) -> bool:
     """Whether the means of micro-batches have one weight that they may well have."""
-    usual = {1, len(w.window), w.accumulation_steps, w.accumulation_steps * w.world_size, len(w.inside)}
-    return _one(w, w.per_mean) and (w.reduction == "sum" or any(w.close(w.per_mean, 1 / n) for n in usual))
+    plausible = {1, len(w.window), w.accumulation_steps, w.accumulation_steps * w.world_size, len(w.inside)}
+    return _one(w, w.per_mean) and (w.reduction == "sum" or any(w.close(w.per_mean, 1 / n) for n in plausible))
 
 
 def _grouped(w: Weights) -> tuple[str, int, bool] | None:
@@ -229,7 +229,7 @@ def _rounded_text(w: Weights, wrong: Steps) -> str:
 # Micro-batches that are missing, or there several times.
 
 
-def _alone(place: int) -> Holds:
+def _only_one(place: int) -> Holds:
     """Whether the first (0) or last (-1) micro-batch alone is there, with a weight that it may well have."""
 
     def fits(w: Weights) -> bool:
@@ -347,7 +347,7 @@ def _rescales(wrong: Steps) -> Holds:
     """Whether each step has the factor that the longest one has; a step of one micro-batch has any."""
     longest = max(wrong, key=lambda w: len(w.inside))
     factor, k = _rescaled(longest), longest.accumulation_steps
-    if factor is not None and not _has_usual_last(longest, factor):
+    if factor is not None and not _last_is_plausible(longest, factor):
         factor = None
 
     def fits(w: Weights) -> bool:
@@ -361,11 +361,11 @@ def _rescales(wrong: Steps) -> Holds:
     return fits
 
 
-def _has_usual_last(w: Weights, factor: float) -> bool:
+def _last_is_plausible(w: Weights, factor: float) -> bool:
     """Whether the latest contribution has its own weight, or was rescaled once."""
     mean = abs(float(w.per_mean[-1]))
-    usual = any(w.close(mean, 1 / n) for n in {1, w.accumulation_steps, len(w.window)})
-    return usual or any(w.close(abs(float(w.ratio[-1])), last) for last in (1.0, 1 / factor))
+    plausible = any(w.close(mean, 1 / n) for n in {1, w.accumulation_steps, len(w.window)})
+    return plausible or any(w.close(abs(float(w.ratio[-1])), last) for last in (1.0, 1 / factor))
 
 
 def _rescale_tells(w: Weights) -> bool:
@@ -410,10 +410,10 @@ def _by_place_text(w: Weights, wrong: Steps) -> str:
 
 def _by_rank_text(w: Weights, wrong: Steps) -> str:
     factors = dict(zip(map(int, _ranks(w)), map(float, w.ratio), strict=True))
-    said = " and ".join(
+    message = " and ".join(
         f"those of rank {rank} weigh {factor:.6g} times" for rank, factor in factors.items() if not w.close(factor, 1)
     )
-    return f"of the window's micro-batches {said} what they should, and the other ranks' are right"
+    return f"of the window's micro-batches {message} what they should, and the other ranks' are right"
 
 
 def _earlier(w: Weights) -> bool:
@@ -548,24 +548,24 @@ def quantities(w: Weights) -> Iterator[Quantity]:
     """Yield the numbers of a run that a factor of a whole window may be, or one over it, the plainest first."""
     k, n, count, ranks = w.accumulation_steps, len(w.window), w.window_count, w.world_size
     if n != k * ranks:
-        said = f"accumulation_steps over the short window's micro-batches, {k}/{n}"
-        yield Quantity("K over the short window", said, k / n, "other-count")
-        said = f"the short window's micro-batches over accumulation_steps, {n}/{k}"
-        yield Quantity("the short window over K", said, n / k, "short-window")
+        message = f"accumulation_steps over the short window's micro-batches, {k}/{n}"
+        yield Quantity("K over the short window", message, k / n, "other-count")
+        message = f"the short window's micro-batches over accumulation_steps, {n}/{k}"
+        yield Quantity("the short window over K", message, n / k, "short-window")
     yield Quantity("K", f"accumulation_steps = {k}", k, "not-divided", "divided-twice")
     if w.owners:
         yield Quantity("ranks", f"the number of ranks, {ranks}", ranks, "ranks", "ranks")
         yield Quantity("squared", f"the square of the number of ranks, {ranks**2}", ranks**2, "ranks", "ranks")
     yield Quantity("count", f"the window's count, {count:g}", count, "not-divided", "divided-twice")
-    said = f"the {'short ' if n != k * ranks else ''}window's micro-batches, {n}"
-    yield Quantity("micro-batches", said, n, "not-divided", "divided-twice", rare=1)
-    said = f"accumulation_steps**0.5, with {k} accumulation steps"
-    yield Quantity("root of K", said, k**0.5, "divided-twice", "divided-twice", rare=1)
+    message = f"the {'short ' if n != k * ranks else ''}window's micro-batches, {n}"
+    yield Quantity("micro-batches", message, n, "not-divided", "divided-twice", rare=1)
+    message = f"accumulation_steps**0.5, with {k} accumulation steps"
+    yield Quantity("root of K", message, k**0.5, "divided-twice", "divided-twice", rare=1)
     beside = () if w.reduction == "sum" else (*_other_items(w), *_other_windows(w), *_miscounts(w))
     for what, other, cause, rare in beside:
         if other > 0:
-            said = f"the window's count over {what}, {count:g}/{other:g}"
-            yield Quantity(what, said, count / other, cause, rare=rare)
+            message = f"the window's count over {what}, {count:g}/{other:g}"
+            yield Quantity(what, message, count / other, cause, rare=rare)
 
 
 Beside = Iterator[tuple[str, float, str, int]]
@@ -716,7 +716,7 @@ def _power_of_steps(wrong: Steps, ratios: Sequence[float]) -> float | None:
 
 
 @dataclass(frozen=True)
-class Predicate:
+class WeightPredicate:
     """A fault as a statement about steps.
 
     Attributes:
@@ -734,49 +734,49 @@ class Predicate:
     causes: tuple[str, ...] = ()
 
 
-def _of_other_windows(wrong: Steps) -> Iterator[Predicate]:
+def _of_other_windows(wrong: Steps) -> Iterator[WeightPredicate]:
     causes = () if _decay(wrong) is None else ("average",)
 
     def from_earlier(w: Weights) -> bool:
         return _whole_windows(w) and _earlier(w)
 
-    yield Predicate("stale-window", _whole_and_earlier, lambda w: bool(w.foreign or w.epoch), _stale_text, causes)
-    yield Predicate("wrong-windows", lambda w: _cut_elsewhere(wrong), _always, _cut_text)
-    yield Predicate("stale-window", from_earlier, lambda w: bool(w.foreign), _stale_text, causes)
-    yield Predicate("other-window", _always, lambda w: bool(w.foreign), _other_text)
+    yield WeightPredicate("stale-window", _whole_and_earlier, lambda w: bool(w.foreign or w.epoch), _stale_text, causes)
+    yield WeightPredicate("wrong-windows", lambda w: _cut_elsewhere(wrong), _always, _cut_text)
+    yield WeightPredicate("stale-window", from_earlier, lambda w: bool(w.foreign), _stale_text, causes)
+    yield WeightPredicate("other-window", _always, lambda w: bool(w.foreign), _other_text)
 
 
-def _predicates(steps: Steps, wrong: Steps, *, known_only: bool) -> Iterator[Predicate]:
+def _predicates(steps: Steps, wrong: Steps, *, known_only: bool) -> Iterator[WeightPredicate]:
     if any(w.foreign or (w.epoch and len(w.windows) < 2) for w in wrong):
         yield from _of_other_windows(wrong)
-    yield Predicate(
+    yield WeightPredicate(
         "no-gradient",
         lambda w: not w.foreign and not np.any(w.ratio),
         # what cannot be read may be there
         lambda w: not any(w.counts[j] for j in w.unread.intersection(w.window)),
         _no_gradient_text,
     )
-    yield Predicate("not-reduced", _missing_ranks, lambda w: len(set(_ranks(w))) > 1, _missing_ranks_text)
-    yield Predicate("rescaled-accumulator", _reduced_between, _falls, _rescaled_text)
+    yield WeightPredicate("not-reduced", _missing_ranks, lambda w: len(set(_ranks(w))) > 1, _missing_ranks_text)
+    yield WeightPredicate("rescaled-accumulator", _reduced_between, _falls, _rescaled_text)
     of_sum = ("sum",) if wrong[0].reduction == "sum" else ()
-    yield Predicate("mean-of-means", _usual_means, _unequal, means_text, of_sum)
-    yield Predicate("mean-of-means", lambda w: _grouped(w) is not None, _unequal_groups, _grouped_text)
-    yield Predicate("low-precision", lambda w: rounded_to(w) is not None, _always, _rounded_text)
+    yield WeightPredicate("mean-of-means", _plausible_means, _unequal, means_text, of_sum)
+    yield WeightPredicate("mean-of-means", lambda w: _grouped(w) is not None, _unequal_groups, _grouped_text)
+    yield WeightPredicate("low-precision", lambda w: rounded_to(w) is not None, _always, _rounded_text)
     if all(_one(w, w.ratio) for w in wrong):
         explained, sentence, causes = _scale(steps)
         if explained or not known_only:
-            yield Predicate("wrong-scale", _always, lambda w: explained or _several(w), sentence, causes)
-    yield Predicate("wrong-count", lambda w: bool(_weighted_alike(wrong)), _weighting_tells, _wrong_count_text)
-    yield Predicate("reset-inside-window", _alone(-1), _long, _last_text)
-    yield Predicate("first-only", _alone(0), _long, _first_text)
-    yield Predicate("rescaled-accumulator", _rescales(wrong), _rescale_tells, _rescaled_text)
-    yield Predicate("repeated-micro-batch", _times, lambda w: not w.close(w.ratio, w.ratio[0]), _times_text)
-    yield Predicate("dropped-micro-batch", lambda w: _own(w) and not np.all(w.ratio), _some_missing, dropped_text)
+            yield WeightPredicate("wrong-scale", _always, lambda w: explained or _several(w), sentence, causes)
+    yield WeightPredicate("wrong-count", lambda w: bool(_weighted_alike(wrong)), _weighting_tells, _wrong_count_text)
+    yield WeightPredicate("reset-inside-window", _only_one(-1), _long, _last_text)
+    yield WeightPredicate("first-only", _only_one(0), _long, _first_text)
+    yield WeightPredicate("rescaled-accumulator", _rescales(wrong), _rescale_tells, _rescaled_text)
+    yield WeightPredicate("repeated-micro-batch", _times, lambda w: not w.close(w.ratio, w.ratio[0]), _times_text)
+    yield WeightPredicate("dropped-micro-batch", lambda w: _own(w) and not np.all(w.ratio), _some_missing, dropped_text)
     sign = ("sign",) if any(np.any(w.ratio < 0) for w in wrong) else ()
-    yield Predicate("weighted-by-place", _by_place(wrong, _same_place), _long, _by_place_text, sign)
+    yield WeightPredicate("weighted-by-place", _by_place(wrong, _same_place), _long, _by_place_text, sign)
     if wrong[0].owners:
-        yield Predicate("wrong-scale", _by_place(wrong, _same_rank), _several, _by_rank_text, ("one-rank",))
-    yield Predicate("mean-of-means", lambda w: _one(w, w.per_mean), _unequal, means_text, of_sum)
+        yield WeightPredicate("wrong-scale", _by_place(wrong, _same_rank), _several, _by_rank_text, ("one-rank",))
+    yield WeightPredicate("mean-of-means", lambda w: _one(w, w.per_mean), _unequal, means_text, of_sum)
 
 
 def _some_missing(w: Weights) -> bool:

@@ -233,8 +233,8 @@ def _by_steps(run: ProbeRun) -> Diagnosis | None:
     found = named([run_of(plan, run.steps)], plan)
     if found is None or found.name == "never-stepped":
         return None
-    said = f"under another plan the loop takes {len(run.steps)} steps, not {plan.steps}{found.sentence}"
-    return replace(found, sentence=said)
+    sentence = f"under another plan the loop takes {len(run.steps)} steps, not {plan.steps}{found.sentence}"
+    return replace(found, sentence=sentence)
 
 
 COARSE = ("bfloat16", "float16")

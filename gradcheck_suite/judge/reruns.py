@@ -315,8 +315,8 @@ def _split(instance: Instance, members: Sequence[int], calls: Sequence[LossCall]
     for j in set(owners):
         own = [weight for owner, weight in zip(owners, weights, strict=True) if owner == j]
         if instance.problem.reduction == "sum" or not np.allclose(own, own[0], rtol=CLOSE):
-            said = f"{split}parts weigh {listed([f'{w:.6g}' for w in weights], 4)}"
-            return Diagnosis("unequal-items", said, causes=("parts",))
+            sentence = f"{split}parts weigh {listed([f'{w:.6g}' for w in weights], 4)}"
+            return Diagnosis("unequal-items", sentence, causes=("parts",))
     return Diagnosis("mean-of-means", f"{split}means of a micro-batch's parts have one weight whatever they count")
 
 
@@ -393,12 +393,12 @@ NOT_REPEATABLE = Diagnosis(
 )
 
 
-def repeats_gradient(again: Vector, comparison: Comparison) -> bool:
+def repeats_gradient(rerun: Vector, comparison: Comparison) -> bool:
     """Return whether a run again gives the observed gradient, but for rounding."""
     seen = comparison.observed
     with np.errstate(invalid="ignore"):
-        near = np.abs(again - seen) <= comparison.allowed
-    return bool((near | (again == seen) | (~np.isfinite(again) & ~np.isfinite(seen))).all())
+        near = np.abs(rerun - seen) <= comparison.allowed
+    return bool((near | (rerun == seen) | (~np.isfinite(rerun) & ~np.isfinite(seen))).all())
 
 
 # What is known of a wrong gradient, of a case or of a weight probe.
@@ -480,10 +480,10 @@ class Evidence:
     @property
     def of_inputs(self) -> Diagnosis | None:
         """What a repetition says: that the fault is gone, or that the inputs of losses are wrong."""
-        recorder, again = self.calls
-        if again is None:
+        recorder, rerun = self.calls
+        if rerun is None:
             return None
-        if not repeats_gradient(again, self.comparison):
+        if not repeats_gradient(rerun, self.comparison):
             return NOT_REPEATABLE
         return explain_inputs(recorder, self.comparison.observed, self.step, self.window.parameters)
 
@@ -491,9 +491,9 @@ class Evidence:
         """Return a diagnosis, or `not-repeatable` where one of the remaining runs gives another gradient."""
 
         def is_same(outcome: Outcome) -> bool:
-            again = self.gradient(outcome)
+            rerun = self.gradient(outcome)
             # a gradient scaler took fewer steps than there are windows
-            return bool(outcome.skipped) or (again is not None and repeats_gradient(again, self.comparison))
+            return bool(outcome.skipped) or (rerun is not None and repeats_gradient(rerun, self.comparison))
 
         return found if self.runner.repeats(self.instance, is_same) else NOT_REPEATABLE
 

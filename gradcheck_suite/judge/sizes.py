@@ -104,12 +104,12 @@ def _not_finite(s: Sizes) -> str | None:
 
 
 def _narrower(s: Sizes) -> str | None:
-    said = _not_finite(s)
-    if said is None or s.dtype != "float64":
+    sentence = _not_finite(s)
+    if sentence is None or s.dtype != "float64":
         return None
     # the probe's gradients, squared and cubed, stay within float64: what overflows is a narrower dtype
     why = "it passes through a narrower dtype, such as float32 or float16"
-    return f"{said}, and float64 holds its square and its cube: {why}"
+    return f"{sentence}, and float64 holds its square and its cube: {why}"
 
 
 def _of_second_order(s: Sizes) -> str | None:
@@ -257,7 +257,7 @@ PREDICATES: tuple[tuple[str, Callable[[Sizes], str | None]], ...] = (
 def diagnose_sizes(sizes: Sizes) -> Diagnosis | None:
     """Name a fault that depends on the gradient's size, or None."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return next((Diagnosis(name, said) for name, holds in PREDICATES if (said := holds(sizes))), None)
+        return next((Diagnosis(name, sentence) for name, holds in PREDICATES if (sentence := holds(sizes))), None)
 
 
 # A window whose right gradient is infinite or NaN in some elements.

@@ -38,7 +38,7 @@ SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Run:
+class HeldSteps:
     """What the steps of one run on a weight probe held.
 
     Attributes:
@@ -84,12 +84,12 @@ class Run:
         return steps if exact else []
 
 
-def run_of(plan: Plan, steps: Iterable[Vector]) -> Run:
+def run_of(plan: Plan, steps: Iterable[Vector]) -> HeldSteps:
     """Return which micro-batches each step held, given the weight of each item, (total items,) for each step."""
-    return Run(plan, [frozenset(held_by(plan, items)) for items in steps])
+    return HeldSteps(plan, [frozenset(held_by(plan, items)) for items in steps])
 
 
-def shown(run: Run) -> str:
+def shown(run: HeldSteps) -> str:
     """Return what the steps held, in words; of many, those around the first that is wrong."""
     texts = [f"[{ranges_text(sorted(step))}]" if len(step) > SHOWN else str(sorted(step)) for step in run.held]
     texts = [text if step else "nothing" for text, step in zip(texts, run.held, strict=True)]
@@ -103,29 +103,29 @@ def shown(run: Run) -> str:
 # The predicates.
 
 
-def _per_micro_batch(run: Run) -> bool:
+def _per_micro_batch(run: HeldSteps) -> bool:
     """Whether each step has the micro-batch whose turn it is, and perhaps what earlier ones left behind."""
     end, steps = len(run.turns), run.in_turns
     return len(steps) == end * run.plan.epochs and all(s % end in step for s, step in enumerate(steps))
 
 
-def _leaks(run: Run) -> bool:
+def _leaks(run: HeldSteps) -> bool:
     first, rest = run.whole[:1], run.whole[1:]
     leaking = [first[0] | run.tail, *rest] if first else []
     return run.held == run.whole + leaking * (run.plan.epochs - 1)
 
 
-def _repeats(run: Run) -> bool:
+def _repeats(run: HeldSteps) -> bool:
     distinct = [step for step, _ in groupby(filter(None, run.held))]
     return len(run.held) > len(run.right) and distinct == [step for step, _ in groupby(run.right)]
 
 
-def _is_part(run: Run) -> bool:
+def _is_part(run: HeldSteps) -> bool:
     remaining = iter(run.right)
     return 0 < len(run.held) < len(run.right) and all(step in remaining for step in run.held)
 
 
-def _cut_elsewhere(run: Run) -> bool:
+def _cut_elsewhere(run: HeldSteps) -> bool:
     """Whether steps hold micro-batches in the loader's order, none twice; the rest after an epoch's last may miss."""
     steps, end, epochs = run.in_turns, len(run.turns), run.plan.epochs
     size, due, passes = max(map(len, steps), default=0), 0, 1
@@ -143,29 +143,29 @@ def _cut_elsewhere(run: Run) -> bool:
     return all(steps) and bool(steps) and passes <= epochs and end - due + end * (epochs - passes) < epochs * size
 
 
-def _is_whole(run: Run) -> bool:
+def _is_whole(run: HeldSteps) -> bool:
     """Whether the steps together hold every micro-batch as often as there are epochs."""
     return sum(map(len, run.held)) == run.plan.epochs * len(run.plan.micro_batches)
 
 
-def _cut_text(run: Run) -> str:
+def _cut_text(run: HeldSteps) -> str:
     k, end, steps = run.plan.accumulation_steps, len(run.turns), run.in_turns
     (size, _), *_ = Counter(map(len, steps)).most_common(1)
     of = " of each rank" if run.plan.ranks else ""
     if {max(step) for step in steps} == {i for i in range(end) if (i + 1) % k}:
-        said = "it steps after the micro-batches that do not end a window"
+        sentence = "it steps after the micro-batches that do not end a window"
     elif size == k and any({0, end - 1} <= step and len(step) < end for step in steps):
-        said = f"windows run on from one epoch into the next, {k} micro-batches{of} each"
+        sentence = f"windows run on from one epoch into the next, {k} micro-batches{of} each"
         if (rest := run.plan.epochs * end - sum(map(len, steps))) >= k:
-            said += f"; it ends before the last {rest} micro-batches"
+            sentence += f"; it ends before the last {rest} micro-batches"
     elif size != k:
-        said = f"its windows have {size} micro-batches{of}, where accumulation_steps is {k}"
+        sentence = f"its windows have {size} micro-batches{of}, where accumulation_steps is {k}"
     else:
-        said = f"it steps at other places than after {k} micro-batches{of} and at the end of every epoch"
-    return said
+        sentence = f"it steps at other places than after {k} micro-batches{of} and at the end of every epoch"
+    return sentence
 
 
-def _repeated_text(run: Run) -> str:
+def _repeated_text(run: HeldSteps) -> str:
     empty = sum(not step for step in run.held)
     if empty:
         return f"{empty} of its steps came right after a reset and held nothing"
@@ -173,12 +173,12 @@ def _repeated_text(run: Run) -> str:
     return f"it stepped up to {times} times on the gradient of one window"
 
 
-def _stops_with_a_rank(run: Run) -> bool:
+def _stops_with_a_rank(run: HeldSteps) -> bool:
     busy = [w for w in run.windows if {run.plan.owners[j] for j in w} == {*run.plan.owners}]
     return bool(run.plan.ranks) and run.held == busy * run.plan.epochs
 
 
-def _dropped_text(run: Run) -> str:
+def _dropped_text(run: HeldSteps) -> str:
     if _stops_with_a_rank(run):
         return "it stops as soon as one rank has no micro-batch left, while others have some"
     missing: list[int] = []
@@ -192,7 +192,7 @@ def _dropped_text(run: Run) -> str:
     return f"no step has the gradient of {named}{' and others' if len(missing) > 3 else ''}"
 
 
-def _tail_text(run: Run) -> str:
+def _tail_text(run: HeldSteps) -> str:
     if run.plan.ranks:
         k = run.plan.accumulation_steps
         return f"a window in which some rank has fewer than {k} micro-batches is never stepped"
@@ -200,7 +200,7 @@ def _tail_text(run: Run) -> str:
 
 
 @dataclass(frozen=True)
-class Predicate:
+class StepPredicate:
     """A fault as a statement about the steps of a run.
 
     Attributes:
@@ -213,67 +213,67 @@ class Predicate:
     """
 
     name: str
-    holds: Callable[[Run], bool]
-    tells: Callable[[Run], bool]
-    text: Callable[[Run], str]
-    numbers: Callable[[Run], tuple[int, ...]] = lambda run: ()
-    causes: Callable[[Run], tuple[str, ...]] = lambda run: ()
+    holds: Callable[[HeldSteps], bool]
+    tells: Callable[[HeldSteps], bool]
+    text: Callable[[HeldSteps], str]
+    numbers: Callable[[HeldSteps], tuple[int, ...]] = lambda run: ()
+    causes: Callable[[HeldSteps], tuple[str, ...]] = lambda run: ()
 
 
-def _of_short(run: Run) -> tuple[int, ...]:
+def _of_short(run: HeldSteps) -> tuple[int, ...]:
     return (len(run.whole) * run.plan.epochs,) if run.tail else ()
 
 
-def _of_all_epochs(run: Run) -> tuple[int, ...]:
+def _of_all_epochs(run: HeldSteps) -> tuple[int, ...]:
     """Return the steps of windows that run on from one epoch into the next, without and with the rest of the last."""
     whole, rest = divmod(len(run.turns) * run.plan.epochs, run.plan.accumulation_steps)
     return (whole, whole + bool(rest)) if run.tail else ()
 
 
 PREDICATES = (
-    Predicate(
+    StepPredicate(
         "never-stepped",
         lambda run: not run.held,
         lambda run: bool(run.whole),
         lambda run: "run.optimizer was never stepped",
         lambda run: (0,),
     ),
-    Predicate(
+    StepPredicate(
         "wrong-step-count",
         lambda run: bool(run.held) and run.held == run.windows * (len(run.held) // len(run.windows)),
         lambda run: len(run.windows) > 1,
         lambda run: f"it makes {len(run.held) // len(run.windows)} pass(es), run.epochs = {run.plan.epochs}",
     ),
-    Predicate(
+    StepPredicate(
         "tail-dropped",
         lambda run: bool(run.tail) and run.held == run.whole * run.plan.epochs,
         lambda run: bool(run.whole),
         lambda run: f"{_tail_text(run)}: its items contribute to no step",
         _of_short,
     ),
-    Predicate(
+    StepPredicate(
         "tail-leak",
         lambda run: bool(run.tail) and _leaks(run),
         lambda run: bool(run.whole) and run.plan.epochs > 1,
         lambda run: f"{_tail_text(run)}, and its gradient leaks into the next epoch's first window",
         _of_short,
     ),
-    Predicate(
+    StepPredicate(
         "step-per-micro-batch",
         _per_micro_batch,
         lambda run: True,
         lambda run: "it stepped once per micro-batch",
         lambda run: (len(run.turns) * run.plan.epochs,),
     ),
-    Predicate("repeated-step", _repeats, lambda run: True, _repeated_text),
-    Predicate(
+    StepPredicate("repeated-step", _repeats, lambda run: True, _repeated_text),
+    StepPredicate(
         "dropped-window",
         _is_part,
         lambda run: True,
         _dropped_text,
         causes=lambda run: ("ranks",) if _stops_with_a_rank(run) else (),
     ),
-    Predicate(
+    StepPredicate(
         "wrong-windows",
         _cut_elsewhere,
         lambda run: any(step not in run.windows for step in run.held),
@@ -283,7 +283,7 @@ PREDICATES = (
 )
 
 
-def named(runs: Sequence[Run], own: Plan, right: Run | None = None) -> Diagnosis | None:
+def named(runs: Sequence[HeldSteps], own: Plan, right: HeldSteps | None = None) -> Diagnosis | None:
     """Return the first fault that all runs show and one tells, None without one; its sentence continues another one.
 
     A run under another plan is told of where it alone tells the fault. `right` is a run with the right number of steps,
@@ -294,12 +294,12 @@ def named(runs: Sequence[Run], own: Plan, right: Run | None = None) -> Diagnosis
             continue
         telling = next((run for run in runs if fault.tells(run)), None)
         if telling is not None and all(map(fault.holds, runs)):
-            said = [f": {fault.text(run)}" for run in runs if run.plan == own]
+            sentence = [f": {fault.text(run)}" for run in runs if run.plan == own]
             if telling.plan != own:
                 k, windows = telling.plan.accumulation_steps, len(telling.windows)
                 under = f"; under a plan of {windows} windows with accumulation_steps = {k}: "
-                said.append(f"{under}{fault.text(telling)}")
-            return Diagnosis(fault.name, "".join(said), causes=fault.causes(telling))
+                sentence.append(f"{under}{fault.text(telling)}")
+            return Diagnosis(fault.name, "".join(sentence), causes=fault.causes(telling))
     return None
 
 
@@ -326,8 +326,8 @@ def explain_steps(instance: Instance, outcome: Outcome, runner: LoopRunner) -> D
     if outcome.endless:
         return Diagnosis("wrong-step-count", f"{asked}; {ENDLESS}")
 
-    def is_same(again: Outcome) -> bool:
-        return len(again.observations) == taken
+    def is_same(rerun: Outcome) -> bool:
+        return len(rerun.observations) == taken
 
     if not runner.repeats(instance, is_same, 1):
         return NOT_REPEATABLE
@@ -339,7 +339,7 @@ def step_pattern(plan: Plan, outcome: Outcome) -> Diagnosis:
     """Return what the number of steps alone suggests, without a sentence and without a further run of the loop."""
     if outcome.endless:
         return Diagnosis("wrong-step-count", ENDLESS)
-    none, taken = Run(plan, []), len(outcome.observations)
+    none, taken = HeldSteps(plan, []), len(outcome.observations)
     known = (fault.name for fault in PREDICATES if taken in fault.numbers(none))
     return Diagnosis(next(known, "wrong-step-count"), "")
 
@@ -369,17 +369,17 @@ def _explained(instance: Instance, outcome: Outcome, runner: LoopRunner, asked: 
     tries = (runs, runs[-1:], [own] if _is_whole(own) else [])
     unknown = Diagnosis("wrong-step-count", "")
     found = next(filter(None, (named(some, own.plan, right) for some in tries if some)), unknown)
-    name, said = found.name, found.sentence
+    name, sentence = found.name, found.sentence
     if name == "never-stepped":
-        said = _never(outcome)
+        sentence = _never(outcome)
     if _may_skip(instance, outcome) and name in ("dropped-window", "never-stepped"):
         # torch.amp.GradScaler skips the step of a window whose gradients overflow, which looks the same from outside
-        name, said = f"{name} or skipped-by-size", f"{said}; or: steps are skipped because gradients overflow"
+        name, sentence = f"{name} or skipped-by-size", f"{sentence}; or: steps are skipped because gradients overflow"
     details = f"; {shown(own)}" if own.held and len(own.held) == taken else ""
-    return Diagnosis(name, asked + said + details, causes=found.causes)
+    return Diagnosis(name, asked + sentence + details, causes=found.causes)
 
 
-def _run_on(probe: WeightProbe, runner: LoopRunner) -> Run | None:
+def _run_on(probe: WeightProbe, runner: LoopRunner) -> HeldSteps | None:
     run = probe.observed(runner)
     return None if run is None else run_of(probe.plan, run.steps)
 
@@ -387,11 +387,11 @@ def _run_on(probe: WeightProbe, runner: LoopRunner) -> Run | None:
 def _by_values(instance: Instance, outcome: Outcome, asked: str) -> Diagnosis:
     """Return the diagnosis of a loop that takes the right number of steps on the probe."""
     case = instance.case
-    said = f"{asked}; on the weight probe, under the same plan, it takes the right number"
+    sentence = f"{asked}; on the weight probe, under the same plan, it takes the right number"
     if len(outcome.observations) >= case.plan.steps:
-        return Diagnosis("wrong-step-count", f"{said}, so the number depends on the values of gradients or losses")
+        return Diagnosis("wrong-step-count", f"{sentence}, so the number depends on the values of gradients or losses")
     if not is_probe(case) or {*slopes_of(case)} == {1.0}:
-        return Diagnosis("skipped-by-size", f"{said}, so it skips steps by the values of gradients or losses")
+        return Diagnosis("skipped-by-size", f"{sentence}, so it skips steps by the values of gradients or losses")
     taken = run_of(case.plan, gradients_of_steps(outcome)).held
     due = zip(run_of(case.plan, ()).windows, expected_gradients(case), strict=True)
     finite = [right for window, right in due if window not in taken and np.isfinite(right).all()]

@@ -16,7 +16,7 @@ from gradcheck_suite.core.comparison import WEIGHT_TOLERANCE
 from gradcheck_suite.core.faults import FAULTS, names_of, remedy_of
 from gradcheck_suite.core.results import Weight
 
-ALONE = " alone, while "
+WHILE_RIGHT = " alone, while "
 """In an explanation between the parameters that are wrong and those that are right."""
 Array = npt.NDArray[np.float64]
 
@@ -223,9 +223,9 @@ def repeated_text(w: Weights, wrong: Steps) -> str:
     twice = [j for j, ratio in zip(w.inside, w.ratio, strict=True) if ratio > 1 and not w.close(ratio, 1)]
     gone = [j for j, ratio in zip(w.inside, w.ratio, strict=True) if ratio == 0]
     times = sorted({f"{ratio:.6g}" for ratio in w.ratio if ratio > 1 and not w.close(ratio, 1)})
-    said = f"micro-batches {twice} of the window are in the gradient {' or '.join(times)} times"
-    said = said.replace(" 2 times", " twice")
-    return f"{said}{f', and {gone} not at all' if gone else ''}{_in_common(wrong)}"
+    message = f"micro-batches {twice} of the window are in the gradient {' or '.join(times)} times"
+    message = message.replace(" 2 times", " twice")
+    return f"{message}{f', and {gone} not at all' if gone else ''}{_in_common(wrong)}"
 
 
 def _in_common(wrong: Steps) -> str:
@@ -268,10 +268,10 @@ def trial_weights(w: Weights) -> Iterator[Array]:
         if base is not own:
             yield base
         for j in w.inside if size > 1 else ():
-            alone = np.zeros_like(base)
-            alone[j] = base[j]
-            yield alone
-            yield base - alone
+            single = np.zeros_like(base)
+            single[j] = base[j]
+            yield single
+            yield base - single
     for rank in set(w.owners):
         yield np.where(np.array(w.owners) == rank, own, 0.0)
     if w.owners and w.reduction == "mean":
@@ -279,10 +279,10 @@ def trial_weights(w: Weights) -> Iterator[Array]:
         yield np.where(own != 0, 1 / of_ranks, 0.0)
         yield np.where(own != 0, 1 / of_ranks, 0.0) / w.world_size
     for j in w.inside if size > 1 else ():
-        alone = np.zeros_like(own)
-        alone[j] = own[j]
-        yield own + alone
-        yield size * alone
+        single = np.zeros_like(own)
+        single[j] = own[j]
+        yield own + single
+        yield size * single
 
 
 def _of_window(w: Weights, window: int) -> Array:

@@ -285,11 +285,11 @@ def _windows(plan: Plan) -> tuple[tuple[Block, ...], ...]:
 def _figures(name: str, weights: Sequence[Weight], evidence: Rows) -> tuple[Figure, ...]:
     found = []
     if weights:
-        said = "; ".join(
+        sentence = "; ".join(
             f"micro-batch {micro_batch(w)}: expected {w.expected:.4g}, observed {w.observed:.4g}" for w in weights
         )
         caption = "Expected and observed weight of each item in the gradient of the step, by micro-batch."
-        found.append(Figure(f"{name}-weights", weights_plot(weights), f"{caption} {said}", caption))
+        found.append(Figure(f"{name}-weights", weights_plot(weights), f"{caption} {sentence}", caption))
     for i, part in enumerate(evidence):
         total = prod(part["shape"])
         shown = prod(part[which][1] - part[which][0] for which in ("rows", "columns"))

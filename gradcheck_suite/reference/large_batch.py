@@ -623,10 +623,10 @@ def _randomness(window: Window) -> str | None:
     """
     bound = window.float64_bound
     for _ in range(REPEATS):
-        again = bound.computation.gradient((window.items, 1.0))
-        if np.array_equal(again, window.torch):
+        repeated = bound.computation.gradient((window.items, 1.0))
+        if np.array_equal(repeated, window.torch):
             continue
-        compared = Comparison(window.reference.layout, window.torch, again, bound.summing)
+        compared = Comparison(window.reference.layout, window.torch, repeated, bound.summing)
         if compared.ratio > 1:
             return (
                 f"two computations of torch's float64 gradient of {_where(window, compared)}: it is not "

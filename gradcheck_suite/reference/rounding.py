@@ -181,8 +181,8 @@ def _statistics(x: Tensor, axes: Sequence[int], eps: float) -> tuple[Tensor, Ten
     """
     mean = x.mean([*axes], keepdim=True)
     centred = x - mean
-    again = x * 1.0 - mean
-    return centred, mean, ((centred * again).mean([*axes], keepdim=True) + eps).rsqrt()
+    recentred = x * 1.0 - mean
+    return centred, mean, ((centred * recentred).mean([*axes], keepdim=True) + eps).rsqrt()
 
 
 def layer_norm(

@@ -47,16 +47,16 @@ def expect_cache_folder(folder: Path, variable: str) -> None:
     """
     if not folder.is_dir() or not hasattr(os, "geteuid"):
         return
-    said = f"compiled programs in {folder} are not read, since they can run any code and the folder"
+    what = f"compiled programs in {folder} are not read, since they can run any code and the folder"
     if not is_own(folder):
         raise UsageError(
-            f"{said} belongs to user {folder.stat().st_uid}: set {variable} to a folder of your own, or to nothing to "
+            f"{what} belongs to user {folder.stat().st_uid}: set {variable} to a folder of your own, or to nothing to "
             "keep no programs"
         )
     mode = stat.S_IMODE(folder.stat().st_mode)
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise UsageError(
-            f"{said} may be written to by others (mode {mode:o}): run chmod go-w {folder} if nobody else has written "
+            f"{what} may be written to by others (mode {mode:o}): run chmod go-w {folder} if nobody else has written "
             f"there, or set {variable} to another folder"
         )
 

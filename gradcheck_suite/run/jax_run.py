@@ -628,7 +628,7 @@ def _observations(
     for call in steps:
         gradient, params, made = call.seen.get(device) or next(iter(call.seen.values()))
         given = expected if params is None else {n: to_torch(a) for n, a in zip(names, params, strict=True)}
-        parameters = {n: _settled(value, expected[n], start[n]) for n, value in given.items()}
+        parameters = {n: _as_known(value, expected[n], start[n]) for n, value in given.items()}
         if found and all(_is_close(value, expected[n]) for n, value in parameters.items()):
             found[-1].after.update(parameters)
         changes = [to_torch(a) for a in made] or [torch.zeros(())] * len(names)
@@ -650,7 +650,7 @@ def _observations(
     return found
 
 
-def _settled(value: torch.Tensor, *known: torch.Tensor) -> torch.Tensor:
+def _as_known(value: torch.Tensor, *known: torch.Tensor) -> torch.Tensor:
     """Return the known tensor that a value is the same as, or the value."""
     return next((tensor for tensor in known if is_same(value, tensor)), value)
 

@@ -162,8 +162,8 @@ class Template:
                 reduction.send_handle(control, connection.fileno(), self.process.pid)
             numbers: list[int] = control.recv()
         except (OSError, EOFError):
-            said = (self.folder / "errors").read_text(errors="replace").split("\n")
-            last = next((f": {line}" for line in reversed(said) if line.strip()), "")
+            lines = (self.folder / "errors").read_text(errors="replace").split("\n")
+            last = next((f": {line}" for line in reversed(lines) if line.strip()), "")
             raise CannotRunHere(
                 f"processes cannot start: the one that starts them ended with status {self.process.poll()}{last}"
             ) from None
@@ -260,7 +260,7 @@ def take_template() -> Template:
 
 
 @dataclass(frozen=True)
-class Source:
+class Importable:
     """A call that returns an object in any process of this machine.
 
     Ranks import what they run, as every distributed program does. What no module has under a name cannot be found.
@@ -280,15 +280,15 @@ class Source:
         return getattr(importlib.import_module(self.module), self.function)(*self.arguments)
 
 
-_remembered: dict[int, tuple[Any, Source]] = {}
+_remembered: dict[int, tuple[Any, Importable]] = {}
 
 
-def remember(found: Any, source: Source) -> None:
+def remember(found: Any, source: Importable) -> None:
     """Note where an object comes from that was loaded by a name which a user gave."""
     _remembered[id(found)] = (found, source)
 
 
-def source_of(wanted: Any, what: str) -> Source:
+def source_of(wanted: Any, what: str) -> Importable:
     """Return how another process finds a loop or a problem.
 
     Args:
@@ -309,7 +309,7 @@ def source_of(wanted: Any, what: str) -> Source:
         module = sys.modules.get(place)
         for path, value in _named(module):
             if value is wanted:
-                source = Source(__name__, found.__name__, (place, getattr(module, "__file__", None), path))
+                source = Importable(__name__, found.__name__, (place, getattr(module, "__file__", None), path))
                 remember(wanted, source)
                 return source
     shown = getattr(wanted, "__qualname__", type(wanted).__name__)

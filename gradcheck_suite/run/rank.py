@@ -75,8 +75,8 @@ def _answer(request: Request, rank: int) -> Reply:
     except UsageError as error:
         return Reply(None, str(error), cannot_run=isinstance(error, CannotRunHere))
     except (Exception, SystemExit) as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        return Reply(None, f"rank {rank} cannot import the loop or the problem: {said} ({users_line(error)})")
+        sentence = " ".join(f"{type(error).__name__}: {error}".split())
+        return Reply(None, f"rank {rank} cannot import the loop or the problem: {sentence} ({users_line(error)})")
     try:
         with quiet_loops(request.quiet), counted_collectives(request.count_traffic) as collectives:
             # the parent keeps the time: it also sees a rank that waits inside a collective

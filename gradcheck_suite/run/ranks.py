@@ -29,7 +29,7 @@ from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, Loop, Problem, is_
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.run.instance import Instance
 from gradcheck_suite.run.observer import Evaluation, Observation, same_tree
-from gradcheck_suite.run.processes import STARTUP_S, Source, source_of, take_template
+from gradcheck_suite.run.processes import STARTUP_S, Importable, source_of, take_template
 from gradcheck_suite.run.runner import Outcome, is_quiet, run_loop
 from gradcheck_suite.run.time_limits import IDLE, STARTING, Allowance
 
@@ -78,9 +78,9 @@ class Request:
         count_traffic: whether to count the collectives of the run.
     """
 
-    loop: Source
+    loop: Importable
     case: Case
-    problem: Source | None
+    problem: Importable | None
     quiet: bool
     path: tuple[str, ...]
     scale: float = 1.0
@@ -409,8 +409,8 @@ def _with_status(outcome: Outcome, status: int) -> Outcome:
     how = f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
     if not any(mark in outcome.trace for mark in MISMATCH):
         return replace(outcome, raised=f"{ENDED} {how}")
-    said = "the collective that it was in got data of another size: another rank was in another collective"
-    return replace(outcome, raised=f"{ENDED} {how}: {said}", mismatched=True)
+    sentence = "the collective that it was in got data of another size: another rank was in another collective"
+    return replace(outcome, raised=f"{ENDED} {how}: {sentence}", mismatched=True)
 
 
 def _hung(answers: list[Outcome | None], stacks: list[str], patience: Patience) -> Outcome:

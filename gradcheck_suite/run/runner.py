@@ -260,8 +260,10 @@ def run_loop(
         CannotRunHere: the loop cannot import what it needs, so it would fail on every case.
     """
     run = instance.run(rank)
-    alone = run.world_size == 1
-    observer = (Observer if alone else RankObserver)(run.model, run.optimizer, limit=instance.case.plan.step_limit)
+    single_process = run.world_size == 1
+    observer = (Observer if single_process else RankObserver)(
+        run.model, run.optimizer, limit=instance.case.plan.step_limit
+    )
     before = structure(run.model)
     default_dtype = torch.get_default_dtype()
     try:
@@ -280,7 +282,7 @@ def run_loop(
         start=observer.start,
         beginning=observer.beginning,
         # other ranks do not gather sharded parameters where this one has failed
-        parameters=observer.values() if alone or ending["raised"] is None else observer.last,
+        parameters=observer.values() if single_process or ending["raised"] is None else observer.last,
         structure=_changes(run.model, before, observer),
         process=(*BY_IMPORT.get(getattr(loop, "__module__", None) or "", ()), *changed),
         compute=run.loss.compute if isinstance(run.loss, AutocastRecorder) else None,

@@ -116,15 +116,15 @@ class Traffic:
 def traffic_text(found: tuple[Traffic, ...]) -> str:
     """Return a sentence about the communication of each window, and whether it grows with the accumulation steps."""
     first, last = found[0], found[-1]
-    said = f"each window takes {first.text} on every rank"
+    sentence = f"each window takes {first.text} on every rank"
     grown = {kind for kind in {**first.kinds, **last.kinds} if first.kinds.get(kind) != last.kinds.get(kind)}
     if not grown:
-        return f"{said}, whatever its number of micro-batches"
+        return f"{sentence}, whatever its number of micro-batches"
     why = WHY_IT_GROWS.get(
         frozenset(grown), "the loop communicates at every micro-batch; once per window is enough, such as under no_sync"
     )
     return (
-        f"{said} with accumulation_steps = {first.accumulation_steps}, and {last.text} with "
+        f"{sentence} with accumulation_steps = {first.accumulation_steps}, and {last.text} with "
         f"{last.accumulation_steps}: {why}"
     )
 

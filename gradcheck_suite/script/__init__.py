@@ -61,5 +61,5 @@ def unrepeatable(script: Path, violation: Violation, time_limit_s: float | None)
         return None
     if done.returncode == 0:
         return "in a process of its own the loop does not show the fault (status 0)"
-    said = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith((" ", "Traceback"))]
-    return f"it ends with status {done.returncode}: {said[0] if said else 'no message'}"
+    errors = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith((" ", "Traceback"))]
+    return f"it ends with status {done.returncode}: {errors[0] if errors else 'no message'}"

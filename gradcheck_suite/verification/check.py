@@ -73,13 +73,13 @@ def step_calls_fault(case: Case, outcome: Outcome, rank: int, *, schedules: bool
 
     name = "step-per-micro-batch"
     for counts in outcome.scheduler_steps:
-        if not schedules and (said := calls(counts)):
-            found = Diagnosis(name, f"a learning rate scheduler was stepped {said}")
+        if not schedules and (sentence := calls(counts)):
+            found = Diagnosis(name, f"a learning rate scheduler was stepped {sentence}")
             return Violation("step-count", name, found.explanation(), case)
     for method, counts in outcome.scaler_calls:
-        if said := calls(counts):
+        if sentence := calls(counts):
             # a scaler that is disabled, as without CUDA, hides what this does to the gradient
-            found = Diagnosis(name, f"GradScaler.{method} was called {said}", causes=("scaler",))
+            found = Diagnosis(name, f"GradScaler.{method} was called {sentence}", causes=("scaler",))
             return Violation("step-count", name, found.explanation(), case)
     return None
 
@@ -144,19 +144,19 @@ def _of_rank(
 ) -> Violation:
     """Return a violation with the rank that shows it, in words too, and with the ranks that are right."""
     # without ranks, the outcomes are those of the devices of a loop of JAX
-    said, place = violation.explanation, "rank" if case.plan.ranks else "device"
+    sentence, place = violation.explanation, "rank" if case.plan.ranks else "device"
     if outcomes[rank].timed_out:
-        said += UNEVEN if case.plan.has_idle_rank else ""
+        sentence += UNEVEN if case.plan.has_idle_rank else ""
     elif violation.kind != "raised" and all(_same(outcomes[rank], outcome) for outcome in outcomes):
-        said = f"on all {counted(len(outcomes), place)} alike: {said}"
+        sentence = f"on all {counted(len(outcomes), place)} alike: {sentence}"
     else:
-        said = f"on {place} {rank} of {len(outcomes)}: {said}"
+        sentence = f"on {place} {rank} of {len(outcomes)}: {sentence}"
         nothing_arrived = not any(row.observed for row in violation.weights if row.rank != rank)
         if right and nothing_arrived and names_of(violation.diagnosis) & {"not-reduced"}:
-            said += f" (the gradients of rank {right[0]} are right: look for a reduce in place of an all_reduce)"
+            sentence += f" (the gradients of rank {right[0]} are right: look for a reduce in place of an all_reduce)"
         if place == "device" and violation.kind == "gradient":
-            said += " (devices have different gradients: look for a sum or a count that no psum adds up over them)"
-    return replace(violation, explanation=said, rank=rank if case.plan.ranks else None)
+            sentence += " (devices have different gradients: look for a sum or a count that no psum adds up over them)"
+    return replace(violation, explanation=sentence, rank=rank if case.plan.ranks else None)
 
 
 @dataclass(frozen=True)

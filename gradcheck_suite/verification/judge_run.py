@@ -395,8 +395,10 @@ class RunJudge:
             taken = [*range(len(outcome.observations))]
             return self._steps(taken, missing=DIVERGED)
         if outcome.process:
-            said = f"the loop changed torch for the whole process, the reference included: {'; '.join(outcome.process)}"
-            return Verdict(case, self._of_model(Diagnosis("changed-torch", said)))
+            sentence = (
+                f"the loop changed torch for the whole process, the reference included: {'; '.join(outcome.process)}"
+            )
+            return Verdict(case, self._of_model(Diagnosis("changed-torch", sentence)))
         if outcome.raised is not None:
             # where even the plain large batch fails in the case's dtype, this raises CannotJudgeError: no loop's fault
             if not is_probe(case):
@@ -408,8 +410,8 @@ class RunJudge:
                 diagnosis = "deadlock" if outcome.deadlock else "timed-out"
             return Verdict(case, Violation("raised", diagnosis, explanation, case, details=trace))
         if outcome.structure:
-            said = f"the loop changed the structure of the parameters: {outcome.structure}"
-            return Verdict(case, self._of_model(Diagnosis("changed-model", said)))
+            sentence = f"the loop changed the structure of the parameters: {outcome.structure}"
+            return Verdict(case, self._of_model(Diagnosis("changed-model", sentence)))
         if is_probe(case):
             violation, ratio = self._on_probe()
             return Verdict(case, violation or self._of_parameters(), ratio=ratio, windows=case.plan.steps)
@@ -554,8 +556,8 @@ class RunJudge:
             expected = layout.part(window.expected, parameter)
             if not bool(torch.isfinite(seen).all()) and bool(np.isfinite(expected).all()):
                 kind = "non-finite"
-                said = f"the gradient of {parameter} is not finite at the step, the right one is; {named.sentence}"
-                named = replace(named, sentence=said)
+                sentence = f"the gradient of {parameter} is not finite at the step, the right one is; {named.sentence}"
+                named = replace(named, sentence=sentence)
         evidence = replace(comparison, missing=frozenset(n for n, g in evaluation.gradients.items() if g is None))
         return self._violation(kind, named, evidence, (parameter, epoch, window.index), moved=window.moved)
 

@@ -272,8 +272,8 @@ def _of_fewer_slopes(violation: Violation) -> Smaller:
     """Yield one window or two, then one item of each, then slopes nearer to 1, all by the same power of two."""
     case, plan, slopes = violation.case, violation.case.plan, tuple(slopes_of(violation.case))
     number, last = len(plan.windows), len(plan.windows) - 1 if violation.window is None else violation.window
-    alone = range(last + 1) if violation.window is None else [last]
-    chosen = [*((w,) for w in alone), *((w, last) for w in reversed(range(last)))]
+    single = range(last + 1) if violation.window is None else [last]
+    chosen = [*((w,) for w in single), *((w, last) for w in reversed(range(last)))]
     for windows in chosen:
         if len(windows) < number:
             kept = [j for w in windows for j in plan.windows[w]]

@@ -2,7 +2,7 @@
 
 Weight probes come first: on them a name is exact. What a probe shows is shown once more on a ladder of small cases.
 What no probe shows is drawn, and Hypothesis shrinks it by the kind of the violation alone. Where the two names differ,
-`surer` decides.
+`more_specific` decides.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _is_finite(window: Window) -> bool:
 # Which of two names stands.
 
 
-def surer(first: Violation, smallest: Violation) -> Violation:
+def more_specific(first: Violation, smallest: Violation) -> Violation:
     """Return the violation on the smallest case, under the name that the evidence supports best.
 
     The case that showed the fault first is larger, and its name explains more numbers: it stands, unless it is a
@@ -118,12 +118,12 @@ def surer(first: Violation, smallest: Violation) -> Violation:
     by_chance = is_of_weights(smallest.diagnosis)
     if is_general(first.kind, first.diagnosis) and not by_chance and smallest.diagnosis != "not-linear":
         return smallest
-    alone = f"on this case alone the fault would be {smallest.diagnosis}: {smallest.explanation}"
+    note = f"on this case alone the fault would be {smallest.diagnosis}: {smallest.explanation}"
     return replace(
         smallest,
         diagnosis=first.diagnosis,
         explanation=f"{first.explanation} (named on a larger case, {first.case.plan!r})",
-        details=(*smallest.details, alone),
+        details=(*smallest.details, note),
     )
 
 
@@ -216,14 +216,14 @@ class Search:
         first, smallest = found
         layers, micro_batches, *_ = size_of(smallest.case)
         if layers > 2 or micro_batches > SMALL_MICRO_BATCHES * smallest.case.plan.world_size:
-            smaller = self._drawn(small, smallest, MOST_SMALL, again=True)
+            smaller = self._drawn(small, smallest, MOST_SMALL, already_found=True)
             if smaller is not None and size_of(smaller[1].case) < size_of(smallest.case):
                 smallest = smaller[1]
         named = smallest if smallest is first else self._named(smallest)
         # a violation of ordinary gradients is plainer than that of large, small or infinite ones
-        surest = surer(first if seen is None or self._sloped or seen.kind != named.kind else seen, named)
-        if not (self._sloped and surest.diagnosis == "not-linear"):  # there the probe says more
-            self.violation = surest
+        named_at_last = more_specific(first if seen is None or self._sloped or seen.kind != named.kind else seen, named)
+        if not (self._sloped and named_at_last.diagnosis == "not-linear"):  # there the probe says more
+            self.violation = named_at_last
 
     def _is_enough(self, seen: Violation, *, final: bool) -> bool:
         """Whether no case needs to be drawn for what a probe or the fixed case shows.
@@ -244,7 +244,7 @@ class Search:
         return self.check(violation.case).violation or violation
 
     def _drawn(
-        self, drawn: st.SearchStrategy[Case], seen: Violation | None, most: int, *, again: bool = False
+        self, drawn: st.SearchStrategy[Case], seen: Violation | None, most: int, *, already_found: bool = False
     ) -> tuple[Violation, Violation] | None:
         """Draw cases until one shows the kind that was seen, or any; return that violation and the smallest one.
 
@@ -252,16 +252,16 @@ class Search:
             drawn: the strategy.
             seen: a violation of the kind that is searched for; None for any.
             most: number of cases.
-            again: whether this violation has been found among drawn cases before, so that no case is named or counted.
+            already_found: whether a drawn case has shown this violation before, so that no case is named or counted.
         """
         found: list[Violation] = []
         began, seconds = Stopwatch(), self._seconds
         kinds: set[str] = {seen.kind} if seen else set()
-        kinds |= OF_GRADIENT if kinds & OF_GRADIENT and not again else set()
+        kinds |= OF_GRADIENT if kinds & OF_GRADIENT and not already_found else set()
 
         def judge(case: Case) -> None:
             nonlocal began, seconds
-            shrinking = bool(found) or again
+            shrinking = bool(found) or already_found
             if shrinking and began.passed() > seconds:
                 self.stopped = f"shrinking stopped after {seconds:g} s, so a smaller case may exist"
                 return
@@ -281,11 +281,11 @@ class Search:
                 began = Stopwatch()
                 kinds.clear()
                 kinds.add(violation.kind)
-                if not again:
+                if not already_found:
                     self.found_after = self.cases
                     self.violation = self.violation or violation
             if violation.diagnosis in WAITS:
-                seconds = WAITING_SECONDS if again else 0.0
+                seconds = WAITING_SECONDS if already_found else 0.0
             if not found or size_of(violation.case) < size_of(found[-1].case):
                 found.append(violation)
             raise ViolatedError
@@ -294,10 +294,10 @@ class Search:
             with suppress(ViolatedError):
                 run_on_cases(judge, drawn, examples=most, seed_value=self._options.seed, prepare=self.ahead.prepare)
         except KeyboardInterrupt:
-            if found and not again:
+            if found and not already_found:
                 self.stopped = "shrinking was interrupted, so a smaller case may exist"
                 with suppress(KeyboardInterrupt):  # a second one keeps the first case
-                    self.violation = surer(found[0], self._named(found[-1]))
+                    self.violation = more_specific(found[0], self._named(found[-1]))
             raise
         finally:
             self.ahead.forget()
@@ -335,7 +335,7 @@ class Search:
             even_alone |= is_uneven
         if shown is None:
             return False
-        self.found_after, self.violation = 0, surer(seen, self._named(shown))
+        self.found_after, self.violation = 0, more_specific(seen, self._named(shown))
         return True
 
     def _ladder(self, probe: Case) -> Iterator[Case]:
@@ -415,7 +415,7 @@ class Search:
         self.violation = first  # what an interrupt keeps
         self._sloped = has_slopes(first.case)
         smallest, beside = smallest_probe(lambda case: self.check(case, shrinking=True), first, assumes, self._seconds)
-        named = first if smallest is first else surer(first, self._named(smallest))
+        named = first if smallest is first else more_specific(first, self._named(smallest))
         return replace(named, details=(*named.details, *beside))
 
     def check(self, case: Case, *, shrinking: bool = False) -> Verdict:

@@ -38,18 +38,18 @@ def weights_of_items(loss: Callable[[Sequence[int]], float], items: int) -> list
         loss: indices of items -> the loss of their batch.
         items: number of items; at least three are needed to recognise a loss that is no weighted mean.
     """
-    alone = [loss([i]) for i in range(items)]
-    scale = max(map(abs, alone))
+    per_item = [loss([i]) for i in range(items)]
+    scale = max(map(abs, per_item))
     weights = [1.0]
     for j in range(1, items):
         together = loss([0, j])
-        if abs(together - alone[j]) <= LOSS_TOLERANCE * scale:
+        if abs(together - per_item[j]) <= LOSS_TOLERANCE * scale:
             return None
-        weights.append((alone[0] - together) / (together - alone[j]))
+        weights.append((per_item[0] - together) / (together - per_item[j]))
     if min(weights) <= 0 or max(weights) - min(weights) <= LOSS_TOLERANCE:
         return None
     for batch in [*itertools.combinations(range(items), 2), tuple(range(items))]:
-        expected = sum(weights[i] * alone[i] for i in batch) / sum(weights[i] for i in batch)
+        expected = sum(weights[i] * per_item[i] for i in batch) / sum(weights[i] for i in batch)
         if not abs(loss(batch) - expected) <= LOSS_TOLERANCE * scale:
             return None
     return weights
@@ -91,13 +91,13 @@ def batch_dependence(instance: Instance, model: torch.nn.Module) -> str:
     if (found := _mixing_module(instance, model, whole)) is not None:
         name, module = found
         where = f"{name or 'the model'} ({type(module).__name__})"
-        said = f"{where} gives an item an output that depends on the other items"
+        sentence = f"{where} gives an item an output that depends on the other items"
         if isinstance(module, _BatchNorm) and module.training:
-            said += (
+            sentence += (
                 ": batch normalization in train mode. Keep it in eval mode (frozen statistics), or use group or layer "
                 "normalization"
             )
-        return said
+        return sentence
     if _losses_add_up(instance, model):
         return (
             "the losses of the micro-batches add up to the large batch's and the gradients do not: a backward (a "
@@ -265,10 +265,10 @@ def _objective_fault(instance: Instance) -> str | None:
     try:
         whole = _checked_loss(instance, model, everything, need_graph=True)
     except (RuntimeError, ValueError):
-        said = batch_norm_refusal(model) if instance.users_problem and plan.total_items == 1 else None
-        if said is None:
+        sentence = batch_norm_refusal(model) if instance.users_problem and plan.total_items == 1 else None
+        if sentence is None:
             raise
-        return f"{name}: {said}"
+        return f"{name}: {sentence}"
     _expect_stateless(instance, model, everything, whole, before)
     if instance.problem.reduction == "batch":
         return None
@@ -280,9 +280,9 @@ def _objective_fault(instance: Instance) -> str | None:
             try:
                 terms.append(weight * _checked_loss(instance, model, batch))
             except (RuntimeError, ValueError):
-                if (said := batch_norm_refusal(model)) is None:
+                if (sentence := batch_norm_refusal(model)) is None:
                     raise
-                return f"{name}: {said}"
+                return f"{name}: {sentence}"
             counts.append(weight)
     if instance.problem.reduction == "mean" and not adds_up(total, counts):
         return (
@@ -334,17 +334,17 @@ def _expect_stateless(
             "weight does, so the gradient of a window depends on how often the loop runs it: do so after the "
             "optimizer's step, or leave it out for the verification"
         )
-    again = _checked_loss(instance, model, batch)
+    second = _checked_loss(instance, model, batch)
     # a buffer that has nearly converged changes the loss by less than float32 parts of a model may
-    if again == loss or (adds_up(loss, [again]) and not changed) or abs(again - loss) <= EXACT * abs(loss):
+    if second == loss or (adds_up(loss, [second]) and not changed) or abs(second - loss) <= EXACT * abs(loss):
         return
-    said = f"{name}: the loss of the same batch is first {loss:.6g} and then {again:.6g}; "
+    sentence = f"{name}: the loss of the same batch is first {loss:.6g} and then {second:.6g}; "
     if changed:
         raise UsageError(
-            f"{said}a forward changes the buffer {changed[0]!r} and the loss depends on it, as the power iteration of "
-            "a spectral norm or a moving average does: keep that module in eval mode, or freeze the buffer"
+            f"{sentence}a forward changes the buffer {changed[0]!r} and the loss depends on it, as the power iteration "
+            "of a spectral norm or a moving average does: keep that module in eval mode, or freeze the buffer"
         )
-    raise UsageError(f"{said}it must not be random: set dropout to 0, or pass its mask with the batch")
+    raise UsageError(f"{sentence}it must not be random: set dropout to 0, or pass its mask with the batch")
 
 
 def _expect_fresh_models(instance: Instance) -> None:

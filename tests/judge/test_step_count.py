@@ -14,7 +14,7 @@ import torch
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check
 from gradcheck_suite.core.case import probe_case
 from gradcheck_suite.judge.reruns import LoopRunner
-from gradcheck_suite.judge.steps import Run, explain_steps, named
+from gradcheck_suite.judge.steps import HeldSteps, explain_steps, named
 from gradcheck_suite.loops.reset_modes import backward_window, windows
 from gradcheck_suite.run.instance import generated_instance
 from gradcheck_suite.run.runner import run_loop
@@ -483,7 +483,7 @@ def test_steps_that_differ_from_run_to_run_have_no_other_name(missed, name):
 
 
 def _name(plan, *held):
-    found = named([Run(plan, [frozenset(step) for step in held])], plan)
+    found = named([HeldSteps(plan, [frozenset(step) for step in held])], plan)
     return found and found.name
 
 

@@ -16,7 +16,7 @@ from gradcheck_suite.loops.reset_modes import MODES, windows
 from gradcheck_suite.strategies.drawing import RedrawError
 from gradcheck_suite.verification import search as module
 from gradcheck_suite.verification.probe_plans import smallest_probe
-from gradcheck_suite.verification.search import LADDER, Search, StopError, ViolatedError, surer
+from gradcheck_suite.verification.search import LADDER, Search, StopError, ViolatedError, more_specific
 from studies.zoo import BUGS
 
 SPEC = ProblemSpec(Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse", reduction="mean"))
@@ -250,7 +250,7 @@ LARGE, LITTLE = case(9), case(2)
     ],
 )
 def test_the_name_of_the_larger_case_stands_unless_it_is_general(first, smallest, stands):
-    found = surer(violation(LARGE, first, explanation="in the large"), violation(LITTLE, smallest))
+    found = more_specific(violation(LARGE, first, explanation="in the large"), violation(LITTLE, smallest))
     assert (found.diagnosis, found.case) == (stands, LITTLE)
     if stands == first != smallest:
         assert found.explanation == f"in the large (named on a larger case, {LARGE.plan!r})"
@@ -259,7 +259,7 @@ def test_the_name_of_the_larger_case_stands_unless_it_is_general(first, smallest
 
 def test_a_violation_of_another_kind_takes_no_name():
     first = violation(LARGE, "never-stepped", "step-count")
-    assert surer(first, violation(LITTLE, "clipped")) is first
+    assert more_specific(first, violation(LITTLE, "clipped")) is first
 
 
 # What a probe shows

@@ -29,8 +29,8 @@ def accelerate_counted(run: TrainingRun) -> None:
         while window := list(islice(batches, run.accumulation_steps)):
             total = _total(run, window)
             for i, batch in enumerate(window):
-                alone = accelerator.num_processes == 1 or i == len(window) - 1
-                with nullcontext() if alone else model.no_sync():
+                reduces = accelerator.num_processes == 1 or i == len(window) - 1
+                with nullcontext() if reduces else model.no_sync():
                     loss = _summed(run, model, batch) * run.accumulation_steps * accelerator.num_processes / total
                     accelerator.backward(loss)
             optimizer.step()
