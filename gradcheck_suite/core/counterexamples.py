@@ -17,7 +17,6 @@ import numpy as np
 from gradcheck_suite.core.case import SCHEMA, Case, case_from_json
 from gradcheck_suite.core.comparison import Comparison, Vector, elementwise_error
 from gradcheck_suite.core.contract import checked_assumptions
-from gradcheck_suite.core.faults import current_name
 from gradcheck_suite.core.records import write_json
 from gradcheck_suite.core.results import Result, json_number
 from gradcheck_suite.core.text import file_text
@@ -256,7 +255,7 @@ def _named(case: Any, about: Mapping[str, Any]) -> StoredCase:
     assumes = tuple(sorted(checked_assumptions(about.get("assumes", ()))))
     found = about.get("violation") or {}
     kind, diagnosis, explanation = (str(found.get(field) or "") for field in ("kind", "diagnosis", "explanation"))
-    return StoredCase(read, name, assumes, kind, current_name(diagnosis), explanation)
+    return StoredCase(read, name, assumes, kind, diagnosis, explanation)
 
 
 @dataclass(frozen=True)

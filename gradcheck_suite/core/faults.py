@@ -1,4 +1,4 @@
-"""The one table of faults: what each name means, what to do, by which evidence it is recognised, what it took in.
+"""The one table of faults: what each name means, what to do, by which evidence it is recognised.
 
 Console, JSON, `--accept`, report, audit and the documents' tables read it. What a loop did is a sentence of the
 predicate that has the numbers; what to do about it stands here alone, for the fault or for one of its causes. To add a
@@ -39,7 +39,6 @@ class Fault:
         meaning: what the loop does.
         remedy: what to do.
         evidence: that tells it.
-        takes_in: names that records of 0.x have for it.
         causes: what may cause it -> a remedy for that cause, in place of the general one.
         general: whether the name says no more than that something is wrong, or where.
         command: `verify` or `audit` where one alone finds it; empty for both.
@@ -50,24 +49,23 @@ class Fault:
     meaning: str
     remedy: Remedy
     evidence: EvidenceKind
-    takes_in: tuple[str, ...] = ()
     causes: Mapping[str, Remedy] = field(default_factory=dict)
     general: bool = False
     command: str = ""
 
 
 def _gradient(
-    name: str, evidence: EvidenceKind, meaning: str, remedy: str, *old: str, jax: str | None = None, **more: Any
+    name: str, evidence: EvidenceKind, meaning: str, remedy: str, *, jax: str | None = None, **more: Any
 ) -> Fault:
-    return Fault(name, "gradient", meaning, Remedy(remedy, jax), evidence, old, **more)
+    return Fault(name, "gradient", meaning, Remedy(remedy, jax), evidence, **more)
 
 
-def _steps(name: str, meaning: str, remedy: str, *old: str, jax: str | None = None, **more: Any) -> Fault:
-    return Fault(name, "step-count", meaning, Remedy(remedy, jax), "steps", old, **more)
+def _steps(name: str, meaning: str, remedy: str, *, jax: str | None = None, **more: Any) -> Fault:
+    return Fault(name, "step-count", meaning, Remedy(remedy, jax), "steps", **more)
 
 
-def _parameters(name: str, meaning: str, remedy: str, *old: str, jax: str | None = None) -> Fault:
-    return Fault(name, "parameters", meaning, Remedy(remedy, jax), "state", old, command="verify")
+def _parameters(name: str, meaning: str, remedy: str, *, jax: str | None = None) -> Fault:
+    return Fault(name, "parameters", meaning, Remedy(remedy, jax), "state", command="verify")
 
 
 _ROWS = (
@@ -76,7 +74,6 @@ _ROWS = (
         "weights",
         "the means of micro-batches, of ranks or of groups of them have one weight, whatever they count",
         "multiply each mean by its count and divide by the window's count, added up over all ranks or devices",
-        "local-count",
         causes={"sum": Remedy("do not divide a summed loss by the micro-batch's count")},
     ),
     _gradient(
@@ -85,7 +82,6 @@ _ROWS = (
         "means are weighted by something else than their counts: items, rounded counts, a power of the count, the "
         "count of a neighbour",
         "divide each summed loss by the window's count, or weight each mean by its own count over it",
-        "weighted-by-count",
     ),
     _gradient(
         "wrong-scale",
@@ -139,7 +135,6 @@ _ROWS = (
         "an item's weight depends on the place of its micro-batch in the window",
         "weight each micro-batch by its count alone; look for a schedule, a loss scale or an index in the loss, or a "
         "special case for the first or last micro-batch",
-        "unequal-factors",
         causes={
             "sign": Remedy(
                 "send the losses of all micro-batches backward with the same sign",
@@ -160,7 +155,6 @@ _ROWS = (
         "the weight of each micro-batch is a constant factor times that of the one before",
         "scale each contribution and not the accumulated gradient; add up over ranks once per window, after its last "
         "micro-batch",
-        "reduced-repeatedly",
     ),
     _gradient(
         "repeated-micro-batch",
@@ -168,7 +162,6 @@ _ROWS = (
         "the gradient contains some micro-batches several times, perhaps in place of others",
         "call backward once per micro-batch, on its own loss and not on the running sum; look for closures that read a "
         "loop's variable late",
-        "running-loss",
         jax="differentiate each loss once, and not the running sum; look for closures that read a loop's variable late",
     ),
     _gradient(
@@ -199,7 +192,6 @@ _ROWS = (
         "`none-pattern`)",
         "do not reset between backward and step; look for a loss that is not sent backward, a `no_grad`, and for a "
         "parameter that is frozen, replaced or reset to None",
-        "missing-gradient",
         jax="do not start a new sum between the last gradient and the step; look for a `stop_gradient`",
         causes={"by-value": Remedy("look for what sets a gradient to None or leaves it out by its value")},
         general=True,
@@ -213,8 +205,6 @@ _ROWS = (
         "(DistributedDataParallel decides in the forward whether backward reduces), a rank that leaves out its "
         "all-reduce or does not wait for it, a broadcast or a reduce in place of an all-reduce, a process group "
         "without some ranks",
-        "partly-reduced",
-        "dropped-rank",
     ),
     _gradient(
         "stale-window",
@@ -232,8 +222,6 @@ _ROWS = (
         "the gradient contains micro-batches of another window, in place of its own or of a later one beside it",
         "train the windows in the loader's order, each once; read gradients after they have been computed or "
         "communicated, and send a micro-batch backward after the step of the window before it",
-        "later-window",
-        "delayed-window",
         jax="train the windows in the order of `run.batches`, each once; read gradients after they have been computed, "
         "and differentiate a micro-batch after the step of the window before it",
     ),
@@ -245,10 +233,6 @@ _ROWS = (
         "step after K micro-batches and after the last one of every epoch, where `(i + 1) % K == 0`, and begin anew in "
         "every epoch; look at the counter that decides when to step; a loop without a short window assumes "
         "`whole-windows`",
-        "shifted-window",
-        "windows-across-epochs",
-        "wrong-window-size",
-        "inverted-condition",
     ),
     _gradient(
         "unequal-items",
@@ -272,9 +256,6 @@ _ROWS = (
         "under `torch.autocast` undeclared",
         "compute counts, quotients and sums in the parameter's dtype or a wider one; if autocast is meant, declare it: "
         '`--autocast DTYPE` or `@training_loop(autocast="bfloat16")`; do not quantise gradients',
-        "rounded-weights",
-        "rounded-gradient",
-        "undeclared-autocast",
     ),
     _gradient(
         "changed-batch",
@@ -289,7 +270,6 @@ _ROWS = (
         "inputs",
         "losses are computed in eval mode, and the gradient is right for that mode; in an audit, in several modes",
         "call `model.train()` after an evaluation",
-        "mixed-modes",
     ),
     _gradient(
         "other-parameters",
@@ -305,7 +285,6 @@ _ROWS = (
         "accumulated",
         "look for a copy of the model that is not updated, a forward that runs before the previous step, a step or an "
         "edit of parameters inside the window",
-        "moving-parameters",
         jax="look for parameters that a compiled function closes over, a gradient that is computed before the previous "
         "step, a step or an edit of parameters inside the window",
     ),
@@ -315,9 +294,6 @@ _ROWS = (
         "a parameter has the right elements at other places, or those of other parameters",
         "match parameters by name; look for an index, a gather or a reshape; go through the parameters in the same "
         "order on every rank",
-        "permuted-gradient",
-        "swapped-gradients",
-        "mixed-gradients",
         command="verify",
     ),
     _gradient(
@@ -326,7 +302,6 @@ _ROWS = (
         "some elements of a parameter, or one use of it, are right and others wrong; the explanation says which, and "
         "what signs or sizes they have in common",
         "look for a slice, a mask, a shard, a clamp or a threshold, and for a copy in which tied parameters are two",
-        "untied-weights",
         general=True,
         command="verify",
     ),
@@ -336,7 +311,6 @@ _ROWS = (
         "each element of the gradient is another function of the micro-batches' or ranks' than their sum, such as the "
         "largest or the median; the explanation says which",
         "add up their gradients; over ranks with `ReduceOp.SUM`",
-        "wrong-operation",
         command="verify",
     ),
     _gradient(
@@ -376,8 +350,6 @@ _ROWS = (
         "`step-count`)",
         "switch off what skips them; give a `GradScaler` a smaller `init_scale`; look for a threshold, a sparse "
         "communication, a format with a narrow exponent",
-        "flushed-to-zero",
-        "skipped-steps",
         jax="switch off what skips them; look for a threshold, a sparse communication, a format with a narrow exponent",
         command="verify",
     ),
@@ -394,7 +366,6 @@ _ROWS = (
         "a micro-batch or window whose gradient is infinite or NaN is left out, or such elements are replaced",
         "use a `GradScaler`, or assume `finite-gradients`; remove `nan_to_num` or the clamp: it hides that the run "
         "diverged",
-        "replaced-non-finite",
         jax="assume `finite-gradients` if that is meant; remove `nan_to_num` or the clamp: it hides that the run "
         "diverged",
         causes={"no-targets": Remedy("leave out that micro-batch alone, or add it")},
@@ -456,8 +427,6 @@ _ROWS = (
         "step-per-micro-batch",
         "the loop steps once per micro-batch, or its learning rate scheduler or `torch.amp.GradScaler` does",
         "step once per window; a schedule that is meant to count micro-batches assumes `schedules-micro-batches`",
-        "scheduler-per-micro-batch",
-        "scaler-per-micro-batch",
         causes={"scaler": Remedy("unscale, step and update once per window, after its last backward")},
     ),
     _steps(
@@ -489,7 +458,6 @@ _ROWS = (
         "repeated-step",
         "a window's gradient is stepped several times, or a step comes right after a reset",
         "step once, where a window has been accumulated; look for a library that steps as well",
-        "empty-step",
         causes={"zeros": Remedy("step once per window, or reset to None, which optimizers skip")},
     ),
     _steps(
@@ -497,8 +465,6 @@ _ROWS = (
         "too many or too few steps or passes, for no known reason; the explanation lists the micro-batches that each "
         "step held",
         "compare with the windows: K micro-batches each, in `run.epochs` passes; look for a loop without an end",
-        "endless",
-        "wrong-epochs",
         general=True,
         command="verify",
     ),
@@ -521,7 +487,6 @@ _ROWS = (
         "optimizer-state-changed",
         "an entry of the optimizer's state is another at the next step, or is missing",
         "look for code that writes to `run.optimizer.state` or clears it; restore it where you restore the model",
-        "optimizer-state-lost",
     ),
     _parameters(
         "changed-settings",
@@ -570,7 +535,6 @@ _ROWS = (
         "is",
         Remedy("every rank must enter the same collectives, in the same order"),
         "outcome",
-        ("mismatched-collectives",),
         command="verify",
     ),
     Fault(
@@ -598,8 +562,6 @@ BY_LIBRARY = {
 what helps there, as found in docs/found-in-trainers.md."""
 FAULTS = {fault.name: fault for fault in _ROWS}
 """The faults by name, in the order of the documents."""
-_KINDS = {fault.kind for fault in _ROWS} | {"non-finite", "none-pattern"}
-_TAKEN_IN = {old: fault.name for fault in _ROWS for old in fault.takes_in}
 
 
 def names_of(diagnosis: str) -> frozenset[str]:
@@ -624,12 +586,6 @@ def remedy_of(diagnosis: str, causes: Sequence[str] = (), *, jax: bool = False, 
     return ". ".join(["; or ".join(found), *of_library])
 
 
-def current_name(diagnosis: str) -> str:
-    """Return a diagnosis of a record under today's names: of one that is gone, the name that took it in."""
-    names = (_TAKEN_IN.get(name, name) for name in diagnosis.split(" or "))
-    return " or ".join(dict.fromkeys(names))
-
-
 def is_of_weights(diagnosis: str) -> bool:
     """Return whether a fault that a diagnosis leaves open is read off weights of micro-batches."""
     return any(name in FAULTS and FAULTS[name].evidence == "weights" for name in names_of(diagnosis))
@@ -641,27 +597,6 @@ def is_general(kind: str, diagnosis: str) -> bool:
     A gradient of None is no fault of elements or weights, so there `no-gradient` says all.
     """
     return kind != "none-pattern" and all(name in FAULTS and FAULTS[name].general for name in names_of(diagnosis))
-
-
-def with_current_names(data: Any) -> Any:
-    """Return the data of a record of any version with today's names: in `diagnosis`, and in texts `kind/diagnosis`."""
-    if isinstance(data, list):
-        return [with_current_names(value) for value in data]
-    if not isinstance(data, dict):
-        return _current_text(data)
-    found: dict[Any, Any] = {}
-    for key, value in data.items():
-        name, new = _current_text(key), with_current_names(value)
-        if key == "diagnosis" and isinstance(value, str):
-            new = current_name(value)
-        # numbers of runs under two names that are one
-        found[name] = found[name] + new if name in found and isinstance(new, int) else new
-    return found
-
-
-def _current_text(text: Any) -> Any:
-    kind, slash, name = text.partition("/") if isinstance(text, str) else ("", "", "")
-    return f"{kind}/{current_name(name)}" if slash and kind in _KINDS else text
 
 
 TABLES = {"Of gradients": ("gradient",), "Of steps": ("step-count",), "Of parameters, exceptions and Problems": ()}

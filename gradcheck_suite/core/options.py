@@ -25,7 +25,7 @@ from gradcheck_suite.core.contract import (
     is_assumption,
     is_jax,
 )
-from gradcheck_suite.core.faults import FAULTS, current_name
+from gradcheck_suite.core.faults import FAULTS
 from gradcheck_suite.core.text import suggestion
 from gradcheck_suite.errors import UsageError
 
@@ -371,7 +371,7 @@ LIVE_DIAGNOSES = tuple(fault.name for fault in FAULTS.values() if fault.command 
 
 
 def _is_acceptable(value: Any) -> bool:
-    return isinstance(value, str) and current_name(value.partition("@")[0]) in LIVE_DIAGNOSES
+    return isinstance(value, str) and value.partition("@")[0] in LIVE_DIAGNOSES
 
 
 def _is_objective(value: Any) -> bool:
@@ -473,7 +473,7 @@ class AuditOptions(Options):
             name, _, place = accepted.partition("@")
             places = (where or "").split(" < ")
             here = not place or any(one == place or one.endswith("/" + place) for one in places)
-            if here and current_name(name) == diagnosis:
+            if here and name == diagnosis:
                 return True
         return False
 

@@ -16,7 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from gradcheck_suite.core.faults import with_current_names
 from gradcheck_suite.errors import UsageError
 
 # Files that are written whole or not at all, and files of JSON lines that survive a run that is killed.
@@ -396,7 +395,7 @@ def read_records(reports: Path, kind: str) -> tuple[list[Record], list[str]]:
             environment = found.get("environment")
             texts = {name: str(found.get(name, "")) for name in ("command", "time", "commit", "judge")}
             under = environment if isinstance(environment, dict) else {}
-            records.append(Record(kind, with_current_names(found["data"]), under, clean=found.get("clean"), **texts))
+            records.append(Record(kind, found["data"], under, clean=found.get("clean"), **texts))
     return records, problems
 
 

@@ -13,7 +13,7 @@ import gradcheck_suite
 from gradcheck_suite import bridge
 from gradcheck_suite.cli import PROGRAM, exit_status
 from gradcheck_suite.core.contract import ASSUMPTIONS
-from gradcheck_suite.core.faults import FAULTS, TABLES, current_name, names_of, table_of
+from gradcheck_suite.core.faults import FAULTS, TABLES, names_of, table_of
 from gradcheck_suite.core.results import ViolationKind
 from gradcheck_suite.judge.weights import Diagnosis
 from gradcheck_suite.pytest_plugin import OVERRIDES
@@ -55,14 +55,6 @@ def test_every_fault_is_named_somewhere_beside_the_table():
 def test_a_name_without_a_row_is_refused(name):
     with pytest.raises(AssertionError, match=r"no row in core/faults.py"):
         Diagnosis(name, "sentence")
-
-
-def test_every_name_that_is_gone_was_taken_in_by_one():
-    gone = [old for fault in FAULTS.values() for old in fault.takes_in]
-    assert len(gone) == len(set(gone))
-    assert not FAULTS.keys() & set(gone)
-    assert {current_name(old) for old in gone} <= FAULTS.keys()
-    assert all(current_name(name) == name for name in FAULTS)
 
 
 def test_the_pages_tables_are_those_of_the_faults():

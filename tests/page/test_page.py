@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from gradcheck_suite.core.records import records_path
+from gradcheck_suite.core.results import Weight
 from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.page import render as pages
 from gradcheck_suite.page.render import REPOSITORIES, with_links
@@ -199,7 +200,7 @@ def test_an_empty_folder_says_what_to_run(tmp_path):
 def test_a_static_picture_keeps_its_words_and_drops_only_digits_of_places(tmp_path):
     from gradcheck_suite.page.violation import weights_plot
 
-    rows = [{"micro_batches": "0", "count": 4, "expected": 0.0714, "observed": 0.25}]
+    rows = [Weight(micro_batches="0", count=4, expected=0.0714, observed=0.25)]
     plot = pages.Figure("weights", weights_plot(rows), "weights of <items>")
     drawn, whole = str(pages.static(plot)), pages.svg(plot.spec, plot.alt)
     words = re.compile(r">([^<]+)</(?:text|title)>")
