@@ -315,6 +315,7 @@ def _sequence(options: Options, rng: np.random.Generator, items: int) -> Arrays:
 
 
 def _tokens(options: Options, rng: np.random.Generator, items: int) -> Arrays:
+    # id 0 is the padding token, whose embedding has no gradient
     x = rng.integers(1, options["vocabulary"], (items, options["length"]))
     if not options["padded"]:
         return {"x": x}

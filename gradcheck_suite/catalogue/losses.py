@@ -373,6 +373,7 @@ def _soft_cross_entropy_items(options: Options, out: jax.Array, batch: Arguments
 
 def _nll(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
     log_probabilities = F.log_softmax(out, dim=class_axis(out))
+    # nll_loss has the classes on the second axis
     if out.ndim == 3:
         log_probabilities = log_probabilities.transpose(1, 2)
     return F.nll_loss(
@@ -411,6 +412,7 @@ def _with_z_loss(options: Options, out: torch.Tensor, batch: Tensors, reduction:
 
 def _with_z_loss_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
     target, log_z = batch["target"], jax.nn.logsumexp(out, axis=-1)
+    # JAX returns NaN for an index outside, and the derivative of `where` is NaN where the branch not taken is
     chosen = _of_class(out, jnp.where(target == IGNORE_INDEX, 0, target))
     return per_item(jnp.where(target == IGNORE_INDEX, 0.0, log_z - chosen + SECOND * log_z**2))
 

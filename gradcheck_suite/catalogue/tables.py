@@ -74,6 +74,7 @@ def _check_options(what: str, options: Options, variants: Sequence[Options]) -> 
             raise UsageError(f"{what}: expected options {names[0]}, got {sorted(options)}")
         return
     for name, value in options.items():
+        # no isinstance, which takes True for an int
         types = {type(v[name]) for v in fitting}
         if type(value) not in types and not (type(value) is int and float in types):
             expected = " or ".join(sorted(t.__name__ for t in types))

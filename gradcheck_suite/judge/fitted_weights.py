@@ -121,10 +121,8 @@ def find_stolen_buffers(
 ) -> tuple[StolenBuffer, ...]:
     """Look for gradients that share memory with each other or with what backward writes into.
 
-    With `.grad` None, autograd takes the tensor that backward returned and does not copy it. A backward that returns a
-    view of a buffer which it will use again (a static buffer of a CUDA graph, a workspace of a hand-written
-    `autograd.Function`) gives that buffer away, and the next backward overwrites the running sum. After a reset to
-    zeros the same backward is added into memory of its own.
+    A backward that returns a view of a buffer which it will use again (a static buffer of a CUDA graph, a workspace of
+    a hand-written `autograd.Function`) may give that buffer away as a gradient.
 
     Parameters and their `.grad` are left as they were; buffers that a forward updates are not.
 
@@ -143,6 +141,9 @@ def find_stolen_buffers(
         raise UsageError("find_stolen_buffers: the model has no parameter with requires_grad=True")
     with _gradients_kept(parameters), torch.enable_grad():
         losses = [lambda batch=batch: loss(model, batch) for batch in batches]
+        # with `.grad` None, autograd takes the tensor that backward returned and does not copy it, so that the next
+        # backward may overwrite the sum; zeros are memory of their own:
+        # https://github.com/pytorch/pytorch/blob/main/torch/csrc/autograd/functions/accumulate_grad.h
         released, zeroed = (_sums(parameters, losses, zeros=zeros) for zeros in (False, True))
         apart = {name: (released[name] - zeroed[name]).abs() for name in parameters}
         error = {name: float(apart[name].max()) if apart[name].numel() else 0.0 for name in parameters}

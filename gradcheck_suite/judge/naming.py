@@ -34,7 +34,7 @@ FORMATS = {"bfloat16": 8, "float16": 11, "float32": 24}
 MOST_DECIMALS = 6
 MOST_TIMES = 64
 """How often a micro-batch may be there to be called repeated."""
-LEAST_LOSS_SCALE = 2**7
+LEAST_LOSS_SCALE = 2**7  # torch.amp.GradScaler begins with 2**16
 EXACT = 1e-9
 """Relative error of numbers that are solved for."""
 
@@ -270,19 +270,17 @@ def _times_text(w: Weights, wrong: Steps) -> str:
 
 
 def _missing_ranks(w: Weights) -> bool:
-    """Whether micro-batches of some ranks are missing while another rank's are all there.
-
-    What is missing in the same way on all ranks was added up, unless a whole rank is missing. A gradient that was not
-    averaged over ranks weighs as many times too much as there are ranks.
-    """
+    """Whether micro-batches of some ranks are missing while another rank's are all there."""
     if not w.owners or not _own(w):
         return False
     gone, rank = w.ratio == 0, _ranks(w)
     missing = {r: int(gone[rank == r].sum()) for r in set(rank)}
     partly = any(0 < number < (rank == r).sum() for r, number in missing.items())
+    # what is missing in the same way on all ranks was added up, unless a whole rank is missing
     if not gone.any() or all(missing.values()) or (w.alike and partly):
         return False
     there = w.ratio[~gone]
+    # a gradient that DistributedDataParallel has not averaged weighs as many times too much as there are ranks
     whole = np.isclose(there, 1, rtol=w.tolerance, atol=0) | np.isclose(there, w.world_size, rtol=w.tolerance, atol=0)
     return bool(whole.all()) or (len({int(r) for r, number in missing.items() if not number}) == 1 and not partly)
 
@@ -436,11 +434,9 @@ def _whole_windows(w: Weights) -> bool:
 
 
 def _decay(wrong: Steps) -> float | None:
-    """Return what every earlier window's gradient is multiplied by from step to step; None where that differs.
-
-    It is None, too, where no step has two before it, since any number would fit.
-    """
+    """Return what every earlier window's gradient is multiplied by from step to step; None where that differs."""
     first = next((w for w in wrong if w.index and not w.epoch), None)
+    # with one step before it, any number would fit
     if first is None or max(_steps_before(w) for w in wrong) < 2:
         return None
     before = _in_place_of_its_own(first, (first.index or 0) - 1)

@@ -361,14 +361,13 @@ SKIPPED = Diagnosis(
 
 
 def run_with_finite_losses(runner: LoopRunner, instance: Instance) -> Outcome | None:
-    """Run a loop on a case whose losses are made finite; None where they are already, or where no run is left.
-
-    The loss of a micro-batch whose targets are all ignored is NaN, and its gradient 0. A loop that skips it may lose
-    more than that. Ranks compute the losses of their own case, so there it is None too.
-    """
+    """Run a loop on a case whose losses are made finite; None where they are already, or where no run is left."""
     plan, model = instance.case.plan, instance.model()
+    # ranks compute the losses of their own case, in processes of their own
     if plan.ranks:
         return None
+    # torch's mean over no valid targets is NaN, and its gradient 0 (cross_entropy with ignore_index): a loop that
+    # skips such a micro-batch may lose more than that
     batches = [instance.batch(items) for items in plan.cuts]
     with torch.no_grad():
         uncounted = [batch for batch in batches if not instance.count(batch)]

@@ -90,6 +90,7 @@ def parameter_gradients(loss: torch.Tensor, model: torch.nn.Module) -> Gradients
     """Return the dense gradient of a loss for each trainable parameter by name, or None if it does not reach one."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found: tuple[Any, ...] = (None,) * len(named)
+    # autograd.grad raises on a loss that needs no gradient, as one of a batch that reaches no parameter does
     if loss.requires_grad:
         found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return {name: g.to_dense() if g is not None and g.is_sparse else g for name, g in zip(named, found, strict=True)}
@@ -129,10 +130,8 @@ class Float64Bound:
 
     @cached_property
     def errors_of_parts(self) -> RoundingErrors | None:
-        """The rounding errors of the micro-batches' gradients in float64, of a problem without a gradient by JAX.
-
-        Where there is one, a fault of torch that rounding switches on and off would allow itself.
-        """
+        """The rounding errors of the micro-batches' gradients in float64, of a problem without a gradient by JAX."""
+        # a fault of torch that rounding switches on and off would widen the bound that JAX's gradient shows it by
         if self._window.jax is not None or len(self._window.parts) == 1:
             return None
         return RoundingErrors(self.computation, self._window.parts, torch.float64)
@@ -220,12 +219,10 @@ class LowPrecisionBound:
 
     @cached_property
     def _unsure(self) -> Vector:
-        """How far the two float64 gradients are apart, within what is not looked for in float64.
-
-        The derivative of expm1(x) is computed as its value + 1, which is 0 in place of 4e-18 at x = -40.
-        """
+        """How far the two float64 gradients are apart, within what is not looked for in float64."""
         if self._window.jax is None:
             return np.zeros_like(self._window.torch)
+        # torch computes the derivative of expm1(x) as its value + 1, which at x = -40 is 0 in place of 4e-18
         with np.errstate(invalid="ignore"):
             apart = np.abs(self._window.torch - self._window.jax)
         return np.where(np.isfinite(apart), np.fmin(apart, self._window.float64_bound.quick), 0.0)
@@ -315,15 +312,13 @@ WindowBound = Float64Bound | LowPrecisionBound
 
 
 def _comparable(bound: WindowBound, observed: Vector, expected: Vector) -> Vector:
-    """Return a gradient, with the expected value where it may be NaN, and where rounding decides on an infinity.
-
-    Terms that cancel leave 0 in one order and a number of either sign in others, and infinity times these is NaN and
-    either infinity. Batches of other sizes may leave a zero of the other sign, and 1 over it is the other infinity.
-    """
+    """Return a gradient, with the expected value where it may be NaN, and where rounding decides on an infinity."""
     compared = finite_or_right(observed, expected)
     other = other_infinity(compared, expected)
     if not other.any():
         return compared
+    # terms that cancel leave 0 in one order and a number of either sign in others, and infinity times these is NaN or
+    # either infinity; batches of other sizes may leave a zero of the other sign, and 1 over it is the other infinity
     with np.errstate(invalid="ignore"):
         accumulated = np.sum(bound.contributions, axis=0)
     return np.where(other & ((accumulated == observed) | bound.errors.reach(observed)), expected, compared)
@@ -345,10 +340,6 @@ def compare_within(
 ) -> Comparison:
     """Compare two gradients with as many draws of the rounding errors as it takes to decide.
 
-    Where the gradients of micro-batches cancel, their rounding errors are larger than the large batch's: the backward
-    of a normalization takes out what lies along its input, and its error is of the size of what it takes out. So before
-    an accumulated gradient is found wrong, the errors of the micro-batches' gradients are drawn, too.
-
     Args:
         bound: what rounding allows.
         evidence: the gradients, and `bound.quick`.
@@ -358,6 +349,8 @@ def compare_within(
     if evidence.ratio <= 1:
         return evidence
     found = _compare_drawn(bound, evidence, [bound.errors], roughly)
+    # micro-batches whose gradients cancel have larger rounding errors than the large batch: the backward of a
+    # normalization takes out what lies along its input, and its error is of the size of what it takes out
     if found.ratio > 1 and accumulated and bound.errors_of_parts is not None:
         found = _compare_drawn(bound, evidence, [bound.errors, bound.errors_of_parts], roughly)
     return found
@@ -366,8 +359,7 @@ def compare_within(
 def is_rarely_rounding(bound: WindowBound, evidence: Comparison, *, has_norm: bool = False) -> bool:
     """Return whether rounding errors as large as a difference come now and then, in some of `RARE_DRAWS` draws.
 
-    So many are made only where the draws before differ in size from one group to the next, or through a normalization:
-    that over two features has nearly no gradient but where rounding makes them equal, which 128 draws may all miss.
+    So many are made only where the draws before differ in size from one group to the next, or through a normalization.
 
     Args:
         bound: what rounding allows.
@@ -379,6 +371,8 @@ def is_rarely_rounding(bound: WindowBound, evidence: Comparison, *, has_norm: bo
     if len(evidence.observed) > SMALL:
         return False
     if not any(errors.unevenness()[index] > UNEVEN for errors in measured):
+        # a normalization over two features has nearly no gradient except where rounding makes them equal, which all
+        # of `MANY_DRAWS` may miss
         measured = measured[:has_norm]
     draws = MANY_DRAWS
     while measured and draws < RARE_DRAWS:
@@ -564,11 +558,9 @@ def disagreement(window: Window, jax: Vector | None = None) -> str | None:
 
 
 def accumulation_fault(window: Window) -> str | None:
-    """Say where torch's own accumulation in float64 and JAX's gradient differ by more than rounding, if they do.
-
-    A fault of torch that rounding switches on and off widens the bound, so that `disagreement` may allow it in the
-    large batch. Its error in the accumulated gradient is another one.
-    """
+    """Say where torch's own accumulation in float64 and JAX's gradient differ by more than rounding, if they do."""
+    # a fault of torch that rounding switches on and off widens the bound by which `disagreement` judges the large
+    # batch; in the accumulated gradient its error is another one
     if window.jax is None:
         return None
     if text := _randomness(window):
@@ -590,8 +582,7 @@ def precision_fault(window: Window) -> str | None:
 
     Raises:
         CannotJudgeError: rounding explains it after all, once in hundreds of draws, or numbers within the computation
-            leave the range of the precision: torch's cosine embedding loss divides by an infinite product of squares in
-            float16, and its gradient is then 0.
+            leave the range of the precision.
     """
     name = window.reference.instance.case.dtype
     if window.bound is window.float64_bound:
@@ -606,6 +597,7 @@ def precision_fault(window: Window) -> str | None:
         if compared.ratio > 1:
             if is_rarely_rounding(window.bound, compared, has_norm=has_norm):
                 raise CannotJudgeError(f"the gradient jumps where {name} rounds values to equal ones")
+            # torch's cosine_embedding_loss divides by a product of squares, which is infinite in float16: it returns 0
             if window.bound.is_out_of_range():
                 raise CannotJudgeError(f"numbers within the plain gradient's computation leave the range of {name}")
             by = "torch" if window.jax is None else "JAX"
@@ -617,15 +609,13 @@ def precision_fault(window: Window) -> str | None:
 
 
 def _randomness(window: Window) -> str | None:
-    """Say where torch's float64 gradient changes from one computation to the next, if it does.
-
-    Another order of a summation is allowed for.
-    """
+    """Say where torch's float64 gradient changes from one computation to the next, if it does."""
     bound = window.float64_bound
     for _ in range(REPEATS):
         repeated = bound.computation.gradient((window.items, 1.0))
         if np.array_equal(repeated, window.torch):
             continue
+        # a summation by several threads, or by atomic additions on CUDA, may take another order each time
         compared = Comparison(window.reference.layout, window.torch, repeated, bound.summing)
         if compared.ratio > 1:
             return (

@@ -171,6 +171,7 @@ class Items(Dataset[Any]):
         return self.__getitems__([index])
 
     def __getitems__(self, indices: Iterable[int]) -> Batch:
+        # a DataLoader calls this in place of one `__getitem__` per index
         chosen = torch.as_tensor(list(indices))
         return map_leaves(lambda tensor: tensor[chosen.to(tensor.device)], self._data)
 
@@ -354,11 +355,9 @@ class Instance:
         return replace(self, case=self.case.replace(device="cpu"), data=map_leaves(lambda t: t.cpu(), self.data))
 
     def count(self, batch: Batch) -> torch.Tensor:
-        """Return the divisor of the mean over a batch, a floating-point scalar.
-
-        It is float64 for a float64 run and float32 otherwise. A quotient of two integer tensors has torch's default
-        dtype, float32, which would round a float64 run's weights at the eighth digit.
-        """
+        """Return the divisor of the mean over a batch: a scalar, float64 for a float64 run and float32 otherwise."""
+        # a quotient of two integer tensors has torch's default dtype, float32, which would round the weights of a
+        # float64 run at the eighth digit
         dtype = torch.promote_types(torch.float32, self.dtype)
         if self.problem.count is not None:
             counted = self.problem.count(batch)
@@ -431,6 +430,7 @@ def recounted(instance: Instance, count: Callable[[list[int]], float]) -> Instan
 
     def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         total, divisor = model(batch).sum(), count_batch(batch)
+        # 0 / 0 would be NaN, and its gradient too
         return total / divisor if divisor else 0 * total
 
     return replace(

@@ -290,6 +290,7 @@ class JaxObserver:
     def note(self, number: Any, way: str) -> None:
         """Note a state that crosses the border of a compiled function, but not one that is being traced."""
         if isinstance(number, jax.Array) and not isinstance(number, jax.core.Tracer) and not number.shape:
+            # a buffer that was donated to a compiled function (`donate_argnums`)
             if number.is_deleted():
                 return
             value = int(number)  # waits until the function has run, and so have its callbacks
@@ -298,6 +299,8 @@ class JaxObserver:
     def _init(self, params: Any) -> ObservedState:
         self.is_multi_steps |= _is_called_from("/optax/transforms/_accumulation.py")
         inner = () if self._inner is None else self._inner.init(params)
+        # without `ordered`, JAX may run callbacks in any order:
+        # https://docs.jax.dev/en/latest/_autosummary/jax.experimental.io_callback.html
         root = io_callback(self._root, self.NUMBER, ordered=True) if _is_traced(params) else jnp.asarray(self._root())
         return ObservedState(root, inner, self)
 
@@ -332,6 +335,7 @@ class JaxObserver:
         if [leaf.shape for leaf in found] == shapes:
             return found
         sizes = [leaf.size for leaf in self._leaves]
+        # one vector, as `jax.flatten_util.ravel_pytree` makes it
         if len(found) == 1 and found[0].shape == (sum(sizes),):
             parts = jnp.split(found[0], np.cumsum(sizes)[:-1])
             return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -41,10 +41,12 @@ class NormalizedSGD(torch.optim.Optimizer):
         """Evaluate the closure, if any; update every parameter that has a gradient; return the closure's result."""
         loss = None
         if closure is not None:
+            # `no_grad` above covers the closure's forward as well
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
             for p in group["params"]:
+                # max() of no elements raises
                 if p.grad is None or not p.numel():
                     continue
                 gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
@@ -100,10 +102,8 @@ def checked_optimizer(name: str) -> str:
 
 
 def in_groups(optimizer: torch.optim.Optimizer, groups: int) -> torch.optim.Optimizer:
-    """Deal the parameters out to so many groups, in turn; each group has a learning rate of its own.
-
-    LBFGS takes one group only, and keeps it.
-    """
+    """Deal the parameters out to so many groups, in turn; each group has a learning rate of its own."""
+    # LBFGS has one direction for all parameters, and refuses several groups
     if isinstance(optimizer, torch.optim.LBFGS):
         return optimizer
     (group,) = optimizer.param_groups
@@ -184,6 +184,7 @@ def _changed_settings(previous: Observation, observation: Observation, *, schedu
     when = "between two steps" if previous.evaluations else "before the first step"
     for name, own in before.items():
         found = now.get(name, own)
+        # a scheduler leaves its mark in the group (`initial_lr`), except for ReduceLROnPlateau
         free = {key for key, mark in SCHEDULED.items() if scheduled or mark in found}
         for key in sorted(map(str, own.keys() - free - {"initial_lr"})):
             if key not in found or not same_tree(own[key], found[key]):
@@ -239,7 +240,7 @@ def fault_before(
         observation: the step.
         start: the parameters before the run.
         settings: whether the optimizer's settings are judged.
-        scheduled: whether a scheduler of torch has stepped: `ReduceLROnPlateau` leaves no mark in the groups.
+        scheduled: whether a scheduler of torch has stepped.
     """
     if fault := fault_between(previous, observation.evaluations[0].parameters, start, observation.state):
         return fault

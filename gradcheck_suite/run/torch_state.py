@@ -112,12 +112,10 @@ def _name(owner: Any) -> str:
 
 
 def _replaced(owner: Any, before: dict[str, Any], known: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield each name of which the user's code, or another function of torch, has taken the place, and what it was.
-
-    Torch wraps some of its own methods when they are first used.
-    """
+    """Yield each name of which the user's code, or another function of torch, has taken the place, and what it was."""
     for name, new in vars(owner).items():
         old = before.get(name, _MISSING)
+        # torch wraps some of its own methods when they are first used, as it does `Optimizer.step` to profile it
         if new is old or not (_is_users(new) or (callable(new) and id(new) in known)):
             continue
         # a new name changes what is there already only in a class, where it hides that of a base
@@ -147,6 +145,7 @@ def _kernels() -> set[str]:
 
 
 def _destroy(kernels: set[str]) -> None:
+    # a kernel has no public way back: the `torch.library.Library` that registered it takes it along
     for library in gc.get_objects():
         if isinstance(library, torch.library.Library) and kernels & getattr(library, "_op_impls", set()):
             library._destroy()

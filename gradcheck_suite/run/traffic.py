@@ -69,6 +69,7 @@ class _Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.rpartition("::")[2]
         if is_counted() and func.namespace in ("c10d", "_c10d_functional") and name not in ENDS:
+            # these two are called with the output first
             given = args[1] if name.startswith(("_allgather_base", "_reduce_scatter_base")) else args[0]
             self._found[name, sum(t.numel() * t.element_size() for t in leaves(given))] += 1
         return func(*args, **(kwargs or {}))

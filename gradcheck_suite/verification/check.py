@@ -42,10 +42,7 @@ def step_calls_fault(case: Case, outcome: Outcome, rank: int, *, schedules: bool
     """Return the violation of a loop that calls a scheduler or scaler once per micro-batch, the optimizer per window.
 
     The gradients may be right all the same: a schedule only ends K times too early, and a scaler that is disabled, as
-    on a CPU, does nothing.
-
-    Once per window and once per epoch are both right, and any other number may be meant. Several ranks may step a
-    scheduler as many times per window as there are ranks, as Accelerate does. Weight probes are left out.
+    on a CPU, does nothing. Once per window and once per epoch are both right, and any other number may be meant.
 
     Args:
         case: the case.
@@ -56,6 +53,7 @@ def step_calls_fault(case: Case, outcome: Outcome, rank: int, *, schedules: bool
     plan = case.plan
     micro_batches = (plan.ranks or (len(plan.micro_batches),))[rank]
     windows = len(plan.windows)
+    # Accelerate steps a scheduler as many times per window as there are ranks
     if is_probe(case) or micro_batches in (windows, windows * plan.world_size):
         return None
 

@@ -57,9 +57,6 @@ from gradcheck_suite.verification.separability import gradient_fault, reference_
 def steps_of_plan(plan: Plan, outcome: Outcome, may_skip: Callable[[int, int], bool]) -> list[int] | None:
     """Return for each step that a loop took its index in the plan; None where the numbers of steps do not fit.
 
-    A `torch.amp.GradScaler` may skip the step of a window whose right gradient is infinite, NaN or out of range. That
-    is what it is for, and no gradient is promised there.
-
     Args:
         plan: of the run.
         outcome: what the loop did.
@@ -70,6 +67,7 @@ def steps_of_plan(plan: Plan, outcome: Outcome, may_skip: Callable[[int, int], b
     places: list[int] = []
     skipped = list(outcome.skipped)
     for step in range(plan.steps):
+        # a GradScaler is there to skip the step of a window whose gradient is infinite, NaN or out of range
         if len(places) in skipped and may_skip(step % len(plan.windows), len(places)):
             skipped.remove(len(places))
         else:
@@ -80,14 +78,13 @@ def steps_of_plan(plan: Plan, outcome: Outcome, may_skip: Callable[[int, int], b
 def undeclared_autocast(window: Window, evaluation: Evaluation, compute: Compute) -> Diagnosis | None:
     """Return the diagnosis of a wrong gradient that is right but for the rounding errors of autocast, else None.
 
-    The precision that a loop is held to comes from its declaration, never from the run. Otherwise a loop that turns on
-    autocast by mistake would widen its own bound.
-
     Args:
         window: in which the gradient is wrong in the precision that the loop declares.
         evaluation: what the step used.
         compute: the autocast dtype that the loop's losses were computed in, or None.
     """
+    # the precision comes from the loop's declaration, never from the run: one that turns on autocast by mistake would
+    # widen its own bound
     name = window.reference.instance.case.dtype
     if compute is None or UNIT_ROUNDOFF[compute] <= UNIT_ROUNDOFF[name]:
         return None
@@ -214,17 +211,15 @@ def explain_zeros(case: Case, moved: dict[str, float], window: Window) -> str | 
 
 
 def none_in_place_of_zeros(window: Window, evaluation: Evaluation, autocast: Compute) -> str | None:
-    """Return a parameter whose gradient is None, though some micro-batch with valid targets reaches it, or None.
-
-    An item whose targets are all ignored reaches parameters as well, but a loop may leave its micro-batch out. Which
-    expert an item is sent to may hang on a rounding error: what is not reached in the run's precision may be None, too.
-    """
+    """Return a parameter whose gradient is None, though some micro-batch with valid targets reaches it, or None."""
     absent = [name for name, g in evaluation.gradients.items() if g is None and name in window.reached]
     if not absent:
         return None
     instance = window.reference.instance
     cuts = [instance.case.plan.items(j) for j in window.members]
+    # items whose targets are all ignored reach parameters as well, but a loop may leave their micro-batch out
     counted = [items for items in cuts if float(instance.count(instance.batch(items)))]
+    # a rounding error may decide which expert of a mixture gets an item, so the run's own precision is asked, too
     for dtype, compute in dict.fromkeys(((torch.float64, None), (instance.dtype, autocast))):
         model = window.model(dtype)
         with autocast_context(instance.device, compute):

@@ -67,6 +67,7 @@ def convolution(
         rhs_dilation=dilation,
         dimension_numbers=_LAYOUTS[n],
         feature_group_count=groups,
+        # by default, JAX computes products in TF32 on GPUs and in bfloat16 on TPUs
         precision=lax.Precision.HIGHEST,
     )
     if bias is not None:

@@ -54,6 +54,7 @@ def squeeze(self: Array, dim: int | Sequence[int] | None = None) -> Array:
 @register_op("aten.unfold")
 def unfold(self: Array, dimension: int, size: int, step: int) -> Array:
     """Return the windows along an axis; the new last axis is the window."""
+    # torch unfolds a scalar like a vector of one element
     if self.ndim == 0:
         return jnp.broadcast_to(self, (size,))
     starts = np.arange(0, self.shape[dimension] - size + 1, step)
@@ -75,6 +76,7 @@ def to_copy(self: Array, dtype: torch.dtype | None = None, **_: Any) -> Array:
     """Return self in another dtype; floats are truncated to integers."""
     if dtype is None:
         return self
+    # torch drops the imaginary part, and JAX warns of that
     if jnp.iscomplexobj(self) and not dtype.is_complex:
         self = jnp.real(self)
     return self.astype(jax_dtype(dtype))
@@ -82,7 +84,8 @@ def to_copy(self: Array, dtype: torch.dtype | None = None, **_: Any) -> Array:
 
 @register_op("aten.cat")
 def cat(tensors: Sequence[Array], dim: int = 0) -> Array:
-    """Return the tensors concatenated along an axis; tensors of shape (0,) are ignored."""
+    """Return the tensors concatenated along an axis."""
+    # torch leaves tensors of shape (0,) out, whatever the shape of the others
     kept = [x for x in tensors if x.shape != (0,)] or list(tensors[:1])
     dtype = promote(*tensors)[0].dtype
     return jnp.concatenate([x.astype(dtype) for x in kept], axis=dim)
@@ -111,6 +114,7 @@ def fancy(self: Array, indices: Sequence[Array | None]) -> tuple[Any, ...]:
         if tensor is None:
             index.append(slice(None))
         elif tensor.dtype in (jnp.bool_, jnp.uint8):
+            # torch takes uint8 for a mask; its number of True entries is a shape, which JAX needs to know
             index.extend(jnp.asarray(places) for places in np.nonzero(np.asarray(lax.stop_gradient(tensor))))
         else:
             index.append(tensor)
@@ -131,6 +135,7 @@ def gather(self: Array, dim: int, index: Array, sparse_grad: bool = False) -> Ar
         return jnp.reshape(self.reshape(-1)[index.reshape(-1)], index.shape)
     if index.size == 0:
         return jnp.zeros(index.shape, self.dtype)
+    # take_along_axis wants equal lengths along the other axes
     cut = tuple(slice(None) if a == dim % self.ndim else slice(n) for a, n in enumerate(index.shape))
     return jnp.take_along_axis(self[cut], index, axis=dim)
 
@@ -170,6 +175,7 @@ def searchsorted(sorted_sequence: Array, self: Any, **options: Any) -> Array:
 def bincount(self: Array, weights: Array | None = None, minlength: int = 0) -> Array:
     """Return the count, or the sum of weights, of each integer."""
     length = max(minlength, int(np.asarray(lax.stop_gradient(self)).max(initial=-1)) + 1)
+    # torch adds weights up in float32 or float64, and has no derivative for them
     if weights is not None:
         weights = lax.stop_gradient(weights).astype(weights.dtype if weights.dtype == jnp.float32 else jnp.float64)
     counts = jnp.bincount(self, weights, length=length)
@@ -183,6 +189,7 @@ def histc(self: Array, bins: int = 100, min: Any = 0, max: Any = 0) -> Array:
     low, high = (jnp.asarray(v, x.dtype) for v in (min, max))
     if min == max:
         low, high = x.min(), x.max()
+        # torch widens an empty range by 1 on both sides
         low, high = jnp.where(low == high, low - 1, low), jnp.where(low == high, high + 1, high)
     place = jnp.clip(((x - low) / (high - low) * bins).astype(jnp.int64), 0, bins - 1)
     inside = (x >= low) & (x <= high)
@@ -304,6 +311,7 @@ def put(self: Array, index: Array, source: Array, accumulate: bool = False) -> A
 
 def _without_padding_gradient(weight: Array, padding_idx: int) -> Array:
     """Return the weight, its padding row detached."""
+    # aten has -1 for no padding row
     if padding_idx < 0:
         return weight
     padding = (np.arange(weight.shape[0]) == padding_idx)[:, None]
