@@ -16,7 +16,7 @@ MOST_SHOWN = 300
 _JUDGE = "elements fitted_weights gradient naming probe probe_faults reruns sizes steps weights"
 _OF_AUDITS = tuple(
     f"tests/auditing/test_{name}.py"
-    for name in ("command", "in_python", "losses", "ranks", "recorder", "scripts", "window_again")
+    for name in ("command", "in_python", "losses", "ranks", "recorder", "scripts", "recomputation")
 )
 TARGETS = {
     "core/comparison": ("tests/core", "tests/judge/test_weights.py"),
@@ -30,7 +30,7 @@ TARGETS = {
         for module in _JUDGE.split()
     },
     **{f"reference/{module}": ("tests/reference",) for module in ("large_batch", "rounding")},
-    **{f"auditing/{module}": _OF_AUDITS for module in ("judge", "sums", "weights", "window_again")},
+    **{f"auditing/{module}": _OF_AUDITS for module in ("judge", "sums", "weights", "recomputation")},
 }
 """The modules, each with the folders and files of tests that are to notice its mutants."""
 
