@@ -26,7 +26,7 @@ from gradcheck_suite.run.functions import ancestors
 from gradcheck_suite.strategies.plans import plans
 from studies import step_times
 from studies.ledger import Ledger
-from studies.report.reading import answer
+from studies.report.faster import answer
 from studies.step_times import median_seconds, time_paired_steps, timer
 from studies.workload import Size
 

@@ -31,6 +31,7 @@ from gradcheck_suite.cli.arguments import Parser
 from gradcheck_suite.core.records import append_record, read_records, write_text
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run import environment
+from studies.records import KINDS
 
 TABLE = Path(__file__).with_suffix(".toml")
 KIND = "public-script"
@@ -374,7 +375,7 @@ def judged(script: Script, folder: Path) -> dict[str, Any]:
 def page_table(reports: Path, table: Path = TABLE) -> Iterator[str]:
     """Yield the lines of the page's table, from the newest record of each run of the table, and what they come to."""
     keys = {script.key: script.k for script in scripts(table)}
-    newest = {record.data["key"]: record.data for record in read_records(reports, KIND)[0]}
+    newest = {record.data["key"]: record.data for record in read_records(reports, KINDS[KIND])[0]}
     rows = sorted((newest[key] for key in keys if key in newest), key=lambda row: (row["kind"], row["key"]))
     counts = Counter(row["outcome"] for row in rows)
     outcomes = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if counts[name])
@@ -424,6 +425,8 @@ def run(arguments: argparse.Namespace) -> int:
         outcomes.add(row["outcome"])
         if row["outcome"] != "not run":
             about = environment.environment(script.packages)
-            append_record(arguments.reports, KIND, row, environment=about, command="python -m studies scripts FOLDER")
+            append_record(
+                arguments.reports, KINDS[KIND], row, environment=about, command="python -m studies scripts FOLDER"
+            )
         print(f"{row['outcome']:<10} {script.key}  {row['note'] or row['violations']}", flush=True)
     return exit_status.status_of(violated=not outcomes <= {"right", "partial"}, findings=False)

@@ -131,6 +131,12 @@ PROGRAM = Program(
             JUDGED,
             passes_on=True,
         ),
+        "report": Command(
+            "build one page from the records: HTML, Markdown and JSON",
+            "gradcheck_suite.cli.report",
+            ("report", "report --compare OLD NEW"),
+            {HOLDS: "the page is written, or the runs are compared"},
+        ),
         "doctor": Command(
             "say what is installed and what can run here",
             "gradcheck_suite.cli.doctor",

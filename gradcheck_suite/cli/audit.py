@@ -27,7 +27,7 @@ from gradcheck_suite.cli.arguments import OutputOptions
 from gradcheck_suite.cli.loading import no_file
 from gradcheck_suite.core.counterexamples import places_source
 from gradcheck_suite.core.options import AuditOptions
-from gradcheck_suite.core.records import append_record, write_json, write_text
+from gradcheck_suite.core.records import KINDS, append_record, write_json, write_text
 from gradcheck_suite.core.results import Result, result_lines, results_to_json
 from gradcheck_suite.core.text import say
 from gradcheck_suite.errors import UsageError
@@ -207,7 +207,7 @@ def _finish(arguments: list[str], output: OutputOptions, result: Result, status:
     data = {**result.to_json(), "arguments": arguments, "violations": violations}
     if (json := output.json) is not None:
         exit_status.attempt(PROGRAM, lambda: write_json(json, results_to_json([result], about)))
-    exit_status.attempt(PROGRAM, lambda: append_record(output.reports, "audit", data, environment=about))
+    exit_status.attempt(PROGRAM, lambda: append_record(output.reports, KINDS["audit"], data, environment=about))
     if (html := output.html) is not None:
         exit_status.attempt(PROGRAM, lambda: _write_page(html, result, sources, lines, folder))
     if result.violations:

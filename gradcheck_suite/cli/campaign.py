@@ -17,6 +17,7 @@ from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli.arguments import Parser, parsed, to_argv
 from gradcheck_suite.cli.progress import Progress
 from gradcheck_suite.cli.shards import COULD_NOT_RUN, OUTPUT, Json, Shard, Shards, merge, run_locally, run_on_ray
+from gradcheck_suite.core import records
 from gradcheck_suite.core.options import BY_FRAMEWORK, VerifyOptions
 from gradcheck_suite.core.records import append_record, judge_digest, write_document
 from gradcheck_suite.core.results import json_number
@@ -152,14 +153,14 @@ class Found:
         lines: to print.
         status: exit status.
         copied: kinds of the shards' own records that are kept.
-        record: (kind, data) of a record of the campaign itself; None where the shards' own records say all.
+        record: kind and data of a record of the campaign itself; None where the shards' own records say all.
     """
 
     document: Json
     lines: list[str]
     status: int
     copied: tuple[str, ...] = ()
-    record: tuple[str, Json] | None = None
+    record: tuple[records.Kind, Json] | None = None
 
 
 def failed(campaign: Campaign, shards: Shards) -> tuple[int, str] | None:

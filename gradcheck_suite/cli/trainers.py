@@ -9,7 +9,7 @@ from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.loading import note_untested_trainers
 from gradcheck_suite.core.contract import is_jax
 from gradcheck_suite.core.options import VerifyOptions
-from gradcheck_suite.core.records import append_record, write_document
+from gradcheck_suite.core.records import KINDS, append_record, write_document
 from gradcheck_suite.core.text import aligned
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.loops.trainers import PACKAGES, TRAINERS, Trainer
@@ -74,7 +74,7 @@ def run(arguments: Namespace) -> int:
                     raise KeyboardInterrupt
                 answers.append(answer)
                 print(line(answer), flush=True)
-                append_record(arguments.reports, "trainer", answer.to_json(), environment=about)
+                append_record(arguments.reports, KINDS["trainer"], answer.to_json(), environment=about)
     finally:
         if answers:
             write_document(arguments.json, about, {"answers": [answer.to_json() for answer in answers]})

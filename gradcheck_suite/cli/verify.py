@@ -27,7 +27,14 @@ from gradcheck_suite.core.contract import (
 from gradcheck_suite.core.counterexamples import FOLDER as COUNTEREXAMPLES
 from gradcheck_suite.core.counterexamples import Counterexample, loop_source, store_counterexample
 from gradcheck_suite.core.options import VerifyOptions
-from gradcheck_suite.core.records import append_record, expect_writable_folder, judge_digest, write_json, write_text
+from gradcheck_suite.core.records import (
+    KINDS,
+    append_record,
+    expect_writable_folder,
+    judge_digest,
+    write_json,
+    write_text,
+)
 from gradcheck_suite.core.results import Result, Verdict, result_lines, results_to_json
 from gradcheck_suite.core.text import aligned, say
 from gradcheck_suite.errors import UsageError
@@ -157,7 +164,7 @@ def record(
         "stored": stored and stored.case.name,
         "unrepeatable": stored and stored.unrepeatable,
     }
-    append_record(reports, "verify", data, environment=environment)
+    append_record(reports, KINDS["verify"], data, environment=environment)
 
 
 FEW_CASES = 50

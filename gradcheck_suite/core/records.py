@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
@@ -170,29 +170,6 @@ JUDGING = (
 )
 """The packages and modules that decide a verdict and its name."""
 
-LOOPS = ("loops/laws.py", "loops/ranks.py", "loops/reset_modes.py")
-MEASURING = (
-    *LOOPS,
-    *(f"../studies/{name}.py" for name in ("compiled_steps", "ledger", "memory", "step_times", "workload")),
-)
-"""The modules that decide what is measured."""
-_SPEAKS_OF = {
-    "atlas": (*JUDGING, "../studies/atlas.py", "../studies/atlas_points.py"),
-    "audit": (*JUDGING, "auditing"),
-    "benchmark": MEASURING,
-    "calibration": (*JUDGING, "../studies/calibration.py", "../studies/tally.py"),
-    "claim": (*JUDGING, *MEASURING, "../studies/claims.py"),
-    "memory": MEASURING,
-    "public-script": (*JUDGING, "auditing", "../studies/public_scripts.py"),
-    "step": ("../studies/optimizer_steps.py", "../studies/optimizers.py"),
-    "traffic": (*MEASURING, "run/traffic.py"),
-    "trainer": (*JUDGING, "loops/trainers"),
-    "verify": (*JUDGING, *LOOPS),
-    "zero-or-none": ("../studies/zero_or_none.py", "../studies/zero_or_none_laws.py"),
-    "zoo": (*JUDGING, "../studies/zoo"),
-}
-"""Kind of record -> the packages whose change makes its figures old, where they are not those that judge alone."""
-
 
 @cache
 def judge_digest() -> str:
@@ -200,20 +177,14 @@ def judge_digest() -> str:
     return sources_digest(JUDGING)
 
 
-@cache
-def code_digest(kind: str) -> str:
-    """Return the digest of the code that records of a kind speak of."""
-    return sources_digest(_SPEAKS_OF.get(kind, JUDGING))
-
-
-def sources_digest(names: Iterable[str], package: Path = PACKAGE) -> str:
+def sources_digest(names: Iterable[str | Path], package: Path = PACKAGE) -> str:
     """Return a digest of the definitions and other statements of some modules and packages.
 
     Where a definition stands does not change the digest: neither its module nor its place there. Nor do comments,
     docstrings, annotations of arguments, imports and layout.
 
     Args:
-        names: paths in the package, such as `"judge"` or `"run/runner.py"`.
+        names: paths in the package, such as `"judge"` or `"run/runner.py"`, or absolute ones.
         package: the folder that has them.
     """
     found: set[str] = set()
@@ -256,22 +227,46 @@ def _says_nothing(node: ast.stmt) -> bool:
 
 SCHEMA = 1
 FOLDER = "records"
-KINDS = (
-    "verify",
-    "benchmark",
-    "memory",
-    "claim",
-    "zoo",
-    "calibration",
-    "bridge",
-    "trainer",
-    "audit",
-    "atlas",
-    "zero-or-none",
-    "step",
-    "traffic",
-    "public-script",
-)
+Data = Mapping[str, Any]
+"""The data of a record, or a part of them."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of record.
+
+    Attributes:
+        name: of the kind; its records are in `records/<name>.jsonl`.
+        code: the packages and modules whose change makes its figures old, as `sources_digest` takes them.
+        subject: the fields that name its subject, or a function of the data, of which the newest record counts; no
+            field: the last record counts; None: every record does.
+    """
+
+    name: str
+    code: tuple[str | Path, ...] = JUDGING
+    subject: tuple[str, ...] | Callable[[Data], Hashable] | None = None
+
+    @cache  # noqa: B019 - kinds live as long as the process
+    def digest(self) -> str:
+        """Return the digest of the code that its records speak of."""
+        return sources_digest(self.code)
+
+
+def run_of(data: Data) -> tuple[str, int]:
+    """Return an audited script with its arguments, and the number of its ranks."""
+    return " ".join([str(data["loop"]), *data.get("arguments", ())]), int(data.get("ranks") or 1)
+
+
+LOOPS = ("loops/laws.py", "loops/ranks.py", "loops/reset_modes.py")
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("verify", (*JUDGING, *LOOPS), ("loop", "dtype", "device", "optimizer", "problem")),
+        Kind("audit", (*JUDGING, "auditing"), run_of),
+        Kind("trainer", (*JUDGING, "loops/trainers"), ("trainer", "version", "question")),
+    )
+}
+"""The kinds of records that the commands make, by name."""
 
 
 @dataclass(frozen=True)
@@ -279,15 +274,15 @@ class Record:
     """One line of a records file.
 
     Attributes:
-        kind: one of `KINDS`; each kind has a file of its own, `records/<kind>.jsonl`.
+        kind: name of its kind.
         data: the result, JSON-ready; NaN and infinities are strings.
         environment: of the run, as `environment.environment()` returns it.
         command: the command that made the record.
         time: of writing, ISO 8601 in UTC.
         commit: of the repository in the working directory; empty where there is none.
         clean: whether that repository had no uncommitted change outside of the reports folder; None if unknown.
-        judge: digest of the code that the record speaks of, as `code_digest(kind)` returns it; empty where it is
-            unknown.
+        judge: digest of the code that the record speaks of, as `Kind.digest` returns it; empty where it is unknown.
+        older: of a record that was read, whether that code is another one today, or may be.
     """
 
     kind: str
@@ -298,6 +293,7 @@ class Record:
     commit: str = ""
     clean: bool | None = None
     judge: str = ""
+    older: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON-ready data."""
@@ -315,9 +311,7 @@ class Record:
 
 
 def records_path(reports: Path, kind: str) -> Path:
-    """Return where a kind's records are kept."""
-    if kind not in KINDS:
-        raise UsageError(f"record kind must be one of {', '.join(KINDS)}; got {kind!r}")
+    """Return where the records of a kind, by its name, are kept."""
     return reports / FOLDER / f"{kind}.jsonl"
 
 
@@ -337,8 +331,8 @@ def expect_schema(path: Path) -> None:
 
 def append_record(
     reports: Path | None,
-    kind: str,
-    data: Mapping[str, Any],
+    kind: Kind,
+    data: Data,
     *,
     environment: Mapping[str, Any],
     command: str | None = None,
@@ -347,7 +341,7 @@ def append_record(
 
     Args:
         reports: the folder of all records, or None.
-        kind: one of `KINDS`.
+        kind: of the record.
         data: the result, JSON-ready.
         environment: of the run.
         command: that made it; the command of this process if None.
@@ -357,45 +351,46 @@ def append_record(
     """
     if reports is None:
         return None
-    path = records_path(reports, kind)
+    path = records_path(reports, kind.name)
     expect_schema(path)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     record = Record(
-        kind,
+        kind.name,
         data,
         environment,
         this_command() if command is None else command,
         now,
         this_commit(),
         is_clean(reports),
-        code_digest(kind),
+        kind.digest(),
     )
     append_line(path, record.to_json())
     return path
 
 
-def read_records(reports: Path, kind: str) -> tuple[list[Record], list[str]]:
+def read_records(reports: Path, kind: Kind) -> tuple[list[Record], list[str]]:
     """Return a kind's records, oldest first, and what could not be read, one line each; nothing where there is no file.
 
     Raises:
         UsageError: the file cannot be opened.
     """
-    path = records_path(reports, kind)
+    path = records_path(reports, kind.name)
     records: list[Record] = []
     problems: list[str] = []
     for number, found in read_lines(path):
         where = f"{path.name}, line {number}"
         if found is None:
             problems.append(f"{where}: damaged; left out")
-        elif not isinstance(found, dict) or not isinstance(found.get("data"), dict) or found.get("kind") != kind:
-            problems.append(f"{where}: not a record of kind {kind!r}; left out")
+        elif not isinstance(found, dict) or not isinstance(found.get("data"), dict) or found.get("kind") != kind.name:
+            problems.append(f"{where}: not a record of kind {kind.name!r}; left out")
         elif found.get("schema") != SCHEMA:
             problems.append(f"{where}: schema {found.get('schema')!r}, expected {SCHEMA}: another version; left out")
         else:
             environment = found.get("environment")
             texts = {name: str(found.get(name, "")) for name in ("command", "time", "commit", "judge")}
             under = environment if isinstance(environment, dict) else {}
-            records.append(Record(kind, found["data"], under, clean=found.get("clean"), **texts))
+            older = texts["judge"] != kind.digest()
+            records.append(Record(kind.name, found["data"], under, clean=found.get("clean"), older=older, **texts))
     return records, problems
 
 

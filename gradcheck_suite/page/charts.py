@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -133,3 +134,40 @@ def shades(modes: Sequence[str]) -> dict[str, str]:
 def tooltip(**fields: str) -> list[Spec]:
     """Return the tooltip channel: title -> field."""
     return [{"field": field, "title": title.replace("_", " ")} for title, field in fields.items()]
+
+
+# One bar for each name.
+
+
+LINES = "split(datum.label, '\\n')"
+"""Vega's expression for a label in lines."""
+WRAP = 28
+"""Letters of a line."""
+ROW = 17
+"""Pixels of a row in a plot of many rows."""
+
+
+def wrapped(text: str) -> str:
+    """Return a name in lines that leave room for the plot on a narrow screen."""
+    return "\n".join(textwrap.wrap(text, WRAP, break_on_hyphens=False)) or text
+
+
+def row_height(names: Sequence[str], least: int) -> int:
+    """Return the pixels of a row that has room for the lines of every name."""
+    return max([least, *(13 * len(key.splitlines()) + 8 for key in names if "\n" in key)])
+
+
+def counts_plot(counts: Mapping[str, float], title: str) -> Spec:
+    """Return one bar for each name, the numbers at their ends."""
+    names = [wrapped(key) for key in counts]
+    rows = [{"name": key, "count": count} for key, count in zip(names, counts.values(), strict=True)]
+    axis = {"grid": False, "ticks": False, "domain": False, "labelExpr": LINES}
+    # beside the longest bar is room for its number
+    scale = {"domain": [0, 1.3 * max(counts.values(), default=1) or 1], "nice": False}
+    place = {"y": name("name", axis=axis), "x": number("count", title, axis=None, scale=scale)}
+    return layers(
+        rows,
+        layer("bar", {**place, "tooltip": tooltip(name="name", count="count")}, color=colour("c6"), height=ROW - 6),
+        layer("text", {**place, "text": {"field": "count", "format": ",~g"}}, align="left", dx=4),
+        height=row_height(names, ROW) * len(rows),
+    )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gradcheck_suite.core.records import Record, code_digest
+from gradcheck_suite.core.records import Record
 
 # Where figures come from: command, commit, date and machine, and whether the code has changed since.
 
@@ -40,7 +40,7 @@ def sources(records: Iterable[Record]) -> tuple[Source, ...]:
     """Return the runs behind some records, the newest first."""
     groups: dict[Source, list[Record]] = {}
     for record in records:
-        older, unclean = record.judge != code_digest(record.kind), record.clean is False
+        older, unclean = record.older, record.clean is False
         commit, where = record.commit[:9], machine_text(record.environment)
         run = Source(record.kind, record.command, commit, "", where, older=older, unclean=unclean)
         groups.setdefault(run, []).append(record)
@@ -65,9 +65,6 @@ def machine_text(environment: Mapping[str, Any]) -> str:
 
 
 Cell = str | int | float | None
-_TABS = ("Verification", "Cost", "Claims", "Zoo", "Trust", "Trainers", "Atlas", "Violations", "Environment")
-TABS = {name.lower(): name for name in _TABS}
-"""The pages of the report after the first one: key -> name. A page without a section is left out."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +104,7 @@ class Figure:
         alt: what it shows, for those who cannot see it.
         caption: under it.
         sources: of its numbers, where they are not those of its section or answer.
+        in_story: whether it stands in the Markdown, where it is a section's; that of an answer always does.
     """
 
     key: str
@@ -114,6 +112,7 @@ class Figure:
     alt: str
     caption: str = ""
     sources: tuple[Source, ...] = ()
+    in_story: bool = False
 
 
 @dataclass(frozen=True)
@@ -191,7 +190,7 @@ class Section:
     Attributes:
         key: its anchor; with the next two, filled in by whoever keeps the list of sections.
         title: its heading.
-        tab: the page that it stands on, a key of `TABS`.
+        tab: the page that it stands on, in lower case.
         text: paragraphs.
         matrices: after the text.
         figures: after the matrices.
@@ -270,10 +269,9 @@ class Report:
 
     @property
     def tabs(self) -> dict[str, str]:
-        """The pages that have something on them: key -> name."""
-        used = {section.tab for section in self.sections} | {"environment"}
-        used |= {"violations"} if self.violations else set()
-        return {key: name for key, name in TABS.items() if key in used}
+        """The pages after the first one, in the order of their sections: key -> name."""
+        last = ["violations"] * bool(self.violations) + ["environment"]
+        return {tab: tab.capitalize() for tab in (*(s.tab for s in self.sections if s.tab not in last), *last)}
 
 
 def shown(value: Cell) -> str:
@@ -291,12 +289,12 @@ def shown(value: Cell) -> str:
 
 def to_json(report: Report) -> dict[str, Any]:
     """Return the report as JSON-ready data, without the specifications of the plots."""
-    data = _without_specs(asdict(report))
+    data = _without_plots(asdict(report))
     environments = [dict(environment) for environment in report.environments]
     return {"schema": 2, **data, "environments": environments}
 
 
-def _without_specs(data: Any) -> Any:
+def _without_plots(data: Any) -> Any:
     if isinstance(data, dict):
-        return {key: _without_specs(value) for key, value in data.items() if key != "spec"}
-    return [_without_specs(value) for value in data] if isinstance(data, list | tuple) else data
+        return {key: _without_plots(value) for key, value in data.items() if key not in ("spec", "in_story")}
+    return [_without_plots(value) for value in data] if isinstance(data, list | tuple) else data

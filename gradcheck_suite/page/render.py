@@ -106,15 +106,10 @@ def _drawing(spec: Mapping[str, Any], alt: str, further: Mapping[str, Any], widt
 # The short story as Markdown, for a page on GitHub: answers, pictures, claims, violations, where it all comes from.
 
 
-PICTURES = ("coverage-splits", "zoo-totals", "detection-float64", "detection-bfloat16", "architectures",
-            "atlas-agreement")  # fmt: skip
-"""The plots of sections that stand in the story."""
-
-
 def pictures(report: Report) -> list[Figure]:
     """Return the figures that the Markdown includes."""
     shown = [figure for answer in report.answers for figure in answer.figures]
-    return shown + [figure for section in report.sections for figure in section.figures if figure.key in PICTURES]
+    return shown + [figure for section in report.sections for figure in section.figures if figure.in_story]
 
 
 def report_markdown(report: Report, place: Callable[[Figure], str]) -> str:
@@ -125,7 +120,7 @@ def report_markdown(report: Report, place: Callable[[Figure], str]) -> str:
         place: returns the path of a figure's picture, seen from the Markdown file.
     """
     template = _environment().get_template("report.md.j2")
-    return template.render(report=report, place=place, shown=PICTURES).rstrip() + "\n"
+    return template.render(report=report, place=place).rstrip() + "\n"
 
 
 def _code(content: str) -> str:

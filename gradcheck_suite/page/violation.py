@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from gradcheck_suite.core.case import Plan
 from gradcheck_suite.core.counterexamples import FOLDER
@@ -163,6 +164,7 @@ class ViolationPage:
         replay: the command that runs it again; empty where it is not stored.
         script: its stand-alone script; empty where there is none.
         machine: where it was found.
+        stored: where its case is, seen from the folder of the records; empty where it is not there.
     """
 
     key: str
@@ -181,6 +183,7 @@ class ViolationPage:
     replay: str = ""
     script: str = ""
     machine: str = ""
+    stored: str = ""
 
 
 def read_violation(path: Path, shown: Path | None = None) -> ViolationPage:
@@ -215,7 +218,7 @@ def stored_violations(reports: Path) -> tuple[tuple[ViolationPage, ...], tuple[s
     found, problems = [], []
     for path in sorted((reports / FOLDER).glob("*.json")):
         try:
-            found.append(read_violation(path))
+            found.append(replace(read_violation(path), stored=f"{FOLDER}/{quote(path.name)}"))
         except UsageError as error:
             problems.append(str(error))
     return tuple(found), tuple(problems)
@@ -241,6 +244,7 @@ def violation_page(
         replay: the command that runs it again.
         script: the text of its script.
         machine: where it was found.
+        stored: where its case is, seen from the folder of the records; empty where it is not there.
     """
     # the words that `verify` printed: describing a case anew would need the layers' definitions, torch and JAX
     _, *case, example = violation.described or ("", "")

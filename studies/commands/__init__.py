@@ -11,6 +11,7 @@ from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli.exit_status import DISAGREEMENT, HOLDS, JUDGED, VIOLATED
 from gradcheck_suite.core.records import append_record, write_document
 from gradcheck_suite.run import environment
+from studies.records import KINDS
 
 PROGRAM = Program(
     "python -m studies",
@@ -86,5 +87,5 @@ def prepare(arguments: Namespace) -> None:
 def record_rows(arguments: Namespace, kind: str, data: Mapping[str, Any]) -> None:
     """Record what a command found, and write it where `--json` says."""
     about = environment.environment()
-    append_record(arguments.reports, kind, data, environment=about)
+    append_record(arguments.reports, KINDS[kind], data, environment=about)
     write_document(arguments.json, about, data)

@@ -12,6 +12,7 @@ from gradcheck_suite.core.case import DTYPES
 from gradcheck_suite.core.records import append_record
 from gradcheck_suite.run import environment
 from studies.commands import prepare
+from studies.records import KINDS
 
 if TYPE_CHECKING:
     from studies.tally import Curve, Tally
@@ -65,6 +66,6 @@ def run(arguments: Namespace) -> int:
     if interrupted:
         print("interrupted, and not recorded: python -m studies campaign calibrate goes on where it was stopped")
     else:
-        append_record(arguments.reports, "calibration", data, environment=environment.environment())
+        append_record(arguments.reports, KINDS["calibration"], data, environment=environment.environment())
     findings = any(counts.findings for counts in tallies.values())
     return exit_status.status_of(violated=bool(tally.false_alarms(data)), findings=findings, interrupted=interrupted)

@@ -12,6 +12,7 @@ from gradcheck_suite.cli.campaign import Campaign, Found, Kind, blocks, line, re
 from gradcheck_suite.cli.shards import Shard, Shards
 from studies.commands import PROGRAM
 from studies.commands.zoo import chosen
+from studies.records import KINDS as RECORDS
 
 CHECKS = 1000
 """Checks of a shard of `calibrate`, in all its dtypes."""
@@ -67,7 +68,7 @@ def _found_by_zoo(campaign: Campaign, shards: Shards) -> Found:
     ]
     lines += [f"sound loop {line(result)}" for result in results]
     failing = any(shards.status(n) == exit_status.VIOLATED for n in numbers)
-    whole = ("zoo", data) if not campaign.asked.bugs else None
+    whole = (RECORDS["zoo"], data) if not campaign.asked.bugs else None
     return Found(data, lines, status_of(results, violated=failing), record=whole)
 
 
@@ -87,7 +88,7 @@ def _found_by_calibrate(campaign: Campaign, shards: Shards) -> Found:
     total = calibration.record(settings, tallies, curves)
     findings = any(found.findings for found in tallies.values())
     status = exit_status.status_of(violated=bool(tally.false_alarms(total)), findings=findings)
-    return Found(total, tally.lines(total), status, record=("calibration", total))
+    return Found(total, tally.lines(total), status, record=(RECORDS["calibration"], total))
 
 
 KINDS = {

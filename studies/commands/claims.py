@@ -10,6 +10,7 @@ from gradcheck_suite.core.records import append_record
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run import environment
 from studies.commands import prepare
+from studies.records import KINDS
 
 
 def add_arguments(parser: parsers.Parser) -> None:
@@ -43,10 +44,10 @@ def run(arguments: Namespace) -> int:
             "figures": dict(finding.figures),
             "counterexample": finding.counterexample,
         }
-        append_record(arguments.reports, "claim", data, environment=about)
+        append_record(arguments.reports, KINDS["claim"], data, environment=about)
         for row in finding.rows:
             made_on = {**about, "device": device_info(str(row["device"]))}
-            append_record(arguments.reports, "benchmark", row, environment=made_on)
+            append_record(arguments.reports, KINDS["benchmark"], row, environment=made_on)
     unexpected = False
     for printed in PRINTED if not arguments.claims else ():
         result = verify_printed(printed, examples=arguments.examples)
@@ -54,5 +55,5 @@ def run(arguments: Namespace) -> int:
         said = f"without assumptions: {data['bare']}; under what it relies on: {data['within']}"
         print(f"loop {printed.number}  {said}", flush=True)
         unexpected |= not result.as_expected
-        append_record(arguments.reports, "claim", data, environment=about)
+        append_record(arguments.reports, KINDS["claim"], data, environment=about)
     return exit_status.VIOLATED if unexpected else exit_status.HOLDS

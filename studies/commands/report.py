@@ -1,79 +1,16 @@
-"""Build the report from the records: one HTML page that opens offline, the short story as Markdown, and JSON."""
+"""Build the report of all studies from the records: one HTML page, the short story as Markdown, and JSON."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from gradcheck_suite.cli import arguments as parsers
-from gradcheck_suite.cli import exit_status
-from gradcheck_suite.core.records import FOLDER, expect_writable_folder, write_json, write_text
-from gradcheck_suite.errors import UsageError
+from gradcheck_suite.cli.report import add_arguments, run_report
 
-PICTURES = "pictures"
-
-
-def add_arguments(parser: parsers.Parser) -> None:
-    """Add the command's arguments."""
-    parsers.add_reports(parser, "where the records are and the report goes", Path("reports"))
-    parser.add_argument(
-        "--compare",
-        nargs=2,
-        type=Path,
-        metavar=("OLD", "NEW"),
-        help="print what changed between the records of two folders, and write nothing",
-    )
+__all__ = ["add_arguments", "run"]
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write `report.html`, `report.md` with its pictures and `report.json` beside the records, or compare records."""
-    if arguments.compare is not None:
-        return _compare(*arguments.compare)
-    from gradcheck_suite.page import render
+    from studies.report.build import CONTENTS
 
-    render.expect_installed("the report")
-    reports: Path = arguments.reports
-    _expect_records(reports, "--reports")
-    expect_writable_folder(reports, f"--reports {reports}")
-    from gradcheck_suite.page.content import to_json
-    from studies.report.build import build
-
-    report = build(reports)
-    drawn = {figure.key: render.svg(figure.spec, figure.alt) for figure in render.pictures(report)}
-    write_text(reports / "report.html", render.report_html(report))
-    write_text(reports / "report.md", render.report_markdown(report, lambda figure: f"{PICTURES}/{figure.key}.svg"))
-    write_json(reports / "report.json", to_json(report))
-    (reports / PICTURES).mkdir(exist_ok=True)
-    for path in (reports / PICTURES).glob("*.svg"):
-        if path.stem not in drawn:
-            path.unlink()
-    for key, svg in drawn.items():
-        write_text(reports / PICTURES / f"{key}.svg", svg)
-    for name in ("report.html", "report.md", "report.json"):
-        print(f"{reports / name}  {(reports / name).stat().st_size / 1024:.0f} KiB")
-    print(f"{reports / PICTURES}  {len(drawn)} pictures")
-    for problem in report.problems:
-        print(f"left out: {problem}")
-    return exit_status.HOLDS
-
-
-def _compare(old: Path, new: Path) -> int:
-    from studies.report.compare import facts, lines
-    from studies.report.reading import made_from, read_all
-
-    for folder in (old, new):
-        _expect_records(folder, "--compare")
-    (before, old_records), (after, new_records) = (made_from(read_all(folder), facts) for folder in (old, new))
-    print("\n".join(lines(before, after)))
-    for folder, records in ((old, old_records), (new, new_records)):
-        for problem in records.problems:
-            print(f"left out: {folder}: {problem}")
-    return exit_status.HOLDS
-
-
-def _expect_records(folder: Path, option: str) -> None:
-    if not (folder / FOLDER).is_dir():
-        raise UsageError(
-            f"{option} {folder}: there are no records in {folder / FOLDER}; "
-            "`gradcheck-suite verify`, `zoo`, `calibrate` and `claims` make them"
-        )
+    return run_report(arguments, CONTENTS)

@@ -13,6 +13,7 @@ from gradcheck_suite.core.records import append_record, write_document
 from gradcheck_suite.core.results import Result, json_number
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run import environment
+from studies.records import KINDS
 
 if TYPE_CHECKING:
     from studies.zoo.bug import Bug
@@ -74,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     data = _data(arguments, rows, sound)
     write_document(arguments.json, about, data)
     if not interrupted and not arguments.bugs:
-        append_record(arguments.reports, "zoo", data, environment=about)
+        append_record(arguments.reports, KINDS["zoo"], data, environment=about)
     violated = not (all(row.passed for row in rows) and not any(result.violation for result in sound))
     findings = any(result.findings for result in sound)
     return exit_status.status_of(violated=violated, findings=findings, interrupted=interrupted)

@@ -1,38 +1,26 @@
-"""The report put together: its answers first, then its sections."""
+"""What the report of the studies is made of: the four answers of its first screen, and its sections."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-from gradcheck_suite.core.records import Record
-from gradcheck_suite.core.results import result_from_json
+from gradcheck_suite.core.records import Data, Record
 from gradcheck_suite.loops.jax_modes import JAX_MODES
-from gradcheck_suite.loops.ranks import RANK_LOOPS
-from gradcheck_suite.loops.reset_modes import BUILT_IN, MODES
-from gradcheck_suite.loops.trainers import TRAINERS
-from gradcheck_suite.page.content import Answer, Figure, Report, Section, machine_text, sources
-from gradcheck_suite.page.violation import ViolationPage, stored_violations, violation_page
-from studies.report import charts, costs, evidence, reading, verdicts
-from studies.report.reading import (
-    Data,
-    Part,
-    Records,
-    by_device,
-    current,
-    device_name,
-    run_of,
-    step_times,
-)
-from studies.report.verdicts import outcome
+from gradcheck_suite.loops.reset_modes import MODES
+from gradcheck_suite.page import verdicts
+from gradcheck_suite.page.content import Answer, Figure, sources
+from gradcheck_suite.page.reading import Part, Records, by_device, current, device_name
+from gradcheck_suite.page.report import Contents
+from studies.records import KINDS
+from studies.report import charts, costs, evidence, subjects
+from studies.report.faster import step_times
 
 PARTS: tuple[Part, ...] = (
-    verdicts.VERIFICATION, verdicts.AUDITS, verdicts.PUBLIC_SCRIPTS, costs.DECISION, costs.MEMORY,
+    verdicts.VERIFICATION, verdicts.AUDITS, subjects.PUBLIC_SCRIPTS, costs.DECISION, costs.MEMORY,
     costs.COSTS, costs.COMPILED, costs.TRAFFIC,
-    evidence.CLAIMED, evidence.ZOO, evidence.CALIBRATION, verdicts.BRIDGE, verdicts.REAL_TRAINERS, verdicts.FINDINGS,
+    evidence.CLAIMED, evidence.ZOO, evidence.CALIBRATION, subjects.BRIDGE, verdicts.REAL_TRAINERS, subjects.FINDINGS,
     evidence.ATLAS, evidence.ZERO_OR_NONE, evidence.OPTIMIZER_STEPS,
 )  # fmt: skip
 """The sections of the report, in order; where all figures come from is the last one."""
@@ -47,93 +35,8 @@ HEIGHT = 112
 
 
 def answers(records: Records) -> tuple[Answer, ...]:
-    """Return the answers of the first screen.
-
-    Of a project with loops or scripts of its own these come first, then what else its records answer; otherwise there
-    are the four main questions.
-    """
-    if not own(records):
-        return _holds(records), _differs(records), _costs(records), _true(records)
-    modes = any(record.data.get("loop") in MODES for record in records.of("verify"))
-    asked = {
-        _holds: modes,
-        _differs: records.of("zero-or-none") or records.of("claim"),
-        _costs: records.of("benchmark") or records.of("memory"),
-        _true: records.of("claim"),
-    }
-    return _own(records), *(answer(records) for answer, found in asked.items() if found)
-
-
-MOST_RUNS = 6
-"""Commits whose verdicts on own loops and scripts are shown."""
-MOST_NAMED = 3
-"""Violated loops and scripts that the answer names."""
-
-
-def own(records: Records) -> list[Record]:
-    """Return the records of loops and scripts of a user's project, oldest first; none in this suite's own folder.
-
-    This suite's folder has records of its known bugs and of its calibration, which are no user's.
-    """
-    if records.of("zoo") or records.of("calibration"):
-        return []
-    built_in = {*BUILT_IN, *JAX_MODES, *RANK_LOOPS, *TRAINERS}
-    mine = [record for record in records.of("verify") if record.data.get("loop") not in built_in]
-    return sorted([*mine, *records.of("audit")], key=lambda record: record.time)
-
-
-def _own(records: Records) -> Answer:
-    """Return the verdicts on the loops and scripts of a project, by commit, the worst first, and what changed."""
-    found: dict[str, dict[str, Data]] = {}
-    runs: dict[str, str] = {}
-    for record in own(records):
-        commit = record.commit[:7] or "no commit"
-        runs.pop(commit, None)
-        runs[commit] = f"{commit}, {record.time[:10]}"
-        row, name = found.setdefault(run_of(record.data)[0], {}), commit
-        row.pop(name, None)
-        row[name] = record.data
-    last = {name: list(row.values())[-1] for name, row in found.items()}
-    order = sorted(found, key=lambda name: (_RANKED.index(str(last[name]["verdict"])), name))
-    violated = [name for name in order if last[name]["verdict"] == "violated"]
-    holding = sum(data["verdict"] == "holds" for data in last.values())
-    what, verb = ("loop or script", "holds") if len(found) == 1 else ("loops and scripts", "hold")
-    if violated:
-        named = [f"{name} ({_diagnosis(last[name])})" for name in violated[:MOST_NAMED]]
-        rest = [f"{len(violated) - MOST_NAMED} more"] if violated[MOST_NAMED:] else []
-        brief = f"No: {len(violated)} of {len(found)} {what} violated: {', '.join([*named, *rest])}"
-    else:
-        brief = f"{'Yes' if holding == len(found) else 'Not known'}: {holding} of {len(found)} {what} {verb}"
-    turned = [
-        f"{name} turned from {outcome(before)} to {outcome(after)}"
-        for name in order
-        if len(found[name]) > 1
-        for before, after in [list(found[name].values())[-2:]]
-        if outcome(before) != outcome(after)
-    ]
-    since = f" Since the run before: {'; '.join(turned)}." if turned else ""
-    # the newest first: a telephone shows the first columns
-    columns = dict(reversed(list(runs.items())[-MOST_RUNS:]))
-    return Answer(
-        "own",
-        "Do your loops and scripts hold?",
-        brief,
-        f"{brief}.{since}",
-        "violations" if violated else "verification",
-        matrix=reading.matrix_of(
-            "The verdict at each commit, the newest first", "loop or script", columns,
-            {name: found[name] for name in order}, verdicts.own_cell,
-        ),
-        sources=sources(own(records)),
-    )  # fmt: skip
-
-
-_RANKED = ("violated", "unjudged", "holds")
-
-
-def _diagnosis(data: Data) -> str:
-    violation = result_from_json(data).violation
-    return violation.diagnosis if violation else "violated"
+    """Return the answers of the first screen."""
+    return _holds(records), _differs(records), _costs(records), _true(records)
 
 
 def _holds(records: Records) -> Answer:
@@ -319,49 +222,18 @@ def _true(records: Records) -> Answer:
     )
 
 
-# Build the report from the records: the first screen's answers, the sections in order, the stored violations.
+def _prepared(records: Records) -> Records:
+    return evidence.with_steps(records, costs.timed_steps(records.of("benchmark")))
 
 
 TITLE = "gradcheck-suite: what resetting gradients does, and what it costs"
 SUBTITLE = "zero_ writes zeros to p.grad; None releases it: p.grad = None"
-
-
-def build(reports: Path) -> Report:
-    """Build the report from the records under a folder; a record that cannot be read is left out and named."""
-    (answered, sections), records = reading.made_from(reading.read_all(reports), _parts)
-    violations, unread = stored_violations(reports)
-    mine = bool(own(records))
-    project = reports.resolve().parent.name
-    return Report(
-        title=f"{project}: {answered[0].brief}" if mine else TITLE,
-        name=project if mine else "gradcheck-suite",
-        subtitle="verdicts of gradcheck-suite" if mine else SUBTITLE,
-        made=datetime.now(UTC).isoformat(timespec="minutes"),
-        answers=answered,
-        sections=sections,
-        environments=_made_on(records),
-        problems=(*records.problems, *unread),
-        violations=(*_live_violations(records), *violations),
-    )
-
-
-def _live_violations(records: Records) -> Iterable[ViolationPage]:
-    """Yield the violations of the newest audit of each script, where a project of a user's has them."""
-    for number, record in enumerate(records.newest("audit") if own(records) else ()):
-        for i, violation in enumerate(result_from_json(record.data).violations):
-            script, where = run_of(record.data)[0], machine_text(record.environment)
-            name = f"audit-{number}-{i}"
-            yield violation_page(violation, loop=script, name=name, machine=where)
-
-
-def _parts(records: Records) -> tuple[tuple[Answer, ...], tuple[Section, ...]]:
-    records = evidence.with_steps(records, costs.timed_steps(records.of("benchmark")))
-    answered = answers(records)
-    # a user's project has no section on what it never asked
-    sections = tuple(s for part in PARTS if (s := part.section(records)) and not (s.missing and own(records)))
-    last = verdicts.provenance(records, answered, sections, _made_on(records))
-    return answered, (*sections, *([last] if last else []))
-
-
-def _made_on(records: Records) -> tuple[reading.Pairs, ...]:
-    return reading.environments(record for kind in records.by_kind.values() for record in kind)
+CONTENTS = Contents(
+    KINDS,
+    PARTS,
+    answers,
+    lambda *_: (TITLE, "gradcheck-suite", SUBTITLE),
+    prepared=_prepared,
+    beside=subjects.written_down,
+)
+"""What the report of the studies is made of."""

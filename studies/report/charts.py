@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradcheck_suite.page.charts import Rows, Spec, colour, colours, layer, layers, name, number, shades, sized, tooltip
+from gradcheck_suite.page.charts import (
+    LINES,
+    ROW,
+    Rows,
+    Spec,
+    colour,
+    colours,
+    layer,
+    layers,
+    name,
+    number,
+    row_height,
+    shades,
+    sized,
+    tooltip,
+    wrapped,
+)
 
 # Plots of time and memory.
 
@@ -205,31 +220,9 @@ def kept_gradient_plot(height: int = 120) -> Spec:
 # Plots of what the suite is judged by: coverage, claims, known bugs, detection, architectures.
 
 
-LINES = "split(datum.label, '\\n')"
-"""Vega's expression for a label in lines."""
-WRAP = 28
-"""Letters of a line."""
-ROW = 17
-"""Pixels of a row in a plot of many rows."""
 COLUMN, LABELS = 28, 300
 """Pixels of a column of the scoreboard, at least, and of the names beside the columns."""
 FOUND = {"found": "good-soft", "missed": "bad-soft"}
-
-
-def counts_plot(counts: Mapping[str, float], title: str) -> Spec:
-    """Return one bar for each name, the numbers at their ends."""
-    names = [_wrapped(key) for key in counts]
-    rows = [{"name": key, "count": count} for key, count in zip(names, counts.values(), strict=True)]
-    axis = {"grid": False, "ticks": False, "domain": False, "labelExpr": LINES}
-    # beside the longest bar is room for its number
-    scale = {"domain": [0, 1.3 * max(counts.values(), default=1) or 1], "nice": False}
-    place = {"y": name("name", axis=axis), "x": number("count", title, axis=None, scale=scale)}
-    return layers(
-        rows,
-        layer("bar", {**place, "tooltip": tooltip(name="name", count="count")}, color=colour("c6"), height=ROW - 6),
-        layer("text", {**place, "text": {"field": "count", "format": ",~g"}}, align="left", dx=4),
-        height=_row(names, ROW) * len(rows),
-    )
 
 
 def bars_plot(rows: Rows) -> Spec:
@@ -237,7 +230,7 @@ def bars_plot(rows: Rows) -> Spec:
 
     Where there are several names, they are reset modes and have their colours.
     """
-    rows = [{**row, "group": _wrapped(str(row["group"]))} for row in rows]
+    rows = [{**row, "group": wrapped(str(row["group"]))} for row in rows]
     groups = list(dict.fromkeys(str(row["group"]) for row in rows))
     names = list(dict.fromkeys(str(row["name"]) for row in rows))
     axis = {"ticks": False, "domain": False, "labelLimit": 300, "grid": False, "labelExpr": LINES}
@@ -254,18 +247,8 @@ def bars_plot(rows: Rows) -> Spec:
         rows,
         layer("bar", {**place, **shade, "tooltip": told}, **({} if shade else {"color": colour("c6")})),
         layer("text", {**place, "text": {"field": "text"}}, align="left", dx=4, fontSize=10),
-        height=_row(groups, 13 * max(2, len(names))) * len(groups),
+        height=row_height(groups, 13 * max(2, len(names))) * len(groups),
     )
-
-
-def _wrapped(text: str) -> str:
-    """Return a name in lines that leave room for the plot on a narrow screen."""
-    return "\n".join(textwrap.wrap(text, WRAP, break_on_hyphens=False)) or text
-
-
-def _row(names: Sequence[str], least: int) -> int:
-    """Return the pixels of a row that has room for the lines of every name."""
-    return max([least, *(13 * len(key.splitlines()) + 8 for key in names if "\n" in key)])
 
 
 def scoreboard_plot(rows: Rows, methods: Sequence[str]) -> Spec:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from gradcheck_suite.core.records import Record
+from gradcheck_suite.core.records import Data, Record
 from gradcheck_suite.core.text import counted
 from gradcheck_suite.loops.jax_modes import JAX_MODES
 from gradcheck_suite.loops.laws import bytes_saved_by_releasing
 from gradcheck_suite.loops.reset_modes import BENCHMARKED
 from gradcheck_suite.page.content import Cell, Figure, Matrix, Section, Table, sources, table
-from studies.report import charts, reading
-from studies.report.reading import Data, Facts, Part, Tone, by_device, current, device_name, latest
+from gradcheck_suite.page.reading import Facts, Part, Tone, by_device, current, device_name, latest, matrix_of
+from studies.report import charts, faster
 
 BENCHMARKS = "pytest studies/properties/benchmarks"
 INTO = "--bench-records reports"
@@ -46,7 +46,7 @@ def _decision(measured: list[Record]) -> Section | None:
         text=(
             "Steps under the two modes alternate: forward and backward of each micro-batch, a step of AdamW, the "
             "reset. Every step starts with flushed caches. A measurement that other load disturbed is repeated.",
-            *(reading.summary(of_device, device_name(device)) for device, of_device in devices.items()),
+            *(faster.summary(of_device, device_name(device)) for device, of_device in devices.items()),
             "In every row, a release saves the memory of all gradients between steps. It lowers the peak only where "
             "the peak occurs before a backward has made all gradients again. Pages mapped per step show a cost on a "
             "CPU: the next backward maps anew the memory that a release gave back to the system.",
@@ -62,8 +62,8 @@ def _decision(measured: list[Record]) -> Section | None:
 
 def timed_steps(records: Iterable[Record]) -> list[Data]:
     """Return the times of steps of each setting, from the benchmark records of all runs on one machine."""
-    rows = reading.pooled([record.data for record in current(records, ["step"])])
-    return sorted(rows, key=lambda d: tuple(d[name] for name in reading.SETTING))
+    rows = faster.pooled([record.data for record in current(records, ["step"])])
+    return sorted(rows, key=lambda d: tuple(d[name] for name in faster.SETTING))
 
 
 def ratio_figures(rows: Sequence[Data], height: int = 240) -> tuple[Figure, ...]:
@@ -102,7 +102,7 @@ def _ratio(row: Data) -> dict[str, Any]:
 
 
 def _saved(rows: Sequence[Data], device: str, bandwidth: float | None) -> Table:
-    found = reading.step_times(rows)
+    found = faster.step_times(rows)
     return table(
         f"A whole step on the {device_name(device)}, float32: what set_to_none saves",
         [
@@ -111,7 +111,7 @@ def _saved(rows: Sequence[Data], device: str, bandwidth: float | None) -> Table:
                 "step under zero_, ms": 1000 * float(row["zero"]),
                 "predicted, ms": bandwidth and 1000 * bytes_saved_by_releasing(row["bytes_between"]) / bandwidth,
                 "saved, ms": 1000 * float(row["saved"]), "saved, %": 100 * float(row["saved"]) / float(row["zero"]),
-                "faster in pairs": f"{row['faster']} of {row['pairs']}", "faster": reading.MODES[better],
+                "faster in pairs": f"{row['faster']} of {row['pairs']}", "faster": faster.MODES[better],
                 "saved between steps, MiB": float(row["bytes_between"]) / MIB,
                 **{
                     f"pages mapped, {mode}": None if count is None else round(count)
@@ -667,7 +667,7 @@ def _traffic_matrix(datas: Sequence[Data]) -> Matrix:
             return "none", ("not counted",)
         return "good" if all(map(as_predicted, windows)) else "bad", tuple(said)
 
-    return reading.matrix_of(
+    return matrix_of(
         "Collectives and bytes of a window, on every reset mode of the wrapper; green: exactly as predicted",
         "wrapper",
         {(n, k): f"{n} ranks, K = {k}" for n, k in sorted({place for row in cells.values() for place in row})},

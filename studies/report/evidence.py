@@ -8,13 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gradcheck_suite.core.records import Record
+from gradcheck_suite.core.records import Data, Record
 from gradcheck_suite.core.text import counted
+from gradcheck_suite.page.charts import counts_plot
 from gradcheck_suite.page.content import Cell, Claim, Figure, Section, Table, sources, table
+from gradcheck_suite.page.reading import Facts, Part, Records, latest
 from studies import tally
 from studies.claims import ANSWERS, CLAIMS
-from studies.report.charts import bars_plot, counts_plot, detection_plot, scoreboard_plot
-from studies.report.reading import Data, Facts, Part, Records, answer, latest
+from studies.report.charts import bars_plot, detection_plot, scoreboard_plot
+from studies.report.faster import answer
 from studies.tally import OURS as SUITE
 from studies.tally import RIVALS, Curve, curve_from_json, exponents, share_found, spread_from_json
 
@@ -158,7 +160,7 @@ def _value(value: object) -> str:
 CLAIMED = Part(
     "claims", "claims", "The claims", "claim", _claims,
     lambda d: {f"claim {d['number']}": str(d["verdict"])} if "number" in d else {},
-    "The claims have not been tested yet: run `gradcheck-suite claims`.",
+    "The claims have not been tested yet: run `python -m studies claims`.",
 )  # fmt: skip
 
 
@@ -264,6 +266,7 @@ def _zoo_figures(bugs: Sequence[Data], totals: Mapping[str, int]) -> tuple[Figur
         Figure(
             "zoo-totals", counts_plot(totals, "bugs found"), f"Bugs found, of {len(bugs)}: {said}",
             f"Bugs found, of {len(bugs)}, by the suite, by the tolerance rules of others and by fixed tests.",
+            in_story=True,
         ),
         Figure(
             "zoo-scoreboard", scoreboard_plot(rows, list(totals)),
@@ -283,7 +286,7 @@ def _zoo_facts(data: Data) -> Facts:
 
 ZOO = Part(
     "zoo", "zoo", "The zoo of known bugs", "zoo", _zoo, _zoo_facts,
-    "The zoo has not been run yet: run `gradcheck-suite zoo`.",
+    "The zoo has not been run yet: run `python -m studies zoo`.",
 )  # fmt: skip
 
 
@@ -424,6 +427,7 @@ def _detection_figure(dtype: str, curve: Curve, alarms: Mapping[str, int | None]
         f"Share of cases in which an error of a size is found against the size, one line per rule, {dtype}",
         f"{dtype}: how often a gradient that is wrong by the factor 1 + s or 1 - s is found, in "
         f"{sum(rules[SUITE].values())} cases. * also blames right loops.",
+        in_story=dtype in ("float64", "bfloat16"),
     )
 
 
@@ -434,7 +438,7 @@ def _calibration_facts(data: Data) -> Facts:
 
 CALIBRATION = Part(
     "calibration", "trust", "How far the verdicts can be trusted", "calibration", _calibration, _calibration_facts,
-    "The bounds have not been calibrated yet: run `gradcheck-suite calibrate`.",
+    "The bounds have not been calibrated yet: run `python -m studies calibrate`.",
 )  # fmt: skip
 
 
@@ -459,6 +463,7 @@ def _atlas(newest: list[Record]) -> Section:
                 counts_plot(counts, "points"),
                 "; ".join(f"{name}: {count:,}" for name, count in counts.items()),
                 f"Derivatives at kinks, ties and limits: {points:,} points in {dtypes}.",
+                in_story=True,
             ),
         ),
         tables=(

@@ -27,7 +27,8 @@ from typing import Any
 
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.shards import COULD_NOT_RUN, Shards
-from gradcheck_suite.core.records import KINDS, is_clean, read_lines, records_path, write_text
+from gradcheck_suite.core.records import is_clean, read_lines, records_path, write_text
+from studies.records import KINDS
 
 REPORTS = Path("reports")
 FOLDER = "campaign"

@@ -23,6 +23,7 @@ from studies.public_scripts import (
     page_table,
     scripts,
 )
+from studies.records import KINDS
 from tests.docs.pages import ROOT
 
 TRAIN = """
@@ -144,7 +145,7 @@ def test_the_page_has_the_newest_record_of_each_run_of_the_table(tmp_path, capsy
     row = {"repository": "a/b", "file": "t.py", "commit": "0" * 40, "kind": "k", "framework": "f", "truth": "holds"}
     row |= {"names": [], "violations": [], "steps": 3, "parameters": 7000, "seconds": [1.04, 2.0], "verdict": "holds"}
     for key, found in (("a/b t.py --x", "wrong"), ("a/b t.py --x", "right"), ("a/b gone.py", "harmed")):
-        append_record(tmp_path, KIND, {**row, "key": key, "outcome": found}, environment={})
+        append_record(tmp_path, KINDS[KIND], {**row, "key": key, "outcome": found}, environment={})
     page = tmp_path / "page.md"
     page.write_text(f"# Head\n\n{MARK}what was there\n")
     assert main(["scripts", "--page", str(page), "--reports", str(tmp_path), "--table", str(table)], PROGRAM) == 0

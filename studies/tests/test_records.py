@@ -7,14 +7,17 @@ import re
 import shutil
 import subprocess
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
 from gradcheck_suite.cli.shards import Shards
-from gradcheck_suite.core.records import KINDS, append_record, read_lines, records_path
+from gradcheck_suite.core.records import append_record, read_lines, records_path
 from gradcheck_suite.page.content import Source
-from studies.report.build import build
+from studies.records import KINDS
 from studies.tests import make_records as records
+from studies.tests.report.made_up import build
+from tests.core.test_records import grown_older
 from tests.docs.pages import PAGES, ROOT
 
 FIGURE = re.compile(r"(?<![\w.])\d[\d,.]*(?: ?%|[ ](?:ms|s|KiB|MiB|GiB|seconds?|minutes?|hours?|times)\b)")
@@ -90,7 +93,7 @@ def test_every_part_of_the_report_says_which_commands_made_it(tmp_path):
     assert unsourced(ROOT / "reports") == []
     reached = {"layers": {}, "losses": {}, "splits": {}}
     data = {"loop": "zero_", "verdict": "holds", "judged": 1, "dtype": "float64", "device": "cpu", "reached": reached}
-    append_record(tmp_path, "verify", data, environment={}, command="")
+    append_record(tmp_path, KINDS["verify"], data, environment={}, command="")
     assert {"holds", "verified"} <= set(unsourced(tmp_path))
 
 
@@ -144,9 +147,10 @@ MAKE = """
 import sys
 from pathlib import Path
 from gradcheck_suite.core.records import append_record
+from studies.records import KINDS
 name, _, reports = sys.argv[1:]
 Path("log").open("a").write(name)
-append_record(Path(reports), "atlas" if name == "c" else "step", {"made": name}, environment={})
+append_record(Path(reports), KINDS["atlas" if name == "c" else "step"], {"made": name}, environment={})
 sys.exit(2 if name == "b" and not Path("mended").exists() else 1 if name == "c" else 0)
 """
 
@@ -158,9 +162,9 @@ def test_an_interrupted_run_goes_on_and_its_records_take_the_place_of_the_old_on
     parts = [records.Part("step", f"python make.py {name} --reports {{reports}}") for name in "abc"]
     shards = Shards(records.REPORTS / "campaign" / "records")
     for made, device in (("old", "cpu"), ("on a GPU", "cuda")):
-        append_record(records.REPORTS, "step", {"made": made, "device": device}, environment={})
+        append_record(records.REPORTS, KINDS["step"], {"made": made, "device": device}, environment={})
     for kind in ("claim", "atlas"):
-        append_record(records.REPORTS, kind, {"made": "old"}, environment={})
+        append_record(records.REPORTS, KINDS[kind], {"made": "old"}, environment={})
 
     (failure,) = records.make(parts, shards)
     assert "[2/3] python make.py b --reports reports: status 2" in failure
@@ -188,3 +192,21 @@ def test_records_are_made_of_a_commit_alone(tmp_path, monkeypatch):
     (tmp_path / "changed.py").touch()
     with pytest.raises(SystemExit, match=r"commit or stash first:\n\?\? changed.py"):
         records.main(["--only", "step"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "older"),
+    [
+        (ROOT / "gradcheck_suite" / "auditing" / "context.py", {"audit", "public-script"}),
+        (ROOT / "studies" / "claims.py", {"claim"}),
+        (ROOT / "studies" / "zoo" / "bug.py", {"zoo"}),
+        (ROOT / "gradcheck_suite" / "loops" / "reset_modes.py", {"benchmark", "claim", "memory", "traffic", "verify"}),
+        (
+            ROOT / "gradcheck_suite" / "core" / "comparison.py",
+            {"atlas", "audit", "bridge", "calibration", "claim", "public-script", "trainer", "verify", "zoo"},
+        ),
+    ],
+    ids=lambda value: value.name if isinstance(value, Path) else "",
+)
+def test_a_changed_statement_makes_the_records_older_that_speak_of_it(monkeypatch, changed, older):
+    assert grown_older(KINDS, changed, monkeypatch) == older

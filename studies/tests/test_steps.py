@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from gradcheck_suite.core.records import read_records
+from studies.records import KINDS
 
 
 def test_steps_are_printed_recorded_and_written(run, tmp_path):
@@ -21,7 +22,7 @@ def test_steps_are_printed_recorded_and_written(run, tmp_path):
     assert (row["torch"], row["cases"], row["agree"]) == ("SGD", 36, True)
     assert 0 <= row["error_over_allowed"]["float64"] <= 1
     assert 0 < row["error_over_allowed"]["float32"] <= 1
-    (record,), _ = read_records(tmp_path, "step")
+    (record,), _ = read_records(tmp_path, KINDS["step"])
     assert record.data["rows"] == [row]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gradcheck_suite.cli import PROGRAM
-from gradcheck_suite.core.records import FOLDER, SCHEMA, append_record, expect_schema
+from gradcheck_suite.core.records import FOLDER, KINDS, SCHEMA, append_record, expect_schema
 from gradcheck_suite.core.results import Result, Violation
 from gradcheck_suite.core.text import of_bound, say
 from gradcheck_suite.errors import UsageError
@@ -275,11 +275,11 @@ def test_a_project_asks_for_records_in_its_pyproject(run, project, monkeypatch):
 
 
 def test_records_of_another_schema_are_added_to_by_nobody(run, project, tmp_path):
-    path = append_record(tmp_path, "claim", {}, environment={})
+    path = append_record(tmp_path, KINDS["verify"], {}, environment={})
     expect_schema(path)
     path.write_text(path.read_text().replace(f'"schema": {SCHEMA}', '"schema": 99'))
     with pytest.raises(UsageError, match="holds records of schema 99, and this version writes schema 1"):
-        append_record(tmp_path, "claim", {}, environment={})
+        append_record(tmp_path, KINDS["verify"], {}, environment={})
     assert path.read_text().count("\n") == 1
     outcome = run("verify", "zero_", "--reports", tmp_path)
     assert outcome.status == 2

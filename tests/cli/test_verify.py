@@ -10,7 +10,7 @@ import pytest
 
 from gradcheck_suite import case_from_json
 from gradcheck_suite.core.case import Plan
-from gradcheck_suite.core.records import read_records
+from gradcheck_suite.core.records import KINDS, read_records
 from gradcheck_suite.core.results import Result, Verdict, Violation
 from gradcheck_suite.loops.jax_modes import JAX_MODES
 from gradcheck_suite.loops.reset_modes import BUILT_IN, MODES
@@ -30,7 +30,7 @@ def test_a_sound_loop_holds_and_leaves_its_record_alone(run, project):
     assert re.search(r"loops.py:sound +holds +7 cases +\d+\.\d s +worst error \S+ of the rounding bound", outcome.out)
     assert outcome.out.endswith("the loop holds\n")
     assert files(project) == ["loops.py", "reports/records/verify.jsonl"]
-    ((record,), problems) = read_records(project / "reports", "verify")
+    ((record,), problems) = read_records(project / "reports", KINDS["verify"])
     assert problems == []
     assert (record.data["verdict"], record.data["judged"], record.data["dtype"]) == ("holds", 7, "float64")
     assert sum(record.data["reached"]["inputs"].values()) == 7
@@ -99,7 +99,7 @@ def test_a_fault_that_needs_more_than_its_case_is_said_to_be_not_repeatable(run,
     assert outcome.status == 1
     said = "(not repeatable: in a process of its own the loop does not show the fault (status 0))"
     assert re.search(rf"script  python \S+  {re.escape(said)}\n", outcome.out)
-    ((record,), _) = read_records(project / "reports", "verify")
+    ((record,), _) = read_records(project / "reports", KINDS["verify"])
     assert record.data["unrepeatable"] == said[len("(not repeatable: ") : -1]
 
 

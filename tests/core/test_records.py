@@ -10,31 +10,31 @@ from pathlib import Path
 
 import pytest
 
-import gradcheck_suite
 from gradcheck_suite.core import records as files
 from gradcheck_suite.core.records import (
     KINDS,
+    PACKAGE,
+    Kind,
     append_record,
-    code_digest,
     expect_writable_folder,
     is_clean,
-    judge_digest,
     read_records,
-    records_path,
     sources_digest,
     write_json,
 )
 from gradcheck_suite.errors import UsageError
 
+VERIFY = KINDS["verify"]
+
 
 def _append(reports, value):
     return append_record(
-        reports, "claim", {"value": value}, environment={"python": "3.11"}, command="gradcheck-suite claims"
+        reports, VERIFY, {"value": value}, environment={"python": "3.11"}, command="gradcheck-suite verify"
     )
 
 
 def _values(reports):
-    records, problems = read_records(reports, "claim")
+    records, problems = read_records(reports, VERIFY)
     return [record.data["value"] for record in records], problems
 
 
@@ -42,8 +42,8 @@ def test_records_come_back_in_order(tmp_path):
     for value in (1, "ü\n<b>", 2.5):
         _append(tmp_path, value)
     assert _values(tmp_path) == ([1, "ü\n<b>", 2.5], [])
-    records, _ = read_records(tmp_path, "claim")
-    assert records[0].command == "gradcheck-suite claims"
+    records, _ = read_records(tmp_path, VERIFY)
+    assert records[0].command == "gradcheck-suite verify"
     assert records[0].environment == {"python": "3.11"}
     assert records[0].time.endswith("+00:00")
 
@@ -55,7 +55,7 @@ def test_a_record_says_whether_the_tree_was_clean_and_which_judge_made_it(tmp_pa
     def made(reports):
         is_clean.cache_clear()
         _append(reports, 1)
-        return read_records(reports, "claim")[0][-1]
+        return read_records(reports, VERIFY)[0][-1]
 
     monkeypatch.chdir(tmp_path)
     assert made(tmp_path / "reports").clean is None
@@ -69,7 +69,7 @@ def test_a_record_says_whether_the_tree_was_clean_and_which_judge_made_it(tmp_pa
     (tmp_path / "loop.py").write_text("changed")
     assert made(tmp_path / "reports").clean is False
     is_clean.cache_clear()
-    assert {record.judge for record in records} == {code_digest("claim")}
+    assert {record.judge for record in records} == {VERIFY.digest()}
 
 
 SOURCES = {
@@ -119,33 +119,30 @@ def test_a_changed_statement_changes_the_digest(tmp_path, old, new):
     assert _digest_of(tmp_path / "after", changed) != _digest_of(tmp_path / "before", SOURCES)
 
 
+def grown_older(kinds, changed, monkeypatch):
+    """Return the names of the kinds whose records are older once a statement was added to a file."""
+    before, read = {name: kind.digest() for name, kind in kinds.items()}, Path.read_text
+    assert changed.exists()
+    monkeypatch.setattr(Path, "read_text", lambda self: read(self) + "X = 1\n" * (self == changed))
+    return {name for name, kind in kinds.items() if Kind.digest.__wrapped__(kind) != before[name]}
+
+
 @pytest.mark.parametrize(
     ("changed", "older"),
     [
-        ("auditing/context.py", {"audit", "public-script"}),
+        ("auditing/context.py", {"audit"}),
         ("loops/trainers/trainer.py", {"trainer"}),
-        ("../studies/claims.py", {"claim"}),
-        ("../studies/zoo/bug.py", {"zoo"}),
-        ("loops/reset_modes.py", {"benchmark", "claim", "memory", "traffic", "verify"}),
-        ("loops/laws.py", {"benchmark", "claim", "memory", "traffic", "verify"}),
-        (
-            "core/comparison.py",
-            {"atlas", "audit", "bridge", "calibration", "claim", "public-script", "trainer", "verify", "zoo"},
-        ),
+        ("loops/laws.py", {"verify"}),
+        ("core/comparison.py", {"audit", "trainer", "verify"}),
         ("page/render.py", set()),
     ],
 )
 def test_a_changed_statement_makes_the_records_older_that_speak_of_it(monkeypatch, changed, older):
-    before = {kind: code_digest.__wrapped__(kind) for kind in KINDS}
-    file, read = (Path(gradcheck_suite.__file__).parent / changed).resolve(strict=True), Path.read_text
-    monkeypatch.setattr(Path, "read_text", lambda self: read(self) + "X = 1\n" * (self.resolve() == file))
-    judge_digest.cache_clear()
-    assert {kind for kind in KINDS if code_digest.__wrapped__(kind) != before[kind]} == older
-    judge_digest.cache_clear()
+    assert grown_older(KINDS, PACKAGE / changed, monkeypatch) == older
 
 
 def test_a_missing_file_has_no_records(tmp_path):
-    assert read_records(tmp_path, "claim") == ([], [])
+    assert read_records(tmp_path, VERIFY) == ([], [])
 
 
 @pytest.mark.parametrize("kept", range(1, 60, 7))
@@ -156,30 +153,25 @@ def test_a_run_killed_while_writing_loses_that_record_alone(tmp_path, kept):
     _append(tmp_path, 2)
     values, problems = _values(tmp_path)
     assert values == [1, 2]
-    assert problems == ["claim.jsonl, line 2: damaged; left out"]
+    assert problems == ["verify.jsonl, line 2: damaged; left out"]
 
 
 def test_foreign_and_old_lines_are_reported(tmp_path):
     path = _append(tmp_path, 1)
     record = json.loads(path.read_bytes())
-    lines = [{**record, "schema": 0}, {**record, "kind": "zoo"}, {**record, "data": 3}, [1]]
+    lines = [{**record, "schema": 0}, {**record, "kind": "audit"}, {**record, "data": 3}, [1]]
     with path.open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
         file.write("\xff\x00\n")
     values, problems = _values(tmp_path)
     assert values == [1]
     assert problems == [
-        "claim.jsonl, line 2: schema 0, expected 1: another version; left out",
-        "claim.jsonl, line 3: not a record of kind 'claim'; left out",
-        "claim.jsonl, line 4: not a record of kind 'claim'; left out",
-        "claim.jsonl, line 5: not a record of kind 'claim'; left out",
-        "claim.jsonl, line 6: damaged; left out",
+        "verify.jsonl, line 2: schema 0, expected 1: another version; left out",
+        "verify.jsonl, line 3: not a record of kind 'verify'; left out",
+        "verify.jsonl, line 4: not a record of kind 'verify'; left out",
+        "verify.jsonl, line 5: not a record of kind 'verify'; left out",
+        "verify.jsonl, line 6: damaged; left out",
     ]
-
-
-def test_an_unknown_kind_is_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"record kind must be one of verify, .*; got 'gossip'"):
-        records_path(tmp_path, "gossip")
 
 
 def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path):
@@ -191,7 +183,7 @@ def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path):
 def test_nan_is_refused(tmp_path):
     with pytest.raises(ValueError, match="JSON compliant"):
         _append(tmp_path, float("nan"))
-    assert read_records(tmp_path, "claim") == ([], [])
+    assert read_records(tmp_path, VERIFY) == ([], [])
 
 
 # Files are written whole or not at all.

@@ -16,8 +16,7 @@ from gradcheck_suite.core.counterexamples import SIDE, evidence_to_json
 from gradcheck_suite.core.results import SHOWN_ROWS, WIDTH, Weight, weight_lines
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.page.violation import read_violation
-from studies.report.build import build
-from studies.tests.report.made_up import EVIL, counterexample
+from studies.tests.report.made_up import EVIL, build, counterexample
 
 
 def test_a_stored_violation_has_its_split_its_plots_and_its_script(tmp_path):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gradcheck_suite.__main__ import main
-from gradcheck_suite.core.records import read_records
+from gradcheck_suite.core.records import KINDS, read_records
 from gradcheck_suite.verification import verify as verification
 from tests.cli.conftest import ENVIRONMENT, LOOPS
 from tests.one_problem import draw_only_linear
@@ -122,7 +122,7 @@ def test_it(verify_training_loop):
 """
     arguments = ("--gradcheck-examples", "2", "--gradcheck-seed", "5", "--gradcheck-reports", "kept")
     assert run_pytest(tests, *arguments)[0] == 0
-    ((record,), _) = read_records(tmp_path / "kept", "verify")
+    ((record,), _) = read_records(tmp_path / "kept", KINDS["verify"])
     assert (record.data["examples"], record.data["cases"], record.data["seed"]) == (2, 2, 5)
 
 
@@ -141,7 +141,7 @@ def test_it(verify_training_loop):
     )
     kept = []
     for folder in ("plugin", "command"):
-        ((record,), problems) = read_records(tmp_path / folder, "verify")
+        ((record,), problems) = read_records(tmp_path / folder, KINDS["verify"])
         assert problems == []
         files = {path.name: path.read_text() for path in (tmp_path / folder / "counterexamples").glob("*")}
         kept.append(({**record.data, "seconds": None}, record.environment, record.commit, files))

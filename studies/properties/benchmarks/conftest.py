@@ -12,6 +12,7 @@ import torch
 
 from gradcheck_suite.core.records import append_record
 from gradcheck_suite.run.environment import environment
+from studies.records import KINDS
 from studies.step_times import WAITING, device_info
 
 
@@ -57,7 +58,7 @@ def keep(request: pytest.FixtureRequest) -> Callable[..., None]:
                 "again: nothing recorded. Run it on an idle machine; `--last-failed` repeats only such rows"
             )
         found = {**_environment(), "device": device_info(request.config.getoption("--bench-device"))}
-        append_record(reports, kind, data, environment=found)
+        append_record(reports, KINDS[kind], data, environment=found)
 
     return append
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from gradcheck_suite.core.records import read_records
-from studies.report.reading import latest
+from gradcheck_suite.page.reading import latest
+from studies.records import KINDS
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "studies" / "docs" / "architectures.md"
@@ -16,7 +17,9 @@ MARK = "<!-- the table, written by `python -m studies.tests.architectures` -->\n
 
 def table(reports: Path) -> str:
     """Return the tables of all kinds, from the latest record of each architecture."""
-    found = [record.data for record in latest(read_records(reports, "bridge")[0], lambda d: (*_key(d), d["widened"]))]
+    found = [
+        record.data for record in latest(read_records(reports, KINDS["bridge"])[0], lambda d: (*_key(d), d["widened"]))
+    ]
     known = [data for data in found if "kind" in data]
     wide = {_key(data): data for data in known if data["widened"]}
     rows = [data for data in known if not data["widened"]]

@@ -16,6 +16,7 @@ import torch
 from gradcheck_suite.bridge import BridgeError
 from gradcheck_suite.core.records import append_record
 from gradcheck_suite.run import environment
+from studies.records import KINDS
 from tests.bridge.agreeing import Agreement
 
 
@@ -52,7 +53,7 @@ def note_agreement(request: pytest.FixtureRequest) -> Callable[..., None]:
             "allowed": agreement.allowed,
             "narrow": sorted(set(agreement.lowered.narrow)),
         }
-        append_record(reports, "bridge", data, environment=environment.environment())
+        append_record(reports, KINDS["bridge"], data, environment=environment.environment())
 
     return note
 
@@ -65,6 +66,6 @@ def note_refusal(request: pytest.FixtureRequest) -> Callable[..., None]:
     def note(model: torch.nn.Module, kind: str, error: BridgeError) -> None:
         if reports is not None:
             data = {**_model(model, kind), "widened": False, "refused": error.reason}
-            append_record(reports, "bridge", data, environment=environment.environment())
+            append_record(reports, KINDS["bridge"], data, environment=environment.environment())
 
     return note

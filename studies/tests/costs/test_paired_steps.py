@@ -9,7 +9,7 @@ import pytest
 
 from gradcheck_suite.loops.reset_modes import RESET_MODES
 from studies import step_times as paired_steps
-from studies.report.reading import step_times
+from studies.report.faster import step_times
 from studies.step_times import ATTEMPTS, StepTime, disturbance, time_paired_steps
 from studies.workload import Size
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gradcheck_suite.cli import run
-from gradcheck_suite.core.records import KINDS
 from studies.commands import PROGRAM
+from studies.records import KINDS
 from studies.tests.report.made_up import benchmark, claim, fill, record, verdict
 
 HOLDS = {"verdict": "holds", "violation": None}
@@ -81,10 +81,10 @@ def test_changed_verdicts_and_times_are_told_and_others_are_not(tmp_path, capsys
         "  worse float64 cpu: holds -> violated (mean-of-means)",
         "  - gone float64 cpu: was holds",
         "  + come float64 cpu: holds",
-        "claim",
-        "  claim C1.1: confirmed -> refuted",
         "benchmark",
         "  window set_to_none cpu float32 parameters 1000 layout few micro_batches 1: seconds: 1 -> 2",
+        "claim",
+        "  claim C1.1: confirmed -> refuted",
     ]
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from gradcheck_suite.core.records import append_record
-from studies.report.build import build
+from studies.records import KINDS
+from studies.tests.report.made_up import build
 
 
 def _record(reports, measures, *, environment=None, **data):
     shared = {"measures": measures, "device": "cpu", "dtype": "float32", "parameters": 1000, "layout": "few"}
     made_on = environment or {}
-    append_record(reports, "benchmark", {**shared, **data}, environment=made_on, command=f"bench {measures}")
+    append_record(reports, KINDS["benchmark"], {**shared, **data}, environment=made_on, command=f"bench {measures}")
 
 
 def _section(reports, key):
@@ -149,7 +150,7 @@ def test_the_claim_about_small_models_is_answered_from_the_same_steps(tmp_path):
     """The claim's record says what an earlier run found; the report says what its own table of steps shows."""
     claim = {"number": "C1.8", "source": "S", "text": "t", "how": "h", "verdict": "conditional", "condition": "c",
              "sentence": "On the CPU, of 9 settings", "figures": {"old": 1.0}, "counterexample": ""}  # fmt: skip
-    append_record(tmp_path, "claim", claim, environment={}, command="claims")
+    append_record(tmp_path, KINDS["claim"], claim, environment={}, command="claims")
     _step(tmp_path, 0.001, 20)
     _step(tmp_path, -0.001, 1, parameters=2000)
     steps, claims = _section(tmp_path, "decision"), _section(tmp_path, "claims")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from studies.report.reading import answer, pooled, step_times, summary
+from studies.report.faster import answer, pooled, step_times, summary
 
 
 def row(faster, pairs=12, **data):

@@ -15,8 +15,7 @@ import pytest
 from gradcheck_suite.cli import run
 from gradcheck_suite.page import render
 from studies.commands import PROGRAM
-from studies.report.build import build
-from studies.tests.report.made_up import claim, counterexample, fill, verdict
+from studies.tests.report.made_up import build, claim, counterexample, fill, verdict
 
 MOST_LINES = 300
 ROOT = Path(__file__).parents[3]
@@ -105,7 +104,7 @@ def test_without_records_the_command_says_what_makes_them(tmp_path, capsys):
 def test_what_a_report_lacks_is_said_before_any_work(reports, module, monkeypatch, capsys):
     find, before = importlib.util.find_spec, sorted(reports.rglob("*"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == module else find(name, *rest))
-    monkeypatch.setattr("studies.report.build.build", None)
+    monkeypatch.setattr("gradcheck_suite.page.report.build", None)
     assert run(["report", "--reports", str(reports)], PROGRAM) == 2
     said = capsys.readouterr().err
     assert said.endswith(f"the report needs {render.PACKAGES[module]}: pip install 'gradcheck-suite[report]'\n")

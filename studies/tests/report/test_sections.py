@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
 
@@ -11,11 +10,18 @@ from gradcheck_suite import Case, Plan
 from gradcheck_suite.core.records import Record, records_path
 from gradcheck_suite.loops.jax_modes import JAX_MODES
 from gradcheck_suite.loops.reset_modes import MODES
-from gradcheck_suite.page import render
 from gradcheck_suite.page.content import shown, sources
-from studies.report.build import build
 from studies.tally import RIVALS
-from studies.tests.report.made_up import EVIL, benchmark, calibration, claim, counterexample, fill, record, verdict
+from studies.tests.report.made_up import (
+    EVIL,
+    benchmark,
+    build,
+    calibration,
+    claim,
+    fill,
+    record,
+    verdict,
+)
 
 
 @pytest.fixture(scope="module")
@@ -349,9 +355,7 @@ def test_the_answer_on_modes_shows_the_modes_alone(tmp_path):
     for mode in [*MODES, *JAX_MODES][1:]:
         verdict(tmp_path, mode)
     report = build(tmp_path)
-    # a mode of JAX is no loop of one's own
-    assert report.answers[0].brief == "No: 1 of 1 loop or script violated: mine (mean-of-means)"
-    answer, (everything,) = report.answers[1], _section(report, "verified").matrices
+    answer, (everything,) = report.answers[0], _section(report, "verified").matrices
     of_jax = f"{len(JAX_MODES)} modes of JAX"
     assert [name for name, _ in answer.matrix.rows] == [*MODES, of_jax]
     assert (
@@ -360,10 +364,10 @@ def test_the_answer_on_modes_shows_the_modes_alone(tmp_path):
         "CPU: the gradient is that of one large batch"
     )
     verdict(tmp_path, "zero_", dtype="float32", worst_error_over_allowed=0.9964)
-    assert "The worst error is 0.996 of" in build(tmp_path).answers[1].answer
+    assert "The worst error is 0.996 of" in build(tmp_path).answers[0].answer
     for mode in MODES:
         verdict(tmp_path, mode, dtype="bfloat16")
-    brief = build(tmp_path).answers[1].brief
+    brief = build(tmp_path).answers[0].brief
     assert brief.startswith(
         f"Yes, all {len(MODES)} modes hold in float64, bfloat16 on the CPU, and"
     )  # float32: one mode
@@ -371,11 +375,11 @@ def test_the_answer_on_modes_shows_the_modes_alone(tmp_path):
     assert {name for name, _ in everything.rows} == {"mine", *MODES, *JAX_MODES}
     assert everything.notes[0].startswith("Not run: ")
     # the row of several modes says the worst of them
-    assert dict(build(tmp_path).answers[1].matrix.rows)[of_jax][0][0] == "good"
+    assert dict(build(tmp_path).answers[0].matrix.rows)[of_jax][0][0] == "good"
     verdict(tmp_path, "jax_where", state="unjudged")
-    assert dict(build(tmp_path).answers[1].matrix.rows)[of_jax][0] == ("none", ("unjudged", ""))
+    assert dict(build(tmp_path).answers[0].matrix.rows)[of_jax][0] == ("none", ("unjudged", ""))
     verdict(tmp_path, "jax_donated", state="violated", violation={**BROKEN, "diagnosis": "no-divide"})
-    assert dict(build(tmp_path).answers[1].matrix.rows)[of_jax][0] == ("bad", ("violated", "no-divide"))
+    assert dict(build(tmp_path).answers[0].matrix.rows)[of_jax][0] == ("bad", ("violated", "no-divide"))
 
 
 def test_figures_older_than_their_code_are_marked(tmp_path):
@@ -446,92 +450,9 @@ def test_steps_of_optimizers_show_the_newest_row_of_each(tmp_path):
     assert sgd[0] == "SGD"
 
 
-# A user's project: its own loops and scripts come first.
-
-
-def run_at(reports, commit, monkeypatch):
-    """Let records that follow come from a commit."""
-    from gradcheck_suite.core import records
-
-    monkeypatch.setattr(records, "this_commit", lambda: commit)
-
-
-@pytest.mark.parametrize("beside", [[], ["zero_"]])
-def test_a_violated_loop_of_ones_own_is_what_the_page_says_first(tmp_path, beside):
-    for mode in beside:
-        verdict(tmp_path, mode)
-    verdict(tmp_path, "mine.py:train", state="violated", violation=BROKEN)
-    report = build(tmp_path)
-    assert report.answers[0].brief == "No: 1 of 1 loop or script violated: mine.py:train (mean-of-means)"
-    assert report.title == f"{tmp_path.parent.name}: {report.answers[0].brief}"
-    said = " ".join(answer.brief + answer.answer for answer in report.answers)
-    assert "all 1 modes" not in said
-    assert "Not verified yet" not in said
-    assert "Not measured yet" not in said
-    # one mode is not all of them
-    assert [
-        f"Yes, 1 of {len(MODES)} modes was verified and holds" in answer.brief for answer in report.answers[1:]
-    ] == [True] * len(beside)
-    assert {name for answer in report.answers[1:] for name, _ in answer.matrix.rows} == set(beside)
-    assert not [section.key for section in report.sections if section.missing]
-
-
-def test_own_verdicts_stand_by_commit_with_what_changed(tmp_path, monkeypatch):
-    for commit, state in (("a" * 40, "holds"), ("b" * 40, "violated")):
-        run_at(tmp_path, commit, monkeypatch)
-        verdict(tmp_path, "mine.py:train", state=state, violation=BROKEN if state == "violated" else None)
-        verdict(tmp_path, "mine.py:other")
-    first = build(tmp_path).answers[0]
-    assert [column.split(",")[0] for column in first.matrix.columns] == ["bbbbbbb", "aaaaaaa"], (
-        "a telephone shows the first columns"
-    )
-    assert first.matrix.rows == (
-        ("mine.py:train", (("bad", ("mean-of-means",)), ("good", ("holds",)))),
-        ("mine.py:other", (("good", ("holds",)), ("good", ("holds",)))),
-    )
-    assert "1 of 2 loops and scripts violated: mine.py:train" in first.brief
-    assert "mine.py:train turned from holds to violated (mean-of-means)" in first.answer
-    assert "mine.py:other turned" not in first.answer
-
-
-def test_all_own_loops_that_hold_are_a_yes_and_an_unjudged_script_is_none(tmp_path):
-    verdict(tmp_path, "mine.py:train")
-    assert build(tmp_path).answers[0].brief == "Yes: 1 of 1 loop or script holds"
-    record(tmp_path, "audit", loop="train.py", verdict="unjudged", windows=0, ranks=1, arguments=[])
-    first = build(tmp_path).answers[0]
-    assert first.brief == "Not known: 1 of 2 loops and scripts hold"
-    assert first.matrix.rows[0][0] == "train.py"
-
-
-def test_the_first_screen_says_what_is_violated_and_links_to_it(tmp_path):
-    verdict(tmp_path, "my_loop.py:train", state="violated", violation=BROKEN)
-    counterexample(tmp_path)
-    overview = render.report_html(build(tmp_path)).partition('id="overview"')[2].partition('id="verification"')[0]
-    link = overview.partition('<a href="#violations/violation-my_loop.py-train-')[2].partition("</li>")[0]
-    assert "my_loop.py:train" in link
-    assert "mean-of-means" in link
-    assert "weighs 1/2" in link
-
-
 def test_the_newest_run_is_the_first_of_its_sources():
     runs = [Record("verify", {}, command=f"run {hour}", time=f"2026-01-01T{hour}:00") for hour in (10, 12, 11)]
     assert [source.command for source in sources(runs)] == ["run 12", "run 11", "run 10"]
-
-
-def test_the_violation_of_an_audit_has_a_page_with_its_lines(tmp_path):
-    source = {"file": "train.py", "lines": [[8, "for x in data:", ""], [9, "    (loss / 4).backward()", "backward"]]}
-    found = {**BROKEN, "step": 0, "where": "train.py:8", "backward": "train.py:9", "weights": [], "source": source}
-    record(tmp_path, "audit", loop="train.py", verdict="violated", windows=1, ranks=1, arguments=[],
-           violation=found, violations=[found])  # fmt: skip
-    (page,) = build(tmp_path).violations
-    assert (page.loop, page.title) == ("train.py", "gradient: mean-of-means at step 0")
-    assert page.source.lines[1] == (9, "    (loss / 4).backward()", "backward")
-
-
-def test_this_suites_own_folder_keeps_its_four_questions(tmp_path, reports):
-    shutil.copytree(reports, tmp_path / "reports")
-    record(tmp_path / "reports", "audit", loop="train.py", verdict="holds", windows=1, ranks=1, arguments=[])
-    assert build(tmp_path / "reports").answers[0].key == "holds"
 
 
 def test_a_mode_of_which_nothing_was_judged_neither_holds_nor_is_violated(tmp_path):

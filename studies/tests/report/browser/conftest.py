@@ -10,8 +10,17 @@ import pytest
 from gradcheck_suite.core.case import DTYPES, Case, Plan
 from gradcheck_suite.page import render as pages
 from gradcheck_suite.page.violation import read_violation
-from studies.report.build import build
-from studies.tests.report.made_up import EVIL, benchmark, calibration, claim, counterexample, fill, record, verdict
+from studies.tests.report.made_up import (
+    EVIL,
+    benchmark,
+    build,
+    calibration,
+    claim,
+    counterexample,
+    fill,
+    record,
+    verdict,
+)
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 MODES = ("zero_", "zero_grad", "zero_grad_foreach", "set_to_none", "grad_none", "flat_buffer", "zero_before_forward",

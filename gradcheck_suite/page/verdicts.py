@@ -1,4 +1,4 @@
-"""Sections on verdicts: verification, audits, the bridge, trainers, findings; and where all figures come from."""
+"""Sections on verdicts: verification, audits, trainers; and where all figures come from."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 from gradcheck_suite.core.case import DTYPES
-from gradcheck_suite.core.records import Record
+from gradcheck_suite.core.records import Data, Record, run_of
 from gradcheck_suite.core.results import Violation, result_from_json
 from gradcheck_suite.core.text import counted, cut_text, violation_title
 from gradcheck_suite.loops.jax_modes import JAX_MODES
 from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.loops.trainers import TRAINERS
 from gradcheck_suite.loops.trainers.trainer import MODEL
-from gradcheck_suite.page.content import Answer, Cell, Document, Figure, Matrix, Section, Source, Table, sources, table
-from studies.report import reading
-from studies.report.charts import against_bound_plot, counts_plot
-from studies.report.reading import Data, Facts, Part, Records, Tone, device_name, matrix_of, run_of
+from gradcheck_suite.page.charts import counts_plot
+from gradcheck_suite.page.content import Answer, Cell, Figure, Matrix, Section, Source, Table, sources, table
+from gradcheck_suite.page.reading import Facts, Pairs, Part, Records, Tone, device_name, environments, matrix_of
 
 
 def outcome(data: Data) -> str:
@@ -46,6 +45,7 @@ def _verification(newest: list[Record]) -> Section:
                 "loop": str(d.get("loop", "?")), "verdict": str(d.get("verdict", "?")), "cases judged": _judged(d),
                 "dtype": str(d.get("dtype", "")), "device": str(d.get("device", "")), "optimizer": d.get("optimizer"),
                 "worst error / allowed": d.get("worst_error_over_allowed"), "diagnosis": title_of(d),
+                "counterexample": d.get("stored"),
                 "cases not judged, and why": "; ".join(f"{n}: {why}" for why, n in _items(d, "skipped")) or None,
             }
             for d in datas
@@ -188,6 +188,7 @@ def _coverage(category: str, title: str, counts: Mapping[str, int], of: str) -> 
         counts_plot(shown, "cases"),
         f"{title}: number of cases with each, {of}; " + ", ".join(f"{k} {v:,}" for k, v in shown.items()),
         f"{title}: cases with each, {of}{rest}.",
+        in_story=category == "splits",
     )
 
 
@@ -266,112 +267,6 @@ def _audit_facts(data: Data) -> Facts:
 
 
 AUDITS = Part("audits", "verification", "Audited scripts", "audit", _audits, _audit_facts)
-
-
-def _public_scripts(newest: list[Record]) -> Section:
-    rows = [record.data for record in newest]
-    number = Counter(row["outcome"] for row in rows)
-    shown = ("repository", "file", "kind", "framework", "truth", "verdict", "outcome")
-    return Section(
-        text=(
-            f"Of {counted(len(rows), 'run')} of public training scripts, each at a stated commit and with a truth that "
-            f"was worked out before by reading, the audit judged {number['right']} rightly; the others: "
-            + (", ".join(f"{n} {how}" for how, n in number.items() if how != "right") or "none")
-            + ".",
-        ),
-        tables=(table("Public scripts", [{name: row.get(name) for name in shown} for row in rows]),),
-    )
-
-
-def _public_script_facts(data: Data) -> Facts:
-    return {data["key"]: f"{data.get('verdict', 'no verdict')}, {data['outcome']}"}
-
-
-PUBLIC_SCRIPTS = Part(
-    "public-scripts", "verification", "Public training scripts under the audit", "public-script",
-    _public_scripts, _public_script_facts,
-)  # fmt: skip
-
-
-# Which real architectures the bridge carries over to JAX, and how well torch and JAX agree there.
-
-
-NARROW_SHOWN = 3
-
-
-def _bridge(newest: list[Record]) -> Section:
-    refused = [record.data for record in newest if "refused" in record.data]
-    carried = [record.data for record in newest if "refused" not in record.data]
-    plain = [data for data in carried if not data["widened"]]
-    wide = {(d["architecture"], d["version"]): d["gradient_error"] for d in carried if d["widened"]}
-    architectures = table(
-        "Architectures",
-        [
-            {
-                "architecture": d["architecture"], "version": f"{d['package']} {d['version']}",
-                "operations": d.get("operations"), "loss off by": d.get("loss_error"),
-                "gradient off by": d.get("gradient_error"), "bound": d.get("allowed"),
-                "with float32 parts in float64": None
-                if "refused" in d
-                else wide.get((d["architecture"], d["version"])), "computed in float32 by the model": _narrow(d),
-            }
-            for d in (*plain, *refused)
-        ],
-        "Gradients' differences are those of the worst entry, over the largest entry of all gradients. Where a "
-        "model computes parts in float32 whatever its own dtype, the bound is two float32 roundoffs for each "
-        "such operation, and the model is held to 1e-10 with these parts in float64.",
-    )  # fmt: skip
-    agree = sum(data["gradient_error"] <= data["allowed"] for data in plain)
-    return Section(
-        text=(
-            "`verify --problem` asks JAX about your own model, too: torch exports the loss, the suite translates it to "
-            "JAX operation by operation, and JAX differentiates all of it but custom functions whose own backward is "
-            f"accepted or found wrong. Tried on {len(plain) + len(refused)} "
-            f"architectures of transformers and torch.nn, small, with random weights, in float64: {agree} gradients "
-            f"agree with torch's within the bound, and {len(refused)} are refused by name.",
-        ),
-        figures=(_agreement(plain),),
-        tables=(architectures,),
-    )
-
-
-def _narrow(data: Data) -> str | None:
-    if "refused" in data:
-        return f"refused: {data['refused']}"
-    narrow = data["narrow"]
-    more = f" and {len(narrow) - NARROW_SHOWN} more" if narrow[NARROW_SHOWN:] else ""
-    return ", ".join(narrow[:NARROW_SHOWN]) + more or None
-
-
-def _agreement(datas: Sequence[Data]) -> Figure:
-    rows = [
-        {
-            "name": f"{data['architecture']} {data['version']}",
-            "error": float(data["gradient_error"]),
-            "bound": float(data["allowed"]),
-        }
-        for data in datas
-    ]
-    return Figure(
-        "architectures",
-        against_bound_plot(rows, "difference of the gradients"),
-        "Difference between torch's and JAX's gradient for each architecture, beside its bound: "
-        + "; ".join(f"{row['name']} {row['error']:.1e} of {row['bound']:.0e}" for row in rows),
-        "Points: difference between torch's and JAX's gradient. Ticks: the bound.",
-    )
-
-
-def _bridge_facts(data: Data) -> Facts:
-    agrees = data["gradient_error"] <= data["allowed"]
-    widened = " widened" if data["widened"] else ""
-    return {f"{data['architecture']} {data['version']}{widened}": "agrees" if agrees else "differs"}
-
-
-BRIDGE = Part(
-    "bridge", "trust", "Your own model in JAX", "bridge", _bridge, _bridge_facts,
-    "No architecture has been carried over yet: run "
-    "`pytest studies/tests/architectures --full --bridge-records reports`, which needs transformers.",
-)  # fmt: skip
 
 
 # Verdicts on real trainers, one column per question.
@@ -504,19 +399,6 @@ REAL_TRAINERS = Part(
 )  # fmt: skip
 
 
-# Findings in trainers and frameworks that people wrote down.
-
-
-def _findings(texts: list[Record]) -> Section:
-    heads = [record.data["text"].lstrip().partition("\n") for record in texts]
-    text = f"{len(heads)} findings, each with a script that shows it without the suite, its cause and a fix."
-    documents = tuple(Document(head.lstrip("# ").strip(), rest.strip()) for head, _, rest in heads)
-    return Section(text=(text,), documents=documents)
-
-
-FINDINGS = Part("findings", "trainers", "Findings", reading.FINDINGS, _findings)
-
-
 # Where the figures come from: every run, its machine, and the parts of the report that show it.
 
 
@@ -524,7 +406,7 @@ FIRST_PAGE = "Overview"
 
 
 def provenance(
-    records: Records, answers: Sequence[Answer], sections: Iterable[Section], made_on: Sequence[reading.Pairs]
+    records: Records, answers: Sequence[Answer], sections: Iterable[Section], made_on: Sequence[Pairs]
 ) -> Section | None:
     """Return the section on all runs and machines; None without records.
 
@@ -550,7 +432,7 @@ def provenance(
             }
             for found in records.by_kind.values()
             for number, made in enumerate((*made_on, ()), 1)
-            for source in sources(r for r in found if reading.environments([r]) == ((made,) if made else ()))
+            for source in sources(r for r in found if environments([r]) == ((made,) if made else ()))
         ],
         "Older: the code that the figures speak of has changed since, or the record does not say which it was. That "
         "code depends on the kind of record: benchmarks speak of the modes and of what measures them, verdicts and "

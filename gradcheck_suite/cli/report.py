@@ -1,0 +1,78 @@
+"""Build the report from the records: one HTML page that opens offline, the short story as Markdown, and JSON."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradcheck_suite.cli import arguments as parsers
+from gradcheck_suite.cli import exit_status
+from gradcheck_suite.core.records import FOLDER, expect_writable_folder, write_json, write_text
+from gradcheck_suite.errors import UsageError
+
+if TYPE_CHECKING:
+    from gradcheck_suite.page.report import Contents
+
+PICTURES = "pictures"
+
+
+def add_arguments(parser: parsers.Parser) -> None:
+    """Add the command's arguments."""
+    parsers.add_reports(parser, "where the records are and the report goes", Path("reports"))
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar=("OLD", "NEW"),
+        help="print what changed between the records of two folders, and write nothing",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write `report.html`, `report.md` with its pictures and `report.json` beside the records, or compare records."""
+    from gradcheck_suite.page.report import OWN
+
+    return run_report(arguments, OWN)
+
+
+def run_report(arguments: argparse.Namespace, contents: Contents) -> int:
+    """Write the report that is made of these contents, or compare records."""
+    from gradcheck_suite.page import render, report
+    from gradcheck_suite.page.content import to_json
+
+    if arguments.compare is not None:
+        old, new = arguments.compare
+        for folder in (old, new):
+            _expect_records(folder, "--compare")
+        print("\n".join(report.compared(old, new, contents)))
+        return exit_status.HOLDS
+    render.expect_installed("the report")
+    reports: Path = arguments.reports
+    _expect_records(reports, "--reports")
+    expect_writable_folder(reports, f"--reports {reports}")
+    built = report.build(reports, contents)
+    drawn = {figure.key: render.svg(figure.spec, figure.alt) for figure in render.pictures(built)}
+    write_text(reports / "report.html", render.report_html(built))
+    write_text(reports / "report.md", render.report_markdown(built, lambda figure: f"{PICTURES}/{figure.key}.svg"))
+    write_json(reports / "report.json", to_json(built))
+    for path in (reports / PICTURES).glob("*.svg"):
+        if path.stem not in drawn:
+            path.unlink()
+    for key, svg in drawn.items():
+        write_text(reports / PICTURES / f"{key}.svg", svg)
+    for name in ("report.html", "report.md", "report.json"):
+        print(f"{reports / name}  {(reports / name).stat().st_size / 1024:.0f} KiB")
+    if drawn:
+        print(f"{reports / PICTURES}  {len(drawn)} pictures")
+    for problem in built.problems:
+        print(f"left out: {problem}")
+    return exit_status.HOLDS
+
+
+def _expect_records(folder: Path, option: str) -> None:
+    if not (folder / FOLDER).is_dir():
+        raise UsageError(
+            f"{option} {folder}: there are no records in {folder / FOLDER}; `gradcheck-suite verify` and `audit` make "
+            "them, with `--reports`"
+        )
