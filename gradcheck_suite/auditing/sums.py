@@ -173,7 +173,7 @@ class StepWindow:
         seen: index of a pass -> its consumers when this step came.
         first: whether it is the optimizer's first step.
         before: the number of passes at the optimizer's last step.
-        local: whether `.grad` was never reduced, where there are several ranks.
+        local: whether the last passes in `.grad` are the rank's own, where there are several ranks.
         null: what arrived there was exactly 0: it tells nothing.
         not_finite: the passes with an arrival that was not finite.
         copies: whether the optimizer steps on copies of the parameters (master weights), for which these stand here.
@@ -410,7 +410,7 @@ class Replay:
         window = StepWindow(
             optimizer, steps[0].call, steps, members, keys, {}, 1.0, None,
             {i: dict(p.consumers) for i, p in members.items()}, optimizer not in self.last, before,
-            not reduced and not any(p.reduced for p in members.values()) and (bool(late) or self._differ(steps)),
+            bool(late) or (not reduced and self.ranks > 1 and self._differ(steps)),
             {n for n in self._null if n[1] in members}, self._not_finite & members.keys(), copies,
         )  # fmt: skip
         for place in late:
@@ -441,6 +441,8 @@ class Replay:
     def _differ(self, steps: Sequence[StepRecord]) -> bool:
         """Return whether the ranks have different gradients."""
         for key, own in steps[0].gradients.items():
+            if self._states[0][key].shard:
+                continue  # each rank has a part of its own
             for other in (step.gradients.get(key) for step in steps[1:]):
                 if isinstance(own, np.ndarray) and isinstance(other, np.ndarray):
                     now, then = alike(own, other)
@@ -860,7 +862,9 @@ def judge_sums(window: StepWindow, typical_k: int | None, longest: int) -> Sums:
         longest: the number of passes of the longest of them; 0 where there was none.
     """
     if window.local:
-        return _fault("local")
+        reduced = [str(j) for j, seen in enumerate(window.passes.values()) if seen.reduced]
+        which = f": micro-batch {', '.join(reduced)} of the window was, and the later ones were not"
+        return _fault("local", where=which if reduced else "")
     if not window.passes and any(window.coefficients.values()):
         return _fault("empty window")
     members = Members(window)
