@@ -24,7 +24,7 @@ from gradcheck_suite.auditing import recorder as recording
 from gradcheck_suite.auditing.custom_functions import FunctionKey
 from gradcheck_suite.auditing.events import Event, StepRecord, settle
 from gradcheck_suite.auditing.jax_opinion import JaxOpinion, KeptCall, ask_jax, kept_calls
-from gradcheck_suite.auditing.judge import Judge
+from gradcheck_suite.auditing.judge import ORPHANS, Judge
 from gradcheck_suite.auditing.module_calls import ModuleCall, ModuleCalls
 from gradcheck_suite.auditing.places import here, living
 from gradcheck_suite.auditing.program_state import preserve_rng
@@ -667,6 +667,10 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         unknown = self._judge.unknown()
         parts = Counter({str(part): steps for part, steps in unknown.items()})
         findings = parts + self._recorder.notes + self._judge.notes() + off
+        whole = not {*self.options.without} & {"weights", "sums"} and not self._recorder.off and self not in _open
+        skipped = self._judge.unjudged(self._recorder.steps_seen) if whole else []
+        if self._judge.weighed | self._judge.violated:  # else it is said why none was
+            findings.update(skipped)
         said = [f"{text} ({n} times)" if n > 1 else text for text, n in findings.items()]
         disagreements = tuple(self._opinion.findings) if self._opinion else ()
         if self._recorder.off:
@@ -703,9 +707,14 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if set(self.options.without) >= {"weights", "sums", "batch"}:
             return "every instrument was switched off"
         if not recorder.steps_seen and recorder.passes_seen:
+            made = (
+                "the step of a torch.optim optimizer that was made is never called"
+                if living(torch.optim.Optimizer)
+                else ""
+            )
             return (
-                f"no optimizer.step() was seen, and {recorder.passes_seen} call(s) of backward were: the script trains "
-                "without a torch.optim optimizer"
+                f"no optimizer.step() was seen, and {recorder.passes_seen} call(s) of backward were: "
+                f"{made or 'the script trains without a torch.optim optimizer'}"
             )
         if not recorder.steps_seen:
             return (
@@ -714,7 +723,10 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             )
         if windows:
             return None
-        return f"no step could be judged: {'; '.join([*findings][:2]) or 'no loss went backward'}"
+        reasons = {*self._judge.skipped.values()}
+        if reasons == {ORPHANS}:
+            return f"{recorder.passes_seen} calls of backward were seen, and {ORPHANS}"
+        return f"no step could be judged: {'; '.join([*findings, *reasons][:2]) or 'no loss went backward'}"
 
 
 def _is_rescaled_each_time(window: StepWindow) -> bool:

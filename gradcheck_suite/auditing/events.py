@@ -52,6 +52,7 @@ class PassRecord:
         unread: why its terms were not read.
         loop: where the program was in the loops around the innermost one; None where that is not known.
         reset: where the first gradient was let go since the last pass; None where none was.
+        clocks: what moves with the steps -> a checksum: the schedules, the averages of parameters.
     """
 
     place: Place
@@ -66,6 +67,7 @@ class PassRecord:
     unread: str | None = None
     loop: Loop | None = None
     reset: Place | None = None
+    clocks: dict[str, int] = field(default_factory=dict)
 
     @property
     def by_hand(self) -> bool:
@@ -92,6 +94,9 @@ class StepRecord:
         steps: the accumulation steps that a trainer is configured with.
         trainer: the module of that trainer.
         wrapped: whether a `DistributedDataParallel` or FSDP, which reduce gradients, holds the parameters.
+        frozen: keys of parameters that require no gradient.
+        twice: at the optimizer's first step, keys of parameters that it lists more than once.
+        overlaid: at that step, keys of parameters that lie over one memory, and are not one.
         moved: key of a parameter -> a sample of its change by the step, where nothing at all went backward since the
             last step of the same optimizer.
     """
@@ -105,6 +110,9 @@ class StepRecord:
     steps: int | None = None
     trainer: str | None = None
     wrapped: bool = False
+    frozen: frozenset[int] = frozenset()
+    twice: list[int] = field(default_factory=list)
+    overlaid: list[int] = field(default_factory=list)
     moved: dict[int, Raw] = field(default_factory=dict)
 
     def raws(self) -> list[tuple[Any, Any]]:

@@ -11,13 +11,14 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
 
 from gradcheck_suite.auditing import weights as reading_weights
 from gradcheck_suite.auditing.events import BY_HAND, Event, PassRecord, StepRecord
-from gradcheck_suite.auditing.places import Place
+from gradcheck_suite.auditing.places import Place, lines_with
 from gradcheck_suite.auditing.samples import size
 from gradcheck_suite.auditing.sums import (
     IF_WANTED,
@@ -71,6 +72,11 @@ COMPOSED = (
 )
 LOST = "dropped-micro-batch", "reset-inside-window"
 """What one window may show before another one tells that gradients are put together by hand."""
+ORPHANS = (
+    "no parameter that backward reached is in an optimizer that steps: was the model copied, moved or replaced after "
+    "the optimizer was made?"
+)
+"""Why a step has no pass, where there were some."""
 MOST_NAMES = 3
 """Parameters that a sentence names."""
 FEWEST_SHARES = 2
@@ -110,6 +116,11 @@ def _order(violation: Violation) -> float:
     return math.inf if violation.step is None else violation.step
 
 
+def _number_of(line: str) -> int:
+    """Return the number of `file:line`."""
+    return int(line.rpartition(":")[2])
+
+
 T = TypeVar("T")
 
 
@@ -147,6 +158,7 @@ class Judge:
         window: the last one.
         used: the coefficients of its passes, where its sums were judged.
         judged: the steps of which something was judged.
+        skipped: steps of which nothing was -> why.
         ranks_train_apart: whether a step's gradients were not reduced over the ranks, and nothing wraps the model: each
             rank may train by itself.
     """
@@ -168,6 +180,10 @@ class Judge:
         self.ranks_train_apart = False
         self._by_hand: set[str] = set()
         self._composed: set[int] = set()
+        self._reached: defaultdict[int, set[int]] = defaultdict(set)
+        self._moving: defaultdict[str, list[int]] = defaultdict(list)
+        self._clipped: set[str] = set()
+        self.skipped: dict[int, str] = {}
         self._removed: defaultdict[int, list[tuple[StepWindow, Place, Sequence[int]]]] = defaultdict(list)
         self._sizes: dict[int, float] = {}
         self._replay = Replay(ranks, dtypes)
@@ -243,6 +259,18 @@ class Judge:
     def unknown(self) -> Counter[Unknown]:
         """Return what could not be judged, and what to do -> in how many steps."""
         return sum((weighed.unknown for weighed in self._weighed.values()), self._unknown)
+
+    def unjudged(self, steps: int) -> list[str]:
+        """Return which of so many steps were not judged, and why: a sentence for each reason."""
+        judged, reasons = self.weighed | self.violated, defaultdict[str, list[int]](list)
+        for step in range(steps):
+            if step not in judged:
+                reasons[self.skipped.get(step, "the weights of its losses could not be read")].append(step)
+        return [
+            f"{len(found)} of {counted(steps, 'step')} not judged ({', '.join(map(str, found[:MOST_NAMES]))}"
+            f"{', ...' if len(found) > MOST_NAMES else ''}): {reason}"
+            for reason, found in reasons.items()
+        ]
 
     @property
     def weighed(self) -> set[int]:
@@ -327,11 +355,20 @@ class Judge:
             if any(map(size, given)):
                 of_zero = (window.step.trainer or "").startswith("deepspeed")
                 self._unknown[Unknown(BOTH, str(window.step.place), *(ZERO if of_zero else MASTERS))] += 1
+                self.skipped[window.number] = (ZERO if of_zero else MASTERS)[0]
             elif given and any(isinstance(one, np.ndarray) and size(one) > 0 for one in window.step.moved.values()):
                 self._violate(OF_SUMS["step on zeros"], window, window.step.place)
+            else:
+                self._judge_idle(window)
             return
         optimizer = window.optimizer
+        if optimizer not in self._last:
+            self._note_listed(window)
+        self._judge_replaced(window)
         self._last[optimizer] = window
+        self._reached[optimizer] |= {key for key, now in window.step.gradients.items() if now is not None}
+        self._reached[optimizer] |= {k for seen in window.passes.values() for r in seen.records for k in r.arrivals}
+        self._note_clocks(window)
         if window.step.steps is not None:
             self._configured[optimizer] = window.step.steps
         members = Members(window)
@@ -369,6 +406,60 @@ class Judge:
         if self._given is not None and self._given > 1 and self._singles[optimizer] == 3:
             fault = OF_SUMS["step per pass"]
             self._violate(replace(fault, sentence=fault.sentence.format(steps=self._given)), window, where)
+
+    def _judge_idle(self, window: StepWindow) -> None:
+        """Say why a step has nothing to be judged: it has no pass, and no gradient."""
+        if self._judge_replaced(window):
+            return
+        since = [seen for index, seen in self._replay.passes.items() if index >= window.before]
+        keys = {key for seen in since for key in seen.records[0].arrivals}
+        if window.step.frozen.issuperset(window.keys):
+            self.skipped[window.number] = "every parameter of the optimizer is frozen (`requires_grad` is False)"
+        elif keys and not self._replay.is_stepped(keys):
+            self.skipped[window.number] = ORPHANS
+        else:
+            self.skipped[window.number] = "nothing went backward to this optimizer since its last step"
+
+    def _judge_replaced(self, window: StepWindow) -> bool:
+        """Judge parameters that others have replaced between backward and the step; return whether there are some."""
+        last = self._last.get(window.optimizer)
+        if last is None or {*window.keys} <= {*last.keys}:
+            return False
+        since = [seen for index, seen in self._replay.passes.items() if index >= window.before]
+        new = sorted({*window.keys} - {*last.keys})
+        replaced = sorted(k for k in {*last.keys} - {*window.keys} if any(seen.has({k}) for seen in since))
+        if replaced:
+            where = since[-1].site
+            sentence = "parameters were replaced between backward and the step, and their gradient is on the old ones"
+            self._violate(
+                replace(OF_SUMS["all reset"], sentence=sentence, key=next(iter(new), replaced[0])), window, where
+            )
+        return bool(replaced)
+
+    def _note_listed(self, window: StepWindow) -> None:
+        """Note parameters that an optimizer moves more than once in a step."""
+        if twice := window.step.twice:
+            self._notes[
+                f"the optimizer lists {self._names(twice)} more than once, and moves it once for each: list it once"
+            ] += 1
+        if overlaid := window.step.overlaid:
+            self._notes[
+                f"{self._names(overlaid)} are different parameters over one memory, each with a part of the gradient, "
+                "and the optimizer moves that memory once for each: assign the parameter itself, not its `.data`"
+            ] += 1
+
+    def _note_clocks(self, window: StepWindow) -> None:
+        """Note what moves with every micro-batch of a window, where the optimizer steps once per window."""
+        clocks = [seen.records[0].clocks for seen in window.passes.values() if not seen.by_hand]
+        for what in set.intersection(*map(set, clocks)) if len(clocks) > 1 else ():
+            if all(one[what] != other[what] for one, other in pairwise(clocks)):
+                self._moving[what].append(window.number)
+        line = next(iter(lines_with("clip_grad_", window.step.place)), None)
+        unscaled = lines_with("unscale_(", window.step.place)[:1]
+        scaled = window.step.scale and not window.step.fused and window.step.trainer is None
+        edited = window.factor is None or abs(window.factor * (window.step.scale or 1.0) - 1) > 1e-3
+        if line and scaled and edited and (not unscaled or _number_of(unscaled[0]) > _number_of(line)):
+            self._clipped.add(line)
 
     def _note_parts(self, window: StepWindow, members: Members) -> None:
         """Note parameters that get a gradient in some passes of a line and in others none."""
@@ -422,6 +513,7 @@ class Judge:
             return None
         if found.untold:
             self._unknown[Unknown(BOTH, str(where), *UNTOLD)] += 1
+            self.skipped[window.number] = UNTOLD[0]
             return None
         by_grad = window.edit == "free" and any(seen.by_hand for seen in window.passes.values())
         if found.by_hand or by_grad:
@@ -575,6 +667,24 @@ class Judge:
                 self._notes[f"{place}: what goes backward here is in no step of the whole run{IF_WANTED}"] += 1
             elif windows < every and covered[optimizer] != every:  # lines that take turns have each their windows
                 self._notes[f"{place}: backward is called here in {windows} of {every} windows"] += 1
+        for what, steps in self._moving.items():
+            if len(steps) > 1:
+                self._notes[
+                    f"{what} moves with every micro-batch, and the optimizer steps once per window: move it after "
+                    "the step"
+                ] += len(steps)
+        for line in self._clipped:
+            self._notes[
+                f"{line}: gradients are clipped before the GradScaler has divided by its scale, so the norm is that of "
+                "scaled ones: call `scaler.unscale_(optimizer)` before"
+            ] += 1
+        for optimizer, last in self._last.items():
+            never = [key for key in last.keys if key not in self._reached[optimizer] | last.step.frozen]
+            if never:
+                self._notes[
+                    f"{len(never)} of {len(last.keys)} parameters of the optimizer got no gradient in any step "
+                    f"({self._names(never)}): look for a `detach` or a `no_grad`, or leave them out of the optimizer"
+                ] += 1
         for optimizer in self._removed:
             self._judge_removed(optimizer)
         if complete and self._judges_sums:

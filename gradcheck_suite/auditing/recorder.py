@@ -187,6 +187,11 @@ class Running:
 
 
 PASSES, WEIGHTS, SUMS, STEPS = "backward passes", "weights", "sums", "steps"
+SCHEDULE, AVERAGE = "a schedule of the learning rate", "an average of the parameters"
+NEAR = 0.5
+"""Relative difference of an average from its parameter; gradients and other states differ by more."""
+MOST_AVERAGES = 8
+"""Tensors that are watched."""
 
 
 def _task() -> int:
@@ -265,6 +270,8 @@ class Recorder:
         self._groups: dict[int, weakref.ref[Any]] | None = None
         self._late: list[PassRecord] = []
         self._reset: Place | None = None
+        self._schedules: list[weakref.ref[Any]] | None = None
+        self._averages: list[weakref.ref[torch.Tensor]] = []
         self._handles: list[Any] = []
         self._engine: Any = None
 
@@ -462,9 +469,43 @@ class Recorder:
             for key, known in self.parameters.items()
             if (p := known.reference()) is not None and p.requires_grad  # a frozen copy may follow the trained ones
         }
+        running.record.clocks = self._clocks()
         self.last = running
         self._keep_stacks()
         self._receive(running.record)
+
+    def _clocks(self) -> dict[str, int]:
+        """Return checksums of what a program moves with its steps."""
+        found = (one() for one in self._optimizers)
+        rates = [group.get("lr") for optimizer in found if optimizer is not None for group in optimizer.param_groups]
+        epochs = [one.last_epoch for of in self._schedules or () if (one := of()) is not None]
+        # to read a rate that is a tensor could wait for a device
+        rates = [rate._version if isinstance(rate, torch.Tensor) else rate for rate in rates]
+        clocks = {SCHEDULE: zlib.crc32(repr((rates, epochs)).encode())}
+        for of in self._averages:
+            if (average := of()) is not None:
+                some = samples.mark(average)
+                clocks[AVERAGE] = zlib.crc32(some or b"", average._version + clocks.get(AVERAGE, 0))
+        return clocks
+
+    def _find_clocks(self) -> None:
+        """Find schedules and averages once, by a search through all objects: a tensor near to a parameter is one."""
+        self._schedules = [weakref.ref(one) for one in living(torch.optim.lr_scheduler.LRScheduler)]
+        own = [
+            p for known in self.parameters.values() if (p := known.reference()) is not None and p.is_floating_point()
+        ]
+        shapes, memory = {(p.shape, p.dtype, p.device): p for p in own}, {p.data_ptr() for p in own}
+        for one in living(torch.Tensor):
+            # no subclass: a fake or a functional tensor of a compiler has no values
+            plain = type(one) in (torch.Tensor, torch.nn.Parameter) and one.layout == torch.strided
+            if not plain or one.is_meta or torch._is_functional_tensor(one):
+                continue
+            like = shapes.get((one.shape, one.dtype, one.device)) if one.is_leaf else None
+            if like is None or id(one) in self._keys or one.data_ptr() in memory:
+                continue
+            now, then = samples.read([samples.sample(each, whole=False) for each in (one, like)])
+            if np.hypot.reduce(now - then) < NEAR * np.hypot.reduce(then) and len(self._averages) < MOST_AVERAGES:
+                self._averages.append(weakref.ref(one))
 
     @_guarded(SUMS)
     def by_hand(self, running: Running | None, inputs: Any, results: Any) -> None:
@@ -720,6 +761,14 @@ class Recorder:
         found = {key: self.parameters[key].reference() for key in keys}
         return {key: samples.sample(parameter, whole=True) for key, parameter in found.items() if parameter is not None}
 
+    def _overlaid(self, own: Sequence[torch.Tensor]) -> list[int]:
+        """Return the keys of parameters over one memory, as `head.weight = Parameter(embedding.weight.data)` leaves."""
+        memory: dict[tuple[int, int], set[int]] = {}
+        for p in own:
+            if p.numel() and not samples.is_shard(p) and not p.is_meta:
+                memory.setdefault((p.data_ptr(), p.numel()), set()).add(self._keys[id(p)])
+        return [key for keys in memory.values() if len(keys) > 1 for key in sorted(keys)]
+
     @_guarded(STEPS)
     def step(self, optimizer: Any, is_whole: bool = False) -> None:
         """Note a step: what stands in `.grad`.
@@ -744,6 +793,7 @@ class Recorder:
             return
         index = self.index(optimizer)
         idle = is_whole and self._sums and self._passes_at_step.get(index) == self.passes_seen
+        is_first = index not in self._passes_at_step
         self._passes_at_step[index] = self.passes_seen
         gradients: dict[int, Raw | None] = {}
         self._forget_dead()
@@ -753,6 +803,9 @@ class Recorder:
             if gradient is not None and self._sums:
                 gradients[key], bits = samples.taken(gradient, whole=idle or self._full())
                 self.parameters[key].gradient = weakref.ref(gradient, self._let_go), gradient._version, bits
+        if self._schedules is None and self.passes_seen > 1:
+            with contextlib.suppress(Exception):  # no finding is worth the judgement of the sums
+                self._find_clocks()
         trainer, steps, scale = _of_the_stack()
         given = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides inside of its step
         fused = isinstance(given, torch.Tensor)
@@ -774,6 +827,10 @@ class Recorder:
             self._wrapped.get(index, False) or bool(self._late),
         )
         self._late.clear()
+        step.frozen = frozenset(self._keys[id(p)] for p in own if not p.requires_grad)
+        if is_first:
+            step.twice = sorted({self._keys[i] for i, times in Counter(map(id, own)).items() if times > 1})
+            step.overlaid = self._overlaid(own)
         if idle:
             step.moved = self._values(gradients)
             self._idle[index] = step  # until it has ended: only then is it known whether it has moved anything

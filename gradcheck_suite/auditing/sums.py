@@ -615,6 +615,10 @@ class Replay:
             self._owners[key].add(window.optimizer)
         self._forget()
 
+    def is_stepped(self, keys: Iterable[int]) -> bool:
+        """Return whether an optimizer has stepped on some of these parameters."""
+        return any(self._owners.get(key) for key in keys)
+
     def standing(self, keys: Iterable[int]) -> set[int]:
         """Return the passes since the last step that stand in the `.grad` of some parameters."""
         found = [ranked[key].coefficients for ranked in self._states for key in keys]
