@@ -478,7 +478,7 @@ class Scale:
 
     Attributes:
         use: where.
-        name: of the fault.
+        name: the name of the fault.
         note: what the factor is, in words.
         expected: the coefficient that would be right.
         provisional: whether other windows may still show something else: that comes out when the run is over.

@@ -34,11 +34,11 @@ class Fault:
     """A fault.
 
     Attributes:
-        name: of it, in every command.
+        name: the name of the fault, in every command.
         kind: the part of the contract that it violates; a fault of gradients may also show as NaN or as None.
         meaning: what the loop does.
         remedy: what to do.
-        evidence: that tells it.
+        evidence: the evidence by which it is recognised.
         causes: what may cause it -> a remedy for that cause, in place of the general one.
         general: whether the name says no more than that something is wrong, or where.
         command: `verify` or `audit` where one alone finds it; empty for both.
@@ -594,7 +594,7 @@ def is_of_weights(diagnosis: str) -> bool:
 def is_general(kind: str, diagnosis: str) -> bool:
     """Return whether a violation's name says no more than that something is wrong, or where.
 
-    A gradient of None is no fault of elements or weights, so there `no-gradient` says all.
+    Where the gradient is None, `no-gradient` is the whole diagnosis.
     """
     return kind != "none-pattern" and all(name in FAULTS and FAULTS[name].general for name in names_of(diagnosis))
 

@@ -168,7 +168,7 @@ def diagnose_elements(
     """Name the fault that all wrong parameters have in common, or None.
 
     Args:
-        comparison: of the wrong gradient with the right one.
+        comparison: the wrong gradient compared with the right one.
         by_weights: wrong parameter -> what the weights of its micro-batches say, if they say anything.
         some_unread: whether the window has a micro-batch with a gradient of 0, which may be there or not.
         parameters: (P,): the values of the parameters, where they are known.
@@ -338,8 +338,8 @@ def combined_elements(window: Window, comparison: Comparison) -> Diagnosis | Non
     and a median or an agreement of signs looks like a missing gradient.
 
     Args:
-        window: whose gradient is wrong.
-        comparison: of that gradient with the right one.
+        window: the window whose gradient is wrong.
+        comparison: that gradient compared with the right one.
     """
     instance, count = window.reference.instance, len(window.members)
     if count < 2 or window.moved or instance.case.dtype != "float64" or instance.problem.reduction == "batch":
@@ -369,12 +369,12 @@ OPERATIONS = (
 def wrong_reduction(window: Window, comparison: Comparison, rank: int, *, alike: bool) -> Diagnosis | None:
     """Return the diagnosis of a gradient that is another combination of the ranks' own, or None.
 
-    The gradient of one rank alone is none: elements of another one must be in it.
+    The gradient of a single rank does not qualify: it must contain elements of another rank.
 
     Args:
-        window: whose gradient is wrong.
-        comparison: of that gradient with the right one.
-        rank: whose gradient it is.
+        window: the window whose gradient is wrong.
+        comparison: that gradient compared with the right one.
+        rank: the rank that has this gradient.
         alike: whether all ranks have it.
     """
     owners = window.reference.instance.case.plan.owners
@@ -415,8 +415,8 @@ def with_second_names(
 
     Args:
         found: the diagnosis, if there is one.
-        window: whose gradient is wrong.
-        comparison: of that gradient with the right one.
+        window: the window whose gradient is wrong.
+        comparison: that gradient compared with the right one.
         wrong: names of the wrong parameters.
     """
     names: dict[int, list[str]] = {}

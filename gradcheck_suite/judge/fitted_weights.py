@@ -93,7 +93,7 @@ class StolenBuffer:
     Attributes:
         kind: `"rewritten"` where a later backward writes into the gradient by itself, `"shared"` where two parameters'
             gradients overlap in memory.
-        parameter: whose gradient.
+        parameter: the parameter whose gradient it is.
         other: for `"shared"`, the other parameter.
         error: largest difference between the sums after a reset to None and after a reset to zeros.
         sentence: what happens.
@@ -127,7 +127,7 @@ def find_stolen_buffers(
     Parameters and their `.grad` are left as they were; buffers that a forward updates are not.
 
     Args:
-        model: whose trainable parameters are looked at.
+        model: the model whose trainable parameters are checked.
         loss: (model, batch) -> the scalar loss of a micro-batch.
         batches: micro-batches, at least two.
 
@@ -239,9 +239,9 @@ def diagnose_case(window: Window, comparison: Comparison, epoch: int, *, alike: 
     """Name the fault of a wrong float64 gradient from that gradient alone; None where nothing is determined.
 
     Args:
-        window: whose gradient is wrong, of a case in float64 whose optimizer leaves the parameters as they are.
-        comparison: of that gradient with the right one.
-        epoch: of the step. The steps before it are right.
+        window: the window whose gradient is wrong, of a float64 case whose optimizer does not move the parameters.
+        comparison: that gradient compared with the right one.
+        epoch: the epoch of the step. The steps before it are right.
         alike: whether all of several ranks have that gradient.
     """
     if not np.isfinite(comparison.observed).all():
@@ -267,9 +267,9 @@ def is_explained(window: Window, comparison: Comparison, weights: Vector, *, onl
     """Return whether weights of micro-batches, (B,), give an observed gradient; True where that cannot be told.
 
     Args:
-        window: whose gradient it is.
-        comparison: of the gradient with the right one.
-        weights: of the micro-batches.
+        window: the window of that gradient.
+        comparison: the gradient compared with the right one.
+        weights: (B,): the weight of each micro-batch.
         only: the parameters that are looked at, all if empty.
     """
     if window.moved or window.reference.instance.case.dtype != "float64":
@@ -286,8 +286,8 @@ def of_one_sign(found: Diagnosis, window: Window, comparison: Comparison) -> Dia
 
     Args:
         found: the diagnosis, which may be right as well where few elements tell.
-        window: whose gradient is wrong.
-        comparison: of that gradient with the right one.
+        window: the window whose gradient is wrong.
+        comparison: that gradient compared with the right one.
     """
     if window.moved or window.reference.instance.case.dtype != "float64":
         return None

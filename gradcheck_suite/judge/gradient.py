@@ -237,7 +237,7 @@ def _on_probe(e: Evidence, probe: WeightProbe, *, or_another: bool = False) -> D
         return not_linear(f"the weight probe cannot be used: the loop took {len(run.steps)} step(s) on it")
     items, right = run.steps[step], probe.right_weights(step % len(probe.plan.windows))
     if not np.isfinite(items).all():
-        return not_linear("on the weight probe, whose gradients are all 1, it is not even finite")
+        return not_linear("on the weight probe, whose item gradients are all 1, the loop's gradient is NaN or infinite")
     if np.allclose(items, right, rtol=probe.tolerance, atol=0):
         return None
     read = run.weights(step)

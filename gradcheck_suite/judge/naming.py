@@ -184,7 +184,7 @@ def _weighted_by(w: Weights) -> list[str]:
         if not numbers[known].all() or known.sum() < min(2, len(w.inside)):
             continue
         share, own = w.per_mean[known] / numbers[known], _counts(w)[known]
-        # in proportion to counts, numbers tell nothing unless they are over a sum of their own
+        # numbers proportional to the counts show nothing, unless their own sum is the divisor
         is_new = over is not None or not w.close(numbers[known] * own[0], own * numbers[known][0])
         if w.close(share, share[0] if over is None else 1 / over) and (is_new or not _unequal(w)):
             found.append(what)
@@ -527,7 +527,7 @@ class Quantity:
         key: what it is, the same in every step.
         text: the same with the step's numbers.
         value: the number; one over it is looked for as well where `inverse` is given.
-        cause: of `wrong-scale` in the table of faults, where the factor is the number.
+        cause: the cause of `wrong-scale` in the table of faults, where the factor is the number.
         inverse: the cause where it is one over it.
         rare: 1 if it counts only where nothing plainer fits, 2 if two windows must tell it from a coincidence as well.
     """
@@ -700,7 +700,7 @@ def _added_to_counts(wrong: Steps, ratios: Sequence[float]) -> float | None:
 
 
 def _power_of_steps(wrong: Steps, ratios: Sequence[float]) -> float | None:
-    """Return the number whose powers the ratios are, by the number of steps before each; None where there is none."""
+    """Return b where each ratio is b to the power of the number of steps before it; None where no b fits."""
     before = [_steps_before(w) for w in wrong]
     if len(set(before)) < 2 or not all(before) or not min(ratios) > 0:
         return None
@@ -716,11 +716,11 @@ class WeightPredicate:
     """A fault as a statement about steps.
 
     Attributes:
-        name: of the fault.
+        name: the name of the fault.
         holds: whether a wrong step is as the fault makes it; all must be.
         tells: whether a wrong step tells the fault from those that follow in the list; one must.
         text: what the loop did, of the violated step and of all wrong ones.
-        causes: of the fault, where the table of faults has a remedy for each.
+        causes: causes of the fault for which the table of faults has remedies of their own.
     """
 
     name: str

@@ -32,10 +32,10 @@ class WeightProbe:
     """A probe: how its items are cut up and what its mean divides by.
 
     Attributes:
-        plan: of the run.
-        reduction: of the probe's loss.
+        plan: the plan of the run.
+        reduction: the reduction of the probe's loss.
         count: what the mean over some items divides by, if not their number.
-        dtype: of the parameter.
+        dtype: the parameter's dtype.
     """
 
     plan: Plan
@@ -75,7 +75,7 @@ class WeightProbe:
         """Run the loop on the probe; None where it raised or no run is left.
 
         Args:
-            runner: of the loop.
+            runner: runs the loop again.
             scale: the factor that the probe's loss is multiplied by.
             slopes: the derivative of each item's loss, 1 each if empty.
         """
@@ -210,9 +210,9 @@ def item_weights(probe: WeightProbe, observed: Vector, window: int) -> tuple[Wei
     """Return the right and the observed weights of a step.
 
     Args:
-        probe: that they were read on.
+        probe: the probe on which the weights were read.
         observed: the weight of each micro-batch's items.
-        window: of the step.
+        window: the index of the window in its epoch.
 
     Returns:
         A row for each micro-batch. Of a long plan one row for each run of equal ones, and none for what is rightly 0.

@@ -42,9 +42,9 @@ def explain_weights(run: ProbeRun, step: int, runner: LoopRunner) -> Diagnosis:
     Where a name of other windows explains them, the second one tells whether the gradient grows with the loss.
 
     Args:
-        run: that the weights were read on.
+        run: the run on which the weights were read.
         step: index of the step, whose weights are wrong and finite.
-        runner: of the loop.
+        runner: runs the loop again.
     """
     probe, items, window = run.probe, run.steps[step], step % len(run.probe.plan.windows)
     weights, others = run.weights(step), run.others(step)
@@ -88,7 +88,7 @@ def explain_weights(run: ProbeRun, step: int, runner: LoopRunner) -> Diagnosis:
         return found
     if weights is None:
         return _means_of_parts(run, runner) or Diagnosis("unequal-items", run.unequal_text(step))
-    # the gradient grows with the loss, so a factor that is none of the run's is one all the same
+    # the gradient is proportional to the loss, so an unexplained factor is a `wrong-scale` all the same
     both = diagnose(weights, [*others, *elsewhere])
     if names_nothing(both) and not elsewhere:
         return replace(diagnose(weights) if names_nothing(named) else named, weights=table)
@@ -97,7 +97,7 @@ def explain_weights(run: ProbeRun, step: int, runner: LoopRunner) -> Diagnosis:
 
 
 MOST_PARTS = 8
-"""Devices or other parts of a window, of which the suite tells that each one's mean has the same weight."""
+"""Largest number of devices, or of other parts of a window, that is tried as an explanation."""
 CLOSE = 1e-4
 """Share up to which weights agree that rounding in float32 has touched."""
 
@@ -268,7 +268,7 @@ def _after_another(plain: ProbeRun, seen: Vector, step: int, before: Vector) -> 
     Args:
         plain: the run with the same plan and all slopes 1.
         seen: the wrong gradient.
-        step: whose gradient it is.
+        step: the index of the step.
         before: the right gradient of the step before.
     """
     size = size_text(before[before != 0]) if np.isfinite(before).all() else "infinite or NaN"
@@ -304,7 +304,7 @@ def _of_weights(case: Case, steps: Sequence[Vector], step: int, runner: LoopRunn
             )
         run = finer
     if not np.isfinite(run.steps[step]).all():
-        return not_linear("on the weight probe, whose gradients are finite, it is not even finite")
+        return not_linear("on the weight probe, whose gradients are finite, the loop's gradient is NaN or infinite")
     return explain_weights(run, step, runner)
 
 

@@ -176,7 +176,7 @@ def explain_inputs(
     inputs do not, the inputs are the fault.
 
     Args:
-        recorder: of the run.
+        recorder: the record of the run's losses.
         observed: (P,): the wrong gradient.
         step: index of the step.
         parameters: those that the step changes; None for the initial ones.
@@ -321,7 +321,7 @@ def _split(instance: Instance, members: Sequence[int], calls: Sequence[LossCall]
 
 
 def _changed_text(instance: Instance, members: Sequence[int], calls: Sequence[LossCall]) -> str | None:
-    """Return how a batch of the window is none that the loader yields, or None."""
+    """Return how a batch of the window differs from those that the loader yields, or None."""
     plan = instance.case.plan
     yielded = [dict(named_leaves(instance.batch(items))) for items in plan.cuts]
     for place, call in enumerate(calls):
@@ -393,7 +393,7 @@ NOT_REPEATABLE = Diagnosis(
 
 
 def repeats_gradient(rerun: Vector, comparison: Comparison) -> bool:
-    """Return whether a run again gives the observed gradient, but for rounding."""
+    """Return whether a further run gives the observed gradient, up to rounding."""
     seen = comparison.observed
     with np.errstate(invalid="ignore"):
         near = np.abs(rerun - seen) <= comparison.allowed
@@ -422,10 +422,10 @@ class Evidence:
     """What is known of a wrong gradient; what a further run shows is known once something asks, while runs are left.
 
     Attributes:
-        comparison: of the gradient with the right one.
-        window: whose gradient it is.
-        epoch: of the step.
-        runner: of the loop.
+        comparison: the gradient compared with the right one.
+        window: the window of that gradient.
+        epoch: the epoch of the step.
+        runner: runs the loop again.
         known_calls: the repetition, where it has been made.
     """
 

@@ -42,7 +42,7 @@ class Sizes:
         louder: returns the loop's with a loss `LOUDER` times as large, from a run if one is left, else None.
         parameters: (P,): the parameters' values; None where they are not known.
         tolerance: relative error of the gradients that rounding explains.
-        dtype: of the gradient.
+        dtype: the gradient's dtype.
     """
 
     expected: Vector
@@ -79,7 +79,7 @@ class Sizes:
 
 
 def near(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64], tolerance: float = EXACT) -> bool:
-    """Return whether two gradients are equal but for a share of the second one's largest element."""
+    """Return whether two gradients are equal, up to a share of the second one's largest element."""
     return bool(np.allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max(initial=0.0)))
 
 
@@ -179,7 +179,7 @@ def _threshold(s: Sizes) -> str:
     if _is_one_size(sizes) and (np.abs(s.expected[s.off]) > sizes).all():
         number = np.count_nonzero(s.off)
         return f"{number} of {len(s.off)} elements are cut at {sizes[0]:.3g}, as after clipping by value"
-    return "contributions or parameters are clipped each by itself, or the sum before it is complete"
+    return "each contribution or parameter is clipped separately, or the sum is clipped before it is complete"
 
 
 def _is_one_size(values: Vector) -> bool:

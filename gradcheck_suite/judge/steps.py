@@ -42,7 +42,7 @@ class HeldSteps:
     """What the steps of one run on a weight probe held.
 
     Attributes:
-        plan: of the run.
+        plan: the plan of the run.
         held: the micro-batches of each step.
     """
 
@@ -204,12 +204,12 @@ class StepPredicate:
     """A fault as a statement about the steps of a run.
 
     Attributes:
-        name: of the fault.
+        name: the name of the fault.
         holds: whether the steps are as the fault makes them.
         tells: whether they tell the fault from those that follow in the list.
         text: what the loop did.
         numbers: how many steps the fault may make, from a run without any; none where that says nothing.
-        causes: of the fault, where the table of faults has a remedy for each.
+        causes: causes of the fault for which the table of faults has remedies of their own.
     """
 
     name: str
@@ -286,8 +286,8 @@ PREDICATES = (
 def named(runs: Sequence[HeldSteps], own: Plan, right: HeldSteps | None = None) -> Diagnosis | None:
     """Return the first fault that all runs show and one tells, None without one; its sentence continues another one.
 
-    A run under another plan is told of where it alone tells the fault. `right` is a run with the right number of steps,
-    which refutes a fault that makes another number there.
+    A run under another plan is described where it alone shows the fault. `right` is a run with the right number of
+    steps, which refutes a fault that makes another number there.
     """
     for fault in PREDICATES:
         if right is not None and fault.numbers(right) and len(right.held) not in fault.numbers(right):
@@ -315,7 +315,7 @@ def explain_steps(instance: Instance, outcome: Outcome, runner: LoopRunner) -> D
     Args:
         instance: what the loop trained.
         outcome: what it did.
-        runner: of the loop.
+        runner: runs the loop again.
     """
     plan, taken = instance.case.plan, len(outcome.observations)
     times = f"{taken} or more times" if outcome.endless else counted(taken, "time")

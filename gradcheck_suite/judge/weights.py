@@ -30,9 +30,9 @@ class Weights:
         counts: (B,), what each micro-batch's mean divides by.
         window: indices of the micro-batches that this step should have.
         accumulation_steps: K.
-        epoch: of the step, from 0.
+        epoch: the epoch of the step, from 0.
         reduction: `"mean"` or `"sum"`.
-        items: in each micro-batch, which need not be what is counted; empty where they are not known.
+        items: the number of items of each micro-batch, which its count may differ from; empty where unknown.
         beside: what else a loss may count, in words -> (B,) the numbers.
         unread: micro-batches whose weights cannot be read, since nothing that is looked at depends on them.
         windows: the windows of an epoch; empty where only this one is known.
@@ -76,7 +76,7 @@ class Weights:
 
     @property
     def inside(self) -> list[int]:
-        """The window's micro-batches whose weights can be read: those that count something."""
+        """The window's micro-batches whose weights can be read: those with valid targets."""
         return [j for j in self.window if self.counts[j] and j not in self.unread]
 
     @property
@@ -110,7 +110,7 @@ class Weights:
         return sum(self.counts[j] for j in micro_batches)
 
     def close(self, a: npt.ArrayLike, b: npt.ArrayLike) -> bool:
-        """Return whether weights are equal but for rounding."""
+        """Return whether weights are equal up to rounding."""
         return bool(np.allclose(a, b, rtol=self.tolerance, atol=0.0))
 
 
@@ -123,7 +123,7 @@ class Diagnosis:
         sentence: what the loop did.
         details: lines for a reader: the numbers that the diagnosis rests on.
         weights: what the step gave each item, by micro-batch, where the diagnosis rests on that.
-        causes: of the faults, for which the table of faults has remedies of their own.
+        causes: causes of the faults for which the table of faults has remedies of their own.
     """
 
     name: str

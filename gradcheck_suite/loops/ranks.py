@@ -48,11 +48,11 @@ class Sharing:
     """What ranks share in a window.
 
     Attributes:
-        shapes: of the trainable parameters, none of them scalar.
+        shapes: the shapes of the trainable parameters, none of them scalar.
         itemsize: bytes of an element.
         ranks: number of ranks.
         accumulation_steps: micro-batches of each rank.
-        items: of each micro-batch.
+        items: the number of items of each micro-batch.
     """
 
     shapes: Sequence[Sequence[int]]
@@ -192,7 +192,7 @@ def _made_of(
 
     Args:
         loop: the other one.
-        told: what is said of the wrapper after the first line of its docstring.
+        told: the text about the wrapper after the first line of its docstring.
         assumes: what the wrapper assumes besides.
         autocast: as for `training_loop`.
     """
@@ -238,10 +238,10 @@ def in_ddp(loop: Loop, *, assumes: Iterable[str] = (), **options: Any) -> Loop:
     leave the others waiting.
 
     Args:
-        loop: that accumulates each micro-batch's part of the window's loss.
+        loop: the loop that accumulates each micro-batch's part of the window's loss.
         assumes: what the loop assumes besides, as some options do.
-        options: of `DistributedDataParallel`. Random models have parameters that a micro-batch does not reach, so
-            `find_unused_parameters` is on if nothing else is said.
+        options: keyword arguments of `DistributedDataParallel`. Random models have parameters that a micro-batch does
+            not reach, so `find_unused_parameters` is True by default.
     """
     settings = {"find_unused_parameters": True, **options}
     told = f"In DistributedDataParallel{_shown(options)}."
@@ -286,7 +286,7 @@ def in_fsdp2(loop: Loop, *, reach_all: bool = True, compute: str | None = None, 
     gathers parameters, so all ranks need as many micro-batches.
 
     Args:
-        loop: that accumulates each micro-batch's part of the window's loss.
+        loop: the loop that accumulates each micro-batch's part of the window's loss.
         reach_all: whether to give every parameter a gradient in every backward. `fully_shard` lays the gradients that
             a rank has side by side and adds up these buffers, so ranks must have those of the same parameters: else it
             adds gradients of different parameters, or ranks wait for each other (pytorch#158719).
@@ -294,7 +294,7 @@ def in_fsdp2(loop: Loop, *, reach_all: bool = True, compute: str | None = None, 
         compute: dtype to which a mixed precision policy casts parameters and inputs of a model in a lower precision
             than float64; gradients are added up in float32. It is declared as an autocast, whose rounding errors are
             the same.
-        options: of `fully_shard`.
+        options: keyword arguments of `fully_shard`.
     """
     assumed = [EVEN_RANKS, DENSE_GRADIENTS, *NO_SCALARS]
     assumed += [] if reach_all else SAME_PARAMETERS

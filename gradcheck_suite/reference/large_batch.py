@@ -411,8 +411,8 @@ class Window:
     """One window's references. Vectors are (P,) float64, parameters flattened in the layout's order.
 
     Attributes:
-        reference: of the case.
-        index: of the window in an epoch.
+        reference: the references of the case.
+        index: the index of the window in an epoch.
         parameters: those that it is at, by name; None for the initial ones.
         members: indices of its micro-batches.
         items: indices of its items.
@@ -540,7 +540,7 @@ def disagreement(window: Window, jax: Vector | None = None) -> str | None:
     """Say where torch's and JAX's large-batch gradients differ by more than rounding, if they do.
 
     Args:
-        window: whose gradients.
+        window: the window whose gradients are compared.
         jax: (P,), JAX's gradient of a user's problem; a window of a generated one brings its own.
     """
     jax = window.jax if jax is None else jax

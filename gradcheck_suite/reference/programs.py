@@ -63,7 +63,7 @@ def keep(folder: Path, name: str, payload: bytes) -> None:
 
     Args:
         folder: what `kept_files` returned.
-        name: of the file, with its sub-folder if it has one.
+        name: the name of the file, with its sub-folder if it has one.
         payload: its contents.
     """
     path = folder / name

@@ -133,11 +133,11 @@ class AttentionBackward:
 
         Args:
             grad_out: (batch, heads, queries, features), as are all but the mask.
-            query: of the forward.
-            key: of the forward.
-            value: of the forward.
-            out: of the forward.
-            _logsumexp: of the forward.
+            query: the forward's query.
+            key: the forward's key.
+            value: the forward's value.
+            out: the forward's output.
+            _logsumexp: the forward's log-sum-exp, unused.
             _dropout_p: 0 on the CPU.
             is_causal: whether a query sees no later key.
             attn_mask: added to the scores, or None.
@@ -322,7 +322,7 @@ class _Grid:
     1. A cell has the values that round to one number of the precision.
 
     Attributes:
-        step: of the results of an operation.
+        step: the spacing of the results of an operation.
         inside: step of its arguments, where it adds up products of them.
         shift: number of lower bits that the values of a cell differ in.
     """
@@ -404,7 +404,7 @@ class RandomRounding(_RoundingMode):
         """Prepare a draw.
 
         Args:
-            seed: of the errors.
+            seed: the seed of the errors.
             dtype: the precision that is simulated.
             guarded: whether the largest numbers, as in the masks of attention, stay finite.
             smallest: spacing of the smallest numbers of the dtypes that take part; 0 for that of `dtype`, where this is
@@ -611,8 +611,8 @@ class Computation:
         On another device than the CPU, only the parameters are moved: their values are in no loss's range.
 
         Args:
-            parts: whose gradients are added up.
-            dtype: whose rounding errors are drawn.
+            parts: the parts of the batch whose gradients are added up.
+            dtype: the dtype whose rounding errors are drawn.
             draw: number of the draw.
             smallest: spacing of the smallest numbers, as for `RandomRounding`.
         """
@@ -680,8 +680,8 @@ class RoundingErrors:
         """Prepare the draws.
 
         Args:
-            computation: in float64; the draws are made on the CPU where the problem allows it.
-            parts: whose gradients are computed one by one and added up.
+            computation: the float64 computation; the draws are made on the CPU where the problem allows it.
+            parts: the parts of the batch whose gradients are computed one by one and added up.
             dtype: the precision whose rounding errors are drawn.
             smallest: spacing of the smallest numbers, as for `RandomRounding`.
         """
@@ -845,9 +845,9 @@ def leaves_range(computation: Computation, parts: Sequence[Part], dtype: torch.d
     """Return whether parts of a gradient may be infinite or NaN in a dtype where they are finite, or vice versa.
 
     Args:
-        computation: in float64.
-        parts: whose gradients are computed, each by itself.
-        dtype: of the lower precision.
+        computation: the float64 computation.
+        parts: the parts of the batch, whose gradients are computed one by one.
+        dtype: the lower precision.
     """
     computation = computation.on_cpu(parts[0])
     for part in parts:

@@ -39,7 +39,7 @@ def expect_cache_folder(folder: Path, variable: str) -> None:
     Programs are pickles, and reading a pickle can run any code. A folder that does not exist is right.
 
     Args:
-        folder: that programs are read from.
+        folder: the folder that programs are read from.
         variable: name of the environment variable that chooses it.
 
     Raises:

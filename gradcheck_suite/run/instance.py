@@ -303,7 +303,7 @@ class Instance:
     """A case's working parts.
 
     Attributes:
-        case: where they come from.
+        case: the case that is brought to life.
         problem: model, loss and count as callables; `model` takes the case's seed.
         data: one epoch's items, in the case's dtype and on its device.
         arrays: a generated problem's items in float64 as numpy arrays, already rounded to the case's dtype; None for a

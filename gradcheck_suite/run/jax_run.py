@@ -112,7 +112,7 @@ class LiftedProblem(Problem):
 
     Attributes:
         own: the problem of JAX.
-        names: of the parameters, in the order of the leaves.
+        names: the names of the parameters, in the order of the leaves.
         tree: the structure of the parameters.
     """
 
@@ -142,7 +142,7 @@ def lifted(problem: Problem) -> LiftedProblem:
     """Return a problem of JAX as one of torch.
 
     Raises:
-        UsageError: it is none of JAX, or its loss is no pure function with a scalar result.
+        UsageError: the problem is not one of JAX, or its loss is no pure function with a scalar result.
     """
     params: Any = problem.model(0)
     if isinstance(params, torch.nn.Module) or not jax.tree.leaves(params):
@@ -362,7 +362,7 @@ class JaxObserver:
     def steps(self, due: int) -> list[_Call]:
         """Return the calls whose result the loop went on with, of which `due` are promised.
 
-        A call that compiles the step, or whose updates are only looked at, is none: a later call goes on from the state
+        A call that compiles the step, or whose updates are discarded, is no step: a later call goes on from the state
         that it was handed. A loop that loses its state does the same in place of a step, so that all its calls count.
         """
         found = self._kept()

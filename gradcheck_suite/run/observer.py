@@ -301,7 +301,7 @@ class Calls:
         self._kept.append((scaler, optimizer))
 
     def note_scheduler(self, scheduler: Any, epoch: int) -> None:
-        """Count one step, which has returned; the call that a scheduler makes when it is made is none."""
+        """Count a step that has returned; the call that a scheduler makes in its constructor does not count."""
         if getattr(scheduler, "last_epoch", 0) > 0:
             self.schedulers[id(scheduler)][epoch] += 1
             self._kept.append(scheduler)

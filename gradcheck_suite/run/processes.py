@@ -50,7 +50,7 @@ class Child:
     It has a process group of its own: Ctrl-C reaches the parent alone, which then ends it.
 
     Attributes:
-        connection: to the process.
+        connection: the connection to the process.
         process: itself; of an orphan, what starts it.
     """
 
@@ -181,9 +181,9 @@ def main(control: Connection, folder: str, *modules: str) -> None:
     This process computes nothing itself, so that it has no thread that a fork could lose.
 
     Args:
-        control: to the parent.
+        control: the connection to the parent.
         folder: what is written there is removed at the end, also where the parent was killed.
-        modules: to import, beside torch and JAX.
+        modules: modules to import, beside torch and JAX.
     """
     # there is a process for each processor
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -266,9 +266,9 @@ class Importable:
     Ranks import what they run, as every distributed program does. What no module has under a name cannot be found.
 
     Attributes:
-        module: that has the function.
+        module: the module that has the function.
         function: its name.
-        arguments: of the call, plain data.
+        arguments: the call's arguments, plain data.
     """
 
     module: str
@@ -323,8 +323,8 @@ def found(name: str, file: str | None, path: tuple[str, ...]) -> Any:
     """Return what a module has under a name, or under a name in a dictionary of its own.
 
     Args:
-        name: of the module.
-        file: that it was imported from, None for one without.
+        name: the name of the module.
+        file: the file that it was imported from; None for a module without one.
         path: the name, and the key in the dictionary where it is in one.
     """
     value: Any = vars(_module(name, file))[path[0]]

@@ -26,10 +26,10 @@ def main(connection: Connection, rank: int, world_size: int, backend: str, folde
     """Join the group, then answer requests until the parent is gone.
 
     Args:
-        connection: to the parent.
+        connection: the connection to the parent.
         rank: the rank's place among the others.
         world_size: number of ranks.
-        backend: of `torch.distributed`.
+        backend: the backend of `torch.distributed`.
         folder: for the file through which the ranks meet, the stack that this one writes when it receives SIGUSR1, and
             its errors.
     """

@@ -68,9 +68,9 @@ class Request:
     """What every rank is to run.
 
     Attributes:
-        loop: where the loop is found.
+        loop: how a rank finds the loop.
         case: what it trains; its plan has as many ranks as there are.
-        problem: where the user's problem is found; None for a generated one.
+        problem: how a rank finds the user's problem; None for a generated one.
         quiet: whether to discard what the loop prints.
         path: the parent's `sys.path`.
         scale: factor of the loss.
@@ -93,7 +93,7 @@ class Reply:
     """What a rank answers.
 
     Attributes:
-        outcome: of the run; None where there is none.
+        outcome: what the loop did; None where the rank has no outcome.
         refused: why the case cannot be run at all, and no loop is to blame; None where it was run.
         cannot_run: whether that is for want of something on this machine.
     """
@@ -198,7 +198,7 @@ class Pool:
 
     Attributes:
         world_size: number of ranks.
-        backend: of `torch.distributed`.
+        backend: the backend of `torch.distributed`.
     """
 
     def __init__(self, world_size: int, backend: str) -> None:

@@ -186,7 +186,7 @@ class TrafficRow:
         ranks: number of ranks.
         accumulation_steps: micro-batches of each rank in a window.
         observed: counted on rank 0.
-        predicted: by the wrapper's law.
+        predicted: what the wrapper's law predicts.
     """
 
     loop: str
@@ -202,7 +202,7 @@ def traffic_rows(
     """Return the communication of built-in loops for several ranks, counted and predicted.
 
     Args:
-        names: of the loops, from `RANK_LOOPS`.
+        names: names of loops, from `RANK_LOOPS`.
         ranks: number of ranks.
         time_limit_s: seconds after which a loop is stopped.
 

@@ -43,7 +43,7 @@ def unrepeatable(script: Path, violation: Violation, time_limit_s: float | None)
     """Run a script in a process of its own, in the working directory; return why it does not show the fault, or None.
 
     Args:
-        script: of the violation.
+        script: the script of the violation.
         violation: what the script is to show.
         time_limit_s: seconds that the loop may take.
     """

@@ -34,8 +34,8 @@ def jax_script_text(loop: Loop, name: str, violation: Violation, problem: Proble
     """Return the script of a violation; None where it would not show the fault, or be too long.
 
     Args:
-        loop: that is violated.
-        name: of the loop, `FILE.py:NAME` or `package.module:NAME`.
+        loop: the loop that is violated.
+        name: the name of the loop, `FILE.py:NAME` or `package.module:NAME`.
         violation: what the script shows.
         problem: the user's problem, or None.
     """

@@ -194,7 +194,7 @@ class Sources:
         """Return the call of a function of the suite, written out where the function is one expression.
 
         Args:
-            function: to copy, or to write out.
+            function: the function to copy or to write out.
             arguments: the text of each, or a mapping whose entries are written out.
         """
         _, tree, names = _module(function.__module__)
@@ -516,7 +516,7 @@ def script_text(
 
     Args:
         loop: the subject.
-        name: of the loop as the command line takes it. A loop of `FILE.py:NAME` or `package.module:NAME` is printed in
+        name: the name of the loop on the command line. A loop of `FILE.py:NAME` or `package.module:NAME` is printed in
             full where its module does nothing but define functions by means of torch and Python's own modules, and
             imported from its place otherwise; the suite's own loops are printed in full.
         violation: what the script shows; with its evidence, where there is one for its kind.

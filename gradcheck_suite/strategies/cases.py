@@ -302,8 +302,8 @@ def frame_of(focus: Focus, signal: Signal, limits: Limits, number: int) -> Frame
 
     Args:
         focus: what the problem must contain.
-        signal: of the input: rows, or tokens for a parameter that two layers share.
-        limits: of the layers.
+        signal: the signal of the input: rows, or tokens for a parameter that two layers share.
+        limits: the limits of the layers.
         number: picks among several graphs, so that nothing is drawn for them.
     """
     linear = Layer("linear", features=signal.features, bias=True)
@@ -443,7 +443,7 @@ def _chain(
         draw: draws from a strategy.
         signal: what the first layer accepts.
         counted: how many layers, and how many at most.
-        limits: of all layers.
+        limits: the limits of all layers.
         focus: what the problem must contain.
         number: picks the options of layers that are not drawn.
 

@@ -205,7 +205,7 @@ def _distinct(
         kept: what was read before, to which what is read now is added.
         seen: digests of all cases before, to which those of the new ones are added.
         seed_value: as for `run_on_cases`.
-        number: of the case.
+        number: the number of the case.
     """
     for attempt in range(ATTEMPTS):
         stream, key = _stream(seed_value, number, attempt), (seed_value, number, attempt)

@@ -80,7 +80,7 @@ def main(connection: Connection) -> None:
     """Judge the runs that the parent sends, in the second process, until the parent is gone.
 
     Args:
-        connection: to the parent.
+        connection: the connection to the parent.
     """
     end_with_parent(connection)
     waiting, number = deque[tuple[int, Run]](), 0

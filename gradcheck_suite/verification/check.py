@@ -46,8 +46,8 @@ def step_calls_fault(case: Case, outcome: Outcome, rank: int, *, schedules: bool
 
     Args:
         case: the case.
-        outcome: of a rank.
-        rank: which one.
+        outcome: what the loop did on the rank.
+        rank: the rank, from 0.
         schedules: whether the loop assumes that its schedule counts micro-batches.
     """
     plan = case.plan
@@ -213,7 +213,7 @@ def check(
             compute gradients that are right, and fewer draws measure rounding, so `allowed` may be larger.
         autocast: dtype in which the loop may compute its losses under `torch.autocast`; None for what it declares.
         assumes: what the loop assumes beside what it declares itself; its fault is named within that.
-        outcome: of the loop's run, where it has run on the case already.
+        outcome: what the loop did, where it has run on the case already.
 
     Raises:
         UsageError: the case cannot be built, or the user's problem fails before any loop runs.

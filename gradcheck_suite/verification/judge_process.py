@@ -27,7 +27,7 @@ class Judge:
     A loop may close the socket, or fork this process: then the process is gone, as where it has ended.
 
     Attributes:
-        pid: of the process, once it has started.
+        pid: the process id, once the process has started.
     """
 
     def __init__(self) -> None:

@@ -58,7 +58,7 @@ def steps_of_plan(plan: Plan, outcome: Outcome, may_skip: Callable[[int, int], b
     """Return for each step that a loop took its index in the plan; None where the numbers of steps do not fit.
 
     Args:
-        plan: of the run.
+        plan: the plan of the run.
         outcome: what the loop did.
         may_skip: (index of a window in its epoch, number of steps taken before it) -> whether its gradient is so.
     """
@@ -76,10 +76,10 @@ def steps_of_plan(plan: Plan, outcome: Outcome, may_skip: Callable[[int, int], b
 
 
 def undeclared_autocast(window: Window, evaluation: Evaluation, compute: Compute) -> Diagnosis | None:
-    """Return the diagnosis of a wrong gradient that is right but for the rounding errors of autocast, else None.
+    """Return the diagnosis of a wrong gradient whose only errors are the rounding errors of autocast, else None.
 
     Args:
-        window: in which the gradient is wrong in the precision that the loop declares.
+        window: the window whose gradient is wrong in the precision that the loop declares.
         evaluation: what the step used.
         compute: the autocast dtype that the loop's losses were computed in, or None.
     """
@@ -114,12 +114,12 @@ ROUNDINGS = 8.0
 
 
 def closure_without_reset(window: Window, outcome: Outcome, evaluation: Evaluation) -> Diagnosis | None:
-    """Return the diagnosis of a wrong gradient that is right but for that of the call of the closure before it.
+    """Return the diagnosis of a gradient that still contains that of the closure's call before it, else None.
 
     L-BFGS calls its closure several times in a step.
 
     Args:
-        window: at the parameters of this call.
+        window: the window, at the parameters of this call.
         outcome: what the loop did.
         evaluation: the call whose gradient is wrong.
     """
@@ -190,7 +190,7 @@ def zeros_that_move(case: Case, observation: Observation) -> dict[str, float]:
     The loop contract allows both, so that this is no violation. It is explained, since training differs.
 
     Args:
-        case: whose optimizer stepped.
+        case: the case that the loop trained.
         observation: the step.
     """
     if case.optimizer in (None, BY_CHANCE) or observation.is_computed:
@@ -365,9 +365,9 @@ class RunJudge:
     """Judges what a loop did in one run, within the precision that it declares.
 
     Attributes:
-        reference: of the case.
+        reference: the references of the case.
         outcome: what the loop did.
-        trajectory: of the parameters, before the first step.
+        trajectory: the judge of the parameters, before the first step.
         runner: runs the loop again to name its fault; None while shrinking.
         autocast: dtype in which the loop declares that it computes its losses, or None.
     """
@@ -524,10 +524,10 @@ class RunJudge:
         """Return the violation of a wrong gradient.
 
         Args:
-            window: in which the gradient is wrong.
+            window: the window whose gradient is wrong.
             evaluation: what the step used.
-            comparison: of the gradient with the window's.
-            epoch: of the step.
+            comparison: the gradient compared with the window's reference.
+            epoch: the epoch of the step.
             known: the diagnosis where it is known already.
         """
         case, layout, runner = self.case, comparison.layout, self.runner
@@ -615,7 +615,7 @@ class RunJudge:
         Args:
             steps: the gradient of every step of the plan; the right one for a step that a gradient scaler skipped.
             step: index of the wrong one in the plan.
-            comparison: of its gradient with the right one.
+            comparison: its gradient compared with the right one.
         """
         epoch, window = divmod(step, len(self.case.plan.windows))
         e = self.runner and Evidence(comparison, self.reference.window(window), epoch, self.runner)

@@ -208,9 +208,9 @@ def smallest_probe(
 
     Args:
         checked: returns a loop's verdict on a case.
-        violation: of that loop, on a weight probe.
+        violation: the loop's violation, on a weight probe.
         assumes: assumptions of the loop, which smaller plans satisfy too.
-        seconds: of computing after which it is not made smaller any more, `SHRINK_SECONDS` at most.
+        seconds: the time after which shrinking ends, at most `SHRINK_SECONDS`.
     """
     began, right = Stopwatch(), dict[str, str]()
     if violation.kind == "raised" or is_endless(violation):

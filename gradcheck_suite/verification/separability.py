@@ -224,7 +224,7 @@ def _calls(instance: Instance, model: torch.nn.Module, batch: Batch) -> Calls:
 
 
 WEIGHED_ITEMS = 4
-"""Number of items from which a weighted mean is recognised: enough to contradict it if it is none."""
+"""Number of items from which a weighted mean is recognised: enough to refute one that is no weighted mean."""
 
 
 def adds_up(whole: float, parts: list[float]) -> bool:
@@ -319,10 +319,10 @@ def _expect_stateless(
     """Raise `UsageError` if a forward writes a parameter, or the loss of the same batch changes.
 
     Args:
-        instance: of the problem.
+        instance: the instance of the problem.
         model: after one forward.
-        batch: that the forward was on.
-        loss: of that forward.
+        batch: the batch of the forward.
+        loss: the loss of that forward.
         before: parameters and buffers before it.
     """
     name = _name(instance)

@@ -27,7 +27,7 @@ class Answer:
     Attributes:
         trainer: the subject.
         question: what was asked.
-        result: of `verify`, or None where the trainer does not take the problem.
+        result: what `verify` returned; None where the trainer does not take the problem.
         why: the reason where there is no result; empty otherwise.
     """
 
@@ -77,8 +77,8 @@ def ask(
         trainer: the subject.
         question: what is asked.
         examples: number of cases.
-        seed: of the cases.
-        problem: in place of the one that the question names.
+        seed: the seed of the cases.
+        problem: the problem to train in place of the one that the question names.
     """
     small = plans(max_windows=2, max_accumulation_steps=MAX_SIZE, max_items=MAX_SIZE)
     try:
