@@ -1,4 +1,4 @@
-"""Print the size of the package and of its tests, and how its modules depend on each other: `tox -e lint` calls it.
+"""Print and limit the size of the package, of the studies and of the tests: `tox -e lint` calls it.
 
 A line of code is a line that holds a token other than a comment or a docstring.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ast
 import io
+import sys
 import tokenize
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,15 +52,52 @@ def importers() -> dict[str, set[str]]:
     return {name: found[name] for name in modules if not name.endswith("__init__")}
 
 
-def main() -> None:
-    """Print the counts."""
-    package = sorted((ROOT / PACKAGE).rglob("*.py"))
-    tests = [path for folder in ("tests", "properties") for path in sorted((ROOT / folder).rglob("*.py"))]
-    single = [name for name, by in importers().items() if len(by) == 1]
-    print(f"{PACKAGE}: {len(package)} files, {sum(code_lines(path.read_text()) for path in package):,} lines of code")
-    print(f"modules that one other imports: {len(single)}")
-    print(f"tests and properties: {len(tests)} files, {sum(code_lines(p.read_text()) for p in tests):,} lines of code")
+@dataclass(frozen=True)
+class Part:
+    """A part of the tree, and what it may come to.
+
+    Attributes:
+        name: of the part.
+        folders: of its modules.
+        lines: of code, at most.
+        files: at most; None for any number.
+        without: folders in these that do not count.
+    """
+
+    name: str
+    folders: tuple[str, ...]
+    lines: int
+    files: int | None = None
+    without: tuple[str, ...] = ()
+
+    def modules(self) -> list[Path]:
+        """Return its modules."""
+        found = (path for folder in self.folders for path in sorted((ROOT / folder).rglob("*.py")))
+        return [p for p in found if not any(p.is_relative_to(ROOT / folder) for folder in self.without)]
+
+
+PARTS = (
+    Part("the package without port/", (PACKAGE,), 26_000, 130, (f"{PACKAGE}/port",)),
+    Part("studies", ("studies",), 9_000, without=("studies/tests", "studies/properties")),
+    Part("tests and properties without tests/port/", ("tests", "properties"), 24_000, without=("tests/port",)),
+)
+
+
+def main() -> int:
+    """Print the counts, and a line for each limit that is exceeded; return 1 where one is."""
+    exceeded = []
+    for part in PARTS:
+        modules = part.modules()
+        files, lines = len(modules), sum(code_lines(path.read_text()) for path in modules)
+        print(f"{part.name}: {files} files, {lines:,} lines of code (at most {part.lines:,})")
+        if lines > part.lines:
+            exceeded.append(f"{part.name}: {lines:,} lines of code, at most {part.lines:,}")
+        if part.files is not None and files > part.files:
+            exceeded.append(f"{part.name}: {files} files, at most {part.files}")
+    print(f"modules that one other imports: {sum(len(by) == 1 for by in importers().values())}")
+    print(*(f"too large: {line}" for line in exceeded), sep="\n", end="\n" * bool(exceeded), file=sys.stderr)
+    return 1 if exceeded else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

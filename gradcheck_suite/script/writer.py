@@ -69,6 +69,8 @@ COPIED: dict[str, tuple[Any, ...]] = {
     "parameters": (Observer, recorded_calls, fault_before, fault_of_step, fault_between),
 }
 """The suite's definitions that parts of the template call."""
+OWN = {PACKAGE}
+"""Packages whose definitions a script has copies of, in place of their imports; one of loops may add itself."""
 UNUSUAL = re.compile(r"\b(pairs|criterion|dataset|\w*sampler|batch_size|collate_fn|getattr|vars|__dict__)\b")
 """What only some loops ask for: pairs, and more of a loader than its micro-batches and their number."""
 NONLINEARITY = inspect.Parameter("nonlinearity", inspect.Parameter.KEYWORD_ONLY, default="tanh")
@@ -101,8 +103,7 @@ def _module(name: str) -> tuple[str, ast.Module, dict[str, Any]]:
 
 
 def _is_own(module: str) -> bool:
-    """Return whether a module is the suite's own, or one of the known bugs' that stand beside it."""
-    return f"{module}.".startswith((f"{PACKAGE}.", "studies.zoo."))
+    return any(f"{module}.".startswith(f"{package}.") for package in OWN)
 
 
 def _is_guard(node: ast.stmt, *tests: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from pkgutil import iter_modules
 
+from gradcheck_suite.script.writer import OWN
 from studies.zoo import bugs
 from studies.zoo.bug import DECLARED, Bug
 
@@ -16,6 +17,7 @@ __all__ = ["BUGS", "Bug"]
 PLANTED = 1000
 """Planted bugs come after the numbers of the corpus."""
 
+OWN.add(__name__)  # the script of a violation has copies of a bug's definitions
 for _family in iter_modules(bugs.__path__):
     import_module(f"{bugs.__name__}.{_family.name}")
 

@@ -20,7 +20,7 @@ def row() -> Row:
 def _named(row: Row, name: str, **changes: object) -> Row:
     run = row.runs[0]
     assert run.violation is not None
-    renamed = replace(run, violation=replace(run.violation, diagnosis=name))
+    renamed = replace(run, violations=(replace(run.violation, diagnosis=name),))
     return replace(row, runs=(renamed,), **changes)
 
 
@@ -51,7 +51,7 @@ def test_one_of_two_names_that_the_evidence_leaves_open_passes(row):
 
 
 def test_a_miss_never_passes(row):
-    run = replace(row.runs[0], violation=None)
+    run = replace(row.runs[0], violations=())
     assert not replace(row, runs=(run,), other_dtype=True).passed
     assert replace(row, runs=(run,), other_dtype=True, within=1).passed
 

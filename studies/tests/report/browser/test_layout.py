@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from gradcheck_suite.page import render as pages
+from gradcheck_suite.page.charts import counts_plot
 from gradcheck_suite.page.content import Figure, Report, Section, Table
-from studies.report.charts import counts_plot, scoreboard_plot, times_plot
+from studies.report.charts import scoreboard_plot, times_plot
 
 pytestmark = pytest.mark.full
 METHODS = [f"a rule with a long name {i}" for i in range(9)]
