@@ -151,9 +151,9 @@ def _of_rank(
         sentence = f"on {place} {rank} of {len(outcomes)}: {sentence}"
         nothing_arrived = not any(row.observed for row in violation.weights if row.rank != rank)
         if right and nothing_arrived and names_of(violation.diagnosis) & {"not-reduced"}:
-            sentence += f" (the gradients of rank {right[0]} are right: look for a reduce in place of an all_reduce)"
+            sentence += f" (the gradients of rank {right[0]} are right, as after a reduce in place of an all_reduce)"
         if place == "device" and violation.kind == "gradient":
-            sentence += " (devices have different gradients: look for a sum or a count that no psum adds up over them)"
+            sentence += " (devices have different gradients, as where no psum adds up a sum or a count over them)"
     return replace(violation, explanation=sentence, rank=rank if case.plan.ranks else None)
 
 

@@ -258,7 +258,7 @@ def test_a_sound_way_to_add_up_gradients_holds(loop):
             "is called with ReduceOp.PRODUCT",
             marks=pytest.mark.full,
         ),
-        (reductions.to_rank_0_alone, probe_case(EVEN), "not-reduced", "look for a reduce in place of an all_reduce"),
+        (reductions.to_rank_0_alone, probe_case(EVEN), "not-reduced", "as after a reduce in place of an all_reduce"),
         (reductions.negated_on_rank_1, probe_case(EVEN), "wrong-scale", "those of rank 1 weigh -1 times what they"),
         (reductions.in_other_order, Case(SQUARE, EVEN), "misplaced-gradient", "go through the parameters in the same"),
         (reductions.moved_on_rank_1, Case(SQUARE, EVEN), "parameter-drift", "on rank 1 of 2: something other than"),
