@@ -10,11 +10,12 @@ from hypothesis import event, given
 
 from gradcheck_suite import Case, Plan, Problem, TrainingRun, UsageError, cases, check, plans
 from gradcheck_suite.judge.fitted_weights import find_stolen_buffers
-from gradcheck_suite.loops.reset_modes import MODES, RESET_MODES
+from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.run.instance import generated_instance
 from properties.assertions import assert_equal, assert_holds
 from properties.devices import DEVICES
 from properties.helpers import scaled
+from studies.reset_modes import RESET_MODES
 from studies.zoo.bugs.micro_batches import Reusing
 
 

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, TrainingRun, cases, plans
-from gradcheck_suite.loops.reset_modes import RESET_MODES, Parameters, Reset, backward_window, windows, zero_grad_none
+from gradcheck_suite.loops.reset_modes import Parameters, Reset, backward_window, windows, zero_grad_none
 from gradcheck_suite.run.instance import generated_instance
 from properties.assertions import assert_equal
 from properties.helpers import scaled
+from studies.reset_modes import RESET_MODES
 
 # `create_graph` makes autograd add out of place, so gradients leave a preallocated buffer: such modes are left out
 RESETS = {mode.reset: mode.name for mode in reversed(RESET_MODES.values()) if mode.reset and not mode.preallocate}

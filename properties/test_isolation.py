@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from gradcheck_suite import Case, cases, plans
 from gradcheck_suite.core.contract import Loop
-from gradcheck_suite.loops.reset_modes import MODES, RESET_MODES
+from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.run.instance import Instance, generated_instance
 from properties.assertions import assert_gradients_equal
 from properties.devices import DEVICES
 from properties.helpers import TWO_WINDOWS, observe, on_leaves, scaled, with_loss
+from studies.reset_modes import RESET_MODES
 from studies.zoo import BUGS
 
 several_windows = cases(plan=plans(min_windows=2, max_accumulation_steps=4))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gradcheck_suite import TrainingRun, cases, problems
 from gradcheck_suite.core.contract import Loop
-from gradcheck_suite.loops.reset_modes import MODES, RESET_MODES, ResetMode, backward_window, windows
+from gradcheck_suite.loops.reset_modes import MODES, backward_window, windows
 from gradcheck_suite.reference.large_batch import gradients_of
 from gradcheck_suite.run.instance import Instance, generated_instance
 from gradcheck_suite.run.observer import Observation
@@ -18,6 +18,7 @@ from properties.devices import DEVICES
 from properties.helpers import TWO_WINDOWS, observe, scaled
 from properties.routed import EXPERTS, routed_instance
 from properties.tally import TALLY
+from studies.reset_modes import RESET_MODES, ResetMode
 from studies.zoo import BUGS
 
 routes = st.lists(st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=3), min_size=1, max_size=8)

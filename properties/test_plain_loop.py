@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from gradcheck_suite import Case, Plan, TrainingRun, cases, plans, problems
 from gradcheck_suite.core.contract import Loop
-from gradcheck_suite.loops.reset_modes import MODES, RESET_MODES
+from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.run.instance import Instance, generated_instance
 from gradcheck_suite.run.optimizers import FOR_ANY_LOOP
 from properties.assertions import assert_gradients_equal
 from properties.devices import DEVICES, repeatable_run
 from properties.helpers import REGRESSION, scaled
+from studies.reset_modes import RESET_MODES
 from studies.zoo import BUGS
 
 EACH_ALONE = Case(REGRESSION, Plan((1, 3, 2), 1, 2), seed=1, optimizer="momentum")

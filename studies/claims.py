@@ -20,13 +20,14 @@ from gradcheck_suite.core.case import Case
 from gradcheck_suite.core.contract import EQUAL_MICRO_BATCHES, WHOLE_WINDOWS, Batch, Loop, TrainingRun
 from gradcheck_suite.core.results import Result, json_number
 from gradcheck_suite.core.text import counted
-from gradcheck_suite.loops.laws import bytes_saved_by_releasing
-from gradcheck_suite.loops.reset_modes import RESET_MODES, part_of_window, window_count, windows, zero_by_hand
+from gradcheck_suite.loops.reset_modes import part_of_window, window_count, windows, zero_by_hand
 from gradcheck_suite.run.functions import ancestors
 from gradcheck_suite.strategies.plans import plans
 from studies import step_times
 from studies.ledger import Ledger
 from studies.report.faster import answer
+from studies.reset_laws import bytes_saved_by_releasing
+from studies.reset_modes import RESET_MODES
 from studies.step_times import median_seconds, time_paired_steps, timer
 from studies.workload import Size
 

@@ -15,9 +15,9 @@ import torch
 from gradcheck_suite.core.case import Case
 from gradcheck_suite.core.contract import Batch, Loop, TrainingRun
 from gradcheck_suite.loops.jax_modes import RESETS, adder
-from gradcheck_suite.loops.reset_modes import ResetMode
 from gradcheck_suite.run.instance import Instance, generated_instance, seeded
 from studies.ledger import Ledger
+from studies.reset_modes import ResetMode
 from studies.step_times import COPY_BYTES
 from studies.workload import BATCH, Size, build, micro_batch, sized_workload, workload
 

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.loops.laws import MemoryTraffic
+from studies.reset_laws import MemoryTraffic
 
 PHASES = ("reset", "forward", "backward", "accumulate", "handling", "step", "other")
 """The phases of a loop, distinguished without patching anything:

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.loops.reset_modes import RESET_MODES, ResetMode
 from studies.ledger import GRADIENTS, Ledger
+from studies.reset_modes import RESET_MODES, ResetMode
 from studies.workload import Size, Workload, sized_workload
 
 WARM, MEASURED = 2, 3

@@ -16,7 +16,8 @@ def _own(*names: str) -> tuple[Path, ...]:
 
 MEASURING: tuple[str | Path, ...] = (
     *LOOPS,
-    *_own("compiled_steps.py", "ledger.py", "memory.py", "step_times.py", "workload.py"),
+    *_own("compiled_steps.py", "ledger.py", "memory.py", "reset_laws.py", "reset_modes.py", "step_times.py"),
+    *_own("workload.py"),
 )
 """The modules that decide what is measured."""
 KINDS = {
@@ -33,7 +34,9 @@ KINDS = {
             Kind("atlas", (*JUDGING, *_own("atlas.py", "atlas_points.py")), ()),
             Kind("zero-or-none", _own("zero_or_none.py", "zero_or_none_laws.py"), ("optimizer", "variant")),
             Kind("step", _own("optimizer_steps.py", "optimizers.py")),
-            Kind("traffic", (*MEASURING, "run/traffic.py"), ("loop", "ranks", "accumulation_steps")),
+            Kind(
+                "traffic", (*MEASURING, "run/traffic.py", *_own("traffic.py")), ("loop", "ranks", "accumulation_steps")
+            ),
             Kind("public-script", (*JUDGING, "auditing", *_own("public_scripts.py")), ("key",)),
         )
     },

@@ -19,7 +19,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from gradcheck_suite.loops.reset_modes import RESET_MODES
+from studies.reset_modes import RESET_MODES
 from studies.workload import Size, sized_workload
 
 

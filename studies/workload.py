@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gradcheck_suite.loops.reset_modes import ResetMode
+from studies.reset_modes import ResetMode
 
 TENSORS = {"many": 100, "few": 2}
 BATCH = 8

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradcheck_suite.loops.reset_modes import RESET_MODES, ResetMode
+from studies.reset_modes import RESET_MODES, ResetMode
 from studies.zero_or_none_laws import Exact, Law, Settings, State
 
 DIGITS = 60

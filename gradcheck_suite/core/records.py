@@ -257,7 +257,7 @@ def run_of(data: Data) -> tuple[str, int]:
     return " ".join([str(data["loop"]), *data.get("arguments", ())]), int(data.get("ranks") or 1)
 
 
-LOOPS = ("loops/laws.py", "loops/ranks.py", "loops/reset_modes.py")
+LOOPS = ("loops/ranks.py", "loops/reset_modes.py")
 KINDS = {
     kind.name: kind
     for kind in (

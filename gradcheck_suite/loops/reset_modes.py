@@ -1,13 +1,11 @@
-"""The reset modes, one record each with its law of cost, and further sound loops.
+"""The reset modes, and further sound loops.
 
 Each is an ordinary training loop under the loop contract, sound under the assumptions that it declares.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -23,7 +21,6 @@ from gradcheck_suite.core.contract import (
     TrainingRun,
     training_loop,
 )
-from gradcheck_suite.loops import laws
 
 # The windows of an epoch and the backward of one window, shared by the correct loops.
 
@@ -72,39 +69,11 @@ def backward_window(run: TrainingRun, window: list[Batch]) -> None:
         part_of_window(run, batch, total).backward()
 
 
-# The reset modes. A new one is a record in `RESET_MODES`, with a law from `laws.py` or a new one there.
+# The reset modes. A new one is a row in `MODES`.
 
 
 Parameters = Sequence[torch.nn.Parameter]
 Reset = Callable[[Parameters, torch.optim.Optimizer], None]
-
-
-@dataclass(frozen=True)
-class ResetMode:
-    """One way to reset gradients between a window's step and the next window's first backward.
-
-    Attributes:
-        name: the mode's name on the command line, in records and in the report.
-        loop: the training loop that resets in this way; sound under the loop contract if `steps`.
-        law: what one window does to gradients in memory.
-        reset: resets the gradients of the given parameters; None where the loop resets in some other way.
-        releases: whether the reset leaves None. Otherwise it leaves zeros.
-        preallocate: gives every parameter the gradient, of zeros, that the loop allocates at its start; None where
-            autograd makes the gradients.
-        built_in: whether `verify` offers the loop by the mode's name. The other modes are measured for comparison only.
-        steps: whether the loop calls `run.optimizer.step()`; if not, no observer sees its gradients together.
-        benchmarked: whether the benchmarks time the reset; False where another mode runs the same kernels.
-    """
-
-    name: str
-    loop: Loop
-    law: laws.Law
-    reset: Reset | None = None
-    releases: bool = False
-    preallocate: Callable[[Parameters], None] | None = None
-    built_in: bool = True
-    steps: bool = True
-    benchmarked: bool = False
 
 
 # --- resets
@@ -139,18 +108,6 @@ def zero_grad_foreach(parameters: Parameters, optimizer: torch.optim.Optimizer) 
 def zero_grad_none(parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
     """Call `optimizer.zero_grad(set_to_none=True)`, torch's default since 2.0."""
     optimizer.zero_grad(set_to_none=True)
-
-
-def foreach_zero(parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
-    """Zero all dense gradients in one call to `torch._foreach_zero_`."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    for gradient in gradients:
-        gradient.detach_()
-    if dense := [gradient for gradient in gradients if not gradient.is_sparse]:
-        torch._foreach_zero_(dense)
-    for gradient in gradients:
-        if gradient.is_sparse:
-            gradient.zero_()
 
 
 def allocate_flat(parameters: Parameters) -> None:
@@ -218,100 +175,17 @@ def flat_buffer(run: TrainingRun) -> None:
         zero_flat(trainable, run.optimizer)
 
 
-def main_gradients(run: TrainingRun) -> None:
-    """Keep each sum in float32 or wider, round it to the parameter's dtype for the step, then zero it."""
-    trainable = [p for p in run.model.parameters() if p.requires_grad]
-    mains = {p: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trainable}
-    reached: dict[torch.nn.Parameter, None] = {}
-
-    def add(p: torch.Tensor) -> None:
-        assert isinstance(p, torch.nn.Parameter)
-        assert p.grad is not None
-        mains[p].add_(p.grad.to_dense() if p.grad.is_sparse else p.grad)
-        reached[p] = None
-        p.grad = None
-
-    hooks = [p.register_post_accumulate_grad_hook(add) for p in trainable]
-    for window in windows(run):
-        backward_window(run, window)
-        for p in reached:
-            p.grad = mains[p].to(p.dtype)
-        run.optimizer.step()
-        for p in reached:
-            p.grad = None
-            mains[p].zero_()
-        reached.clear()
-    for hook in hooks:
-        hook.remove()
-
-
-def optimizer_in_backward(run: TrainingRun) -> None:
-    """Step on each parameter as soon as its gradient of the window's last micro-batch is there, and release it."""
-    groups = run.optimizer.param_groups
-    optimizers = {p: _optimizer_like(run.optimizer, group, p) for group in groups for p in group["params"]}
-    last = False
-
-    def step(p: torch.Tensor) -> None:
-        if last:
-            assert isinstance(p, torch.nn.Parameter)
-            optimizers[p].step()
-            p.grad = None
-
-    hooks = [p.register_post_accumulate_grad_hook(step) for p in optimizers]
-    for window in windows(run):
-        total = window_count(run, window)
-        for j, batch in enumerate(window):
-            last = j == len(window) - 1
-            part_of_window(run, batch, total).backward()
-        for p in optimizers:
-            if p.grad is not None:  # an earlier micro-batch reached it, the last one did not
-                step(p)
-    for hook in hooks:
-        hook.remove()
-
-
-def _optimizer_like(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], p: torch.nn.Parameter
-) -> torch.optim.Optimizer:
-    """Return an optimizer of the same type over one parameter, with the settings of its group."""
-    takes = inspect.signature(type(optimizer)).parameters
-    settings = {name: value for name, value in group.items() if name in takes and name != "params"}
-    return type(optimizer)([p], **settings)
-
-
-# --- records
-
-
-def _after_step(name: str, reset: Reset, law: laws.Law, **about: Any) -> ResetMode:
-    return ResetMode(name, after_step(reset), law, reset, **about)
-
-
-RESET_MODES: dict[str, ResetMode] = {
-    mode.name: mode
-    for mode in (
-        _after_step("zero_", zero_by_hand, laws.zeroed, benchmarked=True),
-        _after_step("zero_grad", zero_grad_false, laws.zeroed),
-        _after_step("zero_grad_foreach", zero_grad_foreach, laws.zeroed_at_once, benchmarked=True),
-        _after_step("set_to_none", zero_grad_none, laws.released, releases=True, benchmarked=True),
-        _after_step("grad_none", none_by_hand, laws.released, releases=True),
-        ResetMode("flat_buffer", flat_buffer, laws.flat_buffer, zero_flat, preallocate=allocate_flat, benchmarked=True),
-        ResetMode("zero_before_forward", before_forward, laws.zeroed, zero_by_hand),
-        ResetMode("zero_between", between_forward_and_backward, laws.zeroed, zero_by_hand),
-        _after_step("foreach_zero", foreach_zero, laws.zeroed_at_once, built_in=False),
-        ResetMode("main_gradients", main_gradients, laws.main_gradients, built_in=False),
-        ResetMode(
-            "optimizer_in_backward", optimizer_in_backward, laws.stepped_in_backward, built_in=False, steps=False
-        ),
-    )
+MODES: dict[str, Loop] = {
+    "zero_": after_step(zero_by_hand),
+    "zero_grad": after_step(zero_grad_false),
+    "zero_grad_foreach": after_step(zero_grad_foreach),
+    "set_to_none": after_step(zero_grad_none),
+    "grad_none": after_step(none_by_hand),
+    "flat_buffer": flat_buffer,
+    "zero_before_forward": before_forward,
+    "zero_between": between_forward_and_backward,
 }
-"""Every reset mode by name, those included that are only measured."""
-
-MODES: dict[str, Loop] = {mode.name: mode.loop for mode in RESET_MODES.values() if mode.built_in}
 """The loops of the built-in reset modes by name: what `verify` runs when it is given no loop."""
-
-BENCHMARKED: tuple[ResetMode, ...] = tuple(mode for mode in RESET_MODES.values() if mode.benchmarked)
-"""The reset modes that the benchmarks time."""
-
 
 # Correct loops of mixed precision, in every dtype: autocast, a gradient scaler, float32 accumulators.
 

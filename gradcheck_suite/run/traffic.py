@@ -6,30 +6,23 @@ A loop that adds up gradients once per window communicates as much for every num
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradcheck_suite.core.case import Case, Input, Layer, Loss, Plan, ProblemSpec
+from gradcheck_suite.core.case import Input, Layer, Loss, Plan, ProblemSpec
 from gradcheck_suite.core.contract import Loop
-from gradcheck_suite.loops.ranks import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    BROADCAST,
-    OF_ACTIVATIONS,
-    RANK_LOOPS,
-    REDUCE_SCATTER,
-    Kinds,
-    Sharing,
-    is_counted,
-    predicted,
-)
-from gradcheck_suite.run.instance import Instance, generated_instance, leaves
-from gradcheck_suite.run.ranks import kept_ranks, run_ranks
+from gradcheck_suite.loops.ranks import is_counted
+from gradcheck_suite.run.instance import Instance, leaves
+from gradcheck_suite.run.ranks import run_ranks
 
+OF_ACTIVATIONS = "all-reduce of activations"
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST = "all-reduce", "all-gather", "reduce-scatter", "broadcast"
+Kinds = dict[str, tuple[float, float]]
+"""Name of a collective -> how often a window takes it, and the bytes that a rank gives to all of these."""
 STEPS = (1, 4)
 """The numbers of accumulation steps that are compared."""
 FEW, MANY = 4, 6
@@ -143,14 +136,15 @@ def traffic_per_window(
     """
     found = []
     for k in STEPS:
-        totals = [_totals(loop, instance_of_plan(_plan(k, n, ranks)), time_limit_s) for n in (FEW, MANY)]
+        totals = [_totals(loop, instance_of_plan(plan_of_windows(k, n, ranks)), time_limit_s) for n in (FEW, MANY)]
         if totals[0] is None or totals[1] is None:
             return ()
         found.append(Traffic(k, _per_window(totals[0], totals[1])))
     return tuple(found)
 
 
-def _plan(k: int, windows: int, ranks: int) -> Plan:
+def plan_of_windows(k: int, windows: int, ranks: int) -> Plan:
+    """Return a plan of full windows of k micro-batches on each rank, `ITEMS` items each."""
     return Plan((ITEMS,) * (k * windows * ranks), k, ranks=(k * windows,) * ranks)
 
 
@@ -175,49 +169,3 @@ def _totals(loop: Loop, instance: Instance, time_limit_s: float | None) -> Kinds
         number, total = found.get(kind, (0, 0))
         found[kind] = (number + times, total + size * times)
     return found
-
-
-@dataclass(frozen=True)
-class TrafficRow:
-    """What a window of a built-in loop communicates, on the model `PLAIN`.
-
-    Attributes:
-        loop: its name.
-        ranks: number of ranks.
-        accumulation_steps: micro-batches of each rank in a window.
-        observed: counted on rank 0.
-        predicted: what the wrapper's law predicts.
-    """
-
-    loop: str
-    ranks: int
-    accumulation_steps: int
-    observed: Kinds
-    predicted: Kinds
-
-
-def traffic_rows(
-    names: Iterable[str] = tuple(RANK_LOOPS), *, ranks: int = 2, time_limit_s: float | None = 60.0
-) -> list[TrafficRow]:
-    """Return the communication of built-in loops for several ranks, counted and predicted.
-
-    Args:
-        names: names of loops, from `RANK_LOOPS`.
-        ranks: number of ranks.
-        time_limit_s: seconds after which a loop is stopped.
-
-    Raises:
-        CannotRunHere: so many ranks cannot start.
-    """
-    rows = []
-    model = generated_instance(Case(PLAIN, _plan(1, 1, ranks))).run().model
-    shapes = [tuple(p.shape) for p in model.parameters()]
-    with kept_ranks():
-        for name in names:
-            loop, wrapper = RANK_LOOPS[name], name.partition("/")[0]
-            found = traffic_per_window(loop, lambda plan: generated_instance(Case(PLAIN, plan)), ranks, time_limit_s)
-            for traffic in found:
-                sharing = Sharing(shapes, 8, ranks, traffic.accumulation_steps, ITEMS)
-                expected = predicted(wrapper, sharing)
-                rows.append(TrafficRow(name, ranks, traffic.accumulation_steps, dict(traffic.kinds), expected))
-    return rows

@@ -11,11 +11,11 @@ import dataclasses
 import pytest
 import torch
 
-from gradcheck_suite.loops.reset_modes import RESET_MODES
 from gradcheck_suite.run.functions import ancestors
 from properties.assertions import assert_equal
 from studies import claims, step_times
 from studies.claims import CLAIMS, PRINTED, SOURCES, Finding, judged, verify_printed
+from studies.reset_modes import RESET_MODES
 from tests.one_problem import draw_only_linear
 
 FEW = 8

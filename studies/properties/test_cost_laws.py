@@ -24,22 +24,7 @@ from hypothesis import strategies as st
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, TrainingRun, cases, plans, problems
 from gradcheck_suite.core.contract import Loop
-from gradcheck_suite.loops.laws import (
-    MemoryTraffic,
-    ParameterUse,
-    WindowUse,
-    bytes_saved_by_releasing,
-    uniform_window,
-)
-from gradcheck_suite.loops.reset_modes import (
-    MODES,
-    RESET_MODES,
-    Parameters,
-    ResetMode,
-    after_step,
-    backward_window,
-    windows,
-)
+from gradcheck_suite.loops.reset_modes import MODES, Parameters, after_step, backward_window, windows
 from gradcheck_suite.reference.large_batch import gradients_of
 from gradcheck_suite.run.instance import Instance, generated_instance, user_instance
 from properties.assertions import assert_equal
@@ -49,6 +34,14 @@ from properties.routed import routed_instance
 from properties.tally import TALLY
 from studies.compiled_steps import record
 from studies.ledger import Ledger
+from studies.reset_laws import (
+    MemoryTraffic,
+    ParameterUse,
+    WindowUse,
+    bytes_saved_by_releasing,
+    uniform_window,
+)
+from studies.reset_modes import RESET_MODES, ResetMode
 
 
 def window_uses(instance: Instance) -> list[WindowUse]:

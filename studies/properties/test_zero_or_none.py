@@ -18,9 +18,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradcheck_suite.loops.reset_modes import RESET_MODES, ResetMode
 from properties.helpers import scaled
 from studies import zero_or_none
+from studies.reset_modes import RESET_MODES, ResetMode
 from studies.zero_or_none import (
     PARAMETER,
     ROUTED,

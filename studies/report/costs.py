@@ -8,11 +8,11 @@ from typing import Any
 from gradcheck_suite.core.records import Data, Record
 from gradcheck_suite.core.text import counted
 from gradcheck_suite.loops.jax_modes import JAX_MODES
-from gradcheck_suite.loops.laws import bytes_saved_by_releasing
-from gradcheck_suite.loops.reset_modes import BENCHMARKED
 from gradcheck_suite.page.content import Cell, Figure, Matrix, Section, Table, sources, table
 from gradcheck_suite.page.reading import Facts, Part, Tone, by_device, current, device_name, latest, matrix_of
 from studies.report import charts, faster
+from studies.reset_laws import bytes_saved_by_releasing
+from studies.reset_modes import BENCHMARKED
 
 BENCHMARKS = "pytest studies/properties/benchmarks"
 INTO = "--bench-records reports"

@@ -132,7 +132,6 @@ def grown_older(kinds, changed, monkeypatch):
     [
         ("auditing/context.py", {"audit"}),
         ("loops/trainers/trainer.py", {"trainer"}),
-        ("loops/laws.py", {"verify"}),
         ("core/comparison.py", {"audit", "trainer", "verify"}),
         ("page/render.py", set()),
     ],

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from gradcheck_suite.loops.reset_modes import BENCHMARKED, RESET_MODES, ResetMode
 from studies.compiled_steps import (
     EXPERTS,
     PARTS,
@@ -27,6 +26,7 @@ from studies.compiled_steps import (
     training,
 )
 from studies.properties.benchmarks.timing import time_rounds
+from studies.reset_modes import BENCHMARKED, RESET_MODES, ResetMode
 from studies.step_times import cache_bytes, profiled, regime
 from studies.workload import Size
 

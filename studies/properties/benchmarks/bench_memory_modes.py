@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from gradcheck_suite.loops.reset_modes import BENCHMARKED
 from studies.memory import BLOCK, LARGE
+from studies.reset_modes import BENCHMARKED
 from studies.workload import BATCH, Size
 
 PARAMETERS = {"cpu": (10**6, 10**7), "cuda": (10**7, 10**8, 10**9)}

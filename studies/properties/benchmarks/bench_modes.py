@@ -22,11 +22,11 @@ import pytest
 import torch
 
 from gradcheck_suite.loops.jax_modes import JAX_MODES
-from gradcheck_suite.loops.laws import Cost, uniform_window
-from gradcheck_suite.loops.reset_modes import BENCHMARKED, RESET_MODES, ResetMode
 from studies.compiled_steps import compiled_window, flush_caches, memory_bytes
 from studies.memory import Baseline, allocator_baseline, allocator_peak, window_memory
 from studies.properties.benchmarks.timing import pedantic, time_rounds
+from studies.reset_laws import Cost, uniform_window
+from studies.reset_modes import BENCHMARKED, RESET_MODES, ResetMode
 from studies.step_times import (
     LARGE,
     SMALL,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gradcheck_suite.loops.ranks import RANK_LOOPS
-from gradcheck_suite.run.traffic import traffic_rows
+from studies.traffic import traffic_rows
 
 
 @pytest.mark.full

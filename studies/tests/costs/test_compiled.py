@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gradcheck_suite.loops.reset_modes import RESET_MODES
 from studies.compiled_steps import EXPERTS, PARTS, VERSIONS, forget, graphs, graphs_needed, training
+from studies.reset_modes import RESET_MODES
 from studies.workload import Size
 
 

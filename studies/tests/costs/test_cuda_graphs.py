@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from gradcheck_suite.loops.reset_modes import BENCHMARKED, RESET_MODES
 from studies.compiled_steps import PLACES, CapturedWindow
+from studies.reset_modes import BENCHMARKED, RESET_MODES
 from studies.tests.costs import fake_graphs
 from studies.workload import Size
 

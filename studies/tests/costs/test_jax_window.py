@@ -8,9 +8,9 @@ import pytest
 
 from gradcheck_suite.loops import jax_modes
 from gradcheck_suite.loops.jax_modes import JAX_MODES
-from gradcheck_suite.loops.reset_modes import RESET_MODES
 from studies import compiled_steps
 from studies.compiled_steps import compiled_window, memory_bytes
+from studies.reset_modes import RESET_MODES
 from studies.workload import BATCH, Size, sized_workload
 
 SMALL = Size(50, "few")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gradcheck_suite.loops.reset_modes import RESET_MODES
 from studies.properties.benchmarks import bench_modes
+from studies.reset_modes import RESET_MODES
 from studies.step_times import CHUNK, LARGE, SMALL, fill_launches, foreach_launches
 from studies.workload import Size
 

@@ -12,11 +12,11 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.profiler import ProfilerActivity, profile
 
-from gradcheck_suite.loops.reset_modes import BENCHMARKED, RESET_MODES
 from studies.ledger import Ledger
 from studies.memory import window_memory
 from studies.properties.benchmarks import bench_memory_modes
 from studies.properties.benchmarks.bench_memory_modes import assert_peaks_differ_as_counted
+from studies.reset_modes import BENCHMARKED, RESET_MODES
 from studies.workload import Size, sized_workload
 
 OPTIMIZERS = {

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradcheck_suite.loops.laws import MemoryTraffic
 from studies.ledger import ACTIVATIONS, GRADIENTS, OTHER, PARAMETERS, STATE, TEMPORARIES, Ledger
+from studies.reset_laws import MemoryTraffic
 
 WEIGHT, BIAS, INPUT, OUTPUT, SCALAR = 24, 12, 32, 48, 4
 G = WEIGHT + BIAS

@@ -12,9 +12,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.loops.reset_modes import BENCHMARKED, RESET_MODES
 from studies import memory
 from studies.memory import main, window_memory
+from studies.reset_modes import BENCHMARKED, RESET_MODES
 from studies.tests.costs import fake_cuda
 from studies.workload import BATCH, Size, build, sized_workload, workload
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from gradcheck_suite.loops.reset_modes import RESET_MODES
 from studies import step_times as paired_steps
 from studies.report.faster import step_times
+from studies.reset_modes import RESET_MODES
 from studies.step_times import ATTEMPTS, StepTime, disturbance, time_paired_steps
 from studies.workload import Size
 

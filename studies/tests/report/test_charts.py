@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from gradcheck_suite.core.results import Weight
-from gradcheck_suite.loops.reset_modes import RESET_MODES
 from gradcheck_suite.page.charts import DARK, LIGHT, SERIES
 from gradcheck_suite.page.violation import SIZES, elements_plot, size_of, weights_plot
 from studies.report import charts
@@ -20,6 +19,7 @@ from studies.report.charts import (
     times_plot,
     window_memory_plot,
 )
+from studies.reset_modes import RESET_MODES
 
 MODE = {"zero_": "zero_", "None": "set_to_none"}
 

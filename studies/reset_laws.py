@@ -1,8 +1,8 @@
 """The laws of the reset modes: what one window does to its gradients in memory, worked out from sizes alone.
 
 The laws assume dense gradients that autograd can take as they are: of the parameter's own strides, and held by nothing
-else. `add_` reads two operands and writes one, `zero_` writes one, and taking a gradient moves nothing. What
-they say is measured in a clone of the repository, and properties there require equality.
+else. `add_` reads two operands and writes one, `zero_` writes one, and taking a gradient moves nothing. The ledger
+measures the same quantities, and `studies/properties/test_cost_laws.py` requires equality.
 """
 
 from __future__ import annotations
