@@ -134,7 +134,10 @@ def _resized(value: Any, axis_of: Callable[[Array], list[tuple[int, int]]]) -> A
         return value
     old = np.asarray(value)
     for axis, size in axis_of(old):
-        old = np.take(old, np.arange(size) % old.shape[axis], axis)
+        # a mask grows at its end, so that padding stays on its side
+        place = np.arange(size)
+        place = np.minimum(place, old.shape[axis] - 1) if np.isin(old, (0, 1)).all() else place % old.shape[axis]
+        old = np.take(old, place, axis)
         if np.asarray(value).dtype.kind in "iu" and (np.diff(np.asarray(value), axis=axis) == 1).all() and size > 1:
             start = np.take(old, [0], axis)
             shape = [-1 if i == axis else 1 for i in range(old.ndim)]

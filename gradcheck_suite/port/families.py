@@ -241,6 +241,23 @@ def scaled(search: Search, place: int) -> Iterator[Hypothesis]:
                 )
 
 
+def ratios(search: Search, place: int) -> Iterator[Hypothesis]:
+    """Yield that a scalar is divided by another count: the quotient of the two losses is one of sizes."""
+    out = search.matching.run.seen[place][0]
+    if not isinstance(out, torch.Tensor) or out.numel() != 1 or not float(out):
+        return
+    sizes = {1.0, 2.0} | {float(n) for n in _sizes_near(search, place)}
+    sizes |= {a * b for a in sizes for b in sizes}
+    for i in search.matching.lost_numbers.of_size(1):
+        factor = float(search.matching.lost_numbers.arrays[i].reshape(())) / float(out)
+        for a in sorted(sizes):
+            b = a / factor if factor else 0.0
+            if abs(b - round(b)) < 1e-9 * abs(b) and round(b) in sizes and abs(factor - 1) > 1e-9:
+                words = f"the result times {a:g} / {b:g}"
+                yield Hypothesis("reduction", words, {place: _after(lambda o, f=factor: o * f)})
+                break
+
+
 def _sizes_near(search: Search, place: int) -> set[int]:
     found: set[int] = set()
     for index in range(max(0, place - 14), place + 1):
@@ -361,7 +378,8 @@ def _moved_otherwise(search: Search, index: int, outs: list[Any]) -> Iterator[Hy
         yield Hypothesis("roll-direction", "rolled the other way", {
             index: lambda c, a, k, g: c.op(a[0], [-s for s in a[1]], *a[2:])})  # fmt: skip
     if call.name in ("embedding", "index_select", "gather"):
-        yield from variants(index, call, *fill((call.args, call.kwargs), run.get), outs[0])
+        args, kwargs = fill((call.args, call.kwargs), run.get)
+        yield from variants(index, call, args, kwargs, outs[0])
     if call.name in ("slice", "select", "split", "unbind", "split_with_sizes", "unsafe_split"):
         yield from _exchanged_parts(search, index, outs)
     if call.name == "constant_pad_nd":
@@ -372,6 +390,9 @@ def _moved_otherwise(search: Search, index: int, outs: list[Any]) -> Iterator[Hy
             if other != call.args[2] % size:
                 yield Hypothesis("other-position", f"element {other} instead of {call.args[2]}", {
                     index: lambda c, a, k, g, o=other: c.op(a[0], a[1], o)})  # fmt: skip
+    if call.name == "select":
+        yield Hypothesis("other-position", f"the mean instead of element {call.args[2]}", {
+            index: lambda c, a, k, g: [a[0].mean(a[1])]})  # fmt: skip
     if call.name == "slice" and len(call.args) > 2:
         length, size = shape[call.args[1]], run.get(call.args[0]).shape[call.args[1]]
         for begin in range(min(size - length + 1, 64)):
@@ -580,6 +601,7 @@ FAMILIES: tuple[tuple[Family, str], ...] = (
     (weights, "order"),
     (skipped, "order"),
     (scaled, "order"),
+    (ratios, "order"),
     (moves, "order"),
     (other_values, "order"),
     (transformed, "order"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from gradcheck_suite.port.jax_program import CUSTOM, JaxProgram, line_of
 from gradcheck_suite.port.matching import MOVES, array
 from gradcheck_suite.port.number_sets import Array, Numbers
-from gradcheck_suite.port.search import RAISED, Repairs
+from gradcheck_suite.port.search import RAISED, Repairs, repeated
 from gradcheck_suite.port.sides import RESOLUTION, Sides
 from gradcheck_suite.port.torch_program import Call, Change, Ref, TorchProgram
 from gradcheck_suite.port.variants import Hypothesis
@@ -89,7 +89,7 @@ class _Backward:
 
     def __init__(self, sides: Sides, point: int, repairs: Repairs) -> None:
         self.sides, self.point, self.repairs = sides, point, repairs
-        self.program = sides.torch(point)
+        self.program = sides.torch_program(point)
         theirs = [g for g in sides.jax_run(point).gradients if g is not None]
         bounds = sides.bounds(point)
         tolerance = max(10 * RESOLUTION, bounds.outputs if bounds.rounded else 0.0)
@@ -126,32 +126,35 @@ def place_gradient(
     sides: Sides, point: int, repairs: Repairs, wrong: Mapping[str, float], skip: set[str]
 ) -> GradientFault:
     """Return where gradients part, and which change of torch's backward explains it."""
-    program, jax_program = sides.torch(point), sides.jax(point)
+    program, jax_program = sides.torch_program(point), sides.jax_program(point)
     backward = _Backward(sides, point, repairs)
     frontier = backward.frontier(wrong)
     best: GradientFault | None = None
     for index in (-1, *frontier):
         for hypothesis in _with_more(program) if index < 0 else _at_call(program, backward.run, index):
-            try:
-                changed = repairs.plus(hypothesis)
-                _, slopes = sides.slopes(program, changed)
-                left = wrong_gradients(sides, point, slopes, skip)
-            except RAISED:
-                continue
             at = hypothesis.at if hypothesis.at is not None else index
-            if not left:
-                return GradientFault(at, hypothesis.cause, hypothesis.words, {}, changed)
-            if len(left) < len(wrong) and set(left) <= set(wrong) and (best is None or len(left) < len(best.left)):
-                best = GradientFault(at, hypothesis.cause, hypothesis.words, left, changed)
+            every = repeated(program, hypothesis, same_module=False, same_role=True)
+            for changes in (hypothesis.changes, every)[: 1 + (len(every) > len(hypothesis.changes))]:
+                try:
+                    changed = repairs.plus(replace(hypothesis, changes=changes))
+                    _, slopes = sides.slopes(program, changed)
+                    left = wrong_gradients(sides, point, slopes, skip)
+                except RAISED:
+                    continue
+                if not left:
+                    at = min(at, min(changes)) if changes is every else at
+                    return GradientFault(at, hypothesis.cause, hypothesis.words, {}, changed)
+                if len(left) < len(wrong) and set(left) <= set(wrong) and (best is None or len(left) < len(best.left)):
+                    best = GradientFault(at, hypothesis.cause, hypothesis.words, left, changed)
     if best is not None:
         return best
     theirs = sides.pulled(sides.jax_run(point).gradients)
-    index = max(frontier) if frontier else None
+    last = max(frontier) if frontier else None
     if sides.map.complete and all(not theirs[n].any() for n in wrong):
-        return GradientFault(index, "no-gradient", f"no gradient of {_some(wrong)} at all", {}, None)
+        return GradientFault(last, "no-gradient", f"no gradient of {_some(wrong)} at all", {}, None)
     if rule := own_rule(jax_program):
-        return GradientFault(index, "custom-gradient", f"a rule of its own at {rule}", {}, None)
-    return GradientFault(index, "unknown", "another gradient", {}, None)
+        return GradientFault(last, "custom-gradient", f"a rule of its own at {rule}", {}, None)
+    return GradientFault(last, "unknown", "another gradient", {}, None)
 
 
 def _some(names: Mapping[str, float]) -> str:

@@ -105,7 +105,7 @@ class Interpreter:
             outs, inside = self._equation(eqn, [read(v) for v in eqn.invars], None if mine is None else mine[0])
             kept: list[Any] = []
             for j, out in enumerate(outs):
-                if jax.dtypes.issubdtype(jnp.result_type(out), jnp.inexact):
+                if jnp.issubdtype(jnp.result_type(out), jnp.inexact):
                     outs[j] = out if mine is None else out + mine[1][len(kept)]
                     kept.append(outs[j])
             records.append([inside, kept])
@@ -218,7 +218,7 @@ def _described(jaxpr: Any, custom: bool) -> Any:
             inside = _described(_open(eqn.params["jaxpr"])[0], custom)
         elif eqn.primitive.name == "cond":
             inside = [_described(_open(branch)[0], custom) for branch in eqn.params["branches"]]
-        floats = [v for v in eqn.outvars if jax.dtypes.issubdtype(v.aval.dtype, jnp.inexact)]
+        floats = [v for v in eqn.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
         found.append([inside, [Equation(eqn.primitive.name, line_of(eqn)) for _ in floats]])
     return found
 

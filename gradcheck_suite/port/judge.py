@@ -29,7 +29,7 @@ from gradcheck_suite.port.result import Kind, PortFinding, PortResult
 from gradcheck_suite.port.running_statistics import statistic_faults
 from gradcheck_suite.port.search import RAISED, Found, Repairs, Search
 from gradcheck_suite.port.sides import Point, Sides
-from gradcheck_suite.port.torch_program import LOSS, Call, TorchProgram, TorchRun, fill, flat
+from gradcheck_suite.port.torch_program import LOSS, Call, Change, TorchProgram, TorchRun, fill, flat
 from gradcheck_suite.port.updates import Updates
 from gradcheck_suite.port.variants import Hypothesis, variants
 
@@ -120,7 +120,7 @@ class Judge:
 
     def _loading(self) -> None:
         """Judge that every tensor of torch that matters reaches a leaf."""
-        used, program, state_map = self.map.used(), self.sides.torch(0), self.map
+        used, program, state_map = self.map.used(), self.sides.torch_program(0), self.map
         slopes: dict[str, Array] | None = None
         for name in state_map.names:
             mine = used[state_map.part(name)]
@@ -141,7 +141,7 @@ class Judge:
 
     def _matters(self, name: str) -> bool:
         """Return whether an output depends on a buffer."""
-        program = self.sides.torch(0)
+        program = self.sides.torch_program(0)
         run = Repairs().run(program)
         moved = Repairs().run(program, inputs={("state", name): run.leaves["state", name] + 0.1})
         return outputs_error(run.outs, moved.outs) > self.sides.bounds(0).outputs
@@ -176,7 +176,7 @@ class Judge:
             if leaf is not None and leaf.known:
                 for start in {self.map.offsets[n] for n in self.map.sources(leaf)}:
                     copies.setdefault(start, []).append(leaf.path)
-        parameters = self.sides.torch(0).parameters
+        parameters = self.sides.torch_program(0).parameters
         for start, paths in copies.items():
             names = [n for n in self.map.names if self.map.offsets[n] == start and n in parameters]
             if len(paths) > 1 and len(names) > 1 and (self.map.used()[self.map.part(names[0])] > 1).any():
@@ -192,7 +192,7 @@ class Judge:
         for point in range(len(self.sides.points)):
             for _ in range(MOST):
                 try:
-                    program = self.sides.torch(point)
+                    program = self.sides.torch_program(point)
                     run = self._run(point, program)
                 except RAISED:
                     if point == 0:
@@ -214,7 +214,7 @@ class Judge:
         if (
             point
             and self.repairs.changes
-            and [c.name for c in self.sides.torch(0).calls] != [c.name for c in program.calls]
+            and [c.name for c in self.sides.torch_program(0).calls] != [c.name for c in program.calls]
         ):
             raise ValueError("another program at these inputs")
         return self.repairs.run(program)
@@ -245,7 +245,7 @@ class Judge:
         if found is not None:
             self._explained(matching, found, numbers)
             return True
-        if self.sides.jax(point).random and not self.pair.train:
+        if self.sides.jax_program(point).random and not self.pair.train:
             names = [n for n, m in self.pair.module.named_modules() if "Dropout" in type(m).__name__]
             words = "expected no random numbers in evaluation, observed the port drawing some"
             self._add("forward", names[0] if names else "", "dropout-active", words, **numbers)
@@ -282,7 +282,7 @@ class Judge:
             fixed = torch.as_tensor(np.array(aligned(matching.lost_numbers.arrays[i], array(out))))
             if fixed.shape != out.shape:
                 continue
-            put = {index: lambda c, a, k, g, f=fixed: [f.clone(), *flat(c.op(*a, **k))[1:]]}
+            put: dict[int, Change] = {index: lambda c, a, k, g, f=fixed: [f.clone(), *flat(c.op(*a, **k))[1:]]}
             hypothesis = Hypothesis("unknown", "", put)
             found = search.test(index, hypothesis)
             if found is None or not (found.error <= search.close or found.gained >= 3):
@@ -297,7 +297,7 @@ class Judge:
         return True
 
     def _statistics(self) -> None:
-        program = self.sides.torch(0)
+        program = self.sides.torch_program(0)
         updated = [
             n for n, v in program.after.items() if is_statistic(n) and not np.array_equal(v, self.sides.state[n])
         ]
@@ -324,7 +324,7 @@ class Judge:
         self.judged.append("gradients")
         for point in range(len(self.sides.points)):
             try:
-                program = self.sides.torch(point)
+                program = self.sides.torch_program(point)
                 self._run(point, program)
                 run, expected = self.sides.slopes(program, self.repairs)
             except RAISED:
@@ -343,12 +343,12 @@ class Judge:
 
     def _gradient_fault(self, point: int, wrong: dict[str, float], skip: set[str]) -> dict[str, float]:
         fault = place_gradient(self.sides, point, self.repairs, wrong, skip)
-        program = self.sides.torch(point)
+        program = self.sides.torch_program(point)
         call = program.calls[fault.index] if fault.index is not None else None
         names = ", ".join(sorted(wrong, key=lambda n: -wrong[n])[:3])
         what = f"expected the gradient of {_named(call)}" if call is not None else "expected another gradient"
         more = meaning(fault.cause)
-        words = f"{what}, observed {fault.words}{f' ({more})' if more else ''}{stops(self.sides.jax(point))}"
+        words = f"{what}, observed {fault.words}{f' ({more})' if more else ''}{stops(self.sides.jax_program(point))}"
         place = call.path if call is not None else next(iter(wrong)).rpartition(".")[0]
         where = call.where or None if call is not None else None
         self._add("gradient", place, fault.cause, f"{words}; off at {names}", torch=where, error=max(wrong.values()))
@@ -360,7 +360,7 @@ class Judge:
         pair = self.pair
         if pair.torch_optimizer is None:
             return
-        _, gradient = self.sides.slopes(self.sides.torch(0), Repairs())
+        _, gradient = self.sides.slopes(self.sides.torch_program(0), Repairs())
         set_state(pair.module, self.sides.state)
         updates = Updates(self.map, self.sides.state, self.sides.leaves, gradient)
         if not updates.leaves:
@@ -402,7 +402,8 @@ class Judge:
             self.sides.points[1:] = [found]
             self.sides.forget_all_but_given()
             explained = self._values(loss=False)
-            if explained and self.pair.torch_loss is not None and not self.findings:
+            same = found.shapes == base.shapes and self.pair.torch_loss is not None
+            if explained and same and not self.findings:
                 self._values(loss=True)
         elif asked:
             shapes = {p.shapes for p in asked}
@@ -412,7 +413,7 @@ class Judge:
         """Return whether both sides run at a drawn input, are finite, and differ."""
         point = self.sides.points[at]
         try:
-            program = self.sides.torch(at)
+            program = self.sides.torch_program(at)
             run = Repairs().run(program)
         except Exception:  # the torch module takes no such input
             return False
@@ -428,7 +429,9 @@ class Judge:
             return False
         asked.append(point)
         off = outputs_error(run.outs, outs)
-        if self.pair.torch_loss is not None and np.isfinite(float(run.loss)):
+        # a loss may have the number of rows written in
+        given = point.shapes == self.sides.points[0].shapes
+        if given and self.pair.torch_loss is not None and np.isfinite(float(run.loss)):
             off = max(off, abs(float(run.loss) - loss) / max(abs(float(run.loss)), 1e-300))
         if off <= self.sides.bounds(0).outputs:
             return False
@@ -442,7 +445,7 @@ class Judge:
 
     def _plant(self) -> None:
         """Plant usual faults in the torch program, and say which of them was found by how much."""
-        program = self.sides.torch(0)
+        program = self.sides.torch_program(0)
         run = Repairs().run(program)
         side, allowed = self.sides.jax_run(0).outs, self.sides.bounds(0).outputs
         calls = [i for i in sorted(program.needed) if program.calls[i].path != LOSS and not program.calls[i].mutates]
@@ -486,9 +489,9 @@ def _named(call: Call) -> str:
 
 
 def _shown(expected: Any, observed: Array | None) -> str:
-    if observed is None or not isinstance(expected, torch.Tensor) or observed.size != expected.numel():
+    wanted = array(expected).reshape(-1) if isinstance(expected, torch.Tensor) else np.zeros(0)
+    if observed is None or observed.size != wanted.size:
         return ""
-    wanted = array(expected).reshape(-1)
     at = int(np.argmax(np.where(np.isfinite(wanted), np.abs(wanted), 0))) if wanted.size else 0
     return f" (such as {observed.reshape(-1)[at]:.6g} for {wanted[at]:.6g})" if wanted.size else ""
 

@@ -36,7 +36,7 @@ def error(observed: Array, expected: Array) -> float:
         return 0.0
     observed, expected = observed.astype(np.float64), expected.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
-        off = np.abs(observed - expected)
+        off = np.asarray(np.abs(observed - expected))
     # masks of -1e30, of the smallest number and of -inf are one
     huge = (np.abs(observed) > 1e30) & (np.abs(expected) > 1e30) & (np.sign(observed) == np.sign(expected))
     off[(observed == expected) | np.isnan(expected) | huge] = 0.0

@@ -174,12 +174,13 @@ def library_of(model: Any) -> str:
 
 def is_float(leaf: Any) -> bool:
     """Return whether a leaf is an array of floating dtype."""
-    return hasattr(leaf, "dtype") and bool(jax.dtypes.issubdtype(leaf.dtype, jnp.floating))
+    return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
 def is_number(leaf: Any) -> bool:
     """Return whether a leaf is an array of numbers, not of random keys and not a function."""
-    return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and bool(jax.dtypes.issubdtype(leaf.dtype, np.generic))
+    has_numbers = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+    return has_numbers and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 class JaxModel:

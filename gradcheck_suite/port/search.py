@@ -18,13 +18,15 @@ from gradcheck_suite.port.matching import Matching, outputs_error
 from gradcheck_suite.port.torch_program import Call, Change, Ref, TorchProgram, TorchRun, fill, flat, lookup
 from gradcheck_suite.port.variants import Hypothesis
 
+MORE_SECONDS = 2.0
+"""CPU time in which a change that explains all is looked for, where one is known that explains a part."""
 PLACES = 10
 """Calls of the lost region that hypotheses are tried at."""
 STREAK = 5
 """Calls in a row whose results the port has after a change only: no other change is then looked for."""
 PASSED = 30
 """Hypotheses of a family with evidence at their place that are run to the end."""
-SECONDS = 8.0
+SECONDS = 6.0
 """CPU time of one search."""
 RAISED = (RuntimeError, ValueError, IndexError, TypeError, AttributeError, KeyError, NotImplementedError)
 """What torch raises where a hypothesis does not fit the shapes."""
@@ -144,27 +146,43 @@ class Search:
         places = {"region": region, "order": self._order(first)[:PLACES], "first": first[:3]}
         late: list[tuple[int, Hypothesis]] = []
         best: Found | None = None
+        enough = False
         for family, where in families:
-            best = self._of_family(family, places[where], first, late, best)
-            if best is not None and self._is_enough(best, where):
-                return self._everywhere(best)
+            found = self._of_family(family, places[where], first, late)
+            if found is not None and found.error <= self.close:
+                return found
+            # a later family is less usual: it has to explain more, or all of it
+            if found is not None and not enough and (best is None or self._rank(found) > self._rank(best, 1.5)):
+                best = found
+            if best is not None and not enough and self._is_enough(best, where):
+                enough = True
+                self._until = min(self._until, time.process_time() + MORE_SECONDS)
+        if enough:
+            return best
         if best is not None and best.gained > 0:
-            return self._everywhere(best)
+            return best
         best = None
         for place, hypothesis in late:
             if not self.late:
                 best = self._better(best, place, hypothesis)
-        return self._everywhere(best) if best and (best.gained >= 2 or best.error <= self.close) else None
+        return best if best and (best.gained >= 2 or best.error <= self.close) else None
+
+    def _is_enough(self, best: Found, where: str) -> bool:
+        """Return whether no further family need be tried: results follow each other from the place on."""
+        if where == "order":
+            return self._is_sure(best) or best.streak >= min(3, sum(i >= best.place for i in self.region))
+        return self._is_sure(best) or best.gained > 0
+
+    def _is_sure(self, found: Found) -> bool:
+        return found.error <= self.close or found.streak >= STREAK
+
+    def _rank(self, found: Found, factor: float = 1.0) -> tuple[bool, float]:
+        return found.error <= self.close, factor * found.gained
 
     def _of_family(
-        self,
-        family: Family,
-        places: list[int],
-        first: list[int],
-        late: list[tuple[int, Hypothesis]],
-        best: Found | None,
+        self, family: Family, places: list[int], first: list[int], late: list[tuple[int, Hypothesis]]
     ) -> Found | None:
-        passed = 0
+        passed, best = 0, None
         for place in places:
             for hypothesis in self._hypotheses(family, place):
                 if self.late or passed >= PASSED:
@@ -172,7 +190,7 @@ class Search:
                 if self._has_evidence(place, hypothesis):
                     passed += 1
                     best = self._better(best, place, hypothesis)
-                    if best is not None and (best.error <= self.close or best.streak >= STREAK):
+                    if best is not None and self._is_sure(best):
                         return best
                 elif place in hypothesis.changes and place in first and len(late) < 40:
                     late.append((place, hypothesis))
@@ -181,13 +199,6 @@ class Search:
     def _hypotheses(self, family: Family, place: int) -> Iterator[Hypothesis]:
         with contextlib.suppress(*RAISED):  # a family that a place does not fit has no more
             yield from family(self, place)
-
-    def _is_enough(self, best: Found, where: str) -> bool:
-        if best.error <= self.close or best.streak >= STREAK:
-            return True
-        if where == "order":
-            return best.streak >= min(3, sum(i >= best.place for i in self.region))
-        return best.gained > 0
 
     # evidence
 
@@ -217,13 +228,10 @@ class Search:
 
     def _better(self, best: Found | None, place: int, hypothesis: Hypothesis) -> Found | None:
         found = self.test(place, hypothesis)
+        found = found and self._everywhere(found)
         if found is None or best is None:
             return found or best
-
-        def rank(f: Found) -> tuple[bool, int]:
-            return f.error <= self.close, f.gained
-
-        return found if rank(found) > rank(best) else best
+        return found if self._rank(found) > self._rank(best) else best
 
     def test(self, place: int, hypothesis: Hypothesis) -> Found | None:
         """Run the program to its end with a hypothesis; None where it raises."""
@@ -249,36 +257,20 @@ class Search:
         return Found(hypothesis, place, error, sum(new.values()), run, streak)
 
     def _everywhere(self, found: Found) -> Found:
-        """Return a change also at the other calls of its line: those of other time steps, and of repeated modules.
-
-        The calls of the same module are tried first, then those of all modules of the line.
-        """
-        hypothesis, calls = found.hypothesis, self.program.calls
-        if found.error <= self.close or not hypothesis.changes:
-            return found
-        mine = min(hypothesis.changes)
-        best = found
+        """Return a change also at the other calls of its line: those of other time steps, and of repeated modules."""
+        best, tried = found, list[set[int]]()
         for same_module in (True, False):
-            together, moved = Repairs().plus(hypothesis), False
-            for index, call in enumerate(calls):
-                by = index - mine
-                alike = call.name == calls[mine].name and call.where == calls[mine].where and bool(call.where)
-                if not by or not alike or (same_module and call.path != calls[mine].path):
+            for same_role in (True, False):
+                if best.error <= self.close:
+                    return best
+                changes = repeated(self.program, found.hypothesis, same_module=same_module, same_role=same_role)
+                if len(changes) == len(found.hypothesis.changes) or changes.keys() in tried:
                     continue
-                if self._fits_further_on(hypothesis, by, together):
-                    together, moved = together.plus(hypothesis.further_on(by)), True
-            if moved:
-                every = self.test(found.place, replace(hypothesis, changes=together.changes))
+                tried.append(set(changes))
+                every = self.test(found.place, replace(found.hypothesis, changes=changes))
                 if every is not None and (every.error < best.error or every.gained > best.gained):
                     best = every
         return best
-
-    def _fits_further_on(self, hypothesis: Hypothesis, by: int, together: Repairs) -> bool:
-        calls = self.program.calls
-        return all(
-            0 <= i + by < len(calls) and calls[i + by].name == calls[i].name and i + by not in together.changes
-            for i in hypothesis.changes
-        )
 
     # the neighbourhood of a place
 
@@ -363,6 +355,36 @@ class Search:
         for i, arg in enumerate(self.program.calls[place].args):
             if isinstance(arg, Ref):
                 yield i, arg
+
+
+def repeated(program: TorchProgram, hypothesis: Hypothesis, *, same_module: bool, same_role: bool) -> dict[int, Change]:
+    """Return the changes of a hypothesis, made at all calls of their line.
+
+    Args:
+        program: of the calls.
+        hypothesis: with changes of calls.
+        same_module: whether the calls are of one module.
+        same_role: whether they read results of the same operations.
+    """
+    if not hypothesis.changes:
+        return {}
+    calls, mine = program.calls, min(hypothesis.changes)
+    together = Repairs().plus(hypothesis)
+
+    def role(index: int) -> tuple[str, ...]:
+        return tuple(calls[r.kind].name if isinstance(r.kind, int) else r.kind for r in calls[index].refs)
+
+    for index, call in enumerate(calls):
+        by = index - mine
+        alike = call.name == calls[mine].name and call.where == calls[mine].where and bool(call.where)
+        alike = alike and (not same_module or call.path == calls[mine].path)
+        if not by or not alike or (same_role and role(index) != role(mine)):
+            continue
+        moved = [i + by for i in hypothesis.changes]
+        fits = all(0 <= i < len(calls) and calls[i].name == calls[i - by].name for i in moved)
+        if fits and not any(i in together.changes for i in moved):
+            together = together.plus(hypothesis.further_on(by))
+    return together.changes
 
 
 def _new_nan(value: Any, before: Any) -> bool:

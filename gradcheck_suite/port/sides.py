@@ -145,7 +145,7 @@ class Sides:
 
     # programs
 
-    def torch(self, point: int) -> TorchProgram:
+    def torch_program(self, point: int) -> TorchProgram:
         """Return the torch program of a point."""
         if point not in self._programs:
             p, pair = self.points[point], self.pair
@@ -157,7 +157,7 @@ class Sides:
         p = self.points[point]
         return self.leaves, [_wide(x) for x in p.inputs], [_wide(x) for x in p.targets]
 
-    def jax(self, point: int) -> JaxProgram:
+    def jax_program(self, point: int) -> JaxProgram:
         """Return the JAX program of a point."""
         shapes = self.points[point].shapes
         if shapes not in self._jax:
@@ -168,18 +168,18 @@ class Sides:
         return self._jax[shapes]
 
     def _torch_outs(self, point: int) -> list[torch.Tensor]:
-        program = self.torch(point)
+        program = self.torch_program(point)
         return Repairs().run(program).outs
 
     def jax_run(self, point: int) -> JaxRun:
         """Return outputs, loss and gradients of the port."""
         if point not in self._runs:
-            self._runs[point] = self.jax(point).run(*self._arguments(point))
+            self._runs[point] = self.jax_program(point).run(*self._arguments(point))
         return self._runs[point]
 
     def forward(self, point: int) -> tuple[list[Array], float]:
         """Return the port's outputs and loss alone."""
-        return self.jax(point).forward(*self._arguments(point))
+        return self.jax_program(point).forward(*self._arguments(point))
 
     def forget(self, point: int) -> None:
         """Drop the last point."""
@@ -196,12 +196,12 @@ class Sides:
 
     def cotangents(self, point: int) -> list[Array]:
         """Return the gradient of the port's loss by all its values."""
-        return self.jax(point).cotangents(*self._arguments(point))
+        return self.jax_program(point).cotangents(*self._arguments(point))
 
     def side(self, point: int) -> Side:
         """Return all numbers of the port."""
         if point not in self._sides:
-            program, run = self.jax(point), self.jax_run(point)
+            program, run = self.jax_program(point), self.jax_run(point)
             values = program.values(*self._arguments(point))
             given = [np.asarray(a) for part in self._arguments(point) for a in part if is_number(a)]
             more = [a.astype(np.float64) if a.dtype.kind == "f" else a for a in (*program.constants, *given)]
@@ -246,7 +246,7 @@ class Sides:
         return self._bounds[point]
 
     def _measured(self, point: int) -> Bounds:
-        program, run = self.torch(point), self.jax_run(point)
+        program, run = self.torch_program(point), self.jax_run(point)
         base, slopes = self.slopes(program, Repairs())
         bounds = Bounds(RESOLUTION)
         largest = max((float(np.abs(g).max(initial=0.0)) for g in slopes.values()), default=0.0)
@@ -261,9 +261,9 @@ class Sides:
             moved, others = self.slopes(program, Repairs(), tables)
             self._add(bounds, outputs_error(base.outs, moved.outs), slopes, others, 1.0)
             bounds.rounded = True
-        if self.jax(point).rounded:
+        if self.jax_program(point).rounded:
             shift = TABLE_MARGIN * UNIT_ROUNDOFF["float32"]
-            shifted = self.jax(point).run(*self._arguments(point), shift=shift)
+            shifted = self.jax_program(point).run(*self._arguments(point), shift=shift)
             worst = max((error(b, a) for a, b in zip(run.outs, shifted.outs, strict=True)), default=0.0)
             loss = abs(shifted.loss - run.loss) / max(abs(run.loss), 1e-300)
             before, after = self.pulled(run.gradients), self.pulled(shifted.gradients)

@@ -123,7 +123,7 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
         for axis, (n, step) in enumerate(zip(t.shape, t.stride(), strict=True)):
             grid = grid + (np.arange(n) * step).reshape([-1 if i == axis else 1 for i in range(t.dim())])
         places.append(grid.reshape(-1))
-    return bool(np.intersect1d(*places).size)
+    return bool(np.intersect1d(places[0], places[1]).size)
 
 
 class _Recorder(TorchDispatchMode):
@@ -173,7 +173,7 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         index, results = len(self.calls), flat(out)
         path = self.stack[-1] if self.stack else None
-        call = Call(func, *template, path, _line(), torch.is_grad_enabled(), results, written)
+        call = Call(func, template[0], template[1], path, _line(), torch.is_grad_enabled(), results, written)
         self.calls.append(call)
         first = results[0] if results else None
         if call.mutates and isinstance(first, torch.Tensor) and first.numel():
@@ -240,7 +240,7 @@ class _Steps(TorchFunctionMode):
 def _attention_in_steps() -> Iterator[None]:
     fast, functional = torch.backends.mha.get_fastpath_enabled(), nn.functional
     torch.backends.mha.set_fastpath_enabled(False)
-    functional.scaled_dot_product_attention = attention  # type: ignore[assignment]
+    functional.scaled_dot_product_attention = attention
     try:
         with _Steps():
             yield
@@ -317,7 +317,7 @@ class TorchProgram:
         self.parameters = {n for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
         given = [("input", i, as_tensor(x)) for i, x in enumerate(inputs)]
         given += [("target", i, as_tensor(x)) for i, x in enumerate(targets)]
-        self.given = {(kind, i): v for kind, i, v in given if isinstance(v, torch.Tensor)}
+        self.given: dict[Any, torch.Tensor] = {(kind, i): v for kind, i, v in given if isinstance(v, torch.Tensor)}
         before = {n: v.detach().clone() for n, v in own.items()}
         self._recorder = _Recorder({("state", n): v for n, v in own.items()} | self.given)
         with ExitStack() as stack:

@@ -231,13 +231,14 @@ def _forms(name: str, group: Mapping[str, Any]) -> Iterator[Setting]:
         yield Setting("decoupled-decay", "decoupled weight decay", lambda o: _Sgd(o, late=True))
         yield Setting("momentum-convention", "the learning rate inside of the momentum", lambda o: _Sgd(o))
     if name == "RMSprop":
-        for cause, words, how in (
+        forms: tuple[tuple[str, str, dict[str, Any]], ...] = (
             ("eps-inside-root", "eps added inside of the root", {"inside": True}),
             ("initial-accumulator", "an average of squares that starts at 1", {"start": 1.0}),
             ("bias-correction", "an average of squares without bias", {"correct": True}),
             ("eps-inside-root", "eps inside of the root, the average starting at 1", {"start": 1.0, "inside": True}),
             ("momentum-convention", "the learning rate inside of the momentum", {"outer_rate": True}),
-        ):
+        )
+        for cause, words, how in forms:
             yield Setting(cause, words, lambda o, h=how: _Rms(o, **h))
     if name == "Adagrad":
         for start in (0.1, 1.0, 0.0):
@@ -411,8 +412,9 @@ class _Shifted:
         self._n = 0
 
     def step(self) -> None:
-        at = max(self._n + self._by, 0) if self._by else 0
-        for group, rate in zip(self.param_groups, self._rates[at], strict=True):
+        at, rates = (self._n + self._by if self._by else 0), self._rates
+        before = [2 * a - b for a, b in zip(rates[0], rates[1], strict=True)]  # a line goes on backwards
+        for group, rate in zip(self.param_groups, before if at < 0 else rates[at], strict=True):
             group["lr"] = rate
         self._n += 1
         self._o.step()

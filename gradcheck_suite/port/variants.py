@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
@@ -603,7 +604,8 @@ ROWS: tuple[Row, ...] = (
     argument("activation", "leaky_relu_?", "negative_slope", (0.01, 0.2, 0.1, 0.3, 0.02, 0.05)),
     argument("activation", "elu_?|celu_?", "alpha", (1.0, 0.5, 0.1, 1.6732632423543772)),
     argument("activation", "softplus", "beta", (1, 2, 0.5, 10)),
-    argument("softmax-axis", "_?softmax|_?log_softmax|_safe_softmax", "dim",
+    Row("softmax-axis", "_?softmax|_?log_softmax", "softmax over axis {0}",
+        lambda a, p: getattr(a.self.clamp_min(-1e30), a._call.name.strip("_"))(p),
         lambda a, o: [d for d in range(o.dim()) if d != a.dim % o.dim()]),
     Row("softmax-kind", "_?softmax", "a logarithm of softmax", lambda a, p: a.self.log_softmax(a.dim)),
     Row("softmax-kind", "_?log_softmax", "softmax", lambda a, p: a.self.softmax(a.dim)),
@@ -632,6 +634,12 @@ ROWS: tuple[Row, ...] = (
         "lt", "le"), "ge": ("gt", "le", "lt"), "lt": ("le", "gt", "ge"), "le": ("lt", "ge", "gt")}[a._call.name]),
     Row("mask-polarity", "eq|ne|logical_not|bitwise_not", "the opposite", lambda a, p: ~a.out()),
     Row("mask-polarity", "where|masked_fill_?", "the mask inverted", lambda a, p: _put(a, ~_masked(a)[0])),
+    Row("mask-polarity", "where|masked_fill_?", "the mask inverted, with {0:g}",
+        lambda a, p: _put(a, ~_masked(a)[0], p), (-1e30, -1e9, -1e4, -1e10)),
+    Row("missing-mask", "(bitwise|logical)_(and|or)|__and__|__or__", "the {0} of two masks alone",
+        lambda a, p: (a.self if p == "first" else a.other).expand(a.out().shape).clone(), ("first", "second")),
+    Row("mask-polarity", "(bitwise|logical)_(and|or)|__and__|__or__", "the {0} of two masks inverted",
+        lambda a, p: _inverted(a, p), ("first", "second")),
     Row("missing-mask", "where|masked_fill_?", "no mask",
         lambda a, p: (torch.as_tensor(_masked(a)[2]) + 0.0).expand(torch.broadcast_shapes(_masked(a)[0].shape,
         _masked(a)[2].shape)).clone()),
@@ -732,6 +740,11 @@ ROWS: tuple[Row, ...] = (
 def _diagonal(mask: Any, offset: int) -> Any:
     ones = torch.ones(mask.shape[-2:], dtype=torch.bool)
     return ones.triu(offset) & ones.tril(offset)
+
+
+def _inverted(a: Given, which: str) -> Any:
+    one, other = (~a.self, a.other) if which == "first" else (a.self, ~a.other)
+    return one & other if "and" in a._call.name else one | other
 
 
 def _far_plain(a: Given) -> Any:
@@ -876,6 +889,11 @@ def _exchanges(x: Any) -> Iterator[Transform]:
         for e in range(d + 1, x.dim()):
             if x.shape[d] == x.shape[e] > 1:
                 yield "transposed", f"with axes {d} and {e} exchanged", lambda v, d=d, e=e: v.transpose(d, e)
+    if x.dim() in (3, 4):  # a kernel that was flattened in another order
+        for order in permutations(range(x.dim())):
+            if any(a != b for a, b in enumerate(order)):
+                words = f"read in the order of axes {order}"
+                yield "permuted", words, lambda v, o=order: v.permute(o).reshape(v.shape)
     for d in reversed(range(x.dim())):
         n = x.shape[d]
         for outer in range(2, n):
