@@ -22,6 +22,7 @@ from torch.utils.hooks import unserializable_hook
 
 from gradcheck_suite.auditing.program_state import RandomState, unchanged
 from gradcheck_suite.auditing.samples import Raw, has_values, sample
+from gradcheck_suite.auditing.terms import elements, factors_below, is_leaf, live
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
 from gradcheck_suite.run.functions import kinds_of
 
@@ -264,6 +265,7 @@ class How:
         seed: of a relative change of each parameter and input by one unit roundoff; None for no change.
         received: whether the gradients that are given are all that the outputs receive, what comes from other outputs
             included.
+        own: whether the outputs receive zeros: what arrives is the own gradient of custom functions.
     """
 
     modes: tuple[bool, ...] | None = None
@@ -271,6 +273,7 @@ class How:
     scale: float = SCALE
     seed: int | None = None
     received: bool = False
+    own: bool = False
 
 
 @dataclass
@@ -283,6 +286,7 @@ class Replayed:
         functions: classes of custom `torch.autograd.Function`s on the way.
         random: whether random numbers were drawn.
         inside: index of an output -> what it received from the other outputs, where that was asked for.
+        injected: losses of one element into which custom functions put a gradient of their own.
     """
 
     gradients: Gradients = field(default_factory=dict)
@@ -290,6 +294,43 @@ class Replayed:
     functions: frozenset[type] = frozenset()
     random: bool = False
     inside: dict[int, torch.Tensor] = field(default_factory=dict)
+    injected: list[Injected] = field(default_factory=list)
+
+
+@dataclass
+class Injected:
+    """A loss that is an argument of a custom function, which may put a gradient of its own into it.
+
+    Attributes:
+        factors: the numbers that the loss is multiplied by.
+        is_mean: whether it is a mean over the items of a micro-batch.
+        weight: that it received.
+    """
+
+    factors: list[float]
+    is_mean: bool
+    weight: float = 0.0
+
+
+def _injected(outputs: Sequence[torch.Tensor]) -> Iterator[Injected]:
+    """Yield the losses that custom functions take, with a hook that sees what they receive."""
+    stack, seen = [output.grad_fn for output in outputs], set[Any]()
+    while stack:
+        node: Any = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        stack += [below for below, _ in node.next_functions]
+        for below, index in live(node) if hasattr(node, "_forward_cls") else ():
+            if elements(below, index) == 1 and not is_leaf(below):
+                one = Injected(*factors_below(below))
+                below.register_prehook(functools.partial(_receive, one, index))
+                yield one
+
+
+def _receive(one: Injected, index: int, gradients: Sequence[torch.Tensor | None]) -> None:
+    if (given := gradients[index]) is not None:
+        one.weight += float(given)
 
 
 def functions_of(outputs: Sequence[torch.Tensor]) -> frozenset[type]:
@@ -404,6 +445,9 @@ def replay(forward: ModuleCall, arguments: list[Any], cotangents: dict[int, torc
         outputs = differentiable(seen[-1])
         scaled = [g * how.scale for g in cotangents.values()]
         found = [outputs[index] for index in cotangents]
+        if how.own:
+            result.injected = list(_injected(outputs))
+            scaled = [torch.zeros_like(given) for given in scaled]
         if how.received:
             for index, given in zip(cotangents, scaled, strict=True):
                 outputs[index].register_hook(functools.partial(receive, index, given))

@@ -349,6 +349,8 @@ SENTENCES = {
     "others",
     "not-linear": "the backward pass of {what} is no linear function of the gradient that it receives, so "
     "micro-batches do not add up to one batch (it ignores the gradient, clips or normalizes it)",
+    "own term": "the term that custom function {name} adds by itself has weight 1 in each of {number} micro-batches, "
+    "and not 1/{number}",
     "wrong-backward": "the backward of custom function {name} is wrong: {fault} of its forward",
 }
 NOT_CALLED = "its backward was not checked, since no call of it was seen when the window was computed again"
@@ -513,8 +515,40 @@ def _judge_backward(asked: Asked, received: Sequence[Part], result: Recomputed) 
         )
         return
     functions = sorted({kind.__name__ for found in replayed for kind in found.functions})
+    if not hooked and _judge_own_terms(asked, parts, ", ".join(functions), result):
+        return
     what = f"a hook on a module ({names})" if hooked else f"custom function {', '.join(functions) or '?'}"
     _blame("not-linear", SENTENCES["not-linear"].format(what=what), difference, result)
+
+
+def _judge_own_terms(asked: Asked, parts: Sequence[Part], names: str, result: Recomputed) -> bool:
+    """Judge functions whose backward is affine, and adds a gradient of its own; return whether it is that alone."""
+    _, eightfold, _ = _computed(asked, parts, How(hooks=True))
+    _, own, replayed = _computed(asked, parts, How(hooks=True, scale=1.0, own=True))
+    linear = Total(sizes=eightfold.sizes, terms=eightfold.terms, dtype=eightfold.dtype)
+    of_own = {key: gradient for key, gradient in own.gradients.items() if gradient.any()}
+    for key, gradient in eightfold.gradients.items():
+        # what is its own has been divided by the scale with the rest
+        linear.gradients[key] = add_gradients(gradient, own.gradients[key] * (1 - 1 / How.scale))
+    if not of_own or compare(asked.observed, linear, asked.factor, lambda seed: linear).worst is not None:
+        return False
+    injected = [
+        (part, one) for part, found in zip(parts, replayed, strict=True) for one in found.injected if one.weight
+    ]
+    rest = [norm(add_gradients(linear.gradients[key], -gradient)) for key, gradient in of_own.items()]
+    if not injected and not any(size > LEAST * norm(one) for size, one in zip(rest, of_own.values(), strict=True)):
+        return False  # it ignores the gradient
+    number = len(asked.passes)
+    result.notes.append(
+        f"custom function {names} adds a gradient of its own (its backward of 0 is not 0), whatever the loss weighs: "
+        f"its weight must be one over the micro-batches of a window ({number} here)"
+    )
+    for part, one in injected:
+        whole = abs(one.weight * part.weight * asked.factor - 1) < LEAST
+        if number > 1 and one.is_mean and whole and not any(abs(f * number - 1) < LEAST for f in one.factors):
+            result.name, result.error, result.allowed = "wrong-scale", number - 1.0, LEAST
+            result.sentence = SENTENCES["own term"].format(name=names, number=number)
+    return True
 
 
 def _judge_modes(

@@ -108,7 +108,8 @@ def _shape(node: Any, index: int) -> tuple[int, ...] | None:
         return None
 
 
-def _elements(node: Any, index: int) -> int:
+def elements(node: Any, index: int) -> int:
+    """Return the number of elements of an output of a node, -1 where it is not known."""
     shape = _shape(node, index)
     return -1 if shape is None else prod(shape)
 
@@ -140,6 +141,17 @@ def _number(node: Any) -> torch.Tensor | None:
     except RuntimeError:  # it was changed in place
         return None
     return None if saved is None or saved.dim() or saved.is_complex() else saved.detach()
+
+
+def factors_below(node: Any) -> tuple[list[float], bool]:
+    """Return the numbers that a loss of one element is multiplied by, and whether it is a mean."""
+    factors = list[float]()
+    while (name := kind(node)) != "Mean" and NODES.get(name, UNKNOWN).scalar == PASS and len(live(node)) == 1:
+        number = _number(node) if name in ("Mul", "Div") else None
+        if number is not None and number:
+            factors.append(float(number) if name == "Mul" else 1 / float(number))
+        node = live(node)[0][0]
+    return factors, name == "Mean"
 
 
 def _of_parameters(edge: Edge) -> bool:
@@ -179,7 +191,7 @@ def _concatenated_inputs(edge: Edge) -> tuple[list[Edge], bool, bool]:
         seen.add(here)
         name, inputs = kind(node), live(node)
         row = NODES.get(name, UNKNOWN)
-        if row == NODES["Cat"] and all(_elements(*below) == 1 for below in inputs):
+        if row == NODES["Cat"] and all(elements(*below) == 1 for below in inputs):
             found += inputs
             continue
         if len(inputs) > 1 and name in ARITHMETIC:
@@ -188,7 +200,7 @@ def _concatenated_inputs(edge: Edge) -> tuple[list[Edge], bool, bool]:
         if name == "Div" and node.next_functions[0] not in inputs:
             linear = False
         ends = row.below not in (PASS, WEIGHTED) or (len(inputs) > 1 and name not in ARITHMETIC)
-        if ends or any(_elements(*below) != _elements(node, index) for below in inputs):
+        if ends or any(elements(*below) != elements(node, index) for below in inputs):
             others = True
         else:
             stack += inputs
@@ -353,7 +365,7 @@ class Reader:
         for root in roots:
             node, index = edge_of(root)
             if node is not None:
-                (self._scalar if _elements(node, index) == 1 else self._vector)(node, index, ())
+                (self._scalar if elements(node, index) == 1 else self._vector)(node, index, ())
 
     def terms(self) -> list[Term]:
         """Return the terms in numbers."""
@@ -374,7 +386,7 @@ class Reader:
 
     def _vector(self, node: Any, index: int, above: tuple[str, ...]) -> None:
         """Read a tensor of several elements that goes backward with a gradient that was given."""
-        found = _Found(Term((*above, "given"), counts={"elements": _elements(node, index)}))
+        found = _Found(Term((*above, "given"), counts={"elements": elements(node, index)}))
         self._items(found, node, index, weighted=False)
         self._add(found, node, index)
 
@@ -401,9 +413,9 @@ class Reader:
                 return self._opaque(node, index, above, "one over something that has a gradient")
             if row.scalar != OPAQUE and len(inputs) > 1 and name not in PRODUCTS:
                 for edge in inputs:
-                    (self._scalar if _elements(*edge) == 1 else self._vector)(*edge, above)
+                    (self._scalar if elements(*edge) == 1 else self._vector)(*edge, above)
                 return None
-            one = row.scalar != OPAQUE and bool(inputs) and _elements(*inputs[0]) == 1
+            one = row.scalar != OPAQUE and bool(inputs) and elements(*inputs[0]) == 1
             if one and row.scalar == TERM and _shape(*inputs[0]):
                 # a tensor of one element: losses that were added to `zeros(1)`, or a micro-batch of one item?
                 if self._are_made_of_scalars(inputs, above, opaque=False):
@@ -425,7 +437,7 @@ class Reader:
             return self._opaque(node, index, above, "one element of many")
         if name.startswith("Compiled"):
             return self._opaque(node, index, above, "it was computed inside torch.compile, which `--eager` opens")
-        what = f"{name} of a number" if inputs and _elements(*inputs[0]) == 1 else f"{name}, which is no sum"
+        what = f"{name} of a number" if inputs and elements(*inputs[0]) == 1 else f"{name}, which is no sum"
         return self._opaque(node, index, above, what)
 
     def _are_made_of_scalars(self, edges: Iterable[Edge], above: tuple[str, ...], *, opaque: bool) -> bool:
@@ -444,7 +456,7 @@ class Reader:
 
     def _loss_function(self, node: Any, index: int, above: tuple[str, ...], name: str, below: Edge) -> None:
         """Read a node that is a reduced loss of torch: its `reduction` is saved."""
-        term = Term((*above, name), counts={"elements": _elements(*below)}, mean=node._saved_reduction == MEAN)
+        term = Term((*above, name), counts={"elements": elements(*below)}, mean=node._saved_reduction == MEAN)
         found = _Found(term)
         shape = _shape(*below) or (1,)
         if not term.mean:
@@ -467,7 +479,7 @@ class Reader:
             return self._opaque(node, index, above, "losses that are weighted by something that has a gradient")
         if losses and linear and self._are_made_of_scalars(losses, above, opaque=True):
             return None
-        found = _Found(Term((*above, name), counts={"elements": _elements(*below)}, mean=name == "Mean"))
+        found = _Found(Term((*above, name), counts={"elements": elements(*below)}, mean=name == "Mean"))
         found.term.of_parameters = _of_parameters((node, index))
         found.sampled = name in PRODUCTS and len(inputs) == 1
         self._add(found, node, index)
@@ -487,10 +499,10 @@ class Reader:
                 found.sampled = found.sampled or number is None
                 found.numbers_below += [] if number is None else [(name, number)]
             if row.below == PARTIAL:
-                before, after = _elements(node, index), _elements(*inputs[0])
+                before, after = elements(node, index), elements(*inputs[0])
                 if 0 < before < after:
                     found.inner.append((name == "Mean", after // before))
-            elif _elements(*inputs[0]) < _elements(node, index):
+            elif elements(*inputs[0]) < elements(node, index):
                 break  # what is broadcast counts once for each element that it becomes
             node, index = inputs[0]
         term = found.term
