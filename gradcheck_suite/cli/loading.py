@@ -91,9 +91,9 @@ def _expect_built_in(text: str) -> None:
         for file in (loops / "reset_modes.py", loops / "jax_modes.py", loops / "ranks.py")
         for node in ast.walk(ast.parse(file.read_bytes()))
     )
-    # loops are registered under names in quotes, or under their functions'
+    # loops are registered under names in quotes, such as "ddp/zero_grad", or under their functions'
     names = {getattr(node, "name", None) or getattr(node, "value", None) for node in nodes}
-    known = {name for name in names if isinstance(name, str) and name.isidentifier()}
+    known = {part for name in names if isinstance(name, str) for part in name.split("/") if part.isidentifier()}
     if text not in TRAINERS and not known.issuperset(text.split("/")):
         raise UsageError(_no_built_in(text, sorted([*known, *TRAINERS])))
 

@@ -31,13 +31,23 @@ def add_arguments(parser: parsers.Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write `report.html`, `report.md` with its pictures and `report.json` beside the records, or compare records."""
+    _expect_renderer(arguments)
     from gradcheck_suite.page.report import OWN
 
     return run_report(arguments, OWN)
 
 
+def _expect_renderer(arguments: argparse.Namespace) -> None:
+    """Say what is not installed before torch is imported, which takes seconds."""
+    from gradcheck_suite.page import render
+
+    if arguments.compare is None:
+        render.expect_installed("the report")
+
+
 def run_report(arguments: argparse.Namespace, contents: Contents) -> int:
     """Write the report that is made of these contents, or compare records."""
+    _expect_renderer(arguments)
     from gradcheck_suite.page import render, report
     from gradcheck_suite.page.content import to_json
 
@@ -47,7 +57,6 @@ def run_report(arguments: argparse.Namespace, contents: Contents) -> int:
             _expect_records(folder, "--compare")
         print("\n".join(report.compared(old, new, contents)))
         return exit_status.HOLDS
-    render.expect_installed("the report")
     reports: Path = arguments.reports
     _expect_records(reports, "--reports")
     expect_writable_folder(reports, f"--reports {reports}")

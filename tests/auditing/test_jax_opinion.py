@@ -92,7 +92,7 @@ def test_what_jax_cannot_be_asked_about_is_said():
     assert dropout == f"{refused}the model draws random numbers, which JAX draws differently"
     large = answer(torch.nn.Linear(3, 300_000), torch.nn.Linear(300_000, 1))
     assert large == f"{refused}the model has 1,500,001 parameters, and JAX computes only models of at most 1,000,000"
-    with pytest.raises(UsageError, match="leave `batch` switched on"):
+    with pytest.raises(UsageError, match="leave out `without batch`"):
         gradcheck_suite.audit(jax=True, without=("batch",))
 
 

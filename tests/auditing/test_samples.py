@@ -226,7 +226,10 @@ def test_a_sum_made_by_hand_is_told_from_a_reset(dtype, shape, passes, spread, v
         assert result.verdict == verdict, result
     assert [v.diagnosis for v in found([passes - 1]).violations] == ["reset-inside-window"]
     if verdict == "holds":
-        assert [v.diagnosis for v in found(range(1, passes)).violations] == ["weighted-by-place"]
+        # what a program puts together from kept gradients is its own; which of them it leaves out is said, not blamed
+        partial = found(range(1, passes))
+        assert (partial.verdict, not partial.violations) == ("holds", True)
+        assert any("put together again by the program" in finding for finding in partial.findings), partial.findings
 
 
 @pytest.mark.parametrize(("spread", "verdict"), [(1.0, "holds"), (0.01, "unjudged")])

@@ -95,7 +95,6 @@ def test_the_first_look_refuses_a_name_that_only_a_text_has(tmp_path):
         (["verify", "zero_", "--html", "page.html"], "jinja2"),
         (["audit", "--html", "page.html", "mine.py"], "jinja2"),
         (["report"], "vl_convert"),
-        (["steps"], "optax"),
     ],
 )
 def test_a_missing_extra_is_said_before_any_work(tmp_path, arguments, package):

@@ -45,7 +45,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def _expect_refused(capsys, folder, *said):
-    for what in ("verify --examples 1", "calibrate --checks 1", "campaign verify"):
+    for what in ("verify --examples 1", "campaign verify"):
         assert run(what.split()) == exit_status.BAD_USAGE
         (line,) = capsys.readouterr().err.splitlines()
         for part in (f"compiled programs in {folder} are not read", *said):

@@ -513,5 +513,5 @@ def test_where_no_gradient_is_at_fault_jax_is_not_asked(monkeypatch):
 
 @pytest.mark.parametrize("seconds", [-1, "10", float("nan")])
 def test_a_time_for_it_that_is_none_is_refused(seconds):
-    with pytest.raises(UsageError, match="second_opinion_s must be a number of seconds, 0 or more, got"):
+    with pytest.raises(UsageError, match="second_opinion_s: expected a number of seconds, 0 or more; got"):
         verify(BUILT_IN["plain"], problem=PROBLEM, second_opinion_s=seconds)
