@@ -363,7 +363,7 @@ def test_a_schedule_of_micro_batches_may_be_declared():
     assert "    assumes schedules-micro-batches: steps of schedulers were not judged" in lines
     violation = verify(loop, examples=10).violation
     assert violation.diagnosis == "step-per-micro-batch"
-    assert "assume schedules-micro-batches" in violation.explanation
+    assert "assumes `schedules-micro-batches`" in violation.explanation
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "nesterov", "adamw", "sgd"])
