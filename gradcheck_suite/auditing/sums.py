@@ -325,11 +325,11 @@ def _judge_points(members: Members, first: Sequence[int], kept: Sequence[int]) -
     numbers = f"{counted(len(first), 'micro-batch')} went backward at the first point"
     if 0 < len(kept) < len(first):
         return _fault("dropped", where=f" ({numbers}, and {len(kept)} at the point whose gradient is stepped on)")
-    masses = [sum(map(_mass, (members.window.passes[i] for i in at))) for at in (first, kept)]
+    before, after = (sum(map(_mass, (members.window.passes[i] for i in at))) for at in (first, kept))
     if len(first) < len(kept):
         said = f"{numbers}, and {len(kept)} at the second one"
-    elif masses[1] and not near(*masses, 1e-3):
-        said = f"the losses at the first point weigh {masses[0] / masses[1]:.4g} times those at the second one"
+    elif after and not near(before, after, 1e-3):
+        said = f"the losses at the first point weigh {before / after:.4g} times those at the second one"
     else:
         said = "what was reset belongs to other parameters"
     return Sums(excuse=f"parameters were written between the passes: {said}")
