@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -400,10 +401,12 @@ class _Shifted:
             for p in group["params"]:
                 p.grad = torch.zeros_like(p)
         self._hooks = list(optimizer._optimizer_step_post_hooks.values())
-        for _ in range(len(NORMS) + 1):
-            for hook in self._hooks:
-                hook(optimizer, (), {})
-            self._rates.append([g["lr"] for g in optimizer.param_groups])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a schedule warns that it is stepped before the optimizer
+            for _ in range(len(NORMS) + 1):
+                for hook in self._hooks:
+                    hook(optimizer, (), {})
+                self._rates.append([g["lr"] for g in optimizer.param_groups])
         optimizer._optimizer_step_post_hooks.clear()
         with torch.no_grad():
             for group, kept in zip(optimizer.param_groups, probe, strict=True):
