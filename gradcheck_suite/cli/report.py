@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,24 +32,29 @@ def add_arguments(parser: parsers.Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write `report.html`, `report.md` with its pictures and `report.json` beside the records, or compare records."""
-    _expect_renderer(arguments)
+    return run_report(arguments, _own)
+
+
+def _own() -> Contents:
     from gradcheck_suite.page.report import OWN
 
-    return run_report(arguments, OWN)
+    return OWN
 
 
-def _expect_renderer(arguments: argparse.Namespace) -> None:
-    """Say what is not installed before torch is imported, which takes seconds."""
+def run_report(arguments: argparse.Namespace, contents_of: Callable[[], Contents]) -> int:
+    """Write the report that is made of these contents, or compare records.
+
+    Args:
+        arguments: parsed by `add_arguments`.
+        contents_of: imports the contents and, with them, torch, which takes seconds: what is not installed is said
+            before.
+    """
     from gradcheck_suite.page import render
 
     if arguments.compare is None:
         render.expect_installed("the report")
-
-
-def run_report(arguments: argparse.Namespace, contents: Contents) -> int:
-    """Write the report that is made of these contents, or compare records."""
-    _expect_renderer(arguments)
-    from gradcheck_suite.page import render, report
+    contents = contents_of()
+    from gradcheck_suite.page import report
     from gradcheck_suite.page.content import to_json
 
     if arguments.compare is not None:

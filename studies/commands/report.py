@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from gradcheck_suite.cli.report import add_arguments, run_report
+
+if TYPE_CHECKING:
+    from gradcheck_suite.page.report import Contents
 
 __all__ = ["add_arguments", "run"]
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write `report.html`, `report.md` with its pictures and `report.json` beside the records, or compare records."""
+    return run_report(arguments, _contents)
+
+
+def _contents() -> Contents:
     from studies.report.build import CONTENTS
 
-    return run_report(arguments, CONTENTS)
+    return CONTENTS
