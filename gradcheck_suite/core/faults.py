@@ -559,7 +559,7 @@ BY_LIBRARY = {
     "at least (transformers#47688): set `trainer.loss_is_scaled_for_ga = False`",
 }
 """A trainer's package, and a fault or a cause that its own division may have, which no user mends in the script ->
-what helps there, as found in docs/found-in-trainers.md."""
+what helps there, as found in docs/found.md."""
 FAULTS = {fault.name: fault for fault in _ROWS}
 """The faults by name, in the order of the documents."""
 
@@ -597,18 +597,3 @@ def is_general(kind: str, diagnosis: str) -> bool:
     Where the gradient is None, `no-gradient` is the whole diagnosis.
     """
     return kind != "none-pattern" and all(name in FAULTS and FAULTS[name].general for name in names_of(diagnosis))
-
-
-TABLES = {"Of gradients": ("gradient",), "Of steps": ("step-count",), "Of parameters, exceptions and Problems": ()}
-"""Title of each table of the documents -> the kinds of its rows; the last one has all other kinds."""
-
-
-def table_of(kinds: tuple[str, ...]) -> str:
-    """Return the documents' table of the faults of some kinds, of all other kinds where none is given."""
-    known = {kind for kinds in TABLES.values() for kind in kinds}
-    head = ["diagnosis", *(["kind"] if not kinds else []), "what it means", "what to do"]
-    rows = [head, ["---"] * len(head)]
-    for fault in FAULTS.values():
-        if fault.kind in kinds or (not kinds and fault.kind not in known):
-            rows.append([f"`{fault.name}`", *([] if kinds else [f"`{fault.kind}`"]), fault.meaning, fault.remedy.torch])
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)

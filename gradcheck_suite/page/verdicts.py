@@ -295,7 +295,7 @@ def _trainers(newest: list[Record]) -> Section:
         ],
         "A violated cell has the diagnosis and the smallest case: items of each micro-batch, windows separated by |, "
         "and K. A dash stands for a question that was not asked; the notes above say why. "
-        "docs/found-in-trainers.md has the cause of each violation and a fix.",
+        "docs/found.md has the cause of each violation and a fix.",
     )
     of_models = table(
         "Models of transformers under its Trainer",
