@@ -370,7 +370,13 @@ def _moved_otherwise(search: Search, index: int, outs: list[Any]) -> Iterator[Hy
     call, run = search.program.calls[index], search.matching.run
     shape = tuple(outs[0].shape)
     if call.name in ("permute", "transpose", "t") and isinstance(call.args[0], Ref):
-        yield Hypothesis("missing-transpose", f"no {call.name}", {index: lambda c, a, k, g: [a[0].reshape(shape)]})
+        source = call.args[0]
+        change = {index: lambda c, a, k, g: [a[0].reshape(shape)]}
+        if source.kind == "state":
+            path = str(source.index).rpartition(".")[0]
+            yield Hypothesis("weight-transposed", f"{source.index} not transposed", change, kind="load", path=path)
+        else:
+            yield Hypothesis("missing-transpose", f"no {call.name}", change)
     if call.name in ("cat", "stack"):
         yield Hypothesis("order-of-parts", "the parts in the other order", {
             index: lambda c, a, k, g: c.op(list(reversed(a[0])), *a[1:], **k)})  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,8 @@ from gradcheck_suite.port.sides import RESOLUTION, Sides
 from gradcheck_suite.port.torch_program import Call, Change, Ref, TorchProgram
 from gradcheck_suite.port.variants import Hypothesis
 
+SECONDS = 8.0
+"""CPU time in which a cause is looked for."""
 FACTORS = (2.0, 0.5, -1.0, 0.1, 10.0)
 
 
@@ -130,8 +133,11 @@ def place_gradient(
     backward = _Backward(sides, point, repairs)
     frontier = backward.frontier(wrong)
     best: GradientFault | None = None
+    until = time.process_time() + SECONDS
     for index in (-1, *frontier):
         for hypothesis in _with_more(program) if index < 0 else _at_call(program, backward.run, index):
+            if time.process_time() > until:
+                break
             at = hypothesis.at if hypothesis.at is not None else index
             every = repeated(program, hypothesis, same_module=False, same_role=True)
             for changes in (hypothesis.changes, every)[: 1 + (len(every) > len(hypothesis.changes))]:

@@ -297,9 +297,9 @@ class JaxProgram:
         self._fixed, self._numbers = list(leaves), [i for i, leaf in enumerate(leaves) if is_number(leaf)]
         example = self._arguments(leaves, inputs, targets)
         closed, shape = jax.make_jaxpr(lambda p, *rest: function(self._whole(p), *rest), return_shape=True)(*example)
-        self._jaxpr, self._consts = closed.jaxpr, list(closed.consts)
+        self.jaxpr, self._consts = closed.jaxpr, list(closed.consts)
         self.outs, self._extras = len(shape[0]), len(shape[1])
-        self.all_equations = equations_in(self._jaxpr)
+        self.all_equations = equations_in(self.jaxpr)
         self.primitives = {e.primitive.name for e in self.all_equations}
         avals = [v.aval for e in self.all_equations for v in e.outvars]
         self.is_low = any(getattr(a, "dtype", None) in LOW for a in avals)
@@ -329,14 +329,14 @@ class JaxProgram:
     def equations(self) -> list[Equation]:
         """An equation for each of `values`."""
         found: list[Equation] = jax.tree.leaves(
-            _described(self._jaxpr, custom=True), is_leaf=lambda e: isinstance(e, Equation)
+            _described(self.jaxpr, custom=True), is_leaf=lambda e: isinstance(e, Equation)
         )
         return found
 
     def _evaluate(self, jaxpr_args: Any, *, custom: bool, shift: Any = 0.0, eps: Any = None) -> Any:
         interpreter = Interpreter(custom=custom, shift=shift)
         flat = jax.tree.leaves(jaxpr_args)
-        outs, records = interpreter.run(self._jaxpr, self._consts, flat, eps)
+        outs, records = interpreter.run(self.jaxpr, self._consts, flat, eps)
         self.rounded |= interpreter.rounded
         return outs, records
 
@@ -405,7 +405,7 @@ class JaxProgram:
         """Return the outputs in the dtypes that the author chose."""
 
         def plain(given: Any) -> Any:
-            return jax.core.eval_jaxpr(self._jaxpr, self._consts, *jax.tree.leaves(given))[: self.outs]
+            return jax.core.eval_jaxpr(self.jaxpr, self._consts, *jax.tree.leaves(given))[: self.outs]
 
         found: list[Array] = self._call("as-written", plain, self._arguments(leaves, inputs, targets))
         return found

@@ -7,6 +7,7 @@ one model are three findings.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,7 @@ from gradcheck_suite.port.mapping import StateMap
 from gradcheck_suite.port.matching import Matching, array, outputs_error
 from gradcheck_suite.port.number_sets import Array, aligned
 from gradcheck_suite.port.pair import JaxModel, Port, is_statistic, set_state
+from gradcheck_suite.port.precision import precision_findings
 from gradcheck_suite.port.result import Kind, PortFinding, PortResult
 from gradcheck_suite.port.running_statistics import statistic_faults
 from gradcheck_suite.port.search import RAISED, Found, Repairs, Search
@@ -90,6 +92,7 @@ class Judge:
             self._timed("drawn", self._drawn)
         if not self.findings:
             self._timed("planted", self._plant)
+            self._timed("precision", self._precision)
 
     def _timed(self, what: str, act: Callable[[], Any]) -> Any:
         start = time.monotonic()
@@ -190,7 +193,8 @@ class Judge:
     def _values(self, *, loss: bool) -> bool:
         """Compare outputs, or the loss, at every point, and name the differences. Return whether all is explained."""
         for point in range(len(self.sides.points)):
-            for _ in range(MOST):
+            repeats = 0
+            while True:
                 try:
                     program = self.sides.torch_program(point)
                     run = self._run(point, program)
@@ -205,7 +209,12 @@ class Judge:
                 if point and self._is_out_of_domain(point, run):
                     break
                 matching = Matching(program, run, self.sides.side(point))
+                before = len(self.findings) + len(self.accepted)
                 if not self._explain(point, matching, loss, off) or len(self.findings) >= MOST:
+                    return False
+                again = before == len(self.findings) + len(self.accepted)  # the same finding, at another call
+                repeats = repeats + 1 if again else 0
+                if repeats > MOST // 2:
                     return False
         return True
 
@@ -437,6 +446,18 @@ class Judge:
             return False
         return bool(off > self.sides.bounds(at).outputs)
 
+    def _precision(self) -> None:
+        """Report what is computed in a lower precision; it changes no verdict."""
+        dtype = self._options.dtype
+        try:
+            for words, error, allowed, where, is_finding in precision_findings(self.sides, dtype):
+                if is_finding:
+                    self._add("precision", "", "low-precision", words, jax=where, error=error, allowed=allowed)
+                else:
+                    self._note(words)
+        except Exception as problem:  # not every model runs in every dtype
+            self._note(f"{dtype} was not compared: {type(problem).__name__}: {problem}".splitlines()[0][:200])
+
     def _note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
@@ -513,7 +534,9 @@ def judged(pair: Port, notes: list[str], label: str, options: PortOptions) -> Po
     torch.set_num_threads(1)  # the programs are small
     judge = Judge(pair, notes, options)
     try:
-        judge.run()
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")  # changed programs overflow, and frameworks warn about their own internals
+            judge.run()
     finally:
         torch.set_num_threads(threads)
     result = PortResult(

@@ -379,8 +379,8 @@ def _by_given_values(state_map: StateMap) -> list[Leaf | None]:
     vector = state_map.flat(state_map.base)
     order = np.argsort(vector, kind="stable")
     ordered, taken, found = vector[order], set[str](), list[Leaf | None]()
-    late: list[int] = []
-    for i, (path, value) in enumerate(zip(state_map.model.paths, state_map.model.leaves, strict=True)):
+    late: list[Leaf] = []
+    for path, value in zip(state_map.model.paths, state_map.model.leaves, strict=True):
         if not is_float(value):
             found.append(None)
             continue
@@ -393,10 +393,8 @@ def _by_given_values(state_map: StateMap) -> list[Leaf | None]:
             leaf.index, leaf.offset = order[place], np.zeros(len(y))
             taken.update(state_map.sources(leaf))
         elif y.size:
-            late.append(i)
-    for i in late:
-        leaf = found[i]
-        assert leaf is not None
+            late.append(leaf)
+    for leaf in late:
         if name := _nearest_name(state_map, leaf, taken, found):
             taken.add(name)
             leaf.index = state_map.offsets[name] + np.arange(len(leaf.index))

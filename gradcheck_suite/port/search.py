@@ -20,12 +20,14 @@ from gradcheck_suite.port.variants import Hypothesis
 
 MORE_SECONDS = 2.0
 """CPU time in which a change that explains all is looked for, where one is known that explains a part."""
-PLACES = 10
+PLACES = 16
 """Calls of the lost region that hypotheses are tried at."""
 STREAK = 5
 """Calls in a row whose results the port has after a change only: no other change is then looked for."""
 PASSED = 30
 """Hypotheses of a family with evidence at their place that are run to the end."""
+LEAST = 3
+"""Calls whose results a change has to explain where it does not explain all: fewer may be equal by chance."""
 SECONDS = 6.0
 """CPU time of one search."""
 RAISED = (RuntimeError, ValueError, IndexError, TypeError, AttributeError, KeyError, NotImplementedError)
@@ -126,6 +128,7 @@ class Search:
         self._until = time.process_time() + SECONDS
         self._affected: dict[Any, set[int]] = {}
         self.region: list[int] = []
+        self._inside: set[int] = set()
         self._ends_before = (*matching.run.outs, matching.run.loss)
 
     @property
@@ -142,8 +145,8 @@ class Search:
             region: the lost calls that lead to the difference.
             first: those among them that read no lost result.
         """
-        self.region = region
-        places = {"region": region, "order": self._order(first)[:PLACES], "first": first[:3]}
+        self.region, self._inside = region, set(region)
+        places = {"region": [*self._before(first), *region], "order": self._order(first)[:PLACES], "first": first[:3]}
         late: list[tuple[int, Hypothesis]] = []
         best: Found | None = None
         enough = False
@@ -159,7 +162,7 @@ class Search:
                 self._until = min(self._until, time.process_time() + MORE_SECONDS)
         if enough:
             return best
-        if best is not None and best.gained > 0:
+        if best is not None and best.gained >= LEAST and best.streak > 1:
             return best
         best = None
         for place, hypothesis in late:
@@ -218,17 +221,27 @@ class Search:
             found = self.test(place, hypothesis)
             if found is not None and found.error <= self.close:
                 return True
-        inside = set(self.region)
-        for reader in list(self.readers(place))[: 3 if has else 1]:
-            if reader in inside:
-                after = self.local(reader, hypothesis)
-                if after is not None and self.matching.is_new(after, self.matching.run.seen[reader]):
-                    return True
+        for reader in self._lost_readers(place)[: 3 if has else 1]:
+            after = self.local(reader, hypothesis)
+            if after is not None and self.matching.is_new(after, self.matching.run.seen[reader]):
+                return True
         return False
+
+    def _lost_readers(self, place: int) -> list[int]:
+        """Return the lost calls that read a result, directly or through a call or two that are matched."""
+        found: dict[int, None] = {}
+        level = [place]
+        for _ in range(3):
+            readers = dict.fromkeys(r for i in level for r in self.readers(i))
+            found |= {r: None for r in readers if r in self._inside}
+            level = [r for r in readers if r not in self._inside]
+        return list(found)
 
     def _better(self, best: Found | None, place: int, hypothesis: Hypothesis) -> Found | None:
         found = self.test(place, hypothesis)
         found = found and self._everywhere(found)
+        if found is not None and found.hypothesis.cause == "zeros" and found.error > self.close:
+            found = None  # a value of zero hides whatever else is wrong behind it
         if found is None or best is None:
             return found or best
         return found if self._rank(found) > self._rank(best) else best
@@ -274,18 +287,29 @@ class Search:
 
     # the neighbourhood of a place
 
+    def _before(self, first: list[int]) -> list[int]:
+        """Return what the first lost calls read: the port may compute the right value too, and not use it."""
+        found: dict[int, None] = {}
+        level = first
+        for _ in range(3):
+            refs = [r.kind for i in level for r in self.program.calls[i].refs]
+            level = [k for k in refs if isinstance(k, int) and k not in found]
+            found |= dict.fromkeys(level)
+        return list(found)
+
     def _order(self, first: list[int]) -> list[int]:
-        """Return the calls to look at: the first lost ones, then those that read them."""
-        seen, level, inside = list(first), list(first), set(self.region)
-        while level and len(seen) < 4 * PLACES:
-            following = []
-            for index in level:
-                for reader in self.readers(index):
-                    if reader in inside and reader not in seen:
-                        seen.append(reader)
-                        following.append(reader)
-            level = following
-        return seen
+        """Return the calls to look at: the first lost ones in turn, each with those that read it."""
+        inside = set(self.region)
+        chains = []
+        for start in first[:PLACES]:
+            seen, level = [start], [start]
+            while level and len(seen) < PLACES:
+                readers = dict.fromkeys(r for i in level for r in self.readers(i))
+                level = [r for r in readers if r in inside and r not in seen]
+                seen += level
+            chains.append(seen)
+        turns = (chain[n] for n in range(PLACES) for chain in chains if n < len(chain))
+        return list(dict.fromkeys(turns))
 
     def readers(self, index: int) -> Iterator[int]:
         """Yield the calls that read a result, past those that only move it."""

@@ -100,16 +100,17 @@ class Sides:
 
     # outputs and loss of both sides
 
-    def _kept(self, out: Any) -> Any:
+    def kept(self, out: Any) -> Any:
+        """Return what is compared of an output."""
         return out if self.pair.outputs is None else self.pair.outputs(out)
 
     def _torch_ends(self, out: Any, *targets: Any) -> tuple[Any, torch.Tensor]:
-        kept = self._kept(out)
+        kept = self.kept(out)
         if self.pair.torch_loss is not None:
             loss = self.pair.torch_loss(out, *targets)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 raise UsageError("torch_loss: expected a scalar tensor")
-            return kept, loss.sum()
+            return kept, loss.reshape(())
         total = torch.zeros((), dtype=torch.float64)
         for i, o in enumerate(flat_output(kept)):
             if isinstance(o, torch.Tensor) and o.is_floating_point():
@@ -119,11 +120,11 @@ class Sides:
     def _function(self, leaves: Any, inputs: Any, targets: Any) -> tuple[list[Any], list[Any], Any]:
         out, extras = self.model.call(leaves, inputs)
         count = len(self._shapes)
-        if isinstance(out, tuple) and len(out) == 2 and len(flat_output(self._kept(out[0]))) == count != 0:
+        if isinstance(out, tuple) and len(out) == 2 and len(flat_output(self.kept(out[0]))) == count != 0:
             more = flat_output(out[1])
             if len(flat_output(out)) > count:  # (output, updated state)
                 out, extras = out[0], [*extras, *more]
-        flat = [jnp.asarray(o) for o in flat_output(self._kept(out))]
+        flat = [jnp.asarray(o) for o in flat_output(self.kept(out))]
         extras = [*flat[count:], *extras]
         flat = flat[:count]
         if self.pair.jax_loss is not None:
@@ -153,7 +154,8 @@ class Sides:
             self._programs[point] = TorchProgram(pair.module, p.inputs, p.targets, pair.kwargs, self._torch_ends)
         return self._programs[point]
 
-    def _arguments(self, point: int) -> tuple[Any, Any, Any]:
+    def arguments(self, point: int) -> tuple[Any, Any, Any]:
+        """Return leaves, inputs and targets of the JAX side, floats in float64."""
         p = self.points[point]
         return self.leaves, [_wide(x) for x in p.inputs], [_wide(x) for x in p.targets]
 
@@ -163,7 +165,7 @@ class Sides:
         if shapes not in self._jax:
             self._shapes = [tuple(v.shape) for v in self._torch_outs(point)]
             self._jax[shapes] = raised(
-                "the JAX side", lambda: JaxProgram(lambda *a: self._function(*a), *self._arguments(point))
+                "the JAX side", lambda: JaxProgram(lambda *a: self._function(*a), *self.arguments(point))
             )
         return self._jax[shapes]
 
@@ -174,12 +176,12 @@ class Sides:
     def jax_run(self, point: int) -> JaxRun:
         """Return outputs, loss and gradients of the port."""
         if point not in self._runs:
-            self._runs[point] = self.jax_program(point).run(*self._arguments(point))
+            self._runs[point] = self.jax_program(point).run(*self.arguments(point))
         return self._runs[point]
 
     def forward(self, point: int) -> tuple[list[Array], float]:
         """Return the port's outputs and loss alone."""
-        return self.jax_program(point).forward(*self._arguments(point))
+        return self.jax_program(point).forward(*self.arguments(point))
 
     def forget(self, point: int) -> None:
         """Drop the last point."""
@@ -196,14 +198,14 @@ class Sides:
 
     def cotangents(self, point: int) -> list[Array]:
         """Return the gradient of the port's loss by all its values."""
-        return self.jax_program(point).cotangents(*self._arguments(point))
+        return self.jax_program(point).cotangents(*self.arguments(point))
 
     def side(self, point: int) -> Side:
         """Return all numbers of the port."""
         if point not in self._sides:
             program, run = self.jax_program(point), self.jax_run(point)
-            values = program.values(*self._arguments(point))
-            given = [np.asarray(a) for part in self._arguments(point) for a in part if is_number(a)]
+            values = program.values(*self.arguments(point))
+            given = [np.asarray(a) for part in self.arguments(point) for a in part if is_number(a)]
             more = [a.astype(np.float64) if a.dtype.kind == "f" else a for a in (*program.constants, *given)]
             more = [a for a in more if a.dtype.kind in "fiub"]
             bounds = self.bounds(point)
@@ -263,7 +265,7 @@ class Sides:
             bounds.rounded = True
         if self.jax_program(point).rounded:
             shift = TABLE_MARGIN * UNIT_ROUNDOFF["float32"]
-            shifted = self.jax_program(point).run(*self._arguments(point), shift=shift)
+            shifted = self.jax_program(point).run(*self.arguments(point), shift=shift)
             worst = max((error(b, a) for a, b in zip(run.outs, shifted.outs, strict=True)), default=0.0)
             loss = abs(shifted.loss - run.loss) / max(abs(run.loss), 1e-300)
             before, after = self.pulled(run.gradients), self.pulled(shifted.gradients)

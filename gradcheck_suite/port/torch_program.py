@@ -293,6 +293,15 @@ Change = Callable[[Call, Any, Any, Callable[[Any], Any]], Any]
 """(call, arguments, keyword arguments, get) -> results, in place of the call; `get` returns the tensor of a `Ref`."""
 
 
+def _changed(call: Call, change: Change, args: Any, kwargs: Any, get: Callable[[Any], Any]) -> list[Any]:
+    """Return the results of a changed call; what the call writes into memory is written there, too."""
+    if not call.mutates or not isinstance(args[0], torch.Tensor):
+        return flat(change(call, args, kwargs, get))
+    made = flat(change(call, [args[0].clone(), *args[1:]], kwargs, get))
+    args[0].copy_(made[0])
+    return [args[0], *made[1:]]
+
+
 class TorchProgram:
     """The operations of a module's forward and of the loss, at one state and one input.
 
@@ -407,7 +416,9 @@ class TorchProgram:
                 args, kwargs = fill(call.args, get), fill(call.kwargs, get)
                 with torch.set_grad_enabled(grad and call.grad):
                     change = changes.get(index)
-                    made = flat(call.op(*args, **kwargs) if change is None else change(call, args, kwargs, get))
+                    made = (
+                        flat(call.op(*args, **kwargs)) if change is None else _changed(call, change, args, kwargs, get)
+                    )
             values.append(made)
             copies = [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in made] if self.mutates else made
             seen.append(copies)

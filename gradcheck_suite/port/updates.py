@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from gradcheck_suite.errors import UsageError
 from gradcheck_suite.port.jax_program import Interpreter
 from gradcheck_suite.port.mapping import Leaf, StateMap
 from gradcheck_suite.port.number_sets import Array
@@ -400,10 +402,12 @@ class _Shifted:
             for p in group["params"]:
                 p.grad = torch.zeros_like(p)
         self._hooks = list(optimizer._optimizer_step_post_hooks.values())
-        for _ in range(len(NORMS) + 1):
-            for hook in self._hooks:
-                hook(optimizer, (), {})
-            self._rates.append([g["lr"] for g in optimizer.param_groups])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a schedule warns that it is stepped before the optimizer
+            for _ in range(len(NORMS) + 1):
+                for hook in self._hooks:
+                    hook(optimizer, (), {})
+                self._rates.append([g["lr"] for g in optimizer.param_groups])
         optimizer._optimizer_step_post_hooks.clear()
         with torch.no_grad():
             for group, kept in zip(optimizer.param_groups, probe, strict=True):
@@ -518,11 +522,13 @@ class Updates:
         self._start = {n: state[n] for n in own}
         base = {n: gradient.get(n, np.zeros(state[n].shape)) for n, p in own.items() if p.requires_grad}
         self._gradients = drawn_gradients(base, {n: state_map.offsets.get(n, n) for n in base})
-        self._module, self._make = pair.module, pair.torch_optimizer
+        make = pair.torch_optimizer
+        assert make is not None
+        self._module, self._make = pair.module, make
         pushed = [state_map.push(self._vector(step)) for step in self._gradients]
-        self.sample = raised("torch_optimizer", lambda: pair.torch_optimizer(pair.module.parameters()))  # type: ignore[misc]
+        self.sample = raised("torch_optimizer", lambda: make(pair.module.parameters()))
         if not hasattr(pair.jax_optimizer, "update"):
-            raise TypeError(f"jax_optimizer: expected an optax.GradientTransformation, got {pair.jax_optimizer!r}")
+            raise UsageError(f"jax_optimizer: expected an optax.GradientTransformation, got {pair.jax_optimizer!r}")
         self._theirs = raised("jax_optimizer", lambda: jax_steps(pair.jax_optimizer, state_map.model, leaves, pushed))
         self.leaves = [i for i, leaf in enumerate(state_map.leaves) if self._is_judged(leaf, base)]
 
@@ -562,7 +568,6 @@ class Updates:
 
     def run(self, change: Any = None) -> Steps:
         """Return torch's steps, with a changed optimizer."""
-        assert self._make is not None
         return torch_steps(self._module, self._make, self._start, self._gradients, change)
 
     def fault(self) -> UpdateFault | None:
@@ -573,7 +578,7 @@ class Updates:
         at = max(wrong, key=lambda i: wrong[i])
         leaf = self._map.leaves[at]
         assert leaf is not None
-        merged = all((self._map.leaves[i].second >= 0).any() for i in wrong)  # type: ignore[union-attr]
+        merged = all((one := self._map.leaves[i]) is not None and (one.second >= 0).any() for i in wrong)
         partial = len(wrong) <= len(self.leaves) / 2
         expected = f"{type(self.sample).__name__} with {_shown(self.sample)}"
         if merged:

@@ -99,3 +99,134 @@ def decoder_pair(fault: str = "", **more: Any) -> dict[str, Any]:
         "jax_loss": lambda out, y: optax.softmax_cross_entropy_with_integer_labels(out, y).mean(),
         **more,
     }
+
+
+def arrays(state: dict[str, Any]) -> dict[str, Any]:
+    """Load a state as it is."""
+    return {name: jnp.asarray(value) for name, value in state.items()}
+
+
+def pair_of(module: nn.Module, apply: Any, inputs: tuple[Any, ...], load: Any = arrays, **more: Any) -> dict[str, Any]:
+    """Return a pair whose parameters are loaded by a function."""
+    state = {name: value.detach().numpy().copy() for name, value in module.state_dict().items()}
+    return {"module": module, "apply": apply, "params": load(state), "load": load, "inputs": inputs, **more}
+
+
+def drawn(*shape: int) -> Any:
+    """Return normal numbers in float32."""
+    return np.random.default_rng(sum(shape)).normal(size=shape).astype(np.float32)
+
+
+class Images(nn.Module):
+    """Convolution, batch norm, pooling, transposed convolution and group norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.batch = nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.BatchNorm2d(4)
+        self.pool, self.up, self.group = nn.AvgPool2d(3, 1, 1), nn.ConvTranspose2d(4, 6, 3, 2), nn.GroupNorm(2, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.group(self.up(self.pool(F.relu(self.batch(self.conv(x))))))
+
+
+def images(fault: str = "", **more: Any) -> dict[str, Any]:
+    """Return a port of `Images` with channels last."""
+    torch.manual_seed(2)
+
+    def convolve(x: Any, kernel: Any, **how: Any) -> Any:
+        return jax.lax.conv_general_dilated(x, kernel, dimension_numbers=("NHWC", "HWIO", "NHWC"), **how)
+
+    def apply(p: Any, x: Any) -> Any:
+        padding = "SAME" if fault == "padding" else [(1, 1), (1, 1)]
+        x = convolve(
+            x.transpose(0, 2, 3, 1), p["conv.weight"].transpose(2, 3, 1, 0), window_strides=(2, 2), padding=padding
+        )
+        eps = 1e-3 if fault == "eps" else 1e-5
+        mean, variance = p["batch.running_mean"], p["batch.running_var"]
+        if fault == "batch-statistics":
+            mean, variance = (x + p["conv.bias"]).mean((0, 1, 2)), x.var((0, 1, 2))
+        x = (x + p["conv.bias"] - mean) / jnp.sqrt(variance + eps) * p["batch.weight"] + p["batch.bias"]
+        pads = [(0, 0), (1, 1), (1, 1), (0, 0)]
+
+        def summed(y: Any) -> Any:
+            return jax.lax.reduce_window(y, 0.0, jax.lax.add, (1, 3, 3, 1), (1, 1, 1, 1), pads)
+
+        x = jax.nn.relu(x)
+        x = summed(x) / (summed(jnp.ones_like(x)) if fault == "average-window" else 9)
+        kernel = p["up.weight"].transpose(2, 3, 0, 1)
+        kernel = kernel if fault == "kernel-flipped" else kernel[::-1, ::-1]
+        x = convolve(x, kernel, window_strides=(1, 1), padding=[(2, 2)] * 2, lhs_dilation=(2, 2)) + p["up.bias"]
+        groups = x.reshape(*x.shape[:3], 3, 2) if fault == "group-order" else x.reshape(*x.shape[:3], 2, 3)
+        axes = (1, 2, 3) if fault == "group-order" else (1, 2, 4)
+        groups = (groups - groups.mean(axes, keepdims=True)) / jnp.sqrt(groups.var(axes, keepdims=True) + 1e-5)
+        return (groups.reshape(x.shape) * p["group.weight"] + p["group.bias"]).transpose(0, 3, 1, 2)
+
+    return pair_of(Images(), apply, (drawn(2, 3, 6, 6),), **more)
+
+
+class Recurrent(nn.Module):
+    """A GRU over embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.gru = nn.Embedding(WORDS, 4, padding_idx=0), nn.GRU(4, 3, batch_first=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.gru(self.words(ids))[0]
+        return out
+
+
+def recurrent(fault: str = "", *, merged: bool = False, **more: Any) -> dict[str, Any]:
+    """Return a port of `Recurrent`; `merged` adds up the biases of the two gates."""
+    torch.manual_seed(3)
+
+    def load(s: dict[str, Any]) -> dict[str, Any]:
+        inner, outer = s["gru.bias_hh_l0"], s["gru.bias_ih_l0"]
+        if merged:
+            inner, outer = np.where(np.arange(9) < 6, 0, inner), outer + np.where(np.arange(9) < 6, inner, 0)
+        p = {"words": s["words.weight"], "in": s["gru.weight_ih_l0"].T, "out": s["gru.weight_hh_l0"].T}
+        return arrays({**p, "outer": outer, "inner": inner[6:] if merged else inner})
+
+    def apply(p: Any, ids: Any) -> Any:
+        rows = p["words"][ids]
+        rows = (
+            rows if fault == "padding-gradient" else jnp.where(ids[..., None] == 0, jax.lax.stop_gradient(rows), rows)
+        )
+        inner = jnp.concatenate([jnp.zeros(6), p["inner"]]) if merged else p["inner"]
+
+        def step(h: Any, x: Any) -> tuple[Any, Any]:
+            a, b = x @ p["in"] + p["outer"], h @ p["out"] + inner
+            r, z = jnp.split(jax.nn.sigmoid(a[:, :6] + b[:, :6]), 2, -1)
+            new = a[:, 6:] + r * b[:, 6:]
+            if fault == "gru-reset-gate":
+                new = a[:, 6:] + (r * h) @ p["out"][:, 6:] + inner[6:]
+            h = jnp.tanh(new) * (1 - z) + z * h
+            return h, h
+
+        start = jnp.zeros((ids.shape[0], 3))
+        return jax.lax.scan(step, start, rows.swapaxes(0, 1))[1].swapaxes(0, 1)
+
+    return pair_of(Recurrent(), apply, (np.random.default_rng(3).integers(0, WORDS, (2, 4)),), load, **more)
+
+
+class Head(nn.Module):
+    """Two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.first(x).tanh())
+        return out
+
+
+def head(**more: Any) -> dict[str, Any]:
+    """Return a sound port of `Head`."""
+    torch.manual_seed(4)
+
+    def apply(p: Any, x: Any) -> Any:
+        x = jnp.tanh(x @ p["first.weight"].T + p["first.bias"])
+        return x @ p["last.weight"].T + p["last.bias"]
+
+    return pair_of(Head(), apply, (drawn(6, 4),), **more)

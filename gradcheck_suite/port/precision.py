@@ -1,0 +1,74 @@
+"""How exactly both sides compute in a lower precision, each against torch in float64. It is reported, and no fault."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from gradcheck_suite.port.jax_program import LOW, equations_in, line_of
+from gradcheck_suite.port.matching import array, outputs_error
+from gradcheck_suite.port.pair import flat_output, is_float
+from gradcheck_suite.port.search import Repairs
+from gradcheck_suite.port.sides import Sides
+from gradcheck_suite.port.torch_program import as_tensor
+
+MUCH = 8.0
+"""Error of the port over torch's own error in the same dtype from which a finding is made."""
+
+
+def _low_lines(jaxpr: Any, dtype: Any) -> list[str]:
+    """Return `file:line` of the equations that cast to a dtype of fewer bits."""
+    casts = [e for e in equations_in(jaxpr) if e.primitive.name == "convert_element_type"]
+    fewer = [d for d in LOW if jnp.finfo(d).bits < jnp.finfo(dtype).bits or jnp.finfo(d).eps > jnp.finfo(dtype).eps]
+    lines = [line_of(e) for e in casts if np.dtype(e.params["new_dtype"]) in fewer]
+    return list(dict.fromkeys(line for line in lines if line))
+
+
+def _where(lines: list[str]) -> str:
+    return f"; it casts to a lower precision at {', '.join(lines[:3])}" if lines else ""
+
+
+def precision_findings(sides: Sides, dtype: str) -> Iterator[tuple[str, float, float, str | None, bool]]:
+    """Yield (words, error, allowed, `file:line`, whether it is a finding) on the given inputs.
+
+    Args:
+        sides: of the pair.
+        dtype: `float64` for the dtypes that the author's code chooses where it gets float64.
+    """
+    point, program = sides.points[0], sides.jax_program(0)
+    exact = Repairs().run(sides.torch_program(0)).outs
+    if dtype == "float64":
+        if not program.is_low or program.random:
+            return
+        leaves, inputs, targets = sides.arguments(0)
+        written = program.as_written(leaves, inputs, targets)
+        off, allowed = outputs_error(exact, written), sides.bounds(0).outputs
+        if off > max(allowed, outputs_error(exact, sides.jax_run(0).outs)):
+            lines = _low_lines(program.jaxpr, np.dtype("float64"))
+            yield f"the port computes in a lower precision than float64{_where(lines)}", off, allowed, *_first(lines)
+        return
+    low = jnp.dtype(dtype)
+    module = copy.deepcopy(sides.pair.module).to(getattr(torch, dtype))
+    given = [t.to(getattr(torch, dtype)) if t.is_floating_point() else t for t in map(as_tensor, point.inputs)]
+    with torch.no_grad():
+        kept = sides.kept(module(*given, **dict(sides.pair.kwargs)))
+    own = outputs_error(exact, [array(t) for t in flat_output(kept)])
+    leaves = [jnp.asarray(x, low) if is_float(x) else x for x in sides.leaves]
+    inputs = [jnp.asarray(x, low) if is_float(x) else x for x in point.inputs]
+    closed = jax.make_jaxpr(lambda *x: flat_output(sides.kept(sides.model.call(leaves, list(x))[0])))(*inputs)
+    outs = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(inputs))
+    off = outputs_error(exact, [array(o) for o in outs])
+    lines = _low_lines(closed.jaxpr, low)
+    words = f"in {dtype} the port's error is {off:.2g}, {off / max(own, 1e-300):.2g} times torch's own"
+    where, is_finding = _first(lines)
+    yield words + _where(lines), off, MUCH * own, where, is_finding and off > MUCH * own
+
+
+def _first(lines: list[str]) -> tuple[str | None, bool]:
+    return (lines[0] if lines else None), True
