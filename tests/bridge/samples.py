@@ -140,8 +140,6 @@ ONLY = [
         )
         for causal in (False, True)
     ),
-    _call(aten._unsafe_index.Tensor, tensor(4, 3), [None, _index(2, -1, 2)]),
-    _call(aten._unsafe_index_put.default, tensor(4, 3), [_index(2, -1, 2)], tensor(3, 3, seed=1), True),
     *(
         _call(op, tensor(1, 2, 7, 6), [3, 9], corners)
         for op in (aten._upsample_bicubic2d_aa.default, aten._upsample_bilinear2d_aa.default)
@@ -149,8 +147,6 @@ ONLY = [
     ),
     _call(aten._weight_norm_interface.default, tensor(3, 2), tensor(3, 1, seed=1), 0),
     _call(aten._weight_norm_interface.default, tensor(3, 2), tensor(1, 2, seed=1), 1),
-    _call(aten.col2im.default, tensor(2, 8, 9), [6, 6], [2, 2], [1, 1], [0, 0], [2, 2]),
-    _call(aten.col2im.default, tensor(2, 8, 16), [4, 4], [2, 2], [2, 2], [1, 1], [1, 1]),
     _call(aten.copy.default, _still(2, 3), _still(3, seed=1)),
     _call(
         aten.gru.input,
@@ -169,14 +165,11 @@ ONLY = [
     _call(aten.lstm.input, *_PROJECTED, True, 1, 0.0, True, False, False),
     _call(aten.native_channel_shuffle.default, _still(1, 4, 2), 2),
     _call(aten.native_dropout.default, tensor(3), 0.5, False),
-    _call(aten.reflection_pad3d.default, tensor(1, 2, 3, 4, 5), [1, 2, 0, 1, 2, 1]),
-    _call(aten.replication_pad3d.default, tensor(1, 2, 3, 4, 5), [1, 2, 0, 1, 2, 1]),
     _call(aten.rnn_relu.input, *_RNN),
     _call(aten.rnn_tanh.input, *_RNN),
     _call(aten.rrelu.default, tensor(4), 0.1, 0.5, False),
     _call(aten.sgn.default, torch.tensor([-2.0, 0.0, 3.0], dtype=F64)),
     _call(aten.sgn.default, _complex()),
-    _call(aten.unsafe_split_with_sizes.default, tensor(5, 2), [2, 3]),
     _call(aten.view_as_real.default, _complex()),
 ]
 """Calls in place of torch's own samples."""
@@ -196,8 +189,6 @@ ALSO = [
         for name, n, *flags in _UPSAMPLING
         for arguments in ((None, *flags, [1.7, 0.6, 2.0][:n]), ([3, 7, 2][:n], *flags, None))
     ),
-    _call(aten.norm.ScalarOpt_dim_dtype, tensor(3, 2), 3, [1], False, dtype=F64),
-    _call(aten.norm.ScalarOpt_dtype, tensor(3, 2), 1, dtype=F64),
     _call(aten.repeat_interleave.Tensor, _index(2, 0, 3)),
     _call(aten.scatter.value, tensor(3, 2), 0, _index(1, 2)[None], 0.5),
     *(_call(aten.scatter.reduce, _still(3, 2), *_ROW, _still(1, 2), reduce=how) for how in ("add", "multiply")),
@@ -209,6 +200,15 @@ ALSO = [
 DECOMPOSED = [
     _call(aten._fused_rms_norm.default, tensor(3, 4), [4], tensor(4, seed=1), 1e-3),
     _call(aten._fused_rms_norm.default, tensor(3, 4), [4], tensor(4, seed=1), None),
+    _call(aten.col2im.default, tensor(2, 8, 9), [6, 6], [2, 2], [1, 1], [0, 0], [2, 2]),
+    _call(aten.col2im.default, tensor(2, 8, 16), [4, 4], [2, 2], [2, 2], [1, 1], [1, 1]),
+    _call(aten.reflection_pad3d.default, tensor(1, 2, 3, 4, 5), [1, 2, 0, 1, 2, 1]),
+    _call(aten.replication_pad3d.default, tensor(1, 2, 3, 4, 5), [1, 2, 0, 1, 2, 1]),
+    _call(aten.unsafe_split_with_sizes.default, tensor(5, 2), [2, 3]),
+    _call(aten._unsafe_index.Tensor, tensor(4, 3), [None, _index(2, -1, 2)]),
+    _call(aten._unsafe_index_put.default, tensor(4, 3), [_index(2, -1, 2)], tensor(3, 3, seed=1), True),
+    _call(aten.norm.ScalarOpt_dim_dtype, tensor(3, 2), 3, [1], False, dtype=F64),
+    _call(aten.norm.ScalarOpt_dtype, tensor(3, 2), 1, dtype=F64),
     _call(aten.eye.m, 3, 2),
     _call(aten.feature_dropout.default, tensor(3), 0.5, False),
     _call(aten.gru_cell.default, *_CELL, *_weights(3, 3, 4)),

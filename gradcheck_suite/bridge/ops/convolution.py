@@ -75,53 +75,6 @@ def convolution(
     return out if batched else out[0]
 
 
-def _blocks(size: int, kernel: int, dilation: int, padding: int, stride: int) -> Any:
-    """Return the padded input's index of each kernel element of each block, (kernel, blocks)."""
-    count = (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
-    return np.arange(kernel)[:, None] * dilation + np.arange(count)[None, :] * stride
-
-
-@register_op("aten.im2col")
-def im2col(
-    self: Array, kernel_size: Sequence[int], dilation: Sequence[int], padding: Sequence[int], stride: Sequence[int]
-) -> Array:
-    """Return (N, C * kh * kw, L) for (N, C, H, W): `torch.nn.functional.unfold`."""
-    kernel_size, dilation, padding, stride = (per_axis(v, 2) for v in (kernel_size, dilation, padding, stride))
-    x = self if self.ndim == 4 else self[None]
-    n, c, h, w = x.shape
-    x = jnp.pad(x, ((0, 0), (0, 0), (padding[0],) * 2, (padding[1],) * 2))
-    rows, columns = (
-        _blocks(size, *each)
-        for size, each in zip((h, w), zip(kernel_size, dilation, padding, stride, strict=True), strict=True)
-    )
-    taken = x[:, :, rows[:, None, :, None], columns[None, :, None, :]]
-    out = taken.reshape(n, c * kernel_size[0] * kernel_size[1], rows.shape[1] * columns.shape[1])
-    return out if self.ndim == 4 else out[0]
-
-
-@register_op("aten.col2im")
-def col2im(
-    self: Array,
-    output_size: Sequence[int],
-    kernel_size: Sequence[int],
-    dilation: Sequence[int],
-    padding: Sequence[int],
-    stride: Sequence[int],
-) -> Array:
-    """Return (N, C, H, W) for (N, C * kh * kw, L), overlapping entries summed: `torch.nn.functional.fold`."""
-    kernel_size, dilation, padding, stride = (per_axis(v, 2) for v in (kernel_size, dilation, padding, stride))
-    x = self if self.ndim == 3 else self[None]
-    n, (h, w), (kh, kw) = x.shape[0], output_size, kernel_size
-    c = x.shape[1] // (kh * kw)
-    rows = _blocks(h, kh, dilation[0], padding[0], stride[0])
-    columns = _blocks(w, kw, dilation[1], padding[1], stride[1])
-    values = x.reshape(n, c, kh, kw, rows.shape[1], columns.shape[1])
-    out = jnp.zeros((n, c, h + 2 * padding[0], w + 2 * padding[1]), x.dtype)
-    out = out.at[:, :, rows[:, None, :, None], columns[None, :, None, :]].add(values)
-    out = out[:, :, padding[0] : padding[0] + h, padding[1] : padding[1] + w]
-    return out if self.ndim == 3 else out[0]
-
-
 Places = npt.NDArray[np.int64]
 
 
@@ -461,30 +414,3 @@ def constant_pad_nd(self: Array, pad: Sequence[int], value: Any = 0) -> Array:
     for i in range(len(pad) // 2):
         widths[self.ndim - 1 - i] = (pad[2 * i], pad[2 * i + 1], 0)
     return lax.pad(self, jnp.asarray(value, self.dtype), widths)
-
-
-def _taken(self: Array, padding: Sequence[int], place: Any) -> Array:
-    """Return the entries at `place(positions, length)` along each padded axis."""
-    for i in range(len(padding) // 2):
-        axis = self.ndim - 1 - i
-        length = self.shape[axis]
-        positions = np.arange(-padding[2 * i], length + padding[2 * i + 1])
-        self = jnp.take(self, place(positions, length), axis=axis)
-    return self
-
-
-def _reflected(positions: Any, length: int) -> Any:
-    positions = np.abs(positions)
-    return np.where(positions >= length, 2 * (length - 1) - positions, positions)
-
-
-@register_op("aten.reflection_pad1d", "aten.reflection_pad2d", "aten.reflection_pad3d")
-def reflection_pad(self: Array, padding: Sequence[int]) -> Array:
-    """Return self padded by reflection at the border entries."""
-    return _taken(self, padding, _reflected)
-
-
-@register_op("aten.replication_pad1d", "aten.replication_pad2d", "aten.replication_pad3d")
-def replication_pad(self: Array, padding: Sequence[int]) -> Array:
-    """Return self padded with copies of the border entries."""
-    return _taken(self, padding, lambda positions, length: np.clip(positions, 0, length - 1))

@@ -95,7 +95,6 @@ FLOATING: dict[str, Lowering] = {
     "aten.copysign": _copysign,
     "aten.cos": jnp.cos,
     "aten.cosh": jnp.cosh,
-    "aten.deg2rad": jnp.deg2rad,
     "aten.digamma": _digamma,
     "aten.erf": special.erf,
     "aten.erfc": special.erfc,
@@ -110,7 +109,6 @@ FLOATING: dict[str, Lowering] = {
     "aten.log10": jnp.log10,
     "aten.log1p": jnp.log1p,
     "aten.log2": jnp.log2,
-    "aten.rad2deg": jnp.rad2deg,
     "aten.reciprocal": lambda x: 1 / x,
     "aten.rsqrt": lambda x: 1 / jnp.sqrt(x),
     "aten.sigmoid": jax.nn.sigmoid,
@@ -179,7 +177,6 @@ PROMOTING: dict[str, Lowering] = {
     "aten.fmax": lambda x, y: jnp.where((x >= y) | jnp.isnan(y), x, y),
     "aten.fmin": lambda x, y: jnp.where((x <= y) | jnp.isnan(y), x, y),
     "aten.fmod": _remainder(jnp.fmod),
-    "aten.frac": lambda x: x - jnp.trunc(x),
     "aten.gcd": jnp.gcd,
     "aten.ge": jnp.greater_equal,
     "aten.gt": jnp.greater,
@@ -188,8 +185,6 @@ PROMOTING: dict[str, Lowering] = {
     "aten.isnan": jnp.isnan,
     "aten.lcm": jnp.lcm,
     "aten.le": jnp.less_equal,
-    "aten.logaddexp": jnp.logaddexp,
-    "aten.logaddexp2": jnp.logaddexp2,
     "aten.logical_and": jnp.logical_and,
     "aten.logical_not": jnp.logical_not,
     "aten.logical_or": jnp.logical_or,
@@ -245,19 +240,6 @@ def logit(self: Array, eps: float | None = None) -> Array:
     return with_derivatives(jnp.log(inside / (1 - inside)), (x, slope))
 
 
-@register_op("aten.nan_to_num")
-def nan_to_num(
-    self: Array, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
-) -> Array:
-    """Return self with NaN and infinities replaced; a replaced entry's gradient is 0."""
-    if not is_float(self):
-        return self
-    limits = jnp.finfo(self.dtype)
-    out = jnp.where(jnp.isnan(self), 0.0 if nan is None else nan, self)
-    out = jnp.where(self == jnp.inf, limits.max if posinf is None else posinf, out)
-    return jnp.where(self == -jnp.inf, limits.min if neginf is None else neginf, out).astype(self.dtype)
-
-
 @register_op("aten.clamp", "aten.clamp_min")
 def clamp(self: Array, low: Any = None, high: Any = None) -> Array:
     """Return self clamped to [low, high].
@@ -290,22 +272,12 @@ def angle(self: Array) -> Array:
     return jnp.where(x < 0, jnp.pi, flat).astype(dtype)
 
 
-def _sum(function: Callable[[Array, Array], Array], first: int = 0) -> Lowering:
+def _sum(function: Callable[[Array, Array], Array]) -> Lowering:
     """Return the function of an operand and alpha times the other; of booleans, the sum is the logical or."""
 
-    def lowering(*operands: Any, alpha: Any = 1) -> Array:
-        x, y = promote(operands[first], operands[1 - first])
+    def lowering(self: Any, other: Any, *, alpha: Any = 1) -> Array:
+        x, y = promote(self, other)
         return function(x, y if alpha == 1 else jnp.asarray(alpha, y.dtype) * y)
-
-    return lowering
-
-
-def _sum_of_three(function: Callable[[Array, Array], Array], *, floating: bool) -> Lowering:
-    """Return self + value * function(tensor1, tensor2)."""
-
-    def lowering(self: Array, tensor1: Array, tensor2: Array, *, value: Any = 1) -> Array:
-        x, a, b = promote(self, tensor1, tensor2, floating=floating)
-        return x + jnp.asarray(value, x.dtype) * function(a, b)
 
     return lowering
 
@@ -358,13 +330,6 @@ def pow_(self: Any, exponent: Any) -> Array:
     of_base = jnp.where(y == 0, 0, y * jnp.power(x, y - 1))
     of_exponent = jnp.where((x == 0) & (y >= 0), 0, value * jnp.log(x))
     return with_derivatives(value, (x, of_base), (y, of_exponent))
-
-
-@register_op("aten.lerp")
-def lerp(self: Array, end: Array, weight: Any) -> Array:
-    """Return self + weight * (end - self)."""
-    x, y, w = promote(self, end, weight) if hasattr(weight, "dtype") else (*promote(self, end), weight)
-    return jnp.where(jnp.abs(w) < 0.5, x + w * (y - x), y - (y - x) * (1 - w))
 
 
 def _hardtanh(self: Array, low: Any = -1, high: Any = 1) -> Array:
@@ -441,17 +406,11 @@ def safe_softmax(self: Array, dim: int, dtype: Any = None) -> Array:
 register_table(
     {
         "aten._log_softmax": _softmax(jax.nn.log_softmax),
-        "aten._prelu_kernel": lambda self, weight: jnp.where(self > 0, self, self * weight),
         "aten._softmax": _softmax(jax.nn.softmax),
         "aten.add": _sum(jnp.add),
-        "aten.addcdiv": _sum_of_three(jnp.divide, floating=True),
-        "aten.addcmul": _sum_of_three(jnp.multiply, floating=False),
-        "aten.celu": lambda self, alpha=1.0: _elu(self, alpha, 1.0, 1.0 / alpha),
         "aten.clamp_max": lambda self, high: clamp(self, None, high),
         "aten.complex": lambda real, imag: lax.complex(*jnp.broadcast_arrays(real, imag)),
         "aten.elu": _elu,
-        "aten.glu": lambda self, dim=-1: (halves := jnp.split(self, 2, dim))[0] * jax.nn.sigmoid(halves[1]),
-        "aten.hardshrink": lambda self, lambd=0.5: jnp.where((self >= -lambd) & (self <= lambd), 0, self),
         # clamp(x / 6 + 1/2, 0, 1); the gradient at both kinks is 0
         "aten.hardsigmoid": lambda self: _hardtanh(self, -3, 3) / 6 + 0.5,
         # x * hardsigmoid(x); the gradient is 0 at -3 and 1 at 3
@@ -460,18 +419,11 @@ register_table(
         "aten.leaky_relu": lambda self, negative_slope=0.01: jnp.where(self > 0, self, self * negative_slope),
         # torch's CPU backward reads the second result
         "aten.log_sigmoid_forward": lambda self: (log_sigmoid(self), jnp.exp(-jnp.abs(self))),
-        "aten.mish": lambda self: self * jnp.tanh(jnp.logaddexp(self, 0.0)),
         "aten.polar": lambda size, angle: lax.complex(size * jnp.cos(angle), size * jnp.sin(angle)),
         # the gradient at 0 is 0
         "aten.relu": lambda self: jnp.where(self <= 0, 0, self),
-        "aten.rsub": _sum(jnp.subtract, first=1),
-        "aten.silu": lambda self: self * jax.nn.sigmoid(self),
         "aten.softplus": _softplus,
-        "aten.softshrink": lambda self, lambd=0.5: jnp.where(
-            self > lambd, self - lambd, jnp.where(self < -lambd, self + lambd, 0 * self)
-        ),
         "aten.sub": _sum(jnp.subtract),
-        "aten.threshold": lambda self, threshold, value: jnp.where(self <= threshold, value, self).astype(self.dtype),
         "aten.view_as_complex": lambda self: lax.complex(self[..., 0], self[..., 1]),
         "aten.view_as_real": lambda self: jnp.stack([jnp.real(self), jnp.imag(self)], axis=-1),
         # only the chosen operand gets the gradient

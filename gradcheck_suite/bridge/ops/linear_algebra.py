@@ -16,7 +16,6 @@ from gradcheck_suite.bridge.op_table import (
     Array,
     Lowering,
     RandomnessError,
-    is_inexact,
     jax_dtype,
     register_op,
     register_table,
@@ -63,11 +62,6 @@ def trilinear(i1: Array, i2: Array, i3: Array, *arguments: Any) -> Array:
             x = jnp.expand_dims(x, axis)
         terms.append(x)
     return jnp.sum(terms[0] * terms[1] * terms[2], axis=tuple(arguments[3]))
-
-
-def _cross(self: Array, other: Array, *, dim: int = -1) -> Array:
-    x, y = jnp.broadcast_arrays(self, other)
-    return jnp.cross(x, y, axis=dim)
 
 
 def _cdist(x1: Array, x2: Array, p: float = 2.0, compute_mode: int | None = None) -> Array:
@@ -369,13 +363,9 @@ register_table(
         "aten.addbmm": _added(lambda one, two: jnp.sum(product(one, two), axis=0)),
         "aten.addmm": _added(product),
         "aten.addmv": _added(product),
-        "aten.addr": _added(jnp.outer),
-        "aten.baddbmm": _added(product),
         "aten.bmm": product,
         "aten.cholesky": lambda self, upper=False: cholesky_ex(self, upper=upper)[0],
-        "aten.dot": product,
         "aten.gru.input": _layers(_gru),
-        "aten.linalg_cross": _cross,
         "aten.linalg_inv_ex": lambda a, **_: (jnp.linalg.inv(a), _no_error(a)),
         "aten.linalg_matrix_exp": lambda self: scipy_linalg.expm(self),
         # torch decomposes linear and matmul into views and one product: several times as many operations
@@ -383,12 +373,9 @@ register_table(
         "aten.lstm.input": _layers(_lstm),
         "aten.matmul": product,
         "aten.mm": product,
-        "aten.mv": product,
         # the gradient at 0 is 0
         "aten.rnn_relu.input": _layers(_rnn(lambda x: jnp.where(x <= 0, 0, x))),
         "aten.rnn_tanh.input": _layers(_rnn(jnp.tanh)),
-        "aten.trace": lambda self: jnp.trace(self) if is_inexact(self) else jnp.trace(self).astype(jnp.int64),
-        "aten.vdot": lambda self, other: product(jnp.conj(self), other),
         # an operation of transformers for dtypes that torch's has not
         "transformers.grouped_mm_fallback": grouped_mm,
     }

@@ -18,7 +18,6 @@ from gradcheck_suite.bridge.op_table import (
     is_inexact,
     jax_dtype,
     on_vectors,
-    promote,
     register_op,
     register_table,
     with_derivatives,
@@ -59,21 +58,7 @@ def _truth(function: Callable[..., Array]) -> Callable[..., Array]:
     return lambda x, **axes: function(x != 0, **axes).astype(jnp.uint8 if x.dtype == jnp.uint8 else jnp.bool_)
 
 
-def _logsumexp(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
-    """Return log sum e^x, which is -infinity where all entries are."""
-    top = lax.stop_gradient(jnp.max(jnp.real(x), axis=axis, keepdims=True, initial=-jnp.inf))
-    top = jnp.where(jnp.isfinite(top), top, 0)
-    out = jnp.log(jnp.sum(jnp.exp(x - top), axis=axis, keepdims=True)) + top
-    return out if keepdims else jnp.squeeze(out, axis)
-
-
-@register_op(
-    "aten.linalg_vector_norm",
-    "aten.norm.Scalar",
-    "aten.norm.ScalarOpt_dim",
-    "aten.norm.ScalarOpt_dim_dtype",
-    "aten.norm.ScalarOpt_dtype",
-)
+@register_op("aten.linalg_vector_norm")
 def vector_norm(
     self: Array, ord: Any = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Array:
@@ -218,17 +203,12 @@ def _median_of_all(skip_nan: bool) -> Lowering:
 
 register_table(
     {
-        "aten.all": _reducing(_truth(jnp.all)),
         # equal extrema share the gradient evenly
         "aten.amax": _reducing(jnp.max),
         "aten.amin": _reducing(jnp.min),
-        "aten.aminmax": lambda self, *, dim=None, keepdim=False: tuple(
-            extreme(self, axis=axes_of(self, dim), keepdims=keepdim) for extreme in (jnp.min, jnp.max)
-        ),
         "aten.any": _reducing(_truth(jnp.any)),
         "aten.argmax": _index(jnp.argmax),
         "aten.argmin": _index(jnp.argmin),
-        "aten.count_nonzero": _reducing(lambda x, **axes: jnp.sum(x != 0, dtype=jnp.int64, **axes)),
         "aten.cummax": _running(jnp.greater_equal),
         "aten.cummin": _running(jnp.less_equal),
         # jnp.cumprod has no gradient where a factor is 0
@@ -236,7 +216,6 @@ register_table(
         "aten.cumsum": _cumulative(jnp.cumsum),
         "aten.kthvalue": kthvalue,
         "aten.logcumsumexp": _cumulative(lax.cumlogsumexp, _as_given),
-        "aten.logsumexp": _reducing(_logsumexp, lambda self, dtype: promote(self, floating=True)[0]),
         "aten.max.default": _reducing(jnp.max),
         "aten.max.dim": _extreme(jnp.argmax),
         "aten.mean": _reducing(jnp.mean),
@@ -246,7 +225,6 @@ register_table(
         "aten.min.dim": _extreme(jnp.argmin),
         "aten.nanmedian.default": _median_of_all(skip_nan=True),
         "aten.nanmedian.dim": _median(skip_nan=True),
-        "aten.nansum": _reducing(lambda x, **axes: jnp.sum(jnp.where(jnp.isnan(x), 0, x), **axes), _accumulated),
         "aten.prod": _reducing(jnp.prod, _accumulated),
         "aten.sort": sort,
         "aten.std.correction": _moments(lambda variance, mean: _root(variance)),
@@ -353,76 +331,12 @@ def weight_norm(v: Array, g: Array, dim: int = 0) -> tuple[Array, Array]:
     return v * (g / norm), lax.stop_gradient(norm)
 
 
-@register_op("aten.renorm")
-def renorm(self: Array, p: Any, dim: int, maxnorm: Any) -> Array:
-    """Return the slices along `dim` scaled down to a norm of at most `maxnorm`."""
-    axes = tuple(a for a in range(self.ndim) if a != dim % self.ndim)
-    norm = vector_norm(self, p, axes, keepdim=True)
-    return jnp.where(norm > maxnorm, self * (maxnorm / (norm + 1e-7)), self)
-
-
 MEAN, SUM = 1, 2
 
 
 def _reduced(items: Array, reduction: int) -> Array:
     """Return the mean (1) or the sum (2) of the item losses, or the item losses (0)."""
     return {MEAN: jnp.mean, SUM: jnp.sum}.get(reduction, lambda x: x)(items)
-
-
-def _of_differences(item: Callable[..., Array]) -> Lowering:
-    """Return the reduced loss of `item(x - t, |x - t|, parameter)`."""
-
-    def lowering(self: Array, target: Array, reduction: int = MEAN, parameter: float = 1.0) -> Array:
-        off = self - target
-        return _reduced(item(off, absolute(off), parameter), reduction)
-
-    return lowering
-
-
-def _smooth_l1(off: Array, size: Array, beta: float) -> Array:
-    return size if beta == 0 else jnp.where(size < beta, 0.5 * off * off / beta, size - 0.5 * beta)
-
-
-register_table(
-    {
-        # quadratic within delta or beta, linear beyond
-        "aten.huber_loss": _of_differences(
-            lambda off, size, delta: jnp.where(size < delta, 0.5 * off * off, delta * (size - 0.5 * delta))
-        ),
-        "aten.mse_loss": _of_differences(lambda off, size, _: off * off),
-        "aten.smooth_l1_loss": _of_differences(_smooth_l1),
-        "aten.soft_margin_loss": lambda self, target, reduction=MEAN: _reduced(
-            jnp.log1p(jnp.exp(-target * self)), reduction
-        ),
-    }
-)
-
-
-@register_op("aten.nll_loss_forward", "aten.nll_loss2d_forward")
-def nll(x: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int) -> tuple[Array, Array]:
-    """Return -x[target] weighted by class, and the sum of weights, for x (N, C, *rest) and target (N, *rest).
-
-    A single item, x (C,), has the sum of weights without a reduction too, as in torch.
-    """
-    if x.ndim == 1:
-        one = x[None], target.reshape(1), weight
-        return nll(*one, reduction, ignore_index)[0].reshape(()), nll(*one, SUM, ignore_index)[1]
-    valid = target != ignore_index
-    index = jnp.where(valid, target, 0)
-    picked = -jnp.take_along_axis(x, index[:, None], axis=1)[:, 0]
-    share = jnp.ones((), x.dtype) if weight is None else weight[index]
-    share = jnp.where(valid, share, 0)
-    # an ignored position's log-probability may be infinite and must not reach the sum
-    items = jnp.where(valid, share * jnp.where(valid, picked, 0), 0)
-    if reduction == 0:
-        return items, jnp.zeros((), x.dtype)
-    total = jnp.sum(share)
-    if reduction == SUM:
-        return jnp.sum(items), total
-    # the mean of no valid targets is NaN, and its gradient is 0
-    empty = lax.stop_gradient(jnp.sum(items)) * jnp.nan
-    none = ~jnp.any(valid)
-    return jnp.where(none, empty, jnp.sum(items) / jnp.where(none, 1, total)), total
 
 
 @register_op("aten.binary_cross_entropy")

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
-from jax.scipy import linalg
 
 from gradcheck_suite.bridge.op_table import (
     Array,
@@ -91,22 +90,6 @@ def cat(tensors: Sequence[Array], dim: int = 0) -> Array:
     return jnp.concatenate([x.astype(dtype) for x in kept], axis=dim)
 
 
-@register_op("aten.roll")
-def roll(self: Array, shifts: int | Sequence[int], dims: int | Sequence[int] = ()) -> Array:
-    """Return self rolled along some axes, or flattened, rolled and reshaped."""
-    shifts = [shifts] if isinstance(shifts, int) else list(shifts)
-    dims = [dims] if isinstance(dims, int) else list(dims)
-    if self.ndim == 0 or self.size == 0:
-        return self
-    return jnp.roll(self, tuple(shifts), tuple(dims)) if dims else jnp.roll(self, shifts[0])
-
-
-def _diag_embed(self: Array, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Array:
-    """Return the last axis on the diagonal of two new axes."""
-    full = jnp.vectorize(lambda entries: jnp.diag(entries, offset), signature="(n)->(m,m)")(self)
-    return jnp.moveaxis(full, (-2, -1), (dim1, dim2))
-
-
 def fancy(self: Array, indices: Sequence[Array | None]) -> tuple[Any, ...]:
     """Return torch's list of index tensors as a JAX index; a boolean mask becomes the indices of its True entries."""
     index: list[Any] = []
@@ -121,7 +104,7 @@ def fancy(self: Array, indices: Sequence[Array | None]) -> tuple[Any, ...]:
     return tuple(index[: self.ndim] if self.ndim else index)
 
 
-@register_op("aten.index.Tensor", "aten._unsafe_index.Tensor")
+@register_op("aten.index.Tensor")
 def index(self: Array, indices: Sequence[Array | None]) -> Array:
     """Return self[i, j, ...]; None selects a whole axis."""
     return self[fancy(self, indices)]
@@ -196,7 +179,7 @@ def histc(self: Array, bins: int = 100, min: Any = 0, max: Any = 0) -> Array:
     return jnp.zeros(bins, self.dtype).at[place].add(inside.astype(self.dtype))
 
 
-@register_op("aten.index_put", "aten._unsafe_index_put")
+@register_op("aten.index_put")
 def index_put(self: Array, indices: Sequence[Array | None], values: Array, accumulate: bool = False) -> Array:
     """Return self with self[i, j, ...] replaced by the values, or the values added to it."""
     given = [tensor for tensor in indices if tensor is not None]
@@ -282,15 +265,6 @@ def _extremum(self: Array, dim: int, index: Array, src: Array, largest: bool, in
     linear = from_self * jnp.where(jnp.isfinite(start), start, 0) / ties
     linear = _scattered(linear, dim, index, from_src * src / ties[places], "add")
     return value + (linear - lax.stop_gradient(linear))
-
-
-@on_vectors
-def _at(self: Array, dim: int, index: Any, source: Any, how: str = "set", alpha: Any = 1) -> Array:
-    """Return self with the entries at this index of an axis replaced by `source`, or with another update than "set"."""
-    values = jnp.asarray(source).astype(self.dtype)
-    place = self.at[_place(self, dim, index.reshape(-1) if isinstance(index, Array) else index)]
-    updated: Array = getattr(place, how)(values if alpha == 1 else values * jnp.asarray(alpha, self.dtype))
-    return updated
 
 
 @register_op("aten.masked_scatter")
@@ -406,25 +380,6 @@ def _split(self: Array, sizes: Sequence[int], dim: int = 0) -> tuple[Array, ...]
     return tuple(jnp.split(self, np.cumsum(sizes)[:-1].tolist(), axis=dim))
 
 
-def _pieces(self: Array, size: int, dim: int = 0) -> tuple[Array, ...]:
-    """Return pieces of one size; the last one may be smaller."""
-    return tuple(jnp.split(self, [*range(size, self.shape[dim], size)], axis=dim)) if size else (self,)
-
-
-def _pixel_shuffle(self: Array, r: int) -> Array:
-    """Return (..., C, H * r, W * r) for (..., C * r^2, H, W)."""
-    *lead, c, h, w = self.shape
-    x = jnp.moveaxis(self.reshape(*lead, c // r**2, r, r, h, w), (-4, -3), (-3, -1))
-    return x.reshape(*lead, c // r**2, h * r, w * r)
-
-
-def _pixel_unshuffle(self: Array, r: int) -> Array:
-    """Return (..., C * r^2, H, W) for (..., C, H * r, W * r)."""
-    *lead, c, h, w = self.shape
-    x = jnp.moveaxis(self.reshape(*lead, c, h // r, r, w // r, r), (-3, -1), (-4, -3))
-    return x.reshape(*lead, c * r**2, h // r, w // r)
-
-
 def _channel_shuffle(self: Array, groups: int) -> Array:
     n, c, *rest = self.shape
     return self.reshape(n, groups, c // groups, *rest).swapaxes(1, 2).reshape(self.shape)
@@ -459,63 +414,41 @@ register_table(
         "aten._unsafe_view": lambda self, size: jnp.reshape(self, tuple(size)),
         "aten.alias": lambda self: self,
         "aten.as_strided_scatter": _through(as_strided),
-        "aten.block_diag": lambda tensors: linalg.block_diag(*promote(*tensors)),
         "aten.bucketize": lambda self, boundaries, **options: searchsorted(boundaries, self, **options),
-        "aten.channel_shuffle": _channel_shuffle,
         "aten.clone": lambda self, **_: self,
         "aten.copy": lambda self, src, non_blocking=False: jnp.broadcast_to(src.astype(self.dtype), self.shape),
         "aten.detach": lambda self: lax.stop_gradient(self),
-        "aten.diag_embed": _diag_embed,
         "aten.diagonal": _diagonal,
         "aten.diagonal_scatter": _through(_diagonal),
         "aten.empty.memory_format": _empty,
         "aten.empty_permuted": _empty,
         "aten.empty_strided": _empty,
-        "aten.fill": lambda self, value: jnp.broadcast_to(jnp.asarray(value).astype(self.dtype), self.shape),
         "aten.flip": on_vectors(lambda self, dims: jnp.flip(self, tuple(dims))),
         "aten.full": lambda size, value, *, dtype=None, **_: jnp.full(
             tuple(size), value, _or(dtype, result_dtype(value))
         ),
         "aten.full_like": lambda self, value, *, dtype=None, **_: jnp.full(self.shape, value, _or(dtype, self.dtype)),
-        "aten.index_add": lambda self, dim, index, source, *, alpha=1: _at(self, dim, index, source, "add", alpha),
-        "aten.index_copy": _at,
-        "aten.index_fill": _at,
         "aten.index_select": on_vectors(lambda self, dim, index: jnp.take(self, index.reshape(-1), axis=dim)),
         "aten.lift_fresh_copy": lambda self: self,
-        "aten.masked_fill": lambda self, mask, value: jnp.where(mask, jnp.asarray(value).astype(self.dtype), self),
         "aten.native_channel_shuffle": _channel_shuffle,
         "aten.new_empty_strided": lambda self, size, _, *, dtype=None, **__: jnp.zeros(
             tuple(size), _or(dtype, self.dtype)
         ),
         "aten.permute": lambda self, dims: jnp.transpose(self, tuple(dims)),
-        "aten.pixel_shuffle": _pixel_shuffle,
-        "aten.pixel_unshuffle": _pixel_unshuffle,
         "aten.repeat": lambda self, repeats: jnp.tile(self, tuple(repeats)),
         "aten.scalar_tensor": lambda s, *, dtype=None, **_: jnp.asarray(s, _or(dtype, default_float())),
         "aten.scatter": _scattered,
         "aten.scatter_add": lambda self, dim, index, src: _scattered(self, dim, index, src, "add"),
         "aten.select.int": lambda self, dim, index: self[_place(self, dim, index)],
-        "aten.select_scatter": lambda self, src, dim, index: _at(self, dim, index, src),
         "aten.slice.Tensor": _slice,
-        "aten.slice_scatter": lambda self, src, dim=0, start=None, end=None, step=1: _at(
-            self, dim, slice(start, end, step), src
-        ),
-        "aten.split.Tensor": _pieces,
+        "aten.slice_scatter": _through(_slice),
         "aten.split_with_sizes": _split,
-        "aten.stack": lambda tensors, dim=0: jnp.stack(promote(*tensors), axis=dim),
         "aten.sym_constrain_range_for_size": lambda *_, **__: None,
         "aten.sym_numel": lambda self: self.size,
         "aten.sym_size.int": lambda self, dim: self.shape[dim],
-        "aten.t": lambda self: self.T,
         "aten.take": lambda self, index: self.reshape(-1)[index],
-        "aten.transpose.int": on_vectors(lambda self, dim0, dim1: jnp.swapaxes(self, dim0, dim1)),
-        "aten.tril": lambda self, diagonal=0: jnp.tril(self, diagonal),
         "aten.tril_indices": _triangle(jnp.tril_indices),
-        "aten.triu": lambda self, diagonal=0: jnp.triu(self, diagonal),
         "aten.triu_indices": _triangle(jnp.triu_indices),
-        "aten.unbind.int": lambda self, dim=0: tuple(jnp.unstack(self, axis=dim)),
-        "aten.unsafe_split.Tensor": _pieces,
-        "aten.unsafe_split_with_sizes": _split,
         "aten.unsqueeze": lambda self, dim: jnp.expand_dims(self, dim),
         "aten.view.default": lambda self, size: jnp.reshape(self, tuple(size)),
         "aten.view.dtype": lambda self, dtype: self.view(jax_dtype(dtype)),
