@@ -3,59 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import transformers
-from transformers import GPT2Config, LlamaConfig
 
 from gradcheck_suite.core.contract import Problem
 
-# Problems in the form that language model trainers take: dictionaries with `input_ids` and `labels`, padded rows.
+# Models of transformers, tiny and with random weights, each a problem by the name of its class.
 #
-# The models are transformers' own, tiny and with random weights.
+#     gradcheck-suite verify hf-trainer --problem gradcheck_suite.loops.trainers.models:BertForMaskedLM
+#
+# Whether a trainer's gradient is right depends on how the model's loss uses `num_items_in_batch`.
 
 
-VOCABULARY, LONGEST = 11, 6
+Batch = dict[str, torch.Tensor]
+VOCABULARY, LONGEST, CLASSES, PIXELS = 13, 6, 3, 8
 IGNORED = -100
 """What transformers' losses take for no target."""
 ATTENTION = "eager"
 """Old versions build the other implementations' masks in float32, too narrow for a float64 run."""
 SPREAD = 0.5
 """Standard deviation of the weights: large, so that the losses of rows differ as those of a trained model do."""
+SMOOTHING = 0.1
+"""Share of each target that `smoothed_loss` spreads over the vocabulary."""
 
 
-def padded_rows(items: int, seed: int) -> dict[str, torch.Tensor]:
-    """Return rows of 2 to `LONGEST` tokens, padded on the right, as transformers' language model collator makes them.
-
-    Returns:
-        `input_ids`, `attention_mask` and `labels`, all (items, `LONGEST`); labels are the input ids, `IGNORED` where
-        there is padding.
-    """
-    ids, is_token = padded_ids(items, torch.Generator().manual_seed(seed), range(1, VOCABULARY))
-    return {
-        "input_ids": ids,
-        "attention_mask": is_token.long(),
-        "labels": torch.where(is_token, ids, IGNORED),
-    }
-
-
-def padded_ids(
-    items: int, generator: torch.Generator, vocabulary: range, shortest: int = 2
-) -> tuple[torch.Tensor, torch.Tensor]:
+def padded_ids(items: int, generator: torch.Generator, shortest: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (items, `LONGEST`) token ids, padded on the right with 0, and which of them are no padding."""
-    ids = torch.randint(vocabulary.start, vocabulary.stop, (items, LONGEST), generator=generator)
+    ids = torch.randint(3, VOCABULARY, (items, LONGEST), generator=generator)
     is_token = torch.arange(LONGEST) < torch.randint(shortest, LONGEST + 1, (items, 1), generator=generator)
     return torch.where(is_token, ids, 0), is_token
 
 
-def next_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def next_tokens(batch: Batch) -> torch.Tensor:
     """Return how many targets a causal language model's mean divides by: the first token of a row is no target."""
     return (batch["labels"][:, 1:] != IGNORED).sum()
 
 
-def own_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def own_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Return the loss that the model computes from its labels."""
     return model(**batch).loss
 
@@ -71,25 +58,7 @@ def seeded(make: Callable[[], torch.nn.Module]) -> Callable[[int], torch.nn.Modu
     return model
 
 
-def gpt2() -> Problem:
-    """A causal language model with absolute positions and tied embeddings, on padded rows."""
-    return Problem(seeded(_gpt2), padded_rows, own_loss, count=next_tokens)
-
-
-def llama() -> Problem:
-    """A causal language model with rotary positions and gated layers, on padded rows."""
-    return Problem(seeded(_llama), padded_rows, own_loss, count=next_tokens)
-
-
-def llama_smoothed() -> Problem:
-    """The same as `llama` with the smoothed loss that `TrainingArguments(label_smoothing_factor=0.1)` asks for."""
-    return Problem(seeded(_llama), padded_rows, smoothed_loss, count=next_tokens)
-
-
-SMOOTHING = 0.1
-
-
-def smoothed_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def smoothed_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Return the mean cross-entropy with `SMOOTHING` of each target spread evenly over the vocabulary."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     logits, targets = model(**inputs).logits[:, :-1], batch["labels"][:, 1:]
@@ -98,58 +67,9 @@ def smoothed_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tor
     )
 
 
-def _gpt2() -> torch.nn.Module:
-    return transformers.GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY,
-            n_positions=LONGEST,
-            n_embd=8,
-            n_layer=1,
-            n_head=2,
-            initializer_range=SPREAD,
-            attn_implementation=ATTENTION,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=1,
-            eos_token_id=1,
-            use_cache=False,
-        )
-    )
-
-
-def _llama() -> torch.nn.Module:
-    return transformers.LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=8,
-            intermediate_size=12,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=LONGEST,
-            initializer_range=SPREAD,
-            attn_implementation=ATTENTION,
-            bos_token_id=1,
-            eos_token_id=1,
-            use_cache=False,
-        )
-    )
-
-
-# Models of transformers, tiny and with random weights, each a problem by the name of its class.
-#
-#     gradcheck-suite verify hf-trainer --problem gradcheck_suite.loops.trainers.models:BertForMaskedLM
-#
-# Whether a trainer's gradient is right depends on how the model's loss uses `num_items_in_batch`.
-
-
-TASK_VOCABULARY, CLASSES, PIXELS = 13, 3, 8
-Batch = dict[str, torch.Tensor]
-
-
 def _text(items: int, seed: int, label: Callable[..., torch.Tensor], shortest: int = 2) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    ids, is_token = padded_ids(items, generator, range(3, TASK_VOCABULARY), shortest)
+    ids, is_token = padded_ids(items, generator, shortest)
     return {"input_ids": ids, "attention_mask": is_token.long(), "labels": label(ids, is_token, generator)}
 
 
@@ -206,7 +126,7 @@ class _Task:
 
 
 _COMMON: dict[str, Any] = {
-    "vocab_size": TASK_VOCABULARY,
+    "vocab_size": VOCABULARY,
     "hidden_size": 8,
     "intermediate_size": 12,
     "num_hidden_layers": 1,
@@ -218,7 +138,7 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "initializer_range": 0.5,
+    "initializer_range": SPREAD,
 }
 _DROPOUTS = (
     "hidden_dropout_prob attention_probs_dropout_prob classifier_dropout_prob hidden_dropout attention_dropout dropout "
@@ -290,6 +210,21 @@ def _problem(name: str) -> Problem:
     settings = {**_COMMON, **dict.fromkeys(_DROPOUTS.split(), 0.0), **task.models[model], **task.settings}
     make, config = getattr(transformers, name), getattr(transformers, f"{model}Config")
     return Problem(seeded(lambda: make(config(**settings))), task.batch, own_loss, count=task.count)
+
+
+def gpt2() -> Problem:
+    """A causal language model with absolute positions and tied embeddings, on padded rows."""
+    return _problem("GPT2LMHeadModel")
+
+
+def llama() -> Problem:
+    """A causal language model with rotary positions and gated layers, on padded rows."""
+    return _problem("LlamaForCausalLM")
+
+
+def llama_smoothed() -> Problem:
+    """The same as `llama` with the smoothed loss that `TrainingArguments(label_smoothing_factor=0.1)` asks for."""
+    return replace(llama(), loss=smoothed_loss)
 
 
 def __getattr__(name: str) -> Callable[[], Problem]:

@@ -28,7 +28,7 @@ sft = gradcheck_suite.transformers_loop(trl.SFTTrainer, train_dataset=ROWS, proc
 def pairs(items, seed):
     """Return a chosen and a rejected row for each item."""
     generator = torch.Generator().manual_seed(seed)
-    both = [padded_ids(items, generator, range(1, VOCABULARY)) for _ in range(2)]
+    both = [padded_ids(items, generator) for _ in range(2)]
     return {"ids": torch.stack([ids for ids, _ in both], 1), "tokens": torch.stack([t for _, t in both], 1)}
 
 
