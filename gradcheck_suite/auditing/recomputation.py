@@ -42,8 +42,10 @@ from gradcheck_suite.auditing.program_state import NotRecomputed
 from gradcheck_suite.auditing.recorder import Running
 from gradcheck_suite.auditing.samples import distance, read, sample
 from gradcheck_suite.core.comparison import FEW_DRAWS, FURTHER_ROUNDINGS, UNIT_ROUNDOFF, growth, student_factor
+from gradcheck_suite.core.text import counted
 
 ONE_BATCH, BY_MICRO_BATCH = "in one batch", "micro-batch by micro-batch"
+UNSEEN = "a call as `model.forward(...)`, by another method, or with other tensors by `functional_call` is not seen"
 FULL_PRECISION = ("float32", "float64")
 
 
@@ -81,7 +83,7 @@ def parts_of(passes: Sequence[Running], weights: Sequence[float]) -> list[Part]:
     parts = []
     for index, (one, weight) in enumerate(zip(passes, weights, strict=True)):
         if not one.forwards:
-            raise NotRecomputed("no call of a module that leads to the loss was recorded")
+            raise NotRecomputed(f"no call of a module that leads to the loss was recorded ({UNSEEN})")
         for forward, received in one.forwards.items():
             if forward.compiled:
                 raise NotRecomputed("the model is compiled")
@@ -468,12 +470,19 @@ def _compute(asked: Asked, result: Recomputed) -> None:
             return
     difference, total, replayed = _computed(asked, parts, How())
     if not total.gradients.keys() & asked.observed.keys():
-        where = "is in a recorded call" if asked.observed else "gets its gradient without a hook of the script's"
+        where = (
+            f"is in a recorded call ({UNSEEN})"
+            if asked.observed
+            else "gets its gradient without a hook of the script's"
+        )
         raise NotRecomputed(f"no parameter of the optimizer {where}")
     result.how, result.error = BY_MICRO_BATCH, difference.error
     if asked.is_faulty:
         return
     _expect_reproduced(parts, replayed)
+    left = [key for key, now in asked.observed.items() if key not in total.gradients and now.any()]
+    if left:
+        result.notes.append(f"{counted(len(left), 'parameter')} had no part in a window computed again ({UNSEEN})")
     if difference.worst is not None:
         _judge_backward(asked, received, result)
     elif modes:

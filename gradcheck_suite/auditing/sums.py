@@ -845,9 +845,10 @@ class Members:
             }
         )
 
-    def moved(self, index: int) -> bool:
-        """Return whether parameters had other values in this pass than in the window's last one."""
-        points = [self.window.passes[i].records[0].points for i in (index, self.required[-1])]
+    def moved(self, index: int, other: int | None = None) -> bool:
+        """Return whether parameters had other values in this pass than in another one, or in the window's last one."""
+        last = self.required[-1] if other is None else other
+        points = [self.window.passes[i].records[0].points for i in (index, last)]
         return any(points[0].get(k) != points[1].get(k) for k in self.window.keys if k in points[0] and k in points[1])
 
 
@@ -946,7 +947,7 @@ def _judge_lost(members: Members, lost: Sequence[int], typical_k: int | None, lo
     if elsewhere and all(set(window.passes[i].consumers) - {window.optimizer} for i in lost):
         return Sums(excuse="passes that another optimizer steps on were reset")
     if all(members.moved(i) for i in lost):
-        return Sums(excuse="parameters were written between the passes: what was reset belongs to other parameters")
+        return _judge_points(members, [i for i in lost if not members.moved(i, lost[-1])], kept)
     if elsewhere and window.first:
         return Sums(excuse="what other lines sent backward was reset before the first step")
     if elsewhere:
@@ -968,6 +969,26 @@ def tail_dropped(lost: int) -> StepFault:
     """Return the fault of so many micro-batches that went backward and reached no step."""
     fault = OF_SUMS["tail"]
     return replace(fault, sentence=fault.sentence.format(lost=counted(lost, "micro-batch")))
+
+
+def _judge_points(members: Members, first: Sequence[int], kept: Sequence[int]) -> Sums:
+    """Compare passes at two points, as of SAM: a step is on those at the second one, which the first ones led to."""
+    numbers = f"{counted(len(first), 'micro-batch')} went backward at the first point"
+    if 0 < len(kept) < len(first):
+        return _fault("dropped", where=f" ({numbers}, and {len(kept)} at the point whose gradient is stepped on)")
+    masses = [sum(map(_mass, (members.window.passes[i] for i in at))) for at in (first, kept)]
+    if len(first) < len(kept):
+        said = f"{numbers}, and {len(kept)} at the second one"
+    elif masses[1] and not near(*masses, 1e-3):
+        said = f"the losses at the first point weigh {masses[0] / masses[1]:.4g} times those at the second one"
+    else:
+        said = "what was reset belongs to other parameters"
+    return Sums(excuse=f"parameters were written between the passes: {said}")
+
+
+def _mass(seen: Seen) -> float:
+    """Return what the items of a pass weigh together."""
+    return sum(abs(t.weight or 0.0) * t.counts.get(t.own, 0.0) for record in seen.records for t in record.terms)
 
 
 def _is_rest_of_epoch(
