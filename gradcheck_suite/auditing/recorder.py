@@ -190,7 +190,7 @@ PASSES, WEIGHTS, SUMS, STEPS = "backward passes", "weights", "sums", "steps"
 SCHEDULE, AVERAGE = "a schedule of the learning rate", "an average of the parameters"
 NEAR = 0.5
 """Relative difference of an average from its parameter; gradients and other states differ by more."""
-MOST_AVERAGES = 8
+MOST_AVERAGES = 64
 """Tensors that are watched."""
 
 

@@ -1671,6 +1671,7 @@ dist.destroy_process_group()""",
         "mean-of-means", **_replicas('F.cross_entropy(model(x), y, reduction="sum") * 1 / count', count=COUNT)
     ),
     "faulty_no_sync_left_on": faulty("not-reduced", **_replicas(SUM_OVER_COUNT, is_last="False")),
+    "faulty_reduced_early": faulty("not-reduced", **_replicas(SUM_OVER_COUNT, is_last="index == 0")),
     "faulty_sum_over_ranks": faulty(
         "wrong-scale",
         **BY_HAND,
@@ -1771,6 +1772,9 @@ ON_TWO_RANKS |= {
     ),
     "faulty_fsdp2_never_reduced": faulty(
         "not-reduced", **_sharded("sharded()", first="model.set_requires_gradient_sync(False)")
+    ),
+    "faulty_fsdp2_reduced_early": faulty(
+        "not-reduced", **_sharded("sharded()", first="model.set_requires_gradient_sync(index == 0)")
     ),
     "sound_fsdp2_divided": sound(**_sharded("divided(sharded())", OVER_COUNT)),
     "faulty_fsdp2_divided": faulty("wrong-scale", **_sharded("divided(sharded())")),

@@ -1,0 +1,867 @@
+"""Scripts after public bug reports and public projects: what an audit says of each kind, sound and faulty."""
+
+from __future__ import annotations
+
+from tests.auditing.scripts import Script
+
+HEAD = """\
+import torch
+from torch import nn
+F = nn.functional
+torch.manual_seed(0)
+"""
+NET = (
+    HEAD
+    + """\
+net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+def loss_of(n=4):
+    return F.cross_entropy(net(torch.randn(n, 5)), torch.randint(0, 3, (n,)))
+"""
+)
+
+
+def _script(verdict: str, said: tuple[str, ...], finding: str, text: str, head: str = NET) -> tuple[Script, str]:
+    return Script(head + text, verdict, said), finding
+
+
+REPORTED = {
+    "sound_kept_gradients": _script(
+        "holds",
+        (),
+        "put together again by the program",
+        """\
+model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+parameters, optimizer = list(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
+memory = [(torch.randn(5, 5), torch.randint(0, 3, (5,))) for _ in range(2)]
+def flat(x, y):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    return torch.cat([p.grad.flatten() for p in parameters])
+for step in range(6):
+    old = [flat(x, y) for x, y in memory]
+    new = flat(torch.randn(5, 5), torch.randint(0, 3, (5,))) + 0.8 * old[0] + 0.3 * old[1]
+    for p, g in zip(parameters, new.split([p.numel() for p in parameters])):
+        p.grad.copy_(g.view_as(p))
+    optimizer.step()
+""",
+        HEAD,
+    ),
+    "sound_shared_trunk_and_own_heads": _script(
+        "holds",
+        (),
+        "put together again by the program",
+        """\
+trunk, heads = nn.Sequential(nn.Linear(6, 8), nn.Tanh()), nn.ModuleList(nn.Linear(8, k) for k in (3, 2))
+params = [*trunk.parameters(), *heads.parameters()]
+opt = torch.optim.Adam(params, lr=0.01)
+for step in range(6):
+    x = torch.randn(10, 6); ys = [torch.randint(0, k, (10,)) for k in (3, 2)]
+    grads = []
+    for t in range(2):
+        opt.zero_grad()
+        F.cross_entropy(heads[t](trunk(x)), ys[t]).backward()
+        grads.append([None if p.grad is None else p.grad.clone() for p in params])
+    for p, a, b in zip(params, *grads):
+        p.grad = a if b is None else b if a is None else (a + b) / 2
+    opt.step()
+""",
+        HEAD,
+    ),
+    "sound_signs_that_agree": _script(
+        "holds",
+        (),
+        "put together again by the program",
+        """\
+model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+params = list(model.parameters())
+envs = [(torch.randn(20, 5), torch.randint(0, 3, (20,))) for _ in range(3)]
+for step in range(6):
+    kept = []
+    for x, y in envs:
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        kept.append([p.grad.clone() for p in params])
+    for i, p in enumerate(params):
+        g = torch.stack([k[i] for k in kept])
+        mask = (g.sign().sum(0).abs() == 3).float()
+        p.grad = mask * g.mean(0)
+    opt.step()
+""",
+        HEAD,
+    ),
+    "sound_clipped_by_sample": _script(
+        "holds",
+        (),
+        "put together again by the program",
+        """\
+model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+params = list(model.parameters())
+for step in range(5):
+    x, y = torch.randn(8, 5), torch.randint(0, 3, (8,))
+    acc = [torch.zeros_like(p) for p in params]
+    for i in range(8):
+        opt.zero_grad()
+        F.cross_entropy(model(x[i:i+1]), y[i:i+1]).backward()
+        norm = torch.sqrt(sum((p.grad**2).sum() for p in params))
+        c = min(1.0, 0.5 / float(norm))
+        for a, p in zip(acc, params):
+            a += c * p.grad
+    for a, p in zip(acc, params):
+        p.grad = a / 8
+    opt.step()
+""",
+        HEAD,
+    ),
+    "faulty_kept_mean_of_means": _script(
+        "violated",
+        ("mean-of-means",),
+        "put together again by the program",
+        """\
+model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+params, opt = list(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
+def flat(sizes):
+    opt.zero_grad()
+    for n in sizes:
+        (F.cross_entropy(model(torch.randn(n, 5)), torch.randint(0, 3, (n,))) / len(sizes)).backward()
+    return torch.cat([p.grad.flatten() for p in params])
+for step in range(6):
+    old = flat((4, 2, 7))
+    new = flat((3, 6, 1)) + 0.7 * old
+    for p, g in zip(params, new.split([p.numel() for p in params])):
+        p.grad.copy_(g.view_as(p))
+    opt.step()
+""",
+        HEAD,
+    ),
+    "faulty_kept_and_never_used": _script(
+        "violated",
+        ("reset-inside-window",),
+        "",
+        """\
+model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+params, opt = list(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(6):
+    kept = []
+    for _ in range(3):
+        opt.zero_grad()
+        (F.cross_entropy(model(torch.randn(4, 5)), torch.randint(0, 3, (4,))) / 3).backward()
+        kept.append([p.grad.clone() for p in params])
+    opt.step()
+""",
+        HEAD,
+    ),
+    "sound_last_layer_frozen": _script(
+        "holds",
+        (),
+        "the gradient of weight, bias was taken away",
+        """\
+body, last = nn.Linear(5, 8), nn.Linear(8, 3)
+opt = torch.optim.AdamW([*body.parameters(), *last.parameters()], lr=0.01)
+for epoch in range(3):
+    for it in range(3):
+        loss = F.cross_entropy(last(body(torch.randn(6, 5)).tanh()), torch.randint(0, 3, (6,)))
+        opt.zero_grad()
+        loss.backward()
+        if epoch < 1:
+            for p in last.parameters():
+                p.grad = None
+        opt.step()
+""",
+        HEAD,
+    ),
+    "sound_unfrozen_by_layer": _script(
+        "holds",
+        (),
+        "0.weight, 0.bias was taken away",
+        """\
+net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(9):
+    opt.zero_grad()
+    for _ in range(2):
+        (F.cross_entropy(net(torch.randn(6, 5)), torch.randint(0, 3, (6,))) / 2).backward()
+    for layer in [net[0], net[2]][: max(0, 2 - step // 3)]:
+        for p in layer.parameters():
+            p.grad.zero_()
+    opt.step()
+""",
+        HEAD,
+    ),
+    "faulty_reset_in_two_steps": _script(
+        "violated",
+        ("no-gradient",),
+        "",
+        """\
+net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(6):
+    for _ in range(2):
+        (F.cross_entropy(net(torch.randn(6, 5)), torch.randint(0, 3, (6,))) / 2).backward()
+    if step in (2, 3):
+        opt.zero_grad()
+    opt.step()
+    opt.zero_grad()
+""",
+        HEAD,
+    ),
+    "sound_sign_after_statistics": _script(
+        "holds",
+        (),
+        "the program's decision",
+        """\
+net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(6):
+    opt.zero_grad()
+    F.cross_entropy(net(torch.randn(6, 5)), torch.randint(0, 3, (6,))).backward()
+    stat = sum(float(p.grad.norm()) for p in net.parameters())
+    opt.zero_grad()
+    for _ in range(2):
+        (F.cross_entropy(net(torch.randn(6, 5)), torch.randint(0, 3, (6,))) / 2).backward()
+    for p in net.parameters():
+        p.grad.sign_()
+    opt.step()
+""",
+        HEAD,
+    ),
+    "sound_grad_set_by_turns": _script(
+        "holds",
+        (),
+        "",
+        """\
+one, two, alpha = nn.Linear(6, 3), nn.Linear(6, 3), nn.Parameter(torch.zeros(2))
+of_weights = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)
+of_alpha = torch.optim.SGD([alpha], lr=0.1)
+def loss_of():
+    x, y, mix = torch.randn(8, 6), torch.randint(0, 3, (8,)), alpha.softmax(0)
+    return nn.functional.cross_entropy(mix[0] * one(x) + mix[1] * two(x), y)
+for step in range(6):
+    of_alpha.zero_grad()
+    alpha.grad = torch.autograd.grad(loss_of(), alpha)[0]
+    of_alpha.step()
+    of_weights.zero_grad()
+    loss_of().backward()
+    of_weights.step()
+""",
+        HEAD,
+    ),
+    "sound_difference_of_two_results": _script(
+        "holds",
+        (),
+        "",
+        """\
+one, two, alpha = nn.Linear(6, 3), nn.Linear(6, 3), nn.Parameter(torch.zeros(2))
+ow = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)
+oa = torch.optim.SGD([alpha], lr=0.1)
+def loss_of():
+    x, y, mix = torch.randn(8, 6), torch.randint(0, 3, (8,)), alpha.softmax(0)
+    return F.cross_entropy(mix[0] * one(x) + mix[1] * two(x), y)
+for step in range(6):
+    g1 = torch.autograd.grad(loss_of(), alpha)[0]
+    g2 = torch.autograd.grad(loss_of(), alpha)[0]
+    alpha.grad = g1 - 0.3 * g2
+    oa.step()
+    ow.zero_grad()
+    loss_of().backward()
+    ow.step()
+""",
+        HEAD,
+    ),
+    "sound_own_gradient": _script(
+        "holds",
+        (),
+        "adds a gradient of its own",
+        """\
+K = 1
+class Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, loss):
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.ones(())
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 1)
+    def forward(self, x):
+        h = self.a(x)
+        return self.b(Attach.apply(h, 0.01 * h.square().mean()))
+model = Model()
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    for _ in range(K):
+        (model(torch.randn(5, 3)).square().mean() / K).backward()
+    opt.step()
+    opt.zero_grad()
+""",
+        HEAD,
+    ),
+    "sound_own_gradient_divided": _script(
+        "holds",
+        (),
+        "adds a gradient of its own",
+        """\
+K = 4
+class Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, loss):
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.ones(()) / K
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 1)
+    def forward(self, x):
+        h = self.a(x)
+        return self.b(Attach.apply(h, 0.01 * h.square().mean()))
+model = Model()
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    for _ in range(K):
+        (model(torch.randn(5, 3)).square().mean() / K).backward()
+    opt.step()
+    opt.zero_grad()
+""",
+        HEAD,
+    ),
+    "sound_own_gradient_of_a_divided_loss": _script(
+        "holds",
+        (),
+        "adds a gradient of its own",
+        """\
+K = 4
+class Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, loss):
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.ones(())
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 1)
+    def forward(self, x):
+        h = self.a(x)
+        return self.b(Attach.apply(h, 0.01 * h.square().mean() / K))
+model = Model()
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    for _ in range(K):
+        (model(torch.randn(5, 3)).square().mean() / K).backward()
+    opt.step()
+    opt.zero_grad()
+""",
+        HEAD,
+    ),
+    "faulty_own_gradient_undivided": _script(
+        "violated",
+        ("wrong-scale",),
+        "adds a gradient of its own",
+        """\
+K = 4
+class Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, loss):
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.ones(())
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 1)
+    def forward(self, x):
+        h = self.a(x)
+        return self.b(Attach.apply(h, 0.01 * h.square().mean()))
+model = Model()
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    for _ in range(K):
+        (model(torch.randn(5, 3)).square().mean() / K).backward()
+    opt.step()
+    opt.zero_grad()
+""",
+        HEAD,
+    ),
+    "faulty_parameter_replaced": _script(
+        "violated",
+        ("no-gradient",),
+        "",
+        """\
+for step in range(6):
+    for _ in range(3):
+        (loss_of() / 3).backward()
+
+    if step == 3: net[2].weight = opt.param_groups[0]['params'][2] = nn.Parameter(net[2].weight.detach().clone())
+    opt.step()
+    opt.zero_grad()
+""",
+    ),
+    "unjudged_optimizer_of_copies": _script(
+        "unjudged",
+        ("4 calls of backward were seen, and no parameter",),
+        "",
+        """\
+import copy
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.1)
+for step in range(4):
+    model(torch.randn(5, 3)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        HEAD,
+    ),
+    "unjudged_all_frozen": _script(
+        "unjudged",
+        ("every parameter of the optimizer is frozen",),
+        "",
+        """\
+for p in net.parameters(): p.requires_grad_(False)
+for step in range(4):
+    loss = loss_of()
+    if loss.requires_grad: loss.backward()
+    opt.step()
+""",
+    ),
+    "unjudged_never_stepped": _script(
+        "unjudged",
+        ("that was made is never called",),
+        "",
+        """\
+for step in range(4):
+    loss_of().backward()
+    with torch.no_grad():
+        for p in net.parameters(): p -= 0.1 * p.grad; p.grad = None
+""",
+    ),
+    "sound_frozen_later": _script(
+        "holds",
+        (),
+        "3 of 8 steps not judged (5, 6, 7): every parameter",
+        """\
+for step in range(8):
+    if step == 5: net.requires_grad_(False)
+    loss = loss_of()
+    if loss.requires_grad: loss.backward()
+    opt.step()
+    opt.zero_grad()
+""",
+    ),
+    "finding_detached_body": _script(
+        "holds",
+        (),
+        "2 of 4 parameters of the optimizer got no gradient",
+        """\
+body, head = nn.Linear(3, 3), nn.Linear(3, 1)
+optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+for step in range(4):
+    head(body(torch.randn(5, 3)).detach()).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        HEAD,
+    ),
+    "finding_listed_twice": _script(
+        "holds",
+        (),
+        "lists 2.weight more than once",
+        """\
+net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+opt = torch.optim.SGD([*net.parameters(), net[2].weight], lr=0.1)
+def loss_of(n=4):
+    return F.cross_entropy(net(torch.randn(n, 5)), torch.randint(0, 3, (n,)))
+
+for step in range(6):
+    for _ in range(3):
+        (loss_of() / 3).backward()
+
+
+    opt.step()
+    opt.zero_grad()
+""",
+        HEAD,
+    ),
+    "finding_overlaid": _script(
+        "holds",
+        (),
+        "over one memory",
+        """\
+emb, head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+head.weight = nn.Parameter(emb.weight.data)
+opt = torch.optim.SGD([*emb.parameters(), *head.parameters()], lr=0.1)
+for step in range(4):
+    ids = torch.randint(0, 7, (6,))
+    F.cross_entropy(head(emb(ids)), ids).backward()
+    opt.step()
+    opt.zero_grad()
+""",
+        HEAD,
+    ),
+    "finding_schedule": _script(
+        "holds",
+        (),
+        "a schedule of the learning rate moves",
+        """\
+sched = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 50)
+
+for step in range(6):
+    for _ in range(3):
+        (loss_of() / 3).backward()
+        sched.step()
+
+    opt.step()
+    opt.zero_grad()
+""",
+    ),
+    "finding_average": _script(
+        "holds",
+        (),
+        "an average of the parameters moves",
+        """\
+import copy
+ema = copy.deepcopy(net).requires_grad_(False)
+def update():
+    with torch.no_grad():
+        for e, p in zip(ema.parameters(), net.parameters()):
+            e.mul_(0.9).add_(p, alpha=0.1)
+
+for step in range(6):
+    for _ in range(3):
+        (loss_of() / 3).backward()
+        update()
+
+    opt.step()
+    opt.zero_grad()
+""",
+    ),
+    "sound_schedule_and_average": _script(
+        "holds",
+        (),
+        "!moves",
+        """\
+import copy
+ema = copy.deepcopy(net).requires_grad_(False)
+def update():
+    with torch.no_grad():
+        for e, p in zip(ema.parameters(), net.parameters()):
+            e.mul_(0.9).add_(p, alpha=0.1)
+
+for step in range(6):
+    for _ in range(3):
+        (loss_of() / 3).backward()
+
+
+    opt.step()
+    opt.zero_grad()
+    update()
+""",
+    ),
+    "finding_clipped_scaled": _script(
+        "holds",
+        (),
+        "scaler.unscale_(optimizer)",
+        """\
+scaler = torch.amp.GradScaler('cpu', init_scale=1024.0)
+
+for step in range(4):
+    for _ in range(2):
+        scaler.scale(loss_of() / 2).backward()
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    scaler.step(opt)
+    scaler.update()
+    opt.zero_grad()
+""",
+    ),
+    "sound_clipped_unscaled": _script(
+        "holds",
+        (),
+        "!unscale_",
+        """\
+scaler = torch.amp.GradScaler('cpu', init_scale=1024.0)
+
+for step in range(4):
+    for _ in range(2):
+        scaler.scale(loss_of() / 2).backward()
+    scaler.unscale_(opt)
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    scaler.step(opt)
+    scaler.update()
+    opt.zero_grad()
+""",
+    ),
+    "faulty_skipped_and_reset": _script(
+        "violated",
+        ("reset-inside-window",),
+        "",
+        """\
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for i in range(12):
+    loss = model(torch.randn(5, 3)).square().mean() / 4
+    if i == 5:                      # as after a loss of NaN
+        optimizer.zero_grad()
+        continue
+    loss.backward()
+    if (i + 1) % 4 == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+        HEAD,
+    ),
+    "faulty_skipped_last_of_a_window": _script(
+        "violated",
+        ("reset-inside-window",),
+        "",
+        """\
+for i in range(16):
+    loss = loss_of() / 4
+    if i == 7:
+        opt.zero_grad()
+        continue
+    loss.backward()
+    if (i + 1) % 4 == 0:
+        opt.step()
+        opt.zero_grad()
+""",
+    ),
+    "faulty_reset_by_an_exception": _script(
+        "violated",
+        ("reset-inside-window",),
+        "",
+        """\
+def train():
+    for epoch in range(2):
+        for i in range(12):
+            try:
+                (loss_of() / 4).backward()
+                if i == 5:
+                    raise RuntimeError("out of memory")
+            except RuntimeError:
+                opt.zero_grad(set_to_none=False)
+                continue
+            if (i + 1) % 4 == 0:
+                opt.step()
+                opt.zero_grad(set_to_none=False)
+train()
+""",
+    ),
+    "faulty_rest_of_an_epoch": _script(
+        "violated",
+        ("tail-dropped",),
+        "",
+        """\
+for epoch in range(3):
+    opt.zero_grad()
+    for i in range(10):
+        (loss_of() / 4).backward()
+        if (i + 1) % 4 == 0:
+            opt.step()
+            opt.zero_grad()
+""",
+    ),
+    "faulty_rest_counted_on": _script(
+        "violated",
+        ("tail-dropped",),
+        "",
+        """\
+step = 0
+for epoch in range(3):
+    opt.zero_grad()
+    for i in range(10):
+        step += 1
+        (loss_of() / 4).backward()
+        if step % 4 == 0:
+            opt.step()
+            opt.zero_grad()
+""",
+    ),
+    "finding_warm_up": _script(
+        "holds",
+        (),
+        "before the first step and never again",
+        """\
+def train_step(scale):
+    (loss_of() / scale).backward()
+train_step(1)
+for step in range(5):
+    for _ in range(3):
+        train_step(3)
+    opt.step()
+    opt.zero_grad()
+""",
+    ),
+    "faulty_count_and_k_beside_a_short_window": _script(
+        "violated",
+        ("wrong-scale",),
+        "",
+        """\
+for window in ((5,3,4,6),(2,3,4,7),(5,1,4)):
+    items = sum(window)
+    for n in window:
+        (F.cross_entropy(net(torch.randn(n, 5)), torch.randint(0, 3, (n,)), reduction='sum') / items / 4).backward()
+    opt.step()
+    opt.zero_grad()
+""",
+    ),
+    "sound_count_and_coefficient": _script(
+        "holds",
+        (),
+        "",
+        """\
+for window in ((5,3,4,6),(2,3,4,7),(5,1,4)):
+    items = sum(window)
+    for n in window:
+        (0.3 * F.cross_entropy(net(torch.randn(n, 5)), torch.randint(0, 3, (n,)), reduction='sum') / items).backward()
+    opt.step()
+    opt.zero_grad()
+""",
+    ),
+    "sound_two_points": _script(
+        "holds",
+        (),
+        "",
+        """\
+params = list(net.parameters())
+def move(sign, e):
+    with torch.no_grad():
+        for p, d in zip(params, e):
+            p.add_(d, alpha=sign)
+for step in range(4):
+    window = [(torch.randn(4, 5), torch.randint(0, 3, (4,))) for _ in range(3)]
+    for x, y in window:
+        (F.cross_entropy(net(x), y) / 3).backward()
+    e = [0.05 * p.grad / p.grad.norm() for p in params]
+    move(1, e)
+    opt.zero_grad()
+    for x, y in window:
+        (F.cross_entropy(net(x), y) / 3).backward()
+    move(-1, e)
+    opt.step()
+    opt.zero_grad()
+""",
+    ),
+    "faulty_two_points_of_unlike_numbers": _script(
+        "violated",
+        ("dropped-micro-batch",),
+        "",
+        """\
+params = list(net.parameters())
+def move(sign, e):
+    with torch.no_grad():
+        for p, d in zip(params, e):
+            p.add_(d, alpha=sign)
+for step in range(4):
+    window = [(torch.randn(4, 5), torch.randint(0, 3, (4,))) for _ in range(3)]
+    for x, y in window:
+        (F.cross_entropy(net(x), y) / 3).backward()
+    e = [0.05 * p.grad / p.grad.norm() for p in params]
+    move(1, e)
+    opt.zero_grad()
+    for x, y in window[-1:]:
+        (F.cross_entropy(net(x), y) / 3).backward()
+    move(-1, e)
+    opt.step()
+    opt.zero_grad()
+""",
+    ),
+    "faulty_two_points_in_one": _script(
+        "violated",
+        ("stale-parameters",),
+        "",
+        """\
+params = list(net.parameters())
+def move(sign, e):
+    with torch.no_grad():
+        for p, d in zip(params, e):
+            p.add_(d, alpha=sign)
+for step in range(4):
+    window = [(torch.randn(4, 5), torch.randint(0, 3, (4,))) for _ in range(3)]
+    for x, y in window:
+        (F.cross_entropy(net(x), y) / 3).backward()
+    e = [0.05 * p.grad / p.grad.norm() for p in params]
+    move(1, e)
+    pass
+    for x, y in window:
+        (F.cross_entropy(net(x), y) / 3).backward()
+    move(-1, e)
+    opt.step()
+    opt.zero_grad()
+""",
+    ),
+    "faulty_most_parameters_reset": _script(
+        "violated",
+        ("reset-inside-window",),
+        "",
+        """\
+for step in range(4):
+    for i in range(3):
+        (loss_of() / 3).backward()
+        if i == 1:
+            net[0].weight.grad = None
+            net[0].bias.grad = None
+            net[2].weight.grad = None
+    opt.step()
+    opt.zero_grad()
+""",
+    ),
+    "sound_curvature_last": _script(
+        "holds",
+        (),
+        "",
+        """\
+for step in range(7):
+    if step % 3 == 0:
+        loss_of(6).backward()
+        opt.zero_grad()
+    for _ in range(2):
+        (loss_of() / 2).backward()
+    opt.step()
+    opt.zero_grad()
+loss_of(6).backward()
+""",
+    ),
+    "sound_called_by_a_method": _script(
+        "holds",
+        (),
+        "had no part in a window computed again",
+        """\
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.scale, self.b = nn.Linear(5, 8), nn.Parameter(torch.ones(8)), nn.Linear(8, 3)
+    def forward(self, x):
+        return self.b(self.a(x).tanh() * self.scale)
+    def features(self, x):
+        return self.a(x).tanh() * self.scale
+    def logits(self, x):
+        return self.b(self.features(x))
+class Wrapper:
+    def __init__(self, net): self.net = net
+    def predict(self, x): return self.net(x)
+    def predict_forward(self, x): return self.net.forward(x)
+net = Net()
+wrap = Wrapper(net)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+
+for step in range(4):
+    for _ in range(3):
+        (F.cross_entropy(net.logits(torch.randn(4, 5)), torch.randint(0, 3, (4,))) / 3).backward()
+    opt.step()
+    opt.zero_grad()
+""",
+        HEAD,
+    ),
+}
+"""Name -> a script, and what a finding of its audit says, or must not say where it begins with `!`."""

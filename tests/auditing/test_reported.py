@@ -1,0 +1,43 @@
+"""Each kind of public report is judged rightly: the verdict, the diagnosis, and what is worth knowing beside it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.auditing.reported import REPORTED
+from tests.auditing.running import audited
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group", "ignore:Detected call of")
+@pytest.mark.parametrize("name", REPORTED)
+def test_a_reported_script_is_judged_rightly(name, tmp_path):
+    script, said = REPORTED[name]
+    path = tmp_path / f"{name}.py"
+    path.write_text(script.text)
+    result, _ = audited(path)
+    assert (result.verdict, [v.diagnosis for v in result.violations]) == (
+        script.verdict,
+        [*script.said] if script.verdict == "violated" else [],
+    ), result
+    if script.verdict == "unjudged":
+        assert script.said[0] in result.unjudged
+    assert any(said.removeprefix("!") in finding for finding in (*result.findings, "")) == (said[:1] != "!"), result
+    told = len(result.violations) or result.windows == result.steps or script.verdict == "unjudged"
+    assert told or any("not judged" in finding for finding in result.findings), result
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [("faulty_skipped_and_reset", "zero_grad()\n        continue"), ("faulty_most_parameters_reset", ".grad = None")],
+)
+def test_the_line_that_lost_a_gradient_is_named(name, line, tmp_path):
+    path = tmp_path / f"{name}.py"
+    path.write_text(REPORTED[name][0].text)
+    number = 1 + path.read_text()[: path.read_text().index(line)].count("\n")
+    assert f"reset at {path}:{number})" in audited(path)[0].violation.explanation
+
+
+def test_the_parameters_that_were_hit_are_named(tmp_path):
+    path = tmp_path / "hit.py"
+    path.write_text(REPORTED["faulty_most_parameters_reset"][0].text)
+    assert "0.weight, 0.bias" in audited(path)[0].violation.explanation
