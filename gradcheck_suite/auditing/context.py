@@ -30,7 +30,8 @@ from gradcheck_suite.auditing.places import here, living
 from gradcheck_suite.auditing.program_state import preserve_rng
 from gradcheck_suite.auditing.recomputation import Asked, recompute
 from gradcheck_suite.auditing.recorder import Recorder, Running
-from gradcheck_suite.auditing.sums import StepFault, StepWindow, near
+from gradcheck_suite.auditing.replay import StepWindow, near
+from gradcheck_suite.auditing.sums import StepFault
 from gradcheck_suite.auditing.terms import Reader, declare
 from gradcheck_suite.auditing.weighing import violation_of
 from gradcheck_suite.core.options import AuditOptions, takes

@@ -19,20 +19,9 @@ import numpy as np
 from gradcheck_suite.auditing import weights as reading_weights
 from gradcheck_suite.auditing.events import BY_HAND, Event, PassRecord, StepRecord
 from gradcheck_suite.auditing.places import Place, lines_with
+from gradcheck_suite.auditing.replay import Replay, Source, StepWindow, near
 from gradcheck_suite.auditing.samples import size
-from gradcheck_suite.auditing.sums import (
-    IF_WANTED,
-    OF_SUMS,
-    Members,
-    Replay,
-    Source,
-    StepFault,
-    StepWindow,
-    is_alike,
-    judge_sums,
-    near,
-    tail_dropped,
-)
+from gradcheck_suite.auditing.sums import IF_WANTED, OF_SUMS, Members, StepFault, is_alike, judge_sums, tail_dropped
 from gradcheck_suite.auditing.weighing import (
     Pending,
     Repeated,

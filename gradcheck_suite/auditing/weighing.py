@@ -10,14 +10,8 @@ import numpy as np
 
 from gradcheck_suite.auditing import weights as reading_weights
 from gradcheck_suite.auditing.places import Place
-from gradcheck_suite.auditing.sums import (
-    OF_SUMS,
-    Seen,
-    Source,
-    StepFault,
-    StepWindow,
-    near,
-)
+from gradcheck_suite.auditing.replay import Seen, Source, StepWindow, near
+from gradcheck_suite.auditing.sums import OF_SUMS, StepFault
 from gradcheck_suite.auditing.weights import (
     ACROSS_SITES,
     EQUAL,

@@ -1,0 +1,658 @@
+"""What stands in `.grad` at each optimizer step, in terms of the backward passes that arrived, for 1 to N ranks.
+
+The events of all ranks are walked in lockstep. Each measured state of a `.grad` is explained by the state before it:
+the same, reset, reduced over the ranks, or multiplied by one factor. What no such event explains is an edit. So nothing
+is fitted, but for gradients that a program puts together by hand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from gradcheck_suite.auditing.events import BY_HAND, LATE, NONE, TOUCHED, PassRecord, StepRecord
+from gradcheck_suite.auditing.samples import ELEMENTS, Vector, alike, distance, factor, is_finite, is_mostly, size
+from gradcheck_suite.core.comparison import FURTHER_ROUNDINGS, SMALLEST, UNIT_ROUNDOFF, growth
+
+RELATIVE = {"float64": 1e-10, "float32": 3e-5, "bfloat16": 3e-2, "float16": 4e-3}
+"""Relative difference of a factor of `.grad`, by its dtype, that rounding explains."""
+ZERO = np.zeros(ELEMENTS)
+EARLIER = -1
+"""In place of the index of a pass: any pass that an earlier step of the same optimizer has consumed."""
+UNKNOWN = -2
+"""In place of the index of a pass: something that no event explains."""
+NEGLIGIBLE = 1e-6
+
+Source = tuple[int, int]
+"""A rank, and the index of a pass."""
+Coefficients = dict[Source, float]
+
+
+def near(a: float, b: float, tolerance: float) -> bool:
+    """Return whether two numbers differ by no more than a share of the larger one."""
+    return abs(a - b) <= tolerance * max(abs(a), abs(b))
+
+
+def fitted(columns: Vector, target: Vector) -> tuple[Vector, Vector, Vector] | None:
+    """Fit a sum of columns to a target by least squares; None where several sums fit, or no element would tell.
+
+    Args:
+        columns: (elements, columns).
+        target: (elements,).
+
+    Returns:
+        the coefficients (columns,), what is left over (elements,), and the standard errors of the coefficients where
+        what is left over has one of 1 (columns,).
+    """
+    found, _, rank, _ = np.linalg.lstsq(columns, target, rcond=1e-7)
+    solution = np.asarray(found, np.float64)
+    if not len(columns) > len(solution) == rank:
+        return None
+    return solution, target - columns @ solution, np.sqrt(np.diag(np.linalg.inv(columns.T @ columns)))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """`.grad` as a sum of what arrived in each pass, by least squares.
+
+    Attributes:
+        passes: their indices.
+        lost: those of them that were reset in some of the parameters.
+        keys: of the parameters.
+        coefficients: (passes,).
+        bounds: (passes,) of the errors of the coefficients.
+        is_exact: whether no more than rounding is left over.
+    """
+
+    passes: Sequence[int]
+    lost: Collection[int]
+    keys: Sequence[int]
+    coefficients: Vector
+    bounds: Vector
+    is_exact: bool
+
+    @property
+    def error(self) -> float:
+        """Relative to the largest coefficient; infinite where there is none."""
+        largest = size(self.coefficients)
+        return size(self.bounds) / largest if largest else math.inf
+
+    @property
+    def tells(self) -> bool:
+        """Whether rounding leaves a pass that is in the sum as much as another one apart from one that is not."""
+        return not self.is_exact or self.error < 0.5
+
+    @property
+    def is_of_copies(self) -> bool:
+        """Whether the program has put an edited `.grad` together from copies, and not from what a reset has left.
+
+        What was reset is then seen in it.
+        """
+        found = zip(self.passes, np.abs(self.coefficients), self.bounds, strict=True)
+        return any(c > bound for i, c, bound in found if i in self.lost)
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether no pass at all is seen in an edited `.grad`: noise may hide them, or something else stand there."""
+        return not (np.abs(self.coefficients) > self.bounds).any()
+
+
+@dataclass
+class State:
+    """What stands in one parameter's `.grad` on one rank.
+
+    Attributes:
+        sample: of it.
+        coefficients: of which passes it is made.
+        shard: whether each rank has another part of it.
+    """
+
+    sample: Vector = field(default_factory=lambda: ZERO)
+    coefficients: Coefficients = field(default_factory=dict)
+    shard: bool = False
+
+
+@dataclass
+class Seen:
+    """A pass on all ranks.
+
+    Attributes:
+        records: one for each rank.
+        consumers: index of an optimizer -> the number of passes there were when it stepped on this one.
+        reduced: whether `.grad` was reduced over the ranks after it.
+    """
+
+    records: Sequence[PassRecord]
+    consumers: dict[int, int] = field(default_factory=dict)
+    reduced: bool = False
+
+    @property
+    def site(self) -> Any:
+        """Where backward was called, as the first rank has it."""
+        return self.records[0].place
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether the program put the results into `.grad` itself."""
+        return self.records[0].by_hand
+
+    def has(self, keys: set[int]) -> bool:
+        """Return whether something arrived at one of these parameters."""
+        return any(keys & record.arrivals.keys() for record in self.records)
+
+
+SAME, RESET, REDUCED, FACTOR, EDITED, NOT_FINITE = "same", "reset", "reduced", "factor", "edited", "not finite"
+WRITTEN = "written"
+"""A result of `torch.autograd.grad`, or a multiple of one, stands there."""
+UNEXPLAINED = EDITED, RESET, NOT_FINITE
+"""What says nothing of the passes that stand in a `.grad`."""
+
+
+@dataclass
+class StepWindow:
+    """What one optimizer stepped on.
+
+    Attributes:
+        optimizer: its index.
+        number: of the program's call of a step among those of all optimizers.
+        steps: the records of the step, one for each rank.
+        passes: index -> pass, of those that reached its parameters since its last step.
+        keys: of its parameters.
+        coefficients: key -> of which passes its `.grad` is made.
+        factor: by which all of `.grad` was multiplied after the last pass; None where parameters differ.
+        edit: `"reset"` (some parameters), `"all reset"`, `"free"`, `"by hand"`, or None.
+        seen: index of a pass -> its consumers when this step came.
+        first: whether it is the optimizer's first step.
+        before: the number of passes at the optimizer's last step.
+        local: whether the last passes in `.grad` are the rank's own, where there are several ranks.
+        null: what arrived there was exactly 0: it tells nothing.
+        not_finite: the passes with an arrival that was not finite.
+        copies: whether the optimizer steps on copies of the parameters (master weights), for which these stand here.
+        fit: of `.grad` where no event explains it; None where what arrived is not known.
+        removed: parameters whose `.grad` was set to 0 after the last pass.
+        kept_apart: the passes that stood in a `.grad` together, with their coefficients, when it was reset or edited.
+        error: of coefficients that are fitted, relative to the largest one; 0 where none is.
+    """
+
+    optimizer: int
+    number: int
+    steps: Sequence[StepRecord]
+    passes: dict[int, Seen]
+    keys: list[int]
+    coefficients: dict[int, Coefficients]
+    factor: float | None
+    edit: str | None
+    seen: dict[int, dict[int, int]]
+    first: bool
+    before: int
+    local: bool
+    null: set[tuple[int, int, int]]
+    not_finite: set[int]
+    copies: bool = False
+    fit: Fit | None = None
+    removed: Sequence[int] = ()
+    kept_apart: Sequence[Coefficients] = ()
+    error: float = 0.0
+
+    @property
+    def step(self) -> StepRecord:
+        """The step, as the first rank has it."""
+        return self.steps[0]
+
+    def of_pass(self, source: Source) -> float | None:
+        """Return the coefficient of a pass, the median over the parameters that it reached; None where it has none."""
+        found = [c for cs in self.coefficients.values() if abs(c := cs.get(source, 0.0)) > 1e-9]
+        return float(np.median(found)) if found else None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a measured `.grad` is of what stood there.
+
+    Attributes:
+        event: that happened to it.
+        factor: by which it was multiplied.
+        coefficients: of the passes.
+        now: a sample of it.
+    """
+
+    event: str
+    factor: float
+    coefficients: Coefficients
+    now: Vector
+
+
+class Replay:
+    """Walks the events of `ranks` ranks, and gives a window for each step.
+
+    Attributes:
+        passes: index -> pass, of those that may still matter.
+        last: index of an optimizer -> the number of passes at its last step.
+    """
+
+    def __init__(self, ranks: int, dtypes: dict[int, str]) -> None:
+        self.ranks = ranks
+        self.passes: dict[int, Seen] = {}
+        self.number_of_passes = 0
+        self.last: dict[int, int] = {}
+        self._call, self._before_call, self._at_last_step = -1, 0, 0
+        self._dtypes = dtypes
+        self._states: list[defaultdict[int, State]] = [defaultdict(State) for _ in range(ranks)]
+        self._arrived: dict[tuple[int, int, int], Vector] = {}
+        self._null: set[tuple[int, int, int]] = set()
+        self._late: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        self._not_finite: set[int] = set()
+        self._owners: defaultdict[int, set[int]] = defaultdict(set)
+        self._stepped: dict[int, int] = {}
+        self._copies: dict[int, int] = {}
+        self._discarded: dict[frozenset[int], Coefficients] = {}
+
+    def tolerance(self, key: int) -> float:
+        """Return the relative difference that rounding explains in the `.grad` of a parameter."""
+        return RELATIVE[self._dtype(key)]
+
+    def _dtype(self, key: int) -> str:
+        dtype = self._dtypes.get(key, "float32")
+        return dtype if dtype in UNIT_ROUNDOFF else "float32"
+
+    def _explain_all(self, rank: int, measured: Mapping[int, Vector], *, inside: bool) -> dict[int, Explanation]:
+        """Explain what stands in the `.grad` of several parameters.
+
+        Args:
+            rank: on which it was measured.
+            measured: key of a parameter -> a sample of its `.grad`.
+            inside: whether more passes of the window may follow: a factor then stays in the coefficients.
+        """
+        found = {key: self._explain(rank, key, now, inside=inside) for key, now in measured.items()}
+        reduced = [one.factor for one in found.values() if one.event == REDUCED]
+        for key, one in found.items() if reduced else ():
+            # two numbers are parallel: whether one of a single element was reduced or multiplied, the others tell
+            if one.event == FACTOR and (other := self._explain(rank, key, one.now, inside=inside, sure=True)):
+                found[key] = other if near(other.factor, float(np.median(reduced)), 1e-3) else one
+        return found
+
+    def _explain(self, rank: int, key: int, now: Vector, *, inside: bool, sure: bool = False) -> Explanation:
+        """Explain a measured `.grad`; `sure` takes it for reduced even where it may only have been multiplied."""
+        state, tolerance = self._states[rank][key], self.tolerance(key)
+        cut, then = alike(now, state.sample)
+        if not is_finite(cut):
+            return Explanation(NOT_FINITE, 1.0, {}, now)
+        if not size(cut):
+            kept = not size(then) and bool(state.coefficients)
+            return Explanation(SAME, 1.0, state.coefficients, now) if kept else Explanation(RESET, 0.0, {}, now)
+        if distance(then, cut) <= 1e-3 * tolerance:
+            return Explanation(SAME, 1.0, state.coefficients, now)
+        if (
+            self.ranks > 1
+            and not state.shard
+            and (found := self._reduction(key, cut, then, tolerance, sure=sure)) is not None
+        ):
+            return Explanation(REDUCED, *found, now)
+        last = max((index for _, index in state.coefficients), default=-1)
+        results = [
+            (i, one) for i in reversed(self.passes) if i > last and (one := self._result(rank, i, key)) is not None
+        ]
+        # a parameter of few elements may be a multiple of anything
+        tells = np.count_nonzero(cut[:ELEMENTS]) >= FEWEST
+        for index, result in results:
+            written = factor(now, result, tolerance)
+            if written is not None and (tells or near(written, 1.0, 1e-3 * tolerance)):
+                return Explanation(WRITTEN, 1.0, {(rank, index): written}, now)
+        multiplied = factor(cut, then, tolerance)
+        if multiplied is not None and (tells or not results):
+            scaled = {source: c * multiplied for source, c in state.coefficients.items()}
+            return Explanation(FACTOR, multiplied, scaled if inside else state.coefficients, now)
+        return Explanation(EDITED, 1.0, {(rank, UNKNOWN): 1.0}, now)
+
+    def _result(self, rank: int, index: int, key: int) -> Vector | None:
+        """Return what `torch.autograd.grad` gave for a parameter in a pass, or None."""
+        return self._arrived.get((rank, index, key)) if self.passes[index].by_hand else None
+
+    def _reduction(
+        self, key: int, now: Vector, then: Vector, tolerance: float, *, sure: bool
+    ) -> tuple[float, Coefficients] | None:
+        """Explain a state as the sum or the mean of the states of all ranks; covers a reduction at every pass, too."""
+        states = [ranked[key] for ranked in self._states]
+        total = np.sum([s.sample[: len(now)] for s in states], axis=0)
+        found = factor(now, total, 20 * tolerance)
+        if found is None or size(total) < 1e-30:
+            return None
+        if not sure and factor(now, then, tolerance) is not None and not near(found, 1 / self.ranks, 1e-3):
+            return None
+        divisor = next((d for d in (self.ranks, 1) if near(found, 1 / d, 1e-4)), None)
+        united: defaultdict[Source, float] = defaultdict(float)
+        for state in states:
+            for source, coefficient in state.coefficients.items():
+                united[source] += coefficient / (divisor or self.ranks)
+        return (1.0 if divisor else found * self.ranks), dict(united)
+
+    def on_pass(self, records: Sequence[PassRecord]) -> int:
+        """Take a pass of all ranks, and return its index."""
+        index, last = self.number_of_passes, self.passes.get(self.number_of_passes - 1)
+        self.number_of_passes += 1
+        self.passes[index] = Seen(records)
+        # all ranks are measured before any is changed: a reduction is a sum over them
+        touched = [
+            {key: a.was for key, a in record.arrivals.items() if a.before == TOUCHED and isinstance(a.was, np.ndarray)}
+            for record in records
+        ]
+        explained = [self._explain_all(rank, measured, inside=True) for rank, measured in enumerate(touched)]
+        for rank, ones in enumerate(explained):
+            for key, one in ones.items():
+                if one.event == RESET:
+                    self._discard(rank, key)
+                self._states[rank][key] = State(one.now, dict(one.coefficients), self._states[rank][key].shard)
+                if last is not None:
+                    last.reduced = last.reduced or one.event == REDUCED
+        for rank, record in enumerate(records):
+            for key, a in record.arrivals.items():
+                assert isinstance(a.now, np.ndarray)
+                state = self._states[rank][key]
+                if a.before == BY_HAND:
+                    self._arrived[rank, index, key] = a.now
+                    continue
+                if a.before == LATE:
+                    self._late[rank, key].append(index)
+                    continue
+                if a.before == NONE:
+                    self._discard(rank, key)
+                    state = self._states[rank][key] = State()
+                now, then = alike(a.now, state.sample) if size(state.sample) else (a.now, np.zeros(len(a.now)))
+                if not is_finite(a.now):
+                    self._not_finite.add(index)
+                with np.errstate(invalid="ignore"):
+                    arrived = self._arrived[rank, index, key] = now - then
+                coefficients = dict(state.coefficients)
+                together = [*self._late.pop((rank, key), ()), index]
+                if a.shard:
+                    self.passes[index].reduced = True
+                    for source in product(range(self.ranks), together if size(arrived) else ()):
+                        coefficients[source] = coefficients.get(source, 0.0) + 1.0 / a.shard
+                elif size(arrived):
+                    coefficients[rank, index] = coefficients.get((rank, index), 0.0) + 1.0
+                if not size(arrived):
+                    # a branch that begins at zero: whether it was reset cannot be told from it
+                    self._null |= {(rank, i, key) for i in together}
+                self._states[rank][key] = State(a.now, coefficients, bool(a.shard))
+        return index
+
+    def _discard(self, rank: int, key: int) -> None:
+        """Note which passes stood together in a `.grad` that was reset: the program may have kept it elsewhere."""
+        coefficients = {s: c for s, c in self._states[rank][key].coefficients.items() if s[1] >= 0}
+        self._discarded.setdefault(frozenset(index for _, index in coefficients), coefficients)
+
+    def on_step(self, steps: Sequence[StepRecord]) -> StepWindow:
+        """Take a step of all ranks."""
+        if copies := self._are_copies(steps[0]):
+            steps = [
+                replace(step, gradients={self._copies.get(key, key): now for key, now in step.gradients.items()})
+                for step in steps
+            ]
+        optimizer, keys = steps[0].optimizer, list(steps[0].gradients)
+        before = self.last.get(optimizer, 0)
+        members = {i: p for i, p in self.passes.items() if i >= before and p.has(set(keys))}
+        measured = {key: now for key in keys if isinstance(now := steps[0].gradients[key], np.ndarray)}
+        found = self._explain_all(0, measured, inside=False)
+        reduced = any(one.event == REDUCED for one in found.values())
+        for key, one in found.items():
+            if one.event == WRITTEN:  # what it replaces is in no step
+                self._states[0][key] = State(one.now, dict(one.coefficients))
+        late = [(rank, key) for rank, key in self._late if key in steps[0].gradients]
+        window = StepWindow(
+            optimizer, steps[0].call, steps, members, keys, {}, 1.0, None,
+            {i: dict(p.consumers) for i, p in members.items()}, optimizer not in self.last, before,
+            bool(late) or (not reduced and self.ranks > 1 and self._differ(steps)),
+            {n for n in self._null if n[1] in members}, self._not_finite & members.keys(), copies,
+        )  # fmt: skip
+        for place in late:
+            del self._late[place]
+        self._fill(window, found)
+        self._leave(window, steps)
+        return window
+
+    def _are_copies(self, step: StepRecord) -> bool:
+        """Return whether an optimizer steps on copies of parameters, and note which parameter each one stands for.
+
+        What is given to a copy is what stood in the `.grad` of its parameter: in float32, or divided by a number that
+        all share. Copies are in the order of the parameters, which tells those of one element apart.
+        """
+        given = {key: now for key, now in step.gradients.items() if isinstance(now, np.ndarray) and size(now)}
+        for key, now in given.items():
+            if any(key in record.arrivals for seen in self.passes.values() for record in seen.records):
+                return False
+            if key not in self._copies:
+                taken = {*self._copies.values(), *self._owners}
+                states = ((k, state.sample) for k, state in self._states[0].items() if k not in taken)
+                found = next((k for k, then in states if factor(now, then, COPIED) is not None), None)
+                if found is None:
+                    return False
+                self._copies[key] = found
+        return bool(given)
+
+    def _differ(self, steps: Sequence[StepRecord]) -> bool:
+        """Return whether the ranks have different gradients."""
+        for key, own in steps[0].gradients.items():
+            if self._states[0][key].shard:
+                continue  # each rank has a part of its own
+            for other in (step.gradients.get(key) for step in steps[1:]):
+                if isinstance(own, np.ndarray) and isinstance(other, np.ndarray):
+                    now, then = alike(own, other)
+                    if size(now - then) > self.tolerance(key) * size(now):
+                        return True
+        return False
+
+    def _fill(self, window: StepWindow, found: Mapping[int, Explanation]) -> None:
+        """Set the coefficients, the common factor and the edit of a window."""
+        factors = {
+            key: (one.factor if one.event != EDITED else None)
+            for key, one in found.items()
+            if one.event != NOT_FINITE and (self._states[0][key].coefficients or one.event != RESET)
+        }
+        kept = {
+            key: dict(self._states[0][key].coefficients if one.event in UNEXPLAINED else one.coefficients)
+            for key, one in found.items()
+        }
+        edited = {key: one for key, one in found.items() if one.event == EDITED}
+        if not self._still_stands(edited):
+            # written over: what an earlier step has left there is gone
+            old = {s for key in edited for s in kept[key] if s[1] < window.before}
+            kept |= {key: {s: c for s, c in kept[key].items() if s not in old} for key in edited}
+        lost = {key: self._lost_in(window, key) for key in found}
+        some = [f for f in factors.values() if f]
+        tolerance = max(map(self.tolerance, factors), default=RELATIVE["float32"])
+        common = float(np.median(some)) if some else 0.0
+        off = [key for key, f in factors.items() if f is None or not near(f, common, 10 * tolerance)]
+        # what the program kept elsewhere can have come back only where a pass was reset
+        keys = [key for key, passes in lost.items() if passes]
+        multiple = self._is_multiple({key: found[key] for key in factors}, common)
+        if self.ranks == 1 and window.passes and (off or (keys and not multiple)):
+            window.fit = self._fit(
+                window, {key: found[key] for key in keys or found}, {i for key in keys for i in lost[key]}
+            )
+            if not off and window.fit and (not window.fit.tells or window.fit.is_of_copies):
+                off = list(factors)
+        some_elements = all(is_mostly(found[key].now, self._states[0][key].sample) for key in off)
+        fit = None if some_elements or not window.fit or not window.fit.is_exact else window.fit
+        self._set_groups(window, kept)
+        # an edit within rounding of what was left after a reset is no sum made by hand
+        if fit is not None and fit.tells and (not fit.lost or fit.is_of_copies):
+            window.edit, window.error = BY_HAND, fit.error
+            pairs = list(zip(fit.passes, map(float, fit.coefficients), strict=True))
+            of_fit = {key: {(0, i): c for i, c in pairs if (0, i, key) in self._arrived} for key in fit.keys}
+            window.coefficients = {**kept, **of_fit}
+            return
+        window.factor, window.coefficients = common, kept
+        if factors and all(f == 0.0 for f in factors.values()):
+            window.edit = "all reset"
+        elif any(factors[key] != 0.0 for key in off):
+            window.edit, window.factor = "free", None
+        elif off:
+            window.edit, window.removed = "reset", off
+
+    def _still_stands(self, edited: Mapping[int, Explanation]) -> bool:
+        """Return whether what stood in some `.grad` is still a part of them, or nothing tells."""
+        if not edited:
+            return True
+        then = np.concatenate([self._states[0][key].sample[:ELEMENTS] for key in edited])
+        found = fitted(then[:, None], np.concatenate([one.now[:ELEMENTS] for one in edited.values()]))
+        if found is None or np.count_nonzero(then) < FEWEST:
+            return False
+        (share,), left, (spread,) = found
+        return bool(abs(share) > SIGNIFICANT * np.sqrt((left * left).sum() / (len(left) - 1)) * spread)
+
+    def _lost_in(self, window: StepWindow, key: int) -> list[int]:
+        """Return the passes that arrived at a parameter and that no event has left in its `.grad`."""
+        standing = {index for (_, index), c in self._states[0][key].coefficients.items() if abs(c) > NEGLIGIBLE}
+        arrived = [i for i in window.passes if (0, i, key) in self._arrived and (0, i, key) not in window.null]
+        return [i for i in arrived if i not in standing]
+
+    def _set_groups(self, window: StepWindow, kept: Mapping[int, Coefficients]) -> None:
+        """Set which passes stood in `.grad` together."""
+        groups = {**self._discarded, **{frozenset(i for _, i in cs): cs for cs in kept.values()}}
+        groups |= {frozenset({i}): {(0, i): 1.0} for i, seen in window.passes.items() if seen.by_hand}
+        # a parameter that some of the passes do not reach has fewer of them
+        own = [one for one in groups if one and one <= window.passes.keys()]
+        window.kept_apart = [groups[one] for one in own if not any(one < other for other in own)]
+
+    def _is_multiple(self, found: Mapping[int, Explanation], common: float) -> bool:
+        """Return whether each element is the common multiple of what stood there, and that by no accident.
+
+        Of a sum, the largest element alone may hide that the others are none; and of few elements, any sum may be one.
+        """
+        number, largest = 0, 0.0
+        for key, one in found.items():
+            now, dtype = one.now[:ELEMENTS], self._dtype(key)
+            # of a product or two
+            rounding = 2 * UNIT_ROUNDOFF[dtype]
+            left = np.abs(common * self._states[0][key].sample[:ELEMENTS] - now)
+            if not (left <= rounding * np.abs(now) + SMALLEST[dtype]).all():
+                return False
+            number, largest = number + int(np.count_nonzero(now)), max(largest, rounding)
+        # one element is always a multiple of another one
+        return largest ** max(number - 1, 0) <= ACCIDENT or all(one.event == SAME for one in found.values())
+
+    def _fit(self, window: StepWindow, found: Mapping[int, Explanation], lost: Collection[int]) -> Fit | None:
+        """Fit a sum of what arrived in each pass to what stood in `.grad`, over some parameters.
+
+        What the fit leaves over must be within the rounding of a sum of so many terms, else `.grad` is edited: an edit
+        moves the coefficients by as much as it leaves over, so what is left over is also how well they are known.
+        """
+        length = min((len(one.now) for one in found.values()), default=0)
+        nothing = np.zeros(length)
+
+        def column(values: Iterable[Vector]) -> Vector:
+            return np.concatenate([(v if len(v) >= length else nothing)[:length] for v in values])
+
+        passes = [i for i in window.passes if any((0, i, key) in self._arrived for key in found)]
+        if not passes:
+            return None
+        columns = [column(self._arrived.get((0, i, key), nothing) for key in found) for i in passes]
+        target = column(one.now for one in found.values())
+        arrivals, number, of = np.stack(columns, 1), len(passes), (passes, lost, list(found))
+        if not is_finite(target) or not np.isfinite(arrivals).all():
+            return None
+        # rounding is relative to each parameter, and to its elements and its projections apart
+        of_keys = np.split(arrivals, len(found))
+        parts = [part for one in of_keys for part in np.split(one, [ELEMENTS]) if len(part)]
+        scale = np.repeat([float(np.hypot.reduce(np.abs(part).max(0))) for part in parts], list(map(len, parts)))
+        reached, arrived = scale > 0, arrivals.any(1)
+        # projections of few elements say nothing beside them
+        elements = np.concatenate([np.arange(len(one)) < ELEMENTS for one in of_keys])
+        is_enough = (arrived & elements).sum() >= 2 * number and not size(target[~reached])
+        scaled = fitted(arrivals[reached] / scale[reached, None], target[reached] / scale[reached])
+        if is_enough and scaled is not None:
+            solution, residual, spread = scaled
+            dtypes = set(map(self._dtype, found))
+            rounding = RELATIVE["float64"] + max(growth(number + FURTHER_ROUNDINGS, dtype) for dtype in dtypes)
+            rows = int(arrived.sum())
+            left, largest = float(np.sqrt((residual * residual).sum() / (rows - number))), size(solution)
+            if left <= RMS_OF_ROUNDING * rounding * largest:
+                left = max(left, *(UNIT_ROUNDOFF[dtype] * largest for dtype in dtypes))
+                # as if it were no noise that the elements average out, but a direction, such as that of the parameters;
+                # and two coefficients may be off in opposite directions
+                bound = 2 * math.sqrt(rows) * left * float(spread.max())
+                return Fit(*of, solution, np.full(number, bound), is_exact=True)
+        noisy = fitted(arrivals, target)
+        if noisy is None:
+            return Fit(*of, np.zeros(number), np.zeros(number), is_exact=True)
+        solution, residual, spread = noisy
+        deviation = np.sqrt((residual * residual).sum() / (len(residual) - number))
+        return Fit(*of, solution, SIGNIFICANT * deviation * spread, is_exact=False)
+
+    def _leave(self, window: StepWindow, steps: Sequence[StepRecord]) -> None:
+        """Set the states that a step leaves behind, and forget what no later step can ask for."""
+        for rank, step in enumerate(steps):
+            for key in window.keys:
+                now = step.gradients.get(key)
+                if not isinstance(now, np.ndarray):
+                    self._states[rank][key] = State()
+                    continue
+                coefficients = window.coefficients.get(key, {}) if size(now) or window.edit is None else {}
+                kept: Coefficients = {}
+                for (of, index), c in coefficients.items():
+                    # what is left in `.grad` after a step is an earlier window's, however many those were
+                    place = of, (EARLIER if index < window.before else index)
+                    kept[place] = c if place[1] != EARLIER else 1.0
+                self._states[rank][key] = State(now, kept, self._states[rank][key].shard)
+        for index in window.passes:
+            sources = {(rank, index) for rank in range(self.ranks)}
+            if any(abs(c) > 1e-9 for cs in window.coefficients.values() for s, c in cs.items() if s in sources):
+                self.passes[index].consumers.setdefault(window.optimizer, self.number_of_passes)
+        self.last[window.optimizer] = self.number_of_passes
+        if window.number != self._call:
+            self._call, self._before_call = window.number, self._at_last_step
+        self._at_last_step = self.number_of_passes
+        for key in window.keys:
+            self._owners[key].add(window.optimizer)
+        self._forget()
+
+    def is_stepped(self, keys: Iterable[int]) -> bool:
+        """Return whether an optimizer has stepped on some of these parameters."""
+        return any(self._owners.get(key) for key in keys)
+
+    def standing(self, keys: Iterable[int]) -> set[int]:
+        """Return the passes since the last step that stand in the `.grad` of some parameters."""
+        found = [ranked[key].coefficients for ranked in self._states for key in keys]
+        return {index for coefficients in found for (_, index), c in coefficients.items() if abs(c) > NEGLIGIBLE}
+
+    def _forget(self) -> None:
+        """Let go of the passes that every optimizer of their parameters has stepped on.
+
+        A parameter that no optimizer has stepped on yet, or that none ever will, keeps its passes for a while. Those of
+        the present call of a step are kept: an optimizer may step another one.
+        """
+
+        def is_done(index: int, seen: Seen) -> bool:
+            keys = {key for record in seen.records for key in record.arrivals}
+            return index < self._before_call and all(index < self._stepped.get(key, 0) - 1 for key in keys)
+
+        for key, steps in list(self._owners.items()):
+            self._stepped[key] = min(self.last[optimizer] for optimizer in steps)
+        old = self.number_of_passes - MOST_PASSES
+        for index in [i for i, seen in self.passes.items() if i < old or is_done(i, seen)]:
+            del self.passes[index]
+        kept = self.passes.keys()
+        self._arrived = {k: v for k, v in self._arrived.items() if k[1] in kept}
+        self._null = {n for n in self._null if n[1] in kept}
+        self._not_finite &= kept
+        self._discarded = {one: cs for one, cs in self._discarded.items() if one <= kept}
+
+
+MOST_PASSES = 512
+"""Passes that are kept for parameters that no optimizer has stepped on."""
+COPIED = 1e-5
+"""Relative difference of a gradient that is copied from one parameter to another one in float32, and may be divided."""
+RMS_OF_ROUNDING = 0.25
+"""Of the roundings of a sum, relative to their bound; of sums in float32 and bfloat16 it is up to an eighth or so."""
+ACCIDENT = 1e-4
+"""Chance, from which on it counts, that a few elements of a sum are within rounding a multiple of one of its terms."""
+FEWEST = 8
+"""Elements from which on a part of an edited gradient is told from chance."""
+SIGNIFICANT = 5.0
+"""Standard errors from which on a coefficient is not 0."""
