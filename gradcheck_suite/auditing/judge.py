@@ -173,7 +173,7 @@ class Judge:
         self._moving: defaultdict[str, list[int]] = defaultdict(list)
         self._clipped: set[str] = set()
         self.skipped: dict[int, str] = {}
-        self._removed: defaultdict[int, list[tuple[StepWindow, Place, Sequence[int]]]] = defaultdict(list)
+        self._removed: defaultdict[int, list[Sequence[int]]] = defaultdict(list)
         self._sizes: dict[int, float] = {}
         self._replay = Replay(ranks, dtypes)
         self._ranks, self._given = ranks, given
@@ -494,8 +494,13 @@ class Judge:
             return found.coefficients
         if found.excuse:
             self._notes[found.excuse] += 1
+        if found.first_point and self._judges_weights:
+            # the gradient there gives a direction, in which the micro-batches weigh as in the step
+            self._pending[window.optimizer].append(
+                replace(self._pending_of(window, where, found.first_point), scaled=False)
+            )
         if found.removed:
-            self._removed[window.optimizer].append((window, where, found.removed))
+            self._removed[window.optimizer].append(found.removed)
         if fault is not None:
             self.judged.add(window.number)
             self._violate(fault, window, where)
@@ -579,11 +584,20 @@ class Judge:
         are_shares = len(first) > FEWEST_SHARES and len(places) == 1 and near(float(first.sum()), 1.0, 1e-2)
         if are_shares and all(len(each) == len(first) and np.allclose(each, first, rtol=1e-2) for each in shares):
             return True
+        # what weighs 1 in all is a mean over the window; means of tasks may as well be added up
         return all(
-            (np.ptp(each) <= 1e-2 * size(each) and is_alike(one.window))
+            (np.ptp(each) <= 1e-2 * size(each) and is_alike(one.window) and self._weigh_one(one))
             or self._are_right(one.window, one.coefficients)
             for one, each in zip(made, shares, strict=True)
         )
+
+    def _weigh_one(self, one: Pending) -> bool:
+        """Return whether some term of the losses weighs 1 in the whole window."""
+        weights = Counter[tuple[str, ...]]()
+        for (rank, index), c in one.coefficients.items():
+            for term in one.window.passes[index].records[rank].terms:
+                weights[term.expression] += c * abs(term.weight or 0.0) * term.counts.get(term.own, 0.0)
+        return any(near(abs(weight), one.window.step.scale or 1.0, 1e-2) for weight in weights.values())
 
     def _tasks_of(self, window: StepWindow) -> dict[int, str]:
         """Tell the tasks of a line apart by the parameters that only one of them reaches, such as its head.
@@ -675,28 +689,20 @@ class Judge:
                     f"({self._names(never)}): look for a `detach` or a `no_grad`, or leave them out of the optimizer"
                 ] += 1
         for optimizer in self._removed:
-            self._judge_removed(optimizer)
+            self._note_removed(optimizer)
         if complete and self._judges_sums:
             self._tails()
 
-    def _judge_removed(self, optimizer: int) -> None:
-        """Judge gradients that were taken away before the step: a layer that is frozen for a while, or a slip."""
-        steps: defaultdict[int, list[tuple[StepWindow, Place]]] = defaultdict(list)
-        for window, where, keys in self._removed[optimizer]:
-            for key in keys:
-                steps[key].append((window, where))
-        every = self._windows[optimizer]
-        for number in sorted({len(found) for found in steps.values()}):
-            keys = [key for key, found in steps.items() if len(found) == number]
-            names = self._names(keys)
-            if number < every:
-                self._notes[
-                    f"the gradient of {names} was taken away between backward and the step in {number} of {every} "
-                    "steps: the program freezes them there; if it should not, look for what resets their `.grad`"
-                ] += 1
-                continue
-            for window, where in steps[keys[0]]:
-                self._violate(replace(OF_SUMS["missing"], key=keys[0], keys=keys), window, where)
+    def _note_removed(self, optimizer: int) -> None:
+        """Note gradients that were taken away before the step, as those of a layer that is frozen for a while."""
+        steps = Counter(key for keys in self._removed[optimizer] for key in keys)
+        for number in sorted({*steps.values()}):
+            names = self._names([key for key, times in steps.items() if times == number])
+            self._notes[
+                f"the gradient of {names} was taken away between backward and the step in {number} of "
+                f"{self._windows[optimizer]} steps: the program freezes them there; if it should not, look for what "
+                "resets their `.grad`"
+            ] += 1
 
     def _names(self, keys: Sequence[int]) -> str:
         """Return the names of a few parameters, and how many more there are."""

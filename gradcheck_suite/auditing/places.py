@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dis
 import gc
@@ -155,6 +156,53 @@ def lines_with(call: str, place: Place) -> list[str]:
     files = dict.fromkeys(line.rpartition(":")[0] for line in place.path)
     lines = ((f"{file}:{n}", text) for file in files for n, text in enumerate(linecache.getlines(file), 1))
     return [line for line, text in lines if call in text.partition("#")[0]][:MOST_LINES]
+
+
+def _is_reset(node: ast.AST) -> bool:
+    """Return whether a node may reset a `.grad`: `zero_grad()`, `.grad.zero_()`, `.grad = None`, a product with 0."""
+    if isinstance(node, ast.Call):
+        name, arguments = ast.unparse(node.func), ast.unparse(ast.Tuple(node.args)).strip("(,)")
+        of_zero = name.endswith((".mul_", ".fill_")) and arguments in ("0", "0.0")
+        return name.endswith(("zero_grad", "_foreach_zero_")) or (
+            "grad" in name and (name.endswith(".zero_") or of_zero)
+        )
+    if isinstance(node, ast.Assign | ast.AugAssign):
+        target, value = node.targets[0] if isinstance(node, ast.Assign) else node.target, ast.unparse(node.value)
+        return ".grad" in ast.unparse(target) and (value in ("None", "0", "0.0") or "zeros" in value)
+    return False
+
+
+def resets_between(lost: Place, kept: Place, step: Place, *, same_loop: bool) -> list[str]:
+    """Return the lines that may have reset `.grad` between two passes: torch has no hook for a reset in place.
+
+    Args:
+        lost: the pass whose gradient was reset.
+        kept: the next one; no step came between them.
+        step: after them. What runs together with it, as the reset right after it, has not run between the passes.
+        same_loop: whether the innermost `for` loop around the passes has not ended between them.
+    """
+    found: list[str] = []
+    for file in dict.fromkeys(line.rpartition(":")[0] for line in (*lost.path, *step.path)):
+        numbers = [[int(n) for f, _, n in (x.rpartition(":") for x in p.path) if f == file] for p in (lost, kept, step)]
+        try:
+            tree = ast.parse("".join(linecache.getlines(file)))
+        except SyntaxError:  # a command of the shell in a notebook
+            continue
+        lines = {node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt | ast.expr) and _is_reset(node)}
+        suites = (getattr(node, name, None) for node in ast.walk(tree) for name in ("body", "orelse", "finalbody"))
+        for suite in (each for each in suites if isinstance(each, list)):
+            of = {n: i for i, one in enumerate(suite) for n in range(one.lineno, (one.end_lineno or one.lineno) + 1)}
+            first, last, stepped = ([of[n] for n in each if n in of] for each in numbers)
+            # the innermost statements around the step run together; a module runs once, and a loop that goes on, too
+            together = any(not hasattr(suite[i], "body") for i in stepped) or suite is tree.body
+            inside = same_loop and first == last and first and isinstance(suite[first[0]], ast.For)
+            if bool(first) != bool(last) or not (together or inside):
+                continue
+            a, b = (first[0], last[0]) if first else (0, -1)
+            between = range(a, b + 1) if a <= b or not first else (*range(a, len(suite)), *range(b + 1))
+            lines -= {n for n in lines & of.keys() if of[n] not in between}
+        found += [f"{file}:{n}" for n in sorted(lines)]
+    return found
 
 
 _LINE = re.compile(r'File "(?P<file>.+?)", line (?P<line>\d+)')

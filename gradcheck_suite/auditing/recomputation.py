@@ -476,10 +476,10 @@ def _compute(asked: Asked, result: Recomputed) -> None:
             else "gets its gradient without a hook of the script's"
         )
         raise NotRecomputed(f"no parameter of the optimizer {where}")
+    _expect_reproduced(parts, replayed)
     result.how, result.error = BY_MICRO_BATCH, difference.error
     if asked.is_faulty:
         return
-    _expect_reproduced(parts, replayed)
     left = [key for key, now in asked.observed.items() if key not in total.gradients and now.any()]
     if left:
         result.notes.append(f"{counted(len(left), 'parameter')} had no part in a window computed again ({UNSEEN})")

@@ -291,7 +291,7 @@ class Recorder:
     def _keep_stacks(self) -> None:
         """Let every node keep the stack that made it until the first step: so the lines of losses are known."""
         # two steps where the first one's losses have none: Lightning switches anomaly mode off when it begins to fit
-        wanted = self._weights and self.steps_seen < 2 and not self._lines
+        wanted = self._weights and self.steps_seen < (1 if self._lines else 2)
         if wanted and not torch.is_anomaly_enabled():
             self._checks = torch.is_anomaly_check_nan_enabled()
             torch.set_anomaly_enabled(True, False)
@@ -337,6 +337,8 @@ class Recorder:
             return None  # operations are counted on the meta device or with fake tensors: nothing is trained
         outer = self._running.get(_task())
         if outer is None:
+            # what a pass computes itself, as an adjoint does, would take ten times as long with stacks
+            self._end_of_stacks()
             record = PassRecord(here(), accumulates, loop=loop_here(), reset=self._reset)
             self._reset = None
             running = Running(record, Reader())
@@ -444,6 +446,7 @@ class Recorder:
             self._unbound.remove(running)
         for task in running.tasks:
             self._running.pop(task, None)
+        self._keep_stacks()
         self._arrive_all(running)
         self._numbers(running)
         if running.record.accumulates:
@@ -471,7 +474,6 @@ class Recorder:
         }
         running.record.clocks = self._clocks()
         self.last = running
-        self._keep_stacks()
         self._receive(running.record)
 
     def _clocks(self) -> dict[str, int]:
@@ -513,7 +515,8 @@ class Recorder:
         if running is None or running.outer is not None or running.record.accumulates:
             return
         for parameter, gradient in zip(inputs, results or (), strict=False):
-            given = isinstance(parameter, torch.nn.Parameter) and gradient is not None and not gradient.requires_grad
+            known = isinstance(parameter, torch.nn.Parameter) or id(parameter) in self._keys
+            given = known and gradient is not None and not gradient.requires_grad
             if given and not torch._C._functorch.is_functorch_wrapped_tensor(gradient):
                 key = self._watch(parameter)
                 running.record.arrivals[key] = Arrival(BY_HAND, None, samples.sample(gradient, whole=self._full()))

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 
 from gradcheck_suite.auditing.events import BY_HAND, PassRecord
-from gradcheck_suite.auditing.places import Place, lines_with
+from gradcheck_suite.auditing.places import Place, resets_between
 from gradcheck_suite.auditing.replay import EARLIER, NEGLIGIBLE, UNKNOWN, Seen, Source, StepWindow, near
 from gradcheck_suite.core.text import counted
 
 IF_WANTED = "; if it should be in one, do not reset between it and the step"
 """What to do about a pass that may have been discarded on purpose."""
+
+MOST_RESETS = 3
+"""Lines that a sentence names."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,6 @@ OF_SUMS = {
     "all reset": StepFault(
         "no-gradient", "nothing of the window is in the gradient: it was reset between backward and the step"
     ),
-    "missing": StepFault("no-gradient", "a parameter that the window reaches has no gradient at the step"),
     "last passes": StepFault("reset-inside-window", "only the last backward passes of the window are in the gradient"),
     "written over": StepFault("reset-inside-window", "results of `torch.autograd.grad` are written over"),
     "dropped": StepFault("dropped-micro-batch", "some backward passes of the window are not in the gradient"),
@@ -117,6 +119,7 @@ class Sums:
         coefficients: of each pass that is in it.
         by_hand: whether the program put it together itself, from what arrived and was kept elsewhere.
         untold: whether it cannot be told if it did, or reset and edited it.
+        first_point: where the same micro-batches went backward at two points, as of SAM, the passes at the first one.
     """
 
     fault: StepFault | None = None
@@ -125,6 +128,7 @@ class Sums:
     coefficients: Mapping[Source, float] = field(default_factory=dict)
     by_hand: bool = False
     untold: bool = False
+    first_point: Mapping[Source, float] = field(default_factory=dict)
 
 
 def _fault(seen: str, key: int | None = None, *, keys: Sequence[int] = (), where: str = "") -> Sums:
@@ -325,19 +329,27 @@ def _judge_points(members: Members, first: Sequence[int], kept: Sequence[int]) -
     numbers = f"{counted(len(first), 'micro-batch')} went backward at the first point"
     if 0 < len(kept) < len(first):
         return _fault("dropped", where=f" ({numbers}, and {len(kept)} at the point whose gradient is stepped on)")
-    before, after = (sum(map(_mass, (members.window.passes[i] for i in at))) for at in (first, kept))
+    passes = members.window.passes
+    before, after = ([items_of(passes[i]) for i in at] for at in (first, kept))
+    masses = [sum(weight * count for of_pass in at for weight, count in of_pass) for at in (before, after)]
     if len(first) < len(kept):
         said = f"{numbers}, and {len(kept)} at the second one"
-    elif after and not near(before, after, 1e-3):
-        said = f"the losses at the first point weigh {before / after:.4g} times those at the second one"
+    elif masses[1] and not near(*masses, 1e-3):
+        said = f"the losses at the first point weigh {masses[0] / masses[1]:.4g} times those at the second one"
     else:
-        said = "what was reset belongs to other parameters"
-    return Sums(excuse=f"parameters were written between the passes: {said}")
+        said = "what was reset is of their earlier values"
+    counts = [[[count for _, count in of_pass] for of_pass in at] for at in (before, after)]
+    return Sums(
+        excuse=f"parameters were written between the passes: {said}",
+        first_point=dict.fromkeys(product(range(len(passes[first[0]].records)), first), 1.0)
+        if len(first) > 1 and counts[0] == counts[1]
+        else {},
+    )
 
 
-def _mass(seen: Seen) -> float:
-    """Return what the items of a pass weigh together."""
-    return sum(abs(t.weight or 0.0) * t.counts.get(t.own, 0.0) for record in seen.records for t in record.terms)
+def items_of(seen: Seen) -> list[tuple[float, float]]:
+    """Return the weight of an item and the number of items of each term of a pass."""
+    return [(abs(t.weight or 0.0), t.counts.get(t.own, 0.0)) for record in seen.records for t in record.terms]
 
 
 def _is_rest_of_epoch(
@@ -355,11 +367,15 @@ def _is_rest_of_epoch(
 
 
 def _resets(members: Members, lost: Sequence[int]) -> str:
-    """Say where the gradient that was lost was reset: where it was let go, or the only line that may have done it."""
-    window = members.window
-    after = next((seen.records[0].reset for i, seen in window.passes.items() if i > max(lost)), None)
-    lines = [after.line] if after else lines_with("zero_grad(", window.passes[max(lost)].site)
-    return f" (`.grad` was reset at {lines[0]})" if len(lines) == 1 else ""
+    """Say where the gradient that was lost was reset: where it was let go, or the lines that may have done it."""
+    window, number = members.window, max(lost)
+    after = next((seen.records[0] for i, seen in window.passes.items() if i > number), None)
+    if after is None or after.reset:
+        return f" (`.grad` was reset at {after.reset.line})" if after and after.reset else ""
+    last = window.passes[number].records[0]
+    same_loop = last.loop is not None and last.loop == after.loop
+    lines = resets_between(last.place, after.place, window.step.place, same_loop=same_loop)
+    return f" (`.grad` was reset at {' or '.join(lines)})" if 0 < len(lines) <= MOST_RESETS else ""
 
 
 def _judge_parameters(members: Members) -> Sums | None:
@@ -369,7 +385,8 @@ def _judge_parameters(members: Members) -> Sums | None:
         key = next(iter(off))
         if any(abs(c) < NEGLIGIBLE for c in off.values()):
             lost = [i for i in members.required if any(abs(c) < NEGLIGIBLE for _, c in members.by_parameter[i])]
-            return _fault("last passes", key, keys=sorted(off), where=_resets(members, lost))
+            keys = sorted(key for key, c in off.items() if abs(c) < NEGLIGIBLE)
+            return _fault("last passes", key, keys=keys, where=_resets(members, lost))
         return _fault("rescaled", key)
     # what was set to None after the last pass lacks all passes alike, as what was zeroed there does
     missing = members.missing_parameters()

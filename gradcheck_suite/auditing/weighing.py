@@ -48,6 +48,7 @@ class Pending:
         readings: the weights, with the factor by which `.grad` was multiplied after the last pass, and without it,
             where there is one: it may be a part of the loss (a mean over K at the end) or none (clipping).
         apart: where the program has put `.grad` together from what it kept, each kept gradient as a window of its own.
+        scaled: whether a common factor of the weights matters: it does not where the gradient is normalized.
     """
 
     window: StepWindow
@@ -56,6 +57,7 @@ class Pending:
     readings: Sequence[Reading]
     factor: float
     apart: Sequence[Pending] = ()
+    scaled: bool = True
 
     @property
     def length(self) -> int:
@@ -246,6 +248,8 @@ def _compare_within(
                 result.notes[f"{objective.place}: a coefficient changes within a window"] += 1
             else:
                 unequal[objective.key].append((objective, window))
+            continue
+        if not one.scaled:
             continue
         # the window's length is that of the call sites that this objective comes from
         here = {site[source] for source in sources}

@@ -678,8 +678,8 @@ second = (1 - share) * F.cross_entropy(mixed, y[order])""",
         "*[4] * 12",
         after="for parameter in model.parameters():\n    parameter.grad += 0.01 * torch.randn_like(parameter)",
     ),
-    "faulty_one_layer_set_to_none": faulty(
-        "no-gradient", "*[4] * 4, steps=1", then="for parameter in model[0].parameters():\n    parameter.grad = None"
+    "sound_one_layer_set_to_none": sound(
+        "*[4] * 4, steps=1", then="for parameter in model[0].parameters():\n    parameter.grad = None"
     ),
     "faulty_one_number": faulty(
         "stale-window",
