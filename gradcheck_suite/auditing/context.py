@@ -622,6 +622,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                 observed,
                 violation is not None,
                 self._functions,
+                {id(p): line for k, p in live.items() if (line := self._recorder.used_at.get(k)) is not None},
             )
             found = recompute(asked)
         finally:

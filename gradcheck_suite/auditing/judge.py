@@ -333,7 +333,8 @@ class Judge:
     def _violate(self, fault: StepFault, window: StepWindow, where: Place) -> None:
         name = None if fault.key is None else self._name_of(fault.key)
         if fault.keys:
-            fault = replace(fault, sentence=f"in {self._names(fault.keys)}: {fault.sentence}")
+            names = self._names([key for key in window.keys if key in fault.keys])
+            fault = replace(fault, sentence=f"in {names}: {fault.sentence}")
         self.add(violation_of(fault, window, where, name))
 
     def _on_step(self, steps: Sequence[StepRecord]) -> None:

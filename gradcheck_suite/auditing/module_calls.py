@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import unserializable_hook
 
+from gradcheck_suite.auditing.places import here
 from gradcheck_suite.auditing.program_state import RandomState, unchanged
 from gradcheck_suite.auditing.samples import Raw, has_values, sample
 from gradcheck_suite.auditing.terms import elements, factors_below, is_leaf, live
@@ -46,6 +47,7 @@ class ModuleCall:
         autocast: device type, dtype, and whether autocast was on.
         point: fingerprint of the module's parameters.
         compiled: whether the module is compiled.
+        lent: where it was called with other tensors than its parameters, as by `functional_call`; else empty.
         outputs: a sample of each output tensor through which a gradient may come.
         scalars: which outputs have no dimension.
     """
@@ -61,6 +63,7 @@ class ModuleCall:
     autocast: tuple[str, torch.dtype, bool]
     point: tuple[Any, ...]
     compiled: bool = False
+    lent: str = ""
     outputs: list[Raw] = field(default_factory=list)
     scalars: list[bool] = field(default_factory=list)
 
@@ -199,6 +202,7 @@ class ModuleCalls:
             autocast=autocast,
             point=point,
             compiled=hasattr(module, "_orig_mod"),
+            lent=here().line if any(not p.is_leaf for p in module.parameters()) else "",
         )
         seen = set[int]()
         for index, tensor in enumerate(differentiable(output)):

@@ -13,7 +13,7 @@ difference is a finding, since parameters may be used outside of the recorded mo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,6 +46,8 @@ from gradcheck_suite.core.text import counted
 
 ONE_BATCH, BY_MICRO_BATCH = "in one batch", "micro-batch by micro-batch"
 UNSEEN = "a call as `model.forward(...)`, by another method, or with other tensors by `functional_call` is not seen"
+MOST_LINES = 3
+"""Lines that a sentence names."""
 FULL_PRECISION = ("float32", "float64")
 
 
@@ -70,12 +72,13 @@ class Part:
     weight: float = 1.0
 
 
-def parts_of(passes: Sequence[Running], weights: Sequence[float]) -> list[Part]:
+def parts_of(passes: Sequence[Running], weights: Sequence[float], unseen: str = UNSEEN) -> list[Part]:
     """Return the recorded calls of a window.
 
     Args:
         passes: the backward passes.
         weights: of each pass.
+        unseen: why a call may not be recorded.
 
     Raises:
         NotRecomputed: no call was recorded in some pass, a module is compiled, or an input was changed in place.
@@ -83,8 +86,10 @@ def parts_of(passes: Sequence[Running], weights: Sequence[float]) -> list[Part]:
     parts = []
     for index, (one, weight) in enumerate(zip(passes, weights, strict=True)):
         if not one.forwards:
-            raise NotRecomputed(f"no call of a module that leads to the loss was recorded ({UNSEEN})")
+            raise NotRecomputed(f"no call of a module that leads to the loss was recorded ({unseen})")
         for forward, received in one.forwards.items():
+            if forward.lent:
+                raise NotRecomputed(f"the model is called with other tensors than its parameters at {forward.lent}")
             if forward.compiled:
                 raise NotRecomputed("the model is compiled")
             if forward.changed:
@@ -396,6 +401,7 @@ class Asked:
         observed: id of a parameter -> its `.grad`.
         is_faulty: whether a fault is known already: then only its size is asked.
         known: the custom functions that were judged before; new ones are added.
+        used_at: id of a parameter -> a line that uses it, where that is known.
     """
 
     passes: Sequence[Running]
@@ -404,6 +410,12 @@ class Asked:
     observed: Gradients
     is_faulty: bool
     known: set[FunctionKey]
+    used_at: Mapping[int, str] = field(default_factory=dict)
+
+    def unseen(self, keys: Iterable[int]) -> str:
+        """Return where some parameters are used, and why that may not be a call that was recorded."""
+        lines = list(dict.fromkeys(self.used_at[key] for key in keys if key in self.used_at))[:MOST_LINES]
+        return f"used at {', '.join(lines)}; {UNSEEN}" if lines else UNSEEN
 
 
 def recompute(asked: Asked) -> Recomputed:
@@ -458,7 +470,7 @@ def _common_modes(parts: Sequence[Part], passes: Sequence[Running]) -> dict[Part
 
 
 def _compute(asked: Asked, result: Recomputed) -> None:
-    received = parts_of(asked.passes, asked.weights)
+    received = parts_of(asked.passes, asked.weights, asked.unseen(asked.observed))
     parts = result.parts = [from_outside(part) for part in received]
     modes = _common_modes(parts, asked.passes)
     whole = None if modes else in_one_batch(parts)
@@ -471,7 +483,7 @@ def _compute(asked: Asked, result: Recomputed) -> None:
     difference, total, replayed = _computed(asked, parts, How())
     if not total.gradients.keys() & asked.observed.keys():
         where = (
-            f"is in a recorded call ({UNSEEN})"
+            f"is in a recorded call ({asked.unseen(asked.observed)})"
             if asked.observed
             else "gets its gradient without a hook of the script's"
         )
@@ -482,7 +494,8 @@ def _compute(asked: Asked, result: Recomputed) -> None:
         return
     left = [key for key, now in asked.observed.items() if key not in total.gradients and now.any()]
     if left:
-        result.notes.append(f"{counted(len(left), 'parameter')} had no part in a window computed again ({UNSEEN})")
+        number = counted(len(left), "parameter")
+        result.notes.append(f"{number} had no part in a window computed again ({asked.unseen(left)})")
     if difference.worst is not None:
         _judge_backward(asked, received, result)
     elif modes:

@@ -30,7 +30,7 @@ from gradcheck_suite.auditing import samples
 from gradcheck_suite.auditing.events import BY_HAND, KEPT, LATE, NONE, TOUCHED, Arrival, Event, PassRecord, StepRecord
 from gradcheck_suite.auditing.places import NOWHERE, Place, here, living, loop_here, shown
 from gradcheck_suite.auditing.samples import Raw
-from gradcheck_suite.auditing.terms import MARK, Reader, declare, edge_of, joined_share, leaves_below
+from gradcheck_suite.auditing.terms import MARK, Reader, declare, edge_of, joined_share, leaves_below, used_at
 from gradcheck_suite.errors import CannotRunHere
 
 # What trainers are configured with, read off the stack at a step; no trainer is imported.
@@ -235,6 +235,7 @@ class Recorder:
         parameters: key -> what is known of a parameter.
         muted: whether nothing is recorded, since a window is computed again.
         notes: what could not be seen -> how often.
+        used_at: key of a parameter -> a line that uses it, where the first passes have shown one.
     """
 
     def __init__(
@@ -253,6 +254,7 @@ class Recorder:
         self.passes_seen = 0
         self.last: Running | None = None
         self.notes: Counter[str] = Counter()
+        self.used_at: dict[int, str] = {}
         self._receive, self._full = receive, full
         self._weights, self._sums, self._objectives = weights, sums, objectives or {}
         self._keys: dict[int, int] = {}
@@ -420,6 +422,9 @@ class Recorder:
             key = self._watch(leaf)
             if not getattr(leaf, "_fsdp_flattened", False):
                 self._shards.discard(key)  # tensor parallelism: a shard that goes backward itself
+        if self.steps_seen < 2 and self._full():  # nodes keep their stacks until then
+            lines = used_at(edge_of(root)[0] for root in roots)
+            self.used_at |= {self._keys[i]: line for i, line in lines.items() if i in self._keys}
         for found in running.reader.found if joins else ():
             reached, own = leaves_below([found.node])
             outside = {id(leaf) for leaf in leaves_below([found.node], own)[0]}

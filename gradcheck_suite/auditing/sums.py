@@ -315,7 +315,7 @@ def _judge_lost(members: Members, lost: Sequence[int], typical_k: int | None, lo
     hit = {k for i in lost for k, c in members.by_parameter[i] if abs(c) < NEGLIGIBLE}
     whole = all(abs(c) < NEGLIGIBLE for i in lost for _, c in members.by_parameter[i])
     seen = "dropped" if kept and max(lost) > min(kept) else "last passes"
-    return _fault(seen, keys=() if whole else sorted(hit), where=_resets(members, lost))
+    return _fault(seen, keys=() if whole else [*hit], where=_resets(members, lost))
 
 
 def tail_dropped(lost: int) -> StepFault:
@@ -385,7 +385,7 @@ def _judge_parameters(members: Members) -> Sums | None:
         key = next(iter(off))
         if any(abs(c) < NEGLIGIBLE for c in off.values()):
             lost = [i for i in members.required if any(abs(c) < NEGLIGIBLE for _, c in members.by_parameter[i])]
-            keys = sorted(key for key, c in off.items() if abs(c) < NEGLIGIBLE)
+            keys = [key for key, c in off.items() if abs(c) < NEGLIGIBLE]
             return _fault("last passes", key, keys=keys, where=_resets(members, lost))
         return _fault("rescaled", key)
     # what was set to None after the last pass lacks all passes alike, as what was zeroed there does

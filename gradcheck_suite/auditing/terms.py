@@ -583,6 +583,21 @@ def leaves_below(nodes: Iterable[Any], beyond: Iterable[Any] = ()) -> tuple[list
     return leaves, joins
 
 
+def used_at(nodes: Iterable[Any]) -> dict[int, str]:
+    """Return the id of each leaf below -> the line of the program that used it, where nodes keep their stacks."""
+    stack, seen, found = list(nodes), set[Any](), dict[int, str]()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        below = [one for one, _ in node.next_functions if one is not None]
+        stack += [one for one in below if not is_leaf(one)]
+        line = in_trace(node.metadata.get("traceback_", ()))
+        found |= {id(one.variable): line for one in below if line and is_leaf(one)}
+    return found
+
+
 def joined_share(join: Any) -> tuple[float, int]:
     """Return the share of a join's rows through which a gradient flows, and the index of its first such input."""
     whole = _shape(join, 0)

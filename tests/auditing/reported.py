@@ -19,6 +19,26 @@ def loss_of(n=4):
     return F.cross_entropy(net(torch.randn(n, 5)), torch.randint(0, 3, (n,)))
 """
 )
+TWO_POINTS = """\
+params = list(net.parameters())
+def move(sign, e):
+    with torch.no_grad():
+        for p, d in zip(params, e):
+            p.add_(d, alpha=sign)
+for step in range(4):
+    window = [(torch.randn(n, 5), torch.randint(0, 3, (n,))) for n in (4, 2, 6)]
+    for x, y in window:
+        FIRST.backward()
+    e = [0.05 * p.grad / p.grad.norm() for p in params]
+    move(1, e)
+    opt.zero_grad()
+    for x, y in window:
+        SECOND.backward()
+    move(-1, e)
+    opt.step()
+    opt.zero_grad()
+"""
+MEAN, SHARE = "(F.cross_entropy(net(x), y) / 3)", "(F.cross_entropy(net(x), y) * len(y) / 12)"
 
 
 def _script(verdict: str, said: tuple[str, ...], finding: str, text: str, head: str = NET) -> tuple[Script, str]:
@@ -752,6 +772,97 @@ for step in range(4):
     opt.zero_grad()
 """,
     ),
+    "sound_two_points_of_unequal_micro_batches": _script(
+        "holds", (), "", TWO_POINTS.replace("FIRST", SHARE).replace("SECOND", SHARE)
+    ),
+    "faulty_first_point_of_means": _script(
+        "violated", ("mean-of-means",), "", TWO_POINTS.replace("FIRST", MEAN).replace("SECOND", SHARE)
+    ),
+    "finding_tasks_without_conflict": _script(
+        "holds",
+        (),
+        "put together again by the program",
+        """\
+params = list(net.parameters())
+for step in range(6):
+    kept = []
+    for n in (9, 4, 6):
+        opt.zero_grad()
+        loss_of(n).backward()
+        kept.append([p.grad.clone() for p in params])
+    for p, *of_tasks in zip(params, *kept):
+        p.grad = sum(of_tasks)
+    opt.step()
+""",
+    ),
+    "finding_always_removed": _script(
+        "holds",
+        (),
+        "the gradient of 2.weight, 2.bias was taken away between backward and the step in 5 of 5 steps",
+        """\
+for step in range(5):
+    opt.zero_grad()
+    for _ in range(2):
+        (loss_of() / 2).backward()
+    torch._foreach_zero_([p.grad for p in net[2].parameters()])
+    opt.step()
+""",
+    ),
+    "faulty_always_removed": _script(
+        "violated",
+        ("no-gradient",),
+        "",
+        """\
+for step in range(5):
+    for _ in range(2):
+        (loss_of() / 2).backward()
+    torch._foreach_zero_([p.grad for p in net.parameters()])
+    opt.step()
+""",
+    ),
+    "faulty_zeroed_in_place": _script(
+        "violated",
+        ("reset-inside-window",),
+        "",
+        """\
+for step in range(4):
+    opt.zero_grad(set_to_none=False)
+    for i in range(3):
+        (loss_of() / 3).backward()
+        if i == 0:
+            for p in net[0].parameters():
+                p.grad.zero_()
+    opt.step()
+""",
+    ),
+    "faulty_zeroed_together": _script(
+        "violated",
+        ("reset-inside-window",),
+        "",
+        """\
+for step in range(4):
+    for i in range(4):
+        (loss_of() / 4).backward()
+        if i == 1:
+            torch._foreach_zero_([p.grad for p in net.parameters()])
+    opt.step()
+    opt.zero_grad(set_to_none=False)
+""",
+    ),
+    "finding_called_with_other_tensors": _script(
+        "holds",
+        (),
+        "the model is called with other tensors than its parameters at",
+        """\
+for step in range(3):
+    for _ in range(2):
+        smaller = {name: 0.9 * p for name, p in net.named_parameters()}
+        logits = torch.func.functional_call(net, smaller, (torch.randn(4, 5),))
+        (F.cross_entropy(logits, torch.randint(0, 3, (4,))) / 2).backward()
+    opt.step()
+    opt.zero_grad()
+""",
+    ),
     "faulty_two_points_of_unlike_numbers": _script(
         "violated",
         ("dropped-micro-batch",),
@@ -835,7 +946,7 @@ loss_of(6).backward()
     "sound_called_by_a_method": _script(
         "holds",
         (),
-        "had no part in a window computed again",
+        "1 parameter had no part in a window computed again (used at",
         """\
 class Net(nn.Module):
     def __init__(self):

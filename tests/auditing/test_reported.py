@@ -28,7 +28,12 @@ def test_a_reported_script_is_judged_rightly(name, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "line"),
-    [("faulty_skipped_and_reset", "zero_grad()\n        continue"), ("faulty_most_parameters_reset", ".grad = None")],
+    [
+        ("faulty_skipped_and_reset", "zero_grad()\n        continue"),
+        ("faulty_most_parameters_reset", ".grad = None"),
+        ("faulty_zeroed_in_place", ".grad.zero_()"),
+        ("faulty_zeroed_together", "_foreach_zero_"),
+    ],
 )
 def test_the_line_that_lost_a_gradient_is_named(name, line, tmp_path):
     path = tmp_path / f"{name}.py"
@@ -37,7 +42,11 @@ def test_the_line_that_lost_a_gradient_is_named(name, line, tmp_path):
     assert f"reset at {path}:{number})" in audited(path)[0].violation.explanation
 
 
-def test_the_parameters_that_were_hit_are_named(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "hit"),
+    [("faulty_most_parameters_reset", "0.weight, 0.bias, 2.weight"), ("faulty_zeroed_in_place", "0.weight, 0.bias")],
+)
+def test_the_parameters_that_were_hit_are_named(name, hit, tmp_path):
     path = tmp_path / "hit.py"
-    path.write_text(REPORTED["faulty_most_parameters_reset"][0].text)
-    assert "0.weight, 0.bias" in audited(path)[0].violation.explanation
+    path.write_text(REPORTED[name][0].text)
+    assert f"in {hit}: only" in audited(path)[0].violation.explanation
