@@ -205,26 +205,6 @@ def test_a_loop_that_hangs_is_a_violation(run, project):
     assert re.search(r"replay  gradcheck-suite replay \S+ --time-limit 0.2\n", outcome.out)
 
 
-@pytest.mark.full
-@pytest.mark.usefixtures("without_second_opinion")
-def test_a_loop_that_hangs_on_a_users_problem_was_found_before_any_case_was_drawn(run, project):
-    (project / "slow.py").write_text("import time\ndef loop(run):\n    time.sleep(60)\n")
-    outcome = run("verify", "slow.py:loop", "--problem", "loops.py:PROBLEM", "--time-limit", 0.2)
-    assert "found on the case that is tried first, two whole windows, before any case was drawn" in outcome.out
-
-
-@pytest.mark.full
-def test_autocast_is_declared_or_a_violation(run, project):
-    options = ("--examples", 8, "--dtype", "float32", "--assume", "mean-reduction")
-    outcome = run("verify", "loops.py:autocast", *options)
-    assert outcome.status == 1
-    outcome = run("verify", "autocast_bfloat16", *options, "--json", "out.json")
-    assert outcome.status == 0
-    assert "losses may be computed under torch.autocast in bfloat16" in outcome.out
-    (result,) = json.loads((project / "out.json").read_text())["results"]
-    assert result["autocast"] == "bfloat16"
-
-
 def test_a_case_of_a_loop_with_autocast_is_replayed_with_it(run, project, a_case):
     (project / "case.json").write_text(json.dumps(a_case.replace(dtype="float32", plan=Plan((2,), 1)).to_json()))
     assert "low-precision" in run("replay", "case.json", "loops.py:autocast").out
@@ -325,49 +305,3 @@ def test_an_interrupt_keeps_what_was_found(run, project, monkeypatch, a_case, vi
     (result,) = json.loads((project / "out.json").read_text())["results"]
     assert (result["loop"], result["interrupted"]) == ("zero_", True)
     assert outcome.err == ""
-
-
-@pytest.mark.full
-def test_numbers_that_json_lacks_are_strings(run, project, monkeypatch, a_case):
-    violation = Violation("step-count", "x", "planted", a_case, error=float("inf"), allowed=float("nan"), found_after=1)
-    planted(monkeypatch, [Verdict(a_case, violation)], violations=(violation,))
-    assert run("verify", "zero_", "--json", "out.json").status == 1
-    (result,) = json.loads((project / "out.json").read_text())["results"]
-    assert (result["violation"]["error"], result["violation"]["allowed"]) == ("inf", "nan")
-
-
-EXPERTS = """
-import torch
-from gradcheck_suite import Problem
-
-class Experts(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.experts = torch.nn.ModuleList(torch.nn.Linear(1, 1, bias=False) for _ in range(2))
-        for expert in self.experts:
-            torch.nn.init.constant_(expert.weight, 2.0)
-
-    def forward(self, batch):
-        return torch.cat([self.experts[int(route)](x) for x, route in zip(batch["x"], batch["route"])])
-
-PROBLEM = Problem(
-    model=lambda seed: Experts(),
-    batch=lambda items, seed: {"x": torch.ones(items, 1, dtype=torch.float64), "route": torch.arange(items) % 2},
-    loss=lambda model, batch: model(batch).square().mean(),
-)
-"""
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("without_second_opinion")
-def test_the_decay_of_an_unused_parameter_is_explained_by_its_zeros(run, project):
-    (project / "experts.py").write_text(EXPERTS)
-    options = ("--problem", "experts.py:PROBLEM", "--optimizer", "AdamW", "--examples", 10)
-    # the built-in loops that call zero_grad(set_to_none=False), and zero_grad(set_to_none=True)
-    outcome = run("verify", "zero_grad", "set_to_none", *options)
-    assert outcome.status == 0
-    zeroed, _, released = outcome.out.partition("set_to_none  holds")
-    assert "zeros moved a parameter that None leaves" in zeroed
-    assert "Its gradient was zeros and not None, so adamw stepped on it and moved it by" in zeroed
-    assert "by weight decay" in zeroed
-    assert "zeros moved" not in released

@@ -337,18 +337,6 @@ def test_a_faulty_loop_is_found_and_named(name):
         assert names <= set(diagnosis.split(" or ")), [v.violation and v.violation.explanation for v in verdicts]
 
 
-@pytest.mark.full
-@pytest.mark.usefixtures("only_linear")
-@pytest.mark.parametrize(
-    "name", ["disabled_scaler_updated_per_micro_batch", "disabled_scaler_unscaled_per_micro_batch"]
-)
-def test_a_disabled_scaler_is_found_on_drawn_plans(name):
-    loop, diagnosis = FAULTY[name]
-    violation = verify(loop, examples=10).violation
-    assert violation.diagnosis == diagnosis
-    assert "once per micro-batch" in violation.explanation
-
-
 def test_a_step_in_a_hook_is_sound_for_windows_of_one_micro_batch():
     for optimizer in OPTIMIZERS:
         assert found(step_in_a_hook, optimizer, [plan.replace(accumulation_steps=1) for plan in PLANS])[0] == {None}
@@ -377,14 +365,6 @@ def test_a_frozen_parameter_moves_on_zeros_and_not_on_none(optimizer):
         assert "changed 0.bias.requires_grad from True to False" in violation.explanation
         first, last = run_loop(loop, generated_instance(case)).observations
         assert torch.equal(first.after["0.bias"], last.after["0.bias"]) == (set_to_none or not moves)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", SOUND)
-def test_a_sound_loop_is_not_reported(name):
-    # `clip_grad_norm_` computes no norm of a sparse gradient
-    result = verify(SOUND[name], examples=20, assumes=("finite-gradients", "dense-gradients"))
-    assert result.holds, result.violation
 
 
 def test_the_epoch_is_named_in_which_a_scheduler_is_stepped_once_per_micro_batch():

@@ -401,14 +401,6 @@ def _own(dtype, items, *, reduction="mean", compute=None, index=0, plan=PLAN, we
 ITEMS = [1.0, 2.0, 4.0, 5.0, 8.0, 16.0]
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-@pytest.mark.parametrize(("reduction", "whole", "parts"), [("mean", 3.0, [0.25, 2.75]), ("sum", 12.0, [1.0, 11.0])])
-def test_the_large_batch_and_its_parts_are_computed_in_the_dtype(dtype, reduction, whole, parts):
-    bound = _own(dtype, ITEMS, reduction=reduction).bound
-    assert bound.large_batch == pytest.approx([whole], rel=2**-7)
-    assert np.array(bound.contributions) == pytest.approx(np.array(parts)[:, None], rel=2**-6)
-
-
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize(("index", "several"), [(0, True), (1, False)])
 def test_the_parts_have_rounding_errors_of_their_own_where_there_are_several(dtype, index, several):
@@ -469,27 +461,6 @@ def test_numbers_are_out_of_range_from_a_64th_of_the_largest_on(value, out, dtyp
     window = _own(dtype, [value] * 6, compute=compute, reduction="mean")
     assert window.bound.is_out_of_range() is out
     assert not _own(dtype.replace("16", "32") if compute is None else "bfloat16", [value] * 6).bound.is_out_of_range()
-
-
-def test_float64_tells_torchs_own_gradient_and_lower_precisions_do_not():
-    window = _own("float64", ITEMS)
-    assert window.bound.is_torchs(np.array([3.0]))
-    assert not window.bound.is_torchs(np.array([3.0 + 1e-9]))
-    assert not _own("float32", ITEMS).bound.is_torchs(np.array([3.0]))
-
-
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_what_autocast_refuses_is_not_judged(dtype):
-    def loss(model, batch):
-        if torch.is_autocast_enabled("cpu"):
-            raise RuntimeError("unsafe to autocast")
-        return model(batch).mean()
-
-    problem = Problem(_model, lambda count, seed: torch.ones(count, 1), loss)
-    reference = Reference(user_instance(Case("own", PLAN, dtype=dtype), problem))
-    reference.window(0).bound.expect_computable()
-    with pytest.raises(CannotJudgeError, match="under autocast bfloat16: unsafe to autocast"):
-        reference.window(0, None, "bfloat16").bound.expect_computable()
 
 
 def test_one_part_that_is_not_finite_alone_is_not_judged_where_numbers_are_out_of_range():

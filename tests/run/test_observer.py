@@ -20,30 +20,6 @@ def _observed(model, **options):
     return optimizer, Observer(model, optimizer, **{"limit": 10, **options})
 
 
-def test_every_step_is_written_down_in_order():
-    model = _model()
-    optimizer, observer = _observed(model)
-    for value in (1.0, 2.0):
-        for p in model.parameters():
-            p.grad = torch.full_like(p, value)
-        optimizer.step()
-    assert [o.gradients["0.weight"].tolist() for o in observer.observations] == [[[1, 1]], [[2, 2]]]
-
-
-def test_trainable_parameters_only():
-    model = _model()
-    optimizer, observer = _observed(model)
-    optimizer.step()
-    assert list(observer.observations[0].gradients) == ["0.weight", "1.weight", "1.bias"]
-
-
-def test_none_is_none():
-    model = _model()
-    optimizer, observer = _observed(model)
-    optimizer.step()
-    assert set(observer.observations[0].gradients.values()) == {None}
-
-
 def test_gradients_are_copied():
     model = _model()
     optimizer, observer = _observed(model)
@@ -89,34 +65,6 @@ def test_a_step_with_a_closure_is_seen_once_the_closure_has_run(by_name):
     loss = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
     assert torch.equal(loss, model(torch.full((1, 1), 3.0)).sum())
     assert [o.gradients["weight"].tolist() for o in observer.observations] == [[[3.0]]]
-
-
-def test_a_closure_that_is_run_twice_is_one_step():
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
-    observer = Observer(model, optimizer, limit=10)
-    runs = []
-
-    def closure():
-        runs.append(0)
-        optimizer.zero_grad()
-        loss = (model(torch.ones(1, 1)) - 5).square().sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    assert len(runs) > 1
-    assert len(observer.observations) == 1
-
-
-def test_a_real_optimizer_gets_its_closures_loss_and_the_settings_are_kept():
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    observer = Observer(model, optimizer, limit=10)
-    start = model.weight.item()
-    optimizer.step(lambda: model(torch.ones(1, 1)).sum().backward() or 7)
-    assert observer.observations[0].parameters["weight"].item() == start
-    assert model.weight.item() == start - 0.5
 
 
 def test_values_and_settings_are_kept_for_a_trajectory():

@@ -50,13 +50,6 @@ def test_the_criterion_of_a_pair_is_the_loss_of_its_batch(case):
         torch.testing.assert_close(run.criterion(run.model(x), y), loss, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_pair_is_two_tensors_where_the_batch_has_two():
-    run = generated_instance(Case(SPEC, PLAN)).run()
-    for (x, y), batch in zip(run.pairs, run.loader, strict=True):
-        assert torch.equal(x, batch["x"])
-        assert torch.equal(y, batch["target"])
-
-
 def linear(seed):
     torch.manual_seed(seed)
     return torch.nn.Linear(2, 1)
@@ -115,8 +108,3 @@ def test_the_sampler_is_a_real_one():
     again = DataLoader(loader.dataset, batch_sampler=sampler, collate_fn=loader.collate_fn)
     for one, other in zip(again, loader, strict=True):
         assert torch.equal(one["x"], other["x"])
-
-
-def test_one_process_trains():
-    run = generated_instance(Case(SPEC, PLAN)).run()
-    assert (run.rank, run.world_size) == (0, 1)

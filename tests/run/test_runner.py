@@ -251,26 +251,6 @@ def test_every_run_has_a_fresh_model():
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
 
-def test_an_outcome_holds_start_and_end():
-    def moves(run):
-        with torch.no_grad():
-            run.model[0].bias.add_(1)
-
-    outcome = run_loop(moves, generated_instance(CASE))
-    assert (outcome.parameters["0.bias"] - outcome.start["0.bias"]).item() == 1
-    assert torch.equal(outcome.parameters["0.weight"], outcome.start["0.weight"])
-
-
-def test_functional_call_does_not_give_back_parameters_of_a_module_with_two_names():
-    """Torch: each name swaps the parameter, and the second one keeps what the first put there (pytorch #164759)."""
-    shared = torch.nn.Linear(1, 1)
-    model = torch.nn.Sequential(shared, shared)
-    given = {name: p.detach() for name, p in model.named_parameters()}
-    before = shared.weight
-    torch.func.functional_call(model, given, (torch.ones(1, 1),))
-    assert shared.weight is not before
-
-
 # What a quiet loop writes is discarded, and what the suite writes afterwards is not.
 
 

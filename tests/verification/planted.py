@@ -95,14 +95,6 @@ def clips_micro_batches(run):
         run.optimizer.zero_grad()
 
 
-def _through_float16(gradient):
-    return gradient.to(torch.float16).to(gradient.dtype)
-
-
-def _through_float32(gradient):
-    return gradient.to(torch.float32).to(gradient.dtype)
-
-
 def clips_to_a_limit_that_no_finite_gradient_reaches(run):
     for window in windows(run):
         total = window_count(run, window)

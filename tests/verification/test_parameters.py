@@ -442,16 +442,6 @@ def test_gradients_of_earlier_parameters_are_found_where_parameters_move(loop):
         assert ("initial parameters" in violation.explanation) is (loop is _on_a_stale_copy or violation.window == 1)
 
 
-@pytest.mark.full
-@pytest.mark.usefixtures("only_linear")
-@pytest.mark.parametrize("loop", [_on_a_stale_copy, _forward_before_the_last_step])
-def test_gradients_of_earlier_parameters_are_found_by_default(loop):
-    violation = verify(loop, examples=60).violation
-    assert (violation.kind, violation.diagnosis) == ("gradient", "stale-parameters")
-    assert violation.case.optimizer == "normalized"
-    assert violation.case.plan.steps == 2
-
-
 @pytest.mark.parametrize("optimizer", [None, "normalized"])
 def test_gradients_at_parameters_that_are_put_back_are_found(optimizer):
     assert check(_perturbed_while_accumulating, CASE.replace(optimizer=optimizer)).violation.kind == "gradient"

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -20,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from gradcheck_suite.catalogue.tables import CROSS_SAMPLE_LOSSES, is_accumulable
 from gradcheck_suite.core.case import Case, Input, Layer, Loss, Plan, ProblemSpec
-from gradcheck_suite.core.comparison import LOSS_TOLERANCE
 from gradcheck_suite.core.contract import Problem
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.reset_modes import BUILT_IN
@@ -31,9 +29,7 @@ from gradcheck_suite.strategies.drawing import draw_cases
 from gradcheck_suite.strategies.plans import plans
 from gradcheck_suite.verification.check import check
 from gradcheck_suite.verification.separability import (
-    gradient_fault,
     objective_fault,
-    proportion,
     reference_of,
     weights_of_items,
 )
@@ -247,39 +243,6 @@ def test_what_is_no_weighted_mean_is_not_taken_for_one(loss):
     assert weights_of_items(loss, 4) is None
 
 
-def test_a_loss_that_is_off_for_one_batch_is_no_mean():
-    right = weighted((5, 3, 4, 1))
-    assert weights_of_items(right, 4) is not None
-    assert weights_of_items(lambda batch: right(batch) + 1e-3 * (len(batch) == 4), 4) is None
-
-
-def test_a_batch_may_be_off_by_the_tolerance():
-    """Losses of 5, -3 and 1 weighed 1, 1 and 3: the last two together come to 0, and the largest is 5."""
-    mean = weighted((1, 1, 3), (5.0, -3.0, 1.0))
-    assert mean([1, 2]) == 0
-    for off in (LOSS_TOLERANCE * 5, -LOSS_TOLERANCE * 5):
-        assert weights_of_items(lambda batch, off=off: mean(batch) or off, 3) == [1, 1, 3]
-        assert weights_of_items(lambda batch, off=off: mean(batch) or 1.01 * off, 3) is None
-
-
-@pytest.mark.parametrize(
-    ("weights", "shown"),
-    [
-        ((1.0, 0.6, 0.6, 0.8), "5 : 3 : 3 : 4"),
-        ((1.0, 0.60001), "5 : 3"),
-        ((1.0, 2.0), "1 : 2"),
-        ((5.0, 3.0, 4.0), "5 : 3 : 4"),
-        ((1.0, 1000.0), "1 : 1000"),
-        ((1.0, 63 / 64), "64 : 63"),
-        ((1.0, 64 / 65), "1 : 0.985"),
-        ((1.0, math.pi / 3), "1 : 1.05"),
-        ((2.0, 2 * math.pi / 3), "1 : 1.05"),
-    ],
-)
-def test_weights_are_shown_in_whole_numbers_where_small_ones_fit(weights, shown):
-    assert proportion(weights) == shown
-
-
 # Before any loop is blamed: whether torch's own accumulation gives the large batch, and a user's code works.
 
 
@@ -295,23 +258,6 @@ def _model(seed):
 def _problem(loss=lambda model, batch: model(batch).mean(), **options):
     """Return the problem of items 1, 2, 3, ...: the gradient of a mean over some is their mean."""
     return Problem(_model, lambda items, seed: torch.arange(1.0, items + 1)[:, None], loss, **options)
-
-
-@pytest.mark.parametrize(("apart", "right"), [(0.5, True), (1.0, True), (1.5, False)])
-def test_torchs_accumulation_is_held_to_the_bound_itself(apart, right, monkeypatch):
-    problem = _problem()
-    reference, fault = reference_of(SLOPES, problem)
-    assert fault is None
-    window = reference.window(1)
-    monkeypatch.setitem(vars(window.bound), "quick", np.ones_like(window.torch))
-    monkeypatch.setattr(window, "accumulated", lambda: window.torch + apart)
-    found = gradient_fault(reference, window)
-    assert (found is None) is right
-    if found:
-        assert (found.kind, found.diagnosis, found.parameter) == ("not-accumulable", "not-accumulable", "weight")
-        assert (found.epoch, found.window, found.case) == (0, 1, SLOPES)
-        assert found.evidence.observed - found.evidence.expected == pytest.approx([1.5])
-        assert "The gradients of weight in window 1, of the large batch and as the sum of" in found.explanation
 
 
 def test_every_window_is_computed_before_any_loop_runs():
@@ -348,16 +294,6 @@ def test_what_torch_cannot_compute_in_float64_is_not_judged():
 
     with pytest.raises(CannotJudgeError, match="the plain large batch fails in float64: no derivative"):
         reference_of(SLOPES, _problem(lambda model, batch: Refuses.apply(model(batch).mean())))
-
-
-def _batch_norm(plan, **options):
-    layers = (Layer("batch_norm_train"), Layer("linear", bias=True, features=2))
-    return Case(ProblemSpec(Input("vector", size=3), layers, Loss("mse", reduction="mean")), plan, seed=5)
-
-
-def test_batch_normalization_of_one_item_is_not_judged():
-    with pytest.raises(CannotJudgeError, match="the plain large batch fails: Expected more than 1 value per channel"):
-        reference_of(_batch_norm(Plan((1,), 1)), None)
 
 
 # Objectives that are not separable over samples are detected by forward passes, with the reason, and no others are.
