@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from gradcheck_suite.loops.reset_modes import backward_window, part_of_window, window_count, windows
+from studies.zoo.bug import train_with_sums, window_losses
+from tests.training import trains
 
 
 def _gradients(run):
@@ -13,19 +15,26 @@ def _gradients(run):
 
 def before_step(change):
     """Return a sound loop with a change to the gradients before each step."""
-
-    def loop(run):
-        for window in windows(run):
-            backward_window(run, window)
-            change(run)
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-
-    return loop
+    return trains(before=lambda run, step: change(run))
 
 
 def _each(function):
     return before_step(lambda run: [g.copy_(function(g)) for g in _gradients(run)])
+
+
+def _clip_by_norm(limit):
+    return before_step(lambda run: torch.nn.utils.clip_grad_norm_(run.model.parameters(), limit))
+
+
+def _sends(loss):
+    """Return a loop that sends a change of each micro-batch's part of the window's loss backward, or none of it."""
+
+    def backward(run, window):
+        for part in window_losses(run, window):
+            if (changed := loss(part)) is not None:
+                changed.backward()
+
+    return trains(backward=backward)
 
 
 def reset_by_product(run):
@@ -34,17 +43,6 @@ def reset_by_product(run):
             gradient.mul_(0)
         backward_window(run, window)
         run.optimizer.step()
-
-
-def skips_losses(run):
-    for window in windows(run):
-        total = window_count(run, window)
-        for batch in window:
-            loss = part_of_window(run, batch, total)
-            if torch.isfinite(loss):
-                loss.backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
 
 
 def _steps_if(fine):
@@ -61,7 +59,6 @@ def _steps_if(fine):
 
 
 skips_steps = _steps_if(lambda g: torch.isfinite(g).all())
-skips_large_steps = _steps_if(lambda g: not g.norm() > 1e4)
 
 
 def zeroes_bad_gradients(run):
@@ -70,39 +67,11 @@ def zeroes_bad_gradients(run):
             gradient.zero_()
 
 
-def skips_large_losses(run):
-    for window in windows(run):
-        total = window_count(run, window)
-        for batch in window:
-            loss = part_of_window(run, batch, total)
-            (loss * 0 if loss.abs() > 1e6 else loss).backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-
 def clips_micro_batches(run):
-    for window in windows(run):
-        total, sums = window_count(run, window), {}
-        for batch in window:
-            part_of_window(run, batch, total).backward()
-            torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1000.0)
-            for p in run.model.parameters():
-                sums[p] = sums.get(p, 0) + torch.nan_to_num(p.grad, 0, 0, 0) * 0 + p.grad
-                p.grad = None
-        for p, gradient in sums.items():
-            p.grad = gradient
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+    train_with_sums(run, lambda j, total, g: g * (1000 / g.norm().clamp(min=1000)) + (0 if total is None else total))
 
 
-def clips_to_a_limit_that_no_finite_gradient_reaches(run):
-    for window in windows(run):
-        total = window_count(run, window)
-        for batch in window:
-            part_of_window(run, batch, total).backward()
-        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e200)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+clips_to_a_limit_that_no_finite_gradient_reaches = _clip_by_norm(1e200)
 
 
 def halves_after_a_non_finite_window(run):
@@ -117,30 +86,24 @@ def halves_after_a_non_finite_window(run):
         run.optimizer.zero_grad()
 
 
-def raises_counts_to_1(run):
+@lambda backward: trains(backward=backward)
+def raises_counts_to_1(run, window):
     """As `clamp(min=1)` does that is to avoid a division by 0: a sum of class weights may be below 1."""
-    for window in windows(run):
-        total = max(float(window_count(run, window)), 1.0)
-        for batch in window:
-            loss = run.loss(run.model, batch)
-            (loss if run.reduction == "sum" else loss * run.count(batch) / total).backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+    total = max(float(window_count(run, window)), 1.0)
+    for batch in window:
+        part_of_window(run, batch, total).backward()
 
 
 SIZES = {
     "reset by * 0": (reset_by_product, "poisoned-by-earlier-window"),
     "nan_to_num": (_each(torch.nan_to_num), "skipped-non-finite"),
     "nan_to_num to 0": (_each(lambda g: torch.nan_to_num(g, 0.0, 0.0, 0.0)), "skipped-non-finite"),
-    "skips losses": (skips_losses, "skipped-non-finite"),
+    "skips losses": (_sends(lambda loss: loss if loss.isfinite() else None), "skipped-non-finite"),
     "skips steps": (skips_steps, "skipped-non-finite"),
     "zeroes bad gradients": (before_step(zeroes_bad_gradients), "skipped-non-finite"),
-    "skips large steps": (skips_large_steps, "skipped-by-size"),
-    "skips large losses": (skips_large_losses, "skipped-by-size"),
-    "clip by norm at 1000": (
-        before_step(lambda run: torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1000.0)),
-        "clipped",
-    ),
+    "skips large steps": (_steps_if(lambda g: not g.norm() > 1e4), "skipped-by-size"),
+    "skips large losses": (_sends(lambda loss: loss * 0 if loss.abs() > 1e6 else loss), "skipped-by-size"),
+    "clip by norm at 1000": (_clip_by_norm(1000.0), "clipped"),
     "clip by value at 1000": (
         before_step(lambda run: torch.nn.utils.clip_grad_value_(run.model.parameters(), 1000.0)),
         "clipped",
@@ -228,26 +191,9 @@ def stale_later(run):
             run.optimizer.zero_grad()
 
 
-def scales_fourth_epoch(run):
-    per_epoch = -(-len(run.loader) // run.accumulation_steps)
-    for step, window in enumerate(windows(run)):
-        backward_window(run, window)
-        if step // per_epoch >= 3:
-            for gradient in _gradients(run):
-                gradient.mul_(1.5)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-
-def empties_negative_windows(run):
-    """Leave nothing of the windows whose number is negative in a signed byte."""
-    for step, window in enumerate(windows(run)):
-        backward_window(run, window)
-        if step & 128:
-            for gradient in _gradients(run):
-                gradient.zero_()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+def _times(factor, where):
+    """Return a loop that multiplies gradients by a factor where the run and the number of the step say so."""
+    return trains(before=lambda run, step: [g.mul_(factor) for g in _gradients(run) if where(run, step)])
 
 
 LONG = {
@@ -255,8 +201,14 @@ LONG = {
     # from 257 on a window is short, and at 274 the number of steps is right again; of the plans that are tried next,
     # 257, 266, 270, 272 and 273 micro-batches have a step too many, which is a fault of another kind
     "counter in uint8": (_wraps(256), "wrong-windows", 274, 3, 1),
-    "windows in int8": (empties_negative_windows, "no-gradient", 129, 1, 1),
-    "fourth epoch is scaled": (scales_fourth_epoch, "wrong-scale", 1, 1, 4),
+    "windows in int8": (_times(0, lambda run, step: step & 128), "no-gradient", 129, 1, 1),
+    "fourth epoch is scaled": (
+        _times(1.5, lambda run, step: step // -(-len(run.loader) // run.accumulation_steps) >= 3),
+        "wrong-scale",
+        1,
+        1,
+        4,
+    ),
     "fourth epoch is left out": (_counted(lambda j, epoch: epoch >= 3), "no-gradient", 1, 1, 4),
     "every 100th micro-batch is left out": (_counted(lambda j, epoch: j % 100 == 99), "dropped-micro-batch", 100, 2, 1),
     "wrong from micro-batch 17 on": (_counted(lambda j, epoch: j >= 16), "no-gradient", 17, 1, 1),

@@ -25,32 +25,25 @@ from gradcheck_suite.loops.ranks import (
     split_linear_layers,
 )
 from gradcheck_suite.loops.reset_modes import MODES, backward_window, part_of_window, window_count, windows
+from studies.zoo.bug import train_over_ranks, train_soundly
 
 
 def right(run):
-    for window in windows(run):
-        run.optimizer.zero_grad()
-        backward_window(run, window)
-        add_up_gradients(run)
-        run.optimizer.step()
+    train_over_ranks(run)
 
 
 def not_reduced(run):
-    for window in windows(run):
-        run.optimizer.zero_grad()
-        backward_window(run, window)
-        run.optimizer.step()
+    train_over_ranks(run, reduce=lambda run: None)
 
 
 def wrong_on_rank_1(run):
-    for window in windows(run):
-        run.optimizer.zero_grad()
-        backward_window(run, window)
+    def reduce(run):
         add_up_gradients(run)
         if run.rank == 1:
             for p in run.model.parameters():
                 p.grad.mul_(2)
-        run.optimizer.step()
+
+    train_over_ranks(run, reduce=reduce)
 
 
 def _with_scheduler(run, steps_of):
@@ -194,10 +187,7 @@ def steps_on_one_rank(run):
 def own_items_in_split_layers(run):
     """Give each rank its own items, as with a sampler for data parallelism, though the ranks share one model."""
     split_linear_layers(run)
-    for window in windows(run):
-        run.optimizer.zero_grad()
-        backward_window(run, window)
-        run.optimizer.step()
+    train_soundly(run)
 
 
 def whole_parameters_added_up(run):

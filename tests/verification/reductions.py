@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import islice
-
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
-from gradcheck_suite.loops.ranks import add_up_gradients
-from gradcheck_suite.loops.reset_modes import backward_window, part_of_window, window_count, windows
-from studies.zoo.bug import fill_missing, train_over_ranks
+from studies.zoo.bug import fill_missing, train_over_ranks, train_soundly
 
 
 def _parts(gradient):
@@ -37,16 +32,6 @@ def reduce_scatter(run):
         part = flat.new_empty(flat.numel() // dist.get_world_size())
         dist.reduce_scatter_tensor(part, flat)
         _gathered(gradient, part)
-
-    train_over_ranks(run, reduce=_each(reduce))
-
-
-def all_to_all(run):
-    def reduce(gradient):
-        flat = _parts(gradient)
-        got = torch.empty_like(flat)
-        dist.all_to_all_single(got, flat)
-        _gathered(gradient, got.view(dist.get_world_size(), -1).sum(0))
 
     train_over_ranks(run, reduce=_each(reduce))
 
@@ -83,27 +68,11 @@ def point_to_point(run):
     train_over_ranks(run, reduce=_each(reduce))
 
 
-def reduce_and_broadcast(run):
-    def reduce(gradient):
-        dist.reduce(gradient, 0)
-        dist.broadcast(gradient, 0)
-
-    train_over_ranks(run, reduce=_each(reduce))
-
-
 # Faulty ones
-
-
-def broadcast_alone(run):
-    train_over_ranks(run, reduce=_each(lambda gradient: dist.broadcast(gradient, 0)))
 
 
 def by_max(run):
     train_over_ranks(run, reduce=_each(lambda gradient: dist.all_reduce(gradient, dist.ReduceOp.MAX)))
-
-
-def by_product(run):
-    train_over_ranks(run, reduce=_each(lambda gradient: dist.all_reduce(gradient, dist.ReduceOp.PRODUCT)))
 
 
 def to_rank_0_alone(run):
@@ -146,38 +115,6 @@ def moved_on_rank_1(run):
     train_over_ranks(run)
 
 
-def ends_with_the_shortest(run):
-    for _ in range(run.epochs):
-        batches = iter(run.loader)
-        while True:
-            window = list(islice(batches, run.accumulation_steps))
-            fewest = torch.tensor(len(window))
-            dist.all_reduce(fewest, dist.ReduceOp.MIN)
-            if not fewest:
-                break
-            run.optimizer.zero_grad()
-            total = torch.stack([*map(run.count, window)]).sum()
-            dist.all_reduce(total)
-            for batch in window:
-                part_of_window(run, batch, total).backward()
-            add_up_gradients(run)
-            run.optimizer.step()
-
-
-def synchronised_in_the_first_backward(run):
-    wrapped = DistributedDataParallel(run.model, find_unused_parameters=True)
-    for window in windows(run):
-        run.optimizer.zero_grad()
-        total = window_count(run, window)
-        for j, batch in enumerate(window):
-            wrapped.require_backward_grad_sync = not j
-            (run.loss(wrapped, batch) * run.count(batch) / total * run.world_size).backward()
-        run.optimizer.step()
-
-
 def sharded_behind_the_optimizer(run):
     fully_shard(run.model)
-    for window in windows(run):
-        run.optimizer.zero_grad()
-        backward_window(run, window)
-        run.optimizer.step()
+    train_soundly(run)

@@ -16,6 +16,7 @@ from gradcheck_suite.verification.probe_plans import first_cases, long_cases, sl
 from gradcheck_suite.verification.search import Search
 from studies.zoo import BUGS
 from tests.one_problem import LINEAR
+from tests.training import at, each_gradient, each_parameter, trains
 from tests.verification.planted import (
     LONG,
     SIZES,
@@ -95,45 +96,27 @@ def test_faults_of_large_small_and_non_finite_gradients_are_named_and_made_small
         assert (again.kind, again.diagnosis) == (found.violation.kind, diagnosis), name
 
 
-def _drops_state(run):
-    for step, window in enumerate(windows(run)):
-        if step == 14:
-            run.optimizer.state.clear()
-        backward_window(run, window)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+def _biases(run):
+    return [p.grad for name, p in run.model.named_parameters() if name.endswith("bias")]
 
 
-def _clamps_weights(run):
-    for window in windows(run):
-        backward_window(run, window)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        with torch.no_grad():
-            for p in run.model.parameters():
-                p.clamp_(-4, 4)
-
-
-def _scaled_after_the_17th_step(run):
-    for step, window in enumerate(windows(run)):
-        backward_window(run, window)
-        for p in [p for name, p in run.model.named_parameters() if name.endswith("bias")]:
-            p.grad.mul_(0.5 if step > 16 else 1)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-
-replaces_nan_in_biases = before_step(
-    lambda run: [p.grad.nan_to_num_(0.0, 0.0, 0.0) for name, p in run.model.named_parameters() if name.endswith("bias")]
+replaces_nan_in_biases = before_step(lambda run: [g.nan_to_num_(0.0, 0.0, 0.0) for g in _biases(run)])
+_halves_biases_after_the_17th_step = trains(
+    before=lambda run, step: [g.mul_(0.5) for g in _biases(run)] if step > 16 else None
 )
 
 
 @pytest.mark.parametrize(
     ("loop", "optimizer", "kind", "diagnosis"),
     [
-        (_drops_state, "adam", "parameters", "optimizer-state-changed"),
-        (_clamps_weights, None, "parameters", "parameter-drift"),
-        (_scaled_after_the_17th_step, None, "gradient", "wrong-scale"),
+        (
+            trains(after=at({13}, lambda run, step: run.optimizer.state.clear())),
+            "adam",
+            "parameters",
+            "optimizer-state-changed",
+        ),
+        (trains(after=each_parameter(lambda p: p.clamp_(-4, 4))), None, "parameters", "parameter-drift"),
+        (_halves_biases_after_the_17th_step, None, "gradient", "wrong-scale"),
         (replaces_nan_in_biases, None, "gradient", "not-linear"),
     ],
 )
@@ -192,7 +175,7 @@ def test_a_fault_of_long_plans_is_named_and_made_small(name):
 
 
 def _scale(factor):
-    return before_step(lambda run: [p.grad.mul_(factor) for p in run.model.parameters() if p.grad is not None])
+    return trains(before=each_gradient(lambda g: g.mul_(factor)))
 
 
 @pytest.mark.parametrize(
@@ -390,16 +373,13 @@ def test_a_limit_that_only_an_infinite_norm_reaches_is_clipping():
 def test_a_fault_of_one_size_of_a_micro_batch_is_found(size):
     """Planted fault: one item of a micro-batch of this size is not counted. No strategy draws such sizes."""
 
-    def loses_an_item(run):
-        for window in windows(run):
-            total = window_count(run, window)
-            for batch in window:
-                wrong = len(batch[next(iter(batch))]) == size
-                (part_of_window(run, batch, total) * ((size - 1) / size if wrong else 1)).backward()
-            run.optimizer.step()
-            run.optimizer.zero_grad()
+    def loses_an_item(run, window):
+        total = window_count(run, window)
+        for batch in window:
+            wrong = len(batch[next(iter(batch))]) == size
+            (part_of_window(run, batch, total) * ((size - 1) / size if wrong else 1)).backward()
 
-    violation = battery(loses_an_item).violation
+    violation = battery(trains(backward=loses_an_item)).violation
     assert size in violation.case.plan.micro_batches
 
 

@@ -15,6 +15,8 @@ from gradcheck_suite.loops.reset_modes import BUILT_IN, MODES, part_of_window, w
 from gradcheck_suite.reference.large_batch import Reference
 from gradcheck_suite.run.instance import generated_instance, user_instance
 from gradcheck_suite.strategies.drawing import draw_cases
+from studies.zoo.bug import train_with_weights
+from tests.training import trains
 
 CHAIN = (*(Layer("prelu", per_feature=False),) * 3, Layer("linear", features=2, bias=False))
 DIVERGES = Case(
@@ -200,47 +202,34 @@ def contrastive(model, batch):
 IN_BATCH_NEGATIVES = Problem(model, pairs, contrastive, reduction="batch")
 
 
-def grad_cache(run):
+@lambda backward: trains(backward=backward)
+def grad_cache(run, window):
     """Compute embeddings without a graph, the window's loss on them, and each micro-batch again with a graph."""
-    for window in windows(run):
-        run.optimizer.zero_grad()
-        with torch.no_grad():
-            kept = {name: torch.cat([run.model(batch[name]) for batch in window]) for name in window[0]}
-        for embedding in kept.values():
-            embedding.requires_grad_()
-        contrast(kept["query"], kept["answer"]).backward()
-        first = 0
-        for batch in window:
-            for name, items in batch.items():
-                run.model(items).backward(kept[name].grad[first : first + len(items)])
-            first += len(batch["query"])
-        run.optimizer.step()
+    with torch.no_grad():
+        kept = {name: torch.cat([run.model(batch[name]) for batch in window]) for name in window[0]}
+    for embedding in kept.values():
+        embedding.requires_grad_()
+    contrast(kept["query"], kept["answer"]).backward()
+    first = 0
+    for batch in window:
+        for name, items in batch.items():
+            run.model(items).backward(kept[name].grad[first : first + len(items)])
+        first += len(batch["query"])
 
 
-def cached_negatives(run):
+def _concatenated(run, window):
     """Concatenate the embeddings of a window's micro-batches, with their graphs."""
-    for window in windows(run):
-        run.optimizer.zero_grad()
-        embeddings = [[run.model(batch[name]) for batch in window] for name in ("query", "answer")]
-        contrast(*(torch.cat(parts) for parts in embeddings)).backward()
-        run.optimizer.step()
+    embeddings = [[run.model(batch[name]) for batch in window] for name in ("query", "answer")]
+    contrast(*(torch.cat(parts) for parts in embeddings)).backward()
 
 
-def accumulates(run):
-    for window in windows(run):
-        run.optimizer.zero_grad()
-        for batch in window:
-            (run.loss(run.model, batch) / len(window)).backward()
-        run.optimizer.step()
+cached_negatives = trains(backward=_concatenated)
+doubles_the_bias = trains(backward=_concatenated, before=lambda run, step: run.model.bias.grad.mul_(2))
 
 
-def doubles_the_bias(run):
-    for window in windows(run):
-        run.optimizer.zero_grad()
-        embeddings = [[run.model(batch[name]) for batch in window] for name in ("query", "answer")]
-        contrast(*(torch.cat(parts) for parts in embeddings)).backward()
-        run.model.bias.grad.mul_(2)
-        run.optimizer.step()
+accumulates = trains(
+    backward=lambda run, window: [(run.loss(run.model, batch) / len(window)).backward() for batch in window]
+)
 
 
 @pytest.mark.parametrize("loop", [grad_cache, cached_negatives])
@@ -288,12 +277,7 @@ def test_batch_statistics_of_the_window_are_held_to_the_window():
         reduction="batch",
     )
 
-    def together(run):
-        for window in windows(run):
-            run.optimizer.zero_grad()
-            run.loss(run.model, torch.cat(window)).backward()
-            run.optimizer.step()
-
+    together = trains(backward=lambda run, window: run.loss(run.model, torch.cat(window)).backward())
     case = Case("norm.py:NORM", Plan((2, 3, 4), 2))
     assert check(together, case, problem=problem).holds
     assert not check(accumulates, case, problem=problem).holds
@@ -321,16 +305,9 @@ def test_parts_that_cancel_are_not_blamed(name):
 
 def test_a_wrong_weight_among_cancelling_parts_is_still_found():
     def off_by_a_millionth(run):
-        for _ in range(run.epochs):
-            batches = list(run.loader)
-            for start in range(0, len(batches), run.accumulation_steps):
-                window = batches[start : start + run.accumulation_steps]
-                total = sum(run.count(batch) for batch in window)
-                for j, batch in enumerate(window):
-                    weight = 1 + 1e-6 * (j == 0)
-                    (weight * run.loss(run.model, batch) * run.count(batch) / total).backward()
-                run.optimizer.step()
-                run.optimizer.zero_grad()
+        train_with_weights(
+            run, lambda window, b: (1 + 1e-6 * (b is window[0])) * run.count(b) / window_count(run, window)
+        )
 
     assert check(off_by_a_millionth, CANCELLING).violation is not None
 

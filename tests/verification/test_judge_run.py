@@ -33,6 +33,7 @@ from gradcheck_suite.verification.judge_run import (
 )
 from properties.routed import routed_instance
 from studies.zoo import BUGS
+from tests.training import at, each_gradient, trains
 
 PLAN = Plan((1, 3, 2, 2), 2, epochs=2)
 """Items 1 to 4 in window 0 and 5 to 8 in window 1: their means are 2.5 and 6.5. Two epochs are four steps."""
@@ -486,31 +487,13 @@ def _slopes(value=1.0, loss=lambda model, batch: (model.weight * batch).mean()):
 
 def _at_step(step, change):
     """Return a sound loop that does something to its run before one of its steps."""
-
-    def loop(run):
-        for i, window in enumerate(windows(run)):
-            run.optimizer.zero_grad()
-            backward_window(run, window)
-            if i == step:
-                change(run)
-            run.optimizer.step()
-
-    return loop
-
-
-def _each_gradient(change):
-    def on(run):
-        for p in run.model.parameters():
-            if p.grad is not None:
-                change(p.grad)
-
-    return on
+    return trains(before=at({step}, lambda run, _: change(run)))
 
 
 @pytest.mark.parametrize("step", range(4))
 @pytest.mark.parametrize("optimizer", [None, "sgd"])
 def test_a_wrong_gradient_is_placed_and_measured(step, optimizer):
-    loop = _at_step(step, _each_gradient(lambda g: g.mul_(3)))
+    loop = _at_step(step, each_gradient(lambda g: g.mul_(3)))
     violation = check(loop, OWN.replace(optimizer=optimizer), problem=_slopes()).violation
     assert (violation.kind, violation.parameter) == ("gradient", "weight")
     assert (violation.epoch, violation.window) == divmod(step, 2)
@@ -543,7 +526,7 @@ def test_a_missing_gradient_is_placed(step):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_gradient_that_is_not_finite_is_a_kind_of_its_own(value):
-    violation = check(_at_step(1, _each_gradient(lambda g: g.fill_(value))), CASE).violation
+    violation = check(_at_step(1, each_gradient(lambda g: g.fill_(value))), CASE).violation
     assert (violation.kind, violation.epoch, violation.window) == ("non-finite", 0, 1)
     assert (
         f"the gradient of {violation.parameter} is not finite at the step, the right one is; " in violation.explanation
@@ -560,7 +543,7 @@ def test_what_has_diverged_is_counted_as_not_judged(dtype, limit):
         def loop(run, target=sign * factor * limit):
             # the first window's gradient is 2.5, the second's is wrong
             run.optimizer.param_groups[0]["lr"] = -target / 2.5
-            _at_step(1, lambda run: (_stay(run), _each_gradient(lambda g: g.mul_(3))(run)))(run)
+            _at_step(1, lambda run: (_stay(run), each_gradient(lambda g: g.mul_(3))(run)))(run)
 
         verdict = check(loop, OWN.replace(optimizer="sgd", dtype=dtype), problem=_slopes())
         assert (verdict.violation is not None) is (factor < 1)
@@ -610,7 +593,7 @@ def test_a_loop_that_stops_where_training_has_diverged_is_not_blamed():
 
 @pytest.mark.parametrize("optimizer", [None, "sgd"])
 def test_large_initial_parameters_have_not_diverged(optimizer):
-    wrong = _at_step(0, _each_gradient(lambda g: g.mul_(3)))
+    wrong = _at_step(0, each_gradient(lambda g: g.mul_(3)))
     for sign in (1, -1):
         assert check(wrong, OWN.replace(optimizer=optimizer), problem=_slopes(sign * 1e78)).violation is not None
 
@@ -618,6 +601,6 @@ def test_large_initial_parameters_have_not_diverged(optimizer):
 @pytest.mark.parametrize(("plan", "judged"), [(Plan((4,), 1), True), (Plan((1, 3), 2), False)])
 def test_a_generated_problem_in_which_items_meet_is_judged_where_nothing_is_split(plan, judged):
     spec = ProblemSpec(CASE.problem.input, (Layer("batch_norm_train"), *LAYERS), CASE.problem.loss)
-    violation = check(_at_step(0, _each_gradient(lambda g: g.mul_(3))), Case(spec, plan, seed=5)).violation
+    violation = check(_at_step(0, each_gradient(lambda g: g.mul_(3))), Case(spec, plan, seed=5)).violation
     assert (violation.kind == "gradient") is judged
     assert (violation.kind == "not-accumulable") is not judged

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from gradcheck_suite import Case, Plan, Problem
-from gradcheck_suite.loops.reset_modes import MODES, part_of_window, plain, window_count, windows
+from gradcheck_suite.loops.reset_modes import MODES, backward_window, plain
 from gradcheck_suite.verification.check import check
+from tests.training import trains
 
 
 class Paths(torch.nn.Module):
@@ -38,26 +39,18 @@ def problem(values):
     )
 
 
-def zeros_set_to_none(run):
-    for window in windows(run):
-        total = window_count(run, window)
-        for batch in window:
-            part_of_window(run, batch, total).backward()
-        for p in run.model.parameters():
-            if p.grad is not None and not p.grad.any():
-                p.grad = None
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+def _set_zeros_to_none(run, step):
+    for p in run.model.parameters():
+        if p.grad is not None and not p.grad.any():
+            p.grad = None
 
 
-def micro_batches_without_valid_targets_left_out(run):
-    for window in windows(run):
-        total = window_count(run, window)
-        for batch in window:
-            if run.count(batch):
-                part_of_window(run, batch, total).backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+def _valid_alone(run, window):
+    backward_window(run, [batch for batch in window if run.count(batch)])
+
+
+zeros_set_to_none = trains(before=_set_zeros_to_none)
+micro_batches_without_valid_targets_left_out = trains(backward=_valid_alone)
 
 
 @pytest.mark.parametrize("optimizer", [None, "adamw"])
@@ -98,13 +91,7 @@ class Routed(torch.nn.Module):
 
 @pytest.mark.parametrize(("dtype", "violated"), [("float64", True), ("float32", True), ("bfloat16", False)])
 def test_what_only_a_rounding_error_reaches_may_have_none(dtype, violated):
-    def without_the_weight_above(run):
-        for window in windows(run):
-            for batch in window:
-                part_of_window(run, batch, window_count(run, window)).backward()
-            run.model.above.grad = None
-            run.optimizer.step()
-            run.optimizer.zero_grad()
+    without_the_weight_above = trains(before=lambda run, step: setattr(run.model.above, "grad", None))
 
     given = Problem(
         lambda seed: Routed(),

@@ -229,11 +229,9 @@ SQUARE = ProblemSpec(Input("vector", size=4), (Layer("linear", bias=True, featur
     "loop",
     [
         reductions.reduce_scatter,
-        reductions.all_to_all,
         reductions.waited_for,
         reductions.functional_all_reduce,
         reductions.point_to_point,
-        reductions.reduce_and_broadcast,
     ],
 )
 def test_a_sound_way_to_add_up_gradients_holds(loop):
@@ -244,26 +242,11 @@ def test_a_sound_way_to_add_up_gradients_holds(loop):
 @pytest.mark.parametrize(
     ("loop", "case", "diagnosis", "text"),
     [
-        (
-            reductions.broadcast_alone,
-            probe_case(EVEN),
-            "not-reduced",
-            "2 of the 2 of rank 0, 0 of the 2 of rank 1 are in the gradient",
-        ),
         (reductions.by_max, Case(SQUARE, EVEN), "not-summed", "is called with ReduceOp.MAX"),
-        pytest.param(
-            reductions.by_product,
-            Case(SQUARE, EVEN),
-            "not-summed",
-            "is called with ReduceOp.PRODUCT",
-            marks=pytest.mark.full,
-        ),
         (reductions.to_rank_0_alone, probe_case(EVEN), "not-reduced", "as after a reduce in place of an all_reduce"),
         (reductions.negated_on_rank_1, probe_case(EVEN), "wrong-scale", "those of rank 1 weigh -1 times what they"),
         (reductions.in_other_order, Case(SQUARE, EVEN), "misplaced-gradient", "go through the parameters in the same"),
         (reductions.moved_on_rank_1, Case(SQUARE, EVEN), "parameter-drift", "on rank 1 of 2: something other than"),
-        (reductions.ends_with_the_shortest, probe_case(UNEVEN), "dropped-window", "as soon as one rank has no micro"),
-        (reductions.synchronised_in_the_first_backward, probe_case(EVEN), "not-reduced", "after the last backward"),
         (reductions.sharded_behind_the_optimizer, probe_case(EVEN), "changed-model", "run.optimizer.param_groups"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
