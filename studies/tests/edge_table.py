@@ -27,8 +27,7 @@ from gradcheck_suite.core.results import ViolationKind
 from gradcheck_suite.loops.reset_modes import BUILT_IN
 from gradcheck_suite.run.ranks import kept_ranks
 from studies.zoo import BUGS
-from tests.faults.loops import WANTED
-from tests.faults.misread import RANKS, RIGHT
+from tests.faults.misread import RIGHT
 from tests.loops.test_sound_loops import LOOPS
 from tests.verification.planted import LONG, SIZES
 
@@ -64,17 +63,13 @@ class Subject:
 
 
 def subjects() -> Iterator[Subject]:
-    """Yield the zoo's bugs, the planted faults and the sound loops."""
+    """Yield the zoo's bugs, further faults and the sound loops."""
     for bug in BUGS.values():
         yield Subject(f"zoo/{bug.name}", bug.loop, bug.wanted, bug.problem, bug.assumes, bug.ranks)
-    for loop, wanted in WANTED.items():
-        yield Subject(f"planted/{loop.__name__}", loop, frozenset(wanted))
     for name, (loop, wanted_name, *_) in {**SIZES, **LONG}.items():
         yield Subject(f"probe/{name}", loop, frozenset(f"{kind}/{wanted_name}" for kind in KINDS))
     for loop, right in RIGHT.items():
-        ranks = RANKS.get(loop, 1)
-        assumes = ("busy-ranks", "dense-gradients") if ranks > 1 else ()
-        yield Subject(f"misread/{loop.__name__}", loop, right, assumes=assumes, ranks=ranks)
+        yield Subject(f"misread/{loop.__name__}", loop, right)
     for name, loop in BUILT_IN.items():
         yield Subject(f"sound/{name}", loop, examples=40)
     for loop in LOOPS:

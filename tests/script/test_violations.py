@@ -14,7 +14,6 @@ from gradcheck_suite.script import script_text
 from gradcheck_suite.verification.check import check
 from studies.zoo.bugs.micro_batches import mean_of_means, no_divide
 from studies.zoo.bugs.resets import no_reset, tail_dropped
-from tests.faults import loops as faults
 from tests.script.alone import SUITE, run_alone
 
 LINEAR = ProblemSpec(Input("vector", size=2), (Layer("linear", features=2, bias=True),), Loss("mse", reduction="mean"))
@@ -51,6 +50,15 @@ def behind_the_closure(edit):
         plain(run)
 
     return loop
+
+
+def resets_before_the_step(run):
+    for window in windows(run):
+        run.optimizer.zero_grad()
+        for batch in window:
+            run.loss(run.model, batch).backward()
+        run.optimizer.zero_grad()
+        run.optimizer.step()
 
 
 def decay(p):
@@ -110,11 +118,9 @@ KINDS = {
     no_reset: "gradient",
     mean_of_means: "gradient",
     behind_the_closure(double): "gradient",
-    faults.reset_between_backward_and_step: "none-pattern",
+    resets_before_the_step: "none-pattern",
     fills(math.inf): "non-finite",
     tail_dropped: "step-count",
-    faults.step_per_micro_batch: "step-count",
-    faults.updates_by_hand_as_well: "parameters",
     behind_the_closure(decay): "parameters",
     freezes: "parameters",
     exits: "raised",

@@ -287,8 +287,9 @@ def _by_closure(*, resets=True, factors=lambda: repeat(1)):
     def loop(run):
         for window in windows(run):
             run.optimizer.zero_grad()
+            each = factors()
 
-            def closure(window=window, each=factors()):
+            def closure(window=window, each=each):
                 if resets:
                     run.optimizer.zero_grad()
                 factor = next(each)

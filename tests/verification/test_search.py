@@ -384,3 +384,10 @@ def test_a_deadlock_is_shrunk_by_small_cases_alone(run, monkeypatch):
     run(search, [case(9), case(8)], [case(2)])
     assert [size for at, _ in search.checks if (size := len(at.plan.micro_batches)) == 8] == []
     assert search.violation.case == case(2)
+
+
+@pytest.mark.full
+def test_the_same_seed_finds_the_same_smallest_case():
+    first, second = (verify(BUGS["mean-of-means"].loop) for _ in range(2))
+    assert first.violation.case == second.violation.case
+    assert first.violation.found_after == second.violation.found_after
