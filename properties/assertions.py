@@ -14,7 +14,6 @@ import torch
 
 from gradcheck_suite import Verdict
 from gradcheck_suite.core.comparison import Difference
-from properties.tally import TALLY
 
 Gradients = dict[str, torch.Tensor | None]
 
@@ -85,4 +84,3 @@ def assert_holds(*, verdict: Verdict, name: str = "the loop") -> None:
     if (violation := verdict.violation) is not None:
         lines = (f"{name}: {violation.kind} ({violation.diagnosis}): {violation.explanation}", *violation.details)
         pytest.fail("\n".join((*lines, repr(case))))
-    TALLY.judge(name, verdict.ratio)

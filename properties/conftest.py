@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from gradcheck_suite.run.environment import set_precision
-from properties.tally import TALLY
 
 # torch warns until sparse checks are switched on or off (Adagrad makes sparse tensors), and warnings are errors here
 torch.sparse.check_sparse_tensor_invariants.enable()
@@ -47,20 +46,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["cases"] = _executed["cases"]
-        output["modes"] = TALLY.to_json()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Add up what a worker of pytest-xdist executed."""
-    output = getattr(node, "workeroutput", {})
-    _executed["cases"] += output.get("cases", 0)
-    TALLY.add(output.get("modes", {}))
+    _executed["cases"] += getattr(node, "workeroutput", {}).get("cases", 0)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print the number of executed cases and the figures of each reset mode."""
+    """Print the number of executed cases."""
     terminalreporter.write_line(f"cases: {_executed['cases']}")
-    if lines := TALLY.table():
-        terminalreporter.section("reset modes")
-        terminalreporter.write_line("\n".join(lines))

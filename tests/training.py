@@ -52,3 +52,8 @@ def each_parameter(change):
 def at(steps, change):
     """Return the change at some steps alone, by their numbers."""
     return lambda run, step: change(run, step) if step in steps else None
+
+
+def accumulating(backward):
+    """Decorate what accumulates a window's gradient, given the run and the window: it becomes a loop."""
+    return trains(backward=backward)

@@ -31,7 +31,6 @@ from properties.assertions import assert_equal
 from properties.devices import DEVICES
 from properties.helpers import scaled
 from properties.routed import routed_instance
-from properties.tally import TALLY
 from studies.compiled_steps import record
 from studies.ledger import Ledger
 from studies.reset_laws import (
@@ -121,8 +120,6 @@ STEPPING = [mode for mode in RESET_MODES.values() if mode.steps]
 def test_every_window_costs_what_the_law_of_its_mode_says(device, data):
     case = data.draw(cases(problem=problems(sparse=False), plan=small, device=device))
     ledgers = assert_every_law(generated_instance(case), STEPPING)
-    for name in MODES:
-        TALLY.weigh(name, ledgers[name])
     gradients = {name: ledger.total("reset", "accumulate").moved for name, ledger in ledgers.items()}
     least = min(gradients.values())
     assert_equal(what="bytes that a release moves", observed=gradients["set_to_none"], expected=least, case=case)

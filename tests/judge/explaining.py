@@ -11,11 +11,12 @@ from gradcheck_suite.core.comparison import Comparison
 from gradcheck_suite.core.results import weight_lines
 from gradcheck_suite.judge.gradient import explain_gradient
 from gradcheck_suite.judge.reruns import Evidence, LoopRunner
-from gradcheck_suite.loops.reset_modes import backward_window, window_count, windows
+from gradcheck_suite.loops.reset_modes import window_count, windows
 from gradcheck_suite.reference.large_batch import Reference, Window
 from gradcheck_suite.run.instance import user_instance
 from gradcheck_suite.run.runner import run_loop
 from studies.zoo.bug import train_with_weights
+from tests.training import trains
 
 PLAN = Plan((1, 2, 3, 2), 2)
 DRAWN = np.random.default_rng(0)
@@ -116,14 +117,7 @@ def by_weights(weight):
 
 def then(*changes):
     """Return a sound loop with a change to the gradients before each step, in turn."""
-
-    def loop(run):
-        for place, window in enumerate(windows(run)):
-            backward_window(run, window)
-            changes[place % len(changes)](run)
-            step(run)
-
-    return loop
+    return trains(before=lambda run, place: changes[place % len(changes)](run))
 
 
 def weight_of(run):

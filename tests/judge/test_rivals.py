@@ -15,7 +15,7 @@ from gradcheck_suite.core.case import probe_case
 from gradcheck_suite.loops.reset_modes import backward_window, part_of_window, window_count, windows
 from gradcheck_suite.run.instance import leaves, map_leaves
 from gradcheck_suite.verification.probe_plans import slopes_case
-from studies.zoo.bug import step_with, window_gradients
+from studies.zoo.bug import step_with, window_gradients, window_losses
 from studies.zoo.bugs.resets import delayed_by_one
 from tests.judge.explaining import (
     DATA,
@@ -31,6 +31,7 @@ from tests.judge.explaining import (
     weight_of,
     where_not_finite,
 )
+from tests.training import accumulating, trains
 from tests.wording import assert_named
 
 SPEC = ProblemSpec(
@@ -48,15 +49,11 @@ SIGNS = [[100, -50.0], [1, 20], [-30, 2], [1, -90], [50, 8], [3, 9], [-80, 4], [
 
 def _by_part(change):
     """Return a loop that changes each micro-batch's part of the window's loss, given its place."""
-
-    def loop(run):
-        for window in windows(run):
-            total = window_count(run, window)
-            for place, batch in enumerate(window):
-                change(part_of_window(run, batch, total), place).backward()
-            step(run)
-
-    return loop
+    return trains(
+        backward=lambda run, window: [
+            change(part, place).backward() for place, part in enumerate(window_losses(run, window))
+        ]
+    )
 
 
 def _in_float32(run):
@@ -66,15 +63,11 @@ def _in_float32(run):
     _by_part(lambda loss, place: loss / (1 + place))(run)
 
 
-def _penalised(run):
-    parameters = list(run.model.parameters())
-    for window in windows(run):
-        total = window_count(run, window)
-        for batch in window:
-            loss = part_of_window(run, batch, total)
-            gradients = torch.autograd.grad(loss, parameters, create_graph=True)
-            (loss + 0.01 * sum((g * g).sum() for g in gradients)).backward()
-        step(run)
+@accumulating
+def _penalised(run, window):
+    for loss in window_losses(run, window):
+        gradients = torch.autograd.grad(loss, list(run.model.parameters()), create_graph=True)
+        (loss + 0.01 * sum((g * g).sum() for g in gradients)).backward()
 
 
 def _items(batch):
@@ -106,20 +99,12 @@ def _one_bias(seed):
     return linear
 
 
-def _two_tasks(run):
-    for window in windows(run):
-        for task in (window[::2], window[1::2]):
-            if task:
-                backward_window(run, task)
-        step(run)
+_two_tasks = trains(
+    backward=lambda run, window: [backward_window(run, task) for task in (window[::2], window[1::2]) if task]
+)
 
 
-def _warm_up(run):
-    for place, window in enumerate(windows(run)):
-        total = window_count(run, window)
-        for batch in window:
-            (part_of_window(run, batch, total) * min(1.0, (place + 1) / 4)).backward()
-        step(run)
+_warm_up = trains(before=lambda run, step: every(lambda g, p: g.mul_(min(1.0, (step + 1) / 4)))(run))
 
 
 def _three_items_twice(run):
@@ -251,38 +236,14 @@ def _adds(size):
 # What a loop computes its losses from is named where it is not what the run hands over, and only there.
 
 
-def _stays_in_eval(run):
-    for window in windows(run):
-        backward_window(run, window)
-        step(run)
-        run.model.eval()
+_stays_in_eval = trains(after=lambda run, step: run.model.eval())
 
 
-def _evaluates_at_its_last_micro_batch(run):
-    for window in windows(run):
-        for j, batch in enumerate(window):
-            run.model.train(j + 1 < len(window))
-            part_of_window(run, batch, window_count(run, window)).backward()
-        step(run)
-
-
-def _perturbs(run, times=1):
-    """Take the gradient where a first one leads, as sharpness-aware minimisation does."""
-    for window in windows(run):
-        start = copy.deepcopy(run.model.state_dict())
-        for _ in range(times):
-            backward_window(run, window)
-            with torch.no_grad():
-                for p in run.model.parameters():
-                    p.add_(0.1 * p.grad)
-            run.optimizer.zero_grad()
-        backward_window(run, window)
-        run.model.load_state_dict(start)
-        step(run)
-
-
-def _perturbs_twice(run):
-    _perturbs(run, times=2)
+@accumulating
+def _evaluates_at_its_last_micro_batch(run, window):
+    for j, batch in enumerate(window):
+        run.model.train(j + 1 < len(window))
+        part_of_window(run, batch, window_count(run, window)).backward()
 
 
 def _trains_a_copy(run):
@@ -298,35 +259,22 @@ def _trains_a_copy(run):
         step(run)
 
 
-def _normalizes_in_every_epoch(run):
-    batches = list(run.loader)
-    for epoch in range(run.epochs):
-        for batch in batches if epoch else ():
-            batch["x"].div_(2)
-        for first in range(0, len(batches), run.accumulation_steps):
-            backward_window(run, batches[first : first + run.accumulation_steps])
-            step(run)
-
-
-def _adversarial(run):
+@accumulating
+def _adversarial(run, window):
     """Move each input along the sign of its own gradient: two losses of each micro-batch are sent backward."""
-    for window in windows(run):
-        total = window_count(run, window)
-        for batch in window:
-            x = batch["x"].clone().requires_grad_()
-            (gradient,) = torch.autograd.grad(run.loss(run.model, {**batch, "x": x}), x)
-            moved = {**batch, "x": (x + 0.01 * gradient.sign()).detach()}
-            (run.loss(run.model, moved) * run.count(batch) / total).backward()
-        step(run)
+    for batch in window:
+        x = batch["x"].clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(run.loss(run.model, {**batch, "x": x}), x)
+        moved = {**batch, "x": (x + 0.01 * gradient.sign()).detach()}
+        (run.loss(run.model, moved) * run.count(batch) / window_count(run, window)).backward()
 
 
 def _changes(change):
-    def loop(run):
-        for window in windows(run):
-            backward_window(run, [{name: change(name, t) for name, t in batch.items()} for batch in window])
-            step(run)
-
-    return loop
+    return trains(
+        backward=lambda run, window: backward_window(
+            run, [{name: change(name, t) for name, t in batch.items()} for batch in window]
+        )
+    )
 
 
 def _targets_shifted(run):
@@ -363,13 +311,11 @@ def _cut(items):
     return _changes(cut)
 
 
-def _loses_the_last_in_eval(run):
-    """Stay in eval mode, in which the model computes the same, and lose a micro-batch."""
-    run.model.eval()
-    for window in windows(run):
-        for batch in window[:-1]:
-            part_of_window(run, batch, window_count(run, window)).backward()
-        step(run)
+# the model computes the same in eval mode
+_loses_the_last_in_eval = trains(
+    begin=lambda run: run.model.eval(),
+    backward=lambda run, window: [part.backward() for part in [*window_losses(run, window)][:-1]],
+)
 
 
 def _drops_windows_at_nan(run):
@@ -381,10 +327,9 @@ def _drops_windows_at_nan(run):
 
 OTHER_INPUTS = {
     "wrong-mode": {"in eval mode": _stays_in_eval, "1 of 2 in eval mode": _evaluates_at_its_last_micro_batch},
-    "other-parameters": {"perturbed": _perturbs, "perturbed twice": _perturbs_twice, "of a copy": _trains_a_copy},
+    "other-parameters": {"of a copy": _trains_a_copy},
     "changed-batch": {
         "adversarial": _adversarial,
-        "normalized in every epoch": _normalizes_in_every_epoch,
         "shifted targets": _changes(lambda name, t: t.roll(1, 0) if name == "target" else t),
     },
 }

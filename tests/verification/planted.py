@@ -6,7 +6,7 @@ import torch
 
 from gradcheck_suite.loops.reset_modes import backward_window, part_of_window, window_count, windows
 from studies.zoo.bug import train_with_sums, window_losses
-from tests.training import trains
+from tests.training import accumulating, trains
 
 
 def _gradients(run):
@@ -86,7 +86,7 @@ def halves_after_a_non_finite_window(run):
         run.optimizer.zero_grad()
 
 
-@lambda backward: trains(backward=backward)
+@accumulating
 def raises_counts_to_1(run, window):
     """As `clamp(min=1)` does that is to avoid a division by 0: a sum of class weights may be below 1."""
     total = max(float(window_count(run, window)), 1.0)

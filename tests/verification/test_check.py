@@ -16,7 +16,7 @@ from gradcheck_suite.reference.large_batch import Reference
 from gradcheck_suite.run.instance import generated_instance, user_instance
 from gradcheck_suite.strategies.drawing import draw_cases
 from studies.zoo.bug import train_with_weights
-from tests.training import trains
+from tests.training import accumulating, trains
 
 CHAIN = (*(Layer("prelu", per_feature=False),) * 3, Layer("linear", features=2, bias=False))
 DIVERGES = Case(
@@ -202,7 +202,7 @@ def contrastive(model, batch):
 IN_BATCH_NEGATIVES = Problem(model, pairs, contrastive, reduction="batch")
 
 
-@lambda backward: trains(backward=backward)
+@accumulating
 def grad_cache(run, window):
     """Compute embeddings without a graph, the window's loss on them, and each micro-batch again with a graph."""
     with torch.no_grad():
