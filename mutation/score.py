@@ -26,6 +26,7 @@ TARGETS = {
             "tests/verification/test_ranks.py",
             "tests/verification/test_battery.py",
             "properties/test_aliasing.py",
+            "properties/test_readout.py",
         )
         for module in _JUDGE.split()
     },

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -46,71 +45,6 @@ def test_convolutions(data):
     args = (image, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
     assume(_accepted(aten.convolution.default, args))
     compare(aten.convolution.default, args, {})
-
-
-@few
-@given(data=st.data())
-def test_average_pooling(data):
-    kernel, stride = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
-    args = (
-        tensor(1, 2, 5, 6),
-        [kernel, 2],
-        [stride, 1],
-        [data.draw(st.integers(0, 1)), 0],
-        data.draw(st.booleans(), label="ceil"),
-        data.draw(st.booleans(), label="count padding"),
-        data.draw(st.sampled_from([None, 3]), label="divisor"),
-    )
-    assume(_accepted(aten.avg_pool2d.default, args))
-    compare(aten.avg_pool2d.default, args, {})
-
-
-@few
-@given(data=st.data())
-def test_maximum_pooling(data):
-    def draw(low, high):
-        return data.draw(st.integers(low, high))
-
-    args = (tensor(1, 2, 5, 6), [draw(1, 3), 2], [draw(1, 3), draw(1, 2)], [draw(0, 1), 0], [draw(1, 2), 1])
-    args = (*args, data.draw(st.booleans(), label="ceil"))
-    assume(_accepted(aten.max_pool2d_with_indices.default, args))
-    compare(aten.max_pool2d_with_indices.default, args, {})
-
-
-@few
-@given(out=st.tuples(st.integers(1, 7), st.integers(1, 7)), maximum=st.booleans())
-def test_adaptive_pooling(out, maximum):
-    op = aten.adaptive_max_pool2d.default if maximum else aten._adaptive_avg_pool2d.default
-    compare(op, (tensor(1, 2, 5, 6), list(out)), {})
-
-
-MODES = {
-    "bilinear": aten.upsample_bilinear2d.vec,
-    "bicubic": aten.upsample_bicubic2d.vec,
-    "nearest": aten.upsample_nearest2d.vec,
-    "exact": aten._upsample_nearest_exact2d.vec,
-}
-
-
-@few
-@given(
-    mode=st.sampled_from(sorted(MODES)),
-    out=st.tuples(st.integers(1, 9), st.integers(1, 9)),
-    factors=st.none() | st.tuples(st.sampled_from([0.4, 0.75, 1.3, 2.0]), st.sampled_from([0.5, 1.7])),
-    corners=st.booleans(),
-)
-def test_interpolation(mode, out, factors, corners):
-    size = list(out) if factors is None else None
-    flags = () if mode in ("nearest", "exact") else (corners,)
-    compare(MODES[mode], (tensor(1, 2, 5, 6), size, *flags, factors and list(factors)), {})
-
-
-@pytest.mark.full
-@few
-@given(mode=st.integers(0, 2), padding=st.integers(0, 2), corners=st.booleans(), scale=st.sampled_from([0.7, 1.4, 2.6]))
-def test_sampling_by_a_grid(mode, padding, corners, scale):
-    grid = (tensor(1, 3, 2, 2, seed=3).detach() * scale).requires_grad_()
-    compare(aten.grid_sampler_2d.default, (tensor(1, 2, 4, 5), grid, mode, padding, corners), {})
 
 
 @few
@@ -161,16 +95,6 @@ def test_writes_by_index(data):
     x = tensor(4, 4)
     values = (x[tuple(slice(None) if i is None else i for i in indices)].detach() * 3).requires_grad_()
     compare(aten.index_put.default, (x, indices, values, accumulate), {})
-
-
-@few
-@given(
-    order=st.sampled_from([0, 1, 2, 3, 0.5, -1, float("inf"), float("-inf")]),
-    dims=st.sampled_from([None, [0], [1], [0, 1]]),
-    keep=st.booleans(),
-)
-def test_norms(order, dims, keep):
-    compare(aten.linalg_vector_norm.default, (tensor(3, 4), order, dims, keep), {})
 
 
 @few

@@ -103,14 +103,6 @@ def test_a_bug_in_the_suite_is_neither_a_verdict_nor_bad_usage(run, monkeypatch)
     assert outcome.err.endswith("this is a bug in gradcheck-suite; please report it\n")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["verify", "--help"], ["replay", "--help"], ["doctor", "--help"]])
-def test_help(run, arguments):
-    outcome = run(*arguments)
-    assert outcome.status == 0
-    assert outcome.out.startswith("usage: gradcheck-suite")
-    assert outcome.err == ""
-
-
 def test_version(run):
     from gradcheck_suite import __version__
 

@@ -13,7 +13,7 @@ import torch
 
 from gradcheck_suite import Case, Plan, Problem
 from gradcheck_suite.core.comparison import Comparison
-from gradcheck_suite.judge.fitted_weights import diagnose_case, fit_weights, is_explained, of_one_sign
+from gradcheck_suite.judge.fitted_weights import diagnose_case, is_explained, of_one_sign
 from gradcheck_suite.judge.weights import Diagnosis
 from gradcheck_suite.reference.large_batch import Reference
 from gradcheck_suite.run.instance import user_instance
@@ -409,67 +409,3 @@ def test_elements_of_one_sign_are_seen_up_to_eight_times_what_is_allowed(off, se
 def test_elements_of_one_sign_are_read_in_float64_at_the_start_alone(options):
     window, (right, kept) = _window(SIGNED, **options), _of_sign(1)
     assert of_one_sign(FOUND, window, _compared(window, kept, ALLOWED, right)) is None
-
-
-# Weights are recovered where the gradients determine them, and never claimed where they do not.
-
-
-GRADIENTS = np.array([[1.0, 2.0, 0.0, -1.0], [0.5, 0.0, 3.0, 1.0], [0.0, -1.0, 1.0, 2.0]])
-
-
-FITS = {
-    **{
-        str(w): (np.array(w) @ GRADIENTS, GRADIENTS, w, True, True)
-        for w in ((0.25, 0.25, 0.5), (1, 0, 0), (0, -2, 1e-3))
-    },
-    "no combination": (GRADIENTS.sum(0) + np.array([0, 0, 1e-6, 0]), GRADIENTS, None, True, False),
-    "what rounding allows": (GRADIENTS.sum(0) + np.array([0, 0, 1e-13, 0]), GRADIENTS, None, True, True),
-    "proportional": (np.array([3.0, 6.0]), np.array([[1.0, 2.0], [2.0, 4.0]]), None, False, None),
-    "fewer elements than micro-batches": (np.array([4.0]), np.array([[1.0], [3.0]]), None, False, None),
-    "proportional but for rounding": (
-        np.array([2.0, 4.0 + 1e-13]),
-        np.array([[1.0, 2.0], [1.0, 2.0 + 1e-13]]),
-        None,
-        False,
-        None,
-    ),
-    "one without a gradient": (
-        np.array((0.5, 2.0)) @ GRADIENTS[:2],
-        np.vstack([GRADIENTS[:2], np.zeros(4)]),
-        (0.5, 2.0, 0.0),
-        True,
-        None,
-    ),
-    "nothing, and what rounding allows": (np.full(4, 1e-13), np.zeros((3, 4)), None, False, True),
-    "nothing, and more": (np.full(4, 1.1e-13), np.zeros((3, 4)), None, False, False),
-}
-"""Gradient of the window, of the micro-batches, their weights, and whether these are determined and exact."""
-
-
-@pytest.mark.parametrize("title", FITS)
-def test_weights_are_recovered_where_gradients_determine_them(title):
-    observed, gradients, weights, determined, exact = FITS[title]
-    fit = fit_weights(observed, gradients, np.full(len(observed), 1e-13))
-    assert fit.determined is determined
-    assert exact is None or fit.exact is exact
-    assert weights is None or fit.weights == pytest.approx(weights, rel=1e-12, abs=1e-13)
-
-
-def test_sizes_that_differ_by_many_orders_do_not_matter():
-    gradients = GRADIENTS * np.array([[1e-9], [1.0], [1e9]])
-    fit = fit_weights(np.array((2.0, 3.0, 4.0)) @ gradients, gradients, np.full(4, 1e-13))
-    assert fit.determined
-    # the smallest contribution is 1e-18 of the largest: lost in the observation itself
-    assert fit.weights[1:] == pytest.approx((3.0, 4.0), rel=1e-6)
-
-
-@pytest.mark.parametrize(("off", "exact"), [(250, True), (300, False)])
-def test_what_the_fit_itself_rounds_is_exact(off, exact):
-    """Of unit columns at 120 degrees the smaller singular value is sqrt(1/2); sizes of the sum are 3, 5 and 8.
-
-    Rounding of 64 eps / sqrt(1/2) of each is 271, 453 and 724 eps; (-1, 1, 1) is no combination of the gradients.
-    """
-    gradients = np.array([[1.0, 0.0, 1.0], [0.0, 1.0, -1.0]])
-    observed = np.array([3.0, 5.0]) @ gradients + off * 2.0**-52 * np.array([-1.0, 1.0, 1.0])
-    fit = fit_weights(observed, gradients, np.zeros(3))
-    assert fit.exact == exact

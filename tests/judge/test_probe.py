@@ -21,47 +21,11 @@ from gradcheck_suite.judge.probe import (
     ranges_text,
     separating_probe,
 )
-from gradcheck_suite.judge.reruns import LoopRunner
 from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.run.runner import run_loop
 
 PLAN = Plan((1, 3, 2), 2)
 """Items 0 to 3 in window 0, and items 4 and 5 in window 1."""
-
-
-def _without_the_last(indices):
-    """Count items, but those of the last micro-batch."""
-    return float(sum(i < 4 for i in indices))
-
-
-@pytest.mark.parametrize(
-    ("probe", "weights"),
-    [
-        (WeightProbe(PLAN, "mean"), ([0.25] * 4 + [0] * 2, [0] * 4 + [0.5] * 2)),
-        (WeightProbe(PLAN, "sum"), ([1] * 4 + [0] * 2, [0] * 4 + [1] * 2)),
-        (WeightProbe(Plan((1, 3, 2), 3), "mean", _without_the_last), ([0.25] * 4 + [0] * 2,)),
-        (WeightProbe(PLAN, "mean", lambda indices: 2.0 * len(indices)), ([0.125] * 4 + [0] * 2, [0] * 4 + [0.25] * 2)),
-        (WeightProbe(Plan((1, 3, 2), 3), "sum", _without_the_last), ([1] * 4 + [0] * 2,)),
-    ],
-)
-def test_the_right_weight_is_a_share_of_the_windows_count(probe, weights):
-    for window, expected in enumerate(weights):
-        assert probe.right_weights(window).tolist() == expected
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("scale", [1.0, 2.0**-20])
-@pytest.mark.parametrize("slopes", [(), (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)])
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_a_sound_loop_gives_right_weights_times_the_slopes_at_every_scale(reduction, scale, slopes, dtype):
-    probe = WeightProbe(PLAN, reduction, dtype=dtype)
-    runner = LoopRunner(MODES["set_to_none"])
-    left = runner.runs_left
-    outcome = probe.run(runner, scale=scale, slopes=slopes)
-    assert runner.runs_left == left - 1
-    for window, seen in enumerate(gradients_of_steps(outcome)):
-        assert seen / scale == pytest.approx(probe.right_weights(window) * np.array(slopes or 1.0), rel=1e-6)
-    assert probe.instance(slopes=slopes).case.dtype == dtype
 
 
 def test_the_expected_gradient_is_the_weight_times_the_slope_and_nothing_where_the_weight_is_none():

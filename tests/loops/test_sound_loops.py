@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gradcheck_suite import training_loop, verify
-from gradcheck_suite.loops.reset_modes import backward_window, part_of_window, window_count, windows
+from gradcheck_suite.loops.reset_modes import backward_window, windows
 from gradcheck_suite.reference import large_batch
 from studies.calibration import any_order, autograd_grad, float_shares, one_backward, scaled_and_back
 
@@ -29,15 +29,6 @@ def sound(loop):
 
 
 # The place of the reset
-
-
-@sound
-def reset_twice(run):
-    for window in windows(run):
-        run.optimizer.zero_grad(set_to_none=False)
-        backward_window(run, window)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
 
 
 @sound
@@ -62,22 +53,6 @@ def reset_before_the_step_that_is_not_the_first(run):
 
 for written_for_the_campaign in (float_shares, one_backward, any_order, autograd_grad, scaled_and_back):
     sound(written_for_the_campaign)
-
-
-@sound
-def counted_with_item(run):
-    for window in windows(run):
-        total = 0
-        for batch in window:
-            total += run.count(batch).item()
-        for batch in window:
-            loss = run.loss(run.model, batch)
-            if run.reduction == "mean":
-                loss = loss * run.count(batch).item()
-                loss = loss / total
-            loss.backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
 
 
 @sound
@@ -126,43 +101,6 @@ def with_a_clip_above_every_norm(run):
         dense = [p for p in run.model.parameters() if p.grad is not None and not p.grad.is_sparse]
         if dense:
             torch.nn.utils.clip_grad_norm_(dense, 1e200)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-
-@sound
-def with_an_average_of_the_losses_kept(run):
-    running, seen = 0.0, 0
-    for window in windows(run):
-        total = window_count(run, window)
-        for batch in window:
-            part = part_of_window(run, batch, total)
-            running, seen = running + part.detach(), seen + 1
-            part.backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-    assert seen
-
-
-# Loops that state an assumption
-
-
-@sound
-@training_loop(assumes=("equal-micro-batches",))
-def divided_by_the_windows_length(run):
-    for window in windows(run):
-        for batch in window:
-            (run.loss(run.model, batch) / len(window)).backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-
-@sound
-@training_loop(assumes=("whole-windows",))
-def stepped_only_on_whole_windows(run):
-    for window in windows(run):
-        assert len(window) == run.accumulation_steps
-        backward_window(run, window)
         run.optimizer.step()
         run.optimizer.zero_grad()
 

@@ -15,13 +15,14 @@ from torch.nn import functional as F  # noqa: N812 - as everyone calls it
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, check
 from gradcheck_suite.catalogue.tables import LOSSES
 from gradcheck_suite.core.comparison import DRAWS, SMALLEST, student_factor
-from gradcheck_suite.loops.reset_modes import BUILT_IN, backward_window, windows
+from gradcheck_suite.loops.reset_modes import BUILT_IN
 from gradcheck_suite.reference import large_batch
 from gradcheck_suite.reference.large_batch import REFERENCES, UNEVEN, CannotJudgeError, disagreement, precision_fault
 from gradcheck_suite.reference.rounding import Computation, RandomRounding, _Narrowed, leaves_range
 from gradcheck_suite.run.instance import generated_instance
 from studies.calibration import scaled_and_back
 from tests.one_problem import OVERFLOWING_SUM
+from tests.training import each_gradient, trains
 
 # torch rounds log(sum(exp(x))) to bfloat16 before it subtracts it from the largest x
 SATURATED = Case(
@@ -63,14 +64,7 @@ PLAN = Plan((3, 1, 4), 2)
 EMBEDDED = Layer("tied_embedding", features=2, sparse=False)
 
 
-def _doubled(run):
-    for window in windows(run):
-        run.optimizer.zero_grad()
-        backward_window(run, window)
-        for p in run.model.parameters():
-            if p.grad is not None:
-                p.grad.mul_(2)
-        run.optimizer.step()
+_doubled = trains(before=each_gradient(lambda g: g.mul_(2)))
 
 
 @pytest.mark.full
@@ -107,13 +101,7 @@ def test_a_sum_that_overflows_where_its_mean_does_not_is_no_fault_of_a_loop_that
     assert list(verdict.windows_skipped) == ["the gradient of the window's summed loss overflows float16"]
     assert check(BUILT_IN["plain"], case).windows == 1
 
-    def times_a_million(run):
-        for window in windows(run):
-            backward_window(run, window)
-            for p in run.model.parameters():
-                p.grad = None if p.grad is None else p.grad * 1e6
-            run.optimizer.step()
-
+    times_a_million = trains(before=each_gradient(lambda g: g.mul_(1e6)))
     small = ProblemSpec(Input("vector", size=2), OVERFLOWING_SUM.layers, OVERFLOWING_SUM.loss)
     violation = check(times_a_million, case.replace(problem=small)).violation
     assert violation.kind == "non-finite"
@@ -271,14 +259,7 @@ def test_a_sound_loop_keeps_the_nan_to_its_window(name, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_hiding_the_nan_is_a_fault_too(dtype):
-    def hides(run):
-        for window in windows(run):
-            run.optimizer.zero_grad()
-            backward_window(run, window)
-            for p in run.model.parameters():
-                p.grad.nan_to_num_(0.0)
-            run.optimizer.step()
-
+    hides = trains(before=each_gradient(lambda g: g.nan_to_num_(0.0)))
     violation = check(hides, TWO_WINDOWS.replace(dtype=dtype), problem=CORNER).violation
     assert violation is not None
     assert violation.window == 0
@@ -415,16 +396,8 @@ def test_float64_has_two_digits_of_the_derivative_of_elu_far_below_0():
 @pytest.mark.parametrize(("factor", "holds"), [(1.002, True), (0.97, False), (1.03, False)])
 def test_what_float64_does_not_know_is_not_looked_for(factor, holds):
     """The second window's gradient is 1e-14 throughout, and known to 0.4%."""
-
-    def loop(run):
-        for number, window in enumerate(windows(run)):
-            backward_window(run, window)
-            for p in run.model.parameters() if number else ():
-                if p.grad is not None and p.grad.abs().max() < 1e-12:
-                    p.grad.mul_(factor)
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-
+    tiny = each_gradient(lambda g: g.mul_(factor if g.abs().max() < 1e-12 else 1))
+    loop = trains(before=lambda run, step: tiny(run) if step else None)
     assert check(loop, ELU).holds == holds
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, cases, check
-from gradcheck_suite.loops.reset_modes import MODES, backward_window, windows
+from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.reference.large_batch import Reference
 from gradcheck_suite.reference.rounding import Computation, RandomRounding
 from gradcheck_suite.run.instance import generated_instance, seeded
@@ -14,7 +14,9 @@ from gradcheck_suite.run.runner import run_loop
 from gradcheck_suite.strategies.drawing import draw_cases
 from properties.devices import DEVICES, repeatable_run
 from studies.zoo import BUGS
+from studies.zoo.bug import train_with_weights
 from tests.second_device import SecondDeviceTensor, second_device
+from tests.training import each_gradient, trains
 
 PROBABILITIES = ProblemSpec(
     Input("vector", size=2), (Layer("linear", features=1, bias=True),), Loss("bce", weight=False, reduction="mean")
@@ -43,11 +45,7 @@ def test_a_tensor_left_on_the_cpu_raises_on_a_second_device():
     """Planted fault: a loop weighs its losses by numbers that it keeps on the CPU."""
 
     def keeps_weights_on_the_cpu(run):
-        for window in windows(run):
-            for batch in window:
-                loss = run.loss(run.model, batch)
-                (loss * torch.ones(1)).sum().backward()
-            run.optimizer.step()
+        train_with_weights(run, lambda window, batch: torch.ones(1))
 
     with second_device():
         violation = check(keeps_weights_on_the_cpu, Case(PROBABILITIES, UNEQUAL, device="cuda")).violation
@@ -106,14 +104,7 @@ def test_the_random_state_of_a_gpu_is_seeded_and_restored(monkeypatch):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_loop_that_draws_gives_the_same_gradients_again(device):
-    def noisy(run):
-        for window in windows(run):
-            run.optimizer.zero_grad()
-            backward_window(run, window)
-            for p in run.model.parameters():
-                p.grad.add_(torch.rand_like(p))
-            run.optimizer.step()
-
+    noisy = trains(before=each_gradient(lambda g: g.add_(torch.rand_like(g))))
     instance = generated_instance(Case(PROBABILITIES, UNEQUAL, device=device, seed=1))
     torch.rand(1, device=instance.device)
     before = torch.rand(1, device=instance.device)
@@ -126,14 +117,7 @@ def test_a_run_that_does_not_repeat_is_left_out():
     """Planted: every run adds another number. Nothing is concluded from `==` on such a run."""
     runs = []
 
-    def unrepeatable(run):
-        runs.append(run)
-        for window in windows(run):
-            backward_window(run, window)
-            for p in run.model.parameters():
-                p.grad.add_(len(runs))
-            run.optimizer.step()
-
+    unrepeatable = trains(begin=runs.append, before=each_gradient(lambda g: g.add_(len(runs))))
     with second_device():
         instance = generated_instance(Case(PROBABILITIES, UNEQUAL, device="cuda", seed=1))
         assert repeatable_run(MODES["zero_"], instance).raised is None

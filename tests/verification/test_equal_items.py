@@ -6,42 +6,38 @@ import pytest
 import torch
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, verify
-from gradcheck_suite.loops.reset_modes import part_of_window, plain, window_count, windows
+from gradcheck_suite.loops.reset_modes import part_of_window, plain, window_count
 from gradcheck_suite.run.instance import generated_instance
 from gradcheck_suite.verification.check import check
+from tests.training import accumulating, trains
 
 SPEC = ProblemSpec(Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse"))
 
 
-def _without_duplicates(run, key):
-    for window in windows(run):
+def _without_duplicates(key):
+    """Return a loop that leaves out a micro-batch whose key, given the run and it, is that of the one before."""
+
+    def backward(run, window):
         total, previous = window_count(run, window), None
         for batch in window:
-            if previous is not None and torch.equal(key(run, batch), previous):
-                continue
-            previous = key(run, batch)
-            part_of_window(run, batch, total).backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+            if previous is None or not torch.equal(key(run, batch), previous):
+                previous = key(run, batch)
+                part_of_window(run, batch, total).backward()
+
+    return trains(backward=backward)
 
 
-def an_equal_loss_skipped(run):
-    _without_duplicates(run, lambda run, batch: run.loss(run.model, batch).detach())
+an_equal_loss_skipped = _without_duplicates(lambda run, batch: run.loss(run.model, batch).detach())
+an_equal_micro_batch_skipped = _without_duplicates(lambda run, batch: next(iter(batch.values())))
 
 
-def an_equal_micro_batch_skipped(run):
-    _without_duplicates(run, lambda run, batch: next(iter(batch.values())))
-
-
-def equal_items_merged(run):
-    for window in windows(run):
-        total = window_count(run, window)
-        for batch in window:
-            kept = torch.unique(batch["x"], dim=0, return_inverse=True)[1].unique()
-            merged = {name: t[: len(kept)] for name, t in batch.items()}
-            (part_of_window(run, batch, total) * 0 + part_of_window(run, merged, total)).backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+@accumulating
+def equal_items_merged(run, window):
+    total = window_count(run, window)
+    for batch in window:
+        kept = torch.unique(batch["x"], dim=0, return_inverse=True)[1].unique()
+        merged = {name: t[: len(kept)] for name, t in batch.items()}
+        (part_of_window(run, batch, total) * 0 + part_of_window(run, merged, total)).backward()
 
 
 FAULTS = [an_equal_loss_skipped, an_equal_micro_batch_skipped, equal_items_merged]
