@@ -17,6 +17,17 @@ OVERFLOWING_SUM = ProblemSpec(
 )
 """The gradient of the mean over five items is 32000, so that of their sum is infinite in float16."""
 
+MEAN_OF_MEANS = """
+def halves(run):
+    for _ in range(run.epochs):
+        for i, batch in enumerate(run.loader):
+            (run.loss(run.model, batch) / run.accumulation_steps).backward()
+            if (i + 1) % run.accumulation_steps == 0 or i + 1 == len(run.loader):
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+"""
+"""The text of the README's loop, whose micro-batches' means have equal weights."""
+
 
 def draw_only_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `verify` draw plans alone, on `LINEAR` unless a problem is given."""

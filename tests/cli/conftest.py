@@ -57,12 +57,6 @@ def instead(run):
     except ImportError:
         raise RuntimeError("please install it")
 
-def fallback(run):
-    try:
-        import nowhere_to_be_found
-    except ImportError:
-        raises(run)
-
 def never(run):
     pass
 

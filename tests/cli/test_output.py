@@ -265,15 +265,6 @@ def test_nothing_is_recorded_unless_it_is_asked_for(run, project, monkeypatch):
     assert tracked.read_bytes().count(b"\n") == 2
 
 
-def test_a_project_asks_for_records_in_its_pyproject(run, project, monkeypatch):
-    planted(monkeypatch)
-    (project / "pyproject.toml").write_text('[tool.gradcheck-suite]\nreports = "kept"\n')
-    (project / "inside").mkdir()
-    monkeypatch.chdir(project / "inside")
-    assert run("verify", "zero_").status == 0
-    assert (project / "kept" / FOLDER / "verify.jsonl").is_file()
-
-
 def test_records_of_another_schema_are_added_to_by_nobody(run, project, tmp_path):
     path = append_record(tmp_path, KINDS["verify"], {}, environment={})
     expect_schema(path)

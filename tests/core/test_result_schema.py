@@ -15,6 +15,7 @@ from gradcheck_suite.core.faults import FAULTS
 from gradcheck_suite.core.results import BOTH, MovedByZeros, Unknown, Weight, result_from_json, results_to_json
 from tests.auditing.running import audited
 from tests.auditing.scripts import write
+from tests.one_problem import MEAN_OF_MEANS
 
 SCHEMA = json.loads(files("gradcheck_suite.core").joinpath("result.schema.json").read_text())
 PARTS = SCHEMA["$defs"]
@@ -59,15 +60,7 @@ def test_so_are_those_of_what_could_not_be_judged_and_of_what_zeros_moved():
     assert moved["properties"].keys() == properties(MovedByZeros, "verify")
 
 
-LOOPS = """
-def halves(run):
-    for _ in range(run.epochs):
-        for i, batch in enumerate(run.loader):
-            (run.loss(run.model, batch) / run.accumulation_steps).backward()
-            if (i + 1) % run.accumulation_steps == 0 or i + 1 == len(run.loader):
-                run.optimizer.step()
-                run.optimizer.zero_grad()
-
+LOOPS = f"""{MEAN_OF_MEANS}
 def infinite(run):
     for _ in range(run.epochs):
         for i, batch in enumerate(run.loader):

@@ -154,31 +154,6 @@ def _swap(run):
         bias.grad.copy_(flat[6:])
 
 
-class _Shared(torch.autograd.Function):
-    """The sum of a vector with a number, whose backward hands out the same tensor each time."""
-
-    buffer = torch.zeros((), dtype=torch.float64)
-
-    @staticmethod
-    def forward(ctx, x, shift):
-        return x + shift
-
-    @staticmethod
-    def backward(ctx, gradient):
-        _Shared.buffer.copy_(gradient.sum())
-        return gradient, _Shared.buffer.view(())
-
-
-class _Steals(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(7, dtype=torch.float64))
-        self.shift = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
-
-    def forward(self, x):
-        return _Shared.apply(x @ self.weight[:3], self.shift)[:, None]
-
-
 # Weights
 
 
@@ -476,7 +451,6 @@ NAMED = {
         "stops before the step": told(_stops_where_large, probe_case(Plan((1, 1), 1), slopes="1.0 64.0")),
     },
     "added-term": {
-        "noise": told(then(every(lambda g, p: g.add_(torch.randn_like(g)))), CASE),
         "a little noise": told(then(every(lambda g, p: g.add_(1e-3 * torch.randn_like(g)))), LINEAR),
         "decay": told(then(every(lambda g, p: g.add_(p, alpha=0.25))), CASE),
     },
@@ -583,7 +557,6 @@ NAMED = {
             then(every(lambda g, p: g.copy_(g.float()))), LINEAR.replace(plan=Plan((1, 2, 3), 3))
         ),
     },
-    "stolen-buffer": {"a buffer that the model uses again": told(then(as_it_is), model=lambda seed: _Steals())},
     "poisoned-by-earlier-window": {
         f"window {window} of epoch {epoch}": told(_kept_by_scaling, plan=TWO_EPOCHS, epoch=epoch, window=window, y=y)
         for epoch, window, y in ((0, 1, INFINITE), (1, 0, LAST), (1, 1, INFINITE))

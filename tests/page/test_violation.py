@@ -17,6 +17,7 @@ from gradcheck_suite.core.results import SHOWN_ROWS, WIDTH, Weight, weight_lines
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.page.violation import read_violation
 from studies.tests.report.made_up import EVIL, build, counterexample
+from tests.one_problem import MEAN_OF_MEANS
 
 
 def test_a_stored_violation_has_its_split_its_plots_and_its_script(tmp_path):
@@ -81,20 +82,9 @@ def test_bars_on_the_console_are_as_long_as_the_weights():
     assert weight_lines([weight("0", 1.0)] * (SHOWN_ROWS + 1))[-1] == "  and 1 more"
 
 
-LOOP = """
-def halves(run):
-    for _ in range(run.epochs):
-        for i, batch in enumerate(run.loader):
-            (run.loss(run.model, batch) / run.accumulation_steps).backward()
-            if (i + 1) % run.accumulation_steps == 0 or i + 1 == len(run.loader):
-                run.optimizer.step()
-                run.optimizer.zero_grad()
-"""
-
-
 def test_verify_writes_the_page_and_names_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my.py").write_text(LOOP)
+    (tmp_path / "my.py").write_text(MEAN_OF_MEANS)
     assert run(["verify", "my.py:halves", "--examples", "5", "--html", "page.html"]) == 1
     out = capsys.readouterr().out
     assert "page    page.html" in out
@@ -145,7 +135,7 @@ def test_a_page_opens_at_a_desktop_s_terminal_alone(tmp_path, desktop, monkeypat
 
 @pytest.mark.full
 def test_verify_opens_the_page_of_a_violation_and_none_where_all_holds(tmp_path, desktop):
-    (tmp_path / "my.py").write_text(LOOP)
+    (tmp_path / "my.py").write_text(MEAN_OF_MEANS)
     command = ("-m", "gradcheck_suite", "verify", "--examples", "2", "--html", "page.html")
     assert _at_a_terminal(*command, "zero_") == 0
     assert desktop() == []

@@ -30,11 +30,6 @@ def test_what_hangs_is_stopped():
     assert time.monotonic() - started < FOREVER / 2
 
 
-def test_a_sleep_is_stopped():
-    with pytest.raises(TimedOut), time_limit(SHORT):
-        time.sleep(FOREVER)
-
-
 @pytest.mark.parametrize(
     ("passed", "computed", "over"),
     [
@@ -97,17 +92,6 @@ def test_an_import_that_never_ends_is_stopped(tmp_path, monkeypatch):
         __import__("endless_import")
 
 
-def test_an_except_exception_inside_does_not_swallow_it():
-    def patient():
-        try:
-            _hang()
-        except Exception:
-            return
-
-    with pytest.raises(TimedOut), time_limit(SHORT):
-        patient()
-
-
 def test_what_swallows_everything_is_stopped_all_the_same():
     def stubborn():
         for _ in range(5):
@@ -127,11 +111,6 @@ def test_what_returns_in_time_is_left_alone():
         done = True
     assert done
     assert not limit.expired
-
-
-def test_errors_pass_through():
-    with pytest.raises(ZeroDivisionError), time_limit(FOREVER):
-        1 / 0  # noqa: B018
 
 
 @pytest.mark.parametrize("hangs", [False, True])

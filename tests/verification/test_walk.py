@@ -9,21 +9,14 @@ from pathlib import Path
 import gradcheck_suite
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check, verify
 from gradcheck_suite.loops.reset_modes import MODES
+from studies.zoo import BUGS
 
 PACKAGE = str(Path(gradcheck_suite.__file__).parent)
 SPEC = ProblemSpec(Input("vector", size=2), (Layer("linear", features=2, bias=True),), Loss("mse"))
 CASE = Case(SPEC, Plan((2, 1, 3), 2), seed=1)
 
 
-def _mean_of_means(run):
-    """The loop of the README."""
-    for _ in range(run.epochs):
-        for i, batch in enumerate(run.loader):
-            loss = run.loss(run.model, batch) / run.accumulation_steps
-            loss.backward()
-            if (i + 1) % run.accumulation_steps == 0 or i + 1 == len(run.loader):
-                run.optimizer.step()
-                run.optimizer.zero_grad()
+_mean_of_means = BUGS["mean-of-means"].loop
 
 
 def _files(judge: Callable[[], object]) -> set[str]:

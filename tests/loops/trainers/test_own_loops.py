@@ -9,6 +9,7 @@ import pytest
 from gradcheck_suite import Case, Plan, UsageError, check, transformers_loop
 from gradcheck_suite.__main__ import main
 from gradcheck_suite.cli.loading import resolve_loop, resolve_problem
+from tests.one_problem import MEAN_OF_MEANS
 
 OWN = "tests.loops.trainers.own_loops"
 EQUAL, UNEQUAL = Plan((2, 2, 2), 3), Plan((1, 3), 2)
@@ -18,15 +19,6 @@ FOUND = {
     ("sentences", "SENTENCES"): {EQUAL: None, UNEQUAL: "mean-of-means"},
 }
 """Loop and Problem -> plan -> the diagnosis, or None where it holds."""
-LOOP = """
-def divided(run):
-    for _ in range(run.epochs):
-        for number, batch in enumerate(run.loader, 1):
-            (run.loss(run.model, batch) / run.accumulation_steps).backward()
-            if number % run.accumulation_steps == 0 or number == len(run.loader):
-                run.optimizer.step()
-                run.optimizer.zero_grad()
-"""
 
 
 @pytest.mark.filterwarnings("default")
@@ -48,10 +40,10 @@ def test_something_else_than_a_trainer_is_refused():
 @pytest.mark.full
 def test_the_questions_are_asked_of_a_loop_in_a_file(tmp_path, capsys):
     file, path = tmp_path / "my_loops.py", tmp_path / "answers.json"
-    file.write_text(LOOP)
+    file.write_text(MEAN_OF_MEANS)
     options = ["--examples", "2", "--json", str(path), "--reports", str(tmp_path)]
     problem = ["--problem", "gradcheck_suite.loops.trainers.problems:MEAN"]
-    assert main(["trainers", f"{file}:divided", *problem, *options]) == 1
+    assert main(["trainers", f"{file}:halves", *problem, *options]) == 1
     answers = json.loads(path.read_text())["answers"]
     assert {a["question"]: (a["result"]["violation"] or {}).get("diagnosis") for a in answers} == {
         "equal counts": None,
@@ -60,7 +52,7 @@ def test_the_questions_are_asked_of_a_loop_in_a_file(tmp_path, capsys):
         "epoch shorter than K": "mean-of-means",
         "several epochs": None,
     }
-    assert "my_loops.py:divided own file" in " ".join(capsys.readouterr().out.split())
+    assert "my_loops.py:halves own file" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
