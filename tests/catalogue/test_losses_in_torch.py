@@ -37,51 +37,6 @@ def close(value, expected: float) -> bool:
     return float(value) == pytest.approx(expected, rel=1e-12)
 
 
-# What the mean divides by
-
-
-@EVERY_SMOOTHING
-def test_cross_entropy_over_classes_divides_by_the_weights_of_the_targets(label_smoothing):
-    options = {"weight": WEIGHTS, "label_smoothing": label_smoothing}
-    mean = F.cross_entropy(LOGITS, CLASSES, **options)
-    total = F.cross_entropy(LOGITS, CLASSES, **options, reduction="sum")
-    assert close(total / mean, 2.5 + 0.5)
-
-
-@EVERY_SMOOTHING
-def test_cross_entropy_over_probabilities_divides_by_the_positions_whatever_the_weights(label_smoothing):
-    targets = F.one_hot(CLASSES, 3).to(torch.float64)
-    options = {"weight": WEIGHTS, "label_smoothing": label_smoothing}
-    mean = F.cross_entropy(LOGITS, targets, **options)
-    total = F.cross_entropy(LOGITS, targets, **options, reduction="sum")
-    assert close(total / mean, 2)
-    assert close(total, F.cross_entropy(LOGITS, CLASSES, **options, reduction="sum").item())
-
-
-def test_kl_div_divides_by_the_elements_and_warns_of_it():
-    log_p, q = F.log_softmax(LOGITS, dim=1), torch.full((2, 3), 1 / 3, dtype=torch.float64)
-    total = F.kl_div(log_p, q, reduction="sum")
-    assert close(total / F.kl_div(log_p, q, reduction="batchmean"), 2)
-    with pytest.warns(UserWarning, match="batchmean"):
-        mean = F.kl_div(log_p, q, reduction="mean")
-    assert close(total / mean, 6)
-
-
-@pytest.mark.parametrize("p", [1, 2])
-def test_multi_margin_divides_by_the_items_and_weighs_outside_the_power(p):
-    # the manual's formula puts the weight inside: max(0, w * (margin - x[y] + x[i]))**p
-    x = torch.tensor([[0.0, 0.5]], dtype=torch.float64)
-    loss = F.multi_margin_loss(x, torch.tensor([0]), p=p, weight=torch.tensor([3.0, 1.0], dtype=torch.float64))
-    assert close(loss, 3 * 1.5**p / 2)
-
-
-def test_bce_with_element_weights_divides_by_the_elements():
-    x, y, w = LOGITS, torch.ones_like(LOGITS), torch.full_like(LOGITS, 3.0)
-    assert close(
-        F.binary_cross_entropy_with_logits(x, y, weight=w), 3 * F.binary_cross_entropy_with_logits(x, y).item()
-    )
-
-
 # Without valid targets
 
 
@@ -119,19 +74,6 @@ def test_probabilities_cannot_be_ignored():
 
 
 # Slopes at kinks and far out
-
-
-def test_hinges_have_slope_one_at_their_kink():
-    # margin - x is exactly 0 there; the mathematics allows any slope from -1 to 0
-    assert gradient(lambda x: F.hinge_embedding_loss(x, one(-1.0), margin=1.0), 1.0).item() == -1.0
-    assert gradient(lambda x: F.margin_ranking_loss(x, one(0.0), one(1.0), margin=1.0), 1.0).item() == -1.0
-
-
-def test_margins_between_classes_have_slope_zero_at_their_kink():
-    # the output of the target exceeds the other one by exactly the margin
-    single, several = torch.tensor([0]), torch.tensor([[0, -1]])
-    assert gradient(lambda x: F.multi_margin_loss(x, single, margin=1.0), [1.0, 0.0]).tolist() == [[0.0, 0.0]]
-    assert gradient(lambda x: F.multilabel_margin_loss(x, several), [1.0, 0.0]).tolist() == [[0.0, 0.0]]
 
 
 def test_the_cosine_of_nothing_is_zero_and_its_slope_a_million():

@@ -55,14 +55,6 @@ def scheduler_per_window(run):
 
 
 @sound
-def two_schedulers_in_sequence(run):
-    first = torch.optim.lr_scheduler.LinearLR(run.optimizer, 0.5, total_iters=2)
-    then = torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.9)
-    scheduler = torch.optim.lr_scheduler.SequentialLR(run.optimizer, [first, then], [2])
-    train(run, after_step=scheduler.step)
-
-
-@sound
 def scheduler_per_epoch(run):
     scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 1)
     for _ in range(run.epochs):
@@ -166,49 +158,12 @@ def two_scalers(run):
         disabled.update()
 
 
-@faulty("wrong-scale")
-def scaler_without_its_step(run):
-    scaler = torch.amp.GradScaler(run.device.type, init_scale=2.0**8)
-    for _ in scaled_windows(run, scaler):
-        run.optimizer.step()
-
-
 @sound
 def average_of_the_weights_kept(run):
     average = torch.optim.swa_utils.AveragedModel(
         run.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
     )
     train(run, after_step=lambda: average.update_parameters(run.model))
-
-
-@faulty("parameter-drift")
-def average_of_the_weights_trained_on(run):
-    average = torch.optim.swa_utils.AveragedModel(
-        run.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
-    )
-
-    def swap():
-        average.update_parameters(run.model)
-        run.model.load_state_dict(average.module.state_dict())
-
-    train(run, after_step=swap)
-
-
-@sound
-def norms_logged_where_there_is_a_gradient(run):
-    norms = {}
-
-    def log():
-        norms.update({name: p.grad.norm() for name, p in run.model.named_parameters() if p.grad is not None})
-
-    train(run, before_step=log)
-
-
-@faulty("clipped")
-def norms_logged_by_clipping(run):
-    """Take the norm from a function that also clips."""
-    norms = []
-    train(run, before_step=lambda: norms.append(torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.01)))
 
 
 # --- an optimizer in the backward

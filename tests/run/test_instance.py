@@ -64,12 +64,6 @@ def test_batches_are_copies():
     assert all((tensor != 99).any() for tensor in next(iter(instance.loader())).values())
 
 
-def test_every_epoch_has_the_same_items():
-    loader = generated_instance(Case(SPEC, PLAN)).loader()
-    for first, second in zip(loader, loader, strict=True):
-        assert all(torch.equal(first[name], second[name]) for name in first)
-
-
 @pytest.mark.parametrize(
     ("dtype", "expected"),
     [("float64", torch.float64), ("float32", torch.float32), ("bfloat16", torch.float32), ("float16", torch.float32)],
@@ -123,12 +117,6 @@ def test_parameters_and_items_have_the_cases_dtype_and_the_references_share_thei
         assert torch.equal(low.double(), high)
 
 
-def test_the_model_is_in_train_mode_and_has_no_gradients():
-    model = generated_instance(Case(SPEC, PLAN)).run().model
-    assert model.training
-    assert all(p.grad is None for p in model.parameters())
-
-
 def test_the_seed_alone_decides_on_values_and_items():
     def values(case):
         instance = generated_instance(case)
@@ -160,12 +148,6 @@ def test_a_users_batch_of_the_wrong_shape_is_refused(batch, says):
     with pytest.raises(UsageError) as error:
         user_instance(Case("p.py:P", PLAN), _users(batch))
     assert says in str(error.value)
-
-
-def test_a_users_model_must_be_a_module():
-    problem = Problem(model=lambda seed: "linear", batch=lambda items, seed: torch.ones(items, 1), loss=print)
-    with pytest.raises(UsageError, match=r"Problem.model\(seed\) must return a torch.nn.Module, got str"):
-        user_instance(Case("p.py:P", PLAN), problem).model()
 
 
 def test_a_case_of_a_users_problem_needs_it():

@@ -10,46 +10,8 @@ from gradcheck_suite.run.optimizers import (
     FOR_ANY_LOOP,
     OPTIMIZERS,
     TAKES_SPARSE,
-    NoOpOptimizer,
-    checked_optimizer,
     optimizer_of,
 )
-
-
-def test_hold_still_changes_nothing():
-    p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
-    p.grad = torch.tensor([3.0, 4.0])
-    optimizer = NoOpOptimizer([p])
-    assert optimizer.step() is None
-    assert p.tolist() == [1, 2]
-    assert p.grad.tolist() == [3, 4]
-
-
-def test_hold_still_evaluates_a_closure_with_gradients_on():
-    p = torch.nn.Parameter(torch.tensor([1.0]))
-    optimizer = NoOpOptimizer([p])
-
-    def closure():
-        loss = (2 * p).sum()
-        loss.backward()
-        return loss
-
-    with torch.no_grad():
-        assert optimizer.step(closure).item() == 2
-    assert p.grad.tolist() == [2]
-
-
-@pytest.mark.parametrize("foreach", [False, True])
-def test_hold_still_zeroes_in_both_ways(foreach):
-    p = torch.nn.Parameter(torch.tensor([1.0]))
-    p.grad = held = torch.tensor([3.0])
-    optimizer = NoOpOptimizer([p])
-    optimizer.defaults["foreach"] = foreach
-    optimizer.zero_grad(set_to_none=False)
-    assert p.grad is held
-    assert held.item() == 0
-    optimizer.zero_grad()
-    assert p.grad is None
 
 
 def _loss():
@@ -126,13 +88,3 @@ def test_groups_share_the_parameters_and_differ_in_their_learning_rate(name):
 def test_l_bfgs_keeps_its_one_group():
     (group,) = optimizer_of("lbfgs", torch.nn.Linear(1, 1), 3).param_groups
     assert len(group["params"]) == 2
-
-
-def test_a_model_with_nothing_to_train_is_refused():
-    with pytest.raises(UsageError, match="no parameter with requires_grad=True"):
-        optimizer_of(None, torch.nn.Linear(1, 1).requires_grad_(False))
-
-
-def test_an_unknown_name_is_refused():
-    with pytest.raises(UsageError, match=r"optimizer must be one of sgd, .*; got 'sdg'"):
-        checked_optimizer("sdg")

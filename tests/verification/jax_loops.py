@@ -117,20 +117,6 @@ def whole_window(run: JaxTrainingRun) -> None:
 
 
 @jax_training_loop
-def compiled_by_a_call(run: JaxTrainingRun) -> None:
-    """A call whose results are dropped compiles the step, and every update is looked at before it is made."""
-    step = jax.jit(lambda p, s, b: run.optimizer.update(jax.grad(run.loss)(p, b), s, p))
-    whole = [jax.tree.map(lambda *a: jnp.concatenate(a), *window) for window in windows(run)]
-    params, state = run.params, run.optimizer.init(run.params)
-    step(params, run.optimizer.init(params), jax.tree.map(jnp.zeros_like, whole[0]))
-    for _ in range(run.epochs):
-        for batch in whole:
-            step(params, state, batch)
-            updates, state = step(params, state, batch)
-            params = optax.apply_updates(params, updates)
-
-
-@jax_training_loop
 def flat_vector(run: JaxTrainingRun) -> None:
     """The optimizer has one vector of all parameters; the window is differentiated at once, eagerly."""
     flat, unravel = ravel_pytree(run.params)
@@ -177,4 +163,4 @@ def chained_and_conditional(run: JaxTrainingRun) -> None:
             params, state, kept = step(params, state, kept, batch, last=jnp.asarray(last))
 
 
-SOUND = (scan_by_counts, train_state, whole_window, compiled_by_a_call, flat_vector, chained_and_conditional)
+SOUND = (scan_by_counts, train_state, whole_window, flat_vector, chained_and_conditional)

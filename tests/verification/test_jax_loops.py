@@ -174,35 +174,37 @@ def test_a_call_whose_result_is_used_is_a_step(calls, said):
 # Both sides of what is allowed.
 
 
-def scaled_by(factor):
+def unchanged(tree):
+    return tree
+
+
+def of_windows(*, gradients=unchanged, parameters=unchanged):
+    """Return a loop of whole windows that changes gradients before each update, and parameters after it."""
+
     @jax_training_loop
     def loop(run):
         params, state = run.params, run.optimizer.init(run.params)
         for _ in range(run.epochs):
             for window in windows(run):
                 gradient = jax.grad(run.loss)(params, jax.tree.map(lambda *a: jnp.concatenate(a), *window))
-                gradient = jax.tree.map(lambda g: (g * factor).astype(g.dtype), gradient)
-                updates, state = run.optimizer.update(gradient, state, params)
-                params = optax.apply_updates(params, updates)
+                updates, state = run.optimizer.update(gradients(gradient), state, params)
+                params = parameters(optax.apply_updates(params, updates))
 
     return loop
 
 
+def times(factor):
+    return lambda tree: jax.tree.map(lambda a: (a * factor).astype(a.dtype), tree)
+
+
 @pytest.mark.parametrize(("factor", "holds"), [(1 + 2.0**-24, True), (1 + 2.0**-12, False)])
 def test_a_factor_is_allowed_within_one_rounding_and_found_far_above_it(factor, holds):
-    assert check(scaled_by(factor), CASES[0].replace(plan=Plan((2, 2), 2))).holds == holds
+    assert check(of_windows(gradients=times(factor)), CASES[0].replace(plan=Plan((2, 2), 2))).holds == holds
 
 
 @pytest.mark.parametrize(("off", "holds"), [(1 + 2.0**-24, True), (1 + 2.0**-10, False)])
 def test_parameters_may_differ_by_a_rounding_error_and_no_more(off, holds):
-    @jax_training_loop
-    def loop(run):
-        params, state = run.params, run.optimizer.init(run.params)
-        for window in windows(run):
-            whole = jax.tree.map(lambda *a: jnp.concatenate(a), *window)
-            updates, state = run.optimizer.update(jax.grad(run.loss)(params, whole), state, params)
-            params = jax.tree.map(lambda p, u: ((p + u) * off).astype(p.dtype), params, updates)
-
+    loop = of_windows(parameters=times(off))
     verdict = check(loop, CASES[2].replace(plan=Plan((2, 2, 2, 2), 2)))
     assert verdict.holds == holds
     assert holds or verdict.violation.diagnosis == "parameter-drift"
@@ -221,15 +223,10 @@ def test_a_loop_that_reads_a_counter_of_python_is_not_repeatable():
     """It does so for matrices alone, so that no weight probe shows it."""
     calls = itertools.count()
 
-    @jax_training_loop
-    def loop(run):
-        params, state = run.params, run.optimizer.init(run.params)
-        for window in windows(run):
-            gradient = jax.grad(run.loss)(params, jax.tree.map(lambda *a: jnp.concatenate(a), *window))
-            edited = jax.tree.map(lambda g: g * (1 + next(calls) % 7 / 10) if g.ndim > 1 else g, gradient)
-            updates, state = run.optimizer.update(edited, state, params)
-            params = optax.apply_updates(params, updates)
+    def edited(gradient):
+        return jax.tree.map(lambda g: g * (1 + next(calls) % 7 / 10) if g.ndim > 1 else g, gradient)
 
+    loop = of_windows(gradients=edited)
     assert check(loop, CASES[0].replace(plan=Plan((2, 2), 1))).violation.diagnosis == "not-repeatable"
 
 
