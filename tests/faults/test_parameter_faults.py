@@ -7,7 +7,6 @@ parameter by parameter, or is the same loop with one fault. Only the cases that 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from gradcheck_suite import Case, cases, check
 from gradcheck_suite.loops.reset_modes import backward_window, windows
 from gradcheck_suite.strategies.drawing import draw_cases
 
-EXAMPLES = 200
 LOSS_SCALE = 4.0
 Parameters = Callable[[torch.nn.Module], list[torch.nn.Parameter]]
 
@@ -94,16 +92,16 @@ FAULTS = {
 """What each loop does wrong -> the loop, and whether a case concerns it."""
 
 
-@cache
-def _run(number: int) -> tuple[Case, ...]:
-    return tuple(draw_cases(cases(), examples=EXAMPLES, seed_value=number))
+@pytest.fixture(scope="module")
+def drawn():
+    """The cases of one run, as many as `verify` draws."""
+    return draw_cases(cases(), examples=200, seed_value=0)
 
 
-@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2))])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_cases_of_one_run_show_the_fault(fault, number):
+def test_cases_of_one_run_show_the_fault(fault, drawn):
     loop, concerned = FAULTS[fault]
-    chosen = [case for case in _run(number) if concerned(case)]
+    chosen = [case for case in drawn if concerned(case)]
     assert any(check(loop, case, shrinking=True).violation for case in chosen), f"none of {len(chosen)} cases shows it"
     for case in chosen[:3]:
         for sound in (loop_that_divides(_every), loop_that_resets(lambda run: run.model.parameters())):

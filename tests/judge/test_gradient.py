@@ -347,77 +347,12 @@ def _times_k_in_whole_windows(run):
         run.optimizer.zero_grad()
 
 
-# An objective of the whole window: half the square of its items' sum with the weight
-
-
 ALLOWED = 2.0**-30
-ROWS = np.array([[1.0, 2.0, -1.0], [2.0, 0.0, 3.0], [1.0, 1.0, 2.0], [0.0, 4.0, 1.0], [2.0, 2.0, 2.0]])
-WEIGHT = np.array([2.0, 1.0, -1.0])
 
 
-class _Halves(torch.nn.Module):
-    """A weight in two parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = torch.nn.Parameter(torch.tensor(WEIGHT[:1]))
-        self.b = torch.nn.Parameter(torch.tensor(WEIGHT[1:]))
-
-    def forward(self, x):
-        return x @ torch.cat([self.a, self.b])
-
-
-OF_WINDOWS = Problem(
-    lambda seed: _Halves(),
-    lambda items, seed: torch.from_numpy(ROWS[:items]),
-    lambda model, x: model(x).sum() ** 2 / 2,
-    reduction="batch",
-)
-
-
-def _own(rows):
-    """Return the gradient of the objective of some items."""
-    total = rows.sum(axis=0)
-    return (total @ WEIGHT) * total
-
-
-PARTS = (_own(ROWS[:1]), _own(ROWS[1:4]))
-RIGHT = _own(ROWS[:4])
-
-
-def _of_window(observed):
-    """Return a row of a gradient of the first window of two."""
-
-    def row():
-        reference = Reference(user_instance(Case("p.py:P", Plan((1, 3, 1), 2)), OF_WINDOWS))
-        window = reference.window(0)
-        assert np.array_equal(window.expected, RIGHT)
-        comparison = Comparison(reference.layout, RIGHT, np.array(observed), np.full(3, ALLOWED))
-        found = explain_gradient(Evidence(comparison, window, 0, LoopRunner(MODES["set_to_none"])))
-        assert found.details[0].startswith("3 of 3 elements of the gradient differ") or found.name == "wrong-scale"
-        return found.name, found.explanation()
-
-    return row
-
-
-def _off(observed, off):
-    """Return a gradient whose second element is off by so many times what is allowed."""
-    changed = observed.copy()
-    changed[1] += off * ALLOWED
-    return changed
-
-
-SHARES = {
-    "the sum": PARTS[0] + PARTS[1],
-    "the mean": PARTS[0] / 2 + PARTS[1] / 2,
-    "the mean by items": PARTS[0] / 4 + PARTS[1] * 3 / 4,
-}
 NAMED = {
     "not-linear": {
         "squares of matrices": told(then(every(lambda g, p: g.mul_(g) if p.ndim == 2 else g)), CASE),
-        "a term of the window's gradient": _of_window(RIGHT + np.array([1.0, 5.0, -3.0])),
-        **{f"{how} and 4.01 times": _of_window(_off(g, off)) for how, g in SHARES.items() for off in (4.01,)},
-        **{f"{how} and -4.01 times": _of_window(_off(g, off)) for how, g in SHARES.items() for off in (-4.01,)},
         **{
             f"{what} in window {window}": told(then(change), window=window)
             for what, change in (("raises on small gradients", _raise_on_small_weight), ("NaN", _not_a_number))
@@ -481,7 +416,6 @@ NAMED = {
         "of matrices": told(then(_double_matrices), CASE),
         "of the bias": told(then(lambda run: dict(run.model.named_parameters())["0.bias"].grad.mul_(2)), CASE),
         **{f"in {d}": told(then(_double_matrices), CASE.replace(dtype=d)) for d in ("float32", "bfloat16")},
-        "one element of the window's gradient": _of_window(RIGHT * np.array([2.0, 1.0, 1.0])),
         # what is skipped would be missing in the weight as well
         "of the bias where a loss is NaN": told(_where_nan(_loses_the_bias), MASKED),
         # every parameter doubled is seen on the probe; the weight alone, on the case
@@ -526,9 +460,6 @@ NAMED = {
     "unequal-items": {
         "the first twice": told(then(_weigh_the_first_twice), probe_case(Plan((2, 1), 2))),
         "one item of the probe by 1e-8": told(_lifts(1e-8)),
-    },
-    "plain-accumulation": {
-        f"{how} and {off} times": _of_window(_off(g, off)) for how, g in SHARES.items() for off in (0, 4, -4)
     },
     "wrong-scale or partial-gradient": {
         "a relu of two elements": told(

@@ -18,6 +18,7 @@ from gradcheck_suite.judge.steps import HeldSteps, explain_steps, named
 from gradcheck_suite.loops.reset_modes import backward_window, windows
 from gradcheck_suite.run.instance import generated_instance
 from gradcheck_suite.run.runner import run_loop
+from studies.zoo import BUGS
 from tests.judge.explaining import run_rows
 from tests.wording import assert_named
 
@@ -377,43 +378,13 @@ def test_what_a_loop_does_with_its_windows_is_told(golden):
     assert_named(golden, "judge_steps", run_rows(NAMED))
 
 
-def _windows_of(size):
-    def loop(run):
-        for _ in range(run.epochs):
-            _in_windows(run, list(run.loader), size(run.accumulation_steps))
-
-    return loop
-
-
-def _every_micro_batch_without_a_reset(run):
-    for _ in range(run.epochs):
-        for batch in run.loader:
-            run.loss(run.model, batch).backward()
-            run.optimizer.step()
-
-
-def _stepped_twice(run):
-    for window in windows(run):
-        backward_window(run, window)
-        run.optimizer.step()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-
-
-def _first_window_skipped(run):
-    for i, window in enumerate(windows(run)):
-        if i:
-            _step(run, window)
-
-
 @pytest.mark.parametrize(
     ("loop", "diagnosis"),
     [
-        (_windows_of(lambda k: k + 1), "wrong-windows"),
-        (_windows_of(lambda k: 2 * k), "wrong-windows"),
-        (_stepped_twice, "repeated-step"),
-        (_every_micro_batch_without_a_reset, "step-per-micro-batch"),
-        (_first_window_skipped, "dropped-window"),
+        (BUGS["windows-of-one-more"].loop, "wrong-windows"),
+        (BUGS["windows-of-twice-the-size"].loop, "wrong-windows"),
+        (BUGS["two-steps-per-window"].loop, "repeated-step"),
+        (BUGS["first-window-skipped"].loop, "dropped-window"),
         (_inverted, "wrong-windows"),
         (_once_more, "repeated-step"),
         (_across_epochs, "wrong-windows"),
@@ -435,21 +406,6 @@ def test_a_loop_that_is_wrong_with_finite_losses_too_is_not_said_to_skip_others(
     case = Case(CLASSES, Plan((2, 1, 2), 2, 2, masked=(1,)))
     for loop in (_whole_windows_only, _once_more):
         assert _diagnosis(loop, case).name != "skipped-non-finite"
-
-
-@pytest.mark.parametrize("change", [-1, 1])
-@pytest.mark.parametrize("changed_run", [2, 3])
-def test_a_loop_that_steps_more_or_less_when_it_runs_again_is_not_repeatable(change, changed_run):
-    """The second run comes before the one on the probe, the third after it: there it steps as often as it must."""
-    runs: list[int] = []
-
-    def loop(run):
-        own = _is_regression(run)
-        runs.append(1) if own else None
-        for _ in range(7 + change * (len(runs) >= changed_run) if own else PLAN.steps):
-            run.optimizer.step()
-
-    assert _diagnosis(loop, Case(REGRESSION, PLAN)).name == "not-repeatable"
 
 
 def _misses_steps(*missed):
