@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import event, given
@@ -22,22 +24,13 @@ EACH_ALONE = Case(REGRESSION, Plan((1, 3, 2), 1, 2), seed=1, optimizer="momentum
 one_at_a_time = plans(max_accumulation_steps=1, max_windows=8)
 
 
-def plain(run: TrainingRun) -> None:
-    """Forward, backward, step, zero_grad: what every tutorial shows."""
+def plain(run: TrainingRun, *, set_to_none: bool = True) -> None:
+    """Forward, backward, step, zero_grad: what every tutorial shows; with False as it was before torch 2.0."""
     for _ in range(run.epochs):
         for batch in run.loader:
             run.loss(run.model, batch).backward()
             run.optimizer.step()
-            run.optimizer.zero_grad()
-
-
-def plain_with_zeros(run: TrainingRun) -> None:
-    """Run the plain loop as it was before torch 2.0."""
-    for _ in range(run.epochs):
-        for batch in run.loader:
-            run.loss(run.model, batch).backward()
-            run.optimizer.step()
-            run.optimizer.zero_grad(set_to_none=False)
+            run.optimizer.zero_grad(set_to_none=set_to_none)
 
 
 def assert_is_the_plain_loop(loop: Loop, instance: Instance, *, releases: bool) -> None:
@@ -49,7 +42,7 @@ def assert_is_the_plain_loop(loop: Loop, instance: Instance, *, releases: bool) 
         releases: whether the loop resets to None; its gradients must then equal the plain loop's to the sign of a zero.
     """
     __tracebackhide__ = True
-    expected, got = (repeatable_run(each, instance) for each in (plain if releases else plain_with_zeros, loop))
+    expected, got = (repeatable_run(each, instance) for each in (partial(plain, set_to_none=releases), loop))
     assert expected.raised is None, expected.trace
     assert got.raised is None, got.trace
     for step, (a, b) in enumerate(zip(expected.observations, got.observations, strict=True)):

@@ -84,24 +84,12 @@ def test_an_interrupt_that_was_lost_during_start_up_is_noticed_by_the_work_that_
 PROBLEM = """
 import sys
 from dataclasses import replace
-import torch
-from gradcheck_suite import Problem
+from loops import PROBLEM
 
-
-def model(seed):
-    torch.manual_seed(seed)
-    return torch.nn.Linear(1, 1)
-
-
-GOOD = Problem(
-    model=model,
-    batch=lambda items, seed: torch.ones(items, 1),
-    loss=lambda model, batch: model(batch).mean(),
-)
-MODEL = replace(GOOD, model=lambda seed: sys.exit(0))
-BATCH = replace(GOOD, batch=lambda items, seed: sys.exit(5))
-LOSS = replace(GOOD, loss=lambda model, batch: sys.exit("no GPU found"))
-COUNT = replace(GOOD, count=lambda batch: sys.exit())
+MODEL = replace(PROBLEM, model=lambda seed: sys.exit(0))
+BATCH = replace(PROBLEM, batch=lambda items, seed: sys.exit(5))
+LOSS = replace(PROBLEM, loss=lambda model, batch: sys.exit("no GPU found"))
+COUNT = replace(PROBLEM, count=lambda batch: sys.exit())
 """
 
 

@@ -12,10 +12,7 @@ from tests.cli.test_usage import assert_one_line
 
 pytestmark = pytest.mark.usefixtures("ranks")
 FILE = """
-import os
-import torch
 import torch.distributed as dist
-from gradcheck_suite import Problem
 
 def train(run):
     for _ in range(run.epochs):
@@ -30,14 +27,6 @@ def train(run):
             for p in run.model.parameters():
                 dist.all_reduce(p.grad)
             run.optimizer.step()
-
-def problem():
-    def model(seed):
-        torch.manual_seed(seed)
-        return torch.nn.Linear(2, 1)
-    def batch(items, seed):
-        return torch.randn(items, 2, generator=torch.Generator().manual_seed(seed))
-    return Problem(model, batch, lambda model, batch: model(batch).square().mean())
 """
 TOO_LATE = "import os\nassert 'RANK' not in os.environ, 'no rank may import this'\ndef train(run): pass\n"
 
@@ -46,7 +35,7 @@ TOO_LATE = "import os\nassert 'RANK' not in os.environ, 'no rank may import this
 def test_a_users_loop_and_problem_run_in_every_rank(run, project):
     (project / "own.py").write_text(FILE)
     options = "--ranks 2 --examples 3 --assume busy-ranks --json result.json"
-    outcome = run(*f"verify own.py:train --problem own.py:problem {options}".split())
+    outcome = run(*f"verify own.py:train --problem loops.py:PROBLEM {options}".split())
     assert outcome.status == exit_status.HOLDS, outcome.out + outcome.err
     (result,) = json.loads((project / "result.json").read_text())["results"]
     assert (result["verdict"], result["judged"]) == ("holds", 3)
@@ -56,7 +45,7 @@ def test_a_users_loop_and_problem_run_in_every_rank(run, project):
 def test_a_violation_of_ranks_is_stored_as_a_case_to_replay_without_a_script(run, project):
     (project / "own.py").write_text(FILE.replace("dist.all_reduce(total)", "pass"))
     options = "--ranks 2 --examples 1 --assume busy-ranks"
-    outcome = run(*f"verify own.py:train --problem own.py:problem {options}".split())
+    outcome = run(*f"verify own.py:train --problem loops.py:PROBLEM {options}".split())
     assert outcome.status == exit_status.VIOLATED
     assert "mean-of-means" in outcome.out
     assert "script" not in outcome.out

@@ -56,10 +56,7 @@ def _step(run, window):
     run.optimizer.zero_grad()
 
 
-def _whole_windows_only(run):
-    for window in windows(run):
-        if len(window) == run.accumulation_steps:
-            _step(run, window)
+_whole_windows_only = BUGS["tail-dropped"].loop
 
 
 def _whole_windows_but_their_last(run):
@@ -68,12 +65,7 @@ def _whole_windows_but_their_last(run):
             _step(run, window[:-1])
 
 
-def _left_in_the_gradient(run):
-    for window in windows(run):
-        backward_window(run, window)
-        if len(window) == run.accumulation_steps:
-            run.optimizer.step()
-            run.optimizer.zero_grad()
+_left_in_the_gradient = BUGS["tail-leak"].loop
 
 
 def _every_micro_batch(run):
@@ -193,13 +185,7 @@ def _one_ahead(run):
         _in_windows(run, rest, run.accumulation_steps)
 
 
-def _inverted(run):
-    for _ in range(run.epochs):
-        for i, batch in enumerate(run.loader):
-            run.loss(run.model, batch).backward()
-            if (i + 1) % run.accumulation_steps:
-                run.optimizer.step()
-                run.optimizer.zero_grad()
+_inverted = BUGS["inverted-condition"].loop
 
 
 def _downhill(loop):

@@ -18,6 +18,7 @@ from gradcheck_suite.loops.reset_modes import backward_window, part_of_window, w
 from gradcheck_suite.run.instance import generated_instance
 from gradcheck_suite.run.runner import run_loop
 from tests.faults.small_cases import CASES, REGRESSION
+from tests.training import trains
 
 SOUND, FAULTY = {}, {}
 OPTIMIZERS = ("momentum", "adamw")
@@ -36,22 +37,13 @@ def faulty(diagnosis):
     return kept
 
 
-def train(run, *, after_step=lambda: None, before_step=lambda: None):
-    for window in windows(run):
-        run.optimizer.zero_grad()
-        backward_window(run, window)
-        before_step()
-        run.optimizer.step()
-        after_step()
-
-
 # --- schedulers
 
 
 @sound
 def scheduler_per_window(run):
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(run.optimizer, 10)
-    train(run, after_step=scheduler.step)
+    trains(after=lambda *_: scheduler.step())(run)
 
 
 @sound
@@ -99,7 +91,7 @@ def scheduler_per_micro_batch_in_the_last_epoch(run):
 @sound
 def clip_and_log_at_the_windows_end(run):
     norms = []
-    train(run, before_step=lambda: norms.append(torch.nn.utils.clip_grad_norm_(run.model.parameters(), math.inf)))
+    trains(before=lambda *_: norms.append(torch.nn.utils.clip_grad_norm_(run.model.parameters(), math.inf)))(run)
 
 
 def scaled_windows(run, scaler):
@@ -163,7 +155,7 @@ def average_of_the_weights_kept(run):
     average = torch.optim.swa_utils.AveragedModel(
         run.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
     )
-    train(run, after_step=lambda: average.update_parameters(run.model))
+    trains(after=lambda *_: average.update_parameters(run.model))(run)
 
 
 # --- an optimizer in the backward
@@ -251,12 +243,12 @@ def frozen_between_windows(run):
             p.requires_grad_(gradients)
         run.model.train(gradients)
 
-    def evaluate():
+    def evaluate(*_):
         require(False)
         assert not run.loss(run.model, next(iter(run.loader))).requires_grad
         require(True)
 
-    train(run, after_step=evaluate)
+    trains(after=evaluate)(run)
 
 
 def frozen_after_the_first_step(run, *, set_to_none):

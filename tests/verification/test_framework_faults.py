@@ -216,30 +216,3 @@ def test_a_fault_of_lower_precision_after_the_first_step_is_a_finding(far, monke
     case = CASE.replace(problem=spec, dtype="bfloat16", optimizer="sgd")
     _expect_finding(case, by="the bfloat16 computation of torch is wrong")
     assert (max(largest) > 100) == far
-
-
-# momentum takes the parameters to where the gradient is 1e12 and attention's scores saturate
-FAR = Case(
-    ProblemSpec(
-        Input("sequence", length=3, padded=True, size=2),
-        (
-            Layer("gru", bidirectional=False, depth=1, features=2),
-            Layer("selu"),
-            Layer("transformer", activation="gelu", heads=1, norm_first=True),
-        ),
-        Loss("cross_entropy_of_large_logits", reduction="sum", scale=100.0),
-    ),
-    Plan((5, 8, 5, 5, 3, 2, 4, 3, 3, 5, 3, 8, 1, 5, 4, 3, 2, 4, 8), 8, epochs=2),
-    dtype="bfloat16",
-    seed=2338323456,
-    optimizer="momentum",
-    groups=2,
-)
-
-
-@pytest.mark.full
-def test_rounding_far_from_the_start_is_no_finding():
-    verdict = check(MODES["zero_"], FAR)
-    assert verdict.finding is None
-    assert verdict.holds
-    assert verdict.windows >= 3

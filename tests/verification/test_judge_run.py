@@ -42,19 +42,25 @@ MOVING = OWN.replace(optimizer="sgd")
 PROBE = probe_case(Plan((1, 2), 1))
 
 
-class _Slope(torch.nn.Module):
-    def __init__(self):
+class _Slopes(torch.nn.Module):
+    """A weight, one that no loss reaches, and one without elements."""
+
+    def __init__(self, value: float) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
+        self.weight = torch.nn.Parameter(torch.tensor([value], dtype=torch.float64))
+        self.idle = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        self.empty = torch.nn.Parameter(torch.zeros(0, dtype=torch.float64))
 
 
 def _loss(model, batch):
     return (model.weight * batch).mean()
 
 
-def _problem(loss=_loss, **options):
+def _problem(loss=_loss, value=1.0, **options):
     """Return the problem of items 1, 2, 3, ...: the gradient of a mean over some is their mean."""
-    return Problem(lambda seed: _Slope(), lambda items, seed: torch.arange(1.0, items + 1)[:, None], loss, **options)
+    return Problem(
+        lambda seed: _Slopes(value), lambda items, seed: torch.arange(1.0, items + 1)[:, None], loss, **options
+    )
 
 
 def _ran(loop=MODES["zero_"], case=OWN, problem=None):
@@ -72,7 +78,8 @@ def _judged(outcome, case=OWN, problem=None, **options):
 def _with_gradient(outcome, step, value, parameter="weight"):
     """Return a run with another gradient at a step."""
     taken = [*outcome.observations]
-    evaluation = replace(taken[step].evaluations[-1], gradients={parameter: value})
+    last = taken[step].evaluations[-1]
+    evaluation = replace(last, gradients={**last.gradients, parameter: value})
     taken[step] = replace(taken[step], evaluations=(*taken[step].evaluations[:-1], evaluation))
     return replace(outcome, observations=taken)
 
@@ -170,7 +177,8 @@ def test_parameters_that_change_on_the_probe_are_told(step, place):
 def _moved_before(outcome, step):
     """Return a run whose parameter is another before a step, with the right gradient there."""
     taken = [*outcome.observations]
-    evaluation = replace(taken[step].evaluations[0], parameters={"weight": outcome.start["weight"] + 1})
+    moved = {**outcome.start, "weight": outcome.start["weight"] + 1}
+    evaluation = replace(taken[step].evaluations[0], parameters=moved)
     taken[step] = replace(taken[step], evaluations=(evaluation,))
     return replace(outcome, observations=taken)
 
@@ -186,7 +194,7 @@ def test_what_changed_before_a_step_is_told_before_its_gradient():
 def test_what_a_step_changed_is_told_after_its_gradient():
     outcome = _ran()
     taken = [*outcome.observations]
-    taken[1] = replace(taken[1], after={"weight": outcome.start["weight"] + 1})
+    taken[1] = replace(taken[1], after={**outcome.start, "weight": outcome.start["weight"] + 1})
     changed = replace(outcome, observations=taken)
     violation = _judged(changed).violation
     assert (violation.kind, violation.epoch, violation.window) == ("parameters", 0, 1)
@@ -470,21 +478,6 @@ CASE = Case(ProblemSpec(Input("vector", size=3), LAYERS, Loss("mse", reduction="
 EPS = 2.0**-52
 
 
-class _Slopes(torch.nn.Module):
-    """A weight, one that no loss reaches, and one without elements."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.tensor([value], dtype=torch.float64))
-        self.idle = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
-        self.empty = torch.nn.Parameter(torch.zeros(0, dtype=torch.float64))
-
-
-def _slopes(value=1.0, loss=lambda model, batch: (model.weight * batch).mean()):
-    """Return the problem of items 1, 2, 3, ...: the gradient of a mean over some is their mean."""
-    return Problem(lambda seed: _Slopes(value), lambda items, seed: torch.arange(1.0, items + 1)[:, None], loss)
-
-
 def _at_step(step, change):
     """Return a sound loop that does something to its run before one of its steps."""
     return trains(before=at({step}, lambda run, _: change(run)))
@@ -494,7 +487,7 @@ def _at_step(step, change):
 @pytest.mark.parametrize("optimizer", [None, "sgd"])
 def test_a_wrong_gradient_is_placed_and_measured(step, optimizer):
     loop = _at_step(step, each_gradient(lambda g: g.mul_(3)))
-    violation = check(loop, OWN.replace(optimizer=optimizer), problem=_slopes()).violation
+    violation = check(loop, OWN.replace(optimizer=optimizer), problem=_problem()).violation
     assert (violation.kind, violation.parameter) == ("gradient", "weight")
     assert (violation.epoch, violation.window) == divmod(step, 2)
     # the window's items are 1 to 4 or 5 to 8
@@ -545,7 +538,7 @@ def test_what_has_diverged_is_counted_as_not_judged(dtype, limit):
             run.optimizer.param_groups[0]["lr"] = -target / 2.5
             _at_step(1, lambda run: (_stay(run), each_gradient(lambda g: g.mul_(3))(run)))(run)
 
-        verdict = check(loop, OWN.replace(optimizer="sgd", dtype=dtype), problem=_slopes())
+        verdict = check(loop, OWN.replace(optimizer="sgd", dtype=dtype), problem=_problem())
         assert (verdict.violation is not None) is (factor < 1)
         assert verdict.skipped is None
         if factor > 1:
@@ -571,7 +564,7 @@ def test_a_loop_that_stops_where_training_has_diverged_is_not_blamed():
         run.optimizer.param_groups[0]["lr"] = -math.inf
         _checks_parameters(run)
 
-    verdict = check(leap, OWN.replace(optimizer="sgd"), problem=_slopes())
+    verdict = check(leap, OWN.replace(optimizer="sgd"), problem=_problem())
     assert verdict.holds
     assert (verdict.windows, verdict.windows_skipped) == (1, {DIVERGED: 3})
 
@@ -579,23 +572,23 @@ def test_a_loop_that_stops_where_training_has_diverged_is_not_blamed():
         backward_window(run, next(windows(run)))
         raise ArithmeticError("training has not diverged")
 
-    assert check(no_leap, OWN.replace(optimizer="sgd"), problem=_slopes()).violation.kind == "raised"
+    assert check(no_leap, OWN.replace(optimizer="sgd"), problem=_problem()).violation.kind == "raised"
 
     # what the optimizer does not explain is found all the same
     def spoils(run):
         run.model.weight.data.fill_(math.nan)
         _checks_parameters(run)
 
-    violation = check(spoils, OWN.replace(optimizer="sgd"), problem=_slopes()).violation
+    violation = check(spoils, OWN.replace(optimizer="sgd"), problem=_problem()).violation
     assert (violation.kind, violation.diagnosis) == ("parameters", "parameter-drift")
-    assert check(spoils, OWN, problem=_slopes()).violation.kind == "raised"
+    assert check(spoils, OWN, problem=_problem()).violation.kind == "raised"
 
 
 @pytest.mark.parametrize("optimizer", [None, "sgd"])
 def test_large_initial_parameters_have_not_diverged(optimizer):
     wrong = _at_step(0, each_gradient(lambda g: g.mul_(3)))
     for sign in (1, -1):
-        assert check(wrong, OWN.replace(optimizer=optimizer), problem=_slopes(sign * 1e78)).violation is not None
+        assert check(wrong, OWN.replace(optimizer=optimizer), problem=_problem(value=sign * 1e78)).violation is not None
 
 
 @pytest.mark.parametrize(("plan", "judged"), [(Plan((4,), 1), True), (Plan((1, 3), 2), False)])
