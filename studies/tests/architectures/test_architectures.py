@@ -17,10 +17,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gradcheck_suite.bridge import BridgeError, Lowered, lower, wrong_backwards
-from studies.tests.architectures import ARCHITECTURES
+from studies.tests.architectures import ARCHITECTURES, torch_models
 from studies.tests.architectures.model import text
 from studies.zero_or_none import float64_by_default
-from tests.bridge import torch_models
 from tests.bridge.agreeing import TOLERANCE, assert_agreement
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.full]
