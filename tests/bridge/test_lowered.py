@@ -174,34 +174,6 @@ def test_float32_operations_are_reported_with_their_lines():
     assert all("test_lowered.py, line" in name for name in narrow)
 
 
-@pytest.mark.full
-def test_recurrent_layers():
-    modules = {
-        "lstm": nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True, proj_size=2).double(),
-        "gru": nn.GRU(4, 4, bias=False).double(),
-        "rnn": nn.RNN(4, 4, nonlinearity="relu").double(),
-    }
-
-    def forward(self, x):
-        h, (last, cell) = self.lstm(self.linear(x))
-        h, _ = self.gru(h)
-        return self.rnn(h)[0].sum() + last.sum() + cell.sum()
-
-    assert_agrees(Of(forward, **modules), squares, torch.stack([X, X.flip(0), X * 0.5]))
-
-
-@pytest.mark.full
-def test_the_transformer_of_torch():
-    model = nn.Transformer(4, 2, 1, 1, 6, dropout=0.0, batch_first=True).double()
-
-    def loss(model, batch):
-        mask = nn.Transformer.generate_square_subsequent_mask(6, dtype=torch.float64)
-        out = model(batch, batch.flip(0), tgt_mask=mask, tgt_is_causal=True, src_key_padding_mask=batch[:, :, 0] > 0.9)
-        return (out * batch).sum()
-
-    assert_agrees(model, loss, torch.stack([X * 0.3, X.flip(0) * 0.3]))
-
-
 def test_convolutions_pooling_and_interpolation():
     model = nn.Sequential(
         nn.Conv2d(2, 4, 3, padding="same", padding_mode="reflect", groups=2),
