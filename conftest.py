@@ -134,14 +134,15 @@ def _draws_for_planted_faults(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests marked `full` unless `--full` is given. Those that need ranks come first, in one worker."""
+    """Deselect the tests marked `full`, or with `--full` their parts marked `quick`.
+
+    Those that need ranks come first, in one worker.
+    """
     items.sort(key=lambda item: "ranks" not in getattr(item, "fixturenames", ()))
-    if config.getoption("--full"):
-        return
-    long = [item for item in items if item.get_closest_marker("full")]
-    if long:
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if item not in set(long)]
+    name = "quick" if config.getoption("--full") else "full"
+    if left_out := [item for item in items if item.get_closest_marker(name)]:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

@@ -235,7 +235,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("every", [pytest.param(4, marks=pytest.mark.quick), pytest.param(1, marks=pytest.mark.full)])
 def test_losses_and_functions(every):
     """Exporting and compiling the sum of several takes as long as one."""
     model = Of(lambda self, x: self.linear(x))

@@ -104,6 +104,7 @@ TOGETHER = 16
 """Operations that are compiled into one program: XLA takes most of its time for any program, however small."""
 
 
+@pytest.mark.quick
 @pytest.mark.filterwarnings("ignore")  # torch's deprecations of what its own samples call
 @pytest.mark.parametrize("first", range(0, len(COMPARED), 10 * TOGETHER), ids=lambda first: f"from {COMPARED[first]}")
 def test_operations_agree_with_torch(first):

@@ -238,7 +238,9 @@ def _chosen(name: str, *, full: bool) -> list[tuple[Layer, Signal]]:
 
 
 @EACH_KIND
-@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "full", [pytest.param(False, marks=pytest.mark.quick), pytest.param(True, marks=pytest.mark.full)]
+)
 def test_torch_and_jax_agree(name, full):
     if chosen := _chosen(name, full=full):
         assert_frameworks_agree(KINDS[name], *chosen)

@@ -110,7 +110,9 @@ def _explanation(result) -> str:
     return "" if violation is None else f"{violation.explanation}\n{violation.case}\n" + "\n".join(violation.details)
 
 
-@pytest.mark.parametrize("examples", [8, pytest.param(MANY, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "examples", [pytest.param(8, marks=pytest.mark.quick), pytest.param(MANY, marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_a_sound_loop_is_not_reported(loop, examples):
     # the few are the first cases of every search with the default seed, whose programs other tests compile too

@@ -43,7 +43,11 @@ FEW = ("set_to_none", "flat_buffer", "rescale_at_the_end", "divide_by_steps", "g
 
 
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
-@pytest.mark.parametrize("names", [FEW, pytest.param(tuple(BUILT_IN), marks=pytest.mark.full)], ids=["few", "all"])
+@pytest.mark.parametrize(
+    "names",
+    [pytest.param(FEW, marks=pytest.mark.quick), pytest.param(tuple(BUILT_IN), marks=pytest.mark.full)],
+    ids=["few", "all"],
+)
 def test_sound_loops_hold(names, dtype):
     for name in names:
         loop = BUILT_IN[name]

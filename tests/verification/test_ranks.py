@@ -442,11 +442,3 @@ def test_power_sgd_is_exact_until_it_starts_and_then_not_linear():
     case = Case(SQUARE, LONG)
     assert outcome(rank_loops.power_sgd_not_yet, case) == "holds"
     assert outcome(rank_loops.power_sgd, case) == "not-linear"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", {name.partition("/")[0]: name for name in RANK_MODES}.values())
-def test_a_reset_mode_in_every_wrapper_holds(name):
-    """On drawn cases too; the page's table has every mode, on the probe."""
-    result = verify(RANK_LOOPS[name], examples=2, ranks=2, seed=1)
-    assert result.holds, result.violation

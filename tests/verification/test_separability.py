@@ -312,7 +312,7 @@ def never_run(run: Any) -> None:
     [
         pytest.param(plans(min_windows=2, max_accumulation_steps=3), 150, id="splits", marks=pytest.mark.full),
         pytest.param(None, 80, id="any", marks=pytest.mark.full),
-        pytest.param(None, 25, id="few"),
+        pytest.param(None, 25, id="few", marks=pytest.mark.quick),
     ],
 )
 def test_drawn_problems_that_are_not_accumulable_are_classified_so_before_a_loop_runs(plan, examples):
