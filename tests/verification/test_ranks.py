@@ -353,7 +353,8 @@ def test_a_variant_holds(name):
 
 def _table():
     """Return the table of the page: (wrapper, reset mode) -> what the page says."""
-    lines = [line.strip("| ").split("|") for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    _, title, table = PAGE.read_text().partition("| reset mode ")
+    lines = [line.strip("| ").split("|") for line in f"{title}{table}".splitlines() if line.startswith("|")]
     head, _, *rows = [[cell.strip().strip("`") for cell in cells] for cells in lines]
     return {f"{wrapper}/{row[0]}": said for row in rows for wrapper, said in zip(head[1:], row[1:], strict=True)}
 
