@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from gradcheck_suite.bridge.op_table import jax_dtype, lowering_of, to_array
 from tests.bridge.agreeing import assert_agrees
 from tests.bridge.comparing import TOLERANCE, Call, compare, compare_all
+from tests.bridge.samples import tensor
 from tests.bridge.test_operations import LOOSER, TOGETHER
 
 aten = torch.ops.aten
@@ -135,6 +136,17 @@ def test_scattered_ties_and_zeros():
         # torch counts a tie with an entry of self that is not included: see test_findings
         into = corners(TIES) if include_self else (corners(TIES) - 7).detach().requires_grad_()
         calls.append(Call(aten.scatter_reduce.two, (into, 1, index, source, reduce), {"include_self": include_self}))
+    compare_all(calls)
+
+
+def test_pooling_windows():
+    """Where windows are rounded up, rows would have one that begins behind them, and columns one that ends there."""
+    image, windows = tensor(1, 2, 5, 6), ([2, 3], [2, 2], [1, 0])
+    calls = []
+    for round_up in (False, True):
+        calls.append(Call(aten.max_pool2d_with_indices.default, (image, *windows, [2, 1], round_up), {}))
+        for count_padding in (False, True):
+            calls.append(Call(aten.avg_pool2d.default, (image, *windows, round_up, count_padding), {}))
     compare_all(calls)
 
 
