@@ -99,6 +99,16 @@ def test_writes_by_index(data):
 
 @few
 @given(
+    order=st.sampled_from([0, 1, 2, 3, 0.5, -1, float("inf"), float("-inf")]),
+    dims=st.sampled_from([None, [0], [1], [0, 1]]),
+    keep=st.booleans(),
+)
+def test_norms(order, dims, keep):
+    compare(aten.linalg_vector_norm.default, (tensor(3, 4), order, dims, keep), {})
+
+
+@few
+@given(
     reduction=st.integers(0, 2),
     weighted=st.booleans(),
     targets=st.lists(st.sampled_from([0, 1, 2, -100]), min_size=3, max_size=3),
