@@ -41,9 +41,13 @@ def compare_port(
         except TypeError as error:
             raise UsageError(f"compare_port: {error}") from None
     pair, notes = as_port(given)
+    return _judged(pair, notes, name or type(pair.module).__name__, chosen)
+
+
+def _judged(pair: Port, notes: list[str], label: str, options: PortOptions) -> PortResult:
     before = state_of(pair.module)
     try:
-        return judged(pair, notes, name or type(pair.module).__name__, chosen)
+        return judged(pair, notes, label, options)
     finally:
         set_state(pair.module, before)
 
@@ -66,4 +70,4 @@ def judge_function(make: Callable[[], Any], label: str, options: PortOptions | N
             return make()
 
     pair, notes = as_port(raised(label, built), make)
-    return judged(pair, notes, label, options or PortOptions())
+    return _judged(pair, notes, label, options or PortOptions())

@@ -5,117 +5,58 @@ Each is a function of (search, place) that yields hypotheses; `FAMILIES` has the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812 - as torch's documents call it
 
+from gradcheck_suite.port.changes import Hypothesis, of_operand, of_result, other_operand
 from gradcheck_suite.port.matching import array
+from gradcheck_suite.port.mistakes import NORMS, is_activation, mistakes, smoothed
+from gradcheck_suite.port.number_sets import aligned
 from gradcheck_suite.port.search import Family, Found, Search
-from gradcheck_suite.port.torch_program import LOSS, Call, Change, Ref, fill, flat
-from gradcheck_suite.port.variants import ACTIVE, NORMS, PERMUTING, Hypothesis, smoothed, transforms, variants
+from gradcheck_suite.port.torch_program import LOSS, Call, Change, Ref, fill
+from gradcheck_suite.port.transforms import PERMUTING, Transform, transforms
 
-CHOOSING = frozenset(
-    [
-        "masked_fill",
-        "where",
-        "tril",
-        "triu",
-        "relu",
-        "clamp",
-        "max_pool2d_with_indices",
-        "max_pool1d_with_indices",
-        "max_pool3d_with_indices",
-        "embedding",
-        "pow",
-        "topk",
-        "sort",
-        "index",
-        "select",
-        "slice",
-        "arange",
-        "amax",
-        "maximum",
-        "minimum",
-        "roll",
-        "hardtanh",
-        "leaky_relu",
-        "threshold",
-        "gt",
-        "ge",
-        "lt",
-        "le",
-        "eq",
-        "ne",
-        "logical_and",
-        "logical_or",
-        "logical_not",
-        "bitwise_and",
-        "bitwise_or",
-        "bitwise_not",
-        "__and__",
-        "__or__",
-        "relu_",
-        "masked_fill_",
-        "tril_",
-        "triu_",
-        "cumsum",
-        "constant_pad_nd",
-        "gather",
-        "index_select",
-    ]
-)
-"""Operations whose results the port may seem to have though it chose others."""
-ARITHMETIC = frozenset(["add", "mul", "div", "sub", "rsub"])
+ARITHMETIC = ("add", "mul", "div", "sub", "rsub")
 
 
 def usual(search: Search, place: int) -> Iterator[Hypothesis]:
-    """Yield the usual mistakes with the call."""
+    """Yield the usual mistakes with the call, and with the masks and indices that it reads."""
     call, run = search.program.calls[place], search.matching.run
-    args, kwargs = fill((call.args, call.kwargs), run.get)
-    yield from variants(place, call, args, kwargs, run.seen[place][0])
-
-
-def _usual_at(search: Search, index: int) -> Iterator[Hypothesis]:
-    call, run = search.program.calls[index], search.matching.run
-    if not run.seen[index] or call.mutates:
+    if not run.seen[place]:
         return
     args, kwargs = fill((call.args, call.kwargs), run.get)
-    for hypothesis in variants(index, call, args, kwargs, run.seen[index][0]):
-        yield replace(hypothesis, at=index)
+    yield from mistakes(place, call, args, kwargs, run.seen[place][0])
+    for i, ref in search.positions(place):
+        if not (value := run.get(ref)).is_floating_point():
+            for cause, words, function in transforms(value):
+                yield Hypothesis(cause, f"{_named(search, ref)} {words}", {place: of_operand(i, function)})
 
 
-def masks_before(search: Search, place: int) -> Iterator[Hypothesis]:
+def chosen_before(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield mistakes of what chose, masked or moved the operands: its results are matched, or tell nothing."""
-    calls, status, seen = search.program.calls, search.matching.status, set[int]()
-    todo = [s.kind for r in calls[place].refs for s in search.matching.sources(r)]
-    todo += [r.kind for r in calls[place].refs]
-    for _ in range(6):
-        following: list[Any] = []
-        for index in todo:
-            if not isinstance(index, int) or index in seen:
-                continue
-            seen.add(index)
-            chooses = calls[index].name in CHOOSING or calls[index].name.rstrip("_") in ARITHMETIC
-            if chooses or status[index] is None:
-                following += [r.kind for r in calls[index].refs]
-            if chooses:
-                yield from _usual_at(search, index)
-        todo = following
+
+    def through(i: int) -> bool:
+        return search.matching.status[i] is None or search.program.calls[i].name in ARITHMETIC
+
+    for index in search.read_by([place], 6, through):
+        parameter = next((r for r in search.program.calls[index].refs if r.kind == "state"), None)
+        for hypothesis in usual(search, index):
+            if hypothesis.cause == "missing-transpose" and parameter is not None:
+                path = str(parameter.index).rpartition(".")[0]
+                hypothesis = replace(hypothesis, cause="weight-transposed", kind="load", path=path)
+            yield replace(hypothesis, at=index)
 
 
 def further(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield mistakes of the calls before: the port may compute the right value too, and not use it."""
-    level, seen = [place], {place}
-    for _ in range(4):
-        refs = [r.kind for i in level for r in search.program.calls[i].refs]
-        level = [k for k in dict.fromkeys(refs) if isinstance(k, int) and k not in seen]
-        seen.update(level)
-        for index in level:
-            yield from _usual_at(search, index)
+    for index in search.read_by([place], 4):
+        yield from (replace(h, at=index) for h in usual(search, index))
 
 
 def smoothings(search: Search, place: int) -> Iterator[Hypothesis]:
@@ -123,18 +64,12 @@ def smoothings(search: Search, place: int) -> Iterator[Hypothesis]:
     calls = search.program.calls
     if calls[place].path != LOSS or calls[place].name not in ("add", "nll_loss_forward"):
         return
-    near, todo = {place}, [place]
-    for _ in range(6):
-        todo = [r.kind for i in todo for r in calls[i].refs if isinstance(r.kind, int)]
-        near |= set(todo)
+    near = [place, *search.read_by([place], 6)]
     losses = [i for i in near if calls[i].name.startswith("nll_loss")]
-    if len(losses) != 1:
+    is_smoothed = any(calls[r].name == "mul" for i in losses for r in search.program.readers.get(Ref(i, 0), []))
+    if len(losses) != 1 or (losses[0] == place and is_smoothed):
         return
-    is_smoothed = any(calls[r].name == "mul" for r in search.program.readers.get(Ref(losses[0], 0), []))
-    if losses[0] == place and is_smoothed:
-        return
-    args = [*calls[losses[0]].args, None, 1, -100][:5] if len(calls[losses[0]].args) < 5 else calls[losses[0]].args
-    logp, target, weight, _, ignore = args[:5]
+    logp, target, weight, _, ignore = [*calls[losses[0]].args, None, 1, -100][:5]
     for share in (0.0, 0.1, 0.05, 0.2, 0.01, 0.15, 0.3, 0.02):
         for others in (False, True):
 
@@ -151,15 +86,11 @@ def reset_gates(search: Search, place: int) -> Iterator[Hypothesis]:
     if calls[place].name.rstrip("_") != "mul":
         return
     for i, ref in search.positions(place):
-        split = calls[ref.kind] if isinstance(ref.kind, int) else None
-        if split is None or not ("split" in split.name or "chunk" in split.name):
-            continue
-        for total in search.matching.sources(split.args[0]):
-            if not isinstance(total.kind, int) or calls[total.kind].name != "addmm":
-                continue
-            bias, state, weight = calls[total.kind].args[:3]
-
-            yield from _gates_of(place, (i, ref.index), bias, state, weight)
+        if isinstance(ref.kind, int) and re.search("split|chunk", calls[ref.kind].name):
+            for total in search.read_by([ref.kind], 2):
+                if calls[total].name == "addmm":
+                    bias, state, weight = calls[total].args[:3]
+                    yield from _gates_of(place, (i, ref.index), bias, state, weight)
 
 
 def _gates_of(place: int, at: tuple[int, int], bias: Any, state: Any, weight: Any) -> Iterator[Hypothesis]:
@@ -208,9 +139,9 @@ def _left_out(search: Search, index: int) -> Iterator[Hypothesis]:
 def missing(call: Call, kept: int) -> str:
     """Return the cause of a call that is left out, of which one operand is kept."""
     name = call.name.rstrip("_")
-    if name in ACTIVE or call.name in ACTIVE:
+    if is_activation(call):
         return "missing-activation"
-    if call.name in NORMS:
+    if re.fullmatch(NORMS, call.name):
         return "missing-norm"
     if name in ("add", "sub"):
         other = call.args[1 - kept] if kept < 2 and len(call.args) > 1 else None
@@ -224,20 +155,20 @@ def scaled(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield that the result or an operand is a * x + b, with a and b read from the port's values."""
     call, run = search.program.calls[place], search.matching.run
     for a, b in _affine(search, run.seen[place][0]):
-        yield Hypothesis("scale", _linear("the result", a, b), {place: _after(lambda o, a=a, b=b: a * o + b)})
+        yield Hypothesis("scale", _linear("the result", a, b), {place: of_result(lambda o, a=a, b=b: a * o + b)})
     for i, ref in search.positions(place):
         value = run.get(ref)
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             continue
         for a, b in _affine(search, value):
             yield Hypothesis(
-                "scale", _linear(_named(search, ref), a, b), {place: _operand(i, lambda v, a=a, b=b: a * v + b)}
+                "scale", _linear(_named(search, ref), a, b), {place: of_operand(i, lambda v, a=a, b=b: a * v + b)}
             )
         if call.name in ("_softmax", "_log_softmax", "sigmoid", "exp"):
             sizes = {d for n in _sizes_near(search, place) for d in (float(n), n**0.5)} | {2.0, 4.0}
             for f in sorted({f for s in sizes if s not in (0.0, 1.0) for f in (s, 1 / s)}):
                 yield Hypothesis(
-                    "scale", f"{_named(search, ref)} times {f:.6g}", {place: _operand(i, lambda v, f=f: f * v)}
+                    "scale", f"{_named(search, ref)} times {f:.6g}", {place: of_operand(i, lambda v, f=f: f * v)}
                 )
 
 
@@ -254,8 +185,28 @@ def ratios(search: Search, place: int) -> Iterator[Hypothesis]:
             b = a / factor if factor else 0.0
             if abs(b - round(b)) < 1e-9 * abs(b) and round(b) in sizes and abs(factor - 1) > 1e-9:
                 words = f"the result times {a:g} / {b:g}"
-                yield Hypothesis("reduction", words, {place: _after(lambda o, f=factor: o * f)})
+                yield Hypothesis("reduction", words, {place: of_result(lambda o, f=factor: o * f)})
                 break
+
+
+def constants(search: Search, place: int) -> Iterator[Hypothesis]:
+    """Yield that a table, which depends on neither parameters nor inputs, is one that the port alone has."""
+    numbers = search.matching.lost_numbers
+    for i, ref in search.positions(place):
+        value = search.matching.run.get(ref)
+        for k in list(numbers.of_size(value.numel()))[:40] if _is_constant(search, ref) else ():
+            other = torch.as_tensor(np.array(aligned(numbers.arrays[k], array(value))))
+            if other.shape == value.shape:
+                at = int((other - value).abs().argmax())
+                words = f"{_named(search, ref)} with other numbers, such as {other.flatten()[at]:.6g}"
+                words += f" for {value.flatten()[at]:.6g}"
+                yield Hypothesis("constant", words, {place: of_operand(i, lambda v, o=other: o)})
+
+
+def _is_constant(search: Search, ref: Ref) -> bool:
+    if isinstance(ref.kind, int):
+        return all(_is_constant(search, r) for r in search.program.calls[ref.kind].refs)
+    return bool(ref.kind == "state" and ref.index not in search.program.parameters)
 
 
 def _sizes_near(search: Search, place: int) -> set[int]:
@@ -295,278 +246,158 @@ def _linear(what: str, a: float, b: float) -> str:
 
 def other_values(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield that an operand is another value of the same shape: a parameter, an input, a result from before."""
-    run = search.matching.run
+    run, calls = search.matching.run, search.program.calls
+    others = [(Ref(*key), value) for key, value in run.leaves.items()]
+    others += [(Ref(i, j), v) for i in range(place - 1, -1, -1) for j, v in enumerate(run.seen[i])]
     for i, ref in search.positions(place):
         value = run.get(ref)
-        if not isinstance(value, torch.Tensor):
-            continue
-        memory = value.untyped_storage().data_ptr() if value.numel() else 0
-        seen = {id(value)}
-        for key, other in run.leaves.items():
-            alike = other.shape == value.shape and other.is_floating_point() == value.is_floating_point()
-            if alike and id(other) not in seen and (not other.numel() or other.untyped_storage().data_ptr() != memory):
-                seen.add(id(other))
-                load = ref.kind == "state" and key[0] == "state"
-                name = "swapped-parameters" if load else "other-value" if key[0] == "state" else "other-input"
-                words = f"{_named(search, ref)} is {_named(search, Ref(*key))}"
-                kind = "load" if load else "forward"
-                yield Hypothesis(name, words, {place: _taken(i, Ref(*key))}, kind=kind)
-        if value.is_floating_point() or value.dtype == torch.bool:
-            yield from _earlier_results(search, place, (i, ref), seen, memory)
-
-
-def _earlier_results(
-    search: Search, place: int, position: tuple[int, Ref], seen: set[int], memory: int
-) -> Iterator[Hypothesis]:
-    run, calls, (i, ref) = search.matching.run, search.program.calls, position
-    value = run.get(ref)
-    for index in range(place - 1, -1, -1):
-        for j, other in enumerate(run.seen[index]):
-            if not isinstance(other, torch.Tensor) or other.shape != value.shape or other.dtype != value.dtype:
+        seen = [value]
+        for other, found in others:
+            if not isinstance(found, torch.Tensor) or found.shape != value.shape or len(seen) > 120:
                 continue
-            same = other.untyped_storage().data_ptr() == memory and other.storage_offset() == value.storage_offset()
-            if id(other) in seen or same or len(seen) > 120:
-                continue
-            seen.add(id(other))
-            words = f"{_named(search, ref)} is the result of {calls[index].name.strip('_')} at {calls[index].where}"
-            yield Hypothesis(_why_taken(search, place, ref, index), words, {place: _taken(i, Ref(index, j))})
+            if found.dtype == value.dtype and not any(found.is_set_to(v) for v in seen):
+                seen.append(found)
+                load = ref.kind == other.kind == "state"
+                cause = "swapped-parameters" if load else _why_taken(search, place, ref, other)
+                words = f"{_named(search, ref)} is {_named(search, other)}"
+                words += f" at {calls[other.kind].where}" if isinstance(other.kind, int) else ""
+                change = {place: other_operand(i, other)}
+                yield Hypothesis(cause, words, change, kind="load" if load else "forward")
 
 
-def _why_taken(search: Search, place: int, ref: Ref, other: int) -> str:
+def _why_taken(search: Search, place: int, ref: Ref, other: Ref) -> str:
     calls, producers = search.program.calls, {s.kind for s in search.matching.sources(ref)}
+    if not isinstance(other.kind, int):
+        return "other-value" if other.kind == "state" else "other-input"
     if calls[place].name in ("add", "add_"):
         return "residual"
-    if ref.kind == "state" or "state" in producers:
+    if "state" in producers:
         return "weight-transposed"
     for producer in producers:
         if isinstance(producer, int):
             reads = {s.kind for r in calls[producer].refs for s in search.matching.sources(r)}
-            if other in reads:
+            if other.kind in reads:
                 return missing(calls[producer], 0)
     return "other-value"
 
 
-def moves(search: Search, place: int) -> Iterator[Hypothesis]:
-    """Yield other axes, orders and slices in the operations that move the operands."""
-    yield from moves_from(search, [ref.kind for _, ref in search.positions(place) if isinstance(ref.kind, int)])
-
-
-def moves_from(search: Search, todo: list[int]) -> Iterator[Hypothesis]:
-    """Yield other axes, orders and slices in calls that move numbers, and in those that they read."""
-    calls, seen = search.program.calls, set[int]()
-    while todo and len(seen) < 16:
-        index = todo.pop(0)
-        if index in seen or search.matching.status[index] is not None:
-            continue
-        seen.add(index)
-        todo += [r.kind for r in calls[index].refs if isinstance(r.kind, int)]
-        outs = search.matching.run.seen[index]
-        if outs and isinstance(outs[0], torch.Tensor):
-            for hypothesis in _moved_otherwise(search, index, outs):
-                yield replace(hypothesis, at=index)
-
-
-def _moved_otherwise(search: Search, index: int, outs: list[Any]) -> Iterator[Hypothesis]:
-    call, run = search.program.calls[index], search.matching.run
-    shape = tuple(outs[0].shape)
-    if call.name in ("permute", "transpose", "t") and isinstance(call.args[0], Ref):
-        source = call.args[0]
-        change = {index: lambda c, a, k, g: [a[0].reshape(shape)]}
-        if source.kind == "state":
-            path = str(source.index).rpartition(".")[0]
-            yield Hypothesis("weight-transposed", f"{source.index} not transposed", change, kind="load", path=path)
-        else:
-            yield Hypothesis("missing-transpose", f"no {call.name}", change)
-    if call.name in ("cat", "stack"):
-        yield Hypothesis("order-of-parts", "the parts in the other order", {
-            index: lambda c, a, k, g: c.op(list(reversed(a[0])), *a[1:], **k)})  # fmt: skip
-    if call.name == "roll":
-        yield Hypothesis("roll-direction", "rolled the other way", {
-            index: lambda c, a, k, g: c.op(a[0], [-s for s in a[1]], *a[2:])})  # fmt: skip
-    if call.name in ("embedding", "index_select", "gather"):
-        args, kwargs = fill((call.args, call.kwargs), run.get)
-        yield from variants(index, call, args, kwargs, outs[0])
-    if call.name in ("slice", "select", "split", "unbind", "split_with_sizes", "unsafe_split"):
-        yield from _exchanged_parts(search, index, outs)
-    if call.name == "constant_pad_nd":
-        yield from _padded_otherwise(index, call)
-    if call.name == "select" and isinstance(call.args[2], int):
-        size = run.get(call.args[0]).shape[call.args[1]]
-        for other in range(min(size, 64)):
-            if other != call.args[2] % size:
-                yield Hypothesis("other-position", f"element {other} instead of {call.args[2]}", {
-                    index: lambda c, a, k, g, o=other: c.op(a[0], a[1], o)})  # fmt: skip
-    if call.name == "select":
-        yield Hypothesis("other-position", f"the mean instead of element {call.args[2]}", {
-            index: lambda c, a, k, g: [a[0].mean(a[1])]})  # fmt: skip
-    if call.name == "slice" and len(call.args) > 2:
-        length, size = shape[call.args[1]], run.get(call.args[0]).shape[call.args[1]]
-        for begin in range(min(size - length + 1, 64)):
-            if begin != call.args[2]:
-                yield Hypothesis("other-slice", f"elements from {begin} instead of {call.args[2]}", {
-                    index: lambda c, a, k, g, b=begin: [a[0].narrow(a[1], b, length)]})  # fmt: skip
-
-
-def _padded_otherwise(index: int, call: Call) -> Iterator[Hypothesis]:
-    def other_end(c: Call, a: Any, k: Any, g: Any) -> Any:
-        return c.op(a[0], [p for i in range(0, len(a[1]), 2) for p in (a[1][i + 1], a[1][i])], *a[2:])
-
-    yield Hypothesis("padding", "padding at the other end", {index: other_end})
-    for mode in ("replicate", "reflect", "circular"):
-        yield Hypothesis("padding-mode", f"padding of the kind {mode}", {
-            index: lambda c, a, k, g, m=mode: [F.pad(a[0], a[1], mode=m)]})  # fmt: skip
-
-
-def _exchanged_parts(search: Search, index: int, outs: list[Any]) -> Iterator[Hypothesis]:
-    """Yield the exchange of a part of a tensor with another part of it."""
-    calls, run, call = search.program.calls, search.matching.run, search.program.calls[index]
-    for i in range(len(outs)):
-        for j in range(i + 1, len(outs)):
-            if outs[i].shape == outs[j].shape:
-                yield Hypothesis(
-                    "parts-swapped", f"parts {i} and {j} of {len(outs)} exchanged", {index: _exchange(i, j)}
-                )
-    if len(outs) > 1:
-        return
-    for k in search.program.readers.get(call.args[0], []):
-        if calls[k].name == call.name and k != index and run.seen[k] and run.seen[k][0].shape == outs[0].shape:
-            words = f"the parts at {call.where} and {calls[k].where} exchanged"
-            yield Hypothesis("parts-swapped", words, {index: _as_call(calls[k]), k: _as_call(call)})
+def exchanged_slices(search: Search, place: int) -> Iterator[Hypothesis]:
+    """Yield the exchange of a slice of a tensor with another slice of it, among what the operands are moved from."""
+    calls, run = search.program.calls, search.matching.run
+    for index in search.read_by([place], 6, lambda i: search.matching.status[i] is None):
+        call = calls[index]
+        for k in search.program.readers.get(call.args[0], []) if call.name in ("slice", "select") else ():
+            if calls[k].name == call.name and k != index and run.shape(k) == run.shape(index):
+                words = f"the parts at {call.where} and {calls[k].where} exchanged"
+                yield Hypothesis("parts-swapped", words, {index: _as_call(calls[k]), k: _as_call(call)}, at=index)
 
 
 def _as_call(other: Call) -> Change:
     return lambda c, a, k, g: other.op(a[0], *other.args[1:], **other.kwargs)
 
 
-def _exchange(i: int, j: int) -> Change:
-    def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
-        outs = flat(call.op(*args, **kwargs))
-        outs[i], outs[j] = outs[j], outs[i]
-        return outs
+def _of(search: Search, place: int, ref: Ref, transform: Transform) -> Hypothesis:
+    """Return that a tensor of the program is transformed; `place` is the call where it shows."""
+    cause, words, function = transform
+    words, cause = f"{_named(search, ref)} {words}", _transformed_as(search, place, ref, cause)
+    if isinstance(ref.kind, int):
+        return Hypothesis(cause, words, {ref.kind: of_result(function, ref.index)})
+    leaves = {(ref.kind, ref.index): function}
+    if ref.kind != "state":
+        return Hypothesis(cause, words, {}, leaves)
+    path, kind = str(ref.index).rpartition(".")[0], "forward" if cause in _USED_OTHERWISE else "load"
+    return Hypothesis(cause, words, {}, leaves, kind=kind, path=path)
 
-    return change
+
+_WEIGHTS = {
+    "transposed": "weight-transposed", "permuted": "weight-permuted", "reversed": "weight-permuted",
+    "shifted": "weight-permuted", "ones": "missing-scale",
+}  # fmt: skip
+_OTHERS = {"ones": "constant"}
+_USED_OTHERWISE = ("missing-bias", "missing-scale", "zeros")
+
+
+def _transformed_as(search: Search, place: int, ref: Ref, cause: str) -> str:
+    """Return the name of a transformation of a tensor that a call reads."""
+    if ref.kind == "state":
+        bias = "bias" in str(ref.index) and cause in ("zeros", "ones")
+        return "missing-bias" if bias else _WEIGHTS.get(cause, cause)
+    name = search.program.calls[place].name.rstrip("_")
+    if cause == "zeros" and name in ("add", "sub"):
+        return "missing-term"
+    return "missing-scale" if cause == "ones" and name in ("mul", "div") else _OTHERS.get(cause, cause)
 
 
 def weights(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield that a parameter which the call reads is transposed, permuted, or left at zeros or ones."""
-    for i, ref in search.positions(place):
+    for _, ref in search.positions(place):
         for source in search.matching.sources(ref):
             if source.kind == "state":
-                for cause, words, function in transforms(search.matching.run.get(source)):
-                    yield _of_parameter(search, (place, i), source, cause, words, function)
-
-
-def _of_parameter(
-    search: Search, position: tuple[int, int], source: Ref, cause: str, words: str, function: Callable[[Any], Any]
-) -> Hypothesis:
-    name, kind = _transformed_as(search, position[0], source, cause)
-    path = str(source.index).rpartition(".")[0]
-    leaves = {(source.kind, source.index): function}
-    return Hypothesis(name, f"{_named(search, source)} {words}", {}, leaves, kind=kind, path=path)
+                for transform in transforms(search.matching.run.get(source)):
+                    yield _of(search, place, source, transform)
 
 
 def transformed(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield that an operand, or what it is moved from, is transformed."""
     run, done = search.matching.run, set[Ref]()
     for i, ref in search.positions(place):
-        for cause, words, function in transforms(run.get(ref)):
-            name, kind = _transformed_as(search, place, ref, cause)
-            yield Hypothesis(name, f"{_named(search, ref)} {words}", {place: _operand(i, function)}, kind=kind)
+        for transform in transforms(run.get(ref)):
+            changed = _of(search, place, ref, transform)
+            yield replace(changed, changes={place: of_operand(i, transform[2])}, leaves={}, path=None)
         for source in search.matching.sources(ref):
-            if source == ref or source in done:
-                continue
-            done.add(source)
-            for cause, words, function in transforms(run.get(source)):
-                if isinstance(source.kind, int):
-                    name, kind = _transformed_as(search, place, source, cause)
-                    words = f"{_named(search, source)} {words}"
-                    yield Hypothesis(name, words, {source.kind: _after(function, source.index)}, kind=kind)
-                else:
-                    yield _of_parameter(search, (place, i), source, cause, words, function)
+            if source != ref and source not in done:
+                done.add(source)
+                for transform in transforms(run.get(source)):
+                    yield _of(search, place, source, transform)
 
 
-def _transformed_as(search: Search, place: int, ref: Ref, cause: str) -> tuple[str, str]:
-    """Return the name and the kind of a transformation of an operand."""
-    name = search.program.calls[place].name.rstrip("_")
-    if ref.kind == "state":
-        if cause == "transposed":
-            return "weight-transposed", "load"
-        if cause in ("permuted", "reversed", "shifted"):
-            return "weight-permuted", "load"
-        if cause in ("zeros", "ones"):
-            bias = "bias" in str(ref.index)
-            return "missing-bias" if bias else "missing-scale" if cause == "ones" else "zeros", "forward"
-        if cause in ("blocks-swapped", "halves-swapped", "sign", "scale", "unit-offset"):
-            return cause, "load"
-    if cause == "zeros":
-        return ("missing-term" if name in ("add", "sub") else "zeros"), "forward"
-    if cause == "ones":
-        return ("missing-scale" if name in ("mul", "div") else "constant"), "forward"
-    return cause, "forward"
+def _up(search: Search, place: int) -> list[Ref]:
+    """Return what a call depends on, the nearest first."""
+    found: dict[Ref, None] = {}
+    level = list(search.program.calls[place].refs)
+    while level and len(found) < 60:
+        new = [r for r in dict.fromkeys(level) if r not in found]
+        found |= dict.fromkeys(new)
+        level = [r for ref in new if isinstance(ref.kind, int) for r in search.program.calls[ref.kind].refs]
+    return list(found)
 
 
 def deep(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield exchanges of values further up, which are not seen until elements of different places meet."""
-    calls, run = search.program.calls, search.matching.run
-    seen: list[Ref] = []
-    level = list(calls[place].refs)
-    while level and len(seen) < 60:
-        following: list[Ref] = []
-        for ref in level:
-            if ref not in seen:
-                seen.append(ref)
-                following += calls[ref.kind].refs if isinstance(ref.kind, int) else []
-        level = following
-    yield from _exchanged_parameters(search, seen)
-    for ref in seen[:30]:
-        for cause, words, function in transforms(run.get(ref)):
-            if cause not in PERMUTING and not (cause == "index-offset" and ref.kind == "input"):
-                continue
-            if ref.kind == "state":
-                yield _of_parameter(search, (place, 0), ref, cause, words, function)
-            elif ref.kind == "input":
-                yield Hypothesis(cause, f"{_named(search, ref)} {words}", {}, {(ref.kind, ref.index): function})
-            elif isinstance(ref.kind, int) and not calls[ref.kind].mutates:
-                words = f"{_named(search, ref)} {words}"
-                yield Hypothesis(cause, words, {ref.kind: _after(function, ref.index)}, at=ref.kind)
+    for ref in _up(search, place)[:30]:
+        for transform in transforms(search.matching.run.get(ref)):
+            if transform[0] in PERMUTING or (transform[0] == "index-offset" and ref.kind == "input"):
+                changed = _of(search, place, ref, transform)
+                yield replace(changed, at=ref.kind if isinstance(ref.kind, int) else None)
 
 
-def _exchanged_parameters(search: Search, near: list[Ref]) -> Iterator[Hypothesis]:
+def exchanged_parameters(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield exchanges of parameters of equal shapes: of whole modules, of one tensor each, and within a module."""
-    leaves = search.matching.run.leaves
-    modules: dict[str, dict[str, str]] = {}
+    modules: dict[str, list[str]] = {}
     for name in search.program.names:
-        if leaves["state", name].is_floating_point():
-            path, _, own = name.rpartition(".")
-            modules.setdefault(path, {})[own] = name
+        if (value := search.matching.run.leaves["state", name]).is_floating_point() and value.numel() > 1:
+            modules.setdefault(name.rpartition(".")[0], []).append(name)
 
-    def exchange(pairs: list[tuple[str, str]], words: str, path: str) -> Hypothesis:
+    def alike(x: str, y: str) -> bool:
+        return search.matching.run.leaves["state", x].shape == search.matching.run.leaves["state", y].shape
+
+    def exchange(pairs: Sequence[tuple[str, str]], words: str, path: str) -> Hypothesis:
         swapped = {("state", x): Ref("state", y) for a, b in pairs for x, y in ((a, b), (b, a))}
         return Hypothesis("swapped-parameters", f"{words} exchanged", {}, swapped, kind="load", path=path)
 
-    done: set[tuple[str, str]] = set()
-    for a in list(dict.fromkeys(str(r.index).rpartition(".")[0] for r in near if r.kind == "state"))[:8]:
-        for b in _nearest_modules(a, modules)[:24]:
-            first, second = min(a, b), max(a, b)
-            one, other = modules.get(a, {}), modules[b]
-            same = one.keys() == other.keys() and all(
-                leaves["state", one[k]].shape == leaves["state", other[k]].shape for k in other
-            )
-            if (first, second) in done or not same:
-                continue
-            done.add((first, second))
-            pairs = [(one[k], other[k]) for k in other]
-            yield exchange(pairs, f"the parameters of {first} and {second}", first)
-            for x, y in pairs if len(pairs) > 1 else []:
-                yield exchange([(x, y)], f"{x} and {y}", first)
-        names = list(modules.get(a, {}).values())
-        for i, x in enumerate(names):
-            for y in names[i + 1 :]:
-                if leaves["state", x].shape == leaves["state", y].shape:
-                    yield exchange([(x, y)], f"{x} and {y}", a)
+    near = [str(r.index).rpartition(".")[0] for r in _up(search, place) if r.kind == "state"]
+    for a in list(dict.fromkeys(near))[:8]:
+        for b in [b for b in _nearest_modules(a, modules)[:24] if b not in near or near.index(a) < near.index(b)]:
+            pairs = list(zip(modules.get(a, []), modules[b], strict=False))
+            if len(modules.get(a, [])) == len(modules[b]) and all(alike(x, y) for x, y in pairs):
+                yield exchange(pairs, f"the parameters of {a} and {b}", min(a, b))
+                yield from (exchange([p], " and ".join(p), min(a, b)) for p in pairs[: len(pairs) * (len(pairs) > 1)])
+        for x, y in combinations(modules.get(a, []), 2):
+            if alike(x, y):
+                yield exchange([(x, y)], f"{x} and {y}", a)
 
 
-def _nearest_modules(path: str, modules: dict[str, Any]) -> list[str]:
+def _nearest_modules(path: str, modules: Mapping[str, Any]) -> list[str]:
     parent, _, own = path.rpartition(".")
     others = [b for b in modules if b != path]
     return sorted(others, key=lambda b: (b.rpartition(".")[0] != parent, b.rpartition(".")[2] != own))
@@ -603,12 +434,14 @@ FAMILIES: tuple[tuple[Family, str], ...] = (
     (smoothings, "region"),
     (reset_gates, "region"),
     (usual, "order"),
-    (masks_before, "order"),
+    (chosen_before, "order"),
     (weights, "order"),
+    (exchanged_parameters, "first"),
     (skipped, "order"),
     (scaled, "order"),
     (ratios, "order"),
-    (moves, "order"),
+    (constants, "order"),
+    (exchanged_slices, "order"),
     (other_values, "order"),
     (transformed, "order"),
     (swapped_calls, "order"),
@@ -624,21 +457,18 @@ def reordered(search: Search, ends: list[Ref]) -> Found | None:
     if before is None:
         return None
     best: Found | None = None
-    for hypothesis in moves_from(search, [e.kind for e in ends if isinstance(e.kind, int)]):
+    last = [e.kind for e in ends if isinstance(e.kind, int)]
+    moved = [*last, *search.read_by(last, 6, lambda i: search.matching.status[i] is None)]
+    for hypothesis in (h for i in moved for h in usual(search, i)):
         found = None if search.late else search.test(next(iter(hypothesis.changes)), hypothesis)
         if found is not None and found.error < min(0.5 * before.error, best.error if best else 1.0):
             best = found
             if best.error <= search.close:
                 return best
-    for end in ends:
-        for source in [end, *search.matching.sources(end)]:
-            if best is not None or not isinstance(source.kind, int):
-                continue
-            for cause, words, function in transforms(search.matching.run.get(source)):
-                if search.late:
-                    return best
-                change = {source.kind: _after(function, source.index)}
-                found = search.test(source.kind, Hypothesis(cause, f"{_named(search, source)} {words}", change))
+    for end in ends if best is None else ():
+        for source in dict.fromkeys([end, *search.matching.sources(end)]):
+            for transform in transforms(search.matching.run.get(source)):
+                found = None if search.late else search.test(0, _of(search, 0, source, transform))
                 if found is not None and found.error <= search.close:
                     return found
     return best
@@ -648,26 +478,3 @@ def _named(search: Search, ref: Ref) -> str:
     if isinstance(ref.kind, int):
         return f"the result of {search.program.calls[ref.kind].name.strip('_')}"
     return str(ref.index) if ref.kind == "state" else f"{ref.kind} {ref.index}"
-
-
-def _operand(position: int, function: Callable[[Any], Any]) -> Change:
-    return lambda call, args, kwargs, get: _with(call, args, kwargs, position, function(args[position]))
-
-
-def _taken(position: int, other: Ref) -> Change:
-    return lambda call, args, kwargs, get: _with(call, args, kwargs, position, get(other))
-
-
-def _with(call: Call, args: Any, kwargs: Any, position: int, value: Any) -> Any:
-    new = list(args)
-    new[position] = value
-    return call.op(*new, **kwargs)
-
-
-def _after(function: Callable[[Any], Any], number: int = 0) -> Change:
-    def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
-        outs = flat(call.op(*args, **kwargs))
-        outs[number] = function(outs[number])
-        return outs
-
-    return change

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from gradcheck_suite.port.changes import Hypothesis, of_operand
 from gradcheck_suite.port.jax_program import CUSTOM, JaxProgram, line_of
-from gradcheck_suite.port.matching import MOVES, array
+from gradcheck_suite.port.matching import array, only_moves
+from gradcheck_suite.port.mistakes import is_activation
 from gradcheck_suite.port.number_sets import Array, Numbers
 from gradcheck_suite.port.search import RAISED, Repairs, repeated
 from gradcheck_suite.port.sides import RESOLUTION, Sides
-from gradcheck_suite.port.torch_program import Call, Change, Ref, TorchProgram
-from gradcheck_suite.port.variants import Hypothesis
+from gradcheck_suite.port.torch_program import Call, Ref, TorchProgram, TorchRun
 
 SECONDS = 8.0
 """CPU time in which a cause is looked for."""
@@ -180,16 +181,7 @@ def stops(program: JaxProgram) -> str:
     return f" (stop_gradient at {', '.join(found[:3])})" if found else ""
 
 
-def _operand(position: int, function: Callable[[Any], Any]) -> Change:
-    def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
-        new = list(args)
-        new[position] = function(args[position])
-        return call.op(*new, **kwargs)
-
-    return change
-
-
-def _at_call(program: TorchProgram, run: Any, index: int) -> Iterator[Hypothesis]:
+def _at_call(program: TorchProgram, run: TorchRun, index: int) -> Iterator[Hypothesis]:
     """Yield other gradients of one call."""
     call = program.calls[index]
     if call.name == "embedding":
@@ -202,13 +194,13 @@ def _at_call(program: TorchProgram, run: Any, index: int) -> Iterator[Hypothesis
                 index: lambda c, a, k, g, r=row: c.op(*a[:2], r)})  # fmt: skip
     refs = [(i, r) for i, r in enumerate(call.args) if isinstance(r, Ref)]
     for i, ref in refs:
-        at = _producer(program, ref, index)
+        at = _producer(program, run, ref, index)
         what = program.calls[at].name.strip("_") if at != index else str(ref.index)
-        stopped = {index: _operand(i, lambda v: v.detach())}
+        stopped = {index: of_operand(i, lambda v: v.detach())}
         yield Hypothesis("stop-gradient", f"no gradient through {what}", stopped, at=at)
     for factor in FACTORS:
         for i, _ in refs:
-            change = _operand(i, lambda v, f=factor: f * v + (1 - f) * v.detach())
+            change = of_operand(i, lambda v, f=factor: f * v + (1 - f) * v.detach())
             yield Hypothesis("gradient-scaled", f"a gradient times {factor:g}", {index: change})
     out = run.values[index][0]
     for i, ref in refs:
@@ -217,10 +209,10 @@ def _at_call(program: TorchProgram, run: Any, index: int) -> Iterator[Hypothesis
                 index: lambda c, a, k, g, i=i: [a[i] + (c.op(*a, **k) - a[i]).detach()]})  # fmt: skip
 
 
-def _producer(program: TorchProgram, ref: Ref, index: int) -> int:
+def _producer(program: TorchProgram, run: TorchRun, ref: Ref, index: int) -> int:
     """Return the call that computes an operand, past those that only move it."""
     at = ref.kind if isinstance(ref.kind, int) else index
-    while program.calls[at].name in MOVES:
+    while only_moves(program.calls[at], run.seen[at], run) and not is_activation(program.calls[at]):
         before = next((r.kind for r in program.calls[at].refs), None)
         if not isinstance(before, int):
             return at

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,26 +19,29 @@ from gradcheck_suite.core.options import PortOptions
 from gradcheck_suite.core.text import counted, suggestion
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.port.causes import CAUSES, meaning
+from gradcheck_suite.port.changes import Hypothesis
 from gradcheck_suite.port.drawing import resampled, smallest_difference
 from gradcheck_suite.port.families import FAMILIES, reordered
 from gradcheck_suite.port.gradients import place_gradient, stops, wrong_gradients
 from gradcheck_suite.port.mapping import StateMap
 from gradcheck_suite.port.matching import Matching, array, outputs_error
+from gradcheck_suite.port.mistakes import mistakes
 from gradcheck_suite.port.number_sets import Array, aligned
-from gradcheck_suite.port.pair import JaxModel, Port, is_statistic, set_state
+from gradcheck_suite.port.pair import JaxModel, Port, default_dtype, is_statistic, set_state
 from gradcheck_suite.port.precision import precision_findings
 from gradcheck_suite.port.result import Kind, PortFinding, PortResult
 from gradcheck_suite.port.running_statistics import statistic_faults
 from gradcheck_suite.port.search import RAISED, Found, Repairs, Search
 from gradcheck_suite.port.sides import Point, Sides
 from gradcheck_suite.port.torch_program import LOSS, Call, Change, TorchProgram, TorchRun, fill, flat
-from gradcheck_suite.port.updates import Updates
-from gradcheck_suite.port.variants import Hypothesis, variants
+from gradcheck_suite.port.updates import STEP, Updates
 
 MOST = 12
 """Findings at most."""
 DRAWN_SECONDS = 6.0
 """Wall-clock time in which inputs are drawn."""
+SECONDS = 150.0
+"""Wall-clock time after which no further stage is begun, and no further difference explained."""
 OPTIMIZER = "optimizer"
 """The place of a difference between optimizers."""
 
@@ -63,6 +66,8 @@ class Judge:
         self.repairs = Repairs()
         self.seconds: dict[str, float] = {}
         self._opaque = False
+        self._skipped: list[str] = []
+        self._until = time.monotonic() + SECONDS
         self._unloaded: set[str] = set()
         for name in pair.accept:
             if not set(name.split(" and ")) <= CAUSES.keys():
@@ -93,9 +98,17 @@ class Judge:
         if not self.findings:
             self._timed("planted", self._plant)
             self._timed("precision", self._precision)
+        if self._skipped:
+            late = f"{', '.join(self._skipped)} not judged: {SECONDS:.0f} s were over"
+            self.notes.append(late)
+            self.unjudged = self.unjudged or late
 
     def _timed(self, what: str, act: Callable[[], Any]) -> Any:
+        """Judge a stage, if there is time left."""
         start = time.monotonic()
+        if start > self._until:
+            self._skipped.append(what)
+            return False
         found = act()
         self.seconds[what] = time.monotonic() - start
         return found
@@ -112,8 +125,10 @@ class Judge:
             self.sides.points.append(Point(inputs, tuple(resampled(x, rng) for x in base.targets)))
         self.notes += self.sides.notes
 
-    def _add(self, kind: Kind, place: str | None, cause: str, words: str, **more: Any) -> None:
-        finding = PortFinding(kind, place or "", cause, words, **more)
+    def _add(self, kind: Kind, place: str | None, cause: str, words: str, after: str = "", **more: Any) -> None:
+        """Add a finding; what its cause means stands behind the words."""
+        means = f" ({meaning(cause)})" if meaning(cause) else ""
+        finding = PortFinding(kind, place or "", cause, f"{words}{means}{after}", **more)
         known = {(f.kind, f.place, f.cause) for f in (*self.findings, *self.accepted)}
         if (finding.kind, finding.place, finding.cause) not in known:
             accepted = set(cause.split(" and ")) <= {a for name in self.pair.accept for a in name.split(" and ")}
@@ -184,47 +199,38 @@ class Judge:
             names = [n for n in self.map.names if self.map.offsets[n] == start and n in parameters]
             if len(paths) > 1 and len(names) > 1 and (self.map.used()[self.map.part(names[0])] > 1).any():
                 words = f"expected one parameter for {' and '.join(names)}, observed {' and '.join(paths)}"
-                self._add(
-                    "load", names[-1].rpartition(".")[0], "untied-weights", f"{words}, each with its own gradient"
-                )
+                words += ", each with its own gradient"
+                self._add("load", names[-1].rpartition(".")[0], "untied-weights", words)
 
     # outputs and loss
 
     def _values(self, *, loss: bool) -> bool:
         """Compare outputs, or the loss, at every point, and name the differences. Return whether all is explained."""
-        for point in range(len(self.sides.points)):
-            repeats = 0
-            while True:
-                try:
-                    program = self.sides.torch_program(point)
-                    run = self._run(point, program)
-                except RAISED:
-                    if point == 0:
-                        raise
-                    break
-                allowed = self.sides.bounds(point).outputs
-                off = self._off(point, run, loss)
-                if off <= allowed:
-                    break
-                if point and self._is_out_of_domain(point, run):
-                    break
-                matching = Matching(program, run, self.sides.side(point))
-                before = len(self.findings) + len(self.accepted)
-                if not self._explain(point, matching, loss, off) or len(self.findings) >= MOST:
-                    return False
-                again = before == len(self.findings) + len(self.accepted)  # the same finding, at another call
-                repeats = repeats + 1 if again else 0
-                if repeats > MOST // 2:
-                    return False
-        return True
+        return all(self._values_at(point, loss) for point in range(len(self.sides.points)))
+
+    def _values_at(self, point: int, loss: bool) -> bool:
+        for _ in range(MOST):
+            try:
+                program = self.sides.torch_program(point)
+                run = self._run(point, program)
+            except RAISED:
+                if point == 0:
+                    raise
+                return True
+            off = self._off(point, run, loss)
+            if off <= self.sides.bounds(point).outputs or (point and self._is_out_of_domain(point, run)):
+                return True
+            if time.monotonic() > self._until:
+                self._skipped.append("what comes after")
+                return False
+            if not self._explain(point, Matching(program, run, self.sides.side(point)), loss, off):
+                return False
+        return False
 
     def _run(self, point: int, program: TorchProgram) -> TorchRun:
         """Return torch's run, repaired; repairs are by index of a call, so that the calls must be those of point 0."""
-        if (
-            point
-            and self.repairs.changes
-            and [c.name for c in self.sides.torch_program(0).calls] != [c.name for c in program.calls]
-        ):
+        first = self.sides.torch_program(0).calls
+        if point and self.repairs.changes and [c.name for c in first] != [c.name for c in program.calls]:
             raise ValueError("another program at these inputs")
         return self.repairs.run(program)
 
@@ -273,8 +279,6 @@ class Judge:
         jax_at = matching.where_in_jax(found.run.seen[found.place][0]) or matching.nearest_in_jax(found.place)[0]
         place = call.path if hypothesis.path is None else hypothesis.path
         words = f"expected {_named(call)}, observed {hypothesis.words}"
-        more = meaning(hypothesis.cause)
-        words += f" ({more})" if more else ""
         kind: Kind = "load" if hypothesis.kind == "load" else "forward"
         self._add(kind, place, hypothesis.cause, words, torch=call.where or None, jax=jax_at or None, **numbers)
         self.repairs = self.repairs.plus(hypothesis)
@@ -299,7 +303,7 @@ class Judge:
             rank = (found.error <= search.close, found.gained)
             if best is None or rank > best[0]:
                 best = rank, hypothesis
-        if best is None:
+        if best is None or sum(f.cause == "unknown" for f in self.findings) > 2:
             return False
         self._opaque = True  # the port's value is a constant: gradients do not pass through it
         self.repairs = self.repairs.plus(best[1])
@@ -319,8 +323,6 @@ class Judge:
         allowed = self.sides.bounds(0).outputs
         for fault in statistic_faults(self.sides, allowed):
             words = f"expected {fault.name} after the step as torch has it, observed {fault.words}"
-            more = meaning(fault.cause)
-            words += f" ({more})" if more else ""
             place = fault.name.rpartition(".")[0]
             self._add("state", place, fault.cause, words, error=fault.error, allowed=allowed)
 
@@ -356,11 +358,11 @@ class Judge:
         call = program.calls[fault.index] if fault.index is not None else None
         names = ", ".join(sorted(wrong, key=lambda n: -wrong[n])[:3])
         what = f"expected the gradient of {_named(call)}" if call is not None else "expected another gradient"
-        more = meaning(fault.cause)
-        words = f"{what}, observed {fault.words}{f' ({more})' if more else ''}{stops(self.sides.jax_program(point))}"
+        after = f"{stops(self.sides.jax_program(point))}; off at {names}"
         place = call.path if call is not None else next(iter(wrong)).rpartition(".")[0]
         where = call.where or None if call is not None else None
-        self._add("gradient", place, fault.cause, f"{words}; off at {names}", torch=where, error=max(wrong.values()))
+        words, off = f"{what}, observed {fault.words}", max(wrong.values())
+        self._add("gradient", place, fault.cause, words, after, torch=where, error=off)
         if fault.repairs is not None:
             self.repairs = fault.repairs
         return fault.left
@@ -380,10 +382,8 @@ class Judge:
             return
         source = self.map.sources(fault.leaf)
         place = source[0].rpartition(".")[0] if fault.partial and source else OPTIMIZER
-        more = meaning(fault.cause)
-        words = f"expected the steps of {fault.expected}, observed {fault.words}{f' ({more})' if more else ''}"
-        words += f"; most at {fault.leaf.path}"
-        self._add("update", place, fault.cause, words, error=fault.error, allowed=1e-8)
+        words, after = f"expected the steps of {fault.expected}, observed {fault.words}", f"; most at {fault.leaf.path}"
+        self._add("update", place, fault.cause, words, after, error=fault.error, allowed=STEP)
 
     # drawn inputs
 
@@ -450,8 +450,8 @@ class Judge:
         """Report what is computed in a lower precision; it changes no verdict."""
         dtype = self._options.dtype
         try:
-            for words, error, allowed, where, is_finding in precision_findings(self.sides, dtype):
-                if is_finding:
+            for words, error, allowed, where in precision_findings(self.sides, dtype):
+                if error > allowed:
                     self._add("precision", "", "low-precision", words, jax=where, error=error, allowed=allowed)
                 else:
                     self._note(words)
@@ -467,7 +467,7 @@ class Judge:
     def _plant(self) -> None:
         """Plant usual faults in the torch program, and say which of them was found by how much."""
         program = self.sides.torch_program(0)
-        run = Repairs().run(program)
+        run = self.repairs.run(program)
         side, allowed = self.sides.jax_run(0).outs, self.sides.bounds(0).outputs
         calls = [i for i in sorted(program.needed) if program.calls[i].path != LOSS and not program.calls[i].mutates]
         least: tuple[float, str] | None = None
@@ -477,9 +477,9 @@ class Judge:
             args, kwargs = fill((call.args, call.kwargs), run.get)
             if not run.seen[index] or not isinstance(run.seen[index][0], torch.Tensor):
                 continue
-            for hypothesis in list(_few(variants(int(index), call, args, kwargs, run.seen[index][0]))):
+            for hypothesis in islice(mistakes(int(index), call, args, kwargs, run.seen[index][0]), 3):
                 try:
-                    changed = Repairs().plus(hypothesis).run(program)
+                    changed = self.repairs.plus(hypothesis).run(program)
                 except RAISED:
                     continue
                 off = outputs_error(changed.outs, side)
@@ -488,20 +488,12 @@ class Judge:
         if least is not None:
             self.planted = f"{least[1]}: found, off by {least[0]:.2g} where {allowed:.1g} is allowed"
             return
-        factor = 1 + 1e-6
-        names = [n for n in self.map.names if n in program.parameters]
-        for name in names:
-            leaves = {("state", name): lambda v: v * factor}
-            changed = Repairs(leaves=leaves).run(program)
-            if (off := outputs_error(changed.outs, side)) > allowed:
+        for name in (n for n in self.map.names if n in program.parameters):
+            scaled = Hypothesis("", "", leaves={("state", name): lambda v: v * (1 + 1e-6)})
+            if (off := outputs_error(self.repairs.plus(scaled).run(program).outs, side)) > allowed:
                 self.planted = f"{name} times 1 + 1e-6: found, off by {off:.2g} where {allowed:.1g} is allowed"
                 return
         self.unjudged = self.unjudged or "no planted fault was found: the outputs do not depend on the parameters"
-
-
-def _few(hypotheses: Any, most: int = 3) -> Any:
-    for _, hypothesis in zip(range(most), hypotheses, strict=False):
-        yield hypothesis
 
 
 def _named(call: Call) -> str:
@@ -534,13 +526,13 @@ def judged(pair: Port, notes: list[str], label: str, options: PortOptions) -> Po
     torch.set_num_threads(1)  # the programs are small
     judge = Judge(pair, notes, options)
     try:
-        with warnings.catch_warnings(), np.errstate(all="ignore"):
+        # recorded calls such as zeros(2, 3) take the default dtype each time that they run
+        with warnings.catch_warnings(), np.errstate(all="ignore"), default_dtype():
             warnings.simplefilter("ignore")  # changed programs overflow, and frameworks warn about their own internals
             judge.run()
     finally:
         torch.set_num_threads(threads)
-    result = PortResult(
+    return PortResult(
         label, tuple(judge.findings), tuple(judge.accepted), judge.map.rows(), time.monotonic() - start,
         tuple(judge.judged), tuple(judge.notes), judge.planted, judge.unjudged, judge.smallest,
     )  # fmt: skip
-    return replace(result, seconds=time.monotonic() - start)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, permutations
 from typing import Any
 
 import jax.numpy as jnp
@@ -103,13 +103,17 @@ class StateMap:
             self.offsets[name] = first[key]
         self.size = size
         self._movable = movable(pair.module)
-        self.leaves: list[Leaf | None] = self._by_values() if self._can_draw else _by_given_values(self)
+        self._drawn_by_author = pair.load is not None or pair.rebuild is not None
+        self.leaves: list[Leaf | None] = self._by_values() if self._drawn_by_author else _by_given_values(self)
+        unknown = any(leaf is not None and not leaf.known for leaf in self.leaves)
+        none = not any(leaf is not None and _comes_from_torch(leaf) for leaf in self.leaves)
+        if self._drawn_by_author and pair.load is None and (unknown or none):
+            # the author's function returns what was made before, or copies the module
+            given = _by_given_values(self)
+            if sum(map(_comes_from_torch, given)) > sum(map(_comes_from_torch, self.leaves)):
+                self.leaves, self._drawn_by_author = given, False
         if not any(leaf is not None and not leaf.is_constant for leaf in self.leaves):
             raise UsageError("no parameter in common: no element of params has a value of the module's state")
-
-    @property
-    def _can_draw(self) -> bool:
-        return self.pair.load is not None or self.pair.rebuild is not None
 
     def flat(self, state: State) -> Array:
         """Return the flat state, (size,)."""
@@ -127,14 +131,14 @@ class StateMap:
         if self.pair.load is not None:
             state, load = drawn_state(self.base, names, draw), self.pair.load
             return state, self.model.loaded(raised("load", lambda: load({n: v.copy() for n, v in state.items()})))
-        if self.pair.rebuild is not None:
+        if self._drawn_by_author:
             again, state = built_again(self.pair, draw)
             return state, self.model.loaded(again.params if again.params is not None else again.apply)
         return drawn_state(self.base, names, draw), None
 
-    def moved(self, seed: int) -> tuple[State, list[Any]]:
+    def moved(self, seed: int, much: float = 1.0) -> tuple[State, list[Any]]:
         """Return a state away from the initial one, and the leaves of the JAX parameters in float64."""
-        state, loaded = self._drawn(moved(np.random.default_rng(seed)), self._movable)
+        state, loaded = self._drawn(moved(np.random.default_rng(seed), much), self._movable)
         return state, self.params(state, loaded)
 
     def params(self, state: State, loaded: list[Any] | None = None) -> list[Any]:
@@ -251,9 +255,8 @@ class StateMap:
             return "sliced"
         if np.array_equal(here, np.arange(source.size)):
             return "same" if leaf.shape == source.shape else "reshaped"
-        if source.ndim > 1 and np.array_equal(here, _transposed(source, leaf.shape, here)):
-            return "transposed"
-        return "permuted"
+        turned = (np.arange(source.size).reshape(source.shape).transpose(a) for a in permutations(range(source.ndim)))
+        return "transposed" if any(np.array_equal(here, t.reshape(-1)) for t in turned) else "permuted"
 
     # fitting
 
@@ -295,26 +298,12 @@ class StateMap:
         return np.concatenate(first), np.concatenate(second)
 
 
+def _comes_from_torch(leaf: Leaf | None) -> bool:
+    return leaf is None or (leaf.known and not leaf.is_constant)
+
+
 def _is_exact(leaf: Leaf) -> bool:
     return bool((np.abs(leaf.factor) == 1).all() and (leaf.offset == np.round(leaf.offset, 3)).all())
-
-
-def _transposed(source: Array, shape: tuple[int, ...], here: Array) -> Array:
-    """Return the order of a source's elements in a leaf that has its axes in another order, which `here` shows."""
-    n = source.ndim
-    places = np.stack(np.unravel_index(here, source.shape))
-    grid = places.reshape(n, *shape) if np.prod(shape) == source.size else places
-    if len(shape) != n:
-        return here + 1
-    axes = []
-    for axis in range(n):
-        moves = [k for k in range(n) if shape[k] > 1 and (np.diff(grid[axis], axis=k) != 0).any()]
-        axes.append(moves[0] if moves else axis)
-    if len(set(axes)) != n:
-        return here + 1
-    order = np.argsort(axes)
-    turned: Array = np.arange(source.size).reshape(source.shape).transpose(order).reshape(-1)
-    return turned
 
 
 class _Lookup:

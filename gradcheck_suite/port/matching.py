@@ -18,91 +18,6 @@ from gradcheck_suite.port.jax_program import Equation
 from gradcheck_suite.port.number_sets import SAME, Array, Numbers, aligned, error, telling, variety
 from gradcheck_suite.port.torch_program import Call, Ref, TorchProgram, TorchRun, fill
 
-MOVES = frozenset(
-    [
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "permute",
-        "transpose",
-        "t",
-        "slice",
-        "select",
-        "split",
-        "split_with_sizes",
-        "unsafe_split",
-        "chunk",
-        "unbind",
-        "cat",
-        "stack",
-        "expand",
-        "clone",
-        "contiguous",
-        "unsqueeze",
-        "squeeze",
-        "flip",
-        "roll",
-        "index_select",
-        "gather",
-        "index",
-        "detach",
-        "alias",
-        "_to_copy",
-        "copy_",
-        "lift_fresh",
-        "repeat",
-        "unfold",
-        "as_strided",
-        "view_as_complex",
-        "view_as_real",
-        "_conj",
-        "diagonal",
-        "new_zeros",
-        "zeros",
-        "ones",
-        "full",
-        "zeros_like",
-        "full_like",
-        "ones_like",
-        "empty",
-        "empty_like",
-        "new_empty",
-        "new_full",
-        "im2col",
-        "pixel_shuffle",
-        "pixel_unshuffle",
-        "slice_scatter",
-        "select_scatter",
-        "_reshape_alias",
-        "movedim",
-        "lift",
-        "masked_select",
-        "index_put",
-        "index_put_",
-        "_index_put_impl_",
-        "copy",
-        "constant_pad_nd",
-        "reflection_pad1d",
-        "reflection_pad2d",
-        "replication_pad1d",
-        "replication_pad2d",
-        "fill_",
-        "zero_",
-        "scalar_tensor",
-        "native_dropout",
-        "channel_shuffle",
-        "permute_copy",
-        "resolve_conj",
-        "repeat_interleave",
-        "new_ones",
-        "split_copy",
-        "scatter",
-        "scatter_",
-        "swapaxes",
-    ]
-)
-"""Operations that only move numbers: their results are matched if what they read is."""
-
 
 def array(value: Any) -> Array:
     """Return a tensor or an array as numpy, floats in float64, complex numbers as pairs."""
@@ -140,6 +55,21 @@ class Side:
         return Numbers(self.values, self.tolerance)
 
 
+def only_moves(call: Call, outs: Sequence[Any], run: TorchRun) -> bool:
+    """Return whether a call's result has no other numbers than what it reads: a reshape, a mask, a maximum.
+
+    Args:
+        call: of the program.
+        outs: its results.
+        run: of the program.
+    """
+    first = outs[0] if outs else None
+    if not isinstance(first, torch.Tensor):
+        return True
+    read = [telling(array(v)) for v in map(run.get, call.refs) if isinstance(v, torch.Tensor)]
+    return bool(np.isin(telling(array(first)), np.concatenate([*read, np.zeros(0)])).all())
+
+
 def outputs_error(expected: Sequence[Any], observed: Sequence[Any]) -> float:
     """Return the largest relative error of any output, axes permuted where shapes differ."""
     worst = 0.0
@@ -159,6 +89,7 @@ class Matching:
 
     def __init__(self, program: TorchProgram, run: TorchRun, side: Side) -> None:
         self.program, self.run, self.side = program, run, side
+        self._sources: dict[Ref, list[Ref]] = {}
         self.status = [self._status(i) for i in range(len(program.calls))]
         mine = [array(v) for values in run.seen for v in values if isinstance(v, torch.Tensor)]
         mine += [array(v) for v in run.leaves.values()]
@@ -169,7 +100,7 @@ class Matching:
         self._alone = Numbers([a[~known.has(a)] for a in alone], side.tolerance)
 
     def _status(self, index: int) -> bool | None:
-        if self.program.calls[index].name in MOVES or index not in self.program.needed:
+        if index not in self.program.needed or only_moves(self.program.calls[index], self.run.seen[index], self.run):
             return None
         return self.has(self.run.seen[index])
 
@@ -216,9 +147,12 @@ class Matching:
 
     def sources(self, ref: Ref) -> list[Ref]:
         """Return what a tensor consists of, with operations that only move numbers undone."""
-        if isinstance(ref.kind, int) and self.status[ref.kind] is None:
-            return [s for r in self.program.calls[ref.kind].refs for s in self.sources(r)]
-        return [ref]
+        if ref not in self._sources:
+            found = [ref]
+            if isinstance(ref.kind, int) and self.status[ref.kind] is None:
+                found = list(dict.fromkeys(s for r in self.program.calls[ref.kind].refs for s in self.sources(r)))
+            self._sources[ref] = found
+        return self._sources[ref]
 
     def is_lost(self, ref: Ref) -> bool:
         """Return whether a tensor has numbers that the port has not."""

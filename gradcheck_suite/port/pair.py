@@ -143,10 +143,10 @@ class _Lifting(TorchDispatchMode):
 
 
 @contextmanager
-def default_double() -> Iterator[None]:
-    """Make float64 torch's default dtype."""
+def default_dtype(dtype: torch.dtype = torch.float64) -> Iterator[None]:
+    """Make a dtype torch's default."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(dtype)
     try:
         yield
     finally:
@@ -156,7 +156,7 @@ def default_double() -> Iterator[None]:
 @contextmanager
 def in_double() -> Iterator[None]:
     """Let the author's code make float64 tensors."""
-    with default_double(), _Lifting():
+    with default_dtype(), _Lifting():
         yield
 
 
@@ -198,7 +198,7 @@ class JaxModel:
         tree = self._tree(pair.params)
         found, self.structure = jax.tree_util.tree_flatten_with_path(tree)
         self.paths = [_path(keys) for keys, _ in found]
-        self.leaves = [leaf for _, leaf in found]
+        self.leaves = [_as_array(leaf) for _, leaf in found]
         if not any(map(is_float, self.leaves)):
             raise UsageError("params: expected a pytree with arrays of floats, which a port has loaded from the module")
 
@@ -237,7 +237,7 @@ class JaxModel:
 
     def loaded(self, params: Any) -> list[Any]:
         """Return the leaves of parameters that the author's code has loaded."""
-        leaves = jax.tree.leaves(self._tree(params))
+        leaves = list(map(_as_array, jax.tree.leaves(self._tree(params))))
         if len(leaves) != len(self.leaves):
             raise UsageError(f"load: expected {len(self.leaves)} leaves, as params has, got {len(leaves)}")
         return leaves
@@ -265,6 +265,11 @@ class JaxModel:
             static = jax.tree.map(lambda leaf: None if is_array(leaf) else leaf, self._pair.params)
             params = jax.tree.map(lambda a, b: b if a is None else a, params, static, is_leaf=lambda leaf: leaf is None)
         return self._model(params, *inputs, **how), []
+
+
+def _as_array(leaf: Any) -> Any:
+    """Return a number that an author's code has loaded, such as `float(state["scale"])`, as an array."""
+    return np.asarray(leaf) if isinstance(leaf, float) else leaf
 
 
 def is_array(leaf: Any) -> bool:
@@ -331,15 +336,22 @@ def movable(module: nn.Module) -> set[str]:
 Draw = Callable[[Array, str], Array]
 
 
-def moved(rng: np.random.Generator) -> Draw:
-    """Return a draw of values about a third of their size away: zero biases and unit scales stay so no longer."""
+def moved(rng: np.random.Generator, much: float = 1.0) -> Draw:
+    """Return a draw of values about a third of their size away: zero biases and unit scales stay so no longer.
+
+    Args:
+        rng: of the draw.
+        much: factor of the distance.
+    """
 
     def draw(value: Array, name: str) -> Array:
         if name.rpartition(".")[2] == "running_var":
             return np.abs(value) * rng.uniform(0.5, 1.5, value.shape) + 0.05
-        size = float(np.sqrt(np.mean(value**2))) if value.size else 0.0
-        size = 0.3 * size if size > 1e-3 else 0.2  # layers that start at 1e-6 hide what is behind them, as zeros do
-        return value + rng.normal(size=value.shape) * size
+        size, noise = float(np.sqrt(np.mean(value**2))) if value.size else 0.0, much * rng.normal(size=value.shape)
+        small = size <= 1e-3  # layers that start at 1e-6 hide what is behind them, as zeros do
+        if value.size and value.min() > 0:  # such as a scale or a variance, whose logarithm or root may be taken
+            return value + 0.2 * np.abs(noise) if small else value * np.exp(0.3 * noise)
+        return value + (0.2 if small else 0.3 * size) * noise
 
     return draw
 
@@ -405,7 +417,7 @@ def built_again(pair: Port, draw: Draw) -> tuple[Port, State]:
     changed: Any = nn.Module
     changed.register_parameter, changed.register_buffer = noted_parameter, noted_buffer
     try:
-        with default_double(), writing:
+        with default_dtype(), writing:
             again, _ = as_port(pair.rebuild(), pair.rebuild)
     finally:
         changed.register_parameter, changed.register_buffer = parameter, buffer

@@ -13,7 +13,7 @@ import torch
 
 from gradcheck_suite.port.jax_program import LOW, equations_in, line_of
 from gradcheck_suite.port.matching import array, outputs_error
-from gradcheck_suite.port.pair import flat_output, is_float
+from gradcheck_suite.port.pair import default_dtype, flat_output, is_float
 from gradcheck_suite.port.search import Repairs
 from gradcheck_suite.port.sides import Sides
 from gradcheck_suite.port.torch_program import as_tensor
@@ -30,12 +30,8 @@ def _low_lines(jaxpr: Any, dtype: Any) -> list[str]:
     return list(dict.fromkeys(line for line in lines if line))
 
 
-def _where(lines: list[str]) -> str:
-    return f"; it casts to a lower precision at {', '.join(lines[:3])}" if lines else ""
-
-
-def precision_findings(sides: Sides, dtype: str) -> Iterator[tuple[str, float, float, str | None, bool]]:
-    """Yield (words, error, allowed, `file:line`, whether it is a finding) on the given inputs.
+def precision_findings(sides: Sides, dtype: str) -> Iterator[tuple[str, float, float, str | None]]:
+    """Yield (words, error, allowed, `file:line`) on the given inputs; it is a finding where the error is not allowed.
 
     Args:
         sides: of the pair.
@@ -51,12 +47,17 @@ def precision_findings(sides: Sides, dtype: str) -> Iterator[tuple[str, float, f
         off, allowed = outputs_error(exact, written), sides.bounds(0).outputs
         if off > max(allowed, outputs_error(exact, sides.jax_run(0).outs)):
             lines = _low_lines(program.jaxpr, np.dtype("float64"))
-            yield f"the port computes in a lower precision than float64{_where(lines)}", off, allowed, *_first(lines)
+            yield (
+                f"the port computes in a lower precision than float64{_at(lines)}",
+                off,
+                allowed,
+                next(iter(lines), None),
+            )
         return
     low = jnp.dtype(dtype)
     module = copy.deepcopy(sides.pair.module).to(getattr(torch, dtype))
     given = [t.to(getattr(torch, dtype)) if t.is_floating_point() else t for t in map(as_tensor, point.inputs)]
-    with torch.no_grad():
+    with torch.no_grad(), default_dtype(getattr(torch, dtype)):
         kept = sides.kept(module(*given, **dict(sides.pair.kwargs)))
     own = outputs_error(exact, [array(t) for t in flat_output(kept)])
     leaves = [jnp.asarray(x, low) if is_float(x) else x for x in sides.leaves]
@@ -66,9 +67,8 @@ def precision_findings(sides: Sides, dtype: str) -> Iterator[tuple[str, float, f
     off = outputs_error(exact, [array(o) for o in outs])
     lines = _low_lines(closed.jaxpr, low)
     words = f"in {dtype} the port's error is {off:.2g}, {off / max(own, 1e-300):.2g} times torch's own"
-    where, is_finding = _first(lines)
-    yield words + _where(lines), off, MUCH * own, where, is_finding and off > MUCH * own
+    yield words + _at(lines), off, MUCH * own, next(iter(lines), None)
 
 
-def _first(lines: list[str]) -> tuple[str | None, bool]:
-    return (lines[0] if lines else None), True
+def _at(lines: list[str]) -> str:
+    return f"; it casts to a lower precision at {', '.join(lines[:3])}" if lines else ""

@@ -64,11 +64,10 @@ def _alternatives(sides: Sides, name: str, before: Array, after: Array) -> Itera
     own = getattr(part, "momentum", None) or 0.1
     batch = (after - (1 - own) * before) / own
     n = _count(sides, name, part)
-    biased = batch * (n - 1) / n if name.endswith("running_var") else batch
+    options = [(batch, "")]
+    options += [(batch * (n - 1) / n, "the biased variance")] if name.endswith("running_var") else []
     yield "not-updated", "no update", before
-    for variance, words in ((batch, ""), (biased, "the biased variance")):
-        if variance is biased and biased is batch:
-            continue
+    for variance, words in options:
         if words:
             yield "variance-correction", words, (1 - own) * before + own * variance
         more = f" and {words}" if words else ""

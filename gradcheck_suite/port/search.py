@@ -7,16 +7,17 @@ decided here and nowhere else: the rule of evidence.
 from __future__ import annotations
 
 import contextlib
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from gradcheck_suite.port.changes import Hypothesis
 from gradcheck_suite.port.matching import Matching, outputs_error
 from gradcheck_suite.port.torch_program import Call, Change, Ref, TorchProgram, TorchRun, fill, flat, lookup
-from gradcheck_suite.port.variants import Hypothesis
 
 MORE_SECONDS = 2.0
 """CPU time in which a change that explains all is looked for, where one is known that explains a part."""
@@ -28,9 +29,11 @@ PASSED = 30
 """Hypotheses of a family with evidence at their place that are run to the end."""
 LEAST = 3
 """Calls whose results a change has to explain where it does not explain all: fewer may be equal by chance."""
+SPARE = 100
+"""Changes that are run to the end on the evidence of numbers that both sides have."""
 SECONDS = 6.0
 """CPU time of one search."""
-RAISED = (RuntimeError, ValueError, IndexError, TypeError, AttributeError, KeyError, NotImplementedError)
+RAISED = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError)
 """What torch raises where a hypothesis does not fit the shapes."""
 
 
@@ -45,6 +48,7 @@ class Found:
         gained: number of calls whose results the port has after the change only.
         run: torch, changed.
         streak: number of those that follow each other from the place on.
+        direct: whether the place's own result is one of them.
     """
 
     hypothesis: Hypothesis
@@ -53,6 +57,7 @@ class Found:
     gained: int
     run: TorchRun
     streak: int = 0
+    direct: bool = False
 
 
 def both(first: Change, second: Change) -> Change:
@@ -127,6 +132,7 @@ class Search:
         self.program, self.matching, self.repairs, self.loss, self.close = program, matching, repairs, loss, close
         self._until = time.process_time() + SECONDS
         self._affected: dict[Any, set[int]] = {}
+        self._spare = SPARE
         self.region: list[int] = []
         self._inside: set[int] = set()
         self._ends_before = (*matching.run.outs, matching.run.loss)
@@ -146,7 +152,11 @@ class Search:
             first: those among them that read no lost result.
         """
         self.region, self._inside = region, set(region)
-        places = {"region": [*self._before(first), *region], "order": self._order(first)[:PLACES], "first": first[:3]}
+        places = {
+            "region": [*self.read_by(first, 3), *region],
+            "order": self._order(first)[:PLACES],
+            "first": first[:3],
+        }
         late: list[tuple[int, Hypothesis]] = []
         best: Found | None = None
         enough = False
@@ -177,7 +187,7 @@ class Search:
         return self._is_sure(best) or best.gained > 0
 
     def _is_sure(self, found: Found) -> bool:
-        return found.error <= self.close or found.streak >= STREAK
+        return found.error <= self.close or (found.streak >= STREAK and found.direct)
 
     def _rank(self, found: Found, factor: float = 1.0) -> tuple[bool, float]:
         return found.error <= self.close, factor * found.gained
@@ -217,7 +227,9 @@ class Search:
         if self.matching.is_new(value, self.matching.run.seen[place]):
             return True
         has = self.matching.has(value) is not False
-        if has and (len(self.region) < 4 or place in self.region[-4:]):
+        if has and (self._spare > 0 or len(self.region) < 4 or place in self.region[-4:]):
+            # numbers that both sides have explain nothing by themselves, unless they explain all
+            self._spare -= 1
             found = self.test(place, hypothesis)
             if found is not None and found.error <= self.close:
                 return True
@@ -267,11 +279,17 @@ class Search:
                 if not new[i] and i != place:
                     break
                 streak += new[i]
-        return Found(hypothesis, place, error, sum(new.values()), run, streak)
+        return Found(hypothesis, place, error, sum(new.values()), run, streak, new.get(place, False))
 
     def _everywhere(self, found: Found) -> Found:
         """Return a change also at the other calls of its line: those of other time steps, and of repeated modules."""
         best, tried = found, list[set[int]]()
+        leaves = in_every_layer(self.program.names, found.hypothesis.leaves)
+        if len(leaves) > len(found.hypothesis.leaves) and found.error > self.close:
+            words = f"{found.hypothesis.words}, in every layer"
+            every = self.test(found.place, replace(found.hypothesis, leaves=leaves, words=words))
+            if every is not None and (every.error < best.error or every.gained > best.gained):
+                return every
         for same_module in (True, False):
             for same_role in (True, False):
                 if best.error <= self.close:
@@ -287,15 +305,14 @@ class Search:
 
     # the neighbourhood of a place
 
-    def _before(self, first: list[int]) -> list[int]:
-        """Return what the first lost calls read: the port may compute the right value too, and not use it."""
-        found: dict[int, None] = {}
-        level = first
-        for _ in range(3):
-            refs = [r.kind for i in level for r in self.program.calls[i].refs]
-            level = [k for k in refs if isinstance(k, int) and k not in found]
-            found |= dict.fromkeys(level)
-        return list(found)
+    def read_by(self, todo: list[int], depth: int, through: Callable[[int], bool] = lambda i: True) -> Iterator[int]:
+        """Yield the calls that some calls read, directly or through others, where a rule lets them through."""
+        seen: set[int] = set()
+        for _ in range(depth):
+            read = dict.fromkeys(r.kind for i in todo for r in self.program.calls[i].refs)
+            todo = [k for k in read if isinstance(k, int) and k not in seen and through(k)]
+            seen.update(todo)
+            yield from todo
 
     def _order(self, first: list[int]) -> list[int]:
         """Return the calls to look at: the first lost ones in turn, each with those that read it."""
@@ -409,6 +426,22 @@ def repeated(program: TorchProgram, hypothesis: Hypothesis, *, same_module: bool
         if fits and not any(i in together.changes for i in moved):
             together = together.plus(hypothesis.further_on(by))
     return together.changes
+
+
+def in_every_layer(names: Sequence[str], leaves: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return changes of parameters also for those of other layers: their names differ in numbers alone."""
+    made = dict(leaves)
+    for (kind, name), change in leaves.items():
+        pattern = re.escape(str(name)) if kind == "state" else ""
+        for other in names:
+            if not re.fullmatch(re.sub(r"\d+", r"\\d+", pattern), other) or ("state", other) in made:
+                continue
+            numbers = dict(zip(re.findall(r"\d+", name), re.findall(r"\d+", other), strict=True))
+            if not isinstance(change, Ref):
+                made["state", other] = change
+            elif (partner := re.sub(r"\d+", lambda m, n=numbers: n.get(m[0], m[0]), str(change.index))) in names:
+                made["state", other] = Ref("state", partner)
+    return made
 
 
 def _new_nan(value: Any, before: Any) -> bool:

@@ -85,8 +85,6 @@ class Sides:
 
     def __init__(self, pair: Port, model: JaxModel, state_map: StateMap, seed: int) -> None:
         self.pair, self.model, self.map = pair, model, state_map
-        self.state, self.leaves = state_map.moved(seed)
-        set_state(pair.module, self.state)
         self.points = [Point(pair.inputs, pair.targets)]
         self.notes: list[str] = []
         self._programs: dict[int, TorchProgram] = {}
@@ -96,7 +94,17 @@ class Sides:
         self._bounds: dict[int, Bounds] = {}
         self._axes: dict[Any, tuple[int, ...]] = {}
         self._shapes: list[tuple[int, ...]] = []
+        if not any(self._is_moved(seed, much) for much in (1.0, 0.1, 0.0)):
+            self._is_moved(seed, 1.0)
         self._expect_outputs()
+
+    def _is_moved(self, seed: int, much: float) -> bool:
+        """Take a state away from the initial one; return whether torch's outputs there are numbers."""
+        self.state, self.leaves = self.map.moved(seed, much)
+        set_state(self.pair.module, self.state)
+        self._programs.clear()
+        outs = raised("the torch module", lambda: self._torch_outs(0))
+        return not any(bool(torch.isnan(o).any()) for o in outs)
 
     # outputs and loss of both sides
 

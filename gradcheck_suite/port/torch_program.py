@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradcheck_suite.port.pair import Array, default_double, flat_output, is_author_file, without_low
+from gradcheck_suite.port.pair import Array, default_dtype, flat_output, is_author_file, without_low
 
 LOSS = "loss"
 """The place of what the loss computes."""
@@ -281,6 +281,11 @@ class TorchRun:
         """Return the tensor of a reference."""
         return lookup(ref, self.seen, self.leaves)
 
+    def shape(self, index: int) -> tuple[int, ...] | None:
+        """Return the shape of a call's first result, None where that is no tensor."""
+        first = self.seen[index][0] if self.seen[index] else None
+        return tuple(first.shape) if isinstance(first, torch.Tensor) else None
+
 
 def lookup(ref: Any, values: Sequence[Sequence[Any]], leaves: Mapping[Any, Any]) -> Any:
     """Return what a reference stands for."""
@@ -296,7 +301,9 @@ Change = Callable[[Call, Any, Any, Callable[[Any], Any]], Any]
 def _changed(call: Call, change: Change, args: Any, kwargs: Any, get: Callable[[Any], Any]) -> list[Any]:
     """Return the results of a changed call; what the call writes into memory is written there, too."""
     if not call.mutates or not isinstance(args[0], torch.Tensor):
-        return flat(change(call, args, kwargs, get))
+        made = flat(change(call, args, kwargs, get))
+        # later calls may be views that fit the memory of the result that was recorded
+        return [v.contiguous() if isinstance(v, torch.Tensor) else v for v in made]
     made = flat(change(call, [args[0].clone(), *args[1:]], kwargs, get))
     args[0].copy_(made[0])
     return [args[0], *made[1:]]
@@ -331,7 +338,7 @@ class TorchProgram:
         self._recorder = _Recorder({("state", n): v for n, v in own.items()} | self.given)
         with ExitStack() as stack:
             stack.enter_context(self._modules(module))
-            stack.enter_context(default_double())
+            stack.enter_context(default_dtype())
             stack.enter_context(_attention_in_steps())
             stack.enter_context(self._recorder)
             arguments = [v for kind, _, v in given if kind == "input"]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import jax
@@ -148,6 +149,35 @@ _VALUES: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("decay-of-squares", "alpha", (0.9, 0.99, 0.95, 0.999)),
     ("decoupled-decay", "decoupled_weight_decay", (True, False)),
     ("dampening", "dampening", (0.0, 0.1, 0.5, 0.9)),
+    ("sign", "maximize", (True, False)),
+)
+"""Cause, name of the setting, and values."""
+_ADAM, _RMS, _SGD, _ADAGRAD = ("Adam", "AdamW"), ("RMSprop",), ("SGD",), ("Adagrad",)
+_FORMS: tuple[tuple[tuple[str, ...], str, str, dict[str, Any]], ...] = (
+    (_SGD, "momentum-convention", "momentum as an average", {"average": True}),
+    (_SGD, "momentum-convention", "momentum as an average without bias", {"average": True, "unbiased": True}),
+    (_SGD + _RMS, "momentum-convention", "the learning rate inside of the momentum", {"rate_inside": True}),
+    (_SGD, "decoupled-decay", "decoupled weight decay", {"late": True}),
+    (_ADAM + _RMS + _ADAGRAD, "eps-inside-root", "eps inside of the root", {"inside": True}),
+    (_ADAM, "bias-correction", "no bias correction", {"correct": (False, False)}),
+    (_ADAM, "bias-correction", "bias correction of the first moment alone", {"correct": (True, False)}),
+    (_ADAM, "bias-correction", "bias correction of the second moment alone", {"correct": (False, True)}),
+    (_ADAM, "eps-before-correction", "eps added before the bias correction", {"eps_first": True}),
+    (_ADAM, "decay-place", "weight decay not multiplied by the learning rate", {"late": True, "unscaled": True}),
+    (_ADAM, "decay-place", "weight decay after the step", {"late": True, "after": True}),
+    (_RMS, "bias-correction", "an average of squares without bias", {"correct": (False, True)}),
+    (_RMS, "initial-accumulator", "an average of squares that starts at 1", {"start": 1.0}),
+    (_RMS, "initial-accumulator", "an average from 1, eps inside of the root", {"start": 1.0, "inside": True}),
+    *((_ADAGRAD, "initial-accumulator", f"an accumulator from {start:g}, eps {'in' if inside else 'out'}side",
+       {"start": start, "inside": inside}) for start in (0.1, 1.0, 0.0) for inside in (False, True)),
+)  # fmt: skip
+"""Optimizers of torch, cause, words, and what `_Written` does otherwise."""
+_KINDS = (("decoupled-decay", _ADAM), ("optimizer-kind", ("NAdam", "RAdam", "Adamax", "RMSprop", "SGD", "Adagrad")))
+_CLIPPINGS = (
+    ("clipping", "norm", "gradients clipped to a global norm of"),
+    ("clipping", "value", "gradients clipped, each element to"),
+    ("clipping", "each", "gradients clipped to a norm for each parameter of"),
+    ("clip-order", "update", "updates clipped to a global norm of"),
 )
 
 
@@ -159,118 +189,72 @@ def _put(**values: Any) -> Callable[[Any], None]:
     return change
 
 
-def _settings(optimizer: Any) -> Iterator[Setting]:
-    """Yield changes of an optimizer, the most usual first."""
+def _settings(optimizer: Any, rates: Sequence[Sequence[float]]) -> Iterator[Setting]:
+    """Yield changes of an optimizer, the most usual first; `rates` are its learning rates at each step."""
     group, name = optimizer.param_groups[0], type(optimizer).__name__
     decays = {g.get("weight_decay", 0.0) for g in optimizer.param_groups}
     if optimizer._optimizer_step_pre_hooks:
         yield Setting("missing-clipping", "no clipping", lambda o: o._optimizer_step_pre_hooks.clear())
         yield Setting("clip-epsilon", "clipping to the norm without 1e-6", _clipped_exactly)
-    if name == "SGD" and group["momentum"]:
-        for debias in (False, True):
-            words = "momentum as an average" + (" without bias" if debias else "")
-            yield Setting("momentum-convention", words, lambda o, d=debias: _Sgd(o, average=True, debias=d))
+    forms = [
+        Setting(cause, words, lambda o, h=how: _Written(o, **h)) for names, cause, words, how in _FORMS if name in names
+    ]
+    yield from forms[: 2 if group.get("momentum") else 0]
     for decay in sorted(decays, reverse=True) if len(decays) > 1 else ():
         yield Setting("decay-mask", f"weight decay {decay:g} on all parameters", _put(weight_decay=decay))
     if len(decays) == 1 and max(decays):
         yield Setting("decay-mask", "weight decay on matrices alone", _decayed_matrices)
     for cause, key, values in _VALUES:
-        if key in group and not isinstance(group[key], tuple):
-            for value in values:
-                if value != group[key] and isinstance(value, bool) == isinstance(group[key], bool):
-                    yield Setting(cause, f"{key} {value} instead of {group[key]}", _put(**{key: value}))
-    if "betas" in group:
-        yield from _betas(group["betas"])
+        for value in values if key in group else ():
+            if value != group[key] and isinstance(value, bool) == isinstance(group[key], bool):
+                yield Setting(cause, f"{key} {value} instead of {group[key]}", _put(**{key: value}))
+    yield from _other_betas(group.get("betas"))
     for decay in (0.0, 1e-2, 1e-4, 0.1, 5e-4, 1e-3, 0.05, 0.2):
         if decays != {decay} and "weight_decay" in group:
             cause = "missing-weight-decay" if decay == 0 else "weight-decay"
             yield Setting(cause, f"weight decay {decay:g}", _put(weight_decay=decay))
-    yield from _rates(group)
-    yield from _forms(name, group)
-    yield from _clippings()
-
-
-def _clippings() -> Iterator[Setting]:
+    yield from _other_rates(rates)
+    yield from forms
+    for cause, names in _KINDS:
+        for other in names:
+            if other != name:
+                make = getattr(torch.optim, other)
+                yield Setting(cause, f"{other} instead of {name}", lambda o, m=make: _remade(o, m))
     for limit in (1.0, 0.5, 0.1, 5.0, 10.0, 2.0):
-        for cause, kind, words in (
-            ("clipping", "norm", "gradients clipped to a global norm of"),
-            ("clipping", "value", "gradients clipped, each element to"),
-            ("clipping", "each", "gradients clipped to a norm for each parameter of"),
-            ("clip-order", "update", "updates clipped to a global norm of"),
-        ):
+        for cause, kind, words in _CLIPPINGS:
             yield Setting(cause, f"{words} {limit:g}", lambda o, c=limit, k=kind: _Clipped(o, c, k))
 
 
-def _betas(mine: tuple[float, float]) -> Iterator[Setting]:
-    b1, b2 = mine
-    for one in (b1, 0.9, 0.95, 0.8, 0.0, 0.5, 0.99, b2):
-        for two in (b2, 0.999, 0.99, 0.95, 0.98, 0.9, b1):
-            if (one, two) != mine:
-                yield Setting("betas", f"betas {(one, two)} instead of {mine}", _put(betas=(one, two)))
+def _other_betas(mine: tuple[float, float] | None) -> Iterator[Setting]:
+    b1, b2 = mine or (0.0, 0.0)
+    for betas in product((b1, 0.9, 0.95, 0.8, 0.0, 0.5, 0.99, b2), (b2, 0.999, 0.99, 0.95, 0.98, 0.9, b1)):
+        if mine is not None and betas != mine:
+            yield Setting("betas", f"betas {betas} instead of {mine}", _put(betas=betas))
 
 
-_KINDS = {
-    "decoupled-decay": ("Adam", "AdamW"),
-    "optimizer-kind": ("NAdam", "RAdam", "Adamax", "RMSprop", "SGD", "Adagrad"),
-}
-
-
-def _forms(name: str, group: Mapping[str, Any]) -> Iterator[Setting]:
-    """Yield optimizers that compute otherwise than torch's."""
-    decoupled = name == "AdamW" or bool(group.get("decoupled_weight_decay"))
-    if name in ("Adam", "AdamW"):
-        for cause, words, how in (
-            ("eps-inside-root", "eps inside of the root", {"inside": True}),
-            ("bias-correction", "no bias correction", {"correct": (False, False)}),
-            ("bias-correction", "bias correction of the first moment alone", {"correct": (True, False)}),
-            ("bias-correction", "bias correction of the second moment alone", {"correct": (False, True)}),
-            ("eps-before-correction", "eps added before the bias correction", {"raw_eps": True}),
-            ("decay-place", "weight decay not multiplied by the learning rate", {"unscaled_decay": True}),
-            ("decay-place", "weight decay after the step", {"late_decay": True}),
-        ):
-            yield Setting(cause, words, lambda o, h=how: _Adam(o, decoupled, **h))
-    if name == "SGD":
-        yield Setting("decoupled-decay", "decoupled weight decay", lambda o: _Sgd(o, late=True))
-        yield Setting("momentum-convention", "the learning rate inside of the momentum", lambda o: _Sgd(o))
-    if name == "RMSprop":
-        forms: tuple[tuple[str, str, dict[str, Any]], ...] = (
-            ("eps-inside-root", "eps added inside of the root", {"inside": True}),
-            ("initial-accumulator", "an average of squares that starts at 1", {"start": 1.0}),
-            ("bias-correction", "an average of squares without bias", {"correct": True}),
-            ("eps-inside-root", "eps inside of the root, the average starting at 1", {"start": 1.0, "inside": True}),
-            ("momentum-convention", "the learning rate inside of the momentum", {"outer_rate": True}),
-        )
-        for cause, words, how in forms:
-            yield Setting(cause, words, lambda o, h=how: _Rms(o, **h))
-    if name == "Adagrad":
-        for start in (0.1, 1.0, 0.0):
-            for inside in (False, True):
-                cause = "eps-inside-root" if inside else "initial-accumulator"
-                words = f"an accumulator from {start:g}, eps {'inside' if inside else 'outside'} of the root"
-                yield Setting(cause, words, lambda o, s=start, i=inside: _Adagrad(o, s, i))
-    for cause, names in _KINDS.items():
-        for other in names:
-            if other != name:
-                yield Setting(
-                    cause, f"{other} instead of {name}", lambda o, n=other: _remade(o, getattr(torch.optim, n))
-                )
-
-
-def _rates(group: Mapping[str, Any]) -> Iterator[Setting]:
+def _other_rates(rates: Sequence[Sequence[float]]) -> Iterator[Setting]:
     for factor in (0.1, 10.0, 0.5, 2.0, 0.01, 100.0):
-        yield Setting("learning-rate", f"{factor:g} times the learning rate", _faster(factor))
-    yield Setting("sign", "steps up the gradient", _put(maximize=not group.get("maximize", False)))
-    yield Setting("learning-rate", "a schedule one step ahead", lambda o: _Shifted(o, 1))
-    yield Setting("learning-rate", "a schedule one step behind", lambda o: _Shifted(o, -1))
-    yield Setting("learning-rate", "no schedule", lambda o: _Shifted(o, 0))
+        words = f"{factor:g} times the learning rate"
+        yield Setting("learning-rate", words, lambda o, f=factor: _at_rates(o, [[f * x for x in r] for r in rates]))
+    before = [2 * a - b for a, b in zip(rates[0], rates[1], strict=True)]  # a line goes on backwards
+    for words, others in (
+        ("a schedule one step ahead", rates[1:]),
+        ("a schedule one step behind", [before, *rates]),
+        ("no schedule", [rates[0]] * len(rates)),
+    ):
+        yield Setting("learning-rate", words, lambda o, r=others: _at_rates(o, r))
 
 
-def _faster(factor: float) -> Callable[[Any], None]:
-    def change(optimizer: Any) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] *= factor
+def _at_rates(optimizer: Any, rates: Sequence[Sequence[float]]) -> None:
+    """Let an optimizer step with learning rates of its groups that are given for each step."""
+    left = iter(rates)
+    optimizer._optimizer_step_post_hooks.clear()
 
-    return change
+    def set_rates(o: Any, *_: Any) -> None:
+        for group, rate in zip(o.param_groups, next(left), strict=True):
+            group["lr"] = rate
+
+    optimizer.register_step_pre_hook(set_rates)
 
 
 def _decayed_matrices(optimizer: Any) -> Any:
@@ -292,17 +276,20 @@ def _remade(optimizer: Any, cls: Any, groups: Any = None) -> Any:
     return made
 
 
-class _Own:
-    """An optimizer written out, for what torch does not have."""
+class _Written:
+    """Adam, RMSprop, Adagrad and SGD written out, for what torch's do not offer."""
 
-    def __init__(self, optimizer: Any) -> None:
-        self.param_groups, self.n = optimizer.param_groups, 0
+    def __init__(self, optimizer: Any, **how: Any) -> None:
+        self.param_groups, self._n, self._how = optimizer.param_groups, 0, how
+        name, group = type(optimizer).__name__, optimizer.param_groups[0]
+        self._late = how.get("late", name == "AdamW" or bool(group.get("decoupled_weight_decay")))
+        self._correct = how.get("correct", (name in _ADAM, name in _ADAM))
         self._kept: dict[int, dict[str, Any]] = {}
         self._before = list(optimizer._optimizer_step_pre_hooks.values())
         self._after = list(optimizer._optimizer_step_post_hooks.values())
 
     def step(self) -> None:
-        self.n += 1
+        self._n += 1
         for hook in self._before:
             hook(self, (), {})
         with torch.no_grad():
@@ -313,115 +300,38 @@ class _Own:
         for hook in self._after:
             hook(self, (), {})
 
-    def _one(self, p: Any, grad: Any, g: Any, kept: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-
-class _Adam(_Own):
-    def __init__(self, optimizer: Any, decoupled: bool, **how: Any) -> None:
-        super().__init__(optimizer)
-        self._decoupled, self._how = decoupled, how
-
-    def _one(self, p: Any, grad: Any, g: Any, kept: dict[str, Any]) -> None:
-        (b1, b2), decay, rate, eps, how = g["betas"], g["weight_decay"], g["lr"], g["eps"], self._how
-        grad = grad if self._decoupled or not decay else grad + decay * p
-        m = kept["m"] = kept.get("m", 0) * b1 + (1 - b1) * grad
-        v = kept["v"] = kept.get("v", 0) * b2 + (1 - b2) * grad**2
-        first, second = how.get("correct", (True, True))
-        c1, c2 = 1 - b1**self.n if first else 1.0, 1 - b2**self.n if second else 1.0
-        root = (v / c2).sqrt() + eps
-        if how.get("inside"):
-            root = (v / c2 + eps).sqrt()
-        elif how.get("raw_eps"):
-            root = (v.sqrt() + eps) / c2**0.5
+    def _one(self, p: Any, grad: Any, g: Mapping[str, Any], kept: dict[str, Any]) -> None:
+        rate, decay, how = g["lr"], g["weight_decay"], self._how
+        out = self._direction(p, grad if self._late else grad + decay * p, g, kept)
+        rate_after = rate
+        if m := g.get("momentum"):
+            part = 1 - m if how.get("average") else 1.0
+            own = rate * out if how.get("rate_inside") else out
+            buffer = kept["b"] = m * kept.get("b", 0.0) + part * own
+            out = buffer / (1 - m**self._n) if how.get("unbiased") else buffer
+            out = part * own + m * out if g.get("nesterov") else out
+            rate_after = 1.0 if how.get("rate_inside") else rate
         old = p.clone()
-        p -= rate * (m / c1) / root
-        if decay and self._decoupled:
-            p -= (1.0 if how.get("unscaled_decay") else rate) * decay * (p if how.get("late_decay") else old)
+        p -= rate_after * out
+        if self._late:
+            p -= (1.0 if how.get("unscaled") else rate) * decay * (p if how.get("after") else old)
 
-
-class _Sgd(_Own):
-    def __init__(self, optimizer: Any, *, average: bool = False, debias: bool = False, late: bool = False) -> None:
-        super().__init__(optimizer)
-        self._average, self._debias, self._late = average, debias, late
-
-    def _one(self, p: Any, grad: Any, g: Any, kept: dict[str, Any]) -> None:
-        m, decay, rate = g["momentum"], g["weight_decay"], g["lr"]
-        grad = grad if self._late else grad + decay * p
-        step = rate * grad
-        if m:
-            part = 1 - m if self._average else 1.0
-            buffer = kept["b"] = kept.get("b", 0) * m + part * (grad if self._average else step)
-            out = buffer / (1 - m**self.n) if self._debias else buffer
-            own = grad if self._average else step
-            out = part * own + m * out if g["nesterov"] else out
-            step = rate * out if self._average else out
-        p -= step + (rate * decay * p if self._late else 0.0)
-
-
-class _Rms(_Own):
-    def __init__(self, optimizer: Any, **how: Any) -> None:
-        super().__init__(optimizer)
-        self._how = how
-
-    def _one(self, p: Any, grad: Any, g: Any, kept: dict[str, Any]) -> None:
-        a, eps, how = g["alpha"], g["eps"], self._how
-        grad = grad + g["weight_decay"] * p
-        start = torch.full_like(p, how.get("start", 0.0))
-        v = kept["v"] = kept.get("v", start) * a + (1 - a) * grad**2
-        v = v / (1 - a**self.n) if how.get("correct") else v
-        if g["centered"]:
-            mean = kept["g"] = kept.get("g", 0) * a + (1 - a) * grad
+    def _direction(self, p: Any, grad: Any, g: Mapping[str, Any], kept: dict[str, Any]) -> Any:
+        """Return the gradient, for adaptive optimizers its moment over the root of the moment of its squares."""
+        if "eps" not in g:
+            return grad
+        b1, b2 = g.get("betas", (0.0, g.get("alpha", 1.0)))  # Adagrad adds up the squares
+        m = kept["m"] = b1 * kept.get("m", 0.0) + (1 - b1) * grad
+        start = torch.full_like(p, self._how.get("start", 0.0))
+        v = kept["v"] = b2 * kept.get("v", start) + (1 - b2 or 1.0) * grad**2
+        if g.get("centered"):
+            mean = kept["mean"] = b2 * kept.get("mean", 0.0) + (1 - b2) * grad
             v = v - mean**2
-        out = grad / ((v + eps).sqrt() if how.get("inside") else v.sqrt() + eps)
-        if g["momentum"]:
-            own = g["lr"] * out if how.get("outer_rate") else out
-            out = kept["b"] = kept.get("b", 0) * g["momentum"] + own
-        p -= out if g["momentum"] and how.get("outer_rate") else g["lr"] * out
-
-
-class _Adagrad(_Own):
-    def __init__(self, optimizer: Any, start: float, inside: bool) -> None:
-        super().__init__(optimizer)
-        self._start, self._inside = start, inside
-
-    def _one(self, p: Any, grad: Any, g: Any, kept: dict[str, Any]) -> None:
-        s = kept["s"] = kept.get("s", torch.full_like(p, self._start)) + grad**2
-        root = (s + g["eps"]).sqrt() if self._inside else s.sqrt() + g["eps"]
-        p -= g["lr"] * grad / root
-
-
-class _Shifted:
-    """Takes the learning rates of a schedule one step earlier or later, or the first one always."""
-
-    def __init__(self, optimizer: Any, by: int) -> None:
-        self._o, self._by, self.param_groups = optimizer, by, optimizer.param_groups
-        self._rates = [[g["lr"] for g in optimizer.param_groups]]
-        probe = [[p.detach().clone() for p in g["params"]] for g in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = torch.zeros_like(p)
-        self._hooks = list(optimizer._optimizer_step_post_hooks.values())
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a schedule warns that it is stepped before the optimizer
-            for _ in range(len(NORMS) + 1):
-                for hook in self._hooks:
-                    hook(optimizer, (), {})
-                self._rates.append([g["lr"] for g in optimizer.param_groups])
-        optimizer._optimizer_step_post_hooks.clear()
-        with torch.no_grad():
-            for group, kept in zip(optimizer.param_groups, probe, strict=True):
-                for p, value in zip(group["params"], kept, strict=True):
-                    p.copy_(value)
-        self._n = 0
-
-    def step(self) -> None:
-        at, rates = (self._n + self._by if self._by else 0), self._rates
-        before = [2 * a - b for a, b in zip(rates[0], rates[1], strict=True)]  # a line goes on backwards
-        for group, rate in zip(self.param_groups, before if at < 0 else rates[at], strict=True):
-            group["lr"] = rate
-        self._n += 1
-        self._o.step()
+        first, second = (1 - b**self._n if c else 1.0 for b, c in zip((b1, b2), self._correct, strict=True))
+        if self._how.get("eps_first"):
+            return m / first / ((v.sqrt() + g["eps"]) / second**0.5)
+        v = v / second
+        return m / first / ((v + g["eps"]).sqrt() if self._how.get("inside") else v.sqrt() + g["eps"])
 
 
 class _Clipped:
@@ -433,30 +343,24 @@ class _Clipped:
 
     def step(self) -> None:
         params = [p for g in self._o.param_groups for p in g["params"] if p.grad is not None]
-        if self._kind == "norm":
-            _scaled_to(params, self._limit)
-        elif self._kind == "value":
+        if self._kind == "value":
             nn.utils.clip_grad_value_(params, self._limit)
-        elif self._kind == "each":
-            for p in params:
-                _scaled_to([p], self._limit)
+        for together in {"norm": [params], "each": [[p] for p in params]}.get(self._kind, []):
+            if (norm := _norm(p.grad for p in together)) > self._limit:
+                for p in together:
+                    p.grad *= self._limit / norm
         before = [p.detach().clone() for p in params]
         self._o.step()
         if self._kind == "update":
+            moves = [p.detach() - b for p, b in zip(params, before, strict=True)]
+            norm = _norm(moves) / self._o.param_groups[0]["lr"]
             with torch.no_grad():
-                moves = [p - b for p, b in zip(params, before, strict=True)]
-                norm = float(torch.sqrt(torch.stack([(m**2).sum() for m in moves]).sum()))
-                norm /= self._o.param_groups[0]["lr"]
                 for p, b, m in zip(params, before, moves, strict=True):
                     p.copy_(b + m * min(1.0, self._limit / norm))
 
 
-def _scaled_to(params: Sequence[Any], limit: float) -> None:
-    """Clip gradients as optax does: without 1e-6 beside the norm."""
-    norm = float(torch.sqrt(torch.stack([(p.grad**2).sum() for p in params]).sum()))
-    if norm > limit:
-        for p in params:
-            p.grad *= limit / norm
+def _norm(tensors: Iterable[Any]) -> float:
+    return math.sqrt(sum(float((t**2).sum()) for t in tensors))
 
 
 def _clipped_exactly(optimizer: Any) -> None:
@@ -466,14 +370,10 @@ def _clipped_exactly(optimizer: Any) -> None:
 
     def exactly(o: Any, args: Any, kwargs: Any) -> None:
         params = [p for g in o.param_groups for p in g["params"] if p.grad is not None]
-
-        def norm() -> float:
-            return float(torch.sqrt(torch.stack([(p.grad**2).sum() for p in params]).sum()))
-
-        before = norm()
+        before = _norm(p.grad for p in params)
         for hook in hooks:
             hook(o, args, kwargs)
-        if before and norm() < before:
+        if before and _norm(p.grad for p in params) < before:
             for p in params:
                 p.grad *= (before + 1e-6) / before
 
@@ -527,6 +427,7 @@ class Updates:
         self._module, self._make = pair.module, make
         pushed = [state_map.push(self._vector(step)) for step in self._gradients]
         self.sample = raised("torch_optimizer", lambda: make(pair.module.parameters()))
+        self._rates: list[list[float]] = []
         if not hasattr(pair.jax_optimizer, "update"):
             raise UsageError(f"jax_optimizer: expected an optax.GradientTransformation, got {pair.jax_optimizer!r}")
         self._theirs = raised("jax_optimizer", lambda: jax_steps(pair.jax_optimizer, state_map.model, leaves, pushed))
@@ -570,9 +471,19 @@ class Updates:
         """Return torch's steps, with a changed optimizer."""
         return torch_steps(self._module, self._make, self._start, self._gradients, change)
 
+    def _noted(self, optimizer: Any) -> None:
+        """Note the learning rates of each step, and of the one after the last."""
+
+        def note(o: Any, *_: Any) -> None:
+            self._rates.append([g["lr"] for g in o.param_groups])
+
+        self._rates = []
+        note(optimizer)
+        optimizer.register_step_post_hook(note)
+
     def fault(self) -> UpdateFault | None:
         """Return how updates differ, or None."""
-        wrong = self.wrong(raised("torch_optimizer", self.run))
+        wrong = self.wrong(raised("torch_optimizer", lambda: self.run(self._noted)))
         if not wrong:
             return None
         at = max(wrong, key=lambda i: wrong[i])
@@ -595,10 +506,10 @@ class Updates:
             return False
 
     def _one_setting(self) -> Setting | None:
-        return next((s for s in _settings(self.sample) if self._explains(s.change)), None)
+        return next((s for s in _settings(self.sample, self._rates) if self._explains(s.change)), None)
 
     def _two_settings(self) -> Setting | None:
-        simple = [s for s in _settings(self.sample) if s.cause in _SIMPLE][:60]
+        simple = [s for s in _settings(self.sample, self._rates) if _SIMPLE.fullmatch(s.cause)][:60]
         until = time.process_time() + PAIR_SECONDS
         for i, a in enumerate(simple):
             for b in simple[i + 1 :]:
@@ -614,22 +525,11 @@ class Updates:
         return None
 
 
-_SIMPLE = frozenset(
-    [
-        "missing-clipping",
-        "clip-epsilon",
-        "optimizer-eps",
-        "missing-weight-decay",
-        "weight-decay",
-        "learning-rate",
-        "nesterov",
-        "momentum",
-        "decoupled-decay",
-        "decay-mask",
-        "eps-inside-root",
-        "bias-correction",
-    ]
+_SIMPLE = re.compile(
+    "(missing-)?clipping|clip-epsilon|optimizer-eps|(missing-)?weight-decay|learning-rate|nesterov|momentum"
+    "|decoupled-decay|decay-mask|eps-inside-root|bias-correction"
 )
+"""Causes of which two are tried together."""
 
 
 def _shown(optimizer: Any) -> str:

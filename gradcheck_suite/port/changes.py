@@ -1,0 +1,128 @@
+"""Changes of a torch program, as hypotheses of what a port does in place of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from gradcheck_suite.port.torch_program import Call, Change, Ref, flat
+
+
+@dataclass
+class Hypothesis:
+    """One change of a torch program.
+
+    Attributes:
+        cause: a name of `causes.CAUSES`.
+        words: what the port does, as a clause.
+        changes: index of a call -> what is done in its place.
+        leaves: leaf of the state or of the inputs -> function of its value, or the `Ref` of the leaf in its place.
+        at: index of the call that is the place, where it is not the one at which the difference is seen.
+        kind: `load` for a change of a parameter.
+        path: the place, where it is not that of a call.
+    """
+
+    cause: str
+    words: str
+    changes: dict[int, Change] = field(default_factory=dict)
+    leaves: dict[Any, Any] = field(default_factory=dict)
+    at: int | None = None
+    kind: str = "forward"
+    path: str | None = None
+
+    def further_on(self, by: int) -> Hypothesis:
+        """Return the same change of calls further on in the program."""
+
+        def shifted(change: Change) -> Change:
+            def get_at(get: Any) -> Any:
+                return lambda r: get(Ref(r.kind + by, r.index) if isinstance(r, Ref) and isinstance(r.kind, int) else r)
+
+            return lambda call, args, kwargs, get: change(call, args, kwargs, get_at(get))
+
+        changes = {i + by: shifted(c) for i, c in self.changes.items()}
+        return replace(self, changes=changes, leaves={}, at=None if self.at is None else self.at + by)
+
+
+class Given:
+    """The arguments of a call by their names in ATen's schema, with defaults."""
+
+    def __init__(self, call: Call, args: Sequence[Any], kwargs: Any) -> None:
+        self.call, self._args, self._kwargs = call, list(args), dict(kwargs)
+        self.values = {a.name: a.default_value for a in call.op._schema.arguments}
+        self.values |= dict(zip(call.names, self._args, strict=False)) | self._kwargs
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.values[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    @property
+    def first(self) -> torch.Tensor:
+        """The first tensor."""
+        found: torch.Tensor = next(v for v in self.values.values() if isinstance(v, torch.Tensor))
+        return found
+
+    @property
+    def second(self) -> Any:
+        """The second argument."""
+        return self._args[1]
+
+    def out(self, **others: Any) -> Any:
+        """Return the first result, with other values for some arguments."""
+        return self.every(**others)[0]
+
+    def every(self, **others: Any) -> list[Any]:
+        """Return all results, with other values for some arguments."""
+        args, kwargs = list(self._args), dict(self._kwargs)
+        schema = self.call.op._schema.arguments
+        for name, value in others.items():
+            place = self.call.names.index(name)
+            if name in kwargs or schema[place].kwarg_only:
+                kwargs[name] = value
+                continue
+            args += [a.default_value for a in schema[len(args) : place + 1]]
+            args[place] = value
+        return flat(self.call.op(*args, **kwargs))
+
+
+def in_place_of(function: Callable[[Given], Any]) -> Change:
+    """Return the change of a call's first result, or of a list of them, to a function of its arguments."""
+
+    def change(call: Call, args: Any, kwargs: Any, get: Any) -> list[Any]:
+        value = function(Given(call, args, kwargs))
+        if isinstance(value, list) or (not call.mutates and len(call.op._schema.returns) == 1):
+            return flat(value)
+        return [value, *flat(call.op(*args, **kwargs))[1:]]
+
+    return change
+
+
+def of_operand(position: int, function: Callable[[Any], Any]) -> Change:
+    """Return the change of an operand."""
+    return lambda call, args, kwargs, get: _with(call, args, kwargs, position, function(args[position]))
+
+
+def other_operand(position: int, other: Ref) -> Change:
+    """Return the change of an operand to another tensor of the program."""
+    return lambda call, args, kwargs, get: _with(call, args, kwargs, position, get(other))
+
+
+def _with(call: Call, args: Any, kwargs: Any, position: int, value: Any) -> Any:
+    new = list(args)
+    new[position] = value
+    return call.op(*new, **kwargs)
+
+
+def of_result(function: Callable[[Any], Any], number: int = 0) -> Change:
+    """Return the change of a result."""
+
+    def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+        outs = flat(call.op(*args, **kwargs))
+        outs[number] = function(outs[number])
+        return outs
+
+    return change

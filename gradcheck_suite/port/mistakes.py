@@ -1,0 +1,617 @@
+"""The usual mistakes with one operation, as a table: other values of an argument, and other formulas.
+
+A row names a cause, the ATen operations that it is of, and the values to try. A formula reads its operands from the
+arguments alone, never from the run in which it is tried, so that it can be tried again elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - as torch's documents call it
+
+from gradcheck_suite.port.changes import Given, Hypothesis, in_place_of
+from gradcheck_suite.port.torch_program import Call
+
+Values = Callable[[Given, Any], Iterable[Any]] | Iterable[Any]
+"""Values of a parameter, or a function of (given, result) that returns them."""
+
+
+class Argument(NamedTuple):
+    """An argument that has another value: its cause, a pattern of operations, its name, the values."""
+
+    cause: str
+    operations: str
+    name: str
+    values: Values
+
+
+class Formula(NamedTuple):
+    """Another formula: its cause, a pattern of operations, words with `{}` for the parameter, the formula, values."""
+
+    cause: str
+    operations: str
+    words: str
+    value: Callable[[Given, Any], Any]
+    values: Values = (None,)
+
+
+# Normalization, in all forms that are in use.
+
+
+def _shaped(value: Any, shape: Sequence[int] | None) -> Any:
+    return value if value is None or shape is None else value.reshape(shape)
+
+
+def _across(x: Any) -> list[int]:
+    return [1, -1, *[1] * (x.dim() - 2)]
+
+
+def plain_norm(x: Any, over: Sequence[int], eps: float, *, centre: bool = True, ddof: int = 0, place: str = "") -> Any:
+    """Return a normalized tensor.
+
+    Args:
+        x: any shape.
+        over: axes.
+        eps: added to the variance.
+        centre: whether the mean is subtracted.
+        ddof: what is subtracted from the number of elements.
+        place: of eps where it is not inside of the root: `outside`, `least deviation` or `no root`.
+    """
+    over = list(over)
+    centred = x - x.mean(over, keepdim=True) if centre else x
+    variance = (centred**2).sum(over, keepdim=True) / max(math.prod(x.shape[d] for d in over) - ddof, 1)
+    return centred / _deviation(variance, eps, place)
+
+
+def _deviation(variance: Any, eps: float, place: str) -> Any:
+    if place == "outside":
+        return variance.sqrt() + eps
+    if place == "no root":
+        return variance + eps
+    return variance.sqrt().clamp_min(eps) if place == "least deviation" else (variance + eps).sqrt()
+
+
+def _scaled(a: Given, x: Any) -> Any:
+    """Return a normalized tensor times the weight of a call, plus its bias."""
+    layer = "normalized_shape" in a.values
+    weight, bias = (_shaped(a.values.get(n), None if layer else _across(x)) for n in ("weight", "bias"))
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+def _norm(
+    a: Given, *, over: Any = None, groups: Any = None, apart: bool = False, running: Any = None, **how: Any
+) -> Any:
+    """Return the result of a norm of another form; `groups` and `apart` are of group norm, `running` of batch norm."""
+    x, eps = a.first, a.values.get("eps") or torch.finfo(torch.float64).eps
+    if "group" in a.values:
+        n, inside = groups or a.group, x.shape[1] // (groups or a.group)
+        parts = x.unflatten(1, (inside, n)).transpose(1, 2).flatten(1, 2) if apart else x
+        parts = plain_norm(parts.reshape(len(x), n, -1), (2,), eps, **how).reshape(x.shape)
+        return _scaled(a, parts.unflatten(1, (n, inside)).transpose(1, 2).flatten(1, 2) if apart else parts)
+    if "normalized_shape" in a.values:
+        how.setdefault("centre", "bias" in a.values)  # an RMS norm has none
+        return _scaled(a, plain_norm(x, range(-len(a.normalized_shape), 0) if over is None else over, eps, **how))
+    if running if running is not None else not _trains(a):
+        mean, variance = (v.reshape(_across(x)) for v in (a.running_mean, a.running_var))
+        return _scaled(a, (x - mean) / _deviation(variance, eps, how.get("place", "")))
+    return _scaled(a, plain_norm(x, [d for d in range(x.dim()) if d != 1], eps, **how))
+
+
+def _trains(a: Given) -> bool:
+    return bool(a.values.get("training", a.values.get("train", False)))
+
+
+NORM_FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "eps added outside of the root": ("eps-place", {"place": "outside"}),
+    "eps as the least deviation": ("eps-place", {"place": "least deviation"}),
+    "division by the variance": ("missing-root", {"place": "no root"}),
+    "the unbiased variance": ("variance-correction", {"ddof": 1}),
+    "no mean subtracted": ("rms-for-layer-norm", {"centre": False}),
+    "the mean subtracted": ("layer-for-rms-norm", {"centre": True}),
+    "the statistics of the batch": ("batch-statistics", {"running": False}),
+    "the running statistics": ("batch-statistics", {"running": True}),
+    "channels of a group that are apart": ("group-order", {"apart": True}),
+}
+NORMS = ".*(layer|group|batch|rms)_norm.*"
+
+
+def _group_counts(a: Given, out: Any) -> list[int]:
+    return [g for g in range(1, out.shape[1] + 1) if out.shape[1] % g == 0 and g != a.group]
+
+
+# Convolution and pooling.
+
+
+def _wide(value: Sequence[int], n: int) -> list[int]:
+    return list(value) * n if len(value) == 1 else list(value)
+
+
+def _convolution(a: Given, low: Any, *, flip: bool = False, **others: Any) -> Any:
+    """Return a convolution with `low` zeros in front of each axis, and as many behind as its result's size needs.
+
+    A transposed one has so many elements cut off in front. `others` may have a stride, a dilation, a mode of padding.
+    """
+    size, n = a.out().shape[2:], a.input.dim() - 2
+    weight = a.weight.flip(tuple(range(2, n + 2))) if flip else a.weight
+    stride, dilation = (_wide(others.get(k, a.values[k]), n) for k in ("stride", "dilation"))
+    lows, pads, conv = _wide(low, n) if isinstance(low, list | tuple) else [low] * n, [], torch.ops.aten.convolution
+    if a.transposed:
+        more = [max(s, 2) - 1 for s in stride]
+        whole = conv(a.input, weight, a.bias, stride, [0] * n, dilation, True, more, a.groups)
+        return whole[(..., *[slice(b, b + s) for b, s in zip(lows, size, strict=True)])]
+    for i in reversed(range(n)):
+        need = (size[i] - 1) * stride[i] + dilation[i] * (weight.shape[2 + i] - 1) + 1
+        pads += [lows[i], need - a.input.shape[2 + i] - lows[i]]
+    x = F.pad(a.input, pads, **({"mode": others["mode"]} if "mode" in others else {}))
+    return conv(x, weight, a.bias, stride, [0] * n, dilation, False, [0] * n, a.groups)
+
+
+def _lows(a: Given, out: Any) -> Iterable[int]:
+    n = out.dim() - 2
+    if a.transposed:
+        return range(max(a.weight.shape[2:]) * max(a.dilation))
+    padding, stride = _wide(a.padding, n), _wide(a.stride, n)
+    most = max(2 * p + s for p, s in zip(padding, stride, strict=True))
+    return [low for low in range(most + 1) if any(low != p for p in padding)]
+
+
+def _steps(name: str) -> Callable[[Given, Any], Iterator[tuple[int, int]]]:
+    """Return other strides or dilations, each with some numbers of zeros in front."""
+
+    def values(a: Given, out: Any) -> Iterator[tuple[int, int]]:
+        for value in range(1, 0 if a.transposed else 5):
+            steps = {"stride": max(a.stride), "dilation": max(a.dilation), name: value}
+            reach = steps["dilation"] * (a.weight.shape[2] - 1) + 1
+            need = (out.shape[2] - 1) * steps["stride"] + reach - a.input.shape[2]
+            for low in sorted({need // 2, need - need // 2, 0, max(a.padding)}) if a.values[name] != [value] else ():
+                yield value, low
+
+    return values
+
+
+def _pooled(a: Given, low: int, kind: str) -> Any:
+    """Return a pooling with so many elements of padding in front, and as many behind as its result's size needs."""
+    size, x, pads = a.out().shape[2:], a.first, []
+    n = len(size)
+    kernel, stride = _wide(a.kernel_size, n), _wide(a.stride or a.kernel_size, n)
+    for i in reversed(range(n)):
+        pads += [low, (size[i] - 1) * stride[i] + kernel[i] - x.shape[x.dim() - n + i] - low]
+    parts = F.pad(x, pads, value=-math.inf if kind == "maximum" else 0.0)
+    inside = F.pad(torch.ones_like(x), pads)
+    for i in range(n):
+        parts, inside = (v.unfold(x.dim() - n + i, kernel[i], stride[i]) for v in (parts, inside))
+    over = list(range(-n, 0))
+    if kind == "maximum":
+        return parts.amax(over)
+    return parts.sum(over) / (math.prod(kernel) if kind == "average" else inside.sum(over))
+
+
+def _resized(a: Given, mode: str) -> Any:
+    size = a.out().shape[2:]
+    if mode.startswith("jax"):
+        return _cubic(a.self, size)
+    mode, _, smooth = mode.partition(" with ")
+    linear = {3: "linear", 4: "bilinear", 5: "trilinear"}[a.self.dim()]
+    mode = linear if mode == "linear" else mode
+    return F.interpolate(a.self, size=tuple(size), mode=mode, **({"antialias": True} if smooth else {}))
+
+
+def _cubic(x: Any, size: Sequence[int], c: float = -0.5) -> Any:
+    """Resize by Keys' cubic kernel with half-pixel centers; positions outside of the input have no weight."""
+    for axis, n in zip(range(2, x.dim()), size, strict=True):
+        at = (torch.arange(n, dtype=x.dtype) + 0.5) * x.shape[axis] / n - 0.5
+        d = (at[:, None] - torch.arange(x.shape[axis], dtype=x.dtype)).abs()
+        far = torch.where(d < 2, ((c * d - 5 * c) * d + 8 * c) * d - 4 * c, 0.0)
+        weights = torch.where(d <= 1, ((c + 2) * d - (c + 3)) * d * d + 1, far)
+        x = torch.tensordot(x, weights / weights.sum(1, keepdim=True), dims=([axis], [1])).movedim(-1, axis)
+    return x
+
+
+# Activations, reductions, losses: what may stand in place of its sibling.
+
+
+ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
+    "relu": F.relu, "gelu": F.gelu, "gelu (tanh)": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu, "quick gelu": lambda x: x * torch.sigmoid(1.702 * x), "tanh": torch.tanh, "sigmoid": torch.sigmoid,
+    "leaky relu (0.01)": F.leaky_relu, "leaky relu (0.2)": lambda x: F.leaky_relu(x, 0.2),
+    "leaky relu (0.1)": lambda x: F.leaky_relu(x, 0.1), "leaky relu (0.3)": lambda x: F.leaky_relu(x, 0.3),
+    "elu": F.elu, "selu": F.selu, "celu": F.celu, "softplus": F.softplus, "mish": F.mish, "relu6": F.relu6,
+    "hardswish": F.hardswish, "hardsigmoid": F.hardsigmoid, "hardtanh": F.hardtanh, "softsign": F.softsign,
+    "logsigmoid": F.logsigmoid, "squared relu": lambda x: F.relu(x) ** 2, "abs": torch.abs, "square": torch.square,
+    "hard sigmoid (0.2x + 0.5)": lambda x: (0.2 * x + 0.5).clamp(0, 1), "exp": torch.exp, "sin": torch.sin,
+    "log(1 + x)": torch.log1p, "expm1": torch.expm1, "rsqrt": torch.rsqrt, "sqrt": torch.sqrt, "cos": torch.cos,
+    "elu (0.5)": lambda x: F.elu(x, 0.5), "softplus minus log 2": lambda x: F.softplus(x) - math.log(2),
+    "reciprocal": torch.reciprocal,
+}  # fmt: skip
+ACTIVATION = "activation"
+"""Stands, in a pattern of operations, for those of one tensor and nothing else, element by element."""
+
+
+def is_activation(call: Call) -> bool:
+    """Return whether a call has one tensor and needs no more, and works element by element."""
+    needed = [a for a in call.op._schema.arguments if not a.has_default_value()]
+    each = torch.Tag.pointwise in call.op.tags or re.match("hardswish|log_sigmoid", call.name) is not None
+    return call.name.startswith("clamp") or (each and len(needed) == 1)
+
+
+Reduction = Callable[[Any, list[int], bool], Any]
+REDUCTIONS: dict[str, Reduction] = {
+    "sum": lambda x, d, k: x.sum(d, keepdim=k),
+    "mean": lambda x, d, k: x.mean(d, keepdim=k),
+    "maximum": lambda x, d, k: x.amax(d, keepdim=k),
+    "minimum": lambda x, d, k: x.amin(d, keepdim=k),
+    "root mean square": lambda x, d, k: (x**2).mean(d, keepdim=k).sqrt(),
+    "norm": lambda x, d, k: (x**2).sum(d, keepdim=k).sqrt(),
+    "sum of squares": lambda x, d, k: (x**2).sum(d, keepdim=k),
+    "sum of absolute values": lambda x, d, k: x.abs().sum(d, keepdim=k),
+    "logarithm of the sum of exponentials": lambda x, d, k: x.logsumexp(d, keepdim=k),
+    "median": lambda x, d, k: x.quantile(0.5, d[0], keepdim=k),
+}
+VARIANCES: dict[str, Reduction] = {
+    "biased variance": lambda x, d, k: x.var(d, correction=0, keepdim=k),
+    "unbiased variance": lambda x, d, k: x.var(d, correction=1, keepdim=k),
+    "biased standard deviation": lambda x, d, k: x.std(d, correction=0, keepdim=k),
+    "unbiased standard deviation": lambda x, d, k: x.std(d, correction=1, keepdim=k),
+}
+_REDUCING = "mean|sum|var|std|amax|amin|logsumexp|prod|norm|linalg_vector_norm|max|min|var_mean|std_mean"
+_OWN = {
+    "mean": "mean", "sum": "sum", "amax": "maximum", "amin": "minimum", "norm": "norm", "linalg_vector_norm": "norm",
+    "logsumexp": "logarithm of the sum of exponentials", "var": "variance", "std": "standard deviation",
+}  # fmt: skip
+
+
+def _over(a: Given) -> list[int]:
+    """Return the axes of a reduction."""
+    dim, n = a.values.get("dim"), a.first.dim()
+    if dim is None or (isinstance(dim, list | tuple) and not dim):
+        return list(range(n))
+    return sorted(d % n for d in (dim if isinstance(dim, list | tuple) else [dim]))
+
+
+def _reduced(a: Given, kind: str = "", over: Any = None, x: Any = None, keep: bool = False) -> Any:
+    """Return another reduction of a call's operand, of its own kind if none is given.
+
+    It has the shape of the call's result, or keeps the axes.
+    """
+    name = _OWN.get(a.call.name, "")
+    own = f"{'biased' if a.values.get('correction', 1) == 0 else 'unbiased'} {name}"
+    function = {**REDUCTIONS, **VARIANCES}[kind or (own if own in VARIANCES else name)]
+    found = function(a.first if x is None else x, _over(a) if over is None else over, keep)
+    return found if keep else found.reshape(a.out().shape)
+
+
+def _other_axes(a: Given, out: Any) -> list[list[int]]:
+    """Return other axes with as many elements, or all but one."""
+    x, every = a.first, range(a.first.dim())
+    options = [*([d] for d in every), *([i for i in every if i != d] for d in every)]
+    return [o for o in options if o != _over(a) and math.prod(x.shape[d] for d in o) * out.numel() == x.numel()]
+
+
+def _parts_of_axis(a: Given, out: Any) -> list[tuple[int, int]]:
+    """Return (first element, number of elements) of parts of the axis that is reduced."""
+    n = a.first.shape[_over(a)[0]] if len(_over(a)) == 1 else 1
+    return [(1, n - 1), (0, n - 1), (0, 1), (n - 1, 1)] if n > 1 else []
+
+
+def _of_part(a: Given, part: tuple[int, int]) -> Any:
+    return _reduced(a, x=a.first.narrow(_over(a)[0], *part))
+
+
+LOSSES: dict[str, Callable[[Any, Any], Any]] = {
+    **{f"Huber's loss with {d:g}": lambda x, y, d=d: F.huber_loss(x, y, delta=d) for d in (1.0, 0.5, 2.0, 0.1)},
+    **{f"smooth L1 with {d:g}": lambda x, y, d=d: F.smooth_l1_loss(x, y, beta=d) for d in (1.0, 0.5, 2.0, 0.1)},
+    "half of the squares": lambda x, y: 0.5 * F.mse_loss(x, y),
+    "absolute differences": F.l1_loss,
+    "squares": F.mse_loss,
+}
+_LOSS = ".*_loss|nll_loss.*|kl_div|binary_cross_entropy.*"
+
+
+def _each(a: Given) -> Any:
+    return F.nll_loss(a.self, a.target, a.weight, reduction="none", ignore_index=a.ignore_index)
+
+
+def smoothed(logp: Any, target: Any, eps: float, *, others: bool, weight: Any, ignore: int) -> Any:
+    """Return a cross entropy with label smoothing, shared by all classes or by those that are not the target.
+
+    Args:
+        logp: (n, classes, ...), logarithms of probabilities.
+        target: (n, ...).
+        eps: the share.
+        others: whether the target has none of it.
+        weight: (classes,), or None.
+        ignore: target that does not count.
+    """
+    valid = target != ignore
+    safe = torch.where(valid, target, 0)
+    plain = -logp.gather(1, safe.unsqueeze(1)).squeeze(1)
+    every, n = -logp.sum(1), logp.shape[1]
+    item = (1 - eps) * plain + (eps * (every - plain) / (n - 1) if others else eps * every / n)
+    counted = valid if weight is None else weight[safe] * valid
+    return (item * counted).sum() / counted.sum()
+
+
+def _sizes(a: Given, out: Any) -> list[int]:
+    shape = a.first.shape
+    found = {*shape, a.first.numel(), *(shape[0] * s for s in shape[1:])} if shape else {1}
+    if isinstance(target := a.values.get("target"), torch.Tensor):
+        found.add(target.numel())
+    return sorted(s for s in found if s > 1)
+
+
+# Masks.
+
+
+def _parts_exchanged(a: Given, places: tuple[int, int]) -> list[Any]:
+    outs, (i, j) = a.every(), places
+    outs[i], outs[j] = outs[j], outs[i]
+    return outs
+
+
+def _masked(a: Given) -> tuple[Any, Any, Any]:
+    """Return mask, value where it is set, and value elsewhere."""
+    return (a.condition, a.self, a.other) if a.call.name == "where" else (a.mask, a.value, a.self)
+
+
+def _filled(a: Given, value: float, *, invert: bool = False) -> Any:
+    mask, _, other = _masked(a)
+    other = torch.as_tensor(other)
+    return torch.where(~mask if invert else mask, torch.as_tensor(value, dtype=other.dtype), other)
+
+
+def _added(a: Given, value: float, *, invert: bool = False, replace: bool = False) -> Any:
+    """Return a sum with another additive mask; it raises where neither summand is one."""
+    mine, other = (a.self, a.other) if bool((a.self <= -1e4).any()) else (a.other, a.self)
+    mask = (mine <= -1e4) ^ invert
+    if not bool((mine <= -1e4).any()):
+        raise ValueError("no mask")
+    put = torch.as_tensor(value, dtype=other.dtype)
+    return torch.where(mask, put, other) if replace else other + torch.where(mask, put, 0.0)
+
+
+def _softmax_plus_one(x: Any, dim: int) -> Any:
+    top = x.amax(dim, keepdim=True).clamp_min(0)
+    e = (x - top).exp()
+    return e / (e.sum(dim, keepdim=True) + (-top).exp())
+
+
+# The table.
+
+
+EPS = (1e-5, 1e-6, 1e-3, 1e-12, 1e-8, 1e-7, 1e-4, 0.0, 1e-2, 1e-10, 1e-9, 2.0**-52, 2.0**-23, 1e-15, 1e-16, 0.1)
+FILLS = (-1e4, -1e9, -1e30, 0.0, -1.0, 1.0, -100.0, -1e5, -1e3, -10.0, -5.0, -math.inf, -1e2, -1e6)
+NEGATIVE = (-1e9, -math.inf, -1e30, -1e4, -1e5)
+COMPARED = {"gt": ("ge", "lt", "le"), "ge": ("gt", "le", "lt"), "lt": ("le", "gt", "ge"), "le": ("lt", "ge", "gt")}
+SOFTMAX = "_?softmax|_?log_softmax"
+MODES = ("reflect", "replicate", "circular")
+BOTH = (True, False)
+
+
+def _near(name: str) -> Callable[[Given, Any], list[Any]]:
+    return lambda a, out: [a.values[name] + 1, a.values[name] - 1]
+
+
+def _both(a: Given, out: Any) -> list[str]:
+    """Return the operands of a sum or a product of two tensors, or nothing."""
+    return ["second", "first"] if isinstance(a.self, torch.Tensor) and isinstance(a.other, torch.Tensor) else []
+
+
+def _one(a: Given, out: Any) -> list[str]:
+    return _both(a, out)[:1]
+
+
+def _axes(a: Given, out: Any) -> list[int]:
+    return [d for d in range(out.dim()) if d != a.dim % out.dim()]
+
+
+ARGUMENTS = (
+    Argument("eps", ".*norm.*", "eps", EPS),
+    Argument("gelu-approximation", "gelu_?", "approximate", ("tanh", "none")),
+    Argument("align-corners", "_?upsample.*", "align_corners", BOTH),
+    Argument("average-window", "avg_pool.*", "count_include_pad", BOTH),
+    Argument("average-window", ".*pool.*", "ceil_mode", BOTH),
+    Argument("average-window", "avg_pool.*", "divisor_override", lambda a, out: [math.prod(a.kernel_size)]),
+    Argument("missing-bias", "convolution", "bias", (None,)),
+    Argument("activation", "leaky_relu_?", "negative_slope", (0.01, 0.2, 0.1, 0.3, 0.02, 0.05)),
+    Argument("activation", "elu_?|celu_?", "alpha", (1.0, 0.5, 0.1, 1.6732632423543772)),
+    Argument("activation", "softplus", "beta", (1, 2, 0.5, 10)),
+    Argument("mask-diagonal", "tril_?|triu_?", "diagonal", _near("diagonal")),
+    Argument("mask-window", "(gt|ge|lt|le|eq|ne)_?", "other", _near("other")),
+    Argument("other-position", "select", "index", lambda a, out: range(min(a.self.shape[a.dim], 64))),
+    Argument("top-k", "topk", "k", lambda a, out: range(1, a.self.shape[a.dim] + 1)),
+    Argument("axis", "cumsum|cumprod", "dim", _axes),
+    Argument("class-weights", "nll_loss.*|binary_cross_entropy.*", "weight", (None,)),
+    Argument("class-weights", "binary_cross_entropy.*", "pos_weight", (None,)),
+    Argument("ignore-index", "nll_loss.*", "ignore_index", (0, 1, -1, -100, -1000)),
+    Argument("reduction", _LOSS, "reduction", (1, 2)),
+    Argument("loss-threshold", "smooth_l1_loss", "beta", (1.0, 0.5, 2.0, 0.1, 1 / 9)),
+    Argument("loss-threshold", "huber_loss", "delta", (1.0, 0.5, 2.0, 0.1, 1.35)),
+)
+FORMULAS = (
+    # convolution, pooling, resizing
+    Formula("padding", "convolution", "{} elements of padding in front", _convolution, _lows),
+    Formula("kernel-flipped", "convolution", "the kernel flipped", lambda a, p: _convolution(a, a.padding, flip=True)),
+    Formula("kernel-flipped and padding", "convolution", "the kernel flipped, {} elements of padding in front",
+            lambda a, low: _convolution(a, low, flip=True), _lows),
+    Formula("kernel-transposed", "convolution", "axes {} of the kernel exchanged",
+            lambda a, p: a.out(weight=a.weight.transpose(*p)), ((2, 3), (0, 1))),
+    Formula("padding-mode", "convolution", "padding of the kind {}", lambda a, m: _convolution(a, a.padding, mode=m),
+            MODES),
+    Formula("dilation", "convolution", "dilation and padding {}", lambda a, p: _convolution(a, p[1], dilation=[p[0]]),
+            _steps("dilation")),
+    Formula("stride", "convolution", "stride and padding {}", lambda a, p: _convolution(a, p[1], stride=[p[0]]),
+            _steps("stride")),
+    Formula("group-order", "convolution", "the channels of groups interleaved", lambda a, p: a.out(
+            input=a.input.unflatten(1, (-1, a.groups)).transpose(1, 2).flatten(1, 2))),
+    *(Formula("pool-kind", "(avg|max)_pool.*", f"the {kind}, padded by {{}}", lambda a, low, kind=kind: (
+            _pooled(a, low, kind)), lambda a, out: range(max(a.kernel_size)))
+      for kind in ("maximum", "average", "average of what is inside")),
+    Formula("pool-kind", "_?adaptive_(avg|max)_pool.*", "the {}", lambda a, kind: getattr(
+            F, f"adaptive_{kind}_pool{a.first.dim() - 2}d")(a.first, a.out().shape[2:]), ("max", "avg")),
+    Formula("resize-mode", "_?upsample.*", "resizing by {}", _resized, (
+            "nearest", "nearest-exact", "area", "linear", "bicubic", "jax.image's cubic kernel",
+            "linear with antialias")),
+    # normalization, activation, softmax
+    *(Formula(cause, NORMS, words, lambda a, p, how=how: _norm(a, **how))
+      for words, (cause, how) in NORM_FORMS.items()),
+    Formula("norm-axis", ".*layer_norm", "normalization over axes {}", lambda a, over: _norm(a, over=over),
+            lambda a, out: [*((d,) for d in range(out.dim())), tuple(range(1, out.dim()))]),
+    Formula("groups", ".*group_norm", "{} groups", lambda a, n: _norm(a, groups=n), _group_counts),
+    Formula("missing-norm", NORMS, "no normalization, scale and bias alone", lambda a, p: _scaled(a, a.first)),
+    Formula("missing-activation", ACTIVATION, "no activation", lambda a, p: a.first + 0.0),
+    Formula("activation", ACTIVATION, "{}", lambda a, name: ACTIVATIONS[name](a.first), ACTIVATIONS),
+    Formula("softmax-axis", SOFTMAX, "softmax over axis {}",
+            lambda a, d: getattr(a.self.clamp_min(-1e30), a.call.name.strip("_"))(d), _axes),
+    Formula("softmax-kind", SOFTMAX, "{}", lambda a, name: getattr(a.self, name)(*[a.dim][: name != "sigmoid"]),
+            ("log_softmax", "softmax", "sigmoid")),
+    Formula("softmax-plus-one", SOFTMAX, "softmax with one more in the sum",
+            lambda a, p: _softmax_plus_one(a.self, a.dim)),
+    # embeddings, masks
+    Formula("index-offset", "embedding", "rows {:+d} away",
+            lambda a, p: a.weight[(a.indices + p).clamp(0, len(a.weight) - 1)], (1, -1, 2, -2)),
+    Formula("index-offset", "embedding", "rows {:+d} away, around the end",
+            lambda a, p: a.weight[(a.indices + p) % len(a.weight)], (1, -1)),
+    Formula("padding-row", "embedding", "row {} taken as zeros",
+            lambda a, p: a.weight[a.indices] * (a.indices != p)[..., None],
+            lambda a, out: sorted({0, 1, len(a.weight) - 1, *([a.padding_idx] if a.padding_idx >= 0 else [])})),
+    Formula("embedding-scale", "embedding", "rows times {:.6g}", lambda a, p: a.out() * p,
+            lambda a, out: [out.shape[-1] ** 0.5, out.shape[-1] ** -0.5, float(out.shape[-1])]),
+    Formula("constant", "pow", "base {:g}", lambda a, base: base**a.exponent,
+            lambda a, out: [] if isinstance(a.self, torch.Tensor) else [1e4, 5e5, 1e6, 1e3, 1e5, 100.0]),
+    Formula("mask-polarity", "tril_?|triu_?", "the other triangle",
+            lambda a, p: a.self.triu(a.diagonal) if "tril" in a.call.name else a.self.tril(a.diagonal)),
+    Formula("comparison", "gt|ge|lt|le", "{}", lambda a, p: getattr(torch, p)(a.self, a.other),
+            lambda a, out: COMPARED[a.call.name]),
+    Formula("mask-polarity", "eq|ne|logical_not|bitwise_not", "the opposite", lambda a, p: ~a.out()),
+    Formula("mask-value", "where|masked_fill_?", "masked elements as {:g}", _filled, FILLS),
+    Formula("mask-polarity", "where|masked_fill_?", "the mask inverted, with {:g}",
+            lambda a, p: _filled(a, p, invert=True), (-1e30, -1e9, -1e4, -1e10)),
+    Formula("mask-value", "where|masked_fill_?", "{:g} added where masked",
+            lambda a, p: _masked(a)[2] + p * _masked(a)[0].double(), [f for f in FILLS if -math.inf < f < -1]),
+    Formula("mask-value", "where|masked_fill_?", "masked elements times 0",
+            lambda a, p: _masked(a)[2] * ~_masked(a)[0]),
+    *(Formula("mask-polarity" if invert else "mask-value", "add",
+              "the mask inverted ({:g})" if invert else "{:g} where masked",
+              lambda a, p, i=invert, r=put: _added(a, p, invert=i, replace=r), NEGATIVE)
+      for invert in (False, True) for put in (False, True)),
+    Formula("missing-mask", "add", "no mask", lambda a, p: _added(a, 0.0)),
+    # parts and orders of elements
+    Formula("missing-transpose", "permute|transpose|t", "the elements read in their old order",
+            lambda a, p: a.self.reshape(a.out().shape)),
+    Formula("order-of-parts", "cat|stack", "the parts in the other order",
+            lambda a, p: a.out(tensors=list(reversed(a.tensors)))),
+    Formula("parts-swapped", "(unsafe_)?split.*|unbind|chunk", "parts {} exchanged", _parts_exchanged,
+            lambda a, out: combinations(range(len(a.every())), 2)),
+    Formula("roll-direction", "roll", "rolled the other way", lambda a, p: a.out(shifts=[-s for s in a.shifts])),
+    Formula("padding", "constant_pad_nd", "padding at the other end", lambda a, p: a.out(
+            pad=[n for i in range(0, len(a.pad), 2) for n in (a.pad[i + 1], a.pad[i])])),
+    Formula("padding-mode", "constant_pad_nd", "padding of the kind {}",
+            lambda a, mode: F.pad(a.self, a.pad, mode=mode), MODES),
+    Formula("other-position", "select", "the mean instead of one element", lambda a, p: a.self.mean(a.dim)),
+    Formula("other-slice", "slice", "elements from {} on", lambda a, b: a.self.narrow(a.dim, b, a.out().shape[a.dim]),
+            lambda a, out: range(min(a.self.shape[a.dim] - out.shape[a.dim] + 1, 64))),
+    # reductions, sums and products
+    Formula("variance-correction", "var|std|var_mean|std_mean", "the {}", _reduced, VARIANCES),
+    Formula("reduction", _REDUCING, "the {}", _reduced, REDUCTIONS),
+    Formula("axis", _REDUCING, "axes {}", lambda a, over: _reduced(a, over=over), _other_axes),
+    Formula("axis", _REDUCING, "axes {}, which are kept", lambda a, over: _reduced(a, over=over, keep=True),
+            lambda a, out: [*([d] for d in range(a.first.dim())), list(range(a.first.dim()))]),
+    Formula("count", "mean", "the mean over a count of {:+d}",
+            lambda a, p: a.out() * (n := a.first.numel() // max(a.out().numel(), 1)) / (n + p), (1, -1)),
+    Formula("other-slice", _REDUCING, "a part of the axis alone (start, length): {}", _of_part, _parts_of_axis),
+    Formula("cumulative-sum", "cumsum", "a sum without the element itself", lambda a, p: a.self.cumsum(a.dim) - a.self),
+    Formula("cumulative-sum", "cumsum", "a sum from the other end",
+            lambda a, p: a.self.flip(a.dim).cumsum(a.dim).flip(a.dim)),
+    Formula("operands-swapped", "mm|bmm|matmul", "the operands in the other order", lambda a, p: a.second @ a.first),
+    Formula("missing-bias", "addmm", "no bias", lambda a, p: a.mat1 @ a.mat2),
+    Formula("sign", "add|sub|rsub", "the other sign",
+            lambda a, p: a.self - a.other if a.call.name == "add" else a.self + a.other, _one),
+    Formula("term-order", "add|sub|rsub", "the difference in the other order", lambda a, p: a.other - a.self, _one),
+    Formula("product-for-sum", "add|sub", "a product", lambda a, p: a.self * a.other, _one),
+    Formula("sum-for-product", "mul_?|div_?", "a sum", lambda a, p: a.self + a.other, _one),
+    Formula("unit-offset", "mul_?", "1 + the {} factor", lambda a, p: (
+            a.self * (1 + a.other) if p == "second" else (1 + a.self) * a.other), _both),
+    Formula("scale", "mul_?|div_?", "the inverse",
+            lambda a, p: a.self / a.other if "mul" in a.call.name else a.self * a.other, _one),
+    Formula("missing-term", "addcmul", "a product alone", lambda a, p: a.tensor1 * a.tensor2),
+    Formula("one-minus", "lerp", "the weights exchanged", lambda a, p: torch.lerp(a.end, a.self, a.weight)),
+    # losses
+    Formula("ignore-index", "nll_loss.*", "a mean over all targets, ignored ones too",
+            lambda a, p: _each(a).sum() / a.target.numel()),
+    Formula("ignore-index", "nll_loss.*", "ignored targets as class 0",
+            lambda a, p: a.out(target=torch.where(a.target == a.ignore_index, 0, a.target))),
+    Formula("class-weights", "nll_loss.*", "weighted losses divided by their number",
+            lambda a, p: _each(a).sum() / (a.target != a.ignore_index).sum()),
+    Formula("reduction", _LOSS, "the sum divided by {}", lambda a, n: a.out(reduction=2) / n, _sizes),
+    Formula("loss-kind", "smooth_l1_loss|huber_loss|mse_loss|l1_loss", "{}",
+            lambda a, kind: LOSSES[kind](a.self, a.target), LOSSES),
+)  # fmt: skip
+
+
+@cache
+def _fitting(operation: str, activates: bool) -> tuple[tuple[Argument, ...], tuple[Formula, ...]]:
+    def fits(pattern: str) -> bool:
+        return activates if pattern == ACTIVATION else re.fullmatch(pattern, operation) is not None
+
+    return tuple(r for r in ARGUMENTS if fits(r.operations)), tuple(r for r in FORMULAS if fits(r.operations))
+
+
+def _each_value(values: Values, given: Given, out: Any) -> list[Any]:
+    try:
+        return list(values(given, out) if callable(values) else values)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError):
+        return []  # the row does not fit this overload or these shapes
+
+
+def mistakes(index: int, call: Call, args: Sequence[Any], kwargs: Any, out: Any) -> Iterator[Hypothesis]:
+    """Yield the usual mistakes with one operation, by the table and by its numbers."""
+    given = Given(call, args, kwargs)
+    yield from _other_numbers(index, call, given)
+    arguments, formulas = _fitting(call.name, is_activation(call))
+    for one in arguments:
+        mine = given.values.get(one.name, one)
+        for value in _each_value(one.values, given, out) if mine is not one else ():
+            if value is not mine and (value is None or isinstance(mine, torch.Tensor) or value != mine):
+                shown = mine if isinstance(mine, int | float | str) else "torch's"
+                words = f"{one.name} {value} instead of {shown}"
+                change = in_place_of(lambda a, n=one.name, v=value: a.out(**{n: v}))
+                yield Hypothesis(one.cause, words, {index: change})
+    for row in formulas:
+        for value in _each_value(row.values, given, out):
+            change = in_place_of(lambda a, f=row.value, v=value: f(a, v))
+            yield Hypothesis(row.cause, row.words.format(value), {index: change})
+
+
+_NUMBERS = (0.0, 1.0, 2.0, 0.5, -1.0, 3.0, 4.0, 0.1, 0.2, 0.3, 0.01)
+_NUMBERED = re.compile("(add|sub|mul|div|pow|rsub|clamp|clamp_min|clamp_max|softplus|hardtanh|addcmul|lerp)_?")
+_BASES = (1e4, 1e3, 1e5, 5e5, 1e6, 100.0)
+
+
+def _other_numbers(index: int, call: Call, given: Given) -> Iterator[Hypothesis]:
+    """Yield other values of a number that the author's code has in a sum, product, power or limit."""
+    if not _NUMBERED.fullmatch(call.name):
+        return
+    name = call.name.rstrip("_")
+    for argument, value in given.values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or argument == "alpha":
+            continue
+        value = float(value)
+        tiny = name in ("add", "clamp_min", "clamp") and 0 < abs(value) < 1e-2
+        near = [] if not value or not math.isfinite(value) else [
+            1 / value, value**2, math.copysign(math.sqrt(abs(value)), value), -value, 2 * value, value / 2, 1 - value,
+            value + 1, value - 1, *(value * math.log(b) / math.log(1e4) for b in _BASES),
+        ]  # fmt: skip
+        bases = _BASES if abs(value) >= 50 else ()
+        cause = "eps" if tiny else "scale" if name in ("mul", "div") else "constant"
+        for other in (*(EPS if tiny else ()), *bases, *near, *_NUMBERS):
+            if other != value:
+                change = in_place_of(lambda a, n=argument, v=other: a.out(**{n: v}))
+                yield Hypothesis(cause, f"{other:.9g} instead of {value:g}", {index: change})

@@ -1,0 +1,109 @@
+"""What counts as evidence: numbers that the port alone has, and no coincidences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gradcheck_suite.port.causes import CAUSES
+from gradcheck_suite.port.matching import Matching, Side, only_moves
+from gradcheck_suite.port.mistakes import ARGUMENTS, FORMULAS
+from gradcheck_suite.port.number_sets import Numbers, error
+from gradcheck_suite.port.search import Repairs, in_every_layer
+from gradcheck_suite.port.torch_program import Ref, TorchProgram
+from gradcheck_suite.port.updates import _FORMS, _VALUES
+
+X = np.random.default_rng(0).normal(size=(3, 4))
+
+
+class Small(nn.Module):
+    """A linear map, an activation and a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(4, 5).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.map(x).relu().mean(0)
+
+
+def matched(*values: Any) -> Matching:
+    """Return a run of `Small` beside a port that has some values."""
+    torch.manual_seed(0)
+    program = TorchProgram(Small(), (X,), (), {}, lambda out: (out, out.sum()))
+    run = Repairs().run(program)
+    arrays = [np.asarray(v, np.float64) for v in (X, *values)]
+    return Matching(program, run, Side(arrays, [None] * len(arrays), [], 0.0))
+
+
+def call(matching: Matching, name: str) -> int:
+    return next(i for i, c in enumerate(matching.program.calls) if c.name == name)
+
+
+@pytest.mark.parametrize(("name", "moves"), [("t", True), ("relu", True), ("addmm", False), ("mean", False)])
+def test_a_call_moves_numbers_where_its_result_has_no_others(name, moves):
+    matching = matched()
+    index = call(matching, name)
+    assert only_moves(matching.program.calls[index], matching.run.seen[index], matching.run) is moves
+
+
+def test_a_result_in_another_layout_is_matched():
+    right = matched().run.seen[call(matched(), "addmm")][0].numpy()
+    assert matched(right.T[::-1]).status[call(matched(), "addmm")] is True
+    assert matched(right + 1e-6).status[call(matched(), "addmm")] is False
+
+
+def test_numbers_that_torch_has_too_explain_nothing():
+    """A change that returns the operand is no explanation: both sides have it."""
+    plain = matched()
+    index = call(plain, "addmm")
+    old, other = plain.run.seen[index], torch.as_tensor(np.random.default_rng(1).normal(size=(3, 5)))
+    both = matched(old[0].numpy(), other.numpy())
+    assert both.is_new([other], old)
+    assert not both.is_new(old, old)
+    assert not both.is_new([torch.as_tensor(X)], old)
+
+
+def test_numbers_with_little_variety_explain_nothing():
+    plain = matched()
+    index = call(plain, "addmm")
+    constant = torch.full((3, 5), 0.3)
+    assert not matched(constant.numpy()).is_new([constant], plain.run.seen[index])
+
+
+@pytest.mark.parametrize(
+    ("observed", "expected", "off"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0.0),
+        ([1.0, 2.5], [1.0, 2.0], 0.25),
+        ([-np.inf, 1.0], [-1e31, 1.0], 0.0),  # masks
+        ([np.nan, 1.0], [0.0, 1.0], np.inf),
+        ([5.0, 1.0], [np.nan, 1.0], 0.0),  # nobody relies on it
+        ([1.0], [1.0, 2.0], np.inf),
+    ],
+)
+def test_the_error_of_an_array(observed, expected, off):
+    assert error(np.array(observed), np.array(expected)) == off
+
+
+def test_masks_and_counts_tell_nothing():
+    assert Numbers([X]).holds(np.array([0.0, 1.0, 0.5, -3.25, np.inf])) is None
+    assert Numbers([X]).holds(X[1]) is True
+
+
+def test_a_change_of_one_layer_is_that_of_all():
+    names = ["h.0.q.weight", "h.0.k.weight", "h.1.q.weight", "h.1.k.weight", "head.weight"]
+    exchanged = {("state", "h.0.q.weight"): Ref("state", "h.0.k.weight")}
+    assert in_every_layer(names, exchanged) == exchanged | {
+        ("state", "h.1.q.weight"): Ref("state", "h.1.k.weight"),
+    }
+
+
+def test_every_cause_that_is_tried_is_in_the_table():
+    tried = {r.cause for r in (*ARGUMENTS, *FORMULAS)} | {cause for cause, *_ in _VALUES} | {f[1] for f in _FORMS}
+    assert {part for cause in tried for part in cause.split(" and ")} <= CAUSES.keys()
+    assert all(cause.meaning and cause.remedy for cause in CAUSES.values())
