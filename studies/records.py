@@ -27,6 +27,7 @@ KINDS = {
         for kind in (
             Kind("benchmark", MEASURING),
             Kind("memory", MEASURING),
+            Kind("gpu", (*JUDGING, *MEASURING), ("part", "task", "device")),
             Kind("claim", (*JUDGING, *MEASURING, *_own("claims.py"))),
             Kind("zoo", (*JUDGING, *_own("zoo")), ("dtype",)),
             Kind("calibration", (*JUDGING, *_own("calibration.py", "tally.py")), ()),

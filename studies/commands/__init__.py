@@ -60,6 +60,12 @@ PROGRAM = Program(
             ("scripts checkouts nanoGPT", "scripts --page studies/docs/public-scripts.md"),
             {HOLDS: "the audit is right about every run", VIOLATED: "it is not, or a run could not be made"},
         ),
+        "gpu": Command(
+            "run what needs a CUDA device: correctness, time or memory",
+            "studies.commands.gpu",
+            ("gpu --out build/gpu --part correctness", "gpu --out build/rehearsal --part memory --device cpu"),
+            {HOLDS: "every command ended as expected", VIOLATED: "some command did not, or was stopped before its end"},
+        ),
         "campaign": Command(
             "run zoo, calibrate, verify or trainers in shards: several processes, resumable",
             "studies.commands.campaign",

@@ -18,7 +18,7 @@ from studies.report import charts, costs, evidence, subjects
 from studies.report.faster import step_times
 
 PARTS: tuple[Part, ...] = (
-    verdicts.VERIFICATION, verdicts.AUDITS, subjects.PUBLIC_SCRIPTS, costs.DECISION, costs.MEMORY,
+    subjects.ON_GPUS, verdicts.VERIFICATION, verdicts.AUDITS, subjects.PUBLIC_SCRIPTS, costs.DECISION, costs.MEMORY,
     costs.COSTS, costs.COMPILED, costs.TRAFFIC,
     evidence.CLAIMED, evidence.ZOO, evidence.CALIBRATION, subjects.BRIDGE, verdicts.REAL_TRAINERS, subjects.FINDINGS,
     evidence.ATLAS, evidence.ZERO_OR_NONE, evidence.OPTIMIZER_STEPS,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gradcheck_suite.core.records import Data, Record
 from gradcheck_suite.core.text import counted
-from gradcheck_suite.page.content import Document, Figure, Section, table
+from gradcheck_suite.page.content import Document, Figure, Section, sources, table
 from gradcheck_suite.page.reading import Facts, Part
 from studies.report.charts import against_bound_plot
 
@@ -140,3 +140,22 @@ def written_down(reports: Path) -> dict[str, list[Record]]:
     """Return the findings of a reports folder, as records that no command made."""
     texts = (path.read_text(encoding="utf-8") for path in sorted((reports / FINDINGS_FOLDER).glob("*.md")))
     return {FINDINGS_FOLDER: [Record(FINDINGS_FOLDER, {"text": text}) for text in texts]}
+
+
+# What ran on a GPU.
+
+
+def _on_gpus(newest: list[Record]) -> Section | None:
+    shown = [record for record in newest if record.data["device"] == "cuda"]
+    cards = ", ".join(sorted({str(record.data["gpu"]) for record in shown}))
+    rows = [
+        {
+            "part": data["part"], "what": data["task"], "result": data["result"],
+            "as expected": "yes" if data["as_expected"] else "no", "seconds": round(data["seconds"]),
+        }
+        for data in (record.data for record in shown)
+    ]  # fmt: skip
+    return Section(tables=(table(f"What ran on {cards}", rows),), sources=sources(shown)) if shown else None
+
+
+ON_GPUS = Part("gpu", "verification", "On a GPU", "gpu", _on_gpus)

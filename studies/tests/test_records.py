@@ -108,7 +108,8 @@ def test_every_benchmark_finds_what_it_imports(path):
 
 
 def test_every_kind_of_record_has_its_command_in_the_guide():
-    assert {part.kind for part in records.PARTS} == set(KINDS)
+    # `python -m studies gpu` makes that one, on another machine
+    assert {part.kind for part in records.PARTS} == set(KINDS) - {"gpu"}
     assert records.table() in (ROOT / "studies" / "README.md").read_text(), (
         "python -m studies.tests.make_records --table writes it"
     )

@@ -16,12 +16,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from studies.memory import BLOCK, LARGE
 from studies.reset_modes import BENCHMARKED
 from studies.workload import BATCH, Size
 
-PARAMETERS = {"cpu": (10**6, 10**7), "cuda": (10**7, 10**8, 10**9)}
+SIZES = {
+    "cpu": [Size(n, "few") for n in (10**6, 10**7)],
+    "cuda": [Size(n, "few") for n in (10**7, 10**8, 10**9)] + [Size(n, "many") for n in (10**5, 10**7, 10**8)],
+}
+DTYPES = {"cpu": ("float32",), "cuda": ("float32", "bfloat16")}
 MICRO_BATCHES = (1, 4)
 SLACK = 48 * 2**20
 """Bytes of resident pages that a process may need beside its tensors, for code and for the allocator."""
@@ -31,17 +36,18 @@ SECONDS = 60
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     device = metafunc.config.getoption("--bench-device")
-    metafunc.parametrize("size", [Size(n, "few") for n in PARAMETERS[device]], ids=lambda size: size.name)
+    metafunc.parametrize("dtype", DTYPES[device])
+    metafunc.parametrize("size", SIZES[device], ids=lambda size: size.name)
     metafunc.parametrize("device", [device])
 
 
-def _measured(mode: str, size: Size, micro_batches: int, device: str) -> dict[str, Any]:
+def _measured(mode: str, size: Size, micro_batches: int, dtype: str, device: str) -> dict[str, Any]:
     asked = {
         "mode": mode,
         "parameters": size.parameters,
         "layout": size.layout,
         "micro_batches": micro_batches,
-        "dtype": "float32",
+        "dtype": dtype,
         "device": device,
     }
     command = [sys.executable, "-m", "studies.memory", json.dumps(asked)]
@@ -52,19 +58,21 @@ def _measured(mode: str, size: Size, micro_batches: int, device: str) -> dict[st
 
 
 @pytest.mark.parametrize("micro_batches", MICRO_BATCHES)
-def test_memory(benchmark: Any, keep: Callable[..., None], size: Size, micro_batches: int, device: str) -> None:
+def test_memory(
+    benchmark: Any, keep: Callable[..., None], size: Size, micro_batches: int, dtype: str, device: str
+) -> None:
     """Between steps all gradients or none are alive, and the modes' peaks differ by what the ledger counts."""
     found: dict[str, Any] = {}
     benchmark.extra_info.update(measures="memory", modes=found)
 
     def measured() -> None:
         for mode in BENCHMARKED:
-            found[mode.name] = _measured(mode.name, size, micro_batches, device)
+            found[mode.name] = _measured(mode.name, size, micro_batches, dtype, device)
             keep(found[mode.name], kind="memory")
 
     benchmark.pedantic(measured)
     for mode in BENCHMARKED:
-        assert found[mode.name]["gradients_between"] == (0 if mode.releases else 4 * size.total)
+        assert found[mode.name]["gradients_between"] == (0 if mode.releases else size.bytes(getattr(torch, dtype)))
     if device == "cuda":
         for name, row in found.items():
             assert_peaks_differ_as_counted(row, found["set_to_none"], name)
@@ -79,8 +87,8 @@ def assert_peaks_differ_as_counted(row: dict[str, Any], released: dict[str, Any]
     The gradient of the sum has strides of 0, and the last layer's matrix products copy it, which the ledger does not
     see. With one micro-batch, only modes that keep gradients have their peak at that layer; with more, all have.
     """
-    width = math.isqrt(row["parameters"] // row["tensors"])
-    copied = BATCH * width * 4 if row["micro_batches"] == 1 and row["gradients_between"] else 0
+    width, itemsize = math.isqrt(row["parameters"] // row["tensors"]), getattr(torch, row["dtype"]).itemsize
+    copied = BATCH * width * itemsize if row["micro_batches"] == 1 and row["gradients_between"] else 0
     counted = row["peak"] - released["peak"] + copied
     requested, allocated = (
         row["allocator"][f"{kind}_peak"] - released["allocator"][f"{kind}_peak"] for kind in ("requested", "allocated")
@@ -88,5 +96,5 @@ def assert_peaks_differ_as_counted(row: dict[str, Any], released: dict[str, Any]
     assert requested == counted, f"{name}: {requested=} but {counted=} bytes above set_to_none: {row}"
     # every tensor alive at the peak may be rounded up: gradients, parameters, and a few more
     tensors = 2 * row["tensors"] + 8
-    rounding = tensors * (BLOCK + (LARGE if 4 * row["parameters"] // row["tensors"] > LARGE else 0))
+    rounding = tensors * (BLOCK + (LARGE if itemsize * row["parameters"] // row["tensors"] > LARGE else 0))
     assert abs(allocated - counted) <= rounding, f"{name}: {allocated=} but {counted=} bytes above set_to_none: {row}"
