@@ -114,3 +114,18 @@ def test_every_command_has_a_section():
 def test_every_page_is_in_the_table_of_contents():
     listed = re.findall(r"^[a-z-]+$", (GUIDE / "index.md").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(path.stem for path in GUIDE.glob("*.md") if path.stem != "index")
+
+
+def test_the_promise_of_stability_names_every_command_status_and_fixture():
+    """What is added without a promise is missed on this page."""
+    rows = dict(re.findall(r"^\| ([\w ]+) \| (.*) \|$", (GUIDE / "stability.md").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`([\w-]+)`", rows["commands"])) == set(PROGRAM.commands)
+    statuses = {value for name, value in vars(exit_status).items() if name.isupper() and isinstance(value, int)}
+    assert {int(number) for number in re.findall(r"\d+", rows["exit statuses"])} == statuses
+    plugin = ast.parse((PACKAGE / "pytest_plugin.py").read_text())
+    fixtures = {
+        node.name
+        for node in plugin.body
+        if isinstance(node, ast.FunctionDef) and any("fixture" in ast.unparse(one) for one in node.decorator_list)
+    }
+    assert set(re.findall(r"`(\w+)`", rows["pytest"])) == fixtures
