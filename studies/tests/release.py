@@ -1,0 +1,136 @@
+"""Build what is published, and try it as its users will: `tox -e release` calls it.
+
+    python -m studies.tests.release [FOLDER]
+
+The sdist and the wheel go to FOLDER (default dist). Each is installed in a fresh environment, where the commands of
+the README and some tests of the sdist run on the installed package. Nothing is uploaded.
+"""
+
+from __future__ import annotations
+
+import email
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+import venv
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+TESTS = ("tests/core", "tests/docs/test_pages.py", "-k", "core or README")
+"""Tests of the sdist: those of plain data, and every command of the README as a reader would run it."""
+
+
+def wrong_versions(root: Path) -> Iterator[str]:
+    """Yield what does not speak of the version that `pyproject.toml` has."""
+    version = tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
+    for name, wanted in (
+        ("CHANGELOG.md", rf"<!-- towncrier release notes start -->\n\n## {re.escape(version)} \(\d{{4}}-\d\d-\d\d\)\n"),
+        ("CITATION.cff", rf"^version: {re.escape(version)}$"),
+        ("pyproject.toml", rf"/v{re.escape(version)}/CHANGELOG\.md"),
+    ):
+        if not re.search(wanted, (root / name).read_text(), re.MULTILINE):
+            yield f"{name} does not have version {version}"
+    if left := sorted(path.name for path in (root / "changelog.d").glob("*.*.md")):
+        yield f"changelog.d still has {', '.join(left)}: move them into the section of {version} in CHANGELOG.md"
+
+
+def wrong_links(root: Path, readme: str, published: str) -> Iterator[str]:
+    """Yield the README's links that lead nowhere in the repository, and those that an index cannot follow."""
+    for target in LINK.findall(readme):
+        file, _, heading = target.partition("#")
+        if target.startswith("http"):
+            continue
+        if not (root / file).exists():
+            yield f"README.md: {target}: no such file"
+        elif heading and heading not in anchors((root / file).read_text()):
+            yield f"README.md: {target}: no such heading"
+    yield from (
+        f"on an index: {target} is relative"
+        for target in LINK.findall(published)
+        if not target.startswith(("http", "#"))
+    )
+
+
+def anchors(page: str) -> set[str]:
+    """Return the anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def published_readme(wheel: Path) -> str:
+    """Return the text that an index shows of a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        found = email.message_from_bytes(archive.read(name)).get_payload()
+    assert isinstance(found, str)
+    return found
+
+
+def run(*command: str | Path, cwd: Path = ROOT) -> None:
+    """Run a command and show it.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    print("$", *command, flush=True)
+    alone = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    if status := subprocess.run([str(word) for word in command], cwd=cwd, env=alone, check=False).returncode:
+        raise SystemExit(f"release: status {status} of {' '.join(map(str, command))}")
+
+
+def expect(problems: Iterator[str]) -> None:
+    """Refuse to go on where there is a problem.
+
+    Raises:
+        SystemExit: there is one; all are named.
+    """
+    if found := list(problems):
+        raise SystemExit("\n".join(f"release: {one}" for one in found))
+
+
+def try_installed(archive: Path, sources: Path, folder: Path) -> None:
+    """Install an archive in a fresh environment and run there what the README promises, and tests of the sdist.
+
+    Args:
+        archive: sdist or wheel.
+        sources: the sdist, unpacked, without the package: what is tested is what was installed.
+        folder: a new one, for the environment.
+    """
+    venv.create(folder, with_pip=True)
+    python, empty = folder / "bin" / "python", folder / "empty"
+    empty.mkdir()
+    run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", f"{archive}[test]")
+    run(folder / "bin" / "gradcheck-suite", "doctor", cwd=empty)
+    run(folder / "bin" / "gradcheck-suite", "verify", "zero_", "set_to_none", "--examples", "20", cwd=empty)
+    run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS, cwd=sources)
+
+
+def main(out: Path) -> None:
+    """Build, check and try a release."""
+    expect(wrong_versions(ROOT))
+    run("cffconvert", "--validate", "-i", "CITATION.cff")
+    shutil.rmtree(out, ignore_errors=True)
+    run(sys.executable, "-m", "build", "--outdir", out, ROOT)
+    (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
+    run(sys.executable, "-m", "twine", "check", "--strict", sdist, wheel)
+    expect(wrong_links(ROOT, (ROOT / "README.md").read_text(), published_readme(wheel)))
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(sdist) as archive:
+            archive.extractall(folder, filter="data")
+        (sources,) = Path(folder).iterdir()
+        shutil.rmtree(sources / "gradcheck_suite")
+        for one in (wheel, sdist):
+            try_installed(one, sources, Path(folder) / one.suffix.strip("."))
+    print(f"release: {sdist.name} and {wheel.name} in {out} are ready")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "dist").resolve())
