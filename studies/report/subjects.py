@@ -138,7 +138,7 @@ FINDINGS = Part("findings", "trainers", "Findings", FINDINGS_FOLDER, _findings)
 
 def written_down(reports: Path) -> dict[str, list[Record]]:
     """Return the findings of a reports folder, as records that no command made."""
-    texts = (path.read_text(encoding="utf-8") for path in sorted((reports / FINDINGS_FOLDER).glob("*.md")))
+    texts = (path.read_text(encoding="utf-8") for path in sorted((reports / FINDINGS_FOLDER).glob("*/*.md")))
     return {FINDINGS_FOLDER: [Record(FINDINGS_FOLDER, {"text": text}) for text in texts]}
 
 

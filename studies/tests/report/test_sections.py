@@ -282,8 +282,9 @@ def test_figures_of_a_claim_become_plots_where_they_are_numbers(tmp_path):
 
 
 def test_findings_are_the_files_under_their_folder(tmp_path):
-    (tmp_path / "findings").mkdir()
-    (tmp_path / "findings" / "b.md").write_text("# A title\n\n- **Versions**: 1\n")
+    (tmp_path / "findings" / "project").mkdir(parents=True)
+    (tmp_path / "findings" / "README.md").write_text("# Not a finding\n")
+    (tmp_path / "findings" / "project" / "b.md").write_text("# A title\n\n- **Versions**: 1\n")
     (document,) = _section(build(tmp_path), "findings").documents
     assert (document.title, document.markdown) == ("A title", "- **Versions**: 1")
 

@@ -3,49 +3,52 @@
 from __future__ import annotations
 
 import importlib.metadata
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-FINDINGS = sorted((Path(__file__).parents[3] / "reports" / "findings").glob("*.md"))
-PACKAGES = (
-    "transformers",
-    "accelerate",
-    "lightning",
-    "keras",
-    "pytorch_accelerated",
-    "poutyne",
-    "fastai",
-    "deepspeed",
-    "optax",
-)
+from studies.tests import findings
+from studies.tests.findings import FOLDER, INDEX, Finding, row, state
+
+FINDINGS = findings.findings()
 
 
-@pytest.mark.parametrize("path", FINDINGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("finding", FINDINGS, ids=lambda finding: finding.path.stem)
 @pytest.mark.full
-def test_the_script_prints_what_the_finding_says(path, tmp_path):
-    text = path.read_text()
-    script = re.search(r"```python\n(.*?)```", text, re.S)[1]
-    printed = re.search(r"```text\n(.*?)```", text, re.S)[1]
-    for package in PACKAGES:
-        if re.search(rf"^(from|import) .*\b{package}\b", script, re.M):
-            version = re.search(rf"{package.replace('_', '-')} (\d+\.\d+\.\d+)", text)[1]
-            try:
-                installed = importlib.metadata.version(package)
-            except importlib.metadata.PackageNotFoundError:
-                installed = None
-            if installed != version:
-                pytest.skip(f"needs {package} {version}")
-    (tmp_path / "script.py").write_text(script)
+def test_the_script_prints_what_the_finding_says(finding, tmp_path):
+    for package in finding.packages:
+        try:
+            installed = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            pytest.skip(f"needs {package}")
+        if package == finding.package and installed != finding.tried:
+            pytest.skip(f"needs {package} {finding.tried}")
+    (tmp_path / "script.py").write_text(finding.script)
     command = [sys.executable, str(tmp_path / "script.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.stdout == printed, done.stderr
+    assert done.stdout == finding.printed, done.stderr
 
 
-def test_the_guide_lists_every_finding():
+def test_the_guide_and_the_index_list_every_finding():
     page = (Path(__file__).parents[3] / "docs" / "found.md").read_text()
-    for path in FINDINGS:
-        assert f"`{path.stem}`" in page
+    index = INDEX.read_text()
+    for finding in FINDINGS:
+        assert f"`{finding.path.stem}`" in page
+        assert row(finding) in index
+
+
+@pytest.mark.parametrize("finding", FINDINGS, ids=lambda finding: finding.path.stem)
+def test_a_finding_is_an_issue_of_no_more_than_a_page(finding):
+    text = finding.path.read_text()
+    assert len(text.split()) <= 550
+    assert text.count("\n## ") == 5, "what happens, what is expected, the script, cause and fix, versions"
+
+
+def test_what_prints_something_else_is_not_said_to_be_still_there():
+    found = Finding(FOLDER / "optax" / "a.md", "import optax\n", "2.0\n", "optax 0.2.8")
+    assert (found.package, found.tried) == ("optax", "0.2.8")
+    assert state(found, "2.0\n") == "still there"
+    assert "1.0" in state(found, "1.0\n")
+    assert "still" not in state(found, "1.0\n")

@@ -1,0 +1,153 @@
+"""Run the script of each finding on the newest release that installs here, and say which findings are mended upstream.
+
+    python -m studies.tests.findings [WORD ...]
+
+runs those whose path under `reports/findings/` has one of the words, all without one, and writes what they print into
+the table of `reports/findings/README.md`. Each package is installed in an environment of its own, on top of this one.
+A script that only repeats the rule of a repository's file runs on this environment's torch.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "reports" / "findings"
+INDEX = FOLDER / "README.md"
+PACKAGES = (
+    "transformers",
+    "accelerate",
+    "lightning",
+    "keras",
+    "pytorch_accelerated",
+    "poutyne",
+    "fastai",
+    "deepspeed",
+    "optax",
+)
+LIMIT_S = 300
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A finding: its file, its script and what that prints while the fault is there."""
+
+    path: Path
+    script: str
+    printed: str
+    versions: str
+
+    @property
+    def packages(self) -> list[str]:
+        """What the script needs beside torch, the project's own first; nothing where it repeats a repository's file."""
+        found = [name for name in PACKAGES if re.search(rf"^(?:from|import) .*\b{name}\b", self.script, re.MULTILINE)]
+        if "transformers" in found:
+            found.append("accelerate")  # its Trainer asks for it
+        named = sorted(dict.fromkeys(name.replace("_", "-") for name in found))
+        return sorted(named, key=lambda name: name != self.path.parent.name)
+
+    @property
+    def package(self) -> str | None:
+        """The package that the finding is about, if the script runs it."""
+        return next(iter(self.packages), "torch" if self.path.parent.name == "torch" else None)
+
+    @property
+    def tried(self) -> str:
+        """The release that the finding was made on; for the file of a repository its first words on versions."""
+        if self.package:
+            match = re.search(rf"{self.package} (\d+\.\d+\.\d+)", self.versions)
+            assert match, f"{self.path}: no version of {self.package}"
+            return match[1]
+        match = re.search(r"\bat (\w{7,})", self.versions)
+        assert match, f"{self.path}: no commit"
+        return f"commit {match[1]}"
+
+
+def read(path: Path) -> Finding:
+    """Read a finding."""
+    text = path.read_text()
+    script, printed = (re.search(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "text"))
+    assert script, f"{path}: expected a block of python"
+    assert printed, f"{path}: expected a block of text"
+    return Finding(path, script[1], printed[1], text[text.rindex("\n## ") :])
+
+
+def findings() -> list[Finding]:
+    """Return all findings, by project."""
+    return [read(path) for path in sorted(FOLDER.glob("*/*.md"))]
+
+
+def environment_for(finding: Finding, folder: Path) -> tuple[Path, str]:
+    """Make an environment on top of this one with the newest releases; return its Python and the version that is tried.
+
+    Raises:
+        CalledProcessError: a package does not install.
+    """
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "beneath.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    if finding.packages:
+        _output(python, "-m", "pip", "install", "-q", "--upgrade", *finding.packages, check=True)
+    asked = f"from importlib.metadata import version; print(version({finding.package or 'torch'!r}))"
+    return python, _output(python, "-c", asked, check=True).strip()
+
+
+def _output(python: Path, *arguments: str, check: bool = False, cwd: Path | None = None) -> str:
+    done = subprocess.run([python, *arguments], capture_output=True, text=True, check=False, timeout=LIMIT_S, cwd=cwd)
+    if done.returncode and check:
+        raise subprocess.CalledProcessError(done.returncode, arguments, done.stdout, done.stderr)
+    return done.stdout if not done.returncode else f"{done.stdout}{(done.stderr.strip().splitlines() or [''])[-1]}"
+
+
+def state(finding: Finding, printed: str) -> str:
+    """Return what a run of the script says of a finding."""
+    if printed == finding.printed:
+        return "still there" if finding.package else "as described"
+    return f"prints `{' / '.join(printed.split(chr(10)))[:80].strip()}`: read it again"
+
+
+def run(finding: Finding) -> tuple[str, str]:
+    """Return the newest release that installs here, and the state of a finding on it."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            python, version = environment_for(finding, Path(folder) / "environment")
+        except subprocess.CalledProcessError as error:
+            return "none", f"does not install here: {(error.stderr.strip().splitlines() or [''])[-1][:80]}"
+        script = Path(folder) / "script.py"
+        script.write_text(finding.script)
+        try:
+            printed = _output(python, str(script), cwd=Path(folder))
+        except subprocess.TimeoutExpired:
+            return version, f"no end within {LIMIT_S} s"
+    return version if finding.package else f"torch {version}", state(finding, printed)
+
+
+def row(finding: Finding) -> str:
+    """Return the first cells of a finding's row: project, file, and the release that it was found on."""
+    name = finding.path.relative_to(FOLDER)
+    return f"| {name.parent} | [{name.stem}]({name.as_posix()}) | {finding.tried} |"
+
+
+def main(words: list[str]) -> None:
+    """Run the findings that are asked for, and write their rows."""
+    for finding in findings():
+        if words and not any(word in str(finding.path.relative_to(FOLDER)) for word in words):
+            continue
+        version, found = run(finding)
+        line = f"{row(finding)} {version} | {found} |"
+        print(line, flush=True)
+        text = INDEX.read_text()
+        start = row(finding).split("](")[0]
+        INDEX.write_text("\n".join(line if old.startswith(start) else old for old in text.split("\n")))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
