@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import shlex
 import signal
 import subprocess
@@ -141,7 +142,7 @@ class StageRun:
     log: TextIO
     end: float
     interrupted: bool = False
-    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self) -> list[dict[str, Any]]:
@@ -149,7 +150,8 @@ class StageRun:
         with ThreadPoolExecutor(len(self.stage.tasks)) as pool:
             found = [pool.submit(self._run, task) for task in self.stage.tasks]
             try:
-                self._wait(found, self.end)
+                while time.monotonic() < self.end and not all(one.done() for one in found):
+                    time.sleep(0.1)
             except KeyboardInterrupt:
                 self.interrupted, self.end = True, time.monotonic()
             for how in (signal.SIGINT, signal.SIGKILL):
@@ -180,33 +182,47 @@ class StageRun:
             words = [
                 word.format(device=self.device, records=records, minutes=minutes) for word in shlex.split(task.command)
             ]
-            process = subprocess.Popen(
+            with subprocess.Popen(
                 [sys.executable, *words],
                 cwd=ROOT,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
                 start_new_session=True,
-            )
-            self.processes.append(process)
-            assert process.stdout is not None
-            for line in process.stdout:
-                lines.append(line)
-                with self.lock:
-                    self.log.write(f"{task.name}: {line}")
-                    self.log.flush()
-            status = process.wait()
+            ) as process:
+                self.processes.append(process)
+                for line in _lines(process):
+                    lines.append(line)
+                    with self.lock:
+                        self.log.write(f"{task.name}: {line}\n")
+                        self.log.flush()
+                status = process.wait()
             if records != self.out:
                 keep(records, self.out)
         return {
             "task": task.name,
             "command": "python " + task.command.format(device=self.device, records="reports", minutes=minutes),
-            **judged(task, status, "".join(lines), stopped=time.monotonic() > self.end),
+            **judged(task, status, "\n".join(lines), stopped=time.monotonic() > self.end),
             "seconds": time.monotonic() - began,
         }
+
+
+def _lines(process: subprocess.Popen[bytes]) -> Iterator[str]:
+    """Yield the lines that a process prints until it has ended; what it left behind may keep the pipe open."""
+    assert process.stdout is not None
+    pipe, rest = process.stdout.fileno(), b""
+    while True:
+        if select.select([pipe], [], [], 0.5)[0]:
+            data = os.read(pipe, 2**16)
+            if not data:
+                break
+            *whole, rest = (rest + data).split(b"\n")
+            yield from (line.decode(errors="replace") for line in whole)
+        elif process.poll() is not None:
+            break
+    if rest:
+        yield rest.decode(errors="replace")
 
 
 def judged(task: Task, status: int, output: str, *, stopped: bool) -> dict[str, Any]:

@@ -16,12 +16,13 @@ from gradcheck_suite.cli.exit_status import BAD_USAGE
 from gradcheck_suite.core.records import append_record, read_lines, records_path
 from studies.commands.gpu import MINUTES, PARTS
 from studies.records import KINDS
+from studies.tests import device_run
 from studies.tests.device_run import STOPPING, Stage, StageRun, Task, ended_by_a_signal, judged, keep, stages
 from studies.tests.report.made_up import build, record
 
 SUMMARY = "==== {} in 2.00s ===="
 PYTEST = Task("tests", "-m pytest", says=" passed")
-WAITS = "import time; print('begun', flush=True); time.sleep(60)"
+WAITS = "import time; print('begun', flush=True); time.sleep(90)"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
@@ -62,35 +63,53 @@ def test_of_a_run_of_pytest_that_was_killed_the_tests_are_counted():
     assert (found["result"], found["as_expected"]) == ("2 passed, 1 failed, stopped before its end", False)
 
 
-def _stage_run(tmp_path, *commands, seconds):
-    log = (tmp_path / "log").open("a")
-    tasks = tuple(Task(f"task {number}", f'-c "{command}"') for number, command in enumerate(commands))
-    return StageRun(Stage(1, tasks), "cpu", tmp_path, log, time.monotonic() + seconds)
+@pytest.fixture
+def stage_run(tmp_path):
+    """Return a function that makes the run of a stage of Python programs."""
+    with (tmp_path / "log").open("a") as log:
+
+        def made(*programs):
+            tasks = tuple(Task(f"task {number}", f'-c "{program}"') for number, program in enumerate(programs))
+            return StageRun(Stage(1, tasks), "cpu", tmp_path, log, time.monotonic() + 90)
+
+        yield made
 
 
-def test_what_runs_when_the_time_is_over_is_stopped_and_its_log_is_kept(tmp_path):
-    """Planted: a command that waits, and one that ignores the request and has a child."""
-    child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+def _once_logged(tmp_path, lines, act):
+    """Call `act` in another thread as soon as the log has all lines."""
+
+    def wait():
+        while not lines <= set((tmp_path / "log").read_text().splitlines()):
+            time.sleep(0.1)
+        act()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def test_what_runs_when_the_time_is_over_is_stopped_and_its_log_is_kept(stage_run, tmp_path, monkeypatch):
+    """Planted: a command that waits, and one that ignores the request and leaves a process with the pipe behind."""
+    monkeypatch.setattr(device_run, "STOPPING", 2.0)
+    child = (
+        "import subprocess, sys; "
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'], start_new_session=True); "
+    )
     deaf = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); {child}{WAITS}"
-    began = time.monotonic()
-    found = _stage_run(tmp_path, WAITS, deaf, "print('done')", seconds=2).run()
-    assert time.monotonic() - began < 2 + STOPPING + 5
+    ran = stage_run(WAITS, deaf, "print('done')")
+    _once_logged(tmp_path, {"task 0: begun", "task 1: begun", "task 2: done"}, lambda: setattr(ran, "end", 0))
+    found = ran.run()
     assert [one["as_expected"] for one in found] == [False, False, True]
     assert found[1]["status"] == -signal.SIGKILL
-    log = (tmp_path / "log").read_text().splitlines()
-    assert {"task 0: begun", "task 1: begun", "task 2: done"} <= set(log)
+    assert all(one["seconds"] < 60 for one in found)
 
 
-def test_sigterm_stops_the_commands_and_what_they_found_is_still_returned(tmp_path):
-    began = time.monotonic()
+def test_sigterm_stops_the_commands_and_what_they_found_is_still_returned(stage_run, tmp_path):
+    ran = stage_run(WAITS)
     with ended_by_a_signal():
-        threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        ran = _stage_run(tmp_path, WAITS, seconds=50)
+        _once_logged(tmp_path, {"task 0: begun"}, lambda: os.kill(os.getpid(), signal.SIGTERM))
         (found,) = ran.run()
-    assert time.monotonic() - began < 1 + STOPPING + 5
     assert ran.interrupted
     assert not found["as_expected"]
-    assert "task 0: begun" in (tmp_path / "log").read_text()
+    assert found["seconds"] < 60
 
 
 def test_of_what_a_verdict_stores_only_the_records_are_kept(tmp_path):

@@ -201,10 +201,13 @@ def test_records_are_made_of_a_commit_alone(tmp_path, monkeypatch):
         (ROOT / "gradcheck_suite" / "auditing" / "context.py", {"audit", "public-script"}),
         (ROOT / "studies" / "claims.py", {"claim"}),
         (ROOT / "studies" / "zoo" / "bug.py", {"zoo"}),
-        (ROOT / "gradcheck_suite" / "loops" / "reset_modes.py", {"benchmark", "claim", "memory", "traffic", "verify"}),
+        (
+            ROOT / "gradcheck_suite" / "loops" / "reset_modes.py",
+            {"benchmark", "claim", "gpu", "memory", "traffic", "verify"},
+        ),
         (
             ROOT / "gradcheck_suite" / "core" / "comparison.py",
-            {"atlas", "audit", "bridge", "calibration", "claim", "public-script", "trainer", "verify", "zoo"},
+            {"atlas", "audit", "bridge", "calibration", "claim", "gpu", "public-script", "trainer", "verify", "zoo"},
         ),
     ],
     ids=lambda value: value.name if isinstance(value, Path) else "",
