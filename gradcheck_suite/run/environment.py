@@ -16,7 +16,8 @@ import stat
 import sys
 import tempfile
 import tomllib
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,14 @@ def set_variables() -> None:
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(folder / "hypothesis"))
 
 
+@contextlib.contextmanager
+def _without_advice_on_tf32() -> Iterator[None]:
+    """Suppress what torch 2.9 says whenever it is asked for these flags; later versions say nothing."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Please use the new API settings", UserWarning)
+        yield
+
+
 def set_precision() -> None:
     """Set the precision flags of both frameworks, whose defaults differ, to full precision.
 
@@ -167,8 +176,9 @@ def set_precision() -> None:
     for module in (jax, torch):
         if isinstance(module, str):
             raise CannotRunHere(f"{module}; `gradcheck-suite doctor` says what is missing")
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
+    with _without_advice_on_tf32():
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = False
     # otherwise cuBLAS may round partial sums to the dtype of the matrices
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -194,9 +204,10 @@ def precision_flags() -> dict[str, Any]:
     """Return the precision flags of torch and jax; a framework that is not imported has computed nothing."""
     flags: dict[str, Any] = {}
     if (torch := sys.modules.get("torch")) is not None:
-        flags["torch_float32_matmul_precision"] = _asked(torch.get_float32_matmul_precision)
-        flags["torch_cuda_matmul_allow_tf32"] = _asked(lambda: torch.backends.cuda.matmul.allow_tf32)
-        flags["torch_cudnn_allow_tf32"] = _asked(lambda: torch.backends.cudnn.allow_tf32)
+        with _without_advice_on_tf32():
+            flags["torch_float32_matmul_precision"] = _asked(torch.get_float32_matmul_precision)
+            flags["torch_cuda_matmul_allow_tf32"] = _asked(lambda: torch.backends.cuda.matmul.allow_tf32)
+            flags["torch_cudnn_allow_tf32"] = _asked(lambda: torch.backends.cudnn.allow_tf32)
         flags["torch_deterministic_algorithms"] = _asked(torch.are_deterministic_algorithms_enabled)
     if (jax := sys.modules.get("jax")) is not None:
         flags["jax_enable_x64"] = _asked(lambda: jax.config.jax_enable_x64)
