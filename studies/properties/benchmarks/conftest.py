@@ -31,6 +31,19 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--bench-device cuda: torch {torch.__version__} sees no CUDA device here")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put what compiles for seconds last, so that `--minutes` leaves out no other row.
+
+    These are the steps under `torch.compile`, and JAX's windows of many tensors.
+    """
+
+    def compiles_long(item: pytest.Item) -> bool:
+        name = item.nodeid.rpartition("::")[2]
+        return name.startswith("test_compiled") or (name.startswith("test_window_in_jax") and "many" in name)
+
+    items.sort(key=compiles_long)
+
+
 _DISTURBED: list[str] = []
 
 
