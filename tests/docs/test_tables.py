@@ -11,7 +11,7 @@ import pytest
 
 import gradcheck_suite
 from gradcheck_suite import bridge
-from gradcheck_suite.cli import PROGRAM
+from gradcheck_suite.cli import PROGRAM, exit_status
 from gradcheck_suite.core.faults import FAULTS, names_of
 from gradcheck_suite.core.results import ViolationKind
 from gradcheck_suite.judge.weights import Diagnosis
