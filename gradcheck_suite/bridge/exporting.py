@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from torch import fx, nn
+from torch._decomp import get_decompositions
 from torch.export import ExportedProgram, default_decompositions
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -445,6 +446,13 @@ def _in_torch(call: tuple[Any, list[Any], Any], inputs: Any, cotangents: Any) ->
 LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
 _GRAD_MODE = "wrap_with_set_grad_enabled"
 _IN_ORDER = "with_effects"
+_CORE = (
+    "_batch_norm_with_update_functional", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
+    "_native_batch_norm_legit_no_training", "elu", "gelu", "native_batch_norm", "native_group_norm",
+    "native_layer_norm", "slice_scatter", "tril_indices", "triu_indices", "unfold", "upsample_bicubic2d",
+    "upsample_bilinear2d", "upsample_trilinear3d",
+)  # fmt: skip
+"""Operations that `torch.export` leaves whole, and whose decomposition in torch has the same derivative."""
 
 
 class _LossModule(nn.Module):
@@ -500,11 +508,12 @@ def export_loss(
         for graph_module in program.graph_module.modules():
             if isinstance(graph_module, fx.GraphModule):
                 _stop_gradients_without_grad(graph_module)
+        decompositions = default_decompositions()
         # where torch has its own derivative formula for an operation, the table's entry follows that formula's
         # conventions, which a decomposition would lose
-        decompositions = default_decompositions()
         for op in [op for op in decompositions if isinstance(op, torch._ops.OpOverload) and lowering_of(op)]:
             del decompositions[op]
+        decompositions.update(get_decompositions([getattr(torch.ops.aten, name) for name in _CORE]))
         program = program.run_decompositions(decompositions)
     for node in program.graph.nodes:
         _check(node)

@@ -106,7 +106,6 @@ ONLY = [
     _call(aten._assert_async.msg, torch.tensor(True), "text"),
     _call(aten._assert_scalar.default, True, "text"),
     _call(aten._assert_tensor_metadata.default, tensor(2)),
-    _call(aten._batch_norm_with_update_functional.default, *_NORM, *_RUNNING, 0.1, 1e-5),
     _call(aten._conj.default, _complex()),
     _call(aten._conj_physical.default, _complex()),
     _call(aten._embedding_bag.default, *_BAG, False, 0, False, None),
@@ -126,27 +125,11 @@ ONLY = [
     # the signs of singular vectors are arbitrary: test_lowered compares functions that do not depend on them
     _call(aten._linalg_svd.default, _still(2, 4, 4), False, False),
     _call(aten._linalg_svd.default, _still(3, 5), False, False),
-    _call(
-        aten._native_batch_norm_legit.no_stats, *(x.requires_grad_() for x in map(torch.clone, _NORM)), True, 0.1, 1e-5
-    ),
-    _call(aten._native_batch_norm_legit_functional.default, *_NORM, *_RUNNING, True, 0.1, 1e-5),
-    _call(aten._native_batch_norm_legit_functional.default, *_NORM, *_RUNNING, False, 0.1, 1e-5),
-    _call(aten._native_batch_norm_legit_no_training.default, *_NORM, *_RUNNING, 0.1, 1e-5),
-    *(
-        _call(
-            aten._scaled_dot_product_flash_attention_for_cpu.default,
-            *(tensor(2, 2, 3, 4, seed=i) for i in range(3)),
-            is_causal=causal,
-        )
-        for causal in (False, True)
-    ),
     *(
         _call(op, tensor(1, 2, 7, 6), [3, 9], corners)
         for op in (aten._upsample_bicubic2d_aa.default, aten._upsample_bilinear2d_aa.default)
         for corners in (True, False)
     ),
-    _call(aten._weight_norm_interface.default, tensor(3, 2), tensor(3, 1, seed=1), 0),
-    _call(aten._weight_norm_interface.default, tensor(3, 2), tensor(1, 2, seed=1), 1),
     _call(aten.copy.default, _still(2, 3), _still(3, seed=1)),
     _call(
         aten.gru.input,
@@ -176,19 +159,28 @@ ONLY = [
 
 _UPSAMPLING = (
     ("_upsample_bicubic2d_aa", 2, True), ("_upsample_bilinear2d_aa", 2, False), ("_upsample_nearest_exact1d", 1),
-    ("_upsample_nearest_exact2d", 2), ("_upsample_nearest_exact3d", 3), ("upsample_bicubic2d", 2, False),
-    ("upsample_bilinear2d", 2, True), ("upsample_linear1d", 1, False), ("upsample_nearest1d", 1),
-    ("upsample_nearest2d", 2), ("upsample_nearest3d", 3), ("upsample_trilinear3d", 3, False),
+    ("_upsample_nearest_exact2d", 2), ("_upsample_nearest_exact3d", 3), ("upsample_nearest1d", 1),
+    ("upsample_nearest2d", 2), ("upsample_nearest3d", 3),
 )  # fmt: skip
+_LINEAR = (
+    ("upsample_bicubic2d", 2, False), ("upsample_bilinear2d", 2, True), ("upsample_linear1d", 1, False),
+    ("upsample_trilinear3d", 3, False),
+)  # fmt: skip
+
+
+def _interpolations(table: Any) -> list[Any]:
+    """Return calls that interpolate by factors, and to a size."""
+    return [
+        _call(getattr(aten, name).vec, tensor(1, 2, *[4, 5, 3][:n]), *arguments)
+        for name, n, *flags in table
+        for arguments in ((None, *flags, [1.7, 0.6, 2.0][:n]), ([3, 7, 2][:n], *flags, None))
+    ]
+
+
 _ROW = 0, _index(1, 1)[None]
 
 ALSO = [
-    # interpolations by factors, and to a size
-    *(
-        _call(getattr(aten, name).vec, tensor(1, 2, *[4, 5, 3][:n]), *arguments)
-        for name, n, *flags in _UPSAMPLING
-        for arguments in ((None, *flags, [1.7, 0.6, 2.0][:n]), ([3, 7, 2][:n], *flags, None))
-    ),
+    *_interpolations(_UPSAMPLING),
     _call(aten.repeat_interleave.Tensor, _index(2, 0, 3)),
     _call(aten.scatter.value, tensor(3, 2), 0, _index(1, 2)[None], 0.5),
     *(_call(aten.scatter.reduce, _still(3, 2), *_ROW, _still(1, 2), reduce=how) for how in ("add", "multiply")),
@@ -198,6 +190,24 @@ ALSO = [
 """Calls beside torch's own samples."""
 
 DECOMPOSED = [
+    _call(aten._batch_norm_with_update_functional.default, *_NORM, *_RUNNING, 0.1, 1e-5),
+    _call(
+        aten._native_batch_norm_legit.no_stats, *(x.requires_grad_() for x in map(torch.clone, _NORM)), True, 0.1, 1e-5
+    ),
+    _call(aten._native_batch_norm_legit_functional.default, *_NORM, *_RUNNING, True, 0.1, 1e-5),
+    _call(aten._native_batch_norm_legit_functional.default, *_NORM, *_RUNNING, False, 0.1, 1e-5),
+    _call(aten._native_batch_norm_legit_no_training.default, *_NORM, *_RUNNING, 0.1, 1e-5),
+    *(
+        _call(
+            aten._scaled_dot_product_flash_attention_for_cpu.default,
+            *(tensor(2, 2, 3, 4, seed=i) for i in range(3)),
+            is_causal=causal,
+        )
+        for causal in (False, True)
+    ),
+    _call(aten._weight_norm_interface.default, tensor(3, 2), tensor(3, 1, seed=1), 0),
+    _call(aten._weight_norm_interface.default, tensor(3, 2), tensor(1, 2, seed=1), 1),
+    *_interpolations(_LINEAR),
     _call(aten._fused_rms_norm.default, tensor(3, 4), [4], tensor(4, seed=1), 1e-3),
     _call(aten._fused_rms_norm.default, tensor(3, 4), [4], tensor(4, seed=1), None),
     _call(aten.col2im.default, tensor(2, 8, 9), [6, 6], [2, 2], [1, 1], [0, 0], [2, 2]),

@@ -29,8 +29,8 @@ def corners(values: Any = CORNERS) -> torch.Tensor:
 
 
 UNARY = [
-    "abs", "acos", "acosh", "asin", "asinh", "atan", "ceil", "cosh", "digamma", "elu", "erf",
-    "erfinv", "exp2", "expm1", "floor", "gelu", "hardswish", "hardtanh", "i0", "leaky_relu",
+    "abs", "acos", "acosh", "asin", "asinh", "atan", "ceil", "cosh", "digamma", "erf",
+    "erfinv", "exp2", "expm1", "floor", "hardswish", "hardtanh", "i0", "leaky_relu",
     "lgamma", "log", "log1p", "logit", "reciprocal", "relu", "round",
     "rsqrt", "sgn", "sigmoid", "sign", "sinc", "softplus", "special_entr",
     "special_i0e", "special_i1", "special_log_ndtr", "sqrt", "tan", "tanh", "trunc",
@@ -91,7 +91,8 @@ REDUCTIONS = [
 
 DECOMPOSED: dict[str, list[Any]] = {
     "unary": [
-        aten.celu.default, aten.deg2rad.default, aten.frac.default, aten.hardshrink.default, aten.mish.default,
+        aten.celu.default, aten.deg2rad.default, aten.elu.default, aten.frac.default,
+        aten.gelu.default, partial(aten.gelu.default, approximate="tanh"), aten.hardshrink.default, aten.mish.default,
         aten.nan_to_num.default, aten.silu.default, aten.softshrink.default,
         partial(aten.soft_margin_loss.default, target=-torch.ones(len(CORNERS), dtype=torch.float64)),
         partial(aten.threshold.default, threshold=0, value=3),

@@ -202,27 +202,6 @@ def _scale(size: int, out: int, align_corners: bool, scale: float | None) -> flo
     return 1 / scale if scale is not None and scale > 0 else size / out
 
 
-def _sources(size: int, out: int, align_corners: bool, scale: float | None) -> Weights:
-    step = _scale(size, out, align_corners, scale)
-    places = np.arange(out, dtype=np.float64)
-    return places * step if align_corners else (places + 0.5) * step - 0.5
-
-
-def _spread(places: Weights, offsets: Sequence[int], weights: Sequence[Weights], size: int) -> Weights:
-    matrix = np.zeros((len(places), size))
-    floor = np.floor(places).astype(int)
-    for offset, weight in zip(offsets, weights, strict=True):
-        np.add.at(matrix, (np.arange(len(places)), np.clip(floor + offset, 0, size - 1)), weight)
-    return matrix
-
-
-def linear(size: int, out: int, align_corners: bool, scale: float | None) -> Weights:
-    """Return the (out, size) matrix of linear interpolation between two neighbours."""
-    places = np.clip(_sources(size, out, align_corners, scale), 0, size - 1)
-    t = places - np.floor(places)
-    return _spread(places, (0, 1), (1 - t, t), size)
-
-
 def _cubic_near(x: Any, a: float) -> Any:
     """Return the kernel of cubic convolution at distances of at most 1 (Keys 1981)."""
     return ((a + 2) * x - (a + 3)) * x * x + 1
@@ -236,12 +215,6 @@ def _cubic_far(x: Any, a: float) -> Any:
 def cubic_weights(t: Any) -> list[Any]:
     """Return the four weights of cubic convolution at distances t + 1, t, 1 - t, 2 - t."""
     return [_cubic_far(t + 1, CUBIC), _cubic_near(t, CUBIC), _cubic_near(1 - t, CUBIC), _cubic_far(2 - t, CUBIC)]
-
-
-def cubic(size: int, out: int, align_corners: bool, scale: float | None) -> Weights:
-    """Return the (out, size) matrix of cubic convolution over four neighbours."""
-    places = _sources(size, out, align_corners, scale)
-    return _spread(places, (-1, 0, 1, 2), cubic_weights(places - np.floor(places)), size)
 
 
 def _antialiased(filter_: Callable[[Any], Any], radius: float) -> Callable[..., Weights]:
@@ -318,10 +291,6 @@ def _register_upsampling(name: str, n: int, resized: Resized, *, aligns: bool = 
     register_table({f"aten.{name}.default": default, f"aten.{name}.vec": vec})
 
 
-_register_upsampling("upsample_linear1d", 1, _weighted(linear))
-_register_upsampling("upsample_bilinear2d", 2, _weighted(linear))
-_register_upsampling("upsample_trilinear3d", 3, _weighted(linear))
-_register_upsampling("upsample_bicubic2d", 2, _weighted(cubic))
 _register_upsampling("_upsample_bilinear2d_aa", 2, _weighted(_antialiased(lambda x: np.where(x < 1, 1 - x, 0.0), 1.0)))
 _register_upsampling("_upsample_bicubic2d_aa", 2, _weighted(_antialiased(_cubic, 2.0)))
 for _axes in (1, 2, 3):

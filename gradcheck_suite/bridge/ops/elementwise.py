@@ -337,21 +337,6 @@ def _hardtanh(self: Array, low: Any = -1, high: Any = 1) -> Array:
     return jnp.where(self <= low, low, jnp.where(self >= high, high, self)).astype(self.dtype)
 
 
-def _elu(self: Array, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> Array:
-    """Return scale * x above 0 and scale * alpha * (e^(input_scale * x) - 1) below."""
-    below = jnp.where(self > 0, 0, self)
-    return jnp.where(self > 0, scale * self, scale * alpha * jnp.expm1(input_scale * below))
-
-
-@register_op("aten.gelu")
-def gelu(self: Array, *, approximate: str = "none") -> Array:
-    """Return x times the standard normal distribution function, or its tanh approximation."""
-    if approximate == "tanh":
-        inner = (2 / jnp.pi) ** 0.5 * (self + 0.044715 * self * self * self)
-        return 0.5 * self * (1 + jnp.tanh(inner))
-    return 0.5 * self * (1 + special.erf(self * 0.5**0.5))
-
-
 def log_sigmoid(self: Array) -> Array:
     """Return log(sigmoid(x)) without overflow."""
     return -jnp.logaddexp(-self, 0.0)
@@ -410,7 +395,6 @@ register_table(
         "aten.add": _sum(jnp.add),
         "aten.clamp_max": lambda self, high: clamp(self, None, high),
         "aten.complex": lambda real, imag: lax.complex(*jnp.broadcast_arrays(real, imag)),
-        "aten.elu": _elu,
         # clamp(x / 6 + 1/2, 0, 1); the gradient at both kinks is 0
         "aten.hardsigmoid": lambda self: _hardtanh(self, -3, 3) / 6 + 0.5,
         # x * hardsigmoid(x); the gradient is 0 at -3 and 1 at 3

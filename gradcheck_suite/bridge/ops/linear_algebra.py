@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -180,34 +179,6 @@ def eigh(a: Array, triangle: str = "L", compute_v: bool = True) -> tuple[Array, 
     # torch reads a triangle, but differentiates as if it had read the whole matrix
     values, vectors = jnp.linalg.eigh(a + lax.stop_gradient(whole - a), symmetrize_input=False)
     return values, vectors if compute_v else jnp.zeros(0, a.dtype)
-
-
-@register_op("aten._scaled_dot_product_flash_attention_for_cpu")
-def attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    attn_mask: Array | None = None,
-    scale: float | None = None,
-) -> tuple[Array, Array]:
-    """Return softmax(q k' * scale + mask) v and the log-sum-exp of each row's scores, (N, heads, rows).
-
-    A query whose keys are all masked gives zeros.
-    """
-    del dropout_p  # this operation of torch has none
-    if (groups := query.shape[-3] // key.shape[-3]) > 1:
-        key, value = (jnp.repeat(x, groups, axis=-3) for x in (key, value))
-    scores = einsum("...qd,...kd->...qk", query, key) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    if is_causal:
-        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], jnp.bool_)), scores, -jnp.inf)
-    if attn_mask is not None:
-        scores = scores + attn_mask
-    masked = jnp.all(scores == -jnp.inf, axis=-1, keepdims=True)
-    weights = jnp.where(masked, 0, jax.nn.softmax(jnp.where(masked, 0, scores), axis=-1))
-    return einsum("...qk,...kd->...qd", weights, value), jax.nn.logsumexp(scores, axis=-1)
 
 
 def _sizes(ends: Array) -> Array:

@@ -5,7 +5,7 @@ JAX copies in place of views: the exported graph has no in-place writes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -48,17 +48,6 @@ def squeeze(self: Array, dim: int | Sequence[int] | None = None) -> Array:
     """Return self without those of the given axes, or of all, that have length 1."""
     dims = range(self.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
     return jnp.squeeze(self, tuple(d % self.ndim for d in dims if self.shape[d] == 1))
-
-
-@register_op("aten.unfold")
-def unfold(self: Array, dimension: int, size: int, step: int) -> Array:
-    """Return the windows along an axis; the new last axis is the window."""
-    # torch unfolds a scalar like a vector of one element
-    if self.ndim == 0:
-        return jnp.broadcast_to(self, (size,))
-    starts = np.arange(0, self.shape[dimension] - size + 1, step)
-    taken = jnp.take(self, starts[:, None] + np.arange(size), axis=dimension)
-    return jnp.moveaxis(taken, dimension % self.ndim + 1, -1)
 
 
 @register_op("aten.as_strided")
@@ -367,15 +356,6 @@ def _empty(size: Sequence[int], *_: Any, dtype: torch.dtype | None = None, **__:
     return jnp.zeros(tuple(size), _or(dtype, default_float()))
 
 
-def _triangle(indices: Callable[..., Any]) -> Lowering:
-    """Return the row and column indices of a triangle, (2, count)."""
-
-    def lowering(row: int, col: int, offset: int = 0, *, dtype: torch.dtype | None = None, **_: Any) -> Array:
-        return jnp.stack(indices(row, offset, col)).astype(jax_dtype(dtype or torch.int64))
-
-    return lowering
-
-
 def _split(self: Array, sizes: Sequence[int], dim: int = 0) -> tuple[Array, ...]:
     return tuple(jnp.split(self, np.cumsum(sizes)[:-1].tolist(), axis=dim))
 
@@ -441,14 +421,11 @@ register_table(
         "aten.scatter_add": lambda self, dim, index, src: _scattered(self, dim, index, src, "add"),
         "aten.select.int": lambda self, dim, index: self[_place(self, dim, index)],
         "aten.slice.Tensor": _slice,
-        "aten.slice_scatter": _through(_slice),
         "aten.split_with_sizes": _split,
         "aten.sym_constrain_range_for_size": lambda *_, **__: None,
         "aten.sym_numel": lambda self: self.size,
         "aten.sym_size.int": lambda self, dim: self.shape[dim],
         "aten.take": lambda self, index: self.reshape(-1)[index],
-        "aten.tril_indices": _triangle(jnp.tril_indices),
-        "aten.triu_indices": _triangle(jnp.triu_indices),
         "aten.unsqueeze": lambda self, dim: jnp.expand_dims(self, dim),
         "aten.view.default": lambda self, size: jnp.reshape(self, tuple(size)),
         "aten.view.dtype": lambda self, dtype: self.view(jax_dtype(dtype)),
