@@ -15,7 +15,7 @@ from gradcheck_suite.__main__ import main
 from gradcheck_suite.cli.loading import resolve_problem
 from gradcheck_suite.core.contract import Problem
 from gradcheck_suite.loops.trainers import TRAINERS
-from gradcheck_suite.loops.trainers.models import llama, next_tokens, padded_rows, seeded
+from gradcheck_suite.loops.trainers.models import llama, next_tokens, seeded
 from gradcheck_suite.loops.trainers.problems import MEAN
 from gradcheck_suite.loops.trainers.trainer import PADDED_ROWS, PLANS, SMOOTHED
 from tests.loops.trainers.expecting import at_version, cells, diagnosis
@@ -157,14 +157,14 @@ def test_a_model_that_peft_wraps_is_trained_as_it_is():
 
 
 def test_another_loss_than_the_models_own_is_refused():
-    other = Problem(llama().model, padded_rows, lambda model, batch: 2 * model(**batch).loss, count=next_tokens)
+    other = Problem(llama().model, llama().batch, lambda model, batch: 2 * model(**batch).loss, count=next_tokens)
     with pytest.raises(CannotRunHere, match=r"let Problem.loss return model\(\*\*batch\).loss"):
         check(TRAINERS["hf-trainer"].load(), Case("other", Plan((1,), 1)), problem=other)
 
 
 def test_a_batch_without_labels_is_refused():
     def rows(items, seed):
-        batch = padded_rows(items, seed)
+        batch = llama().batch(items, seed)
         return {"rows": batch.pop("labels"), **batch}
 
     other = Problem(
@@ -186,7 +186,7 @@ def test_problems_are_the_same_for_the_same_seed():
     first, second, other = (seeded(lambda: torch.nn.Linear(2, 2))(seed).weight for seed in (1, 1, 2))
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
-    assert torch.equal(padded_rows(3, 5)["labels"], padded_rows(3, 5)["labels"])
+    assert torch.equal(llama().batch(3, 5)["labels"], llama().batch(3, 5)["labels"])
 
 
 def test_targets_are_what_a_causal_model_predicts():
