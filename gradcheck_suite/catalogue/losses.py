@@ -470,6 +470,7 @@ def _with_logits_items(options: Options, out: jax.Array, batch: Arguments) -> ja
 
 
 def _bce(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
+    # torch clamps each logarithm at -100, with another derivative: https://pytorch.org/docs/stable/generated/torch.nn.BCELoss.html
     probability = torch.sigmoid(out).clamp(CLOSEST, 1 - CLOSEST)
     return F.binary_cross_entropy(probability, batch["target"], weight=batch.get("weight"), reduction=reduction)
 
@@ -860,6 +861,7 @@ KINDS = (
     _over_targets("cross_entropy_of_large_logits", _large_logits, _large_logits_items, scale=(100.0, 10000.0)),
     LossDefinition(
         "identity",
+        # the readout's output alone: an item must have one entry of the parameter
         lambda signal: ({}, {"slopes": "1 2**10"}, {"unit": 0.25}) if signal == vector(1) else (),
         _probe_targets,
         _identity,

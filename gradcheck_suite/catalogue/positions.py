@@ -222,6 +222,7 @@ class MeanOverTime(torch.nn.Module):
         if mask is None:
             return x.mean(1)
         kept = mask.unsqueeze(-1)
+        # filled, not multiplied: padding may be infinite, and 0 times infinity is NaN
         return x.masked_fill(~kept, 0).sum(1) / kept.sum(1)
 
 
@@ -266,6 +267,7 @@ def _last(options: Options, params: Arguments, x: jax.Array, extras: Arguments) 
     if "mask" not in extras:
         return x[:, -1]
     position = jnp.arange(x.shape[1])
+    # from the mask itself, not from its sum: so a mask that is no prefix shows as a difference from torch's
     last = jnp.where(extras["mask"], position, -1).max(1)
     return jnp.where((position == last[:, None])[:, :, None], x, 0.0).sum(1)
 

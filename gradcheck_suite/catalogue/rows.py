@@ -7,12 +7,12 @@ or unreached.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
-from jax.scipy.special import erf
 
 from gradcheck_suite.catalogue.definitions import (
     FLOATS,
@@ -79,41 +79,12 @@ def _embedding(options: Options, params: Arguments, x: jax.Array, extras: Argume
 #
 # At a kink an activation has several subgradients, of which torch returns one. Inputs at a kink are common: a dropped
 # or clamped value is exactly 0, 1 or 6. Each definition therefore states with `>` or `>=` on which side a kink lies.
-
-
-_SELU_SCALE, _SELU_ALPHA = 1.0507009873554805, 1.6732632423543772  # Klambauer et al. 2017, equation 14
-
-
-def _below(x: jax.Array) -> jax.Array:
-    """Return min(x, 0), so that the exponential in the branch not taken cannot overflow to NaN."""
-    return jnp.where(x > 0, 0.0, x)
+# JAX's own functions stand where their derivative at a kink is torch's: not that of leaky_relu, which is 1 at 0.
 
 
 def _between(x: jax.Array, low: float, high: float, inside: jax.Array) -> jax.Array:
     """Return `inside` strictly between the bounds, and the nearer bound elsewhere."""
     return jnp.where((x > low) & (x < high), inside, jnp.where(x >= high, high, low))
-
-
-def relu(x: jax.Array) -> jax.Array:
-    """Return max(x, 0); the derivative at 0 is 0."""
-    return jnp.where(x > 0, x, 0.0)
-
-
-def gelu(x: jax.Array) -> jax.Array:
-    """Return x times the standard normal distribution function."""
-    return 0.5 * x * (1 + erf(x / jnp.sqrt(2.0)))
-
-
-def _gelu_tanh(x: jax.Array) -> jax.Array:
-    return 0.5 * x * (1 + jnp.tanh(jnp.sqrt(2 / jnp.pi) * (x + 0.044715 * x**3)))
-
-
-def _elu(x: jax.Array, alpha: float) -> jax.Array:
-    return jnp.where(x > 0, x, alpha * jnp.expm1(_below(x)))
-
-
-def _celu(x: jax.Array, alpha: float) -> jax.Array:
-    return jnp.where(x > 0, x, alpha * jnp.expm1(_below(x) / alpha))
 
 
 def _shrink(x: jax.Array, lambd: float, by: float) -> jax.Array:
@@ -136,22 +107,6 @@ def _pointwise(
 # Activations of whole feature rows (softmax, GLU) or with a parameter (PReLU)
 
 
-def _below_maximum(x: jax.Array) -> jax.Array:
-    """Return x minus its row's maximum: this changes neither value nor gradient of a softmax, and prevents overflow."""
-    return x - jax.lax.stop_gradient(x.max(axis=-1, keepdims=True))
-
-
-def _log_softmax(x: jax.Array) -> jax.Array:
-    x = _below_maximum(x)
-    return x - jnp.log(jnp.exp(x).sum(axis=-1, keepdims=True))
-
-
-def softmax(x: jax.Array) -> jax.Array:
-    """Return the softmax over the last axis."""
-    e = jnp.exp(_below_maximum(x))
-    return e / e.sum(axis=-1, keepdims=True)
-
-
 def _over_features(
     name: str, module: Callable[..., torch.nn.Module], function: Callable[[jax.Array], jax.Array]
 ) -> LayerDefinition:
@@ -168,11 +123,6 @@ def _over_features(
 def _glu_out(signal: Signal, options: Options) -> Signal:
     expect(signal.form in ROWS and signal.features % 2 == 0, "an even number of features", signal)
     return signal.with_features(signal.features // 2)
-
-
-def _glu(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
-    value, gate = jnp.split(x, 2, axis=-1)
-    return value * jax.nn.sigmoid(gate)
 
 
 def _takes_slopes(signal: Signal, options: Options) -> bool:
@@ -234,7 +184,7 @@ def attend(params: Arguments, prefix: str, x: jax.Array, heads: int, visible: ja
     q, k, v = (part.reshape(n, length, heads, -1) for part in jnp.split(projected, 3, axis=-1))
     scores = jnp.einsum("nqhd,nkhd->nhqk", q, k) / jnp.sqrt(features / heads)
     scores = jnp.where(visible, scores, -jnp.inf)
-    y = jnp.einsum("nhqk,nkhd->nqhd", softmax(scores), v).reshape(n, length, features)
+    y = jnp.einsum("nhqk,nkhd->nqhd", jax.nn.softmax(scores), v).reshape(n, length, features)
     return linear(params, y, prefix + "out_proj.")
 
 
@@ -264,7 +214,7 @@ def _attention(options: Options, params: Arguments, x: jax.Array, extras: Argume
 
 TRANSFORMER_HIDDEN = 3
 _TRANSFORMER_EPS = 1e-5
-_TRANSFORMER_ACTIVATIONS = {"relu": relu, "gelu": gelu}
+_TRANSFORMER_ACTIVATIONS = {"relu": jax.nn.relu, "gelu": partial(jax.nn.gelu, approximate=False)}
 
 
 class Block(torch.nn.Module):
@@ -344,7 +294,7 @@ class AllSteps(torch.nn.Module):
 
 def _rnn(o: Options, xs: jax.Array, hs: jax.Array, h: jax.Array, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
     s = xs + hs
-    return (relu(s) if o["nonlinearity"] == "relu" else jnp.tanh(s)), memory
+    return (jax.nn.relu(s) if o["nonlinearity"] == "relu" else jnp.tanh(s)), memory
 
 
 def _gru(o: Options, xs: jax.Array, hs: jax.Array, h: jax.Array, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -559,7 +509,7 @@ def _branch(options: Options, params: Arguments, x: jax.Array, extras: Arguments
 def _mixture(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
     logits = linear(params, x, "gate.")
     chosen = jnp.argmax(logits, axis=-1)[..., None]
-    probability = softmax(logits)
+    probability = jax.nn.softmax(logits)
     y = jnp.zeros((), x.dtype)
     for way in range(options["experts"]):
         y = jnp.where(chosen == way, probability[..., way : way + 1] * _way(params, way, x), y)
@@ -598,16 +548,17 @@ KINDS = (
         _embedding,
         trainable=True,
     ),
-    _pointwise("relu", torch.nn.ReLU, relu),
+    _pointwise("relu", torch.nn.ReLU, jax.nn.relu),
     _pointwise("tanh", torch.nn.Tanh, jnp.tanh),
     _pointwise("sigmoid", torch.nn.Sigmoid, jax.nn.sigmoid),
-    _pointwise("gelu", torch.nn.GELU, gelu),
-    _pointwise("gelu_tanh", lambda: torch.nn.GELU(approximate="tanh"), _gelu_tanh),
-    _pointwise("silu", torch.nn.SiLU, lambda x: x * jax.nn.sigmoid(x)),
+    _pointwise("gelu", torch.nn.GELU, partial(jax.nn.gelu, approximate=False)),
+    _pointwise("gelu_tanh", lambda: torch.nn.GELU(approximate="tanh"), jax.nn.gelu),
+    _pointwise("silu", torch.nn.SiLU, jax.nn.silu),
     _pointwise("mish", torch.nn.Mish, lambda x: x * jnp.tanh(jnp.logaddexp(x, 0.0))),
     _pointwise(
         "softplus",
         torch.nn.Softplus,
+        # torch is linear above the threshold; the second variant has one that drawn numbers exceed
         lambda x, beta, threshold: jnp.where(beta * x > threshold, x, jnp.logaddexp(beta * x, 0.0) / beta),
         {"beta": 1.0, "threshold": 20.0},
         {"beta": 2.0, "threshold": 1.0},
@@ -620,9 +571,9 @@ KINDS = (
         {"negative_slope": 0.01},
         {"negative_slope": 0.5},
     ),
-    _pointwise("elu", torch.nn.ELU, _elu, {"alpha": 1.0}, {"alpha": 0.5}),
-    _pointwise("celu", torch.nn.CELU, _celu, {"alpha": 2.0}),
-    _pointwise("selu", torch.nn.SELU, lambda x: _SELU_SCALE * _elu(x, _SELU_ALPHA)),
+    _pointwise("elu", torch.nn.ELU, jax.nn.elu, {"alpha": 1.0}, {"alpha": 0.5}),
+    _pointwise("celu", torch.nn.CELU, jax.nn.celu, {"alpha": 2.0}),
+    _pointwise("selu", torch.nn.SELU, jax.nn.selu),
     _pointwise("hardtanh", torch.nn.Hardtanh, lambda x: _between(x, -1.0, 1.0, x)),
     _pointwise("relu6", torch.nn.ReLU6, lambda x: _between(x, 0.0, 6.0, x)),
     _pointwise(
@@ -634,14 +585,14 @@ KINDS = (
     _pointwise("hardshrink", torch.nn.Hardshrink, lambda x: _shrink(x, 0.5, 0.0)),
     _pointwise("softsign", torch.nn.Softsign, lambda x: x / (1 + jnp.where(x > 0, x, -x))),
     _pointwise("tanhshrink", torch.nn.Tanhshrink, lambda x: x - jnp.tanh(x)),
-    _over_features("softmax", torch.nn.Softmax, softmax),
-    _over_features("log_softmax", torch.nn.LogSoftmax, _log_softmax),
+    _over_features("softmax", torch.nn.Softmax, jax.nn.softmax),
+    _over_features("log_softmax", torch.nn.LogSoftmax, jax.nn.log_softmax),
     LayerDefinition(
         "glu",
         on(*ROWS, fits=lambda signal, o: signal.features % 2 == 0),
         _glu_out,
         lambda signal, o: torch.nn.GLU(dim=-1),
-        _glu,
+        lambda o, params, x, extras: jax.nn.glu(x),
         axes=1,
     ),
     LayerDefinition(
