@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from gradcheck_suite.catalogue.definitions import Signal
-from gradcheck_suite.catalogue.tables import chain_signal, input_signal, layer_definition, out_signal, with_signals
-from gradcheck_suite.core.case import ALWAYS_WRITTEN, Case, Layer, Loss, Plan, ProblemSpec
+from gradcheck_suite.catalogue.tables import chain_signal, input_signal, out_signal, walk
+from gradcheck_suite.core.case import ALWAYS_WRITTEN, Case, Loss, Plan, ProblemSpec
 from gradcheck_suite.core.results import Violation
 from gradcheck_suite.core.text import aligned, counted, split_text
 
@@ -40,7 +40,9 @@ def describe_problem(problem: ProblemSpec | str) -> list[tuple[str, str]]:
         return [("problem", f"{problem} (a user's)")]
     signal = input_signal(problem.input)
     lines = [("input", f"{_signal(signal)}  {_options(problem.input.o)}".rstrip())]
-    lines += _layers(problem.layers, signal, "")
+    for name, layer, given in walk(problem.layers, signal):
+        shapes = f"{_shape(given)} -> {_shape(out_signal(layer, given))}"
+        lines.append((name, f"{layer.kind:<12} {shapes}  {_options(layer.o)}".rstrip()))
     lines += [("tied", f"{name} is {original}") for name, original in problem.ties]
     out = chain_signal(problem.layers, signal)
     lines.append(("loss", _loss(problem.loss, out)))
@@ -70,14 +72,6 @@ def with_case_described(violation: Violation) -> Violation:
 def example_text(case: Case) -> str:
     """Return the decorator that makes Hypothesis try this case first."""
     return f"@example({case!r})"
-
-
-def _layers(layers: Iterable[Layer], signal: Signal, path: str, *, parallel: bool = False) -> Iterator[tuple[str, str]]:
-    for i, (layer, given) in enumerate(with_signals(layers, signal, parallel=parallel)):
-        shapes = f"{_shape(given)} -> {_shape(out_signal(layer, given))}"
-        options = _options(layer.o)
-        yield f"{path}{i}", f"{layer.kind:<12} {shapes}  {options}".rstrip()
-        yield from _layers(layer.layers, given, f"{path}{i}.", parallel=layer_definition(layer).parallel)
 
 
 def _loss(loss: Loss, out: Signal) -> str:

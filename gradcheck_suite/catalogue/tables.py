@@ -126,6 +126,15 @@ def with_signals(layers: Iterable[Layer], signal: Signal, *, parallel: bool = Fa
             signal = out_signal(layer, signal)
 
 
+def walk(
+    layers: Iterable[Layer], signal: Signal, path: str = "", *, parallel: bool = False
+) -> Iterator[tuple[str, Layer, Signal]]:
+    """Yield each layer with its name in the model and its input signal, those inside of a layer after it."""
+    for i, (layer, given) in enumerate(with_signals(layers, signal, parallel=parallel)):
+        yield f"{path}{i}", layer, given
+        yield from walk(layer.layers, given, f"{path}{i}.", parallel=layer_definition(layer).parallel)
+
+
 def chain_signal(layers: Iterable[Layer], signal: Signal) -> Signal:
     """Return the output signal of a chain of layers."""
     for layer in layers:
@@ -293,16 +302,8 @@ def value_names(path: str, names: Iterable[str], ties: Iterable[tuple[str, str]]
 
 def needs_batch(problem: ProblemSpec) -> bool:
     """Return whether the model takes the whole batch, since a layer asks for more of it than `x`."""
-    return _asks_for_more(problem.layers, input_signal(problem.input))
-
-
-def _asks_for_more(layers: Iterable[Layer], signal: Signal, *, parallel: bool = False) -> bool:
-    for layer, given in with_signals(layers, signal, parallel=parallel):
-        kind = layer_definition(layer)
-        inside = _asks_for_more(layer.layers, given, parallel=kind.parallel)
-        if inside or (not kind.wraps and extra_keys(layer, given, "")):
-            return True
-    return False
+    walked = walk(problem.layers, input_signal(problem.input))
+    return any(extra_keys(layer, given, "") for _, layer, given in walked if not layer.layers)
 
 
 @lru_cache(maxsize=1024)
@@ -321,23 +322,6 @@ def extra_keys(layer: Layer, signal: Signal, path: str) -> dict[str, str]:
     return keys
 
 
-def _extras(
-    layers: Iterable[Layer],
-    signal: Signal,
-    rng: np.random.Generator,
-    items: int,
-    path: str = "",
-    *,
-    parallel: bool = False,
-) -> Iterator[Arrays]:
-    for i, (layer, given) in enumerate(with_signals(layers, signal, parallel=parallel)):
-        kind = layer_definition(layer)
-        if kind.wraps is not None:
-            yield from _extras(layer.layers, given, rng, items, f"{path}{i}.", parallel=kind.parallel)
-        else:
-            yield {f"{path}{i}.{name}": a for name, a in kind.extras(given, layer.o, rng, items).items()}
-
-
 def draw_data(problem: ProblemSpec, seed: int, masked: npt.NDArray[np.bool_]) -> Arrays:
     """Draw a problem's items in float64.
 
@@ -352,8 +336,10 @@ def draw_data(problem: ProblemSpec, seed: int, masked: npt.NDArray[np.bool_]) ->
     rng = np.random.default_rng((seed, _DATA_STREAM))
     items = len(masked)
     arrays = dict(input_definition(problem.input).draw(problem.input.o, rng, items))
-    for extras in _extras(problem.layers, input_signal(problem.input), rng, items):
-        arrays |= extras
+    for name, layer, given in walk(problem.layers, input_signal(problem.input)):
+        if not layer.layers:
+            drawn = layer_definition(layer).extras(given, layer.o, rng, items)
+            arrays |= {f"{name}.{key}": array for key, array in drawn.items()}
     out = output_signal(problem)
     ignored = masked
     if out.form == "sequence":

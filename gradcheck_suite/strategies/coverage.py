@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 
 from gradcheck_suite.core.case import Case, Plan
 
 Coverage = dict[str, dict[str, int]]
 """Category (`"inputs"`, `"layers"`, `"losses"`, `"splits"`) -> name -> number of cases that contain it."""
-SPLITS = (
-    "unequal micro-batches",
-    "a micro-batch of one item",
-    "a micro-batch without valid targets",
-    "a short last window",
-    "an epoch shorter than accumulation_steps",
-    "several windows",
-    "several epochs",
-    "no accumulation (K = 1)",
-    "5 or more micro-batches in a window",
-)
+SPLITS: dict[str, Callable[[Plan], bool]] = {
+    "unequal micro-batches": lambda plan: any(len({plan.micro_batches[j] for j in w}) > 1 for w in plan.windows),
+    "a micro-batch of one item": lambda plan: 1 in plan.micro_batches,
+    "a micro-batch without valid targets": lambda plan: bool(plan.masked),
+    "a short last window": lambda plan: plan.has_short_window,
+    "an epoch shorter than accumulation_steps": lambda plan: len(plan.micro_batches) < plan.accumulation_steps,
+    "several windows": lambda plan: len(plan.windows) > 1,
+    "several epochs": lambda plan: plan.epochs > 1,
+    "no accumulation (K = 1)": lambda plan: plan.accumulation_steps == 1,
+    "5 or more micro-batches in a window": lambda plan: max(map(len, plan.windows)) >= 5,
+}
+"""Kinds of split -> whether a plan has it."""
 
 
 class CaseCoverage:
@@ -35,24 +36,8 @@ class CaseCoverage:
             self._counts["inputs"][spec.input.kind] += 1
             self._counts["layers"].update(set(spec.layer_kinds))
             self._counts["losses"][f"{spec.loss.kind}, {spec.loss.reduction}"] += 1
-        self._counts["splits"].update(_splits(case.plan))
+        self._counts["splits"].update(name for name, is_in in SPLITS.items() if is_in(case.plan))
 
     def to_json(self) -> Coverage:
         """Return the counts, the most frequent first."""
         return {category: dict(counts.most_common()) for category, counts in self._counts.items()}
-
-
-def _splits(plan: Plan) -> Iterator[str]:
-    sizes = plan.micro_batches
-    has = (
-        any(len({sizes[j] for j in window}) > 1 for window in plan.windows),
-        1 in sizes,
-        bool(plan.masked),
-        plan.has_short_window,
-        len(sizes) < plan.accumulation_steps,
-        len(plan.windows) > 1,
-        plan.epochs > 1,
-        plan.accumulation_steps == 1,
-        max(len(window) for window in plan.windows) >= 5,
-    )
-    yield from (name for name, present in zip(SPLITS, has, strict=True) if present)
