@@ -21,7 +21,6 @@ from gradcheck_suite.errors import UsageError
 
 Options = Mapping[str, Any]
 Form = Literal["vector", "sequence", "image", "tokens"]
-Variants = Callable[["Signal"], Sequence[Options]]
 
 ROWS: tuple[Form, ...] = ("vector", "sequence")
 """Signals made of feature rows."""
@@ -79,6 +78,28 @@ def product(**choices: Sequence[Any]) -> list[Options]:
     return sorted(combinations, key=lambda c: sum(choices[n].index(v) for n, v in c.items()))
 
 
+@dataclass(frozen=True, eq=False)
+class Variants:
+    """What a layer or a loss accepts, and what is drawn for it; called with a signal, it returns the options for that.
+
+    Attributes:
+        forms: of the signals that it accepts.
+        options: the variants, simplest first.
+        fits: (signal, options) -> whether this variant is drawn for this signal.
+        min_features: the smallest number of features for which anything is drawn.
+    """
+
+    forms: tuple[Form, ...]
+    options: Sequence[Options]
+    fits: Callable[[Signal, Options], bool]
+    min_features: int
+
+    def __call__(self, signal: Signal) -> Sequence[Options]:
+        if signal.form not in self.forms or signal.features < self.min_features:
+            return ()
+        return [o for o in self.options if self.fits(signal, o)]
+
+
 def on(
     *forms: Form,
     options: Sequence[Options] | None = None,
@@ -86,23 +107,8 @@ def on(
     min_features: int = 1,
     **choices: Sequence[Any],
 ) -> Variants:
-    """Return the `variants` of a layer or a loss.
-
-    Args:
-        forms: the signals that it accepts.
-        options: the variants, simplest first; by default every combination of the choices.
-        fits: (signal, options) -> whether this signal has this variant.
-        min_features: the smallest number of features that it accepts.
-        choices: values of each option, the simplest first.
-    """
-    every = product(**choices) if options is None else options
-
-    def variants(signal: Signal) -> Sequence[Options]:
-        if signal.form not in forms or signal.features < min_features:
-            return ()
-        return [o for o in every if fits(signal, o)]
-
-    return variants
+    """Return the `variants` of a layer or a loss; without options, these are every combination of the choices."""
+    return Variants(forms, product(**choices) if options is None else options, fits, min_features)
 
 
 _FORM_NAMES = {
@@ -131,16 +137,6 @@ def expect_counts(options: Options, *names: str) -> None:
         expect(options[name] >= 1, f"{name} of at least 1", options[name])
 
 
-def keeps_signal(*forms: Form) -> Callable[[Signal, Options], Signal]:
-    """Return `out` of a layer that accepts these forms and returns its input's signal."""
-
-    def out(signal: Signal, options: Options) -> Signal:
-        expect_form(signal, *forms)
-        return signal
-
-    return out
-
-
 def rows_to_features(*counts: str) -> Callable[[Signal, Options], Signal]:
     """Return `out` of a layer that maps feature rows to rows of `features` features.
 
@@ -149,7 +145,6 @@ def rows_to_features(*counts: str) -> Callable[[Signal, Options], Signal]:
     """
 
     def out(signal: Signal, options: Options) -> Signal:
-        expect_form(signal, *ROWS)
         expect_counts(options, "features", *counts)
         return signal.with_features(options["features"])
 
@@ -271,7 +266,7 @@ class LossDefinition:
     """
 
     name: str
-    variants: Variants
+    variants: Callable[[Signal], Sequence[Options]]
     targets: Targets
     torch_loss: TorchLoss
     jax_items: JaxLoss

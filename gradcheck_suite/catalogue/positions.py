@@ -6,7 +6,7 @@ Variants are few and produce the sizes of other layers, because every new shape 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import jax
@@ -27,8 +27,6 @@ from gradcheck_suite.catalogue.definitions import (
     Variants,
     expect,
     expect_counts,
-    expect_form,
-    keeps_signal,
     on,
     rows_to_features,
     same,
@@ -87,7 +85,6 @@ def _convolution(
         return _has_usual_size(signal, o) and signal.features % o["groups"] == 0
 
     def out(signal: Signal, o: Options) -> Signal:
-        expect_form(signal, form)
         expect_counts(o, "features", "kernel", "stride", "dilation", "groups")
         expect(o["padding"] >= 0, "padding of at least 0", o["padding"])
         groups, features, lengths = o["groups"], o["features"], _lengths(signal, o)
@@ -140,7 +137,6 @@ def _every_window_holds_a_pixel(signal: Signal, o: Options) -> bool:
 
 
 def _pooled(signal: Signal, options: Options) -> Signal:
-    expect_form(signal, "image")
     expect_counts({"dilation": 1, **options}, "kernel", "stride", "dilation")
     expect(0 <= options["padding"] <= options["kernel"] // 2, "padding of at most half the kernel", dict(options))
     lengths = _lengths(signal, options)
@@ -200,7 +196,6 @@ def _adaptive(
     name: str, module: Callable[[int], torch.nn.Module], pool: Callable[[jax.Array], jax.Array]
 ) -> LayerDefinition:
     def out(signal: Signal, o: Options) -> Signal:
-        expect_form(signal, "image")
         expect_counts(o, "size")
         return Signal("image", (signal.features, o["size"], o["size"]))
 
@@ -275,12 +270,14 @@ def _last(options: Options, params: Arguments, x: jax.Array, extras: Arguments) 
 def _over_time(
     name: str, module: Callable[..., torch.nn.Module], jax_apply: Implementation, **choices: Any
 ) -> LayerDefinition:
-    def out(signal: Signal, o: Options) -> Signal:
-        expect_form(signal, "sequence")
-        return vector(signal.features)
-
-    variants = on("sequence", **choices)
-    return LayerDefinition(name, variants, out, lambda signal, o: module(**o), jax_apply, uses_mask=True)
+    return LayerDefinition(
+        name,
+        on("sequence", **choices),
+        lambda signal, o: vector(signal.features),
+        lambda signal, o: module(**o),
+        jax_apply,
+        uses_mask=True,
+    )
 
 
 # Normalization layers: layer, RMS, group and instance norm, batch norm in eval mode.
@@ -365,15 +362,14 @@ def _elements(signal: Signal, groups: int) -> int:
     return int(np.prod(signal.size)) // groups
 
 
-def _group_variants(signal: Signal) -> Sequence[Options]:
-    groups = 2 if signal.features % 2 == 0 and _elements(signal, 2) > 1 else 1
-    options = ({"groups": 1, "affine": False}, {"groups": groups, "affine": True})
-    return on(*FLOATS, options=options, fits=lambda signal, o: _elements(signal, 1) > 1)(signal)
+def _takes_groups(signal: Signal, options: Options) -> bool:
+    """Return whether a group has several numbers; two groups with parameters are drawn where that is so, else one."""
+    pairs = signal.features % 2 == 0 and _elements(signal, 2) > 1
+    return _elements(signal, 1) > 1 and (not options["affine"] or options["groups"] == 1 + pairs)
 
 
 def _group_out(signal: Signal, options: Options) -> Signal:
     groups = options["groups"]
-    expect_form(signal, *FLOATS)
     expect(groups >= 1 and signal.features % groups == 0, "groups that divide the features", groups)
     expect(_elements(signal, groups) > 1, "more than one number in a group", f"{groups} of {signal}")
     return signal
@@ -384,7 +380,6 @@ def _has_several_positions(signal: Signal, options: Options) -> bool:
 
 
 def _instance_out(signal: Signal, options: Options) -> Signal:
-    expect_form(signal, "sequence", "image")
     expect(_has_several_positions(signal, options), "more than one position or pixel", signal)
     return signal
 
@@ -410,7 +405,7 @@ def _normalization(  # noqa: PLR0913 - the arguments of a kind of layer
         return make(*groups, signal.features, eps=EPS, **{affine: o["affine"]}).train()
 
     variants = variants or on(*forms, affine=(False, True))
-    return LayerDefinition(name, variants, out or keeps_signal(*forms), torch_module, jax_apply, axes=axes)
+    return LayerDefinition(name, variants, out or same, torch_module, jax_apply, axes=axes)
 
 
 def _batch_norm_in_train_mode(signal: Signal, options: Options) -> torch.nn.Module:
@@ -421,13 +416,7 @@ def _batch_norm_in_train_mode(signal: Signal, options: Options) -> torch.nn.Modu
 # Layers that only reshape. Their output sizes are those of other layers, so that few shapes are compiled
 
 
-def _flattened(signal: Signal, options: Options) -> Signal:
-    expect_form(signal, "sequence", "image")
-    return vector(int(np.prod(signal.size)))
-
-
 def _unflattened(signal: Signal, options: Options) -> Signal:
-    expect_form(signal, "vector")
     length = options["length"]
     expect(length >= 1 and signal.size[0] % length == 0, f"a length that divides {signal.size[0]}", length)
     return Signal("sequence", (length, signal.size[0] // length))
@@ -441,7 +430,7 @@ class Transpose(torch.nn.Module):
 
 
 def _transposed(signal: Signal, options: Options) -> Signal:
-    expect(signal.form == "sequence" and not signal.padded, "a sequence without padding", signal)
+    expect(not signal.padded, "a sequence without padding", signal)
     return Signal("sequence", signal.size[::-1])
 
 
@@ -453,7 +442,6 @@ class Pixels(torch.nn.Module):
 
 
 def _pixels_out(signal: Signal, options: Options) -> Signal:
-    expect_form(signal, "image")
     channels, height, width = signal.size
     return Signal("sequence", (height * width, channels))
 
@@ -512,7 +500,11 @@ _POSITIONS = (
         torch.nn.GroupNorm,
         _group_norm,
         in_sequences=SequenceGroupNorm,
-        variants=_group_variants,
+        variants=on(
+            *FLOATS,
+            options=[{"groups": groups, "affine": affine} for groups, affine in ((1, False), (1, True), (2, True))],
+            fits=_takes_groups,
+        ),
         out=_group_out,
     ),
     _normalization(
@@ -528,7 +520,7 @@ _POSITIONS = (
     LayerDefinition(
         "batch_norm_train",
         on(*FLOATS),
-        keeps_signal(*FLOATS),
+        same,
         _batch_norm_in_train_mode,
         trainable=True,
         separable=False,
@@ -536,7 +528,7 @@ _POSITIONS = (
     LayerDefinition(
         "flatten",
         on("sequence", "image", fits=lambda signal, o: bool(np.prod(signal.size) <= 12)),
-        _flattened,
+        lambda signal, o: vector(int(np.prod(signal.size))),
         lambda signal, o: torch.nn.Flatten(),
         lambda o, params, x, extras: x.reshape(len(x), -1),
     ),
@@ -584,7 +576,6 @@ class MaskedDropout(torch.nn.Module):
 
 
 def _dropout_out(signal: Signal, options: Options) -> Signal:
-    expect_form(signal, *FLOATS)
     expect(0 <= options["p"] < 1, "p of at least 0 and below 1", options["p"])
     return signal
 
@@ -625,7 +616,6 @@ _BAGS = [
 
 def _bag_out(signal: Signal, options: Options) -> Signal:
     mode = options["mode"]
-    expect_form(signal, "tokens")
     expect_counts(options, "features")
     expect(mode in _MODES, f"mode to be one of {', '.join(_MODES)}", mode)
     expect(mode != "max" or not options["sparse"], "a dense gradient for mode 'max'", "sparse=True")
@@ -755,7 +745,7 @@ _OWN_ARRAYS = (
     LayerDefinition(
         "scale",
         on(*FLOATS),
-        keeps_signal(*FLOATS),
+        same,
         lambda signal, o: Scale(),
         lambda o, params, x, extras: x * params["weight"],
         axes=0,
@@ -764,7 +754,7 @@ _OWN_ARRAYS = (
     LayerDefinition(
         "train_scale",
         on(*FLOATS, factor=(2.0,)),
-        keeps_signal(*FLOATS),
+        same,
         lambda signal, o: TrainScale(o["factor"]),
         lambda o, params, x, extras: x * o["factor"],
         axes=0,
@@ -772,7 +762,7 @@ _OWN_ARRAYS = (
     LayerDefinition(
         "second_input",
         on("vector"),
-        keeps_signal("vector"),
+        same,
         lambda signal, o: SecondInput(signal.features, WIDTH),
         lambda o, params, x, extras: x + extras["other"] @ params["weight"].T,
         extras=lambda signal, o, rng, items: {"other": rng.standard_normal((items, WIDTH))},

@@ -25,6 +25,7 @@ from gradcheck_suite.catalogue.definitions import (
     Options,
     Signal,
     Tensors,
+    expect_form,
     feature_axis,
     no_extras,
 )
@@ -97,13 +98,12 @@ def out_signal(layer: Layer, signal: Signal) -> Signal:
             raise UsageError(f"layer {layer.kind!r}: inner layers must keep the shape {signal.size}, got {inner.size}")
     _check_options(f"layer {layer.kind!r}", layer.o, kind.variants(signal))
     try:
+        expect_form(signal, *kind.variants.forms)
         out = kind.out(signal, layer.o)
     except UsageError as error:
         raise UsageError(f"layer {layer.kind!r}: {error}") from None
     except (KeyError, TypeError) as error:
         raise UsageError(f"layer {layer.kind!r}: missing or ill-typed option {error} in {dict(layer.o)}") from None
-    if out.form == "tokens":
-        raise UsageError(f"layer {layer.kind!r}: expected floating values, got {signal}: embed tokens first")
     return out
 
 
