@@ -19,6 +19,7 @@ from gradcheck_suite.cli.arguments import OutputOptions
 from gradcheck_suite.core.contract import ASSUMPTIONS
 from gradcheck_suite.core.faults import FAULTS
 from gradcheck_suite.core.options import OF_COMMANDS, Option, VerifyOptions, options_of
+from gradcheck_suite.port.causes import CAUSES
 from gradcheck_suite.pytest_plugin import SECOND_OPINION_S
 from tests.docs.pages import ROOT
 
@@ -36,6 +37,11 @@ def diagnoses(kind: str) -> str:
     """Return the table of the faults of one kind of violation, in the order of the code's table."""
     rows = ([f"`{one.name}`", one.meaning, one.remedy.torch] for one in FAULTS.values() if one.kind == kind)
     return table(["diagnosis", "what it means", "what to do"], rows)
+
+
+def causes() -> str:
+    """Return the table of the causes that a port may differ by."""
+    return table(["cause", "what differs", "what to do"], ([f"`{name}`", *cause] for name, cause in CAUSES.items()))
 
 
 def options_of_command(command: str) -> str:
@@ -129,6 +135,7 @@ TABLES: dict[str, Callable[[], str]] = {
         f"JSON of {name}": lambda name=name: fields_of_json(name)
         for name in ("of_verify", "of_audit", "of_port", "violation", "port_finding")
     },
+    "causes of a port": causes,
     "exit statuses": exit_statuses,
     "assumptions": assumptions,
     "options of the fixture": of_the_fixture,
