@@ -35,9 +35,7 @@ KINDS = {
             Kind("atlas", (*JUDGING, *_own("atlas.py", "atlas_points.py")), ()),
             Kind("zero-or-none", _own("zero_or_none.py", "zero_or_none_laws.py"), ("optimizer", "variant")),
             Kind("step", _own("optimizer_steps.py", "optimizers.py")),
-            Kind(
-                "traffic", (*MEASURING, "run/traffic.py", *_own("traffic.py")), ("loop", "ranks", "accumulation_steps")
-            ),
+            Kind("traffic", (*MEASURING, "run/ranks.py", *_own("traffic.py")), ("loop", "ranks", "accumulation_steps")),
             Kind("public-script", (*JUDGING, "auditing", *_own("public_scripts.py")), ("key",)),
         )
     },

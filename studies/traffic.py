@@ -10,8 +10,7 @@ from math import ceil
 from gradcheck_suite.core.case import Case
 from gradcheck_suite.loops.ranks import RANK_LOOPS
 from gradcheck_suite.run.instance import generated_instance
-from gradcheck_suite.run.ranks import kept_ranks
-from gradcheck_suite.run.traffic import (
+from gradcheck_suite.run.ranks import (
     ALL_GATHER,
     ALL_REDUCE,
     BROADCAST,
@@ -20,6 +19,7 @@ from gradcheck_suite.run.traffic import (
     PLAIN,
     REDUCE_SCATTER,
     Kinds,
+    kept_ranks,
     plan_of_windows,
     traffic_per_window,
 )

@@ -1,12 +1,9 @@
-"""The large-batch gradient in JAX: layers, objective, padding, and the gradients that are kept on disk."""
+"""The large-batch gradient in JAX: layers, objective and padding."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -28,7 +25,7 @@ from gradcheck_suite.catalogue.tables import (
 )
 from gradcheck_suite.core.case import Layer, Loss, ProblemSpec, Tie
 from gradcheck_suite.reference import programs
-from gradcheck_suite.reference.programs import ProgramRequest, keep, kept_files, to_numpy
+from gradcheck_suite.reference.programs import ProgramRequest, to_numpy
 
 ROWS = {None: 48, 1: 576, 0: 1024}
 """The smallest leading dimension of a program, by how many trailing axes its layer mixes (`LayerDefinition.axes`)."""
@@ -328,86 +325,12 @@ class Objective:
         return {name: windows.batch[name] for name in _TARGET_KEYS if name in windows.batch}
 
 
-# JAX's gradients of earlier runs, in files: `verify` draws the same cases from the same seed.
-
-
-FOLDER = "gradients"
-MOST_FILES = 4096
-"""Files, of some kilobytes each, from which on the older half is deleted: about twenty runs of 200 cases."""
-LossesAndGradients = list[tuple[float, Arrays]]
-"""For each window its loss, and an array for each parameter and floating buffer."""
-_used_here = False
-
-
-def use_kept_gradients() -> None:
-    """Let this process read gradients from files, and write those that it computes.
-
-    Only the second process does: it says nothing but that a run holds, and whatever it doubts, its parent judges by
-    gradients that it computes itself.
-    """
-    global _used_here
-    _used_here = True
-    if (folder := kept_files()) is not None:
-        with suppress(OSError):  # there is no folder yet, it cannot be written, or another process deletes files too
-            files = sorted((folder / FOLDER).iterdir(), key=lambda file: file.stat().st_mtime)
-            for file in files[: len(files) - MOST_FILES // 2] if len(files) > MOST_FILES else ():
-                file.unlink()
-
-
-class KeptGradients:
-    """The file of the gradients of some windows."""
-
-    def __init__(self, problem: ProblemSpec, values: Arrays, data: Arrays, windows: Sequence[range]) -> None:
-        """Find the file; the arguments are those of `large_batch_gradients`."""
-        self._folder, self._values, self._windows = kept_files() if _used_here else None, values, len(windows)
-        if self._folder is None:
-            return
-        digest = hashlib.sha256(repr((problem, windows)).encode())
-        for arrays in (values, data):
-            for name in sorted(arrays):
-                array = arrays[name]
-                digest.update(repr((name, array.shape, array.dtype.str)).encode())
-                digest.update(array.tobytes())
-        self._name = f"{FOLDER}/{digest.hexdigest()}"
-
-    def read(self) -> LossesAndGradients | None:
-        """Return what the file has, or None where there is none of the right size."""
-        if self._folder is None:
-            return None
-        path = self._folder / self._name
-        try:
-            payload = path.read_bytes()
-            os.utime(path)  # the latest is deleted last
-        except OSError:
-            return None
-        sizes = [array.size for array in self._values.values()]
-        if len(payload) != 8 * self._windows * (1 + sum(sizes)):
-            return None
-        found: LossesAndGradients = []
-        for row in np.frombuffer(bytearray(payload)).reshape(self._windows, -1):
-            parts = np.split(row[1:], np.cumsum(sizes)[:-1])
-            named = zip(self._values.items(), parts, strict=True)
-            found.append((float(row[0]), {name: part.reshape(like.shape) for (name, like), part in named}))
-        return found
-
-    def write(self, found: LossesAndGradients) -> None:
-        """Keep gradients, float64."""
-        if self._folder is not None:
-            rows = [np.hstack([loss, *(gradient[name].ravel() for name in self._values)]) for loss, gradient in found]
-            keep(self._folder, self._name, np.array(rows, np.float64).tobytes())
-
-
 # The large-batch gradient in JAX.
 
 
 @lru_cache(maxsize=512)
 def _walk(problem: ProblemSpec) -> tuple[Walk, Objective]:
     return Walk(problem.layers, input_signal(problem.input), ties=problem.ties), Objective(problem.loss)
-
-
-def large_batch_gradient(problem: ProblemSpec, values: Arrays, data: Arrays) -> tuple[float, Arrays]:
-    """Return the loss of all items in one batch, and its gradient: `large_batch_gradients` of one window."""
-    return large_batch_gradients(problem, values, data, [range(len(data["x"]))])[0]
 
 
 def large_batch_gradients(
@@ -429,17 +352,10 @@ def large_batch_gradients(
 
 
 class StartedGradients:
-    """`large_batch_gradients`, of which the programs are loaded or compiled by other threads until `result`.
-
-    Gradients that are kept in a file need no program.
-    """
+    """`large_batch_gradients`, of which the programs are loaded or compiled by other threads until `result`."""
 
     def __init__(self, problem: ProblemSpec, values: Arrays, data: Arrays, windows: Sequence[range]) -> None:
         """Start; the arguments are those of `large_batch_gradients`."""
-        self._kept = KeptGradients(problem, values, data, windows)
-        self._found = self._kept.read()
-        if self._found is not None:
-            return
         self._walk, self._objective = _walk(problem)
         self._groups: list[Windows] = []
         for group in _groups(windows):
@@ -453,8 +369,6 @@ class StartedGradients:
 
     def result(self) -> list[tuple[float, Arrays]]:
         """Return what `large_batch_gradients` returns; only once."""
-        if self._found is not None:
-            return self._found
         found: list[tuple[float, Arrays]] = []
         for windows in self._groups:
             out, tape = self._walk.forward(windows, windows.batch["x"])
@@ -462,7 +376,6 @@ class StartedGradients:
             self._walk.add_gradients(windows, tape, cotangent)
             for value, gradient in zip(losses, windows.gradients, strict=True):
                 found.append((value, {n: gradient.get(n, np.zeros_like(v)) for n, v in windows.values.items()}))
-        self._kept.write(found)
         return found
 
 
@@ -477,14 +390,14 @@ def _groups(windows: Sequence[range]) -> Iterator[list[range]]:
     yield group
 
 
-# Further JAX references: the whole model differentiated at once, and micro-batches accumulated by `lax.scan`.
+# A further JAX reference: the whole model differentiated at once.
 #
-# Both compile the whole model, which takes half a second each. They are therefore computed only if the torch and the
-# JAX reference differ, and for a sample of the cases in the properties.
+# It compiles the whole model, which takes half a second. It is therefore computed only if the torch and the JAX
+# reference differ.
 
 
 def whole_gradient(problem: ProblemSpec, values: Arrays, data: Arrays) -> tuple[float, Arrays]:
-    """Return what `large_batch_gradient` does, from one `jax.value_and_grad` of the whole model.
+    """Return loss and gradient of a batch, as `large_batch_gradients` does, from one `jax.value_and_grad`.
 
     Args:
         problem: the problem that is trained.
@@ -503,43 +416,3 @@ def whole_gradient(problem: ProblemSpec, values: Arrays, data: Arrays) -> tuple[
         ("whole", problem), jax.value_and_grad(value), values, batch, weight, store=False
     )
     return float(found), gradient
-
-
-def accumulated_gradient(problem: ProblemSpec, values: Arrays, data: Arrays, sizes: Sequence[int]) -> Arrays:
-    """Return a window's gradient accumulated in JAX: sums and counts over its micro-batches, divided at the end.
-
-    Args:
-        problem: the problem that is trained.
-        values: parameters and floating buffers by name, float64.
-        data: the window's arrays, each with leading dimension items.
-        sizes: number of items of each micro-batch; they add up to the number of items in `data`.
-
-    Returns:
-        For every name in `values`, an array of its shape.
-    """
-    rows = padded_rows(max(sizes))
-    starts = np.cumsum([0, *sizes])
-    cuts = [slice(starts[j], starts[j + 1]) for j in range(len(sizes))]
-    stacked = {name: np.stack([pad_rows(array[cut], rows) for cut in cuts]) for name, array in data.items()}
-    weights = np.stack([(np.arange(rows) < n).astype(np.float64) for n in sizes])
-    loss = loss_definition(problem.loss)
-
-    def total(values: Arguments, batch: Arguments, weight: jax.Array) -> jax.Array:
-        return jnp.sum(weight * loss.jax_items(problem.loss.o, jax_output(problem, values, batch), batch))
-
-    def accumulate(values: Arguments, stacked: Arguments, weights: jax.Array) -> Any:
-        def add(carry: Any, micro_batch: Any) -> Any:
-            gradient, count = carry
-            batch, weight = micro_batch
-            part = jax.grad(total)(values, batch, weight)
-            count = count + jnp.sum(weight * loss.jax_counts(problem.loss.o, batch))
-            return (jax.tree.map(jnp.add, gradient, part), count), None
-
-        start = (jax.tree.map(jnp.zeros_like, values), jnp.zeros(()))
-        (gradient, count), _ = jax.lax.scan(add, start, (stacked, weights))
-        if problem.loss.reduction == "sum":
-            return gradient
-        return jax.tree.map(lambda g: g / count, gradient)
-
-    accumulated: Arrays = programs.PROGRAMS.call(("scan", problem), accumulate, values, stacked, weights, store=False)
-    return accumulated

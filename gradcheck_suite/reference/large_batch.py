@@ -34,7 +34,6 @@ from gradcheck_suite.core.contract import Problem
 from gradcheck_suite.core.text import error_text
 from gradcheck_suite.reference.jax_gradients import (
     StartedGradients,
-    accumulated_gradient,
     large_batch_gradients,
     whole_gradient,
 )
@@ -636,16 +635,13 @@ def _where(window: Window, compared: Comparison) -> str:
 
 
 def opinions(window: Window, jax: Vector) -> dict[str, Vector]:
-    """Return a window's gradient by every way there is: large batch and accumulated, in torch and in JAX."""
+    """Return a window's gradient by every way there is: in one batch and accumulated by torch, in one batch by JAX."""
     instance = window.reference.instance
     found = {"torch large batch": window.torch, "torch accumulated": window.accumulated(), "JAX large batch": jax}
     if (spec := instance.case.spec) is None:
         return found
-    sizes = [instance.case.plan.micro_batches[j] for j in window.members]
     _, whole = whole_gradient(spec, window.values, window.arrays)
     found["JAX large batch in one piece"] = window.reference.join(whole)
-    accumulated = accumulated_gradient(spec, window.values, window.arrays, sizes)
-    found["JAX accumulated"] = window.reference.join(accumulated)
     return found
 
 

@@ -35,7 +35,7 @@ from gradcheck_suite.run.environment import (
     trusted_cache,
 )
 
-# The folder of what later processes need again: compiled programs and JAX's gradients.
+# The folder of the compiled programs that later processes need again.
 #
 # There is one for all that they depend on: the source of the catalogue and of this package, the versions of JAX and
 # XLA, and the processor.
@@ -58,19 +58,17 @@ def kept_files() -> Path | None:
     return folder
 
 
-def keep(folder: Path, name: str, payload: bytes) -> None:
+def _keep(path: Path, payload: bytes) -> None:
     """Write a file whole or not at all; ignore a folder that cannot be written, since this is only a cache.
 
     Args:
-        folder: what `kept_files` returned.
-        name: the name of the file, with its sub-folder if it has one.
+        path: of the file, in the folder that `kept_files` returned.
         payload: its contents.
     """
-    path = folder / name
     try:
-        _forget_others(folder)
-        for parent in (folder.parent, folder, path.parent):
-            make_cache_folder(parent)
+        _forget_others(path.parent)
+        for folder in (path.parent.parent, path.parent):
+            make_cache_folder(folder)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(payload)
         os.replace(file.name, path)
@@ -293,7 +291,7 @@ def _compile(lowered: jax.stages.Lowered, options: Options | None, path: Path | 
                 raise
             _UNKNOWN.update(unknown)
     if path is not None and not _is_incomplete(compiled):
-        keep(path.parent, path.name, pickle.dumps(serialize_executable.serialize(compiled)))
+        _keep(path, pickle.dumps(serialize_executable.serialize(compiled)))
     return compiled
 
 

@@ -78,7 +78,7 @@ MAIN_JOB = tuple(package for package in MINIMUM if not package.startswith("pytes
 """The packages that `verify` and `replay` need."""
 PROCESSES_VARIABLE = "GRADCHECK_SUITE_PROCESSES"
 CACHE_VARIABLE = "GRADCHECK_SUITE_CACHE"
-"""The environment variable with the folder of compiled programs and gradients; if it is empty, none are kept."""
+"""The environment variable with the folder of compiled programs; if it is empty, none are kept."""
 
 
 def own_version() -> str:
@@ -230,7 +230,7 @@ def devices() -> dict[str, list[str]]:
 
 
 def cache_directory() -> Path | None:
-    """Return the folder of compiled programs and gradients, or None where `GRADCHECK_SUITE_CACHE` is empty."""
+    """Return the folder of compiled programs, or None where `GRADCHECK_SUITE_CACHE` is empty."""
     if (chosen := os.environ.get(CACHE_VARIABLE)) is not None:
         return Path(chosen) if chosen else None
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -31,7 +31,7 @@ from gradcheck_suite.core.contract import Problem
 from gradcheck_suite.errors import CannotRunHere, UsageError
 
 # DistributedDataParallel imports the first of these when it is first called
-FOR_RANKS = ("torch._dynamo", "torch.distributed.fsdp", "gradcheck_suite.run.rank")
+FOR_RANKS = ("torch._dynamo", "torch.distributed.fsdp", "gradcheck_suite.run.ranks")
 """What loops on several ranks use, imported before there is a process for each."""
 STARTUP_S = 120
 """Seconds within which a process must have imported torch, and ranks must have met."""

@@ -1,8 +1,9 @@
-"""A loop on several ranks: messages to them, the pool that keeps them, and a run over all of them."""
+"""A loop on several ranks: the pool that keeps them, a run over all of them, a rank, and what they communicate."""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import os
 import pickle
@@ -12,8 +13,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from multiprocessing.connection import Connection, wait
@@ -23,14 +24,16 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradcheck_suite.core.case import Case
+from gradcheck_suite.core.case import Case, Input, Layer, Loss, Plan, ProblemSpec
 from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT, Loop, Problem, is_jax
 from gradcheck_suite.errors import CannotRunHere, UsageError
-from gradcheck_suite.run.instance import Instance
+from gradcheck_suite.loops.ranks import is_counted
+from gradcheck_suite.run.instance import Instance, as_changed, instance_of, leaves
 from gradcheck_suite.run.observer import Evaluation, Observation, same_tree
-from gradcheck_suite.run.processes import STARTUP_S, Importable, source_of, take_template
-from gradcheck_suite.run.runner import Outcome, is_quiet, run_loop
+from gradcheck_suite.run.processes import STARTUP_S, Importable, end_with_parent, source_of, take_template
+from gradcheck_suite.run.runner import Outcome, is_quiet, quiet_loops, run_loop, users_line
 from gradcheck_suite.run.time_limits import IDLE, STARTING, Allowance
 
 
@@ -318,7 +321,7 @@ class Pool:
     def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(dir=self._template.folder))
         places = [(rank, self.world_size, self.backend, self._folder) for rank in range(self.world_size)]
-        self._pids, self._ranks = self._template.fork("gradcheck_suite.run.rank", places)
+        self._pids, self._ranks = self._template.fork(__name__, places)
         for connection in self._ranks:
             reply = _received(connection) if connection.poll(STARTUP_S) else None
             if reply is None or reply.refused:
@@ -555,3 +558,230 @@ def _request(loop: Loop, case: Case, problem: Problem | None) -> Request:
         quiet=is_quiet(),
         path=tuple(sys.path),
     )
+
+
+# One rank: a process that joins the others once, then runs one loop after the other on its micro-batches.
+
+
+LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+
+
+def main(connection: Connection, rank: int, world_size: int, backend: str, folder: Path) -> None:
+    """Join the group, then answer requests until the parent is gone.
+
+    Args:
+        connection: the connection to the parent.
+        rank: the rank's place among the others.
+        world_size: number of ranks.
+        backend: the backend of `torch.distributed`.
+        folder: for the file through which the ranks meet, the stack that this one writes when it receives SIGUSR1, and
+            its errors.
+    """
+    end_with_parent(connection)
+    with (folder / f"errors-{rank}").open("a") as errors:
+        # what torch and gloo write before they end the process says why
+        os.dup2(errors.fileno(), 2)
+    with (folder / f"stack-{rank}").open("a") as stacks:
+        # the handler is C code, so it also writes the stack of a rank that waits inside a collective
+        faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)
+        reply = _join(rank, world_size, backend, folder)
+        connection.send_bytes(packed(reply))
+        while True:
+            reply = _answer(unpacked(connection.recv_bytes()), rank)
+            connection.send_bytes(packed(reply))
+
+
+def _join(rank: int, world_size: int, backend: str, folder: Path) -> Reply:
+    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+    # programs that torchrun starts find their place in these
+    os.environ.update({name: str(number) for name, number in place.items()})
+    if name := LOOPBACK.get(sys.platform):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    try:
+        # a file needs no port, which another program might have taken
+        dist.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size)
+    except Exception as error:
+        return Reply(
+            None, f"the ranks cannot form a group of {backend}: {' '.join(str(error).split())}", cannot_run=True
+        )
+    return Reply(None)
+
+
+def _answer(request: Request, rank: int) -> Reply:
+    """Run a loop, and return what it did on this rank."""
+    sys.path[:] = request.path
+    try:
+        loop, problem = request.loop.load(), None if request.problem is None else request.problem.load()
+        instance = as_changed(instance_of(request.case, problem), request.scale, request.item_counts)
+    except UsageError as error:
+        return Reply(None, str(error), cannot_run=isinstance(error, CannotRunHere))
+    except (Exception, SystemExit) as error:
+        sentence = " ".join(f"{type(error).__name__}: {error}".split())
+        return Reply(None, f"rank {rank} cannot import the loop or the problem: {sentence} ({users_line(error)})")
+    try:
+        with quiet_loops(request.quiet), counted_collectives(request.count_traffic) as collectives:
+            # the parent keeps the time: it also sees a rank that waits inside a collective
+            outcome = run_loop(loop, instance, time_limit_s=None, rank=rank)
+    except CannotRunHere as error:
+        return Reply(None, str(error), cannot_run=True)
+    outcome.collectives.update(collectives)
+    return Reply(outcome)
+
+
+# How many collectives, and of how many bytes, each window takes. A loop that adds up gradients once per window
+# communicates as much for every number of accumulation steps.
+
+
+OF_ACTIVATIONS = "all-reduce of activations"
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST = "all-reduce", "all-gather", "reduce-scatter", "broadcast"
+Kinds = dict[str, tuple[float, float]]
+"""Name of a collective -> how often a window takes it, and the bytes that a rank gives to all of these."""
+STEPS = (1, 4)
+"""The numbers of accumulation steps that are compared."""
+FEW, MANY = 4, 6
+"""Numbers of windows: their difference leaves out what a run communicates once, which takes up to three windows."""
+NAMES = {
+    "allreduce_": ALL_REDUCE,
+    "all_reduce": OF_ACTIVATIONS,
+    "_allgather_base_": ALL_GATHER,
+    "_reduce_scatter_base_": REDUCE_SCATTER,
+    "broadcast_": BROADCAST,
+}
+"""Operation of `c10d`, or of `_c10d_functional` as split layers use it -> the collective's name."""
+ENDS = ("wait_tensor", "_wrap_tensor_autograd")
+"""Operations of `_c10d_functional` that end or wrap a collective, which was counted at its start."""
+ITEMS = 2
+"""Items of each micro-batch."""
+WHY_IT_GROWS = {
+    frozenset({ALL_GATHER}): "every micro-batch gathers the sharded parameters, and each window adds up gradients once",
+    frozenset({OF_ACTIVATIONS}): "every micro-batch adds up activations over the ranks that share the model",
+}
+"""Collectives that a window takes more of with more micro-batches -> why, where that is the wrapper's way."""
+PLAIN = ProblemSpec(Input("vector", size=4), (Layer("linear", bias=True, features=1),), Loss("mse", reduction="mean"))
+"""A model of two parameters that every micro-batch reaches."""
+
+
+Collectives = Counter[tuple[str, int]]
+"""(operation, bytes that this rank gives to it) -> how often the rank has entered it."""
+
+
+class _Counting(TorchDispatchMode):
+    """Counts the operations of `c10d`, through which Python and torch's own reducers start collectives."""
+
+    def __init__(self, found: Collectives) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.rpartition("::")[2]
+        if is_counted() and func.namespace in ("c10d", "_c10d_functional") and name not in ENDS:
+            # these two are called with the output first
+            given = args[1] if name.startswith(("_allgather_base", "_reduce_scatter_base")) else args[0]
+            self._found[name, sum(t.numel() * t.element_size() for t in leaves(given))] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def counted_collectives(wanted: bool) -> Iterator[Collectives]:
+    """Count the collectives of the block where this is wanted; nothing is counted otherwise."""
+    found: Collectives = Counter()
+    if not wanted:
+        yield found
+        return
+    with _Counting(found):
+        yield found
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What rank 0 communicates in each window.
+
+    Attributes:
+        accumulation_steps: K of the windows.
+        kinds: name of each collective that it enters -> how often, and the bytes that it gives to all of these.
+    """
+
+    accumulation_steps: int
+    kinds: Mapping[str, tuple[float, float]]
+
+    @property
+    def collectives(self) -> float:
+        """Number of collectives."""
+        return sum(number for number, _ in self.kinds.values())
+
+    @property
+    def bytes(self) -> float:
+        """Bytes that the rank gives to them."""
+        return sum(size for _, size in self.kinds.values())
+
+    @property
+    def text(self) -> str:
+        """The two numbers in words."""
+        return f"{self.collectives:g} collectives of {self.bytes:g} bytes"
+
+
+def traffic_text(found: tuple[Traffic, ...]) -> str:
+    """Return a sentence about the communication of each window, and whether it grows with the accumulation steps."""
+    first, last = found[0], found[-1]
+    sentence = f"each window takes {first.text} on every rank"
+    grown = {kind for kind in {**first.kinds, **last.kinds} if first.kinds.get(kind) != last.kinds.get(kind)}
+    if not grown:
+        return f"{sentence}, whatever its number of micro-batches"
+    why = WHY_IT_GROWS.get(
+        frozenset(grown), "the loop communicates at every micro-batch; once per window is enough, such as under no_sync"
+    )
+    return (
+        f"{sentence} with accumulation_steps = {first.accumulation_steps}, and {last.text} with "
+        f"{last.accumulation_steps}: {why}"
+    )
+
+
+def traffic_per_window(
+    loop: Loop, instance_of_plan: Callable[[Plan], Instance], ranks: int, time_limit_s: float | None
+) -> tuple[Traffic, ...]:
+    """Return the communication of a window, for each of `STEPS`; empty where the loop fails.
+
+    Args:
+        loop: the subject.
+        instance_of_plan: returns what it trains under a plan.
+        ranks: number of ranks.
+        time_limit_s: seconds after which the loop is stopped.
+    """
+    found = []
+    for k in STEPS:
+        totals = [_totals(loop, instance_of_plan(plan_of_windows(k, n, ranks)), time_limit_s) for n in (FEW, MANY)]
+        if totals[0] is None or totals[1] is None:
+            return ()
+        found.append(Traffic(k, _per_window(totals[0], totals[1])))
+    return tuple(found)
+
+
+def plan_of_windows(k: int, windows: int, ranks: int) -> Plan:
+    """Return a plan of full windows of k micro-batches on each rank, `ITEMS` items each."""
+    return Plan((ITEMS,) * (k * windows * ranks), k, ranks=(k * windows,) * ranks)
+
+
+def _per_window(few: Kinds, many: Kinds) -> Kinds:
+    """Return what each window adds, from the totals of two runs."""
+    found = {}
+    for kind, totals in many.items():
+        number, size = ((more - less) / (MANY - FEW) for less, more in zip(few.get(kind, (0, 0)), totals, strict=True))
+        if number:
+            found[kind] = (number, size)
+    return found
+
+
+def _totals(loop: Loop, instance: Instance, time_limit_s: float | None) -> Kinds | None:
+    """Return the collectives of a run by kind, of rank 0; None where a rank fails."""
+    outcomes = run_ranks(loop, instance, time_limit_s=time_limit_s, count_traffic=True)
+    if any(outcome.raised is not None for outcome in outcomes):
+        return None
+    found: dict[str, tuple[float, float]] = {}
+    for (operation, size), times in sorted(outcomes[0].collectives.items()):
+        kind = NAMES.get(operation, operation)
+        number, total = found.get(kind, (0, 0))
+        found[kind] = (number + times, total + size * times)
+    return found

@@ -20,7 +20,6 @@ from gradcheck_suite.core.case import Case
 from gradcheck_suite.core.contract import Loop, Problem
 from gradcheck_suite.core.results import Verdict
 from gradcheck_suite.judge.reruns import LoopRunner
-from gradcheck_suite.reference.jax_gradients import use_kept_gradients
 from gradcheck_suite.reference.large_batch import REFERENCES
 from gradcheck_suite.run import environment
 from gradcheck_suite.run.instance import Instance, generated_instance, one_thread
@@ -86,7 +85,6 @@ def main(connection: Connection) -> None:
     waiting, number = deque[tuple[int, Run]](), 0
     try:
         environment.prepare()
-        use_kept_gradients()
         with one_thread(), suppress(EOFError, OSError):
             torch.optim.SGD([torch.zeros(1)])  # imports `torch._dynamo`, which takes a second
             gc.freeze()

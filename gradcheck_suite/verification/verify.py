@@ -32,9 +32,8 @@ from gradcheck_suite.core.results import MovedByZeros, Result, result_lines
 from gradcheck_suite.core.text import say
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run.instance import Instance, instance_of, one_thread
-from gradcheck_suite.run.ranks import kept_ranks
+from gradcheck_suite.run.ranks import PLAIN, kept_ranks, traffic_per_window, traffic_text
 from gradcheck_suite.run.runner import quiet_loops
-from gradcheck_suite.run.traffic import PLAIN, traffic_per_window, traffic_text
 from gradcheck_suite.strategies.cases import SOMETIMES_MOVING, cases, expect_layers_left
 from gradcheck_suite.verification.check import of_torch
 from gradcheck_suite.verification.search import Progress, Search, StopError

@@ -15,7 +15,7 @@ from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, UsageEr
 from gradcheck_suite.catalogue.tables import build_model, draw_data
 from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.reference import jax_gradients
-from gradcheck_suite.reference.jax_gradients import large_batch_gradient, whole_gradient
+from gradcheck_suite.reference.jax_gradients import large_batch_gradients, whole_gradient
 from gradcheck_suite.reference.large_batch import float_values
 from gradcheck_suite.run.instance import generated_instance
 
@@ -47,7 +47,8 @@ def relative_difference(problem: ProblemSpec, seed: int, items: int = 5) -> floa
     model = build_model(problem, seed, torch.float64)
     batch = {name: torch.from_numpy(array) for name, array in data.items()}
     torch.nn.functional.mse_loss(model(batch), batch["target"]).backward()
-    _, in_jax = large_batch_gradient(problem, {n: p.detach().numpy() for n, p in model.named_parameters()}, data)
+    values = {n: p.detach().numpy() for n, p in model.named_parameters()}
+    ((_, in_jax),) = large_batch_gradients(problem, values, data, [range(len(data["x"]))])
     worst = 0.0
     for name, p in model.named_parameters():
         if not p.requires_grad:
@@ -131,7 +132,8 @@ def test_tied_models_agree_in_torch_and_jax(name):
     assert verdict.holds, verdict
     instance = generated_instance(case)
     values = float_values(instance.model(torch.float64))
-    layered, whole = (f(problem, values, instance.arrays)[1] for f in (large_batch_gradient, whole_gradient))
+    ((_, layered),) = large_batch_gradients(problem, values, instance.arrays, [range(case.plan.total_items)])
+    _, whole = whole_gradient(problem, values, instance.arrays)
     for parameter, _ in instance.model().named_parameters():
         np.testing.assert_allclose(layered[parameter], whole[parameter], rtol=1e-12, atol=1e-12)
         assert np.any(layered[parameter])

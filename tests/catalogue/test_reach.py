@@ -16,7 +16,7 @@ from gradcheck_suite.catalogue.definitions import Signal
 from gradcheck_suite.catalogue.rows import THRESHOLD
 from gradcheck_suite.catalogue.tables import LAYERS, build_model, fill
 from gradcheck_suite.core.case import Input, Layer, Loss, ProblemSpec
-from gradcheck_suite.reference.jax_gradients import large_batch_gradient
+from gradcheck_suite.reference.jax_gradients import large_batch_gradients
 
 SOURCES = (Input("vector", size=2), Input("sequence", length=3, padded=False, size=2))
 ROUTED = (
@@ -56,7 +56,7 @@ def gradients(problem: ProblemSpec, x: np.ndarray, seed: int, dtype: torch.dtype
     loss = model({"x": torch.from_numpy(x).to(dtype)}).square().sum()
     loss.backward()
     target = np.zeros((len(x), *x.shape[1:-1], problem.layers[-1].o["features"]))
-    _, in_jax = large_batch_gradient(problem, values, {"x": x, "target": target})
+    ((_, in_jax),) = large_batch_gradients(problem, values, {"x": x, "target": target}, [range(len(x))])
     return values, {n: p.grad for n, p in model.named_parameters()}, in_jax
 
 

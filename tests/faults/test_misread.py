@@ -6,7 +6,7 @@ import pytest
 
 from gradcheck_suite import check
 from gradcheck_suite.core.faults import is_general
-from gradcheck_suite.verification.probe_plans import first_cases, slopes_case
+from gradcheck_suite.verification.search import first_cases, slopes_case
 from tests.faults.misread import RIGHT, float32_copies_from_the_second_on
 
 # the parameters of the probes are numbers of float32, so that a search alone shows the copies

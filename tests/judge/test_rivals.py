@@ -14,7 +14,7 @@ from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, check, 
 from gradcheck_suite.core.case import probe_case
 from gradcheck_suite.loops.reset_modes import backward_window, part_of_window, window_count, windows
 from gradcheck_suite.run.instance import leaves, map_leaves
-from gradcheck_suite.verification.probe_plans import slopes_case
+from gradcheck_suite.verification.search import slopes_case
 from studies.zoo.bug import step_with, window_gradients, window_losses
 from studies.zoo.bugs.resets import delayed_by_one
 from tests.judge.explaining import (

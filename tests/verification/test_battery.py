@@ -12,8 +12,7 @@ from gradcheck_suite.core.contract import assumptions_of
 from gradcheck_suite.core.options import VerifyOptions
 from gradcheck_suite.loops.reset_modes import BUILT_IN, backward_window, part_of_window, window_count, windows
 from gradcheck_suite.verification import search as module
-from gradcheck_suite.verification.probe_plans import first_cases
-from gradcheck_suite.verification.search import Search
+from gradcheck_suite.verification.search import Search, first_cases
 from studies.zoo import BUGS
 from tests.one_problem import LINEAR
 from tests.training import at, each_gradient, each_parameter, trains

@@ -15,8 +15,7 @@ from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.strategies.drawing import RedrawError
 from gradcheck_suite.verification import search as module
-from gradcheck_suite.verification.probe_plans import smallest_probe
-from gradcheck_suite.verification.search import LADDER, Search, StopError, ViolatedError, more_specific
+from gradcheck_suite.verification.search import LADDER, Search, StopError, ViolatedError, more_specific, smallest_probe
 from studies.zoo import BUGS
 
 SPEC = ProblemSpec(Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse", reduction="mean"))

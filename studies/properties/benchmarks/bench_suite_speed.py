@@ -4,9 +4,8 @@ Run it by itself, since it takes minutes: `pytest studies/properties/benchmarks/
 processes slow the plain way most: the last line says whether there were any.
 
 - suite: `verify` as the command line calls it, drawing and judging included, with a second process that judges: with
-  nothing on disk (cold), with compiled programs and the gradients of the same cases (warm) or without the gradients
-  (other cases), and with programs in memory but no gradients (steady). "In one process" is steady without the second
-  one. What processes import is not timed.
+  nothing on disk (cold), with compiled programs on disk (warm) or in memory (steady). "In one process" is steady
+  without the second one. What processes import is not timed.
 - careful: what a careful user would write without the suite: the loop, and `jax.jit` of the whole model's gradient, one
   function for all cases of the same model, with JAX's persistent compilation cache: with nothing on disk, and with the
   programs of the same cases on disk.
@@ -19,7 +18,6 @@ Where an optimizer moves the parameters, each of its steps has a gradient of its
 from __future__ import annotations
 
 import os
-import shutil
 import statistics
 import time
 from collections import Counter
@@ -38,7 +36,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from gradcheck_suite import Case, ProblemSpec
 from gradcheck_suite.catalogue.tables import jax_output, objective
 from gradcheck_suite.loops.reset_modes import MODES
-from gradcheck_suite.reference import jax_gradients, programs
+from gradcheck_suite.reference import programs
 from gradcheck_suite.reference.large_batch import REFERENCES
 from gradcheck_suite.run import environment
 from gradcheck_suite.run.instance import Instance, generated_instance
@@ -109,12 +107,6 @@ def second() -> Iterator[ExitStack]:
         yield kept
 
 
-def _forget_gradients(store: Path) -> None:
-    """Delete the gradients on disk, as if all cases were new."""
-    for folder in store.glob(f"*/{jax_gradients.FOLDER}"):
-        shutil.rmtree(folder)
-
-
 def _fresh(monkeypatch: pytest.MonkeyPatch, store: Path, second: ExitStack) -> None:
     """Forget everything in memory, and start a second process; keep what is stored."""
     second.close()
@@ -171,14 +163,6 @@ def test_suite_cold(benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Path
 
 def test_suite_warm(benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Path, second: ExitStack) -> None:
     _measure(benchmark, "suite, warm", _suite, lambda: _fresh(monkeypatch, store, second), rounds=3)
-
-
-def test_suite_on_other_cases(benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Path, second: ExitStack) -> None:
-    def other_cases() -> None:
-        _forget_gradients(store)
-        _fresh(monkeypatch, store, second)
-
-    _measure(benchmark, "suite, other cases", _suite, other_cases, rounds=3)
 
 
 def _values(model: torch.nn.Module) -> dict[str, Any]:
@@ -283,13 +267,9 @@ def _measure_beside_floor(benchmark: Any, name: str, setup: Callable[[], None], 
 def test_suite_steady(
     benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Path, second: ExitStack, compiled: list[Any]
 ) -> None:
-    def other_cases() -> None:
-        _forget_gradients(store)
-        _forget_cases(monkeypatch)
-
     _fresh(monkeypatch, store, second)
     _suite()
-    _measure_beside_floor(benchmark, "suite, steady", other_cases, compiled)
+    _measure_beside_floor(benchmark, "suite, steady", lambda: _forget_cases(monkeypatch), compiled)
 
 
 def test_suite_in_one_process(
@@ -313,10 +293,9 @@ def test_ratios(same_cases: list[Case], capsys: pytest.CaptureFixture[str]) -> N
             per_case = 1e3 * seconds / CASES
             print(f"{name:>18}: {seconds:8.2f} s, {per_case:8.2f} ms per case")
         for a, b in (
-            ("careful, warm", "suite, other cases"),
             ("careful, cold", "suite, cold"),
             ("careful, warm", "suite, warm"),
-            ("plain", "suite, other cases"),
+            ("plain", "suite, warm"),
             ("plain", "suite, cold"),
         ):
             if a in SECONDS and b in SECONDS:

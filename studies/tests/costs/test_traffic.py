@@ -7,7 +7,7 @@ import pytest
 from gradcheck_suite.core.case import Case
 from gradcheck_suite.loops.ranks import RANK_LOOPS
 from gradcheck_suite.run.instance import generated_instance
-from gradcheck_suite.run.traffic import PLAIN, Traffic, traffic_per_window, traffic_text
+from gradcheck_suite.run.ranks import PLAIN, Traffic, traffic_per_window, traffic_text
 from gradcheck_suite.verification.verify import verify
 from studies.traffic import traffic_rows
 from tests.verification import rank_loops

@@ -6,7 +6,7 @@ import pytest
 
 from gradcheck_suite.core.contract import BUSY_RANKS
 from gradcheck_suite.verification.check import check
-from gradcheck_suite.verification.probe_plans import first_cases
+from gradcheck_suite.verification.search import first_cases
 from gradcheck_suite.verification.verify import verify
 from studies.zoo import BUGS
 
