@@ -13,7 +13,7 @@ from mutation.statements import statements
 Key = tuple[str, str, str]
 MOST_SHOWN = 300
 """Characters of a statement."""
-_JUDGE = "elements fitted_weights gradient naming probe probe_faults reruns sizes steps weights"
+_JUDGE = "elements fitted_weights gradient naming probe reruns sizes steps weights"
 _OF_AUDITS = tuple(
     f"tests/auditing/test_{name}.py"
     for name in ("command", "in_python", "losses", "ranks", "recorder", "scripts", "recomputation")

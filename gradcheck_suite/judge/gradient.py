@@ -1,29 +1,376 @@
-"""The name of the fault of a wrong gradient."""
+"""The name of the fault of a wrong gradient, on a weight probe and on any other case."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from gradcheck_suite.core.comparison import Comparison, Vector
+from gradcheck_suite.core.case import PARAMETER, SMALL_SCALE, Case, probe_case, slopes_of
+from gradcheck_suite.core.comparison import UNIT_ROUNDOFF, Comparison, Vector
 from gradcheck_suite.core.faults import is_of_weights
 from gradcheck_suite.core.text import error_text
 from gradcheck_suite.judge.elements import (
     combined_elements,
     diagnose_elements,
+    projection,
     where_wrong,
     wrong_and_right,
     wrong_reduction,
 )
 from gradcheck_suite.judge.fitted_weights import is_explained, of_one_sign, stolen_buffer
-from gradcheck_suite.judge.probe import WeightProbe, probes_of
-from gradcheck_suite.judge.probe_faults import SIZE_DEPENDENT, explain_weights
-from gradcheck_suite.judge.reruns import SKIPPED, Evidence, gradient_of_step, run_recorded, run_with_finite_losses
-from gradcheck_suite.judge.sizes import Sizes, diagnose_sizes, is_linear
-from gradcheck_suite.judge.weights import WHILE_RIGHT, Diagnosis, missing_gradient, not_linear, poisoned_by
+from gradcheck_suite.judge.naming import diagnose, names_nothing
+from gradcheck_suite.judge.probe import (
+    ProbeRun,
+    WeightProbe,
+    expected_gradients,
+    gradients_of_steps,
+    item_weights,
+    probe_of,
+    probes_of,
+    separating_probe,
+)
+from gradcheck_suite.judge.reruns import (
+    SKIPPED,
+    Evidence,
+    LoopRunner,
+    LossRecorder,
+    explain_inputs,
+    gradient_of_step,
+    run_recorded,
+    run_with_finite_losses,
+)
+from gradcheck_suite.judge.sizes import LOUDER, Sizes, diagnose_non_finite, diagnose_sizes, is_linear, size_text
+from gradcheck_suite.judge.steps import named, run_of
+from gradcheck_suite.judge.weights import (
+    WHILE_RIGHT,
+    Diagnosis,
+    Weights,
+    any_of,
+    missing_gradient,
+    not_linear,
+    poisoned_by,
+)
 from gradcheck_suite.reference.large_batch import REFERENCES
-from gradcheck_suite.run.instance import Instance
+from gradcheck_suite.run.instance import Instance, generated_instance
+
+# Naming the fault that a loop shows on a weight probe, by at most four further runs of the loop.
+#
+# The observed gradient is the weight of each item times the slope of its loss. Where slopes differ from 1, a run with
+# all slopes 1 tells faults of the weights from faults that depend on the size of the gradient.
+
+
+SIZE_DEPENDENT = "a loss 2**-20 times as large does not give a gradient 2**-20 times as large: something depends on"
+
+OF_OTHER_WINDOWS = frozenset(("stale-window", "other-window"))
+"""Names that fit a number which is added to every element, too: on the probe, other windows' items have that weight."""
+
+
+def explain_weights(run: ProbeRun, step: int, runner: LoopRunner) -> Diagnosis:
+    """Name the fault of the weights of a step, by at most two further runs of the loop.
+
+    Where a name of other windows explains them, the second one tells whether the gradient grows with the loss.
+
+    Args:
+        run: the run on which the weights were read.
+        step: index of the step, whose weights are wrong and finite.
+        runner: runs the loop again.
+    """
+    probe, items, window = run.probe, run.steps[step], step % len(run.probe.plan.windows)
+    weights, others = run.weights(step), run.others(step)
+    table = () if weights is None else item_weights(probe, weights.observed, window)
+    separated, elsewhere = None, list[Weights]()
+    projected = _lost_part(probe, items, window)
+    if projected and (items.any() or weights is None):
+        return projected
+    if weights is not None:
+        named = diagnose(weights, others)
+        # the last run tells either what separates known faults, or what the gradient's size does, which may be a factor
+        known = not names_nothing(named) and "wrong-scale" not in named.names
+        if known or runner.runs_left > 1:
+            separated, elsewhere = _separated(runner, run, weights, others)
+            if separated and separated.names & OF_OTHER_WINDOWS:
+                # the small loss tells other windows from a number that is added, by a fourth run if need be
+                runner.runs_left = max(runner.runs_left, 1)
+            elif separated:
+                return replace(separated, weights=table)
+        if projected and not separated:
+            # items that weigh the same leave nothing of a gradient without its mean, and other items something
+            return any_of([named, projected])
+        if known and not runner.runs_left:
+            return replace(named, weights=table)
+    recorder, outcome = run_recorded(runner, probe.instance(scale=SMALL_SCALE))
+    if outcome is None or step >= len(outcome.observations):
+        return separated or not_linear(
+            "on the weight probe the items' weights are wrong, and the loop stops if the loss is small"
+        )
+    small_step = gradients_of_steps(outcome)[step]
+    if not is_linear(items, small_step, probe.tolerance):
+        right, values = probe.right_weights(window), _parameters_of(probe)
+        found = diagnose_sizes(Sizes(right, items, small_step, parameters=values, tolerance=probe.tolerance))
+        if found is None or found.name == "added-term":
+            # a power of the loss adds a term as well
+            found = _by_loss(probe, recorder, step, items, small_step) or found or separated
+        return found or not_linear(f"{SIZE_DEPENDENT} the gradient's size (clipping, normalizing) or on chance (noise)")
+    if separated:
+        return replace(separated, weights=table)
+    if found := explain_inputs(recorder, small_step, step):
+        return found
+    if weights is None:
+        return _means_of_parts(run, runner) or Diagnosis("unequal-items", run.unequal_text(step))
+    # the gradient is proportional to the loss, so an unexplained factor is a `wrong-scale` all the same
+    both = diagnose(weights, [*others, *elsewhere])
+    if names_nothing(both) and not elsewhere:
+        return replace(diagnose(weights) if names_nothing(named) else named, weights=table)
+    # a name of the first run alone is refuted by the other one
+    return replace(both, weights=table)
+
+
+MOST_PARTS = 8
+"""Largest number of devices, or of other parts of a window, that is tried as an explanation."""
+CLOSE = 1e-4
+"""Share up to which weights agree that rounding in float32 has touched."""
+
+
+def _means_of_parts(run: ProbeRun, runner: LoopRunner) -> Diagnosis | None:
+    """Return the diagnosis of windows that are cut into parts, such as devices, whose means have one weight, or None.
+
+    The parts are seen by the weights of their items alone, so one number of parts has to explain the windows of another
+    probe too. A part may have no item.
+    """
+    if run.probe.reduction != "mean" or run.probe.count is not None:
+        return None
+    parts = _numbers_of_parts(run)
+    if parts:
+        separating = separating_probe(run.probe, runner.assumes).observed(runner)
+        parts = parts & _numbers_of_parts(separating) if separating else set()
+    if not parts:
+        return None
+    return Diagnosis(
+        "mean-of-means",
+        f"a window's items are in {min(parts)} parts, which cut through micro-batches as devices do, and the mean of "
+        "each part has one weight, whatever it counts",
+    )
+
+
+def _numbers_of_parts(run: ProbeRun) -> set[int]:
+    """Return the numbers of parts, D, with which an item of a part of m items weighs 1 / (D * m) in every window."""
+    found: set[int] = set()
+    for number in range(2, MOST_PARTS + 1):
+        unequal = False
+        for step, items in enumerate(run.steps):
+            right = run.probe.right_weights(step % len(run.probe.plan.windows))
+            values, times = np.unique(np.round(number * items[right != 0], 6), return_counts=True)
+            if items[right == 0].any() or (values <= 0).any():
+                break
+            sizes = np.maximum(np.round(1 / values), 1)
+            equal = len(values) == 1 and np.isclose(items[right != 0], right[right != 0], rtol=CLOSE).all()
+            if not equal and (not np.isclose(sizes * values, 1, rtol=CLOSE).all() or (times % sizes).any()):
+                break
+            unequal |= len(values) > 1
+        else:
+            found |= {number} if unequal else set()
+    return found
+
+
+def _by_loss(
+    probe: WeightProbe, recorder: LossRecorder, step: int, items: Vector, small_step: Vector
+) -> Diagnosis | None:
+    """Return the diagnosis of weights that the losses' values decide, or None.
+
+    What backward hands to the losses is then all that is wrong: nothing is done to the gradient after it.
+    """
+    members = probe.plan.windows[step % len(probe.plan.windows)]
+    calls = [call for call in recorder.calls if call.step == step and call.cotangent is not None]
+    if len(calls) != len(members):
+        return None
+    handed, plain = np.zeros(len(small_step)), small_step / SMALL_SCALE
+    right = probe.right_weights(step % len(probe.plan.windows))
+    changes, wrong = (~np.isclose(items, other, rtol=max(probe.tolerance, 1e-9), atol=0) for other in (plain, right))
+    if not changes[wrong].all():
+        return None  # something else makes a weight wrong that is the same with a small loss
+    for j, call in zip(members, calls, strict=True):
+        assert call.cotangent is not None
+        share = probe.counts[j] if probe.reduction == "mean" else 1.0
+        handed[probe.plan.items(j).start : probe.plan.items(j).stop] = SMALL_SCALE * float(call.cotangent) / share
+    if not np.allclose(handed, small_step, rtol=1e-9, atol=0):
+        return None
+    starts = [probe.plan.items(j).start for j in members]
+    place = int(np.argmax(changes[starts]))
+    which, item = "first" if not place else f"micro-batch {members[place]}", starts[place]
+    return Diagnosis(
+        "weighted-by-loss",
+        f"a micro-batch's weight depends on the value of its loss: that of the window's {which} is "
+        f"{items[item]:.6g}, and {plain[item]:.6g} with a loss 2**-20 times as large",
+    )
+
+
+def _lost_part(probe: WeightProbe, items: Vector, window: int) -> Diagnosis | None:
+    """Return the diagnosis of a window's right gradient without one of its parts, or None."""
+    right = probe.right_weights(window)
+    what = projection(right, items, probe.tolerance * float(np.abs(right).max()), _parameters_of(probe))
+    return Diagnosis("projected-gradient", f"{what} has been subtracted from the gradient") if what else None
+
+
+def _parameters_of(probe: WeightProbe) -> Vector:
+    model = generated_instance(probe_case(probe.plan, probe.reduction, dtype=probe.dtype)).model()
+    values: Vector = model.get_parameter(PARAMETER).detach().double().numpy()
+    return values
+
+
+def _separated(
+    runner: LoopRunner, run: ProbeRun, weights: Weights, others: list[Weights]
+) -> tuple[Diagnosis | None, list[Weights]]:
+    """Return the fault that explains this run and one on the separating probe, with a small loss, or None.
+
+    The weights of the other run come with it, where it took all its steps.
+    """
+    separating = separating_probe(run.probe, runner.assumes).observed(runner, scale=SMALL_SCALE)
+    if separating is None or not np.isfinite(separating.steps).all():
+        return None, []
+    miscounted = len(separating.steps) != separating.probe.plan.steps
+    other = _whole_windows(separating) if miscounted else separating.all_weights
+    named = None
+    if not all(w.is_right for w in other):
+        named = diagnose(weights, [*others, *other], known_only=True)
+    if named is not None and not names_nothing(named):
+        return named, []
+    if miscounted:
+        own = run_of(run.probe.plan, run.steps)
+        # steps that hold what they should have wrong weights for another reason
+        return None if own.held == own.right else _by_steps(separating), []
+    return None, other
+
+
+def _whole_windows(run: ProbeRun) -> list[Weights]:
+    """Return the weights of the first steps, as long as each holds all micro-batches of its window and no other.
+
+    A loop that miscounts its steps only later, such as at a short last window, gives the weights of its other fault
+    there.
+    """
+    found: list[Weights] = []
+    for step in range(min(len(run.steps), len(run.probe.plan.windows))):
+        weights = run.weights(step)
+        if weights is None or tuple(np.flatnonzero(weights.observed)) != weights.window:
+            break
+        found.append(weights)
+    return found
+
+
+def _by_steps(run: ProbeRun) -> Diagnosis | None:
+    """Return the fault of a loop that takes the right number of steps under one plan and a wrong one under another."""
+    plan = run.probe.plan
+    found = named([run_of(plan, run.steps)], plan)
+    if found is None or found.name == "never-stepped":
+        return None
+    sentence = f"under another plan the loop takes {len(run.steps)} steps, not {plan.steps}{found.sentence}"
+    return replace(found, sentence=sentence)
+
+
+COARSE = ("bfloat16", "float16")
+"""Dtypes too coarse to tell weights apart; a fault of the weights is read in float64."""
+
+
+def explain_probe(e: Evidence, steps: Sequence[Vector]) -> Diagnosis:
+    """Name the fault of a wrong gradient on a weight probe.
+
+    Args:
+        e: what is known of it.
+        steps: the gradient of every step of the plan; the right one for a step that a gradient scaler skipped.
+    """
+    case, step, runner = e.instance.case, e.step, e.runner
+    seen = steps[step]
+    if case.spec is not None and "slopes" not in case.spec.loss.o:
+        return _of_weights(case, steps, step, runner)
+    plain = probe_of(case, case.dtype).observed(runner)
+    expected = expected_gradients(case) * case.plan.epochs
+    if plain is not None and step < len(plain.steps):
+        if not _is_right(plain.steps[step], case, step):
+            return _of_weights(case, plain.steps, step, runner)
+        if step and np.isfinite(seen).all() and _is_right(expected[step], case, step):
+            return _after_another(plain, seen, step, expected[step - 1])
+    return _size_fault(e, expected, seen)
+
+
+def _after_another(plain: ProbeRun, seen: Vector, step: int, before: Vector) -> Diagnosis:
+    """Name the fault of an ordinary gradient that is right where the gradients before it are ordinary as well.
+
+    Args:
+        plain: the run with the same plan and all slopes 1.
+        seen: the wrong gradient.
+        step: the index of the step.
+        before: the right gradient of the step before.
+    """
+    size = size_text(before[before != 0]) if np.isfinite(before).all() else "infinite or NaN"
+    where = f" (only after a window whose gradient is {size}: after one of ordinary size it is right)"
+    run = replace(plain, steps=[*plain.steps[:step], seen])
+    weights = run.weights(step)
+    if weights is None:
+        return Diagnosis("unequal-items", run.unequal_text(step) + where)
+    return diagnose(weights, plain.all_weights, where=where)
+
+
+def _is_right(observed: Vector, case: Case, step: int) -> bool:
+    right = probe_of(case, case.dtype).right_weights(step % len(case.plan.windows))
+    unit = UNIT_ROUNDOFF[case.dtype]
+    # traces below the rounding of the weights show as themselves where gradients are tiny
+    return np.allclose(observed, right, rtol=max(1e-9, 64 * unit), atol=unit * np.abs(right).max(initial=0.0))
+
+
+def _of_weights(case: Case, steps: Sequence[Vector], step: int, runner: LoopRunner) -> Diagnosis:
+    """Name a fault of the weights, read in float64 where the case's dtype is coarse."""
+    dtype = "float64" if case.dtype in COARSE else case.dtype
+    probe = probe_of(case, dtype)
+    run = ProbeRun(probe, list(steps), runner.alike)
+    if dtype != case.dtype:
+        finer = probe.observed(runner)
+        right = probe.right_weights(step % len(case.plan.windows))
+        if finer is None:
+            return not_linear(f"the weights are wrong in {case.dtype}, and the loop raises in float64")
+        if step >= len(finer.steps) or np.allclose(finer.steps[step], right, rtol=1e-9):
+            return Diagnosis(
+                "low-precision",
+                f"the items' weights are right in float64 and wrong in {case.dtype} by more than rounding explains",
+            )
+        run = finer
+    if not np.isfinite(run.steps[step]).all():
+        return not_linear("on the weight probe, whose gradients are finite, the loop's gradient is NaN or infinite")
+    return explain_weights(run, step, runner)
+
+
+def _size_fault(e: Evidence, expected: Sequence[Vector], seen: Vector) -> Diagnosis:
+    """Name the fault of a gradient that is wrong because of its size, or because it is infinite or NaN.
+
+    Args:
+        e: what is known of it, on a probe with slopes.
+        expected: the right gradient of every step.
+        seen: the wrong one.
+    """
+    case, plan, step, window = e.instance.case, e.instance.case.plan, e.step, e.window.index
+    items, right = list(plan.window_items(window)), expected[step]
+    if not np.isfinite(right).all():
+        poisoned = [j for j in plan.windows[window] if not np.isfinite(right[list(plan.items(j))]).all()]
+        return diagnose_non_finite(right, seen, [i for j in poisoned for i in plan.items(j) if np.isfinite(right[i])])
+    poison = [earlier for earlier in range(step) if not np.isfinite(expected[earlier]).all()]
+    if poison and not np.isfinite(seen).all():
+        return poisoned_by(poison[-1] % len(plan.windows))
+    # one run is kept for a larger gradient
+    if e.runner.runs_left > 1 and (found := e.of_inputs):
+        return found
+
+    def louder() -> Vector | None:
+        steps = probe_of(case, case.dtype).run(e.runner, scale=LOUDER, slopes=slopes_of(case))
+        gradients = gradients_of_steps(steps) if steps else []
+        return gradients[step][items] if step < len(gradients) else None
+
+    unit = 64 * UNIT_ROUNDOFF[case.dtype]
+    sizes = Sizes(right[items], seen[items], louder=louder, tolerance=unit, dtype=case.dtype)
+    return diagnose_sizes(sizes) or not_linear(
+        f"a gradient of {size_text(right[items])} comes out as one of {size_text(seen[items])}, while one of about 1 "
+        "is right: something depends on the gradient's size (clipping, normalizing, a coarser dtype)"
+    )
+
 
 # Naming a fault that depends on the model, from the violated case itself and not from a weight probe.
 

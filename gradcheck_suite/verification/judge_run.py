@@ -24,9 +24,8 @@ from gradcheck_suite.core.contract import EDITS_PARAMETERS, EDITS_SETTINGS
 from gradcheck_suite.core.faults import is_of_weights
 from gradcheck_suite.core.results import Verdict, Violation, ViolationKind
 from gradcheck_suite.judge.fitted_weights import diagnose_case
-from gradcheck_suite.judge.gradient import explain_gradient, explain_missing
+from gradcheck_suite.judge.gradient import explain_gradient, explain_missing, explain_probe
 from gradcheck_suite.judge.probe import expected_gradients, gradients_of_steps
-from gradcheck_suite.judge.probe_faults import explain_probe
 from gradcheck_suite.judge.reruns import Evidence, LoopRunner
 from gradcheck_suite.judge.sizes import NOT_IN_GRADIENT
 from gradcheck_suite.judge.steps import explain_steps, step_pattern
