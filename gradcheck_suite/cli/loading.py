@@ -37,65 +37,14 @@ def one_line(error: BaseException) -> str:
 
 
 def expect_found(text: str) -> None:
-    """Refuse a loop or problem that does not exist, before the import of torch and jax, which takes seconds.
+    """Refuse `FILE.py:NAME` where there is no such file, before the import of torch and jax, which takes seconds.
 
     Raises:
-        UsageError: the file does not exist or is not Python, the name does not occur in it, or there is no built-in
-            loop of this name.
+        UsageError: the file does not exist.
     """
-    place, colon, name = text.rpartition(":")
-    path = Path(place)
-    if not colon:
-        if text and not text.endswith(".py") and not Path(text).is_dir():
-            _expect_built_in(text)
-        return
-    if path.suffix != ".py":
-        parts = Path(*place.split("."))
-        files = (Path(f) / end for f in (".", *sys.path) for end in (parts.with_suffix(".py"), parts / "__init__.py"))
-        path = next((file for file in files if file.is_file()), path)
-    if path.suffix == ".py" and not path.is_dir():
-        if not path.exists():
-            raise UsageError(no_file(path))
-        file = str(path.resolve())
-        tree = _guarded(lambda: ast.parse(path.read_bytes(), file), place, file)
-        bound = _names_bound(tree)
-        if bound is not None and (first := name.partition(".")[0]) not in bound:
-            listed = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-            offer = f"; it defines {_listed(listed)}" if listed else ""
-            raise UsageError(f"{place} has no {first!r}{suggestion(first, bound)}{offer}")
-
-
-_HIDES_NAMES = {"globals", "vars", "locals", "setattr", "exec", "eval", "__getattr__", "__dict__", "modules"}
-
-
-def _names_bound(tree: ast.AST) -> set[str] | None:
-    """Return every name that a module may define; None where names may come from elsewhere."""
-    bound: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.alias):
-            bound.add(node.asname or node.name.partition(".")[0])
-        elif isinstance(node, ast.Name):
-            bound.add(node.id)
-        elif isinstance(node, ast.Attribute):
-            bound.add(node.attr)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            bound.add(node.name)
-    return None if bound & {"*", *_HIDES_NAMES} else bound
-
-
-def _expect_built_in(text: str) -> None:
-    """Refuse a name that does not occur in the sources of the built-in loops, and is no trainer."""
-    loops = Path(__file__).parents[1] / "loops"
-    nodes = (
-        node
-        for file in (loops / "reset_modes.py", loops / "jax_modes.py", loops / "ranks.py")
-        for node in ast.walk(ast.parse(file.read_bytes()))
-    )
-    # loops are registered under names in quotes, such as "ddp/zero_grad", or under their functions'
-    names = {getattr(node, "name", None) or getattr(node, "value", None) for node in nodes}
-    known = {part for name in names if isinstance(name, str) for part in name.split("/") if part.isidentifier()}
-    if text not in TRAINERS and not known.issuperset(text.split("/")):
-        raise UsageError(_no_built_in(text, sorted([*known, *TRAINERS])))
+    path = Path(text.rpartition(":")[0])
+    if path.suffix == ".py" and not path.exists():
+        raise UsageError(no_file(path))
 
 
 def _no_built_in(text: str, names: Iterable[str]) -> str:

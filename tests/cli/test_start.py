@@ -8,11 +8,6 @@ import textwrap
 
 import pytest
 
-from gradcheck_suite.cli.loading import expect_found
-from gradcheck_suite.errors import UsageError
-from gradcheck_suite.loops.ranks import RANK_LOOPS
-from gradcheck_suite.loops.reset_modes import BUILT_IN
-from gradcheck_suite.loops.trainers import TRAINERS
 from tests.cli.test_output import command
 
 WITHOUT = """
@@ -34,59 +29,34 @@ def without(modules, *arguments, cwd):
 BOTH = ("torch", "jax")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["verify", "zero__"], "did you mean 'zero_'?"),
-        (["verify", "all_reduce/zero__"], "no built-in loop is called"),
-        (["verify", "mine.py:trian"], "mine.py has no 'trian' (did you mean 'train'?); it defines train"),
-        (["verify", "mine:trian"], "mine has no 'trian' (did you mean 'train'?)"),
-        (["verify", "mien.py:train"], "mien.py: no such file (did you mean mine.py?)"),
-        (["verify", "broken.py:train"], "cannot import broken.py: line 1: SyntaxError"),
-        (["verify", "zero_", "--problem", "mine.py:PROBELM"], "did you mean 'PROBLEM'?"),
-        (["replay", "case.json", "mine.py:trian"], "case.json: no such file"),
-        (["audit", "folder"], "folder is a folder: expected a Python script in it, such as folder/train.py"),
-        (["audit", "run.ipynb"], "run.ipynb is a notebook: expected a script; put `with gradcheck_suite.audit"),
-        (["audit", "mien.py"], "did you mean mine.py?"),
-    ],
-)
-def test_a_slip_is_said_before_torch_and_jax_are_imported(tmp_path, arguments, said):
+SLIPS = [
+    (["verify", "mien.py:train"], "mien.py: no such file (did you mean mine.py?)"),
+    (["replay", "case.json", "mine.py:trian"], "case.json: no such file"),
+    (["audit", "folder"], "folder is a folder: expected a Python script in it, such as folder/train.py"),
+    (["audit", "run.ipynb"], "run.ipynb is a notebook: expected a script; put `with gradcheck_suite.audit"),
+    (["audit", "mien.py"], "did you mean mine.py?"),
+]
+LATER = [
+    (["verify", "zero__"], "did you mean 'zero_'?"),
+    (["verify", "all_reduce/zero__"], "no built-in loop is called"),
+    (["verify", "mine.py:trian"], "mine.py has no 'trian' (did you mean 'train'?); it defines train"),
+    (["verify", "mine:trian"], "mine has no 'trian' (did you mean 'train'?)"),
+    (["verify", "broken.py:train"], "cannot import broken.py: line 1: SyntaxError"),
+    (["verify", "zero_", "--problem", "mine.py:PROBELM"], "did you mean 'PROBLEM'?"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), [*SLIPS, *LATER])
+def test_a_slip_is_said_in_one_line(tmp_path, arguments, said):
+    """A missing file before torch and JAX are imported, a name that is not in it after that."""
     (tmp_path / "mine.py").write_text("import torch\nPROBLEM = None\ndef train(run):\n    pass\n")
     (tmp_path / "broken.py").write_text("def train(run:\n")
     (tmp_path / "run.ipynb").write_text("{}")
     (tmp_path / "folder").mkdir()
-    done = without(BOTH, *arguments, cwd=tmp_path)
+    done = without(BOTH if (arguments, said) in SLIPS else (), *arguments, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
-
-
-def test_every_loop_that_exists_passes_the_first_look():
-    for name in (*BUILT_IN, *RANK_LOOPS, *TRAINERS):
-        expect_found(name)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "from elsewhere import *",
-        "globals().update(train=print)",
-        "def __getattr__(name): return print",
-        "import elsewhere as train",
-        "if True:\n    train = print",
-        "class Outer:\n    def train(run): pass\ntrain = Outer.train",
-        "for name in ['train']:\n    exec(f'{name} = print')",
-    ],
-)
-def test_the_first_look_refuses_no_name_that_a_module_may_have(tmp_path, source):
-    (tmp_path / "mine.py").write_text(source)
-    expect_found(f"{tmp_path / 'mine.py'}:train")
-
-
-def test_the_first_look_refuses_a_name_that_only_a_text_has(tmp_path):
-    (tmp_path / "mine.py").write_text("'''train'''\n# train\n")
-    with pytest.raises(UsageError, match="has no 'train'"):
-        expect_found(f"{tmp_path / 'mine.py'}:train")
 
 
 @pytest.mark.parametrize(
