@@ -26,7 +26,7 @@ from gradcheck_suite.auditing.events import Event, StepRecord, settle
 from gradcheck_suite.auditing.jax_opinion import JaxOpinion, KeptCall, ask_jax, kept_calls
 from gradcheck_suite.auditing.judge import ORPHANS, Judge
 from gradcheck_suite.auditing.module_calls import ModuleCall, ModuleCalls
-from gradcheck_suite.auditing.places import here, living
+from gradcheck_suite.auditing.places import Place, here, living
 from gradcheck_suite.auditing.program_state import preserve_rng
 from gradcheck_suite.auditing.recomputation import Asked, recompute
 from gradcheck_suite.auditing.recorder import Recorder, Running
@@ -318,6 +318,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._told: set[Any] = set()
         self._stop = False
         self._events: list[Event] = []
+        self._places: set[Place] = set()
         self._names: dict[int, str] = {}
         self._dtypes: dict[int, str] = {}
         self._recorder = Recorder(
@@ -523,6 +524,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if not self.observing:  # also a closure that is called on after the last step that is judged
             return
         self._events.append(event)
+        self._places.add(event.place)
         if not isinstance(event, StepRecord):
             if self._is_full() and self._recorder.last is not None and self._recorder.last.forwards:
                 self._running[self._passes] = self._recorder.last
@@ -681,6 +683,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._tell(violation)  # what the end of the run, or all ranks together, have shown
         weighed = self._judge.judged if "weights" in self.options.without else self._judge.weighed
         windows = len(weighed | self._judge.violated)
+        files = {line.rpartition(":")[0] for place in self._places for line in (place.line, *place.path)}
         if set(self.options.without) == {"weights", "sums"}:
             windows = self._recomputed.total()
         return Result(
@@ -699,6 +702,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             unjudged=None if violations or accepted else self._why_unjudged(windows, findings),
             interrupted=isinstance(error, KeyboardInterrupt),
             raised=_shown(error) or None,
+            files=tuple((file, None) for file in sorted(files)),
         )
 
     def _why_unjudged(self, windows: int, findings: Mapping[str, int]) -> str | None:

@@ -27,7 +27,7 @@ from gradcheck_suite.auditing.weights import (
     coefficient,
     evidence,
 )
-from gradcheck_suite.core.faults import remedy_of
+from gradcheck_suite.core.faults import FIX, remedy_of
 from gradcheck_suite.core.results import Unknown, Violation, Weight
 from gradcheck_suite.judge.naming import diagnose, means_text, names_nothing
 from gradcheck_suite.judge.weights import Diagnosis, Weights
@@ -274,7 +274,7 @@ def violation_of(fault: StepFault, window: StepWindow, where: Place, parameter: 
     return Violation(
         kind=fault.kind,  # type: ignore[arg-type]
         diagnosis=fault.name,
-        explanation=f"{fault.sentence}. Fix: {remedy_of(fault.name, fault.causes, library=package)}",
+        explanation=f"{fault.sentence}{FIX}{remedy_of(fault.name, fault.causes, library=package)}",
         window=window.number,
         found_after=window.number + 1,
         step=window.number,

@@ -9,12 +9,14 @@ import textwrap
 import tomllib
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from gradcheck_suite.core.case import DEVICES
+from gradcheck_suite.core.formats import FORMATS, Accepted
 from gradcheck_suite.core.options import (
+    ACCEPTED,
     FLAG,
     NATURAL,
     OF_COMMANDS,
@@ -164,7 +166,10 @@ def _configured(one: Option, value: Any, folder: Path) -> Any:
         raise UsageError(f"expected a list, with {one.values.expected}; got {value!r}")
     if one.values is PATH and isinstance(value, str) and value:
         value = Path(os.path.relpath(folder / value))
-    return one.checked(value)
+    checked = one.checked(value)
+    if one.values is ACCEPTED:
+        return tuple(replace(entry, file=os.path.relpath(folder / entry.file)) for entry in checked)
+    return checked
 
 
 # Options on the command line.
@@ -174,6 +179,14 @@ def _configured(one: Option, value: Any, folder: Path) -> Any:
 class OutputOptions(Options):
     """What `verify` and `audit` print and write."""
 
+    output_format: str = option(
+        "text",
+        values_of(FORMATS),
+        "print on standard output nothing but a document that programs read, and all else on standard error: "
+        "json (as --json), github (annotations), sarif (2.1.0)",
+        "--output-format",
+        metavar="FORMAT",
+    )
     quiet: bool = option(False, FLAG, "print each verdict in one line, and no more", "--quiet", short="-q")
     json: Path | None = option(None, PATH, "write the results here as JSON", "--json", metavar="PATH")
     html: Path | None = option(
@@ -192,6 +205,14 @@ class OutputOptions(Options):
         unset=f"reports of {CONFIGURED}; without that, nothing is recorded, and counterexamples of verify go to "
         "./reports",
         in_project=True,
+    )
+    baseline: tuple[Accepted, ...] = option(
+        (),
+        ACCEPTED,
+        "faults that the project lives with, each with a file and a reason",
+        repeatable=True,
+        in_project=True,
+        project_key="accept",
     )
 
     def expect_writable(self) -> None:
@@ -217,6 +238,8 @@ def add_options(parser: Parser, *declared: type[Options]) -> None:
         for one in options_of(each):
             if one.flag:
                 add_option(parser, one, kept.get(one.name, one.default))
+            elif one.in_project:
+                parser.set_defaults(**{one.name: kept.get(one.name, one.default)})
 
 
 def add_option(parser: Parser, one: Option, default: Any) -> None:
@@ -238,7 +261,9 @@ def add_option(parser: Parser, one: Option, default: Any) -> None:
 
 def parsed(arguments: Namespace, declared: type[_Options]) -> _Options:
     """Return the options that a command line sets."""
-    return declared(**{one.name: getattr(arguments, one.name) for one in options_of(declared) if one.flag})
+    return declared(
+        **{one.name: getattr(arguments, one.name) for one in options_of(declared) if one.flag or one.in_project}
+    )
 
 
 def to_argv(options: Options) -> list[str]:

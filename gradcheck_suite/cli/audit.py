@@ -25,10 +25,12 @@ from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.arguments import OutputOptions
 from gradcheck_suite.cli.loading import no_file
+from gradcheck_suite.cli.progress import StandardOutput
 from gradcheck_suite.core.counterexamples import places_source
-from gradcheck_suite.core.options import AuditOptions
+from gradcheck_suite.core.formats import rendered
+from gradcheck_suite.core.options import LIVE_DIAGNOSES, AuditOptions
 from gradcheck_suite.core.records import KINDS, append_record, write_json, write_text
-from gradcheck_suite.core.results import Result, result_lines, results_to_json
+from gradcheck_suite.core.results import Result, no_longer_found, notices_of, result_lines, results_to_json
 from gradcheck_suite.core.text import say
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run import environment
@@ -129,6 +131,8 @@ def run(arguments: argparse.Namespace) -> int:
     output.expect_writable()
     output = output.absolute()  # the script may change its working directory
     options = parsers.parsed(arguments, AuditOptions)
+    live = tuple(str(one) for one in output.baseline if one.fault in LIVE_DIAGNOSES)
+    options = options.replace(accept=(*options.accept, *live))
     runner = (module_runner if arguments.module else script_runner)(arguments.script, arguments.arguments)
     from gradcheck_suite.auditing.context import StoppedOnViolation, audit
 
@@ -142,12 +146,13 @@ def run(arguments: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = Path.cwd()
     name = f"-m {arguments.script}" if arguments.module else arguments.script
+    standard_output = StandardOutput(keep=output.output_format != "text")
     audited = audit(options, name=name, quiet=output.quiet).open()
 
     def finished(error: BaseException | None, status: int) -> int:
         result = audited.close(error, summary=False)  # `_finish` prints it
-        with contextlib.redirect_stderr(audited.standard_error):
-            return _finish(arguments.arguments, output, result, status, folder)
+        with contextlib.redirect_stderr(audited.standard_error), standard_output:
+            return _finish(arguments.arguments, output, result, status, folder, standard_output)
 
     error: BaseException | None = None
     status = 0
@@ -184,7 +189,14 @@ def _write_page(
         open_page(path)
 
 
-def _finish(arguments: list[str], output: OutputOptions, result: Result, status: int, folder: Path) -> int:
+def _finish(
+    arguments: list[str],
+    output: OutputOptions,
+    result: Result,
+    status: int,
+    folder: Path,
+    standard_output: StandardOutput,
+) -> int:
     """Print and write the result; return the exit status, also if a file cannot be written.
 
     Args:
@@ -193,11 +205,14 @@ def _finish(arguments: list[str], output: OutputOptions, result: Result, status:
         result: of the audit.
         status: of the script.
         folder: in which the script began.
+        standard_output: where a document goes.
     """
     if result.is_another_ranks:
         return status
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
+    result = result.accepting(output.baseline)
+    stale = no_longer_found(output.baseline, [result])
     lines = result_lines(result, shown=True)
     with contextlib.suppress(OSError, ValueError):  # a script may close its standard error
         say(lines[:1] if output.quiet else ["", *lines], sys.stderr)
@@ -205,12 +220,17 @@ def _finish(arguments: list[str], output: OutputOptions, result: Result, status:
     sources = [places_source(violation.places, folder) for violation in result.violations]
     violations = [{**v.to_json(), "source": source} for v, source in zip(result.violations, sources, strict=True)]
     data = {**result.to_json(), "arguments": arguments, "violations": violations}
+    document = results_to_json([result], about, stale)
     if (json := output.json) is not None:
-        exit_status.attempt(PROGRAM, lambda: write_json(json, results_to_json([result], about)))
+        exit_status.attempt(PROGRAM, lambda: write_json(json, document))
     exit_status.attempt(PROGRAM, lambda: append_record(output.reports, KINDS["audit"], data, environment=about))
     if (html := output.html) is not None:
         exit_status.attempt(PROGRAM, lambda: _write_page(html, result, sources, lines, folder))
-    if result.violations:
+    if output.output_format != "text":
+        standard_output.document = rendered(output.output_format, document, notices_of([result], stale), folder)
+    for line in stale:
+        exit_status.fail(PROGRAM, line)
+    if result.violations or stale:
         return exit_status.VIOLATED
     if status:
         return status

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.arguments import OutputOptions, expect_writable
 from gradcheck_suite.cli.loading import expect_found, resolve_function
+from gradcheck_suite.cli.progress import StandardOutput
+from gradcheck_suite.core.formats import rendered
 from gradcheck_suite.core.options import PortOptions, options_of
 from gradcheck_suite.core.records import write_json, write_text
-from gradcheck_suite.core.results import results_to_json
+from gradcheck_suite.core.results import notices_of, results_to_json
 from gradcheck_suite.core.text import say
 from gradcheck_suite.run import environment
 
 PROGRAM = "gradcheck-suite port"
-OUTPUTS = ("quiet", "json", "html")
+OUTPUTS = ("output_format", "quiet", "json", "html")
 PACKAGES = ("equinox", "flax", "optax")
 
 
@@ -35,6 +38,11 @@ def run(arguments: argparse.Namespace) -> int:
     expect_writable(None, json=arguments.json, html=arguments.html)
     environment.expect_main_job()
     expect_found(arguments.pair)
+    with StandardOutput(keep=arguments.output_format != "text") as standard_output:
+        return _judge(arguments, options, standard_output)
+
+
+def _judge(arguments: argparse.Namespace, options: PortOptions, standard_output: StandardOutput) -> int:
     environment.prepare()
     from gradcheck_suite.port.compare import judge_function
     from gradcheck_suite.port.pair import in_double
@@ -46,8 +54,11 @@ def run(arguments: argparse.Namespace) -> int:
     say(lines[:1] if arguments.quiet else lines)
     if options.show_map:
         say(["", "map:", *(f"  {line}" for line in result.map_lines)])
+    document = results_to_json([result], environment.environment(PACKAGES))
+    form, folder = arguments.output_format, Path.cwd()
+    if form != "text":
+        standard_output.document = rendered(form, document, notices_of([result]), folder)
     if arguments.json is not None:
-        document = results_to_json([result], environment.environment(PACKAGES))
         exit_status.attempt(PROGRAM, lambda: write_json(arguments.json, document))
     if arguments.html is not None:
         exit_status.attempt(PROGRAM, lambda: write_text(arguments.html, result.to_html()))

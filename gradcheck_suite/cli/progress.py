@@ -1,8 +1,10 @@
-"""Progress on a terminal; nothing at all where standard error is no terminal."""
+"""What goes where: progress to a terminal alone, and to standard output nothing beside a document for programs."""
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import suppress
 from types import TracebackType
 
 from rich.console import Console
@@ -75,3 +77,47 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
         self._bar = self._task = None
+
+
+class StandardOutput:
+    """Standard output, kept for a document where one is wanted: what the code under test prints, too, goes elsewhere.
+
+    It goes to standard error, also that of child processes and of C.
+    """
+
+    def __init__(self, *, keep: bool) -> None:
+        """Keep it from now on."""
+        self._stdout, self._kept, self._keeps, self.document = sys.stdout, -1, keep, ""
+        if not keep:
+            return
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+        with suppress(OSError):  # it was closed before the start
+            self._kept = os.dup(1)
+            os.dup2(2, 1)
+        try:
+            own = sys.stdout.fileno() == 1
+        except (OSError, ValueError):
+            own = False
+        if not own:
+            sys.stdout = sys.stderr
+
+    def __enter__(self) -> StandardOutput:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Print to it again, first of all the document."""
+        if not self._keeps:
+            return
+        with suppress(OSError, ValueError):
+            self._stdout.flush()
+        if self._kept >= 0:
+            os.dup2(self._kept, 1)
+            os.close(self._kept)
+        sys.stdout = self._stdout
+        with suppress(OSError):  # the command says so at its end
+            try:
+                print(self.document, end="", flush=True)
+            except ValueError:  # the code under test has closed it
+                with open(1, "w", encoding="utf-8", closefd=False) as output:
+                    output.write(self.document)

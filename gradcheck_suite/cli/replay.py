@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,7 +12,7 @@ from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.loading import expect_found, note_untested_trainers
 from gradcheck_suite.core.contract import Loop, Problem, is_jax
-from gradcheck_suite.core.counterexamples import StoredCase, read_case_file
+from gradcheck_suite.core.counterexamples import StoredCase, loop_places, read_case_file
 from gradcheck_suite.core.options import VerifyOptions, options_of
 from gradcheck_suite.core.results import Violation
 from gradcheck_suite.core.text import of_bound, say
@@ -71,7 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
         findings, lines = [*opinion.findings], [opinion.summary()]
     lines += [f"finding, for which no loop is to blame: {finding}" for finding in findings]
     if verdict.violation is not None:
-        lines += [*with_case_described(verdict.violation).words, *_named_before(stored, verdict.violation)]
+        shown = replace(with_case_described(verdict.violation), **loop_places(loop))
+        lines += [*shown.words, *_named_before(stored, shown)]
     else:
         lines += [] if verdict.finding else [f"worst error {of_bound(verdict.ratio)}"]
         lines += describe_case(case)

@@ -80,6 +80,8 @@ def summary(results: Sequence[Result], asked: int, *, interrupted: bool) -> str:
         text = f"no violation so far in {counted(asked, 'loop')}"
     else:
         text = f"all {asked} loops hold" if asked > 1 else "the loop holds"
+    if accepted := sum(len(result.accepted) for result in results):
+        text += f"; {counted(accepted, 'fault')} accepted"
     if found := sum(len(result.findings) for result in results):
         text += f"; torch and JAX disagree: {counted(found, 'finding')} above"
     if interrupted:

@@ -13,7 +13,7 @@ from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.arguments import OutputOptions, add_options, parsed
 from gradcheck_suite.cli.exit_status import noted_interrupts
 from gradcheck_suite.cli.loading import expect_found, note_untested_trainers
-from gradcheck_suite.cli.progress import Progress
+from gradcheck_suite.cli.progress import Progress, StandardOutput
 from gradcheck_suite.core.contract import (
     Loop,
     Problem,
@@ -26,6 +26,7 @@ from gradcheck_suite.core.contract import (
 )
 from gradcheck_suite.core.counterexamples import FOLDER as COUNTEREXAMPLES
 from gradcheck_suite.core.counterexamples import Counterexample, loop_source, store_counterexample
+from gradcheck_suite.core.formats import rendered
 from gradcheck_suite.core.options import VerifyOptions
 from gradcheck_suite.core.records import (
     KINDS,
@@ -35,7 +36,14 @@ from gradcheck_suite.core.records import (
     write_json,
     write_text,
 )
-from gradcheck_suite.core.results import Result, Verdict, result_lines, results_to_json
+from gradcheck_suite.core.results import (
+    Result,
+    Verdict,
+    no_longer_found,
+    notices_of,
+    result_lines,
+    results_to_json,
+)
 from gradcheck_suite.core.text import aligned, say
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.trainers import PACKAGES, TRAINERS
@@ -212,9 +220,14 @@ def run(arguments: argparse.Namespace) -> int:
     for text in (*arguments.loops, *filter(None, [arguments.problem])):
         expect_found(text)
     options = parsed(arguments, VerifyOptions)
-    with template_ahead(wanted=options.ranks > 1), second_process(wanted=_is_worth_a_process(arguments, options)):
+    keep = output.output_format != "text"
+    with (
+        StandardOutput(keep=keep) as standard_output,
+        template_ahead(wanted=options.ranks > 1),
+        second_process(wanted=_is_worth_a_process(arguments, options)),
+    ):
         environment.prepare()
-        return _verify(arguments, options, output)
+        return _verify(arguments, options, output, standard_output)
 
 
 def _is_worth_a_process(arguments: argparse.Namespace, options: VerifyOptions) -> bool:
@@ -224,7 +237,9 @@ def _is_worth_a_process(arguments: argparse.Namespace, options: VerifyOptions) -
     return (options.examples or FEW_CASES) * max(len(arguments.loops), 1) >= FEW_CASES
 
 
-def _verify(arguments: argparse.Namespace, options: VerifyOptions, output: OutputOptions) -> int:
+def _verify(
+    arguments: argparse.Namespace, options: VerifyOptions, output: OutputOptions, standard_output: StandardOutput
+) -> int:
     subjects = _subjects(arguments, options)
 
     from gradcheck_suite.cli import verdict_text
@@ -247,13 +262,19 @@ def _verify(arguments: argparse.Namespace, options: VerifyOptions, output: Outpu
         _verify_all(subjects, options, about, done)
     finally:
         results = [verified.result for verified in done.verified]
+        stale = no_longer_found(output.baseline, results)
+        document = results_to_json(results, about, stale)
         # bad input stops the work before any result: then nothing is written
         if (json := output.json) is not None and (results or done.interrupted):
-            document = results_to_json(results, about)
             exit_status.attempt(PROGRAM, lambda: write_json(done.folder / json, document))
+        if output.output_format != "text" and (results or done.interrupted):
+            notices = notices_of(results, stale)
+            standard_output.document = rendered(output.output_format, document, notices, done.folder)
         if (html := output.html) is not None and results:
             exit_status.attempt(PROGRAM, lambda: _write_page(html, done))
-    violated = any(result.violations for result in results)
+    for line in stale:
+        exit_status.fail(PROGRAM, line)
+    violated = bool(stale) or any(result.violations for result in results)
     unjudged = [f"{result.loop}: {result.unjudged}" for result in results if result.unjudged]
     if unjudged and not violated and not done.interrupted:
         raise UsageError(unjudged[0])
@@ -297,7 +318,8 @@ def _verify_all(subjects: list[Subject], options: VerifyOptions, about: dict[str
             for subject in subjects:
                 chosen = options.of(subject.loop)
                 progress.start(subject.name, chosen.examples)
-                verified = verify_subject(subject, chosen, advance)
+                found = verify_subject(subject, chosen, advance)
+                verified = replace(found, result=found.result.accepting(done.output.baseline))
                 done.verified.append(verified)
                 _keep(subject, chosen, verified, about, done, width, progress.stop)
                 if verified.result.interrupted or pressed:

@@ -17,7 +17,7 @@ import numpy as np
 from gradcheck_suite.core.case import SCHEMA, Case, case_from_json
 from gradcheck_suite.core.comparison import Comparison, Vector, elementwise_error
 from gradcheck_suite.core.contract import checked_assumptions
-from gradcheck_suite.core.records import write_json
+from gradcheck_suite.core.records import PACKAGE, write_json
 from gradcheck_suite.core.results import Result, json_number
 from gradcheck_suite.core.text import file_text
 from gradcheck_suite.errors import UsageError
@@ -104,6 +104,35 @@ def loop_source(loop: Any) -> dict[str, Any] | None:
         if isinstance(node, ast.Assign | ast.AugAssign) and backward & {getattr(t, "id", "") for t in targets}:
             marks.setdefault(node.lineno, "loss")
     return _source(Path(file).name, first, lines, {first + line - 1: name for line, name in marks.items()})
+
+
+def loop_places(loop: Any) -> dict[str, Any]:
+    """Return where a loop computes its loss, sends it backward and steps, under the names of `Violation`'s fields.
+
+    Of several calls it is the last one, and the loop's first line where it calls neither itself.
+    """
+    source, place = loop_source(loop), loop_lines(loop)
+    if source is None or place is None:
+        return {}
+    file, span = place
+    lines = {mark: f"{file}:{number}" for number, _, mark in source["lines"] if mark}
+    fields = {"where": "loss", "backward": "backward", "stepped": "step"}
+    return {name: lines.get(mark) for name, mark in fields.items()} if lines else {"where": f"{file}:{span.start}"}
+
+
+def loop_lines(loop: Any) -> tuple[str, range] | None:
+    """Return the file of a loop, as seen from the working directory, and its lines; None for a loop of the suite."""
+    try:
+        lines, first = inspect.getsourcelines(inspect.unwrap(loop))
+        path = inspect.getsourcefile(inspect.unwrap(loop)) or ""
+    except (OSError, TypeError):
+        return None
+    if Path(path).is_relative_to(PACKAGE):
+        return None
+    file = file_text(path)
+    if file == path and Path(path).is_relative_to(Path.cwd()):
+        file = str(Path(path).relative_to(Path.cwd()))
+    return file, range(first, first + len(lines))
 
 
 def places_source(places: Mapping[str, str | None], folder: Path) -> dict[str, Any] | None:

@@ -36,7 +36,7 @@ class Fault:
     Attributes:
         name: the name of the fault, in every command.
         kind: the part of the contract that it violates; a fault of gradients may also show as NaN or as None.
-        meaning: what the loop does.
+        meaning: what the loop does, in about ten words; the first line of a verdict whose own sentence is longer.
         remedy: what to do.
         evidence: the evidence by which it is recognised.
         causes: what may cause it -> a remedy for that cause, in place of the general one.
@@ -72,31 +72,28 @@ _ROWS = (
     _gradient(
         "mean-of-means",
         "weights",
-        "the means of micro-batches, of ranks or of groups of them have one weight, whatever they count",
+        "every mean (of a micro-batch, a rank or a group of them) has the same weight, whatever its count",
         "multiply each mean by its count and divide by the window's count, added up over all ranks or devices",
         causes={"sum": Remedy("do not divide a summed loss by the micro-batch's count")},
     ),
     _gradient(
         "wrong-count",
         "weights",
-        "means are weighted by something else than their counts: items, rounded counts, a power of the count, the "
-        "count of a neighbour",
+        "means are weighted by something other than their counts, such as items or rounded counts",
         "divide each summed loss by the window's count, or weight each mean by its own count over it",
     ),
     _gradient(
         "wrong-scale",
         "weights",
-        "every item of the window, or of one rank, has the same wrong weight; the explanation states the factor and, "
-        "where known, what it is: K, 1/K, r/K in a short window of r, a count over another one, a loss scale, the sign",
+        "every item of the window, or of one rank, has the same wrong weight",
         "divide each summed loss by the window's count, once; check that no library divides a second time",
         causes={
             "not-divided": Remedy("a division is missing: divide each summed loss by the window's count"),
             "divided-twice": Remedy("divide each summed loss by the window's count, and by nothing else"),
             "short-window": Remedy("divide a short window by its own number or count, not by that of a whole one"),
             "ranks": Remedy(
-                "DistributedDataParallel and fully_shard average gradients over ranks, and all_reduce adds them up: "
-                "multiply each rank's share of the loss (summed loss / count of all ranks) by the number of ranks "
-                "where gradients are averaged, and leave it as it is where they are added"
+                "divide each rank's summed loss by the count of all ranks; where gradients are averaged over ranks "
+                "(DistributedDataParallel, fully_shard), multiply it by the number of ranks"
             ),
             "one-rank": Remedy("look for what a rank does to its losses or gradients before they are added up"),
             "items": Remedy("divide by `run.count(batch)`, which is not the number of items"),
@@ -152,14 +149,14 @@ _ROWS = (
     _gradient(
         "rescaled-accumulator",
         "weights",
-        "the weight of each micro-batch is a constant factor times that of the one before",
+        "each micro-batch weighs a constant factor times the one before it",
         "scale each contribution and not the accumulated gradient; add up over ranks once per window, after its last "
         "micro-batch",
     ),
     _gradient(
         "repeated-micro-batch",
         "weights",
-        "the gradient contains some micro-batches several times, perhaps in place of others",
+        "some micro-batches are in the gradient more than once",
         "call backward once per micro-batch, on its own loss and not on the running sum; look for closures that read a "
         "loop's variable late",
         jax="differentiate each loss once, and not the running sum; look for closures that read a loop's variable late",
@@ -175,7 +172,7 @@ _ROWS = (
     _gradient(
         "reset-inside-window",
         "weights",
-        "the gradient contains only the window's last micro-batch",
+        "a reset inside the window leaves only the micro-batches after it in the gradient",
         "reset once per window, not once per micro-batch; add to the gradient instead of setting it",
     ),
     _gradient(
@@ -188,8 +185,7 @@ _ROWS = (
     _gradient(
         "no-gradient",
         "weights",
-        "the gradient contains nothing of the window, or a parameter that its items reach has none (kind "
-        "`none-pattern`)",
+        "the gradient contains nothing of the window, or is None for a parameter that its items reach",
         "do not reset between backward and step; look for a loss that is not sent backward, a `no_grad`, and for a "
         "parameter that is frozen, replaced or reset to None",
         jax="do not start a new sum between the last gradient and the step; look for a `stop_gradient`",
@@ -199,8 +195,7 @@ _ROWS = (
     _gradient(
         "not-reduced",
         "weights",
-        "with `--ranks`: the gradient contains one rank's micro-batches and not all of the others', or nothing of a "
-        "rank",
+        "the gradient lacks micro-batches of some ranks",
         "add up gradients of all ranks once, after the last backward of the window: look for a forward under `no_sync` "
         "(DistributedDataParallel decides in the forward whether backward reduces), a rank that leaves out its "
         "all-reduce or does not wait for it, a broadcast or a reduce in place of an all-reduce, a process group "
@@ -219,7 +214,7 @@ _ROWS = (
     _gradient(
         "other-window",
         "weights",
-        "the gradient contains micro-batches of another window, in place of its own or of a later one beside it",
+        "the gradient contains micro-batches of another window in place of its own, or of a later one",
         "train the windows in the loader's order, each once; read gradients after they have been computed or "
         "communicated, and send a micro-batch backward after the step of the window before it",
         jax="train the windows in the order of `run.batches`, each once; read gradients after they have been computed, "
@@ -228,8 +223,7 @@ _ROWS = (
     _gradient(
         "wrong-windows",
         "weights",
-        "each micro-batch is in one step, but windows begin and end at other places than they should (as `gradient` or "
-        "`step-count`)",
+        "windows begin and end at other micro-batches than they should",
         "step after K micro-batches and after the last one of every epoch, where `(i + 1) % K == 0`, and begin anew in "
         "every epoch; look at the counter that decides when to step; a loop without a short window assumes "
         "`whole-windows`",
@@ -245,22 +239,21 @@ _ROWS = (
     _gradient(
         "unrecognised-weights",
         "weights",
-        "the gradient is a weighted sum of the window's micro-batches with weights of no known fault",
+        "micro-batches have wrong weights that fit no known fault",
         "look for what gives each micro-batch its printed weight",
         general=True,
     ),
     _gradient(
         "low-precision",
         "elements",
-        "weights or elements are the right ones with the rounding errors of a narrower dtype, or losses are computed "
-        "under `torch.autocast` undeclared",
+        "counts, weights or gradients are rounded to a narrower dtype than the parameter's",
         "compute counts, quotients and sums in the parameter's dtype or a wider one; if autocast is meant, declare it: "
         '`--autocast DTYPE` or `@training_loop(autocast="bfloat16")`; do not quantise gradients',
     ),
     _gradient(
         "changed-batch",
         "inputs",
-        "a loss is computed from a batch that the loader does not yield: other items, or other values",
+        "a loss is computed from other items or values than the loader yields",
         "look for what changes batches before they reach the loss: a normalization in place, augmentation, "
         "truncation, padding, targets shifted against inputs",
         command="verify",
@@ -268,21 +261,20 @@ _ROWS = (
     _gradient(
         "wrong-mode",
         "inputs",
-        "losses are computed in eval mode, and the gradient is right for that mode; in an audit, in several modes",
+        "losses are computed in eval mode, all of them or some",
         "call `model.train()` after an evaluation",
     ),
     _gradient(
         "other-parameters",
         "inputs",
-        "losses are computed at other parameters than those that the step changes, and the gradient is right there",
+        "losses are computed at other parameters than those that the step changes",
         "look for a copy or an average of the model, and for perturbed or rounded parameters",
         command="verify",
     ),
     _gradient(
         "stale-parameters",
         "inputs",
-        "the gradient is right at the parameters of an earlier step, or parameters change while a window is "
-        "accumulated",
+        "losses are computed at parameters of an earlier step, or parameters change inside the window",
         "look for a copy of the model that is not updated, a forward that runs before the previous step, a step or an "
         "edit of parameters inside the window",
         jax="look for parameters that a compiled function closes over, a gradient that is computed before the previous "
@@ -291,7 +283,7 @@ _ROWS = (
     _gradient(
         "misplaced-gradient",
         "elements",
-        "a parameter has the right elements at other places, or those of other parameters",
+        "a gradient has the right elements at the wrong places, or those of another parameter",
         "match parameters by name; look for an index, a gather or a reshape; go through the parameters in the same "
         "order on every rank",
         command="verify",
@@ -299,8 +291,7 @@ _ROWS = (
     _gradient(
         "partial-gradient",
         "elements",
-        "some elements of a parameter, or one use of it, are right and others wrong; the explanation says which, and "
-        "what signs or sizes they have in common",
+        "some elements of a parameter's gradient are right and others wrong",
         "look for a slice, a mask, a shard, a clamp or a threshold, and for a copy in which tied parameters are two",
         general=True,
         command="verify",
@@ -308,23 +299,21 @@ _ROWS = (
     _gradient(
         "not-summed",
         "elements",
-        "each element of the gradient is another function of the micro-batches' or ranks' than their sum, such as the "
-        "largest or the median; the explanation says which",
+        "gradients of micro-batches or ranks are combined by something other than their sum",
         "add up their gradients; over ranks with `ReduceOp.SUM`",
         command="verify",
     ),
     _gradient(
         "projected-gradient",
         "elements",
-        "the mean of the gradient, of its rows or its columns, or what lies along the parameter, has been subtracted, "
-        "or a mean stands in place of the elements",
+        "the gradient is centred, projected, or replaced by a mean",
         "do so inside the optimizer, if at all",
         command="verify",
     ),
     _gradient(
         "clipped",
         "sizes",
-        "large gradients alone are wrong, and too small",
+        "large gradients alone are wrong: they are too small",
         "clip once, after the window's last micro-batch; switch it off for the verification",
         command="verify",
     ),
@@ -338,16 +327,14 @@ _ROWS = (
     _gradient(
         "added-term",
         "sizes",
-        "something that does not grow with the loss is added to the gradient, or that grows with its square: weight "
-        "decay, a penalty, noise",
+        "something that does not scale with the loss is added to the gradient: decay, a penalty, noise",
         "leave decay to the optimizer; make a penalty part of the objective; switch noise off for the verification",
         command="verify",
     ),
     _gradient(
         "skipped-by-size",
         "sizes",
-        "a micro-batch, a window or elements whose loss or gradient is large, or small, are left out (as `gradient` or "
-        "`step-count`)",
+        "micro-batches, windows or elements are left out by the size of their loss or gradient",
         "switch off what skips them; give a `GradScaler` a smaller `init_scale`; look for a threshold, a sparse "
         "communication, a format with a narrow exponent",
         jax="switch off what skips them; look for a threshold, a sparse communication, a format with a narrow exponent",
@@ -363,7 +350,7 @@ _ROWS = (
     _gradient(
         "skipped-non-finite",
         "sizes",
-        "a micro-batch or window whose gradient is infinite or NaN is left out, or such elements are replaced",
+        "micro-batches or windows with infinite or NaN gradients are left out, or such elements replaced",
         "use a `GradScaler`, or assume `finite-gradients`; remove `nan_to_num` or the clamp: it hides that the run "
         "diverged",
         jax="assume `finite-gradients` if that is meant; remove `nan_to_num` or the clamp: it hides that the run "
@@ -390,7 +377,7 @@ _ROWS = (
     _gradient(
         "wrong-backward",
         "elements",
-        "in an audit: a `torch.autograd.Function` of the model has another backward than the derivative of its forward",
+        "a `torch.autograd.Function` has another backward than the derivative of its forward",
         "mend its backward, or accept it with `--accept wrong-backward` where it is meant, as a straight-through "
         "estimator is",
         command="audit",
@@ -407,17 +394,14 @@ _ROWS = (
     _gradient(
         "plain-accumulation",
         "elements",
-        'with `Problem(reduction="batch")`: the gradient is the sum or mean of the micro-batches\' own, and the '
-        "objective "
-        "is a function of the whole window",
+        "gradients of micro-batches are added up, but the objective is a function of the whole window",
         "compute it for the window's items together, or cache what they share (GradCache)",
         command="verify",
     ),
     _gradient(
         "not-linear",
         "elements",
-        "the gradient is no weighted sum of micro-batches, and no other fault fits; the explanation says which "
-        "parameters and elements are wrong, and whether they depend on the gradient's size or on the model",
+        "the gradient is no weighted sum of the micro-batches' own, and no other fault fits",
         "switch off clipping and noise; check hooks, custom backwards, buffers and casts",
         jax="switch off clipping and noise; check each `custom_vjp`, buffers and casts",
         general=True,
@@ -425,7 +409,7 @@ _ROWS = (
     ),
     _steps(
         "step-per-micro-batch",
-        "the loop steps once per micro-batch, or its learning rate scheduler or `torch.amp.GradScaler` does",
+        "the optimizer, its scheduler or its `GradScaler` steps once per micro-batch",
         "step once per window; a schedule that is meant to count micro-batches assumes `schedules-micro-batches`",
         causes={"scaler": Remedy("unscale, step and update once per window, after its last backward")},
     ),
@@ -437,12 +421,12 @@ _ROWS = (
     ),
     _steps(
         "tail-leak",
-        "the short last window has no step, and its gradient is in the next epoch's first window",
+        "the short last window has no step, and its gradient leaks into the next epoch's first window",
         "step after the last micro-batch of an epoch too, and reset after it",
     ),
     _steps(
         "dropped-window",
-        "some windows have no step; the explanation lists them",
+        "some windows have no step",
         "look for a warm-up, or a range that ends early",
         causes={"ranks": Remedy("let a rank that has run out of micro-batches add zeros, until no rank has any left")},
         command="verify",
@@ -456,22 +440,20 @@ _ROWS = (
     ),
     _steps(
         "repeated-step",
-        "a window's gradient is stepped several times, or a step comes right after a reset",
+        "a window is stepped several times, or a step comes right after a reset",
         "step once, where a window has been accumulated; look for a library that steps as well",
         causes={"zeros": Remedy("step once per window, or reset to None, which optimizers skip")},
     ),
     _steps(
         "wrong-step-count",
-        "too many or too few steps or passes, for no known reason; the explanation lists the micro-batches that each "
-        "step held",
+        "there are too many or too few steps, for no known reason",
         "compare with the windows: K micro-batches each, in `run.epochs` passes; look for a loop without an end",
         general=True,
         command="verify",
     ),
     _parameters(
         "parameter-drift",
-        "something other than `optimizer.step()` changed a parameter before, between or after steps; nothing is "
-        "allowed, not even a rounding",
+        "something other than `optimizer.step()` changes a parameter",
         "look for other code that writes to parameters: an average, a manual decay, a hook, a second optimizer. A loop "
         "that edits parameters on purpose assumes `edits-parameters`",
         jax="look for other code that changes parameters: an average, a manual decay, a second optimizer. A loop that "
@@ -479,42 +461,39 @@ _ROWS = (
     ),
     _parameters(
         "parameter-not-updated",
-        "the step left a parameter as it was, where the optimizer changes it, or the parameter is in none of the "
-        "optimizer's groups",
+        "the step leaves a parameter as it was, or the optimizer does not have the parameter",
         "keep every trainable parameter in `run.optimizer`",
     ),
     _parameters(
         "optimizer-state-changed",
-        "an entry of the optimizer's state is another at the next step, or is missing",
+        "an entry of the optimizer's state has changed between two steps, or is missing",
         "look for code that writes to `run.optimizer.state` or clears it; restore it where you restore the model",
     ),
     _parameters(
         "changed-settings",
-        "a setting of the optimizer (`maximize`, `weight_decay`, `betas`, `lr` without a scheduler) of a parameter is "
-        "another than at the step before",
+        "a setting of the optimizer has changed between two steps, without a scheduler",
         "change settings by a scheduler, or assume `edits-settings` where the loop does so on purpose",
     ),
     _parameters(
         "wrong-update",
-        "the step changed a parameter otherwise than the optimizer does on the same gradients, settings and state",
+        "the step changes a parameter otherwise than the optimizer does on the same gradients",
         "look for a hook or a patch inside the step, and for state that the loop puts in",
         jax="look for what changes the result of `run.optimizer.update`, and for state that the loop puts in",
     ),
     _parameters(
         "changed-model",
-        "the loop added, removed, replaced, froze, cast or moved a parameter",
+        "the loop adds, removes, replaces, freezes, casts or moves a parameter",
         "train the model unchanged",
     ),
     _parameters(
         "changed-torch",
-        "the loop, or its file when it was imported, changed torch for the whole process: it replaced a function, a "
-        "method or a kernel, or left a hook on every module or optimizer",
+        "the loop changes torch for the whole process: a function, a method, a kernel or a global hook",
         "patch the model or the optimizer that the run hands over, or undo the change before the loop returns",
     ),
     Fault(
         "raised",
         "raised",
-        "the loop raised an exception; the output contains its traceback",
+        "the loop raises an exception",
         Remedy("fix it, or switch off what the case does not support"),
         "outcome",
         general=True,
@@ -523,7 +502,7 @@ _ROWS = (
     Fault(
         "timed-out",
         "raised",
-        "the loop did not return within `--time-limit` seconds on one case",
+        "the loop does not return within `--time-limit` seconds",
         Remedy("look for an endless loop; raise the limit for a slow one"),
         "outcome",
         command="verify",
@@ -531,8 +510,7 @@ _ROWS = (
     Fault(
         "deadlock",
         "raised",
-        "with `--ranks`: ranks wait for each other, or met in different collectives; the explanation says where each "
-        "is",
+        "ranks wait for each other, or enter different collectives",
         Remedy("every rank must enter the same collectives, in the same order"),
         "outcome",
         command="verify",
@@ -540,7 +518,7 @@ _ROWS = (
     Fault(
         "not-accumulable",
         "not-accumulable",
-        "the large batch's loss is not the sum of the micro-batches'",
+        "the large batch's loss is not the sum of the micro-batches' losses",
         Remedy("the explanation names the module or loss that is not separable over samples, or the right `count`"),
         "problem",
         command="verify",
@@ -584,6 +562,16 @@ def remedy_of(diagnosis: str, causes: Sequence[str] = (), *, jax: bool = False, 
         found |= dict.fromkeys(one.jax if jax and one.jax else one.torch for one in own)
     of_library = [BY_LIBRARY[library, key] for key in (diagnosis, *causes) if (library, key) in BY_LIBRARY]
     return ". ".join(["; or ".join(found), *of_library])
+
+
+FIX = ". Fix: "
+"""Stands in an explanation between what the loop did and what to do."""
+
+
+def noted(explanation: str, note: str) -> str:
+    """Return an explanation with a note at the end of what the loop did, before what to do."""
+    sentence, fix, remedy = explanation.partition(FIX)
+    return f"{sentence} ({note}){fix}{remedy}"
 
 
 def is_of_weights(diagnosis: str) -> bool:

@@ -25,7 +25,8 @@ from gradcheck_suite.core.contract import (
     is_assumption,
     is_jax,
 )
-from gradcheck_suite.core.faults import FAULTS
+from gradcheck_suite.core.faults import FAULTS, names_of
+from gradcheck_suite.core.formats import Accepted, is_accepted
 from gradcheck_suite.core.text import suggestion
 from gradcheck_suite.errors import UsageError
 
@@ -101,6 +102,28 @@ POSITIVE_INTEGER = integer(1, expected="a positive integer")
 NATURAL = integer(0, expected="0 or a positive integer")
 SEED = integer(0, MAX_SEED)
 SECONDS = Values("a positive number of seconds", _is_limit, float)
+
+
+class _Entries(Values):
+    def checked(self, value: Any) -> Accepted:
+        if isinstance(value, Accepted):
+            return value
+        known = [field.name for field in fields(Accepted)]
+        if not isinstance(value, dict):
+            raise self.refusal(value)
+        for key in value.keys() - {*known}:
+            raise one_of(known).refusal(key)
+        for key in ("fault", "file", "reason"):
+            if not isinstance(value.get(key), str) or not value[key].strip():
+                raise UsageError(f"{key}: expected a text, got {value.get(key)!r} in {value!r}")
+        for name in sorted(names_of(value["fault"])):
+            one_of(FAULTS).checked(name)
+        if "line" in value:
+            POSITIVE_INTEGER.checked(value["line"])
+        return Accepted(**value)
+
+
+ACCEPTED = _Entries('entries such as {fault = "wrong-scale", file = "train.py", reason = "why"}', lambda _: True)
 FLAG = Values("True or False", lambda value: isinstance(value, bool))
 NAME = Values("a name", lambda value: isinstance(value, str), str.lower)
 PATH = Values("a path", lambda value: isinstance(value, Path), Path)
@@ -119,13 +142,14 @@ class Option:
         default: of the field.
         values: that it takes; a repeatable option takes several of them.
         help: what it is, without its default.
-        flag: on the command line, such as `"--examples"`; empty where only Python sets it.
+        flag: on the command line, such as `"--examples"`; empty where only Python sets it, or `pyproject.toml`.
         short: a second flag of one letter, such as `"-n"`; empty for none.
         metavar: of its value, in the help.
         details: what only the help of the command line adds, such as the meaning of each value; empty for nothing.
         unset: what happens by default, in words, where the default does not say it.
         repeatable: whether the field is a tuple, to which each use of the flag adds one value.
         in_project: whether a table of `pyproject.toml` may set it.
+        project_key: its key there, where it has no flag.
     """
 
     name: str
@@ -139,11 +163,12 @@ class Option:
     unset: str = ""
     repeatable: bool = False
     in_project: bool = False
+    project_key: str = ""
 
     @property
     def key(self) -> str:
         """Its key in a table of `pyproject.toml`."""
-        return self.flag.removeprefix("--")
+        return self.flag.removeprefix("--") or self.project_key
 
     @property
     def default_text(self) -> str:
@@ -469,13 +494,7 @@ class AuditOptions(Options):
 
     def accepts(self, diagnosis: str, where: str | None) -> bool:
         """Return whether a violation is accepted."""
-        for accepted in self.accept:
-            name, _, place = accepted.partition("@")
-            places = (where or "").split(" < ")
-            here = not place or any(one == place or one.endswith("/" + place) for one in places)
-            if here and name == diagnosis:
-                return True
-        return False
+        return any(is_accepted(accepted, diagnosis, where) for accepted in self.accept)
 
 
 # The options of a comparison of a port.

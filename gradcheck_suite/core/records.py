@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from gradcheck_suite.core.formats import json_text
 from gradcheck_suite.errors import UsageError
 
 # Files that are written whole or not at all, and files of JSON lines that survive a run that is killed.
@@ -31,7 +32,7 @@ def write_json(path: Path, document: Any) -> None:
     Raises:
         UsageError: the file cannot be written; nothing of it remains.
     """
-    write_text(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
+    write_text(path, json_text(document))
 
 
 def write_document(path: Path | None, environment: Mapping[str, Any], data: Mapping[str, Any]) -> None:

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import html
+import linecache
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 from gradcheck_suite.core.case import SCHEMA, Case, case_from_json
 from gradcheck_suite.core.contract import DECLARED
-from gradcheck_suite.core.text import aligned, counted, error_text, of_bound, percent, violation_title
+from gradcheck_suite.core.faults import FAULTS, FIX
+from gradcheck_suite.core.formats import Accepted, Judged, Notice, is_accepted, place_in
+from gradcheck_suite.core.text import (
+    aligned,
+    counted,
+    error_text,
+    of_bound,
+    percent,
+    violation_title,
+)
 from gradcheck_suite.errors import UsageError, ViolationFound
 
 if TYPE_CHECKING:
@@ -29,8 +39,13 @@ BOTH: tuple[Command, ...] = ("verify", "audit")
 VERIFY = {"json": ("verify",)}
 AUDIT = {"json": ("audit",)}
 INTERNAL: dict[str, tuple[Command, ...]] = {"json": ()}
-"""Metadata of a field: the commands in whose JSON it is; of one without any, both."""
+"""Metadata of a field: the commands in whose JSON it is; of one without any, both. `optional` has those that leave it
+out where there is nothing to say."""
 
+HEADLINE = 100
+"""Characters of the longest sentence that stands in the first line of a violation."""
+LONGEST_LINE = 80
+"""Characters of a source line that are shown."""
 T = TypeVar("T")
 
 
@@ -48,8 +63,14 @@ def to_json(value: Any, command: Command) -> Any:
     if isinstance(value, Case):
         return value.to_json()
     if is_dataclass(value):
-        written = (part.name for part in fields(value) if command in part.metadata.get("json", BOTH))
-        return {name: to_json(getattr(value, name), command) for name in written}
+        given = {
+            part: getattr(value, part.name) for part in fields(value) if command in part.metadata.get("json", BOTH)
+        }
+        return {
+            part.name: to_json(one, command)
+            for part, one in given.items()
+            if one or command not in part.metadata.get("optional", ())
+        }
     if isinstance(value, Mapping):
         return {name: to_json(part, command) for name, part in value.items()}
     if isinstance(value, tuple | list):
@@ -145,8 +166,9 @@ class Violation:
         described: the case in words, which need the layers' definitions; filled in by `verify`.
         source: the user's lines, as `core.counterexamples` writes them, or None.
         command: that found it.
+        reason: why the project accepts it, as `accept` in `pyproject.toml` says; None where it does not.
 
-    `details` and the last six are no part of the JSON.
+    `details`, `evidence`, `moved`, `described`, `source` and `command` are no part of the JSON.
     """
 
     kind: ViolationKind
@@ -174,6 +196,7 @@ class Violation:
     described: tuple[str, ...] = field(default=(), repr=False, compare=False, metadata=INTERNAL)
     source: Mapping[str, Any] | None = field(default=None, repr=False, compare=False, metadata=INTERNAL)
     command: Command = field(default="verify", repr=False, metadata=INTERNAL)
+    reason: str | None = field(default=None, metadata={"optional": BOTH})
 
     @property
     def title(self) -> str:
@@ -208,9 +231,83 @@ class Violation:
         return [(name, text) for name, text in pairs if text is not None]
 
     @property
+    def sentence(self) -> str:
+        """The explanation without what to do."""
+        return self.explanation.partition(FIX)[0]
+
+    @property
+    def fix(self) -> str:
+        """What to do; empty where nothing is known to help."""
+        return self.explanation.partition(FIX)[2]
+
+    @property
+    def place(self) -> str | None:
+        """The first place that is known, as `file:line`: of several the user's own file, and not the library's."""
+        known = [place for place in self.places.values() if place]
+        # that of an audit's fault of steps is the first one already
+        if self.command == "verify" and self.kind in ("step-count", "parameters"):
+            known.reverse()
+        return known[0].rpartition(" < ")[2] if known else None
+
+    @property
+    def notice(self) -> Notice:
+        """The violation as CI systems show it."""
+        level: Literal["error", "note"] = "error" if self.reason is None else "note"
+        return Notice(level, self.diagnosis, self.sentence, self.fix, self.place, self.reason)
+
+    def accepted_by(self, entries: Iterable[Accepted]) -> list[Accepted]:
+        """Return the entries that accept the violation."""
+        return [one for one in entries if is_accepted(str(one), self.diagnosis, f"{self.where} < {self.place}")]
+
+    @property
+    def headline(self) -> str:
+        """What is wrong in one line: the sentence where it is short, else what every fault of this name does."""
+        known = [FAULTS[name].meaning for name in self.diagnosis.split(" or ") if name in FAULTS]
+        return self.sentence if len(self.sentence) <= HEADLINE or not known else "; or ".join(known)
+
+    @property
     def words(self) -> list[str]:
-        """The violation in words, one line each."""
-        return [self.title, self.explanation, *aligned(self.facts), *self.shown_details, *self.described]
+        """The violation in words, one line each, as compilers write them: the place first, what to do last."""
+        headline = self.headline
+        numbers = [(name, text) for name, text in self.facts if name not in (*self.places, "gradient")]
+        return [
+            f"{self.place}: {self.diagnosis}: {headline}" if self.place else f"{self.diagnosis}: {headline}",
+            *self._source_lines,
+            *([] if headline == self.sentence else [self.sentence]),
+            *aligned(numbers),
+            *self.shown_details,
+            *([f"fix: {self.fix}"] if self.fix else []),
+            *self.described,
+        ]
+
+    @property
+    def _source_lines(self) -> list[str]:
+        """The lines that compute the loss, send it backward and step, with what happened at each."""
+        happened = {
+            "step": "".join(
+                [
+                    "step" if self.step is None else f"step {self.step}",
+                    f" and {self.occurrences - 1} more" if self.occurrences > 1 else "",
+                    "" if self.gradient_error is None else f": gradient off by {percent(self.gradient_error)}",
+                ]
+            )
+        }
+        if not self.backward and not self.stepped:
+            happened["loss"] = ""  # the one place is that of the fault, whatever is done there
+        notes: dict[str, list[str]] = {}
+        for name, places in self.places.items():
+            for place in (places or "").split(" < ") if places else ():
+                notes.setdefault(place, []).append(happened.get(name, name))
+        own = (self.place or "").rpartition(":")[0]
+        rows = []
+        for place, said in notes.items():
+            file, _, line = place.rpartition(":")
+            text = linecache.getline(file, int(line)).rstrip() if line.isdigit() else ""
+            rows.append((line if file == own else place, text, ", ".join(said)))
+        indent = min((len(text) - len(text.lstrip()) for _, text, _ in rows if text), default=0)
+        shown = [(label, text[indent:][:LONGEST_LINE], said) for label, text, said in rows]
+        widths = [max((len(row[column]) for row in shown), default=0) for column in (0, 1)]
+        return [f"  {label:>{widths[0]}} | {text:<{widths[1]}}   {said}".rstrip() for label, text, said in shown]
 
     @property
     def shown_details(self) -> list[str]:
@@ -340,11 +437,13 @@ class Result:
         shrinking: of `verify`, how shrinking ended where it was not by itself, or None.
         traffic: of `verify`, what several ranks communicate in each window, of a loop that holds; None otherwise.
         moved_by_zeros: of `verify`, parameters that a gradient of zeros let the optimizer move; None where none is.
-        accepted: of `audit`, the first violation of each diagnosis that the user accepts.
+        accepted: the first violation of each diagnosis that the user accepts.
         raised: of `audit`, the exception that ended the run, or None.
         rank: of `audit`, that of the process, where there are several.
         ranks: of `audit`, number of ranks that were judged together.
         command: that made it.
+        files: what was judged: the loop's lines, or the files of an audited run that are on the way to a backward or a
+            step. They are no part of the JSON.
     """
 
     loop: str
@@ -368,13 +467,14 @@ class Result:
     skipped: dict[str, int] = field(default_factory=dict, metadata=VERIFY)
     interrupted: bool = False
     shrinking: str | None = field(default=None, metadata=VERIFY)
-    traffic: str | None = field(default=None, metadata=VERIFY)
+    traffic: str | None = field(default=None, metadata={**VERIFY, "optional": ("verify",)})
     moved_by_zeros: MovedByZeros | None = field(default=None, metadata={**VERIFY, "read": _moved})
-    accepted: tuple[Violation, ...] = field(default=(), metadata={**AUDIT, "read": violation_from_json})
+    accepted: tuple[Violation, ...] = field(default=(), metadata={"optional": ("verify",), "read": violation_from_json})
     raised: str | None = field(default=None, metadata=AUDIT)
     rank: int | None = field(default=None, metadata=AUDIT)
     ranks: int = field(default=1, metadata=AUDIT)
     command: Command = field(default="verify", metadata=INTERNAL)
+    files: tuple[Judged, ...] = field(default=(), compare=False, metadata=INTERNAL)
 
     @property
     def violation(self) -> Violation | None:
@@ -396,6 +496,24 @@ class Result:
         """Whether another rank judges what this one recorded."""
         return self.rank is not None and (self.unjudged or "").startswith("rank ")
 
+    @property
+    def notices(self) -> list[Notice]:
+        """What the result says, as CI systems show it."""
+        faults = [replace(fault.notice, accepted=fault.reason or "--accept", level="note") for fault in self.accepted]
+        places = [(place_in(text), text) for text in self.findings]
+        findings = [Notice("warning", "finding", text.removeprefix(f"{at}: "), place=at) for at, text in places]
+        unjudged = [Notice("error", "unjudged", self.unjudged)] if self.unjudged else []
+        return [*(fault.notice for fault in self.violations), *faults, *findings, *unjudged]
+
+    def accepting(self, entries: Iterable[Accepted]) -> Result:
+        """Return the result with the faults that some entries accept, and why, apart from its violations."""
+        accepted, violations = list[Violation](), list[Violation]()
+        for fault in (*self.accepted, *self.violations):
+            fits = fault.accepted_by(entries)
+            is_kept = fault in self.violations and not fits
+            (violations if is_kept else accepted).append(replace(fault, reason=fits[0].reason if fits else None))
+        return replace(self, accepted=tuple(accepted), violations=tuple(violations))
+
     def raise_for_violation(self) -> None:
         """Do nothing where something was judged and holds.
 
@@ -412,8 +530,6 @@ class Result:
         """Return the result as JSON-ready data."""
         data: dict[str, Any] = to_json(self, self.command)
         derived = {"verdict": self.verdict, "violation": self.violation, "seconds": round(self.seconds, 3)}
-        if self.traffic is None:
-            data.pop("traffic", None)
         return {**data, **to_json(derived, self.command)}
 
     def __str__(self) -> str:
@@ -436,13 +552,60 @@ def result_from_json(data: Mapping[str, Any]) -> Result:
 class ToJson(Protocol):
     """A result of `verify`, `audit` or `port`."""
 
+    @property
+    def loop(self) -> str:
+        """The loop's, the script's or the pair's name."""
+
+    @property
+    def notices(self) -> list[Notice]:
+        """What the result says, as CI systems show it."""
+
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON-ready data."""
 
 
-def results_to_json(results: Sequence[ToJson], environment: dict[str, Any]) -> dict[str, Any]:
-    """Return the document that `verify`, `audit` and `port` write with `--json`."""
-    return {"schema": SCHEMA, "environment": environment, "results": [result.to_json() for result in results]}
+def results_to_json(
+    results: Sequence[ToJson], environment: dict[str, Any], stale: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the document that `verify`, `audit` and `port` write with `--json`.
+
+    Args:
+        results: of the command.
+        environment: of the run.
+        stale: a line for each accepted fault that was not found again.
+    """
+    more = {"no_longer_found": list(stale)} if stale else {}
+    return {"schema": SCHEMA, "environment": environment, "results": [one.to_json() for one in results], **more}
+
+
+def notices_of(results: Sequence[ToJson], stale: Sequence[str] = ()) -> list[Notice]:
+    """Return what results say, at the loop's or script's file where they know no place.
+
+    Args:
+        results: of a command.
+        stale: a line for each accepted fault that was not found again.
+    """
+    notices = [Notice("error", "no-longer-found", line, place="pyproject.toml") for line in stale]
+    for result in reversed(results):
+        file = result.loop if result.loop.endswith(".py") else result.loop.rpartition(":")[0]
+        anywhere = file if file.endswith(".py") else None
+        named = (replace(one, text=f"{result.loop}: {one.text}", place=one.place or anywhere) for one in result.notices)
+        notices = [*named, *notices]
+    return notices
+
+
+def no_longer_found(entries: Sequence[Accepted], results: Sequence[Result]) -> list[str]:
+    """Return a line for each entry that accepts nothing, although its file was judged to the end."""
+    used = {one for result in results for fault in result.accepted for one in fault.accepted_by(entries)}
+    whole = (result for result in results if not (result.unjudged or result.interrupted or result.raised))
+    judged = [file for result in whole for file in result.files]
+    lines = []
+    for one in entries:
+        here = (span for file, span in judged if file == one.file)
+        if one not in used and any(one.line is None or span is None or one.line in span for span in here):
+            place = str(one).partition("@")[2]
+            lines.append(f"accept: {one.fault} was not found again in {place}: remove the entry from pyproject.toml")
+    return lines
 
 
 ENDLESS = "the loop was stopped there"
@@ -457,7 +620,6 @@ def is_endless(violation: Violation) -> bool:
 # The table of expected and observed weights on a console, with bars.
 
 
-HEADER = "weight of each item, by micro-batch (index, {rank}count, expected, observed; # observed, | expected):"
 WIDTH = 24
 """Characters of the longest bar."""
 SHOWN_ROWS = 12
@@ -469,13 +631,14 @@ def weight_lines(weights: Sequence[Weight]) -> list[str]:
         return []
     top = _largest(weights)
     ranks = any(w.rank is not None for w in weights)
-    lines = [
-        f"  {w.place:>3}{f' {w.rank:>4}' if ranks else ''} {w.count:>8.6g} {w.expected:>12.6g} {w.observed:>12.6g}  "
-        f"{_bar(w.expected, w.observed, top)}".rstrip()
-        for w in weights[:SHOWN_ROWS]
-    ]
-    more = [f"  and {len(weights) - SHOWN_ROWS} more"] if len(weights) > SHOWN_ROWS else []
-    return [HEADER.format(rank="rank, " if ranks else ""), *lines, *more]
+    rows: list[tuple[str, ...]] = [("micro-batch", "rank", "count", "weight", "should be", "# weight, | should be")]
+    for w in weights[:SHOWN_ROWS]:
+        numbers = (f"{value:.6g}" for value in (w.count, w.observed, w.expected))
+        rows.append((w.place, str(w.rank), *numbers, _bar(w.expected, w.observed, top)))
+    columns = [0, *([1] if ranks else []), 2, 3, 4]
+    widths = {column: max(len(row[column]) for row in rows) for column in columns}
+    lines = ["  ".join(["", *(f"{row[c]:>{widths[c]}}" for c in columns), row[5]]).rstrip() for row in rows]
+    return [*lines, *([f"  and {len(weights) - SHOWN_ROWS} more"] if len(weights) > SHOWN_ROWS else [])]
 
 
 def _largest(weights: Iterable[Weight]) -> float:
@@ -524,6 +687,7 @@ def _line(result: Result, width: int) -> str:
         judged = f"{counted(result.windows, 'step')} judged of {result.steps}{over}{accepted}"
         return f"{result.loop}  {verdict}  {judged}  {result.seconds:.1f} s"
     worst = f"worst error {of_bound(result.worst_error_over_allowed)}" if result.holds and result.cases else ""
+    worst = f"{counted(len(result.accepted), 'fault')} accepted" if result.accepted else worst
     cases = counted(result.cases, "case")
     return f"{result.loop:<{width}}  {verdict:<8}  {cases:>9}  {result.seconds:6.1f} s  {worst}".rstrip()
 
@@ -534,8 +698,7 @@ def _below_run(result: Result, *, shown: bool) -> Iterator[str]:
         yield f"{counted(count, 'window')} computed again, {how}"
     for violation in result.violations:
         yield from [violation.title] if shown else violation.words
-    for violation in result.accepted:
-        yield f"accepted: {violation.title.removeprefix(f'{violation.kind}: ')}, {violation.explanation}"
+    yield from map(_accepted, result.accepted)
     if result.second_opinion:
         yield result.second_opinion
     for finding in result.findings:
@@ -565,6 +728,13 @@ def _below_loop(result: Result) -> Iterator[str]:
         yield f"{count} of {steps} steps could not be judged: {reason}"
     for violation in result.violations:
         yield from [*violation.words, _found(result, violation)]
+    for violation in result.accepted:
+        yield f"{_accepted(violation)}; the search ended there"
+
+
+def _accepted(violation: Violation) -> str:
+    why = violation.explanation if violation.reason is None else f"{violation.sentence}; accepted: {violation.reason}"
+    return f"accepted: {violation.title.removeprefix(f'{violation.kind}: ')}, {why}"
 
 
 def _found(result: Result, violation: Violation) -> str:

@@ -10,6 +10,8 @@ from difflib import get_close_matches
 from itertools import groupby
 from typing import TYPE_CHECKING, TextIO
 
+from gradcheck_suite.core.faults import FAULTS
+
 if TYPE_CHECKING:
     from gradcheck_suite.core.case import Plan
 
@@ -125,8 +127,11 @@ _COLOURED = (
     r"^(?P<good>(?:the loop|all \d+ loops) holds?)|^(?P<bad>\d+ of \d+ loops? violated)",
     r"^ *(?P<bad>(?:gradient|step-count|none-pattern|non-finite|parameters|not-accumulable|raised)(?:: [\w-]+)?)"
     r"(?= at step \d|$)",
+    rf"^ *(?:(?P<label>\S[^|]*:\d+): )?(?P<bad>{'|'.join(FAULTS)})(?= or |: )",
+    r"^ *(?P<good>fix):",
+    r"^ *(?P<label>(?:\S*:)?\d+ \|)",
     r"^ *(?P<warn>finding\b[^:]*|accepted|unjudged):",
-    r"^ *(?P<label>loss|backward|step|gradient|window|parameter|error|stored|script|replay|page) {2,}",
+    r"^ *(?P<label>window|rank|parameter|error|stored|script|replay|page) {2,}",
     r"  (?P<label>[#-]* *\|[#-]*)$",
 )
 _COPIED = re.compile(r" *(@example\(|(stored|script|replay|page) {2,})")

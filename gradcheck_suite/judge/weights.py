@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcheck_suite.core.comparison import WEIGHT_TOLERANCE
-from gradcheck_suite.core.faults import FAULTS, names_of, remedy_of
+from gradcheck_suite.core.faults import FAULTS, FIX, names_of, remedy_of
 from gradcheck_suite.core.results import Weight
 
 WHILE_RIGHT = " alone, while "
@@ -145,7 +145,7 @@ class Diagnosis:
 
     def explanation(self, *, jax: bool = False) -> str:
         """Return what the loop did and what to do, in the words of PyTorch or of JAX; empty without a name."""
-        return f"{self.sentence}. Fix: {remedy_of(self.name, self.causes, jax=jax)}" if self.name else self.sentence
+        return f"{self.sentence}{FIX}{remedy_of(self.name, self.causes, jax=jax)}" if self.name else self.sentence
 
 
 def any_of(diagnoses: Iterable[Diagnosis]) -> Diagnosis:

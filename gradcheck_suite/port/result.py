@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import html
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from gradcheck_suite.core.formats import Notice
 from gradcheck_suite.core.results import json_number
 from gradcheck_suite.core.text import counted
 from gradcheck_suite.errors import UsageError, ViolationFound
@@ -113,6 +114,24 @@ class PortResult:
     def holds(self) -> bool:
         """Whether all that was compared is the same."""
         return self.verdict == "holds"
+
+    @property
+    def notices(self) -> list[Notice]:
+        """What the result says, as CI systems show it."""
+        found = [
+            Notice(
+                "warning" if one.kind == "precision" else "error",
+                one.cause,
+                f"{one.place or 'the model'}: {one.words}",
+                one.remedy,
+                one.jax,
+            )
+            for one in (*self.findings, *self.accepted)
+        ]
+        for j in range(len(self.findings), len(found)):
+            found[j] = replace(found[j], level="note", accepted="accept of the pair")
+        unjudged = [Notice("error", "unjudged", self.unjudged)] if self.unjudged and not self.differences else []
+        return [*found, *unjudged]
 
     @property
     def lines(self) -> list[str]:

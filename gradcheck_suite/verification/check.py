@@ -15,7 +15,7 @@ from gradcheck_suite.core.contract import (
     autocast_of,
     is_jax,
 )
-from gradcheck_suite.core.faults import names_of
+from gradcheck_suite.core.faults import names_of, noted
 from gradcheck_suite.core.results import Verdict, Violation
 from gradcheck_suite.core.text import counted
 from gradcheck_suite.errors import CannotRunHere
@@ -151,9 +151,11 @@ def _of_rank(
         sentence = f"on {place} {rank} of {len(outcomes)}: {sentence}"
         nothing_arrived = not any(row.observed for row in violation.weights if row.rank != rank)
         if right and nothing_arrived and names_of(violation.diagnosis) & {"not-reduced"}:
-            sentence += f" (the gradients of rank {right[0]} are right, as after a reduce in place of an all_reduce)"
+            note = f"the gradients of rank {right[0]} are right, as after a reduce in place of an all_reduce"
+            sentence = noted(sentence, note)
         if place == "device" and violation.kind == "gradient":
-            sentence += " (devices have different gradients, as where no psum adds up a sum or a count over them)"
+            note = "devices have different gradients, as where no psum adds up a sum or a count over them"
+            sentence = noted(sentence, note)
     return replace(violation, explanation=sentence, rank=rank if case.plan.ranks else None)
 
 

@@ -21,7 +21,7 @@ from gradcheck_suite.core.comparison import (
     quick_bound,
 )
 from gradcheck_suite.core.contract import EDITS_PARAMETERS, EDITS_SETTINGS
-from gradcheck_suite.core.faults import is_of_weights
+from gradcheck_suite.core.faults import is_of_weights, noted
 from gradcheck_suite.core.results import Verdict, Violation, ViolationKind
 from gradcheck_suite.judge.fitted_weights import diagnose_case
 from gradcheck_suite.judge.gradient import explain_gradient, explain_missing, explain_probe
@@ -347,7 +347,7 @@ def _compare(case: Case, autocast: Compute, expected: Vector, seen: Vector, *, m
 
 SCALER_SKIPPED = "a gradient scaler skipped the step of a window whose gradient is not finite, or out of range"
 """Why a step of the plan was not taken, where it need not be."""
-OF_A_LATER_CALL = " (this is call {} of the closure in one step, and no earlier one is found wrong)"
+OF_A_LATER_CALL = "this is call {} of the closure in one step, and no earlier one is found wrong"
 NOT_FINITE = "the reference gradient at the parameters that the optimizer has reached is NaN or infinite"
 """Why gradients are not judged that no correct loop has finite."""
 
@@ -451,7 +451,7 @@ class RunJudge:
                 found = self._gradients(places[step], evaluation)
                 if isinstance(found, Violation):
                     if call and self.runner:
-                        found = replace(found, explanation=f"{found.explanation}{OF_A_LATER_CALL.format(call + 1)}")
+                        found = replace(found, explanation=noted(found.explanation, OF_A_LATER_CALL.format(call + 1)))
                     return Verdict(case, found, ratio=ratio)
                 if isinstance(found, _Finding):
                     return Verdict(case, finding=found.text)

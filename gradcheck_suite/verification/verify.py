@@ -27,6 +27,7 @@ from gradcheck_suite.core.contract import (
     expect_within,
     is_jax,
 )
+from gradcheck_suite.core.counterexamples import loop_lines, loop_places
 from gradcheck_suite.core.options import ChosenOptions, VerifyOptions, takes
 from gradcheck_suite.core.results import MovedByZeros, Result, result_lines
 from gradcheck_suite.core.text import say
@@ -110,7 +111,7 @@ def verify(
         raise stop.error from None
     violation = search.violation
     if violation is not None:
-        violation = replace(with_case_described(violation), found_after=search.found_after)
+        violation = replace(with_case_described(violation), found_after=search.found_after, **loop_places(loop))
     findings = (*search.findings, *(opinion.findings if opinion else ()))
     moving = search.moved_by_zeros
     result = Result(
@@ -133,6 +134,7 @@ def verify(
         traffic=traffic,
         moved_by_zeros=MovedByZeros(len(moving), moving[0]) if moving else None,
         runs=search.runs,
+        files=() if (place := loop_lines(loop)) is None else (place,),
     )
     if not quiet:
         say(result_lines(result))

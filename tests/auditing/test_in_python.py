@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
@@ -38,10 +39,10 @@ def test_an_audit_prints_its_verdict_on_standard_error_when_it_is_closed(capsys)
 def test_a_violation_is_printed_when_it_is_found_and_raised_when_it_is_asked_for(capsys):
     with gradcheck_suite.audit(name="mine") as audit:
         trained(reset=False)
-        assert "gradient: stale-window at step 1" in capsys.readouterr().err
+        assert re.search(r"test_in_python\.py:\d+: stale-window: ", capsys.readouterr().err)
     assert "mine  VIOLATED" in capsys.readouterr().err
     assert not audit.holds
-    with pytest.raises(gradcheck_suite.ViolationFound, match="stale-window at step 1"):
+    with pytest.raises(gradcheck_suite.ViolationFound, match=": stale-window: "):
         audit.result.raise_for_violation()
     assert "stale-window" in str(audit.result)
 
@@ -53,7 +54,7 @@ def test_a_quiet_audit_prints_nothing_and_its_result_says_all_of_it(capsys):
     print(audit.result)
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("mine  VIOLATED  3 steps judged of 3")
-    assert any(line.strip().startswith("loss ") and "test_in_python.py:" in line for line in said)
+    assert any(re.search(r"^ *\d+ \| .* loss, backward$", line) for line in said)
 
 
 def test_what_was_not_judged_holds_for_nobody(capsys):
@@ -100,7 +101,7 @@ def test_verify_prints_what_the_command_prints(capsys):
     out, err = capsys.readouterr()
     assert err == ""
     assert out == f"{result}\n"
-    assert "step-count: never-stepped" in out
+    assert re.search(r"test_in_python\.py:\d+: never-stepped: ", out)
     assert "@example(Case(" in out
     with pytest.raises(gradcheck_suite.ViolationFound, match="never-stepped"):
         result.raise_for_violation()

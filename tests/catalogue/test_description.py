@@ -32,7 +32,9 @@ SPEC = ProblemSpec(
 
 
 USERS = Case("model.py:P", Plan((1, 2, 3), 2), dtype="float32", seed=5, optimizer="adam")
-FOUND = Violation("gradient", "mean-of-means", "why it is so", USERS, "0.weight", 1, 1, 0.25, 1e-12, ("a", "b"))
+FOUND = Violation(
+    "gradient", "mean-of-means", "why it is so. Fix: what to do", USERS, "0.weight", 1, 1, 0.25, 1e-12, ("a", "b")
+)
 PLANS = (
     Plan((1,), 1),
     Plan((1, 3, 2, 2, 4), 2, epochs=2),

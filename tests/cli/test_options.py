@@ -66,8 +66,14 @@ ROWS = [
     (PortOptions, "dtype", "float32", ("int8",), "expected one of float64, float32, bfloat16, float16; got {}"),
     (PortOptions, "show_map", True, (0,), BOOLEAN),
 ]
-SHARED = [(OutputOptions, "quiet", True), (OutputOptions, "json", "r.json"), (OutputOptions, "html", "r.html"),
-          (OutputOptions, "reports", "kept")]  # fmt: skip
+SHARED = [
+    (OutputOptions, "output_format", "sarif"),
+    (OutputOptions, "quiet", True),
+    (OutputOptions, "json", "r.json"),
+    (OutputOptions, "html", "r.html"),
+    (OutputOptions, "reports", "kept"),
+    (OutputOptions, "baseline", ()),
+]
 """Options of a command alone, which takes paths as texts."""
 
 
@@ -143,7 +149,7 @@ def test_a_wrong_value_is_refused_with_one_message_on_every_path(options, name, 
     [
         (
             "tool.gradcheck-suite]\nreport = 'kept'",
-            "expected one of reports, verify, audit, port; got 'report' (did",
+            "expected one of reports, accept, verify, audit, port; got 'report' (did",
         ),
         ("tool.gradcheck-suite]\nreports = 3", "reports: expected a path, got 3"),
         ("tool.gradcheck-suite]\nreports = ''", "reports: expected a path, got ''"),

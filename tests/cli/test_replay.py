@@ -29,7 +29,7 @@ def test_a_violation_is_found_again(run, stored):
     outcome = run("replay", stored)
     assert outcome.status == 1
     assert outcome.out.startswith(f"loops.py:no_reset  VIOLATED  on case {CASE.digest}\n")
-    assert "gradient: stale-window" in outcome.out
+    assert ": stale-window: " in outcome.out
     assert "[1 2] items; accumulation_steps = 2, 1 window; 2 epochs" in outcome.out
     assert outcome.err == ""
 

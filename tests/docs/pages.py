@@ -6,7 +6,7 @@ What a block is, its language says, and its first line:
 - `python`: executed; all of a page's blocks share one namespace;
 - `pycon`: a session, whose shown output must be the real one;
 - `console`: each line after `$ ` is a command, the lines below it are what it prints;
-- `text`, `json` and directives: shown only.
+- `text`, `json`, `toml`, `yaml` and directives: shown only.
 
 What is printed is compared but for times, versions, rounding errors, digests of cases and white space; `...` stands
 for anything.
@@ -36,7 +36,7 @@ from studies.commands import PROGRAM as STUDIES
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "studies" / "docs").glob("*.md")))
-SHOWN_ONLY = ("text", "json", "toml")
+SHOWN_ONLY = ("text", "json", "toml", "yaml")
 NOT_RUN = ("python3 -m venv", "pip install", ".venv/bin/", "tox")
 """Commands that install, or run the suite's own tests."""
 FEW, FEW_ON_PROBLEM, AS_SHOWN = 5, 1, 20

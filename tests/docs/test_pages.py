@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.docs.pages import PAGES, ROOT, Block, Page, blocks, commands, is_alike
 
 LONG = ("docs/check-my-loop.md", "docs/check-my-model.md", "docs/check-my-trainer.md",
         "docs/grad-states.md", "docs/in-your-tests.md", "docs/replay.md", "studies/docs/commands.md")  # fmt: skip
+
+SOUND = """
+import torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    torch.nn.functional.mse_loss(model(torch.ones(2, 2)), torch.ones(2, 1)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 
 
 def _name(path):
@@ -61,3 +78,34 @@ def test_what_varies_between_runs_may_differ_and_nothing_else():
 def test_a_console_block_is_split_into_commands_and_what_they_print():
     assert list(commands("$ a b\none\ntwo\n$ c\n")) == [("a b", "one\ntwo\n"), ("c", "")]
     assert list(commands("pip install .\n")) == [("pip install .", "")]
+
+
+@pytest.mark.full
+def test_the_commands_of_the_workflow_run_in_an_empty_folder(folder):
+    text = (ROOT / "docs" / "in-your-tests.md").read_text()
+    training = next(block.text for block in blocks(text) if block.file == "training.py")
+    Path("training.py").write_text(training)
+    Path("train.py").write_text(SOUND)
+    called = f"#!/bin/sh\nexec '{sys.executable}' -m gradcheck_suite \"$@\"\n"
+    Path("gradcheck-suite").write_text(called)
+    Path("gradcheck-suite").chmod(0o755)
+    (install, *commands) = re.findall(r"- run: (.*)", text)
+    assert install == "pip install gradcheck-suite"
+    assert len(commands) == 3
+    paths = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    for command in commands:
+        done = subprocess.run(
+            ["sh", "-c", command], env=paths, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert (done.returncode, done.stdout) == (0, ""), done.stderr
+        assert "holds" in done.stderr
+    assert json.loads(Path("gradients.sarif").read_text())["runs"][0]["results"] == []
+
+
+def test_a_hook_of_pre_commit_is_each_of_those_that_the_page_names():
+    hooks = re.findall(
+        r"id: (gradcheck-suite-(\w+))\n.*?\n  entry: (.*)\n", (ROOT / ".pre-commit-hooks.yaml").read_text(), re.DOTALL
+    )
+    assert [entry for _, _, entry in hooks] == [f"gradcheck-suite {command}" for _, command, _ in hooks]
+    named = re.findall(r"- id: (.*)", (ROOT / "docs" / "in-your-tests.md").read_text())
+    assert named == [name for name, *_ in hooks]

@@ -77,7 +77,7 @@ def test_bars_on_the_console_are_as_long_as_the_weights():
     assert first.endswith(f"  {'#' * half}|{'#' * half}")
     assert second.endswith(f"  {'#' * (half // 2)}{' ' * (half // 2)}|")
     assert third.endswith(f"  {'-' * half}|")
-    assert last.split() == ["3-4", "1", "0.5", "nan"]
+    assert last.split() == ["3-4", "1", "nan", "0.5"]
     assert weight_lines([]) == []
     assert weight_lines([weight("0", 1.0)] * (SHOWN_ROWS + 1))[-1] == "  and 1 more"
 
