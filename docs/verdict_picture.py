@@ -14,7 +14,7 @@ from rich.text import Text
 
 DOCS = Path(__file__).parent
 PICTURE = DOCS / "_static" / "verdict.svg"
-STYLES = {r"VIOLATED": "bold red", r"(?<=gradient: )mean-of-means": "bold yellow", r"^\$ .*$": "bold"}
+STYLES = {r"VIOLATED": "bold red", r"(?<=: )mean-of-means(?=: )": "bold yellow", r"^\$ .*$": "bold"}
 WIDTH = 118
 
 
