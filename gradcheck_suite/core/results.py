@@ -305,7 +305,7 @@ class Violation:
             text = linecache.getline(file, int(line)).rstrip() if line.isdigit() else ""
             rows.append((line if file == own else place, text, ", ".join(said)))
         indent = min((len(text) - len(text.lstrip()) for _, text, _ in rows if text), default=0)
-        shown = [(label, text[indent:][:LONGEST_LINE], said) for label, text, said in rows]
+        shown = [(label, _cut(text[indent:]), said) for label, text, said in rows]
         widths = [max((len(row[column]) for row in shown), default=0) for column in (0, 1)]
         return [f"  {label:>{widths[0]}} | {text:<{widths[1]}}   {said}".rstrip() for label, text, said in shown]
 
@@ -318,6 +318,10 @@ class Violation:
         """Return the violation as JSON-ready data; NaN and infinities become strings."""
         data: dict[str, Any] = to_json(self, self.command)
         return data
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 3]}..."
 
 
 def violation_from_json(data: Mapping[str, Any]) -> Violation:
