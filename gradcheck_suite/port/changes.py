@@ -46,6 +46,11 @@ class Hypothesis:
         return replace(self, changes=changes, leaves={}, at=None if self.at is None else self.at + by)
 
 
+def dense(value: Any) -> Any:
+    """Return a tensor as kernels expect it that check no strides."""
+    return value.contiguous() if isinstance(value, torch.Tensor) else value
+
+
 class Given:
     """The arguments of a call by their names in ATen's schema, with defaults."""
 
@@ -82,10 +87,10 @@ class Given:
         for name, value in others.items():
             place = self.call.names.index(name)
             if name in kwargs or schema[place].kwarg_only:
-                kwargs[name] = value
+                kwargs[name] = dense(value)
                 continue
             args += [a.default_value for a in schema[len(args) : place + 1]]
-            args[place] = value
+            args[place] = dense(value)
         return flat(self.call.op(*args, **kwargs))
 
 
@@ -103,12 +108,12 @@ def in_place_of(function: Callable[[Given], Any]) -> Change:
 
 def of_operand(position: int, function: Callable[[Any], Any]) -> Change:
     """Return the change of an operand."""
-    return lambda call, args, kwargs, get: _with(call, args, kwargs, position, function(args[position]))
+    return lambda call, args, kwargs, get: _with(call, args, kwargs, position, dense(function(args[position])))
 
 
 def other_operand(position: int, other: Ref) -> Change:
     """Return the change of an operand to another tensor of the program."""
-    return lambda call, args, kwargs, get: _with(call, args, kwargs, position, get(other))
+    return lambda call, args, kwargs, get: _with(call, args, kwargs, position, dense(get(other)))
 
 
 def _with(call: Call, args: Any, kwargs: Any, position: int, value: Any) -> Any:
@@ -122,7 +127,7 @@ def of_result(function: Callable[[Any], Any], number: int = 0) -> Change:
 
     def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
         outs = flat(call.op(*args, **kwargs))
-        outs[number] = function(outs[number])
+        outs[number] = dense(function(outs[number]))
         return outs
 
     return change

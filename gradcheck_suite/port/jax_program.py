@@ -352,7 +352,7 @@ class JaxProgram:
             key = ("port", _digest(closed))
             self._made[name] = ProgramRequest.of(key, lambda *a: tuple(run(*a)), *arrays), jax.tree.structure(shape)
         request, structure = self._made[name]
-        out = PROGRAMS.run(request, *arrays, store="callback" not in "".join(self.primitives))
+        out = PROGRAMS.run(request, *arrays, store="callback" not in "".join(self.primitives), few=True)
         return jax.tree.unflatten(structure, [np.asarray(o) for o in out])
 
     def run(self, leaves: Any, inputs: Any, targets: Any, shift: float = 0.0) -> JaxRun:

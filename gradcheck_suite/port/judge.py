@@ -399,14 +399,7 @@ class Judge:
             finally:
                 self.sides.forget(at)
 
-        found = smallest_difference(
-            base,
-            differs,
-            draw=self.pair.draw,
-            examples=self._options.examples,
-            number=self._seed,
-            seconds=DRAWN_SECONDS,
-        )
+        found = smallest_difference(base, differs, self.pair.draw, self._options, DRAWN_SECONDS)
         if found is not None:
             self.sides.points[1:] = [found]
             self.sides.forget_all_but_given()
@@ -472,7 +465,7 @@ class Judge:
         calls = [i for i in sorted(program.needed) if program.calls[i].path != LOSS and not program.calls[i].mutates]
         least: tuple[float, str] | None = None
         rng = np.random.default_rng(self._seed)
-        for index in rng.permutation(calls)[:40]:
+        for index in rng.permutation(calls)[:16]:
             call = program.calls[int(index)]
             args, kwargs = fill((call.args, call.kwargs), run.get)
             if not run.seen[index] or not isinstance(run.seen[index][0], torch.Tensor):

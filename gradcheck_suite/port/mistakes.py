@@ -229,14 +229,19 @@ ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "hard sigmoid (0.2x + 0.5)": lambda x: (0.2 * x + 0.5).clamp(0, 1), "exp": torch.exp, "sin": torch.sin,
     "log(1 + x)": torch.log1p, "expm1": torch.expm1, "rsqrt": torch.rsqrt, "sqrt": torch.sqrt, "cos": torch.cos,
     "elu (0.5)": lambda x: F.elu(x, 0.5), "softplus minus log 2": lambda x: F.softplus(x) - math.log(2),
-    "reciprocal": torch.reciprocal,
+    "reciprocal": torch.reciprocal, "log": torch.log, "negative": torch.neg, "1 + x": lambda x: 1 + x,
 }  # fmt: skip
 ACTIVATION = "activation"
 """Stands, in a pattern of operations, for those of one tensor and nothing else, element by element."""
 
 
+MATH = "exp|expm1|log|log1p|sqrt|rsqrt|neg|reciprocal|square|abs|sin|cos"
+
+
 def is_activation(call: Call) -> bool:
-    """Return whether a call has one tensor and needs no more, and works element by element."""
+    """Return whether a call has one tensor and needs no more, and works element by element; mathematics is none."""
+    if re.fullmatch(f"({MATH})_?", call.name):
+        return False
     needed = [a for a in call.op._schema.arguments if not a.has_default_value()]
     each = torch.Tag.pointwise in call.op.tags or re.match("hardswish|log_sigmoid", call.name) is not None
     return call.name.startswith("clamp") or (each and len(needed) == 1)
@@ -399,6 +404,11 @@ def _near(name: str) -> Callable[[Given, Any], list[Any]]:
     return lambda a, out: [a.values[name] + 1, a.values[name] - 1]
 
 
+def _reindexed(a: Given, by: int) -> Any:
+    indices = zip(a.indices, a.self.shape, strict=False)
+    return a.out(indices=[i if i is None or i.dtype == torch.bool else (i + by) % n for i, n in indices])
+
+
 def _both(a: Given, out: Any) -> list[str]:
     """Return the operands of a sum or a product of two tensors, or nothing."""
     return ["second", "first"] if isinstance(a.self, torch.Tensor) and isinstance(a.other, torch.Tensor) else []
@@ -464,10 +474,16 @@ FORMULAS = (
       for words, (cause, how) in NORM_FORMS.items()),
     Formula("norm-axis", ".*layer_norm", "normalization over axes {}", lambda a, over: _norm(a, over=over),
             lambda a, out: [*((d,) for d in range(out.dim())), tuple(range(1, out.dim()))]),
+    Formula("norm-axis", "_weight_norm.*", "the norm over axes {}", lambda a, over: (
+            a.v * a.g / a.v.pow(2).sum(over, keepdim=True).sqrt()), lambda a, out: (
+            [o for d in range(out.dim()) for o in ([d], [i for i in range(out.dim()) if i != d])])),
     Formula("groups", ".*group_norm", "{} groups", lambda a, n: _norm(a, groups=n), _group_counts),
     Formula("missing-norm", NORMS, "no normalization, scale and bias alone", lambda a, p: _scaled(a, a.first)),
     Formula("missing-activation", ACTIVATION, "no activation", lambda a, p: a.first + 0.0),
-    Formula("activation", ACTIVATION, "{}", lambda a, name: ACTIVATIONS[name](a.first), ACTIVATIONS),
+    Formula("sign", "neg", "the sign not exchanged", lambda a, p: a.first + 0.0),
+    Formula("missing-operation", MATH, "none", lambda a, p: a.first + 0.0),
+    *(Formula("activation", operations, "{}", lambda a, name: ACTIVATIONS[name](a.first), ACTIVATIONS)
+      for operations in (ACTIVATION, MATH)),
     Formula("softmax-axis", SOFTMAX, "softmax over axis {}",
             lambda a, d: getattr(a.self.clamp_min(-1e30), a.call.name.strip("_"))(d), _axes),
     Formula("softmax-kind", SOFTMAX, "{}", lambda a, name: getattr(a.self, name)(*[a.dim][: name != "sigmoid"]),
@@ -479,6 +495,7 @@ FORMULAS = (
             lambda a, p: a.weight[(a.indices + p).clamp(0, len(a.weight) - 1)], (1, -1, 2, -2)),
     Formula("index-offset", "embedding", "rows {:+d} away, around the end",
             lambda a, p: a.weight[(a.indices + p) % len(a.weight)], (1, -1)),
+    Formula("index-offset", "index", "indices {:+d} away, around the end", _reindexed, (1, -1)),
     Formula("padding-row", "embedding", "row {} taken as zeros",
             lambda a, p: a.weight[a.indices] * (a.indices != p)[..., None],
             lambda a, out: sorted({0, 1, len(a.weight) - 1, *([a.padding_idx] if a.padding_idx >= 0 else [])})),

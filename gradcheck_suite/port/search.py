@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gradcheck_suite.port.changes import Hypothesis
+from gradcheck_suite.port.changes import Hypothesis, dense
 from gradcheck_suite.port.matching import Matching, outputs_error
 from gradcheck_suite.port.torch_program import Call, Change, Ref, TorchProgram, TorchRun, fill, flat, lookup
 
@@ -104,7 +104,9 @@ class Repairs:
             if key not in start:
                 continue
             with torch.set_grad_enabled(grad):
-                new = start[function.kind, function.index] if isinstance(function, Ref) else function(leaves[key])
+                new = (
+                    start[function.kind, function.index] if isinstance(function, Ref) else dense(function(leaves[key]))
+                )
             for other, value in start.items():
                 if value is start[key] and other[0] == key[0]:
                     leaves[other] = new
@@ -352,7 +354,7 @@ class Search:
             if isinstance(function, Ref):
                 return lookup(function, run.seen, run.leaves)
             value = lookup(ref, run.seen, run.leaves)
-            return value if function is None else function(value)
+            return value if function is None else dense(function(value))
 
         def evaluate(index: int) -> list[Any]:
             if index not in made:

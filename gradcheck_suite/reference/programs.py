@@ -197,12 +197,19 @@ class Programs:
         request = ProgramRequest((key, _shapes(arguments)), function, arguments)
         return to_numpy(self.run(request, *arguments, store=store))
 
-    def run(self, request: ProgramRequest, *arguments: Tree, store: bool = True) -> Tree:
-        """Run a program on trees of numpy arrays with the shapes that were requested; return a tree of JAX arrays."""
+    def run(self, request: ProgramRequest, *arguments: Tree, store: bool = True, few: bool = False) -> Tree:
+        """Run a program on trees of numpy arrays with the shapes that were requested; return a tree of JAX arrays.
+
+        Args:
+            request: the program.
+            arguments: trees of numpy arrays.
+            store: whether to keep the program on disk.
+            few: whether it runs too few times for optimisation to be worth its time.
+        """
         program = self._programs.get(request.key)
         if program is None:
             path = self._path(request.key) if store else None
-            program = self._found(request, path, once=not store)
+            program = self._found(request, path, once=few or not store)
             self._keep(request.key, program)
         else:
             self._programs.move_to_end(request.key)
