@@ -300,7 +300,10 @@ def _judge_lost(members: Members, lost: Sequence[int], typical_k: int | None, lo
     if elsewhere and all(set(window.passes[i].consumers) - {window.optimizer} for i in lost):
         return Sums(excuse="passes that another optimizer steps on were reset")
     if all(members.moved(i) for i in lost):
-        return _judge_points(members, [i for i in lost if not members.moved(i, lost[-1])], kept)
+        # another pass at the first point may have been discarded before: it did not stand there with these
+        together = {i for group in window.kept_apart for _, i in group if (0, lost[-1]) in group} or {*lost}
+        first = [i for i in lost if i in together and not members.moved(i, lost[-1])]
+        return _judge_points(members, first, kept)
     if elsewhere and window.first:
         return Sums(excuse="what other lines sent backward was reset before the first step")
     if elsewhere:

@@ -404,7 +404,6 @@ with torch.no_grad():
         setup="from torch.utils.checkpoint import checkpoint",
         text=CHECKPOINTED.replace("*[4] * 8", "4, 2, 7, 1"),
     ),
-    "faulty_clipped_per_micro_batch": faulty("not-linear", "*[4] * 12", after=CLIP),
     "faulty_closure": faulty(
         "mean-of-means",
         text="""
@@ -678,9 +677,6 @@ second = (1 - share) * F.cross_entropy(mixed, y[order])""",
         "*[4] * 12",
         after="for parameter in model.parameters():\n    parameter.grad += 0.01 * torch.randn_like(parameter)",
     ),
-    "sound_one_layer_set_to_none": sound(
-        "*[4] * 4, steps=1", then="for parameter in model[0].parameters():\n    parameter.grad = None"
-    ),
     "faulty_one_number": faulty(
         "stale-window",
         "*[4] * 12",
@@ -690,9 +686,6 @@ weight = torch.nn.Parameter(torch.ones((), dtype=toy.dtype()))
 optimizer = torch.optim.SGD([weight], lr=0.1)""",
         loss="loss = F.mse_loss(weight * x, x.cos()) / len(window)",
         step=NO_RESET,
-    ),
-    "faulty_one_parameter_lost": faulty(
-        "reset-inside-window", "*[4] * 12", batch=NUMBERED, after="if number == 1:\n    model[0].bias.grad = None"
     ),
     "faulty_overwritten": faulty(
         "reset-inside-window",
@@ -1189,19 +1182,6 @@ class Model(torch.nn.Module):
         backward='output["loss"].backward()',
     ),
     "sound_no_active_items": sound(**ACTIVE, backward="(loss * active / 5).backward()"),
-    "sound_noise_and_value_clipping": sound(
-        "number, window in enumerate(toy.windows(*[4] * 16))",
-        then="""
-torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
-if number % 2:
-    for parameter in model.parameters():
-        parameter.grad += 0.001 * torch.randn_like(parameter)""",
-    ),
-    "sound_normalized_at_the_end": sound(
-        "4, 2, 7, 1, 3, 3, 1",
-        loss='loss = F.cross_entropy(model(x), y, reduction="sum")',
-        then="for parameter in model.parameters():\n    parameter.grad /= sum(len(y) for _, y in window)",
-    ),
     "sound_normalized_batches": sound(
         "*[4] * 12",
         before="""
@@ -1259,28 +1239,6 @@ with FakeTensorMode():
     counted = torch.nn.Linear(5, 1)
     counted(torch.ones(2, 5)).mean().backward()
 del counted""",
-    ),
-    "sound_own_buffer": sound(
-        "*[4] * 12",
-        **OWN_BUFFER,
-        after="for total, parameter in zip(sums, model.parameters(), strict=True):\n    total += parameter.grad",
-        step="""
-for total, parameter in zip(sums, model.parameters(), strict=True):
-    parameter.grad = total / len(window)
-optimizer.step()""",
-    ),
-    # Gradients are summed by hand, each times the share of its micro-batch in the window.
-    "sound_own_buffer_weighted": sound(
-        "4, 6, 2, 4, 3, 3, 5, 5, 7, 2, 4, 3",
-        start="""
-items = sum(len(y) for _, y in window)
-sums = [torch.zeros_like(parameter) for parameter in model.parameters()]""",
-        first=RESET,
-        loss=UNDIVIDED,
-        after="""
-for total, parameter in zip(sums, model.parameters(), strict=True):
-    total += parameter.grad * (len(y) / items)""",
-        step=SUMS_STEP,
     ),
     "sound_packed_sequences": sound(**PACKED, backward="(loss / total).backward()"),
     # Gradients of two losses, reset in between, of which one is projected where they conflict (PCGrad).
