@@ -254,7 +254,7 @@ class Judge:
         region, first = matching.region(ends)
         search = Search(matching.program, matching, self.repairs, loss, allowed)
         found = search.find(FAMILIES, region, first) if region else reordered(search, ends)
-        numbers = {"error": off, "allowed": allowed}
+        numbers: dict[str, Any] = {"error": off, "allowed": allowed}
         if self.sides.points[point].words:
             self.smallest = self.sides.points[point].words
         if found is not None:
@@ -273,7 +273,7 @@ class Judge:
             return False
         return self._unknown(search, region, first[0], numbers)
 
-    def _explained(self, matching: Matching, found: Found, numbers: Mapping[str, float]) -> None:
+    def _explained(self, matching: Matching, found: Found, numbers: Mapping[str, Any]) -> None:
         hypothesis, calls = found.hypothesis, matching.program.calls
         call = calls[hypothesis.at if hypothesis.at is not None else found.place]
         jax_at = matching.where_in_jax(found.run.seen[found.place][0]) or matching.nearest_in_jax(found.place)[0]
@@ -283,7 +283,7 @@ class Judge:
         self._add(kind, place, hypothesis.cause, words, torch=call.where or None, jax=jax_at or None, **numbers)
         self.repairs = self.repairs.plus(hypothesis)
 
-    def _unknown(self, search: Search, region: list[int], index: int, numbers: Mapping[str, float]) -> bool:
+    def _unknown(self, search: Search, region: list[int], index: int, numbers: Mapping[str, Any]) -> bool:
         """Add a finding without a cause; return whether the port's value could be put in its place."""
         matching = search.matching
         call = matching.program.calls[index]
