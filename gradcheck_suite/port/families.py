@@ -312,10 +312,10 @@ def _of(search: Search, place: int, ref: Ref, transform: Transform) -> Hypothesi
 
 _WEIGHTS = {
     "transposed": "weight-transposed", "permuted": "weight-permuted", "reversed": "weight-permuted",
-    "shifted": "weight-permuted", "ones": "missing-scale",
+    "shifted": "weight-permuted", "ones": "missing-scale", "zeros": "unused-parameter",
 }  # fmt: skip
 _OTHERS = {"ones": "constant"}
-_USED_OTHERWISE = ("missing-bias", "missing-scale", "zeros")
+_USED_OTHERWISE = ("missing-bias", "missing-scale", "unused-parameter")
 
 
 def _transformed_as(search: Search, place: int, ref: Ref, cause: str) -> str:

@@ -409,6 +409,16 @@ def _reindexed(a: Given, by: int) -> Any:
     return a.out(indices=[i if i is None or i.dtype == torch.bool else (i + by) % n for i, n in indices])
 
 
+def _other_pads(a: Given, out: Any) -> list[list[int]]:
+    """Return as many elements of padding, split otherwise between the two ends of each axis; the other end first."""
+    ends = [[n for i in range(0, len(a.pad), 2) for n in (a.pad[i + 1], a.pad[i])]]
+    most = max(low + high for low, high in zip(a.pad[::2], a.pad[1::2], strict=True))
+    for low in range(most + 1):
+        pairs = zip(a.pad[::2], a.pad[1::2], strict=True)
+        ends.append([n for one, two in pairs for n in (min(low, one + two), max(one + two - low, 0))])
+    return ends
+
+
 def _both(a: Given, out: Any) -> list[str]:
     """Return the operands of a sum or a product of two tensors, or nothing."""
     return ["second", "first"] if isinstance(a.self, torch.Tensor) and isinstance(a.other, torch.Tensor) else []
@@ -528,10 +538,9 @@ FORMULAS = (
     Formula("parts-swapped", "(unsafe_)?split.*|unbind|chunk", "parts {} exchanged", _parts_exchanged,
             lambda a, out: combinations(range(len(a.every())), 2)),
     Formula("roll-direction", "roll", "rolled the other way", lambda a, p: a.out(shifts=[-s for s in a.shifts])),
-    Formula("padding", "constant_pad_nd", "padding at the other end", lambda a, p: a.out(
-            pad=[n for i in range(0, len(a.pad), 2) for n in (a.pad[i + 1], a.pad[i])])),
-    Formula("padding-mode", "constant_pad_nd", "padding of the kind {}",
-            lambda a, mode: F.pad(a.self, a.pad, mode=mode), MODES),
+    Formula("padding", "constant_pad_nd", "padding {}", lambda a, pad: a.out(pad=pad), _other_pads),
+    Formula("padding-mode", "(constant|reflection|replication)_pad.*", "padding of the kind {}", lambda a, mode: F.pad(
+            a.self, a.values.get("pad") or a.padding, mode=mode), ("constant", *MODES)),
     Formula("other-position", "select", "the mean instead of one element", lambda a, p: a.self.mean(a.dim)),
     Formula("other-slice", "slice", "elements from {} on", lambda a, b: a.self.narrow(a.dim, b, a.out().shape[a.dim]),
             lambda a, out: range(min(a.self.shape[a.dim] - out.shape[a.dim] + 1, 64))),

@@ -254,7 +254,7 @@ class Search:
     def _better(self, best: Found | None, place: int, hypothesis: Hypothesis) -> Found | None:
         found = self.test(place, hypothesis)
         found = found and self._everywhere(found)
-        if found is not None and found.hypothesis.cause == "zeros" and found.error > self.close:
+        if found is not None and found.hypothesis.cause in ("zeros", "unused-parameter") and found.error > self.close:
             found = None  # a value of zero hides whatever else is wrong behind it
         if found is None or best is None:
             return found or best
