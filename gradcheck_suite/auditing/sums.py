@@ -179,7 +179,8 @@ class Members:
 
     def is_in(self, index: int) -> bool:
         """Return whether a pass is in `.grad`."""
-        return abs(self.mean[index]) > NEGLIGIBLE
+        # a coefficient that is fitted is never exactly 0, and one that was clipped several times may be as small
+        return abs(self.mean[index]) > (NEGLIGIBLE if self.window.edit == BY_HAND else 0.0)
 
     def places(self, indices: Sequence[int]) -> set[Place]:
         """Return where these passes were called."""
