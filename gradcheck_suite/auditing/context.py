@@ -22,7 +22,7 @@ import torch
 
 from gradcheck_suite.auditing import recorder as recording
 from gradcheck_suite.auditing.custom_functions import FunctionKey
-from gradcheck_suite.auditing.events import Event, StepRecord, settle
+from gradcheck_suite.auditing.events import Event, Gap, PassRecord, StepRecord, settle
 from gradcheck_suite.auditing.jax_opinion import JaxOpinion, KeptCall, ask_jax, kept_calls
 from gradcheck_suite.auditing.judge import ORPHANS, Judge
 from gradcheck_suite.auditing.module_calls import ModuleCall, ModuleCalls
@@ -34,9 +34,9 @@ from gradcheck_suite.auditing.replay import StepWindow, near
 from gradcheck_suite.auditing.sums import StepFault
 from gradcheck_suite.auditing.terms import Reader, declare
 from gradcheck_suite.auditing.weighing import violation_of
-from gradcheck_suite.core.options import AuditOptions, takes
+from gradcheck_suite.core.options import DEFAULT_BUDGET, EVERY, AuditOptions, takes
 from gradcheck_suite.core.results import Result, Violation, result_lines
-from gradcheck_suite.core.text import say
+from gradcheck_suite.core.text import counted, say
 from gradcheck_suite.errors import UsageError
 
 # An audit on several ranks: each writes its own events to a file, and the first rank judges all of them at the end.
@@ -255,6 +255,150 @@ def died_before(ranks: Ranks) -> bool:
     return all(f.end is None and f.is_open is False for f in files)
 
 
+# Which windows are judged.
+
+
+FIRST, AGAIN, ATTEMPTS, PAIR = 20, 3, 6, 2
+"""Windows at the beginning that are judged, those of them that are computed again, in so many attempts, and windows
+that are judged together: that a gradient leaks shows in the second one."""
+FURTHEST, ON_RANKS = 500, 50
+"""Windows of which one pair is judged whatever it costs; the same where several ranks judge the same windows."""
+RECENT = 100
+"""Windows after which an optimizer that has not stepped is not waited for, and the fewest of an epoch whose last one,
+where it has another length, is judged whatever it costs."""
+SHORTEST = 5.0
+"""Seconds that a run is taken to last at least."""
+
+
+class Schedule:
+    """Tells which windows are judged, and which of them are looked at in full and computed again.
+
+    Without a budget all are judged. With one, the first windows are, and then as many pairs of neighbours as it pays
+    for. Where judging every window costs less than the budget, every one is.
+
+    Args:
+        options: of the audit.
+        on_ranks: whether several ranks must judge the same windows, whatever each of them costs.
+
+    Attributes:
+        full: whether the window that runs now is computed again.
+        whole: whether its gradients are sampled as a whole.
+        again: index of an optimizer -> how many of its windows were computed again.
+    """
+
+    def __init__(self, options: AuditOptions, *, on_ranks: bool) -> None:
+        self.full = self.whole = True
+        self.again: Counter[int] = Counter()
+        self._every, self._share, self._on_ranks = options.every or EVERY, options.share, on_ranks
+        self._began = self._last = time.perf_counter()
+        self._due: dict[int, int] = {}
+        self._attempts: Counter[int] = Counter()
+        self._last_window: dict[int, int] = {}
+        self._judged: Counter[int] = Counter()
+        self._windows = self._counted = self._gaps = self._number = self._passes = self._odd = self._expected = 0
+        self._lengths: Counter[int] = Counter()
+        self._is_fresh = self._again_first = False
+        self._spent = self._of_windows = self._of_recomputed = self._seconds = 0.0
+
+    def _measure(self, optimizer: int, passes: int) -> None:
+        """Count a window, and expect one of another length as far away as the last one was: an epoch ends with it."""
+        self._windows += 1
+        self._last_window[optimizer] = self._windows
+        length, self._passes = passes - self._passes, passes
+        self._lengths[length] += 1
+        if length != self._lengths.most_common(1)[0][0]:
+            self._odd, period = self._windows, self._windows - self._odd
+            self._expected = self._windows + period if period > RECENT else 0
+
+    def since_step(self, passes: int) -> int:
+        """Return how many of so many passes have gone backward since the last step."""
+        return passes - self._passes
+
+    def after(self, optimizer: int, passes: int, spent: float, *, was_full: bool) -> bool:
+        """Count a window that was judged, and return whether the next one is.
+
+        Args:
+            optimizer: whose window it is.
+            passes: that have gone backward so far.
+            spent: seconds that the audit has taken so far.
+            was_full: whether it was looked at in full.
+        """
+        now = time.perf_counter()
+        cost, seconds = spent - self._spent, now - self._last
+        self._spent, self._last = spent, now
+        self._judged[optimizer] += 1
+        if self._is_fresh:  # it tells what stands in `.grad`, and has been counted
+            self._is_fresh, self._passes = False, passes
+            return True
+        self._measure(optimizer, passes)
+        if was_full:
+            self._attempts[optimizer] += 1
+            self._of_recomputed = cost
+        else:
+            self._number += 1
+            share = 1 / min(self._number, FIRST)  # what the first windows cost more is soon outweighed
+            self._of_windows += share * (cost - self._of_windows)
+            self._seconds += share * (seconds - self._seconds)
+        self._count(optimizer, was_full=was_full)
+        self.full = min(self._due.values(), default=0) <= 0 and (self._again_first or self._pays(self._of_recomputed))
+        self.whole = self.full and not self._again_first
+        return self._share is None or not self._is_done() or (not self._on_ranks and self._goes_on(self._share))
+
+    def _count(self, optimizer: int, *, was_full: bool) -> None:
+        """Count a window: the first ones of each optimizer are due, and every M-th after it."""
+        if was_full:
+            # one that steps no more is not waited for
+            kept = {other: due for other, due in self._due.items() if due > -self._every}
+            self._due = {other: due - (due <= 0) for other, due in kept.items()}
+            self._again_first = self._share is not None and not self._gaps and self._windows < FIRST
+            self._again_first &= self.again[optimizer] < AGAIN and self._attempts[optimizer] < ATTEMPTS
+            self._due[optimizer] = 0 if self._again_first else self._every - 1
+        else:
+            self._due[optimizer] = self._due.get(optimizer, 1) - 1
+
+    def _is_done(self) -> bool:
+        """Return whether the windows that are judged together have been, of each optimizer that steps."""
+        # the first step of each optimizer after a gap tells what stands in `.grad`, and is not judged
+        least = PAIR + bool(self._gaps)
+        active = [of for of, window in self._last_window.items() if window > self._windows - RECENT]
+        number = least if self._gaps else FIRST
+        return self._judged.total() >= number and all(self._judged[of] >= least for of in active)
+
+    def _goes_on(self, share: float) -> bool:
+        """Return whether judging every window costs less than the budget, or it pays for one more at least."""
+        return 0 < self._of_windows <= share * self._seconds or self._pays(self._of_windows)
+
+    def _pays(self, cost: float) -> bool:
+        """Return whether the budget pays for so many seconds more; several ranks must decide alike."""
+        if self._share is None or self._on_ranks:
+            return True
+        lasted = max(time.perf_counter() - self._began, SHORTEST)
+        return self._spent + cost <= self._share * (lasted - self._spent)  # a share of what the run takes by itself
+
+    def resumes(self, optimizer: int, passes: int, spent: float) -> bool:
+        """Count a window that was not judged, and return whether it tells what stands there before the next ones are.
+
+        Args:
+            optimizer: whose window it is.
+            passes: that have gone backward so far.
+            spent: seconds that the audit has taken so far.
+        """
+        self._spent = spent
+        self._counted += 1
+        self._measure(optimizer, passes)
+        due = min(self._due.values(), default=0) <= 0
+        if self._on_ranks:
+            begins = self._counted >= ON_RANKS - PAIR
+        else:
+            begins = self._counted >= FURTHEST - PAIR or self._windows == self._expected - PAIR
+            begins = begins or self._pays((PAIR + 1) * self._of_windows + due * self._of_recomputed)
+        if begins:
+            self._counted, self._gaps, self._is_fresh, self._last = 0, self._gaps + 1, True, time.perf_counter()
+            self._judged.clear()
+            self.full = self.whole = due and self._pays(self._of_recomputed)
+        return begins
+
+
 # The audit.
 
 
@@ -312,25 +456,26 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._opened = self._observing = False
         self._standard_error = sys.stderr
         self._process = os.getpid()
-        self._due: dict[int, int] = {}
         self._passes_at_step = 0
-        self._was_full = False
+        self._after_gap = self._was_full = False
         self._told: set[Any] = set()
         self._stop = False
         self._events: list[Event] = []
         self._places: set[Place] = set()
         self._names: dict[int, str] = {}
         self._dtypes: dict[int, str] = {}
+        self._ranks = Ranks.of()
+        self._schedule = Schedule(self.options, on_ranks=self._ranks is not None)
         self._recorder = Recorder(
             self._receive,
-            self._is_full,
+            lambda: self._schedule.whole or (self._forwards.copies and not self._copied),
+            self._resumes,
             weights="weights" not in self.options.without,
             sums="sums" not in self.options.without,
             objectives=dict(given.split("=", 1) for given in self.options.objectives),
         )
         self._stance = contextlib.ExitStack()
         self._judge = self._new_judge(1)
-        self._ranks = Ranks.of()
         self._writer: RankWriter | None = None
         self._forwards = ModuleCalls(self._records_calls, self._keep_cotangent, self._keep_mode, self._forwards_failed)
         self._running: dict[int, Running] = {}
@@ -379,8 +524,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if self.options.eager:
             self._stance.enter_context(torch.compiler.set_stance("force_eager"))
         self._recorder.open()
-        if self._writer is None and "batch" not in self.options.without:
-            self._forwards.open()
+        self._open_calls()
         return self
 
     def _detach(self) -> None:
@@ -408,6 +552,13 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if not self._opened:
             raise UsageError("audit: the audit was never opened: use `with gradcheck_suite.audit() as audit:`")
         complete = self._observing and error is None
+        if not self._recorder.records:
+            self._recorder.resume(self._recorder.steps_seen)
+            if complete and (tail := self._schedule.since_step(self._recorder.passes_seen)):
+                self._judge.note(
+                    f"{counted(tail, 'call')} of backward after the last step, in a window that was only counted: what "
+                    "they add to `.grad` is in no step (`--budget none` judges them)"
+                )
         self._detach()
         if self in _open:
             _open.remove(self)
@@ -488,21 +639,35 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         return sys.stderr if begun is None or getattr(begun, "closed", False) else begun
 
     def _is_full(self) -> bool:
-        """Return whether the window that runs is looked at in full.
+        """Return whether the window that runs is computed again.
 
         Whose it is shows at its step, so all are until that of each optimizer that is due has been.
         """
-        return min(self._due.values(), default=0) <= 0 or (self._forwards.copies and not self._copied)
+        return self._schedule.full or (self._forwards.copies and not self._copied)
 
-    def _count(self, optimizer: int, *, was_full: bool) -> None:
-        """Count a window: the first one of each optimizer is due, and every M-th after it."""
-        if was_full:
-            # one that steps no more is not waited for
-            kept = {other: due for other, due in self._due.items() if due > -self.options.every}
-            self._due = {other: due - (due <= 0) for other, due in kept.items()}
-            self._due[optimizer] = self.options.every - 1
-        else:
-            self._due[optimizer] = self._due.get(optimizer, 1) - 1
+    def _resumes(self, optimizer: int) -> bool:
+        """Count a window, and return whether those after it are judged again."""
+        recorder = self._recorder
+        if not self.observing:
+            return False
+        if self.options.steps is not None and recorder.steps_seen >= self.options.steps:
+            recorder.resume(recorder.steps_seen)
+            self._detach()
+            return False
+        begins = self._schedule.resumes(optimizer, recorder.passes_seen, recorder.seconds)
+        if begins:
+            self._open_calls()
+        return begins
+
+    def _open_calls(self) -> None:
+        if self._writer is None and "batch" not in self.options.without:
+            self._forwards.open()
+
+    def _pause(self) -> None:
+        self._forwards.close()
+        self._forwards.reset()
+        self._running.clear()
+        self._recorder.pause()
 
     def _name_of(self, key: int) -> str | None:
         """Return the name of a parameter: the one in its model; looking through all modules takes a while."""
@@ -524,8 +689,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if not self.observing:  # also a closure that is called on after the last step that is judged
             return
         self._events.append(event)
+        if isinstance(event, Gap):
+            self._after_gap = True
+            return
         self._places.add(event.place)
-        if not isinstance(event, StepRecord):
+        if isinstance(event, PassRecord):
             if self._is_full() and self._recorder.last is not None and self._recorder.last.forwards:
                 self._running[self._passes] = self._recorder.last
             self._passes += 1
@@ -534,13 +702,17 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             has_passes, self._passes_at_step = self._passes > self._passes_at_step, self._passes
             if has_passes:
                 self._was_full = self._is_full()
-                self._count(event.optimizer, was_full=self._was_full)
             if self._writer is not None:
                 self._write_events()
             else:
                 self._judge_events(event if has_passes and self._was_full else None)
                 if self._was_full and self._judge.used and not has_passes:
                     self._judge.note("a window was not computed again: another optimizer had stepped on its passes")
+            if has_passes or self._after_gap:
+                self._after_gap = False
+                passes, seconds = self._recorder.passes_seen, self._recorder.seconds
+                if not self._schedule.after(event.optimizer, passes, seconds, was_full=self._was_full):
+                    self._pause()
             if self.options.steps is not None and event.call + 1 >= self.options.steps:
                 self._detach()
 
@@ -578,11 +750,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         return None if self._recorder.muted else self._is_full()
 
     def _keep_cotangent(self, forward: ModuleCall, index: int, cotangent: torch.Tensor) -> None:
-        if not self._recorder.muted:
+        if self._recorder.records and not self._recorder.muted:
             self._recorder.running().forwards.setdefault(forward, {})[index] = cotangent
 
     def _keep_mode(self, module: int, training: bool) -> None:
-        if not self._recorder.muted:
+        if self._recorder.records and not self._recorder.muted:
             self._recorder.running().record.modes.add((module, training))
 
     def _forwards_failed(self, error: Exception) -> None:
@@ -636,6 +808,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._judge.note(sentence)
         if found.how is not None:
             self._recomputed[found.how] += 1
+            self._schedule.again[window.optimizer] += 1
             if self.options.jax and self._calls is None:
                 self._calls = kept_calls(found.parts)
         if violation is not None and found.error is not None:
@@ -672,7 +845,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         parts = Counter({str(part): steps for part, steps in unknown.items()})
         findings = parts + self._recorder.notes + self._judge.notes() + off
         whole = not {*self.options.without} & {"weights", "sums"} and not self._recorder.off and self not in _open
-        skipped = self._judge.unjudged(self._recorder.steps_seen) if whole else []
+        until = self._recorder.recorded_until
+        skipped = self._judge.unjudged(until) if whole else []
+        passed_by = sum(map(len, self._judge.counted)) + self._recorder.steps_seen - until
         if self._judge.weighed | self._judge.violated:  # else it is said why none was
             findings.update(skipped)
         said = [f"{text} ({n} times)" if n > 1 else text for text, n in findings.items()]
@@ -690,6 +865,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             loop=self._name,
             command="audit",
             windows=windows,
+            windows_skipped={f"budget {self.options.budget or DEFAULT_BUDGET}": passed_by} if passed_by else {},
             steps=self._recorder.steps_seen,
             seconds=time.perf_counter() - self._start if self._opened else 0.0,
             violations=violations,

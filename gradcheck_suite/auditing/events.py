@@ -121,7 +121,22 @@ class StepRecord:
         return [(one, key) for one in both for key, raw in one.items() if raw is not None]
 
 
-Event = PassRecord | StepRecord
+@dataclass(frozen=True)
+class Gap:
+    """Steps that were only counted, so that what stands in `.grad` after them is not known.
+
+    Attributes:
+        steps: their numbers, as `StepRecord.call` counts them.
+    """
+
+    steps: range
+
+    def raws(self) -> list[tuple[Any, Any]]:
+        """Return nothing: no field lies on a device."""
+        return []
+
+
+Event = PassRecord | StepRecord | Gap
 
 
 def settle(events: Sequence[Event]) -> None:

@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 
 from gradcheck_suite.auditing import weights as reading_weights
-from gradcheck_suite.auditing.events import BY_HAND, Event, PassRecord, StepRecord
+from gradcheck_suite.auditing.events import BY_HAND, Event, Gap, PassRecord, StepRecord
 from gradcheck_suite.auditing.places import Place, lines_with
 from gradcheck_suite.auditing.replay import Replay, Source, StepWindow, near
 from gradcheck_suite.auditing.samples import size
@@ -148,6 +148,7 @@ class Judge:
         used: the coefficients of its passes, where its sums were judged.
         judged: the steps of which something was judged.
         skipped: steps of which nothing was -> why.
+        counted: steps that were not recorded, since the budget does not pay for them.
         ranks_train_apart: whether a step's gradients were not reduced over the ranks, and nothing wraps the model: each
             rank may train by itself.
     """
@@ -167,6 +168,8 @@ class Judge:
         self.used: Mapping[Source, float] = {}
         self.judged: set[int] = set()
         self.ranks_train_apart = False
+        self.counted: list[range] = []
+        self._known: set[int] | None = None
         self._by_hand: set[str] = set()
         self._composed: set[int] = set()
         self._reached: defaultdict[int, set[int]] = defaultdict(set)
@@ -206,10 +209,18 @@ class Judge:
         """
         passes = [event for event in row if isinstance(event, PassRecord)]
         steps = [event for event in row if isinstance(event, StepRecord)]
+        gaps = [event for event in row if isinstance(event, Gap)]
         if len(passes) == len(row):
             self._replay.on_pass(passes)
+        elif len(gaps) == len(row):
+            self._replay.on_gap()
+            self._known = set()
+            self.counted.append(gaps[0].steps)
         elif len(steps) == len(row) and len({step.optimizer for step in steps}) == 1:
-            self._on_step(steps)
+            if self._known is None or steps[0].optimizer in self._known:
+                self._on_step(steps)
+            else:
+                self._on_first_step(steps)
         else:
             raise ValueError("the ranks do different things")
 
@@ -252,6 +263,7 @@ class Judge:
     def unjudged(self, steps: int) -> list[str]:
         """Return which of so many steps were not judged, and why: a sentence for each reason."""
         judged, reasons = self.weighed | self.violated, defaultdict[str, list[int]](list)
+        judged = judged.union(*self.counted)
         for step in range(steps):
             if step not in judged:
                 reasons[self.skipped.get(step, "the weights of its losses could not be read")].append(step)
@@ -302,6 +314,7 @@ class Judge:
             limited = replace(part, reason=_on(ranks, of_ranks, part.reason))
             self._unknown[limited] = max(unknown[rank][part] for rank in ranks)
         self.judged = set.intersection(*(judge.judged | judge.violated for judge in of_ranks))
+        self.counted = [each for judge in of_ranks[:1] for each in judge.counted]
         self._read_before = set.intersection(*(judge.weighed | judge.violated for judge in of_ranks))
 
     def of_last_step(self) -> Violation | None:
@@ -396,6 +409,16 @@ class Judge:
         if self._given is not None and self._given > 1 and self._singles[optimizer] == 3:
             fault = OF_SUMS["step per pass"]
             self._violate(replace(fault, sentence=fault.sentence.format(steps=self._given)), window, where)
+
+    def _on_first_step(self, steps: Sequence[StepRecord]) -> None:
+        """Take an optimizer's first step after a gap: what stands in `.grad` is known from then on."""
+        self._known = (self._known or set()) | {steps[0].optimizer}
+        self._replay.on_unknown(steps)
+        self.window, self.used, self._of_step, number = None, {}, [], steps[0].call
+        if number not in self.counted[-1]:
+            follows = self.counted[-1].stop == number
+            begin = self.counted.pop().start if follows else number
+            self.counted.append(range(begin, number + 1))
 
     def _judge_idle(self, window: StepWindow) -> None:
         """Say why a step has nothing to be judged: it has no pass, and no gradient."""

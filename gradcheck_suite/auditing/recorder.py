@@ -12,6 +12,7 @@ import contextlib
 import functools
 import os
 import sys
+import time
 import traceback
 import weakref
 import zlib
@@ -27,7 +28,18 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gradcheck_suite.auditing import samples
-from gradcheck_suite.auditing.events import BY_HAND, KEPT, LATE, NONE, TOUCHED, Arrival, Event, PassRecord, StepRecord
+from gradcheck_suite.auditing.events import (
+    BY_HAND,
+    KEPT,
+    LATE,
+    NONE,
+    TOUCHED,
+    Arrival,
+    Event,
+    Gap,
+    PassRecord,
+    StepRecord,
+)
 from gradcheck_suite.auditing.places import NOWHERE, Place, here, living, loop_here, shown
 from gradcheck_suite.auditing.samples import Raw
 from gradcheck_suite.auditing.terms import MARK, Reader, declare, edge_of, joined_share, leaves_below, used_at
@@ -85,8 +97,9 @@ class Known:
         dtype: of its gradient.
         gradient: a reference to `.grad`, its version and some elements to the bit, as the last arrival left them.
         point: version, address and checksum of its values.
-        heard: whether a hook of ours tells of its gradients: none can be set on a parameter that is frozen.
-        hooks: of this parameter's own, around those of the program.
+        heard: the hook that tells of its gradients: none can be set on a parameter that is frozen.
+        waits: whether its `.grad` is sampled when the pass has ended, with all others.
+        hooks: around those of the program on this parameter.
         raw: what arrived before the program's hooks.
         ratio: by which these changed it in the last pass.
     """
@@ -95,7 +108,8 @@ class Known:
     dtype: str
     gradient: tuple[Any, int, bytes | None] | None = None
     point: tuple[int, int, int] | None = None
-    heard: bool = False
+    heard: Any = None
+    waits: bool = False
     hooks: tuple[Any, Any] | None = None
     raw: torch.Tensor | None = None
     ratio: torch.Tensor | None = None
@@ -118,8 +132,11 @@ class Engine(_engine_class):  # type: ignore[misc]
         # dynamo traces Python that runs while it compiles, and a window that is computed again is nobody's pass
         if recorder is None or recorder.muted or torch.compiler.is_dynamo_compiling():
             return super().run_backward(tensors, *args, **kwargs)
-        inputs = args[3] if len(args) > 3 else ()
-        running = recorder.begin(tensors, bool(kwargs.get("accumulate_grad", False)), inputs)
+        inputs, accumulates = (args[3] if len(args) > 3 else ()), bool(kwargs.get("accumulate_grad", False))
+        if not recorder.records:
+            recorder.passes_seen += accumulates and _task() == -1
+            return super().run_backward(tensors, *args, **kwargs)
+        running = recorder.begin(tensors, accumulates, inputs)
         try:
             result = super().run_backward(tensors, *args, **kwargs)
         finally:
@@ -207,11 +224,16 @@ def _guarded(instrument: str) -> Callable[[Callable[..., Any]], Callable[..., An
         def inner(self: Recorder, *args: Any) -> Any:
             if self.is_off(instrument):
                 return None
+            begun, self._begun = self._begun, self._begun or time.perf_counter()
             try:
                 return function(self, *args)
             except Exception as error:
                 self.switch_off(instrument, error)
                 return None
+            finally:
+                if not begun:
+                    self._spent += time.perf_counter() - self._begun
+                    self._begun = 0.0
 
         inner._torchdynamo_disable = True  # type: ignore[attr-defined]  # what `torch.compiler.disable` sets
         return inner
@@ -225,6 +247,7 @@ class Recorder:
     Args:
         receive: called with each pass and each step, in the order in which they end.
         full: tells whether the window that runs now is looked at in full.
+        resumes: called with the optimizer of a step that is only counted, tells whether the next ones are recorded.
         weights: whether the terms of losses are read.
         sums: whether what arrives at parameters is.
         objectives: `file:line` of a call of backward -> an expression of the names there: what the loss's mean
@@ -234,6 +257,7 @@ class Recorder:
         off: instrument -> the error that switched it off.
         parameters: key -> what is known of a parameter.
         muted: whether nothing is recorded, since a window is computed again.
+        records: whether passes and steps are recorded, or only counted.
         notes: what could not be seen -> how often.
         used_at: key of a parameter -> a line that uses it, where the first passes have shown one.
     """
@@ -242,6 +266,7 @@ class Recorder:
         self,
         receive: Callable[[Event], None],
         full: Callable[[], bool],
+        resumes: Callable[[int], bool] = lambda _: True,
         *,
         weights: bool,
         sums: bool,
@@ -250,12 +275,15 @@ class Recorder:
         self.off: dict[str, str] = {}
         self.parameters: dict[int, Known] = {}
         self.muted = False
+        self.records = True
+        self._spent = self._begun = 0.0
         self.steps_seen = 0
         self.passes_seen = 0
         self.last: Running | None = None
         self.notes: Counter[str] = Counter()
         self.used_at: dict[int, str] = {}
-        self._receive, self._full = receive, full
+        self._receive, self._full, self._resumes = receive, full, resumes
+        self._paused_at: int | None = None
         self._weights, self._sums, self._objectives = weights, sums, objectives or {}
         self._keys: dict[int, int] = {}
         self._next_key = 0
@@ -304,6 +332,34 @@ class Recorder:
         if self._checks is not None and torch.is_anomaly_enabled() and not torch.is_anomaly_check_nan_enabled():
             torch.set_anomaly_enabled(False, self._checks)
 
+    def pause(self) -> None:
+        """Count passes and steps from now on, without a hook on a parameter."""
+        self.records, self._paused_at = False, self.steps_seen
+        for handle in self._handles[2:]:
+            handle.remove()
+        del self._handles[2:]
+        for known in self.parameters.values():
+            known.gradient = known.heard = known.hooks = known.raw = known.ratio = None
+        self._before.clear()
+        self._late.clear()
+        self.last = self._reset = None
+
+    def resume(self, step: int) -> None:
+        """Record again from a step on, and tell which ones were only counted."""
+        if self._paused_at is not None:
+            self._receive(Gap(range(self._paused_at, step)))
+        self.records, self._paused_at = True, None
+
+    @property
+    def recorded_until(self) -> int:
+        """The step from which on steps are only counted, that which follows where none is."""
+        return self.steps_seen if self._paused_at is None else self._paused_at
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in which this recorder, and what it calls, has kept the program waiting."""
+        return self._spent + (time.perf_counter() - self._begun if self._begun else 0.0)
+
     def close(self) -> None:
         """Stop: put the engine back and remove every hook."""
         if isinstance(torch.autograd.Variable._execution_engine, Engine):
@@ -341,8 +397,11 @@ class Recorder:
         if outer is None:
             # what a pass computes itself, as an adjoint does, would take ten times as long with stacks
             self._end_of_stacks()
-            record = PassRecord(here(), accumulates, loop=loop_here(), reset=self._reset)
-            self._reset = None
+            if accumulates or any(isinstance(p, torch.nn.Parameter) for p in inputs):
+                record = PassRecord(here(), accumulates, loop=loop_here(), reset=self._reset)
+                self._reset = None
+            else:
+                record = PassRecord(NOWHERE, False)  # of which nothing is kept
             running = Running(record, Reader())
             self._unbound.append(running)
             if self._objectives:
@@ -368,8 +427,8 @@ class Recorder:
     def _bind(self, running: Running) -> None:
         """Note autograd's number of a pass, by which the hooks of nodes and parameters find it."""
         if (task := _task()) not in self._running:
-            self._running[task] = running.outer or running
-            running.tasks.append(task)
+            outermost = self._running[task] = running.outer or running
+            outermost.tasks.append(task)
         if running in self._unbound:
             self._unbound.remove(running)
 
@@ -434,10 +493,13 @@ class Recorder:
                 found.term.partial = joined_share(own[0])
                 inside = {id(leaf) for leaf in leaves_below(own)[0]}
                 running.record.whole = sorted(self._keys[i] for i in outside - inside if i in self._keys)
+        apart = _is_distributed() or bool(self._shards)
         for key, known in self.parameters.items():
             parameter = known.reference()
             if parameter is not None and parameter._backward_hooks and parameter.requires_grad and self._sums:
                 self._surround(key, known, parameter)
+            # a hook after ours may change `.grad` in this pass, as DDP and an optimizer in backward do
+            known.waits = not apart and parameter is not None and len(parameter._post_accumulate_grad_hooks or ()) == 1
 
     @_guarded(PASSES)
     def end(self, running: Running | None) -> None:
@@ -472,11 +534,7 @@ class Recorder:
 
     def _finish(self, running: Running) -> None:
         self.passes_seen += 1
-        running.record.points = {
-            key: self._point(known, p)
-            for key, known in self.parameters.items()
-            if (p := known.reference()) is not None and p.requires_grad  # a frozen copy may follow the trained ones
-        }
+        running.record.points = self._points()
         running.record.clocks = self._clocks()
         self.last = running
         self._receive(running.record)
@@ -489,10 +547,9 @@ class Recorder:
         # to read a rate that is a tensor could wait for a device
         rates = [rate._version if isinstance(rate, torch.Tensor) else rate for rate in rates]
         clocks = {SCHEDULE: zlib.crc32(repr((rates, epochs)).encode())}
-        for of in self._averages:
-            if (average := of()) is not None:
-                some = samples.mark(average)
-                clocks[AVERAGE] = zlib.crc32(some or b"", average._version + clocks.get(AVERAGE, 0))
+        averages = [average for of in self._averages if (average := of()) is not None]
+        for average, some in zip(averages, samples.marks(averages), strict=True):
+            clocks[AVERAGE] = zlib.crc32(some or b"", average._version + clocks.get(AVERAGE, 0))
         return clocks
 
     def _find_clocks(self) -> None:
@@ -559,42 +616,61 @@ class Recorder:
                 self._shards.add(key)
         known = self.parameters[key]
         if not known.heard and parameter.requires_grad and parameter.is_leaf:
-            known.heard = True
-            found = parameter.register_post_accumulate_grad_hook(lambda p, key=key: self._accumulated(p, key))
+
+            def hear(parameter: torch.Tensor) -> None:
+                # between two kernels Python is several times as slow: what can be done at the end of the pass is
+                running = self._running.get(_task()) if known.waits else None
+                if running is not None and running.waiting is not None and running.record.accumulates:
+                    running.waiting[key] = parameter
+                else:
+                    self._accumulated(parameter, key)
+
+            found = known.heard = parameter.register_post_accumulate_grad_hook(hear)
             self._handles.append(found)
             _arrange(parameter._post_accumulate_grad_hooks, [found.id], [])
         return key
 
-    def _point(self, known: Known, parameter: torch.Tensor) -> int:
-        """Return a checksum of a parameter's values; they are read where its version or its storage is another."""
-        point = known.point
-        if point is None or point[0] != parameter._version or point[1] != parameter.data_ptr():
-            some = samples.mark(samples.local(parameter.detach()))
-            checksum = zlib.crc32(some) if some is not None else parameter._version
-            point = known.point = (parameter._version, parameter.data_ptr(), checksum)
-        return point[2]
+    def _points(self) -> dict[int, int]:
+        """Return a checksum of each parameter's values; they are read where its version or its storage is another."""
+        points: dict[int, int] = {}
+        moved: list[tuple[int, Known, torch.Tensor]] = []
+        for key, known in self.parameters.items():
+            parameter = known.reference()
+            if parameter is None or not parameter.requires_grad:  # a frozen copy may follow the trained ones
+                continue
+            point = known.point
+            if point is None or point[0] != parameter._version or point[1] != parameter.data_ptr():
+                moved.append((key, known, parameter))
+            else:
+                points[key] = point[2]
+        for (key, known, parameter), some in zip(moved, samples.marks([p for _, _, p in moved]), strict=True):
+            points[key] = zlib.crc32(some) if some is not None else parameter._version
+            known.point = parameter._version, parameter.data_ptr(), points[key]
+        return points
 
     @_guarded(SUMS)
     def _look_at_gradients(self) -> None:
         """See at the beginning of a pass what stands in each `.grad`: what the last arrival left, or something else."""
-        self._before.clear()
-        for key, known in self.parameters.items():
-            parameter = known.reference()
-            if parameter is None:
-                continue
-            gradient = parameter.grad
-            if gradient is None:
-                self._before[key] = NONE, None
-            elif self._is_kept(known, gradient):
-                self._before[key] = KEPT, None
-            else:
-                self._before[key] = TOUCHED, samples.sample(gradient, whole=self._full())
+        found = {key: p.grad for key, known in self.parameters.items() if (p := known.reference()) is not None}
+        given = {key: gradient for key, gradient in found.items() if gradient is not None}
+        self._before = dict.fromkeys(found, (NONE, None))
+        # what is seen by its version alone is read once
+        same = [key for key, gradient in given.items() if self._is_same(self.parameters[key], gradient)]
+        for key, (_, bits) in zip(same, samples.taken_together([given[k] for k in same], whole=False), strict=True):
+            self._before[key] = KEPT, None
+            if bits == self.parameters[key].gradient[2]:  # type: ignore[index]
+                del given[key]
+        for key, (now, _) in zip(given, samples.taken_together([*given.values()], whole=self._full()), strict=True):
+            self._before[key] = TOUCHED, now
 
-    def _is_kept(self, known: Known, gradient: torch.Tensor) -> bool:
+    def _is_same(self, known: Known, gradient: torch.Tensor) -> bool:
+        """Return whether nothing but its values tells that a gradient is another one than the last arrival left."""
         if known.gradient is None or known.gradient[2] is None:
             return False
-        reference, version, some = known.gradient
-        return reference() is gradient and version == gradient._version and some == samples.mark(gradient)
+        return known.gradient[0]() is gradient and known.gradient[1] == gradient._version
+
+    def _is_kept(self, known: Known, gradient: torch.Tensor) -> bool:
+        return self._is_same(known, gradient) and known.gradient[2] == samples.mark(gradient)  # type: ignore[index]
 
     @_guarded(SUMS)
     def _accumulated(self, parameter: torch.Tensor, key: int) -> None:
@@ -608,39 +684,43 @@ class Recorder:
                 self._late.append(running.record)  # what stands here is reduced later in this pass or in another one
         elif not self._sums:
             running.record.arrivals[key] = Arrival(NONE, None, samples.NOTHING)
-        elif running.waiting is None or self._changes_later(parameter):
-            self._arrived(running.record, parameter, key)
         else:
-            # at the end of the pass, all together: between two kernels Python is several times as slow
-            running.waiting[key] = parameter
+            self._arrived(running.record, {key: parameter})
 
-    def _changes_later(self, parameter: torch.Tensor) -> bool:
-        """Return whether a hook after ours may change `.grad` in this pass, as DDP and an optimizer in backward do."""
-        hooks = parameter._post_accumulate_grad_hooks
-        return _is_distributed() or len(hooks or ()) > 1
-
-    def _arrived(self, record: PassRecord, parameter: torch.Tensor, key: int) -> None:
-        gradient = parameter.grad
-        if gradient is None:
+    def _arrived(self, record: PassRecord, parameters: Mapping[int, torch.Tensor]) -> None:
+        """Note what has arrived at some parameters."""
+        given = {key: gradient for key, p in parameters.items() if (gradient := p.grad) is not None}
+        if not self._sums:
+            record.arrivals |= {key: Arrival(NONE, None, samples.NOTHING) for key in given}
             return
-        now, bits = samples.taken(gradient, whole=self._full())
-        self.parameters[key].gradient = weakref.ref(gradient, self._let_go), gradient._version, bits
-        if key in record.arrivals:  # passes inside of this one: one arrival, from the first state to the last
-            record.arrivals[key].now = now
-        else:
-            before, was = self._before.get(key, (NONE, None))
-            record.arrivals[key] = Arrival(before, was, now)
+        for key, now in self._taken(given).items():
+            if key in record.arrivals:  # passes inside of this one: one arrival, from the first state to the last
+                record.arrivals[key].now = now
+            else:
+                before, was = self._before.get(key, (NONE, None))
+                record.arrivals[key] = Arrival(before, was, now)
+
+    def _taken(self, gradients: Mapping[int, torch.Tensor], *, whole: bool = False) -> dict[int, Raw]:
+        """Sample the gradients of some parameters, and note that this is how they stand."""
+        found = samples.taken_together([*gradients.values()], whole=whole or self._full())
+        for (key, gradient), (_, bits) in zip(gradients.items(), found, strict=True):
+            self.parameters[key].gradient = weakref.ref(gradient, self._let_go), gradient._version, bits
+        return {key: now for key, (now, _) in zip(gradients, found, strict=True)}
+
+    def _let_go(self, _: Any) -> None:
+        # called for each gradient, of which the first one tells
+        if self._reset is None and not self.muted and self._handles:
+            self._note_reset()
 
     @_guarded(SUMS)
-    def _let_go(self, _: Any) -> None:
+    def _note_reset(self) -> None:
         """Note where a gradient is let go, as by `zero_grad`, which has no hook."""
-        if self._reset is None and not self.muted and self._handles:
-            self._reset = here()
+        self._reset = here()
 
     @_guarded(SUMS)
     def _arrive_all(self, running: Running) -> None:
-        for key, parameter in (running.waiting or {}).items():
-            self._arrived(running.record, parameter, key)
+        if running.waiting:
+            self._arrived(running.record, running.waiting)
         running.waiting = None
         if self._shards:
             self._arrive_at_shards(running.record)
@@ -665,7 +745,7 @@ class Recorder:
             for earlier in self._late:
                 earlier.arrivals.setdefault(key, Arrival(LATE, None, samples.NOTHING))
             record.arrivals.pop(key, None)
-            self._arrived(record, parameter, key)
+            self._arrived(record, {key: parameter})
             record.arrivals[key].shard = self._divisor(parameter)
         if found:
             self._late.clear()
@@ -743,6 +823,13 @@ class Recorder:
             return None
         self.steps_seen += len(stepping) == 1
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not self.records:
+            index = self.index(optimizer)
+            if len(stepping) > 1 or not self._resumes(index):
+                if index in self._passes_at_step:
+                    self._passes_at_step[index] = self.passes_seen
+                return None
+            self.resume(self.steps_seen - 1)
         if not callable(closure):
             self.step(optimizer, True)
             return None
@@ -785,6 +872,8 @@ class Recorder:
             optimizer: that steps.
             is_whole: whether it steps once and for all when this returns, and not once for each call of a closure.
         """
+        if not self.records:  # a closure that is called once more
+            return
         if self._lines or self.steps_seen > 1:
             self._end_of_stacks()
         if _task() != -1:
@@ -805,12 +894,13 @@ class Recorder:
         self._passes_at_step[index] = self.passes_seen
         gradients: dict[int, Raw | None] = {}
         self._forget_dead()
+        given: dict[int, torch.Tensor] = {}
         for parameter in own:
             key, gradient = self._watch(parameter), parameter.grad
             gradients[key] = None
             if gradient is not None and self._sums:
-                gradients[key], bits = samples.taken(gradient, whole=idle or self._full())
-                self.parameters[key].gradient = weakref.ref(gradient, self._let_go), gradient._version, bits
+                given[key] = gradient
+        gradients |= self._taken(given, whole=idle)
         if self._schedules is None and self.passes_seen > 1:
             with contextlib.suppress(Exception):  # no finding is worth the judgement of the sums
                 self._find_clocks()

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
 import numpy as np
 
-from gradcheck_suite.auditing.events import BY_HAND, LATE, NONE, TOUCHED, PassRecord, StepRecord
+from gradcheck_suite.auditing.events import BY_HAND, LATE, NONE, TOUCHED, Arrival, PassRecord, StepRecord
 from gradcheck_suite.auditing.samples import ELEMENTS, Vector, alike, distance, factor, is_finite, is_mostly, size
 from gradcheck_suite.core.comparison import FURTHER_ROUNDINGS, SMALLEST, UNIT_ROUNDOFF, growth
 
@@ -269,13 +269,39 @@ class Replay:
             measured: key of a parameter -> a sample of its `.grad`.
             inside: whether more passes of the window may follow: a factor then stays in the coefficients.
         """
-        found = {key: self._explain(rank, key, now, inside=inside) for key, now in measured.items()}
+        kept = self._kept(rank, measured)
+        found = {
+            key: Explanation(SAME, 1.0, self._states[rank][key].coefficients, now)
+            if key in kept
+            else self._explain(rank, key, now, inside=inside)
+            for key, now in measured.items()
+        }
         reduced = [one.factor for one in found.values() if one.event == REDUCED]
         for key, one in found.items() if reduced else ():
             # two numbers are parallel: whether one of a single element was reduced or multiplied, the others tell
             if one.event == FACTOR and (other := self._explain(rank, key, one.now, inside=inside, sure=True)):
                 found[key] = other if near(other.factor, float(np.median(reduced)), 1e-3) else one
         return found
+
+    def _kept(self, rank: int, measured: Mapping[int, Vector]) -> set[int]:
+        """Return the parameters in whose `.grad` every sampled element is what it was, finite, and not all are 0."""
+        found = set[int]()
+        for keys, now, then in self._together(rank, measured):
+            same = (now == then).all(1) & np.isfinite(now).all(1) & now.any(1)
+            found |= {key for key, is_same in zip(keys, same, strict=True) if is_same}
+        return found
+
+    def _together(self, rank: int, measured: Mapping[int, Vector]) -> Iterator[tuple[list[int], Vector, Vector]]:
+        """Yield parameters, what was measured in their `.grad`, and what stood there, as far as both are known."""
+        groups: defaultdict[int, list[tuple[int, Vector, Vector]]] = defaultdict(list)
+        for key, now in measured.items():
+            then = self._states[rank][key].sample
+            if len(then) != len(now) and not then.any():
+                then = np.zeros(len(now))
+            groups[min(len(now), len(then))].append((key, now, then))
+        for length, rows in groups.items():
+            each = (np.array([row[i][:length] for row in rows]) for i in (1, 2))  # type: ignore[misc]
+            yield [key for key, _, _ in rows], next(each), next(each)
 
     def _explain(self, rank: int, key: int, now: Vector, *, inside: bool, sure: bool = False) -> Explanation:
         """Explain a measured `.grad`; `sure` takes it for reduced even where it may only have been multiplied."""
@@ -351,41 +377,70 @@ class Replay:
                 if last is not None:
                     last.reduced = last.reduced or one.event == REDUCED
         for rank, record in enumerate(records):
+            own: dict[int, Vector] = {}
             for key, a in record.arrivals.items():
                 assert isinstance(a.now, np.ndarray)
-                state = self._states[rank][key]
                 if a.before == BY_HAND:
                     self._arrived[rank, index, key] = a.now
-                    continue
-                if a.before == LATE:
+                elif a.before == LATE:
                     self._late[rank, key].append(index)
-                    continue
-                if a.before == NONE:
-                    self._discard(rank, key)
-                    state = self._states[rank][key] = State()
-                now, then = alike(a.now, state.sample) if size(state.sample) else (a.now, np.zeros(len(a.now)))
-                if not is_finite(a.now):
+                else:
+                    if a.before == NONE:
+                        self._discard(rank, key)
+                        self._states[rank][key] = State()
+                    own[key] = a.now
+            for keys, now, then in self._together(rank, own):
+                if not np.isfinite(now).all():
                     self._not_finite.add(index)
                 with np.errstate(invalid="ignore"):
-                    arrived = self._arrived[rank, index, key] = now - then
-                coefficients = dict(state.coefficients)
-                together = [*self._late.pop((rank, key), ()), index]
-                if a.shard:
-                    self.passes[index].reduced = True
-                    for source in product(range(self.ranks), together if size(arrived) else ()):
-                        coefficients[source] = coefficients.get(source, 0.0) + 1.0 / a.shard
-                elif size(arrived):
-                    coefficients[rank, index] = coefficients.get((rank, index), 0.0) + 1.0
-                if not size(arrived):
-                    # a branch that begins at zero: whether it was reset cannot be told from it
-                    self._null |= {(rank, i, key) for i in together}
-                self._states[rank][key] = State(a.now, coefficients, bool(a.shard))
+                    differences = now - then
+                for key, arrived, is_any in zip(keys, differences, differences.any(1), strict=True):
+                    self._arrived[rank, index, key] = arrived
+                    self._add(rank, index, key, record.arrivals[key], is_any=bool(is_any))
         return index
+
+    def _add(self, rank: int, index: int, key: int, arrival: Arrival, *, is_any: bool) -> None:
+        """Add what has arrived at a parameter in a pass to what stands in its `.grad`."""
+        coefficients = dict(self._states[rank][key].coefficients)
+        together = [*self._late.pop((rank, key), ()), index]
+        if arrival.shard:
+            self.passes[index].reduced = True
+            for source in product(range(self.ranks), together if is_any else ()):
+                coefficients[source] = coefficients.get(source, 0.0) + 1.0 / arrival.shard
+        elif is_any:
+            coefficients[rank, index] = coefficients.get((rank, index), 0.0) + 1.0
+        if not is_any:
+            # a branch that begins at zero: whether it was reset cannot be told from it
+            self._null |= {(rank, i, key) for i in together}
+        assert isinstance(arrival.now, np.ndarray)
+        self._states[rank][key] = State(arrival.now, coefficients, bool(arrival.shard))
 
     def _discard(self, rank: int, key: int) -> None:
         """Note which passes stood together in a `.grad` that was reset: the program may have kept it elsewhere."""
         coefficients = {s: c for s, c in self._states[rank][key].coefficients.items() if s[1] >= 0}
         self._discarded.setdefault(frozenset(index for _, index in coefficients), coefficients)
+
+    def on_gap(self) -> None:
+        """Forget what stood in `.grad`: passes and steps follow that were not recorded."""
+        for kept in (self.passes, self._arrived, self._null, self._not_finite, self._late, self._discarded):
+            kept.clear()  # type: ignore[attr-defined]
+        for states in self._states:
+            states.clear()
+        self._before_call = self._at_last_step = self.number_of_passes
+
+    def on_unknown(self, steps: Sequence[StepRecord]) -> None:
+        """Take a step of all ranks whose window was not recorded: all that stands there is of an earlier window."""
+        optimizer = steps[0].optimizer
+        for rank, step in enumerate(steps):
+            for key, now in step.gradients.items():
+                of, stands = self._copies.get(key, key), isinstance(now, np.ndarray) and size(now)
+                self._states[rank][of] = State(now, {(rank, EARLIER): 1.0}) if stands else State()
+                self._owners[of].add(optimizer)
+        for seen in self.passes.values():
+            if seen.has({self._copies.get(key, key) for key in steps[0].gradients}):
+                seen.consumers.setdefault(optimizer, self.number_of_passes)
+        self.last[optimizer] = self._at_last_step = self.number_of_passes
+        self._forget()
 
     def on_step(self, steps: Sequence[StepRecord]) -> StepWindow:
         """Take a step of all ranks."""
@@ -422,8 +477,11 @@ class Replay:
         What is given to a copy is what stood in the `.grad` of its parameter: in float32, or divided by a number that
         all share. Copies are in the order of the parameters, which tells those of one element apart.
         """
-        given = {key: now for key, now in step.gradients.items() if isinstance(now, np.ndarray) and size(now)}
-        for key, now in given.items():
+        given = False
+        for key, now in step.gradients.items():
+            if not isinstance(now, np.ndarray) or not size(now):
+                continue
+            given = True
             if any(key in record.arrivals for seen in self.passes.values() for record in seen.records):
                 return False
             if key not in self._copies:
@@ -433,7 +491,7 @@ class Replay:
                 if found is None:
                     return False
                 self._copies[key] = found
-        return bool(given)
+        return given
 
     def _differ(self, steps: Sequence[StepRecord]) -> bool:
         """Return whether the ranks have different gradients."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -49,27 +49,6 @@ def has_values(tensor: torch.Tensor) -> bool:
     return not tensor.is_meta and type(tensor).__name__ != "FakeTensor"
 
 
-def _array(tensor: torch.Tensor) -> npt.NDArray[Any] | None:
-    """Return a flat array of a tensor on the CPU, which shares its memory where that is possible; None elsewhere.
-
-    The array is read while the caller holds the tensor.
-    """
-    if tensor.device.type != "cpu" or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return None
-    dtype = _DTYPES.get(tensor.dtype)
-    if dtype is None:
-        return None
-    if not tensor.is_contiguous():  # a transposed gradient, as of tied weights: its copy has no other user
-        tensor = tensor.contiguous()
-        return (tensor.view(torch.int16) if dtype == np.int16 else tensor).numpy().reshape(-1)
-    size = tensor.numel() * tensor.element_size()
-    if not size or tensor.untyped_storage().nbytes() < size:  # FSDP frees the storage of what it has gathered
-        return np.empty(0, dtype)
-    # `tensor.numpy()` would leave a storage that can never be resized, which FSDP does: the program would raise
-    memory: Any = (ctypes.c_char * size).from_address(tensor.data_ptr())
-    return np.frombuffer(memory, dtype)
-
-
 def _numbers(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return numbers: a bfloat16 number, which numpy lacks, is the upper half of a float32 number."""
     return array if array.dtype != np.int16 else (array.astype(np.int32) << 16).view(np.float32)
@@ -93,7 +72,9 @@ def _projected(array: npt.NDArray[Any]) -> Vector:
         columns += sign * _numbers(array[tile * TILE : (tile + 1) * TILE])
     rest = _numbers(array[whole * TILE :])
     columns[: len(rest)] += rest
-    return (columns * _SIGNS).sum(1)
+    # small gradients are many: a tile that has no other element is not read to its end
+    used = TILE if whole else len(rest)
+    return (columns[:used] * _SIGNS[:, :used]).sum(1)
 
 
 def _projected_on_device(flat: torch.Tensor) -> torch.Tensor:
@@ -117,6 +98,77 @@ def _of_sparse(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([projected[:, 0], projected.sum(1)])
 
 
+_LOWEST, _HIGHEST = 1 << 12, 1 << 47
+"""Addresses between which a process of 64 bits has its memory."""
+
+
+@cache
+def _memory(dtype: Any) -> npt.NDArray[Any]:
+    """Return the memory of this process as numbers: one index reads elements of many tensors at once."""
+    return np.frombuffer((ctypes.c_char * (_HIGHEST - _LOWEST)).from_address(_LOWEST), dtype)
+
+
+@lru_cache(maxsize=64)
+def _places(numbers: tuple[int, ...]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
+    """Return the places of the sampled elements in tensors of so many elements, and which of these there are."""
+    places = np.array([_stride(number) for number in numbers])[:, None] * np.arange(ELEMENTS)
+    exist = places < np.array(numbers)[:, None]
+    return np.where(exist, places, 0), exist
+
+
+def _address(tensor: torch.Tensor) -> tuple[Any, int, int] | None:
+    """Return the dtype, the first address over its size, and the number of elements of what lies in memory in a row."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.is_cpu or tensor.layout != torch.strided:
+        return None
+    dtype, number, size = _DTYPES.get(tensor.dtype), tensor.numel(), tensor.element_size()
+    if dtype is None or not number or not tensor.is_contiguous():
+        return None
+    address = tensor.data_ptr()
+    # FSDP frees the storage of what it has gathered
+    if address % size or not _LOWEST <= address < _HIGHEST or tensor.untyped_storage().nbytes() < number * size:
+        return None
+    return dtype, (address - _LOWEST) // size, number
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that has the values of another one: those of this rank, real ones, in memory in a row."""
+    tensor = local(tensor.detach())
+    if tensor.is_complex():
+        # `view_as_real` refuses a lazily conjugated tensor
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    # a transposed gradient, as of tied weights: its copy has no other user
+    return tensor.contiguous() if tensor.is_cpu and tensor.layout == torch.strided else tensor
+
+
+def taken_together(gradients: Sequence[torch.Tensor], *, whole: bool) -> list[tuple[Raw, bytes | None]]:
+    """Return `taken` of each gradient; those in the memory of the process are read at once."""
+    found: list[Any] = [None] * len(gradients)
+    rows: dict[Any, list[tuple[int, int, int]]] = {}
+    kept = list(gradients)  # until they are read
+    for i, gradient in enumerate(gradients):
+        at = _address(gradient)
+        if at is None:
+            kept[i] = _plain(gradient)
+            at = _address(kept[i])
+        if at is None:
+            found[i] = _taken_elsewhere(kept[i], whole=whole)
+        else:
+            rows.setdefault(at[0], []).append((i, at[1], at[2]))
+    for dtype, of in rows.items():
+        _, first, numbers = zip(*of, strict=True)
+        places, exist = _places(numbers)
+        memory = _memory(dtype)
+        some = memory[np.array(first)[:, None] + places]
+        elements, bits = np.where(exist, _numbers(some), 0.0).astype(np.float64), some.tobytes()
+        length = ELEMENTS * some.itemsize
+        for row, (i, begin, number) in enumerate(of):
+            sampled: Vector = elements[row]
+            if whole:
+                sampled = np.concatenate([sampled, _projected(memory[begin : begin + number])])
+            found[i] = sampled, bits[row * length : (row + 1) * length]
+    return found
+
+
 def taken(gradient: torch.Tensor, *, whole: bool) -> tuple[Raw, bytes | None]:
     """Return linear functions of a gradient, 16 elements and 8 projections if `whole`, and those elements to the bit.
 
@@ -127,23 +179,19 @@ def taken(gradient: torch.Tensor, *, whole: bool) -> tuple[Raw, bytes | None]:
         gradient: of any shape, layout, dtype or device; of a distributed tensor the local shard is read.
         whole: whether the projections are taken.
     """
-    tensor = local(gradient.detach())
-    if tensor.is_complex():
-        # `view_as_real` refuses a lazily conjugated tensor
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    if tensor.layout != torch.strided:
-        with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
-            found = _of_sparse(tensor)  # its values have no fixed places: strided elements would compare other rows
-        return (found.numpy() if found.device.type == "cpu" else found), None
-    step = _stride(tensor.numel())
-    array = _array(tensor)
-    if array is not None:
-        some = array[: step * (ELEMENTS - 1) + 1 : step]
-        elements = np.zeros(ELEMENTS)
-        elements[: len(some)] = _numbers(some)
-        return (np.concatenate([elements, _projected(array)]) if whole else elements), some.tobytes()
+    return taken_together([gradient], whole=whole)[0]
+
+
+def _taken_elsewhere(tensor: torch.Tensor, *, whole: bool) -> tuple[Raw, bytes | None]:
+    if tensor.layout == torch.strided:
+        size = tensor.numel() * tensor.element_size()
+        if not size or tensor.untyped_storage().nbytes() < size:  # FSDP frees the storage of what it has gathered
+            return np.zeros(ELEMENTS + PROJECTIONS * whole), b""
     with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
-        flat = tensor.reshape(-1)
+        if tensor.layout != torch.strided:
+            found = _of_sparse(tensor)  # its values have no fixed places: strided elements would compare other rows
+            return (found.numpy() if found.device.type == "cpu" else found), None
+        flat, step = tensor.reshape(-1), _stride(tensor.numel())
         picked = flat[: step * (ELEMENTS - 1) + 1 : step].double()
         picked = torch.nn.functional.pad(picked, (0, ELEMENTS - picked.numel()))
         return (torch.cat([picked, _projected_on_device(flat)]) if whole else picked), None
@@ -154,16 +202,16 @@ def sample(gradient: torch.Tensor, *, whole: bool) -> Raw:
     return taken(gradient, whole=whole)[0]
 
 
+def marks(tensors: Sequence[torch.Tensor]) -> list[bytes | None]:
+    """Return the bits of `taken` alone, None for a tensor whose elements are not in the memory of the process."""
+    here = [i for i, tensor in enumerate(tensors) if tensor.device.type == "cpu" and tensor.layout == torch.strided]
+    found = dict(zip(here, taken_together([tensors[i] for i in here], whole=False), strict=True))
+    return [found[i][1] if i in found else None for i in range(len(tensors))]
+
+
 def mark(tensor: torch.Tensor) -> bytes | None:
-    """Return the bits of `taken` alone."""
-    if tensor.layout != torch.strided or tensor.is_complex():
-        return None
-    shard = local(tensor.detach())
-    array = _array(shard)
-    if array is None:
-        return None
-    step = _stride(len(array))
-    return array[: step * (ELEMENTS - 1) + 1 : step].tobytes()
+    """Return the bits of `taken` alone, None for a tensor whose elements are not in the memory of the process."""
+    return marks([tensor])[0]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -395,6 +395,17 @@ LIVE_DIAGNOSES = tuple(fault.name for fault in FAULTS.values() if fault.command 
 """Every diagnosis of a live run."""
 
 
+DEFAULT_BUDGET, NO_BUDGET, EVERY = "3%", "none", 10
+"""Of an audit: its share of the run's time, no limit of it, and windows from one to the next that is computed again."""
+
+
+def _is_budget(value: Any) -> bool:
+    if not isinstance(value, str) or value == NO_BUDGET:
+        return isinstance(value, str)
+    number, percent, rest = value.partition("%")
+    return bool(percent) and not rest and number.replace(".", "", 1).isdecimal() and 0 < float(number) <= 100
+
+
 def _is_acceptable(value: Any) -> bool:
     return isinstance(value, str) and value.partition("@")[0] in LIVE_DIAGNOSES
 
@@ -421,12 +432,23 @@ class AuditOptions(Options):
         metavar="N",
         unset="all",
     )
-    every: int = option(
-        10,
+    budget: str | None = option(
+        None,
+        Values(f"a share of the run's time, such as {DEFAULT_BUDGET}, or {NO_BUDGET}", _is_budget),
+        "share of the run's time that the audit may take: after the first windows it judges pairs of them, and counts "
+        f"the others; {NO_BUDGET} judges every window",
+        "--budget",
+        metavar="P%",
+        unset=f"{DEFAULT_BUDGET}, and {NO_BUDGET} with --every",
+        in_project=True,
+    )
+    every: int | None = option(
+        None,
         POSITIVE_INTEGER,
         "compute the first window and every M-th after it again, in one batch if the model allows it",
         "--every",
         metavar="M",
+        unset=f"the first three, and every {EVERY}th that the budget pays for",
         in_project=True,
     )
     accumulation_steps: int | None = option(
@@ -491,6 +513,12 @@ class AuditOptions(Options):
         super().__post_init__()
         if self.jax and "batch" in self.without:
             raise UsageError("jax: JAX computes the window that `batch` computes again: leave out `without batch`")
+
+    @property
+    def share(self) -> float | None:
+        """The share of the run's time that the audit may take; None where every window is judged."""
+        budget = self.budget or (NO_BUDGET if self.every else DEFAULT_BUDGET)
+        return None if budget == NO_BUDGET else float(budget.removesuffix("%")) / 100
 
     def accepts(self, diagnosis: str, where: str | None) -> bool:
         """Return whether a violation is accepted."""

@@ -425,8 +425,8 @@ class Result:
         runs: of `verify`, how often the loop was run.
         steps: of `audit`, number of steps seen.
         windows: number of optimizer steps that were judged.
-        windows_skipped: of `verify`, reason why gradients of steps were not judged, in cases that were -> number of
-            such steps.
+        windows_skipped: reason why gradients of steps were not judged, of `verify` in cases that were, of `audit` where
+            steps were only counted -> number of such steps.
         assumes: of `verify`, the assumptions of the loop.
         autocast: of `verify`, the dtype in which the loop may compute its losses under autocast, or None.
         worst_error_over_allowed: of `verify`, largest ratio of error to allowed error in cases that hold.
@@ -459,7 +459,7 @@ class Result:
     runs: int = field(default=0, metadata=VERIFY)
     steps: int = field(default=0, metadata=AUDIT)
     windows: int = 0
-    windows_skipped: dict[str, int] = field(default_factory=dict, metadata=VERIFY)
+    windows_skipped: dict[str, int] = field(default_factory=dict)
     assumes: tuple[str, ...] = field(default=(), metadata=VERIFY)
     autocast: str | None = field(default=None, metadata=VERIFY)
     worst_error_over_allowed: float = field(default=0.0, metadata=VERIFY)
@@ -688,7 +688,10 @@ def _line(result: Result, width: int) -> str:
     if result.command == "audit":
         over = f" over {result.ranks} ranks" if result.ranks > 1 else ""
         accepted = f", {counted(len(result.accepted), 'fault')} accepted" if result.accepted else ""
-        judged = f"{counted(result.windows, 'step')} judged of {result.steps}{over}{accepted}"
+        judged = f"{counted(result.windows, 'step')} judged of {result.steps}"
+        for budget in result.windows_skipped:
+            judged = f"judged {result.windows:,} of {result.steps:,} windows ({budget})"
+        judged += f"{over}{accepted}"
         return f"{result.loop}  {verdict}  {judged}  {result.seconds:.1f} s"
     worst = f"worst error {of_bound(result.worst_error_over_allowed)}" if result.holds and result.cases else ""
     worst = f"{counted(len(result.accepted), 'fault')} accepted" if result.accepted else worst

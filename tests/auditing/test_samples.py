@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-import tracemalloc
 from functools import partial
 
 import numpy as np
@@ -13,7 +10,6 @@ import torch
 from torch.nn import functional
 
 import gradcheck_suite
-from gradcheck_suite.auditing.recorder import Recorder
 from gradcheck_suite.auditing.samples import ELEMENTS, PROJECTIONS, mark, read, sample
 
 SHAPES = ((), (1,), (7,), (5000,), (3, 4), (300, 96), (5000, 40), (8, 3, 3, 3), (2, 70000))
@@ -265,91 +261,3 @@ def test_a_sum_of_gradients_of_one_element_is_no_reset():
         return audit.result.verdict
 
     assert (found(False), found(True)) == ("unjudged", "violated")
-
-
-# What an audit costs on a CPU: a transformer of ten million parameters, four micro-batches in a window.
-#
-# pytest tests/auditing/test_samples.py --full -s
-
-
-ALLOWED_SHARE, ALLOWED_BYTES, ALLOWED_AGAIN, STEPS = 0.03, 2**20, 2.5, 5
-VOCABULARY, SIZE, LAYERS, LENGTH, ROWS = 4096, 320, 7, 128, 4
-
-
-class _Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = torch.nn.Embedding(VOCABULARY, SIZE)
-        layer = torch.nn.TransformerEncoderLayer(SIZE, 5, 4 * SIZE, 0.0, batch_first=True, norm_first=True)
-        self.layers = torch.nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
-        self.head = torch.nn.Linear(SIZE, VOCABULARY, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids):
-        return self.head(self.layers(self.embed(ids)))
-
-
-@pytest.fixture
-def spent(monkeypatch):
-    """Seconds of this thread's processor time inside of the recorder, which no other work on the machine changes."""
-    seconds, depth = [0.0], [0]
-
-    def timed(function):
-        def inner(*args):
-            depth[0] += 1
-            start = time.thread_time()
-            try:
-                return function(*args)
-            finally:
-                depth[0] -= 1
-                seconds[0] += (time.thread_time() - start) * (not depth[0])
-
-        return inner
-
-    for name in ("begin", "end", "by_hand", "_accumulated", "_step_begins", "_bind"):
-        monkeypatch.setattr(Recorder, name, timed(getattr(Recorder, name)))
-    return seconds
-
-
-@pytest.mark.full
-def test_weights_and_sums_cost_at_most_three_hundredths_of_a_step_and_a_mebibyte(spent):
-    """In as many threads as the machine has: the audit itself takes one."""
-    torch.manual_seed(0)
-    model = _Model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1))
-
-    def step():
-        start, before = time.thread_time(), spent[0]
-        for _ in range(4):
-            loss = functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-            (loss / 4).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return (spent[0] - before) / (time.thread_time() - start), time.thread_time() - start
-
-    step()
-    with gradcheck_suite.audit(without=("batch",), every=1000) as audit:
-        step()
-        shares, seconds = zip(*(step() for _ in range(STEPS)), strict=True)
-        tracemalloc.start()
-        step()
-        tracemalloc.reset_peak()
-        before = tracemalloc.get_traced_memory()[0]
-        step()
-        peak = tracemalloc.get_traced_memory()[1] - before
-        tracemalloc.stop()
-    assert audit.result.holds
-    with gradcheck_suite.audit(every=1) as audit:
-        again = [step()[1] for _ in range(3)]
-    # in one batch, or micro-batch by micro-batch where a processor's kernels sum a larger batch in another order
-    assert sum(audit.result.again.values()) == 3
-    more = statistics.median(again) / statistics.median(seconds) - 1
-    count = sum(p.numel() for p in model.parameters())
-    print(
-        f"\n{count / 1e6:.1f}M parameters, {torch.get_num_threads()} threads, {statistics.median(seconds):.2f} s a step"
-    )
-    print("the audit", *(f"{share:.2%}" for share in shares), f"of it, {peak} bytes; again {more:.2f} steps")
-    assert statistics.median(shares) < ALLOWED_SHARE
-    assert more < ALLOWED_AGAIN
-    assert peak < ALLOWED_BYTES

@@ -47,7 +47,8 @@ ROWS = [
     (VerifyOptions, "quiet_loop", True, (1, None), BOOLEAN),
     (VerifyOptions, "second_opinion_s", 0, (-1, None), "expected a number of seconds, 0 or more; got {}"),
     (AuditOptions, "steps", 3, ("0", 0, True), POSITIVE),
-    (AuditOptions, "every", 3, ("0", None), POSITIVE),
+    (AuditOptions, "budget", "1.5%", ("3", "0%", "101%", "x%", 3), "expected a share of the run's time, such as 3%"),
+    (AuditOptions, "every", 3, ("0", 0), POSITIVE),
     (AuditOptions, "accumulation_steps", 3, ("-1", -1), POSITIVE),
     (AuditOptions, "accept", ("mean-of-means", "wrong-scale@a.py:3"), ("mean", "@a.py:3", 3), "expected DIAGNOSIS or "),
     (
@@ -186,7 +187,7 @@ def test_the_command_line_overrides_pyproject_and_adds_to_its_lists(project, mon
 @pytest.mark.parametrize(
     ("call", "fields", "said"),
     [
-        (audit, {"stepz": 3}, "expected one of steps, every, .*; got 'stepz' (did you mean 'steps'?)"),
+        (audit, {"stepz": 3}, "expected one of steps, budget, every, .*; got 'stepz' (did you mean 'steps'?)"),
         (audit, {"steps": 0}, "steps: expected a positive integer, got 0"),
         (audit, {"jax": True, "without": "batch"}, "leave out `without batch`"),
         (VerifyOptions().replace, {"exampels": 3}, "expected one of examples, seed, .*; got 'exampels' (did you"),
