@@ -91,6 +91,7 @@ class StepRecord:
         gradients: key of a parameter -> a sample of its `.grad`, or None.
         scale: by which the gradients are still to be divided, or were before the step, by a GradScaler.
         fused: whether the optimizer divides by `scale` inside its step.
+        passed_by: where no GradScaler takes this step, the scales of those that there are.
         steps: the accumulation steps that a trainer is configured with.
         trainer: the module of that trainer.
         wrapped: whether a `DistributedDataParallel` or FSDP, which reduce gradients, holds the parameters.
@@ -107,6 +108,7 @@ class StepRecord:
     call: int
     scale: float | None = None
     fused: bool = False  # `optimizer.grad_scale` is set then, and `.grad` is still scaled
+    passed_by: list[float] = field(default_factory=list)
     steps: int | None = None
     trainer: str | None = None
     wrapped: bool = False

@@ -302,6 +302,7 @@ class Recorder:
         self._reset: Place | None = None
         self._schedules: list[weakref.ref[Any]] | None = None
         self._averages: list[weakref.ref[torch.Tensor]] = []
+        self._scalers: list[weakref.ref[torch.amp.GradScaler]] = []
         self._handles: list[Any] = []
         self._engine: Any = None
 
@@ -553,7 +554,11 @@ class Recorder:
         return clocks
 
     def _find_clocks(self) -> None:
-        """Find schedules and averages once, by a search through all objects: a tensor near to a parameter is one."""
+        """Find scalers, schedules and averages once, by a search through all objects.
+
+        A tensor near to a parameter is an average.
+        """
+        self._scalers = [weakref.ref(one) for one in living(torch.amp.GradScaler) if one.is_enabled()]
         self._schedules = [weakref.ref(one) for one in living(torch.optim.lr_scheduler.LRScheduler)]
         own = [
             p for known in self.parameters.values() if (p := known.reference()) is not None and p.is_floating_point()
@@ -925,6 +930,9 @@ class Recorder:
             self._wrapped.get(index, False) or bool(self._late),
         )
         self._late.clear()
+        if step.scale is None:
+            found = [one._scale for of in self._scalers if (one := of()) is not None]
+            step.passed_by = [float(scale) for scale in found if scale is not None]
         step.frozen = frozenset(self._keys[id(p)] for p in own if not p.requires_grad)
         if is_first:
             step.twice = sorted({self._keys[i] for i, times in Counter(map(id, own)).items() if times > 1})

@@ -552,7 +552,7 @@ def _of_objective(
         if not use.is_mean and near(use.comparison.weight, 1.0, use.objective.tolerance):
             continue  # a plain sum
         configured = _against_configured(use, declared_k)
-        again = configured or _divided_again(use, uses, declared_k or typical_k)
+        again = configured or _still_scaled(use) or _divided_again(use, uses, declared_k or typical_k)
         verdict = again or _against_other_lengths(use, uses, by_length, typical_k)
         if verdict is None:
             verdict = _by_itself(use, uses, ranks)
@@ -619,6 +619,16 @@ def _against_configured(use: Use, declared_k: int | None) -> Scale | None:
         f"{r}/{declared_k}: divided by {declared_k}, where the window has {counted(r, 'micro-batch')}",
         cause="short-window",
     )
+
+
+def _still_scaled(use: Use) -> Scale | None:
+    """Recognise the scale of a GradScaler, where nothing was done to `.grad` that may have divided by it."""
+    if use.window.edit is not None or not near(use.window.factor or 1.0, 1.0):
+        return None
+    if not any(near(use.own, scale, use.objective.tolerance) for scale in use.window.step.passed_by):
+        return None
+    why = "the scale of a GradScaler: nothing divides by it before this step"
+    return Scale(use, "wrong-scale", why, cause="loss-scale")
 
 
 def _divided_again(use: Use, uses: Sequence[Use], k: int) -> Scale | None:
