@@ -34,6 +34,8 @@ from gradcheck_suite.judge.weights import Diagnosis, Weights
 
 MAX_ROWS = 64
 """Rows of the table of weights that a violation keeps."""
+OF_ACCUMULATION = frozenset({"rescaled-accumulator", "repeated-micro-batch"})
+"""Faults of how losses are added up, as weights alone may show them."""
 DECLARE = "declare it with `loss = gradcheck_suite.objective(loss, count=n)`, n being what its mean divides by"
 
 
@@ -388,7 +390,9 @@ def _named(objectives: Sequence[Objective]) -> Diagnosis:
     if all(2 * same.sum() > len(same) for same in usual):
         # a special case for the first or the last micro-batch, a loss scale, a coefficient
         return Diagnosis("weighted-by-place", said, causes=("sign",) if observed.min() < 0 else ())
-    named = diagnose(found[0], found[1:])
+    # with one coefficient of each pass, each loss went backward once, and the running sum is not rescaled
+    summed = all(near(p.coefficient, one.parts[0].coefficient, one.tolerance) for one in objectives for p in one.parts)
+    named = diagnose(found[0], found[1:], only=FAULTS.keys() - OF_ACCUMULATION if summed else FAULTS.keys())
     return Diagnosis(named.name, said) if names_nothing(named) else named
 
 

@@ -747,6 +747,11 @@ optimizer.step()""",
         loss="running = running + F.cross_entropy(model(x), y) / len(window)",
         backward="running.backward(retain_graph=True)",
     ),
+    "faulty_scale_stays": faulty(
+        "wrong-scale",
+        setup='scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)',
+        backward="scaler.scale(loss).backward()",
+    ),
     "faulty_scaled_accumulator": faulty("rescaled-accumulator", "*[4] * 12", loss=UNDIVIDED, after=DIVIDED),
     "faulty_stepped_on_zeros": faulty(
         "repeated-step", **ON_ZEROS, optimizer="torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)"
@@ -783,6 +788,11 @@ loss = first + second""",
         loss=UNDIVIDED,
         backward="scaler.scale(loss).backward()",
         step=SCALER_STEP,
+    ),
+    "faulty_sum_of_one_row": faulty(
+        "unrecognised-weights",
+        "4, 4, 7, 1, 5, 3, 4, 4, steps=2",
+        loss="loss = F.cross_entropy(model(x), y) * len(x) / 8 * (3 if len(x) == 1 else 1)",
     ),
     "faulty_sum_of_two_losses": faulty("wrong-scale", "*[4] * 16", loss=TWO_LOSSES),
     "faulty_tail_divided_by_k_at_two_lines": faulty(
@@ -1093,6 +1103,14 @@ torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
 scaler.step(optimizer)
 scaler.update()
 optimizer.zero_grad()""",
+    ),
+    "sound_gradient_unscaled_by_hand": sound(
+        setup='scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)',
+        backward="scaler.scale(loss).backward()",
+        then="""
+for parameter in model.parameters():
+    parameter.grad /= scaler.get_scale()
+torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)""",
     ),
     "sound_halved": sound(
         "*[4] * 8, steps=2", loss="loss = 0.5 * F.mse_loss(model(x), F.one_hot(y, 3).to(toy.dtype())) / len(window)"
