@@ -46,6 +46,7 @@ class PassRecord:
         points: key of a parameter that requires a gradient -> a checksum of its values.
         hooked: key of a parameter whose gradient the program's own hooks change -> whether by the same factors as
             before.
+        again: those of them on which a hook is once more than before.
         factors: key of a parameter -> the one factor by which these hooks multiply its gradient.
         modes: id of a module and whether it trained, of the calls that a gradient came through and that are not kept.
         whole: keys of the parameters that get the gradient of all items of a loss that sees items without a gradient.
@@ -61,6 +62,7 @@ class PassRecord:
     arrivals: dict[int, Arrival] = field(default_factory=dict)
     points: dict[int, int] = field(default_factory=dict)
     hooked: dict[int, bool] = field(default_factory=dict)
+    again: set[int] = field(default_factory=set)
     factors: dict[int, float] = field(default_factory=dict)
     modes: set[tuple[int, bool]] = field(default_factory=set)
     whole: list[int] = field(default_factory=list)

@@ -558,15 +558,18 @@ class Judge:
         return {(rank, i): 1.0 for i in own for rank in range(self._ranks)}
 
     def _of_hooks(self, window: StepWindow) -> StepFault | None:
-        hooked: dict[int, bool] = {}
+        hooked: dict[tuple[int, int], bool] = {}
         for seen in window.passes.values():
-            for record in seen.records:
+            for rank, record in enumerate(seen.records):
                 for key in record.hooked.keys() & set(window.keys):
-                    hooked[key] = hooked.get(key, True) and record.hooked[key]
-        if len(window.passes) > 1 and not all(hooked.values()):
-            return replace(OF_SUMS["hook"], key=next(key for key, fixed in hooked.items() if not fixed))
+                    # between windows a factor may change, as one that warms up does
+                    hooked[rank, key] = (rank, key) not in hooked or (hooked[rank, key] and record.hooked[key])
+                    if key in record.again and not record.hooked[key]:
+                        return replace(OF_SUMS["hook again"], key=key)
+        if not all(hooked.values()):
+            return replace(OF_SUMS["hook"], key=next(key for (_, key), fixed in hooked.items() if not fixed))
         if hooked:
-            number = counted(len(hooked), "parameter")
+            number = counted(len({key for _, key in hooked}), "parameter")
             self._notes[f"a hook changes what arrives at {number}, by the same factors in each pass"] += 1
         return None
 

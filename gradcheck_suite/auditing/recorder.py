@@ -96,23 +96,23 @@ class Known:
         reference: to the parameter.
         dtype: of its gradient.
         gradient: a reference to `.grad`, its version and some elements to the bit, as the last arrival left them.
-        point: version, address and checksum of its values.
         heard: the hook that tells of its gradients: none can be set on a parameter that is frozen.
         waits: whether its `.grad` is sampled when the pass has ended, with all others.
         hooks: around those of the program on this parameter.
         raw: what arrived before the program's hooks.
         ratio: by which these changed it in the last pass.
+        times: how often one of them was on it then.
     """
 
     reference: weakref.ref[torch.Tensor]
     dtype: str
     gradient: tuple[Any, int, bytes | None] | None = None
-    point: tuple[int, int, int] | None = None
     heard: Any = None
     waits: bool = False
     hooks: tuple[Any, Any] | None = None
     raw: torch.Tensor | None = None
     ratio: torch.Tensor | None = None
+    times: int = 0
 
 
 # The choke point.
@@ -636,22 +636,20 @@ class Recorder:
         return key
 
     def _points(self) -> dict[int, int]:
-        """Return a checksum of each parameter's values; they are read where its version or its storage is another."""
-        points: dict[int, int] = {}
-        moved: list[tuple[int, Known, torch.Tensor]] = []
-        for key, known in self.parameters.items():
-            parameter = known.reference()
-            if parameter is None or not parameter.requires_grad:  # a frozen copy may follow the trained ones
-                continue
-            point = known.point
-            if point is None or point[0] != parameter._version or point[1] != parameter.data_ptr():
-                moved.append((key, known, parameter))
-            else:
-                points[key] = point[2]
-        for (key, known, parameter), some in zip(moved, samples.marks([p for _, _, p in moved]), strict=True):
-            points[key] = zlib.crc32(some) if some is not None else parameter._version
-            known.point = parameter._version, parameter.data_ptr(), points[key]
-        return points
+        """Return a checksum of each parameter's values, or its version where they lie on a device.
+
+        A version does not tell of `.data`, by which averages are swapped in and parameters perturbed.
+        """
+        own = {
+            key: p
+            for key, known in self.parameters.items()
+            if (p := known.reference()) is not None and p.requires_grad  # a frozen copy may follow the trained ones
+        }
+        marks = samples.marks([*own.values()])
+        return {
+            key: p._version if some is None else zlib.crc32(some)
+            for (key, p), some in zip(own.items(), marks, strict=True)
+        }
 
     @_guarded(SUMS)
     def _look_at_gradients(self) -> None:
@@ -799,6 +797,12 @@ class Recorder:
             fixed = bool(torch.allclose(ratio[both], last[both], rtol=1e-3 if ratio.element_size() > 2 else 2e-2))
         record = self.current()
         record.hooked[key] = fixed
+        parameter = known.reference()
+        hooks = () if parameter is None else (parameter._backward_hooks or {}).values()
+        # of a lambda, each time that it is made is another object of the same code
+        last_times, known.times = known.times, max(Counter(id(getattr(h, "__code__", h)) for h in hooks).values())
+        if 0 < last_times < known.times:
+            record.again.add(key)
         known_ratios = ratio[~ratio.isnan()]
         if known_ratios.numel() and float(known_ratios.max() - known_ratios.min()) <= 1e-3 * float(
             known_ratios.abs().max()

@@ -77,6 +77,11 @@ OF_SUMS = {
         "elements (clipping, noise, normalization)",
         causes=("between-passes",),
     ),
+    "hook again": StepFault(
+        "wrong-scale",
+        "a hook is on a parameter once more than before, and changes its gradient once more",
+        causes=("growing",),
+    ),
     "step per pass": StepFault(
         "step-per-micro-batch",
         "the optimizer steps after every micro-batch, where accumulation_steps = {steps}",

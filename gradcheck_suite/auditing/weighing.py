@@ -27,7 +27,7 @@ from gradcheck_suite.auditing.weights import (
     coefficient,
     evidence,
 )
-from gradcheck_suite.core.faults import FIX, remedy_of
+from gradcheck_suite.core.faults import FAULTS, FIX, remedy_of
 from gradcheck_suite.core.results import Unknown, Violation, Weight
 from gradcheck_suite.judge.naming import diagnose, means_text, names_nothing
 from gradcheck_suite.judge.weights import Diagnosis, Weights

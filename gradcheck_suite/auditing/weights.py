@@ -623,7 +623,7 @@ def _against_configured(use: Use, declared_k: int | None) -> Scale | None:
 
 def _still_scaled(use: Use) -> Scale | None:
     """Recognise the scale of a GradScaler, where nothing was done to `.grad` that may have divided by it."""
-    if use.window.edit is not None or not near(use.window.factor or 1.0, 1.0):
+    if use.window.edit is not None or not near(use.window.factor or 1.0, 1.0, 1e-6):
         return None
     if not any(near(use.own, scale, use.objective.tolerance) for scale in use.window.step.passed_by):
         return None

@@ -537,9 +537,12 @@ if index == 1:
     with torch.no_grad():
         model(held_out)""",
     ),
+    "faulty_hook_set_again": faulty(
+        "wrong-scale", "*[4] * 12", start="next(model.parameters()).register_hook(lambda gradient: gradient / 2)"
+    ),
     "faulty_loss_of_each_layer": faulty("mean-of-means", UNEQUAL, **EACH_LAYER),
     "faulty_loss_scale_moves": faulty(
-        "rescaled-accumulator",
+        "weighted-by-place",
         "*[4] * 12",
         setup='scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)',
         loss=UNDIVIDED,
@@ -814,6 +817,12 @@ loss = first + second""",
     "faulty_schedule_drops_tails": faulty("tail-dropped", **_scheduled("    optimizer.zero_grad()\n")),
     "faulty_schedule_fixed_divisor": faulty("wrong-scale", **_scheduled(divisor="4", batches=19)),
     "finding_autoencoder_undivided": sound(**AUTOENCODER | {"backward": "(loss / len(y)).backward()"}),
+    "faulty_written_by_data": faulty(
+        "stale-parameters",
+        "*[4] * 12",
+        batch=INDEXED,
+        after="next(model.parameters()).data.mul_(0.9 if index else 1.1)",
+    ),
     "sound_autoencoder": sound(**AUTOENCODER),
     "sound_autoencoder_annealed": sound(
         **AUTOENCODER
@@ -1114,6 +1123,11 @@ torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)""",
     ),
     "sound_halved": sound(
         "*[4] * 8, steps=2", loss="loss = 0.5 * F.mse_loss(model(x), F.one_hot(y, 3).to(toy.dtype())) / len(window)"
+    ),
+    "sound_hook_warms_up": sound(
+        "number, window in enumerate(toy.windows(*[4] * 12))",
+        setup="share = [0.0]\nnext(model.parameters()).register_hook(lambda gradient: gradient * share[0])",
+        start="share[0] = 0.1 * (number + 1)",
     ),
     "sound_hooks": sound(
         setup="""
