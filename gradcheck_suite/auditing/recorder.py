@@ -787,14 +787,18 @@ class Recorder:
     def _hooked(self, key: int, known: Known, gradient: torch.Tensor) -> None:
         """Compare the factors by which the program's hooks change a gradient with those of the last pass."""
         raw, known.raw = known.raw, None
-        if raw is None or raw.shape != gradient.shape or raw.layout != torch.strided or torch.equal(raw, gradient):
+        if raw is None or raw.shape != gradient.shape or raw.layout != torch.strided:
             return
-        ratio = torch.where(raw != 0, gradient.detach() / raw, torch.nan)
-        last, known.ratio = known.ratio, ratio
+        last, unchanged = known.ratio, torch.equal(raw, gradient)
+        if last is None and unchanged:
+            return
+        ratio = known.ratio = torch.where(raw != 0, gradient.detach() / raw, torch.nan)
         fixed = True
         if last is not None:
             both = ~(ratio.isnan() | last.isnan())
             fixed = bool(torch.allclose(ratio[both], last[both], rtol=1e-3 if ratio.element_size() > 2 else 2e-2))
+        if fixed and unchanged:
+            return
         record = self.current()
         record.hooked[key] = fixed
         parameter = known.reference()

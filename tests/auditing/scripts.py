@@ -537,6 +537,13 @@ if index == 1:
     with torch.no_grad():
         model(held_out)""",
     ),
+    "faulty_hook_of_some_micro_batches": faulty(
+        "not-linear",
+        "*[4] * 12",
+        setup="place = [0]\nnext(model.parameters()).register_hook(lambda g: g / 2 if place[0] == 1 else g)",
+        batch=INDEXED,
+        first="place[0] = index",
+    ),
     "faulty_hook_set_again": faulty(
         "wrong-scale", "*[4] * 12", start="next(model.parameters()).register_hook(lambda gradient: gradient / 2)"
     ),
