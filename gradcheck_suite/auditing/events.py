@@ -93,7 +93,6 @@ class StepRecord:
         gradients: key of a parameter -> a sample of its `.grad`, or None.
         scale: by which the gradients are still to be divided, or were before the step, by a GradScaler.
         fused: whether the optimizer divides by `scale` inside its step.
-        passed_by: where no GradScaler takes this step, the scales of those that there are.
         steps: the accumulation steps that a trainer is configured with.
         trainer: the module of that trainer.
         wrapped: whether a `DistributedDataParallel` or FSDP, which reduce gradients, holds the parameters.
@@ -102,6 +101,7 @@ class StepRecord:
         overlaid: at that step, keys of parameters that lie over one memory, and are not one.
         moved: key of a parameter -> a sample of its change by the step, where nothing at all went backward since the
             last step of the same optimizer.
+        passed_by: where no GradScaler takes this step, the scales of those that there are.
     """
 
     optimizer: int
@@ -110,7 +110,6 @@ class StepRecord:
     call: int
     scale: float | None = None
     fused: bool = False  # `optimizer.grad_scale` is set then, and `.grad` is still scaled
-    passed_by: list[float] = field(default_factory=list)
     steps: int | None = None
     trainer: str | None = None
     wrapped: bool = False
@@ -118,6 +117,7 @@ class StepRecord:
     twice: list[int] = field(default_factory=list)
     overlaid: list[int] = field(default_factory=list)
     moved: dict[int, Raw] = field(default_factory=dict)
+    passed_by: list[float] = field(default_factory=list)
 
     def raws(self) -> list[tuple[Any, Any]]:
         """Return the holders and names of fields that may lie on a device."""
