@@ -38,13 +38,13 @@ from gradcheck_suite.auditing import (
 
 PLANTED = [
     (samples, "taken"),
-    (samples, "mark"),
+    (samples, "marks"),
     (samples, "read"),
     (recorder, "here"),
     (recorder, "leaves_below"),
     (recorder.Recorder, "_look_at_gradients"),
     (recorder.Recorder, "_watch"),
-    (recorder.Recorder, "_point"),
+    (recorder.Recorder, "_points"),
     (terms.Reader, "read"),
     (terms.Reader, "terms"),
     (terms.Reader, "_scalar"),
