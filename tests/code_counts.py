@@ -78,7 +78,10 @@ class Part:
 
 PARTS = (
     Part("the package without port/", (PACKAGE,), 26_000, 130, (f"{PACKAGE}/port",)),
-    Part("studies", ("studies",), 9_000, without=("studies/tests", "studies/properties")),
+    Part(
+        "studies without ports/", ("studies",), 9_000, without=("studies/tests", "studies/properties", "studies/ports")
+    ),
+    Part("studies/ports", ("studies/ports",), 1_200),
     Part("tests and properties without tests/port/", ("tests", "properties"), 24_000, without=("tests/port",)),
 )
 

@@ -27,6 +27,15 @@ PROGRAM = Program(
                 VIOLATED: "a bug is missed or misnamed, or a sound loop is violated",
             },
         ),
+        "ports": Command(
+            "judge ports with planted faults: which are found, placed and named",
+            "studies.ports.command",
+            ("ports --list", "ports swiglu diffusion/epsilon", "ports --tolerances"),
+            {
+                HOLDS: "every fault is found and none misnamed, and every sound pair holds",
+                VIOLATED: "a fault is missed or misnamed, or a sound pair is blamed",
+            },
+        ),
         "claims": Command(
             "put the claims about gradient zeroing to the test",
             "studies.commands.claims",
