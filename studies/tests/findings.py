@@ -31,6 +31,7 @@ PACKAGES = (
     "fastai",
     "deepspeed",
     "optax",
+    "flax",
 )
 LIMIT_S = 300
 

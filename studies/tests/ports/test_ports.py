@@ -30,7 +30,10 @@ def test_the_zoo_is_as_large_as_it_is_to_be():
     assert len(PAIRS) - len(FORMS) >= 80
 
 
-def row(*findings: tuple[str, str], truth: Truth | None = Truth(("norm",), ("eps",)), **changes: object) -> Row:
+EPSILON = Truth(("norm",), ("eps",))
+
+
+def row(*findings: tuple[str, str], truth: Truth | None = EPSILON, **changes: object) -> Row:
     found = tuple(PortFinding("forward", place, cause, "") for place, cause in findings)
     return Row("one/fault", truth, PortResult("one/fault", found, **changes), 1.0, usual=True)
 
