@@ -21,7 +21,7 @@ class GroupedQueries(nn.Module):
 
     def turn(self, x):
         at = torch.arange(x.shape[2]).double()[:, None] * 10000.0 ** (-torch.arange(2).double() / 2)
-        cos, sin = at.cos(), at.sin()
+        cos, sin = at.cos().to(x.dtype), at.sin().to(x.dtype)
         a, b, rest = x[..., :2], x[..., 2:4], x[..., 4:]
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
@@ -143,7 +143,7 @@ class Alibi(nn.Module):
         at = torch.arange(t)
         slopes = 2.0 ** (-2.0 * torch.arange(1, 5))
         bias = slopes[:, None, None] * (at[None, :] - at[:, None])
-        scores = 0.5 * (q @ k.mT) + bias
+        scores = 0.5 * (q @ k.mT) + bias.to(q.dtype)
         scores = scores.masked_fill(at[None, :] > at[:, None], torch.finfo(scores.dtype).min)
         x = x + self.o((scores.softmax(-1) @ v).transpose(1, 2).reshape(n, t, 16))
         return x @ self.embed.weight.T

@@ -149,8 +149,10 @@ def outputs(one: Architecture, variant: str, dtype: str) -> list[tuple[Array, Ar
     with torch.no_grad():
         ours = [a.double().numpy() for a in flat_output(module(*tensors, **pair.kwargs))]
     model = JaxModel(pair)
-    theirs, _ = model.call([cast(leaf) for leaf in model.leaves], [cast(jnp.asarray(a)) for a in pair.inputs])
-    return list(zip(ours, (np.asarray(a, np.float64) for a in flat_output(theirs)), strict=True))
+    with jax.enable_x64(dtype == "float64"):
+        theirs, _ = model.call([cast(leaf) for leaf in model.leaves], [cast(jnp.asarray(a)) for a in pair.inputs])
+        arrays = [np.asarray(a.astype(jnp.float32) if dtype == "bfloat16" else a) for a in flat_output(theirs)]
+    return [(a, b.astype(np.float64)) for a, b in zip(ours, arrays, strict=True)]
 
 
 def largest_difference(one: Architecture, variant: str, dtype: str) -> float:

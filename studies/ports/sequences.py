@@ -223,7 +223,7 @@ class Denoiser(nn.Module):
 
     def forward(self, x, t):
         rates = torch.exp(-np.log(10000.0) * torch.arange(4) / 4)
-        phases = t[:, None] * rates
+        phases = t[:, None] * rates.to(t.dtype)
         emb = self.time(torch.cat([phases.cos(), phases.sin()], -1))
         scale, shift = emb[:, :, None, None].chunk(2, 1)
         h = self.conv1(F.silu(self.norm1(x)))
