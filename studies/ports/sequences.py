@@ -244,7 +244,7 @@ def diffusion(variant: str) -> Pair:
         rates = jnp.exp(-np.log(10000.0) * jnp.arange(4) / (3 if variant == "rates" else 4))
         if variant == "powers":
             rates = 1 / 10000.0 ** (jnp.arange(0, 8, 2) / 8)
-        phases = t[:, None] * rates
+        phases = t[:, None] * rates.astype(t.dtype)
         parts = [jnp.cos(phases), jnp.sin(phases)]
         h = dense(p["time"]["0"], jnp.concatenate(parts[::-1] if variant == "sine_first" else parts, -1))
         emb = dense(p["time"]["2"], h if variant == "no_silu" else jax.nn.silu(h))[..., None, None]
