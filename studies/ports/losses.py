@@ -144,7 +144,7 @@ def detection(variant: str) -> Pair:
         each = weight * hard * each
         off, beta = jnp.abs(boxes - box), 0.5 if variant == "beta" else 0.2
         smooth = jnp.where(off < beta, 0.5 * off**2 / beta, off - 0.5 * beta)
-        smooth = optax.huber_loss(boxes, box, 0.2) if variant == "huber" else smooth
+        smooth = optax.huber_loss(boxes, box, delta=0.2) if variant == "huber" else smooth
         return (each.mean() if variant == "mean" else each.sum() / label.sum()) + 0.5 * smooth.mean()
 
     label = (normal(2, 4, 6, seed=2) > 0.8).astype(np.float32)
