@@ -57,7 +57,8 @@ class Architecture:
 
 
 ARCHITECTURES: dict[str, Architecture] = {}
-TABLE = [[part.strip() for part in row.split("|")] for row in Path(__file__).with_name("pairs.txt").open()]
+ROWS = Path(__file__).with_name("pairs.txt").read_text().splitlines()
+TABLE = [[part.strip() for part in row.split("|")] for row in ROWS]
 """Of each pair `architecture/variant`, the places of its fault (`-` is the whole model) or `sound`, and its causes."""
 
 
