@@ -156,7 +156,12 @@ def scaled(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield that the result or an operand is a * x + b, with a and b read from the port's values."""
     call, run = search.program.calls[place], search.matching.run
     for a, b in _affine(search, run.seen[place][0]):
-        yield Hypothesis("scale", _linear("the result", a, b), {place: of_result(lambda o, a=a, b=b: a * o + b)})
+        cause, words = "scale", _linear("the result", a, b)
+        added = call.args[1] if call.name in ("add", "add_") and len(call.args) > 1 else None
+        if isinstance(added, float) and abs(a - 1) < 1e-9:
+            # x + eps with another eps: the sum has another number, and nothing is scaled
+            cause, words = "eps" if 0 < added < 1e-2 else "constant", f"{added + b:.6g} instead of {added:g}"
+        yield Hypothesis(cause, words, {place: of_result(lambda o, a=a, b=b: a * o + b)})
     for i, ref in search.positions(place):
         value = run.get(ref)
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
