@@ -24,6 +24,7 @@ MISNAMED = [
     "grouped-queries/interleaved",
     "grouped-queries/turned_before_norm",
     "gru-stack/bias_outside",
+    "gru-stack/no_hidden_bias",
     "segmentation/ignored_counted",
     "segmentation/slope",
     "self-distillation/momentum",
