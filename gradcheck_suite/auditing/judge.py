@@ -620,7 +620,7 @@ class Judge:
 
     def _weigh_one(self, one: Pending) -> bool:
         """Return whether some term of the losses weighs 1 in the whole window."""
-        weights = Counter[tuple[str, ...]]()
+        weights = defaultdict[tuple[str, ...], float](float)
         for (rank, index), c in one.coefficients.items():
             for term in one.window.passes[index].records[rank].terms:
                 weights[term.expression] += c * abs(term.weight or 0.0) * term.counts.get(term.own, 0.0)

@@ -918,8 +918,8 @@ class Recorder:
             with contextlib.suppress(Exception):  # no finding is worth the judgement of the sums
                 self._find_clocks()
         trainer, steps, scale = _of_the_stack()
-        given = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides inside of its step
-        fused = isinstance(given, torch.Tensor)
+        divisor = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides inside of its step
+        fused = isinstance(divisor, torch.Tensor)
         for earlier in self._late:  # never reduced
             for key in self._shards & gradients.keys():
                 earlier.arrivals.setdefault(key, Arrival(LATE, None, samples.NOTHING))
@@ -931,7 +931,7 @@ class Recorder:
             here(),
             gradients,
             self.steps_seen - 1,
-            float(given) if isinstance(given, torch.Tensor) else scale,
+            float(divisor) if isinstance(divisor, torch.Tensor) else scale,
             fused,
             steps,
             trainer,

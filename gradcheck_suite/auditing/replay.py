@@ -300,8 +300,8 @@ class Replay:
                 then = np.zeros(len(now))
             groups[min(len(now), len(then))].append((key, now, then))
         for length, rows in groups.items():
-            each = (np.array([row[i][:length] for row in rows]) for i in (1, 2))  # type: ignore[misc]
-            yield [key for key, _, _ in rows], next(each), next(each)
+            now_then = np.array([[now[:length], then[:length]] for _, now, then in rows])
+            yield [key for key, _, _ in rows], now_then[:, 0], now_then[:, 1]
 
     def _explain(self, rank: int, key: int, now: Vector, *, inside: bool, sure: bool = False) -> Explanation:
         """Explain a measured `.grad`; `sure` takes it for reduced even where it may only have been multiplied."""
@@ -394,9 +394,9 @@ class Replay:
                     self._not_finite.add(index)
                 with np.errstate(invalid="ignore"):
                     differences = now - then
-                for key, arrived, is_any in zip(keys, differences, differences.any(1), strict=True):
+                for key, arrived, is_any in zip(keys, differences, np.any(differences, axis=1).tolist(), strict=True):
                     self._arrived[rank, index, key] = arrived
-                    self._add(rank, index, key, record.arrivals[key], is_any=bool(is_any))
+                    self._add(rank, index, key, record.arrivals[key], is_any=is_any)
         return index
 
     def _add(self, rank: int, index: int, key: int, arrival: Arrival, *, is_any: bool) -> None:
@@ -423,7 +423,7 @@ class Replay:
     def on_gap(self) -> None:
         """Forget what stood in `.grad`: passes and steps follow that were not recorded."""
         for kept in (self.passes, self._arrived, self._null, self._not_finite, self._late, self._discarded):
-            kept.clear()  # type: ignore[attr-defined]
+            kept.clear()
         for states in self._states:
             states.clear()
         self._before_call = self._at_last_step = self.number_of_passes
@@ -433,8 +433,8 @@ class Replay:
         optimizer = steps[0].optimizer
         for rank, step in enumerate(steps):
             for key, now in step.gradients.items():
-                of, stands = self._copies.get(key, key), isinstance(now, np.ndarray) and size(now)
-                self._states[rank][of] = State(now, {(rank, EARLIER): 1.0}) if stands else State()
+                of, stands = self._copies.get(key, key), isinstance(now, np.ndarray) and bool(size(now))
+                self._states[rank][of] = State(np.asarray(now), {(rank, EARLIER): 1.0}) if stands else State()
                 self._owners[of].add(optimizer)
         for seen in self.passes.values():
             if seen.has({self._copies.get(key, key) for key in steps[0].gradients}):

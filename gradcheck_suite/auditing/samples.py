@@ -105,7 +105,8 @@ _LOWEST, _HIGHEST = 1 << 12, 1 << 47
 @cache
 def _memory(dtype: Any) -> npt.NDArray[Any]:
     """Return the memory of this process as numbers: one index reads elements of many tensors at once."""
-    return np.frombuffer((ctypes.c_char * (_HIGHEST - _LOWEST)).from_address(_LOWEST), dtype)
+    whole: Any = (ctypes.c_char * (_HIGHEST - _LOWEST)).from_address(_LOWEST)
+    return np.frombuffer(whole, dtype)
 
 
 @lru_cache(maxsize=64)

@@ -340,11 +340,11 @@ def _judge_points(members: Members, first: Sequence[int], kept: Sequence[int]) -
         return _fault("dropped", where=f" ({numbers}, and {len(kept)} at the point whose gradient is stepped on)")
     passes = members.window.passes
     before, after = ([items_of(passes[i]) for i in at] for at in (first, kept))
-    masses = [sum(weight * count for of_pass in at for weight, count in of_pass) for at in (before, after)]
+    first_mass, mass = (sum(weight * count for of_pass in at for weight, count in of_pass) for at in (before, after))
     if len(first) < len(kept):
         said = f"{numbers}, and {len(kept)} at the second one"
-    elif masses[1] and not near(*masses, 1e-3):
-        said = f"the losses at the first point weigh {masses[0] / masses[1]:.4g} times those at the second one"
+    elif mass and not near(first_mass, mass, 1e-3):
+        said = f"the losses at the first point weigh {first_mass / mass:.4g} times those at the second one"
     else:
         said = "what was reset is of their earlier values"
     counts = [[[count for _, count in of_pass] for of_pass in at] for at in (before, after)]

@@ -104,7 +104,9 @@ def test_the_commands_of_the_workflow_run_in_an_empty_folder(folder):
 
 def test_a_hook_of_pre_commit_is_each_of_those_that_the_page_names():
     hooks = re.findall(
-        r"id: (gradcheck-suite-(\w+))\n.*?\n  entry: (.*)\n", (ROOT / ".pre-commit-hooks.yaml").read_text(), re.DOTALL
+        r"id: (gradcheck-suite-(\w+))\n.*?\n  entry: ([^\n]*)\n",
+        (ROOT / ".pre-commit-hooks.yaml").read_text(),
+        re.DOTALL,
     )
     assert [entry for _, _, entry in hooks] == [f"gradcheck-suite {command}" for _, command, _ in hooks]
     named = re.findall(r"- id: (.*)", (ROOT / "docs" / "in-your-tests.md").read_text())
