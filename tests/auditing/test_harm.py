@@ -607,7 +607,8 @@ def test_time_and_memory_of_a_long_run_are_bounded(faulty):
     assert last < 2 * first, (first, last)
 
 
-def test_the_script_keeps_its_names_arguments_and_folder(tmp_path, capfd):
+def test_the_script_keeps_its_names_arguments_and_folder(tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the script's `chdir` is undone with it
     script = tmp_path / "train.py"
     script.write_text(
         "import os, sys\nos.chdir('/')\nprint(__file__, sys.argv)\n"
