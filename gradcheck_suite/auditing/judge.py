@@ -18,7 +18,7 @@ import numpy as np
 
 from gradcheck_suite.auditing import weights as reading_weights
 from gradcheck_suite.auditing.events import BY_HAND, Event, Gap, PassRecord, StepRecord
-from gradcheck_suite.auditing.places import Place, lines_with
+from gradcheck_suite.auditing.places import Loop, Place, lines_with
 from gradcheck_suite.auditing.replay import Replay, Source, StepWindow, near
 from gradcheck_suite.auditing.samples import size
 from gradcheck_suite.auditing.sums import IF_WANTED, OF_SUMS, Members, StepFault, is_alike, judge_sums, tail_dropped
@@ -186,6 +186,7 @@ class Judge:
         self._lengths: defaultdict[int, Counter[int]] = defaultdict(Counter)
         self._configured: dict[int, int] = {}
         self._grown: dict[int, int] = {}
+        self._stepped_in: dict[int, Loop | None] = {}
         self._singles: Counter[int] = Counter()
         self._windows: Counter[int] = Counter()
         self._places: dict[tuple[int, Place], list[int]] = {}
@@ -507,7 +508,9 @@ class Judge:
             self.ranks_train_apart = True
             return None
         typical_k, longest = self.typical_k(window.optimizer), max(self._lengths[window.optimizer], default=0)
-        found = judge_sums(window, typical_k, longest)
+        found = judge_sums(window, typical_k, longest, self._stepped_in.get(window.optimizer))
+        if window.passes:
+            self._stepped_in[window.optimizer] = window.passes[max(window.passes)].records[0].loop
         fault = found.fault or self._of_hooks(window)
         if (
             found.fault is not None

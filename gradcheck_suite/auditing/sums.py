@@ -9,7 +9,7 @@ from itertools import pairwise, product
 import numpy as np
 
 from gradcheck_suite.auditing.events import BY_HAND, PassRecord
-from gradcheck_suite.auditing.places import Place, resets_between
+from gradcheck_suite.auditing.places import Loop, Place, resets_between
 from gradcheck_suite.auditing.replay import EARLIER, NEGLIGIBLE, UNKNOWN, Seen, Source, StepWindow, near
 from gradcheck_suite.core.text import counted
 
@@ -217,13 +217,14 @@ def is_alike(window: StepWindow) -> bool:
     return all(near(c, members.mean[i], 1e-2) for i, found in members.by_parameter.items() for _, c in found)
 
 
-def judge_sums(window: StepWindow, typical_k: int | None, longest: int) -> Sums:
+def judge_sums(window: StepWindow, typical_k: int | None, longest: int, stepped_in: Loop | None = None) -> Sums:
     """Judge whether `.grad` is the sum of the window's passes; the first question that is answered yes names the fault.
 
     Args:
         window: the window.
         typical_k: the number of passes of most windows in which nothing is missing, where it is known.
         longest: the number of passes of the longest of them; 0 where there was none.
+        stepped_in: where in its outer loops the program was at the optimizer's last step; None where that is not known.
     """
     if window.local:
         reduced = [str(j) for j, seen in enumerate(window.passes.values()) if seen.reduced]
@@ -245,7 +246,7 @@ def judge_sums(window: StepWindow, typical_k: int | None, longest: int) -> Sums:
     if edited is not None and edited.tells and edited.lost and edited.is_of_copies:
         return Sums(by_hand=True)
     if lost:
-        found = _judge_lost(members, lost, typical_k, longest)
+        found = _judge_lost(members, lost, typical_k, longest, stepped_in)
         if found.fault is None:
             return replace(found, coefficients=_used(window))
         return Sums(untold=True) if edited is not None and (edited.is_blank or not edited.tells) else found
@@ -296,7 +297,9 @@ def _judge_by_hand(members: Members) -> Sums | None:
     return None
 
 
-def _judge_lost(members: Members, lost: Sequence[int], typical_k: int | None, longest: int) -> Sums:
+def _judge_lost(
+    members: Members, lost: Sequence[int], typical_k: int | None, longest: int, stepped_in: Loop | None
+) -> Sums:
     """Judge passes that are not in `.grad`: discarded on purpose, dropped, or reset."""
     window = members.window
     kept = [i for i in members.required if i not in lost]
@@ -318,6 +321,12 @@ def _judge_lost(members: Members, lost: Sequence[int], typical_k: int | None, lo
         return Sums(excuse=f"{lines}: what goes backward here was reset, and is in no step{IF_WANTED}")
     if kept and typical_k and len(kept) == typical_k and len(lost) % typical_k == 0:
         return Sums(excuse="a whole window was reset without a step")
+    begun, ended = (window.passes[i].records[0].loop for i in (max(lost), min(kept, default=max(lost))))
+    if None not in (stepped_in, begun) and begun not in (stepped_in, ended) and max(lost) < min(kept):
+        # no step came in this round of the outer loop: not the rest of an epoch, but a window that was given up
+        return Sums(
+            excuse=f"a window that was begun was given up{_resets(members, lost)}, so its micro-batches are in no step"
+        )
     if _is_rest_of_epoch(window, lost, kept, typical_k, longest):
         fault = tail_dropped(len(lost))
         return Sums(replace(fault, sentence=fault.sentence + _resets(members, lost)))

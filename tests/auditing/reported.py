@@ -468,6 +468,44 @@ for i in range(12):
 """,
         HEAD,
     ),
+    "sound_window_given_up": _script(
+        "holds",
+        (),
+        "a window that was begun was given up",
+        """\
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for window in range(4):
+    for i in range(4):
+        loss = model(torch.randn(5, 3)).square().mean() / 4
+        if (window, i) == (2, 1):       # as after a loss of NaN
+            optimizer.zero_grad()
+            break
+        loss.backward()
+    else:
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+        HEAD,
+    ),
+    "faulty_rest_of_an_epoch_given_up": _script(
+        "violated",
+        ("tail-dropped",),
+        "",
+        """\
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(3):
+    for i in range(10):
+        loss = model(torch.randn(5, 3)).square().mean() / 4
+        loss.backward()
+        if (i + 1) % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.zero_grad()
+""",
+        HEAD,
+    ),
     "faulty_skipped_last_of_a_window": _script(
         "violated",
         ("reset-inside-window",),
