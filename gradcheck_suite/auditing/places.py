@@ -141,7 +141,10 @@ def loop_here() -> Loop | None:
             if found is not None:
                 found.append(frame.f_lasti)  # called once more, from another line
             elif around:
-                found, around = [], around[:-1]
+                *around, innermost = around
+                if any(name in innermost for names in around for name in names):
+                    return None  # as with `_`: what the outer loop has bound is overwritten
+                found = []
             if found is not None:
                 found += _bound(frame, [name for names in around for name in names]) if around else ()
         frame = frame.f_back

@@ -245,8 +245,9 @@ def add_options(parser: Parser, *declared: type[Options]) -> None:
 def add_option(parser: Parser, one: Option, default: Any) -> None:
     """Add one option, which sets the attribute with the field's name."""
     names = [*filter(None, (one.short, one.flag))]
+    text = one.help_text.replace("%", "%%")  # argparse formats it
     if one.values is FLAG:
-        parser.add_argument(*names, dest=one.name, action="store_true", default=default, help=one.help_text)
+        parser.add_argument(*names, dest=one.name, action="store_true", default=default, help=text)
         return
     parser.add_argument(
         *names,
@@ -255,7 +256,7 @@ def add_option(parser: Parser, one: Option, default: Any) -> None:
         metavar=one.metavar,
         action="append" if one.repeatable else "store",
         default=list(default) if one.repeatable else default,
-        help=one.help_text,
+        help=text,
     )
 
 

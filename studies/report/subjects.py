@@ -158,4 +158,8 @@ def _on_gpus(newest: list[Record]) -> Section | None:
     return Section(tables=(table(f"What ran on {cards}", rows),), sources=sources(shown)) if shown else None
 
 
-ON_GPUS = Part("gpu", "verification", "On a GPU", "gpu", _on_gpus)
+def _gpu_facts(data: Data) -> Facts:
+    return {f"{data['part']} {data['task']} on {data['device']}": data["result"]}
+
+
+ON_GPUS = Part("gpu", "verification", "On a GPU", "gpu", _on_gpus, _gpu_facts)

@@ -58,8 +58,10 @@ def test_bad_arguments_are_one_line(run, arguments, says):
 
 def test_without_optax_the_extra_is_named_and_verify_still_runs(run, monkeypatch, tmp_path):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "optax" else find(name, *rest))
-    monkeypatch.setattr("studies.commands.steps.find_spec", importlib.util.find_spec)
+    hidden = lambda name, *rest: None if name == "optax" else find(name, *rest)  # noqa: E731
+    # the command's own name first: it is imported here, and keeps the function that it finds
+    monkeypatch.setattr("studies.commands.steps.find_spec", hidden)
+    monkeypatch.setattr(importlib.util, "find_spec", hidden)
     outcome = run("steps", "sgd", "--reports", tmp_path)
     assert outcome.status == 2
     assert outcome.err == "python -m studies steps: error: the command steps needs optax: pip install optax\n"

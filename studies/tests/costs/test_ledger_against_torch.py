@@ -177,8 +177,9 @@ def _row(mode, micro_batches):
     peak, window = window_memory(work)
     kept = window["gradients"][-1]
     most = kept + 4 * size.total + _peak([each for each, _ in _allocations(work.window)])
-    return {"parameters": size.total, "tensors": size.tensors, "micro_batches": micro_batches, "peak": peak,
-            "gradients_between": kept, "allocator": {"requested_peak": most, "allocated_peak": most}}  # fmt: skip
+    about = {"parameters": size.total, "tensors": size.tensors, "dtype": "float32", "micro_batches": micro_batches}
+    allocator = {"requested_peak": most, "allocated_peak": most}
+    return {**about, "peak": peak, "gradients_between": kept, "allocator": allocator}
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])

@@ -52,6 +52,9 @@ CHANGED = {
     "public-script": ({"key": "a/b train.py", "verdict": "holds", "outcome": "right"},
                       {"key": "a/b train.py", "verdict": "violated", "outcome": "wrong"},
                       "a/b train.py: holds, right -> violated, wrong"),
+    "gpu": ({"part": "correctness", "task": "verify", "device": "cuda", "result": "holds"},
+            {"part": "correctness", "task": "verify", "device": "cuda", "result": "violated"},
+            "correctness verify on cuda: holds -> violated"),
     "step": ({"rows": [{"torch": "Adam", "agree": True}]}, {"rows": [{"torch": "Adam", "agree": False}]},
              "step of Adam: agrees with optax -> differs from optax"),
 }  # fmt: skip
