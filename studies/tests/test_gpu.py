@@ -26,7 +26,7 @@ WAITS = "import time; print('begun', flush=True); time.sleep(90)"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", [pytest.param(one, marks=[pytest.mark.full] * (i > 0)) for i, one in enumerate(PARTS)])
 def test_without_a_device_nothing_runs(run, tmp_path, part):
     outcome = run("gpu", "--out", tmp_path / "out", "--part", part)
     assert outcome.status == BAD_USAGE
@@ -102,6 +102,7 @@ def test_what_runs_when_the_time_is_over_is_stopped_and_its_log_is_kept(stage_ru
     assert all(one["seconds"] < 60 for one in found)
 
 
+@pytest.mark.full
 def test_sigterm_stops_the_commands_and_what_they_found_is_still_returned(stage_run, tmp_path):
     ran = stage_run(WAITS)
     with ended_by_a_signal():
@@ -126,7 +127,7 @@ def test_of_what_a_verdict_stores_only_the_records_are_kept(tmp_path):
     assert len(PARTS) + len(kinds) <= 8
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", [pytest.param(one, marks=[pytest.mark.full] * (i > 0)) for i, one in enumerate(PARTS)])
 def test_every_stage_can_end_within_eight_minutes(part):
     assert 60 * MINUTES + 2 * STOPPING <= 8 * 60
     for device in ("cuda", "cpu"):

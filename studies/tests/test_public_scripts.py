@@ -93,6 +93,7 @@ def test_a_table_with_an_unknown_name_or_the_same_run_twice_is_refused(tmp_path)
         scripts(tmp_path / "public_scripts.toml")
 
 
+@pytest.mark.full
 def test_a_sound_script_is_right_and_a_wrong_truth_is_caught(checkout):
     folder, sound = checkout
     row = judged(sound, folder)

@@ -46,7 +46,11 @@ LATER = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "said"), [*SLIPS, *LATER])
+# those of `LATER` import torch first
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [*SLIPS, LATER[2], *(pytest.param(*one, marks=pytest.mark.full) for one in (*LATER[:2], *LATER[3:]))],
+)
 def test_a_slip_is_said_in_one_line(tmp_path, arguments, said):
     """A missing file before torch and JAX are imported, a name that is not in it after that."""
     (tmp_path / "mine.py").write_text("import torch\nPROBLEM = None\ndef train(run):\n    pass\n")

@@ -75,6 +75,7 @@ sys.exit(f"status {status}, or JAX was imported" if status or "jax" in sys.modul
 """
 
 
+@pytest.mark.full
 def test_a_report_of_every_kind_of_record_and_of_a_violation_imports_no_jax(reports, tmp_path):
     shutil.copytree(reports, tmp_path / "reports")
     shutil.copytree(ROOT / "reports" / "records", tmp_path / "reports" / "records", dirs_exist_ok=True)
