@@ -19,6 +19,15 @@ def loss_of(n=4):
     return F.cross_entropy(net(torch.randn(n, 5)), torch.randint(0, 3, (n,)))
 """
 )
+AVERAGED = """\
+import copy
+ema = copy.deepcopy(net).requires_grad_(False)
+def update():
+    with torch.no_grad():
+        for e, p in zip(ema.parameters(), net.parameters()):
+            e.mul_(0.9).add_(p, alpha=0.1)
+
+"""
 TWO_POINTS = """\
 params = list(net.parameters())
 def move(sign, e):
@@ -377,14 +386,8 @@ for step in range(6):
         "holds",
         (),
         "an average of the parameters moves",
-        """\
-import copy
-ema = copy.deepcopy(net).requires_grad_(False)
-def update():
-    with torch.no_grad():
-        for e, p in zip(ema.parameters(), net.parameters()):
-            e.mul_(0.9).add_(p, alpha=0.1)
-
+        AVERAGED
+        + """\
 for step in range(6):
     for _ in range(3):
         (loss_of() / 3).backward()
@@ -398,14 +401,8 @@ for step in range(6):
         "holds",
         (),
         "!moves",
-        """\
-import copy
-ema = copy.deepcopy(net).requires_grad_(False)
-def update():
-    with torch.no_grad():
-        for e, p in zip(ema.parameters(), net.parameters()):
-            e.mul_(0.9).add_(p, alpha=0.1)
-
+        AVERAGED
+        + """\
 for step in range(6):
     for _ in range(3):
         (loss_of() / 3).backward()
