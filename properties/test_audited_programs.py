@@ -32,6 +32,8 @@ opt = torch.optim.SGD(net.parameters(), lr=0.1)
 body, head = (torch.optim.SGD(net[i].parameters(), lr=0.1) for i in (0, 2))
 beside = torch.optim.SGD(other.parameters(), lr=0.1)
 average = [p.detach().clone() for p in params]
+buffer = torch.zeros(80)
+scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
 def batch(n):
     return torch.randn(n, 5), torch.randint(0, 3, (n,)), torch.randn(n, 3)
 def move(by, sign):
@@ -64,6 +66,8 @@ TURNS = (
     "beside.zero_grad()\nother(net(batch(4)[0]).detach() @ torch.ones(3, 5)).square().mean().backward()\nbeside.step()"
 )
 AVERAGE = "for a, p in zip(average, params): a.lerp_(p.detach(), 0.1)"
+OVERLAP = "for p, at in zip(params, (0, 40, 47, 71)): p.grad = buffer[at : at + p.numel()].view_as(p)"
+"""One element is the last one of a layer's bias and the first one of the next layer's weight."""
 KEEP = "kept.append([p.grad.clone() for p in params])"
 COMPOSE = "for p, *of in zip(params, *kept): p.grad = sum(of)"
 CLIMB = "by = [0.05 * p.grad / (p.grad.norm() + 1e-9) for p in params]\nmove(by, 1)"
@@ -257,6 +261,17 @@ def edited_inside(pieces, draw):
     )
 
 
+@fault("wrong-scale", of="plain")
+def scaled_and_not_unscaled(pieces, draw):
+    pieces.backward = "scaler.scale(loss).backward()"
+
+
+@fault("not-linear", of="plain")
+def gradients_that_overlap(pieces, draw):
+    pieces.begin.append(f"if step == 0:\n    {OVERLAP}")
+    pieces.reset = RESETS[1].format(of="net")
+
+
 @fault("no-gradient", of="plain")
 def replaced(pieces, draw):
     new = "net[2].weight = opt.param_groups[0]['params'][2] = nn.Parameter(net[2].weight.detach().clone())"
@@ -334,8 +349,14 @@ def programs(draw, *, faulty: bool | None = None) -> Program:
         pieces.after.append(AVERAGE)
     if not plain and draw(st.integers(0, 3)) == 0:
         pieces.step = "body.step()\nhead.step()"
-    if not name and not pieces.two_points and draw(st.integers(0, 5)) == 0:
-        _compose(pieces)
+    if not name and not pieces.two_points:
+        special = draw(st.integers(0, 7))
+        if special == 0:
+            _compose(pieces)
+        elif special == 1:
+            pieces.backward = "scaler.scale(loss).backward()"
+            pieces.end.insert(0, "scaler.unscale_(opt)")
+            pieces.after.append("scaler.update()")
     planted.plant(pieces, draw)
     return Program(pieces.text(), name, planted.diagnoses)
 

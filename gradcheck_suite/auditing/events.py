@@ -99,6 +99,7 @@ class StepRecord:
         frozen: keys of parameters that require no gradient.
         twice: at the optimizer's first step, keys of parameters that it lists more than once.
         overlaid: at that step, keys of parameters that lie over one memory, and are not one.
+        overlapping: at that step, keys of parameters whose `.grad` do.
         moved: key of a parameter -> a sample of its change by the step, where nothing at all went backward since the
             last step of the same optimizer.
         passed_by: where no GradScaler takes this step, the scales of those that there are.
@@ -116,6 +117,7 @@ class StepRecord:
     frozen: frozenset[int] = frozenset()
     twice: list[int] = field(default_factory=list)
     overlaid: list[int] = field(default_factory=list)
+    overlapping: list[int] = field(default_factory=list)
     moved: dict[int, Raw] = field(default_factory=dict)
     passed_by: list[float] = field(default_factory=list)
 

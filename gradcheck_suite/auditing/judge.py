@@ -46,9 +46,10 @@ SEVERAL_MODES = (
 )
 
 MASTERS = (
-    "the gradients of this step were written by hand to parameters that no backward pass reaches (master copies)",
+    "the gradients of this step were written by hand to parameters that no backward pass reaches (master copies, "
+    "`torch.func`, forward mode)",
     "where they are copies, give each one the gradient of one parameter (`copy.grad = p.grad.float()`), or step on the "
-    "module's own parameters while the script is audited",
+    "module's own parameters while the script is audited; in place of `torch.func.grad` call `torch.autograd.grad`",
 )
 ZERO = (
     "DeepSpeed's ZeRO steps on flat copies of its own, which no backward pass reaches",
@@ -177,6 +178,7 @@ class Judge:
         self._clipped: set[str] = set()
         self.skipped: dict[int, str] = {}
         self._removed: defaultdict[int, list[Sequence[int]]] = defaultdict(list)
+        self._emptied: dict[int, tuple[StepWindow, Place]] = {}
         self._sizes: dict[int, float] = {}
         self._replay = Replay(ranks, dtypes)
         self._ranks, self._given = ranks, given
@@ -366,9 +368,12 @@ class Judge:
                 self._judge_idle(window)
             return
         optimizer = window.optimizer
+        where = window.passes[max(window.passes)].site if window.passes else window.step.place
         if optimizer not in self._last:
-            self._note_listed(window)
+            self._note_listed(window, where)
         self._judge_replaced(window)
+        if optimizer in self._emptied:
+            self._judge_emptied(optimizer)
         self._last[optimizer] = window
         self._reached[optimizer] |= {key for key, now in window.step.gradients.items() if now is not None}
         self._reached[optimizer] |= {k for seen in window.passes.values() for r in seen.records for k in r.arrivals}
@@ -396,7 +401,6 @@ class Judge:
                 number if number >= max(lengths, default=0) and self._grown.get(optimizer, 1) else 0
             )
             lengths[number] += 1
-        where = window.passes[max(window.passes)].site if window.passes else window.step.place
         self._note_parts(window, members)
         used = self._judge_sums(window, where) if self._judges_sums else self._assumed(window)
         if used is None:
@@ -450,7 +454,7 @@ class Judge:
             )
         return bool(replaced)
 
-    def _note_listed(self, window: StepWindow) -> None:
+    def _note_listed(self, window: StepWindow, where: Place) -> None:
         """Note parameters that an optimizer moves more than once in a step."""
         if twice := window.step.twice:
             self._notes[
@@ -461,6 +465,9 @@ class Judge:
                 f"{self._names(overlaid)} are different parameters over one memory, each with a part of the gradient, "
                 "and the optimizer moves that memory once for each: assign the parameter itself, not its `.data`"
             ] += 1
+        if overlapping := window.step.overlapping:
+            sentence = "their `.grad` lie over the same memory, so that what arrives at one is added to the others"
+            self._violate(replace(OF_SUMS["not a sum"], sentence=sentence, keys=overlapping), window, where)
 
     def _note_clocks(self, window: StepWindow) -> None:
         """Note what moves with every micro-batch of a window, where the optimizer steps once per window."""
@@ -530,7 +537,11 @@ class Judge:
             self._removed[window.optimizer].append(found.removed)
         if fault is not None:
             self.judged.add(window.number)
-            self._violate(fault, window, where)
+            others = {k for seen in window.passes.values() for r in seen.records for k in r.arrivals} - {*window.keys}
+            if fault == OF_SUMS["all reset"] and others:
+                self._emptied[window.optimizer] = window, where
+            else:
+                self._violate(fault, window, where)
             return None
         if found.untold:
             self._unknown[Unknown(BOTH, str(where), *UNTOLD)] += 1
@@ -545,6 +556,18 @@ class Judge:
                 "`.grad` is edited between the last backward pass and the step, which is the program's decision"
             ] += 1
         return found.coefficients
+
+    def _judge_emptied(self, optimizer: int) -> None:
+        """Judge a window whose gradients were all reset, where its passes reached other optimizers' parameters, too.
+
+        Where one of these has stepped on them since, not all was reset: the program has taken away what this one has.
+        """
+        window, where = self._emptied.pop(optimizer)
+        if any(seen.consumers for seen in window.passes.values()):
+            self._removed[optimizer].append(window.keys)
+            self.skipped[window.number] = "the gradients of its parameters were taken away before it"
+        else:
+            self._violate(OF_SUMS["all reset"], window, where)
 
     def _are_right(self, window: StepWindow, coefficients: Mapping[Source, float]) -> bool:
         """Return whether the losses weigh their items rightly with unequal coefficients of the passes."""
@@ -681,6 +704,8 @@ class Judge:
         Args:
             complete: whether the run ended by itself: what is left in `.grad` then never reaches a step.
         """
+        for optimizer in list(self._emptied):
+            self._judge_emptied(optimizer)
         for optimizer in list(self._pending):
             self._weigh(optimizer, ended=True)
         somewhere = {place for (_, place), (_, used, _) in self._places.items() if used}
@@ -700,6 +725,14 @@ class Judge:
                 self._notes[f"{place}: what goes backward here is in no step of the whole run{IF_WANTED}"] += 1
             elif windows < every and covered[optimizer] != every:  # lines that take turns have each their windows
                 self._notes[f"{place}: backward is called here in {windows} of {every} windows"] += 1
+        self._note_run()
+        for optimizer in self._removed:
+            self._note_removed(optimizer)
+        if complete and self._judges_sums:
+            self._tails()
+
+    def _note_run(self) -> None:
+        """Note what moved, was clipped, or got no gradient, over the run."""
         for what, steps in self._moving.items():
             if len(steps) > 1:
                 self._notes[
@@ -718,10 +751,6 @@ class Judge:
                     f"{len(never)} of {len(last.keys)} parameters of the optimizer got no gradient in any step "
                     f"({self._names(never)}): look for a `detach` or a `no_grad`, or leave them out of the optimizer"
                 ] += 1
-        for optimizer in self._removed:
-            self._note_removed(optimizer)
-        if complete and self._judges_sums:
-            self._tails()
 
     def _note_removed(self, optimizer: int) -> None:
         """Note gradients that were taken away before the step, as those of a layer that is frozen for a while."""

@@ -869,13 +869,26 @@ class Recorder:
         found = {key: self.parameters[key].reference() for key in keys}
         return {key: samples.sample(parameter, whole=True) for key, parameter in found.items() if parameter is not None}
 
-    def _overlaid(self, own: Sequence[torch.Tensor]) -> list[int]:
-        """Return the keys of parameters over one memory, as `head.weight = Parameter(embedding.weight.data)` leaves."""
-        memory: dict[tuple[int, int], set[int]] = {}
-        for p in own:
-            if p.numel() and not samples.is_shard(p) and not p.is_meta:
-                memory.setdefault((p.data_ptr(), p.numel()), set()).add(self._keys[id(p)])
-        return [key for keys in memory.values() if len(keys) > 1 for key in sorted(keys)]
+    def _find_scale(self, step: StepRecord, optimizer: Any) -> None:
+        """Find which GradScaler has divided by its scale, by `unscale_`, and which ones may have and have not."""
+        for scaler in (one for of in self._scalers if (one := of()) is not None and one._scale is not None):
+            state = scaler._per_optimizer_states.get(id(optimizer), {}).get("stage")
+            if state is torch.amp.grad_scaler.OptState.UNSCALED:
+                step.scale = float(scaler._scale)
+            else:
+                step.passed_by.append(float(scaler._scale))
+
+    def _overlaid(self, tensors: Mapping[int, torch.Tensor]) -> list[int]:
+        """Return the keys of tensors that share memory, as `head.weight = Parameter(embedding.weight.data)` leaves."""
+        found, end, before = set[int](), 0, 0
+        plain = {k: t for k, t in tensors.items() if t.layout == torch.strided and not samples.is_shard(t)}
+        ranges = ((t.data_ptr(), t.numel() * t.element_size(), k) for k, t in plain.items() if not t.is_meta)
+        for begin, size, key in sorted(one for one in ranges if one[1]):
+            if begin < end:
+                found |= {before, key}
+            if begin + size > end:
+                end, before = begin + size, key
+        return sorted(found)
 
     @_guarded(STEPS)
     def step(self, optimizer: Any, is_whole: bool = False) -> None:
@@ -939,12 +952,12 @@ class Recorder:
         )
         self._late.clear()
         if step.scale is None:
-            found = [one._scale for of in self._scalers if (one := of()) is not None]
-            step.passed_by = [float(scale) for scale in found if scale is not None]
+            self._find_scale(step, optimizer)
         step.frozen = frozenset(self._keys[id(p)] for p in own if not p.requires_grad)
         if is_first:
             step.twice = sorted({self._keys[i] for i, times in Counter(map(id, own)).items() if times > 1})
-            step.overlaid = self._overlaid(own)
+            step.overlaid = self._overlaid({self._keys[id(p)]: p for p in own})
+            step.overlapping = self._overlaid(given)
         if idle:
             step.moved = self._values(gradients)
             self._idle[index] = step  # until it has ended: only then is it known whether it has moved anything

@@ -325,7 +325,7 @@ def _judge_lost(
     if None not in (stepped_in, begun) and begun not in (stepped_in, ended) and max(lost) < min(kept):
         # no step came in this round of the outer loop: not the rest of an epoch, but a window that was given up
         return Sums(
-            excuse=f"a window that was begun was given up{_resets(members, lost)}, so its micro-batches are in no step"
+            excuse=f"a window was given up before its end{_resets(members, lost)}: its micro-batches are in no step"
         )
     if _is_rest_of_epoch(window, lost, kept, typical_k, longest):
         fault = tail_dropped(len(lost))

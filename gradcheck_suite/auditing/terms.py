@@ -87,6 +87,8 @@ MEAN = 1
 
 Edge = tuple[Any, int]
 """A node and the index of its output."""
+Numbers = tuple[tuple[str, torch.Tensor], ...]
+"""What something is multiplied or divided by: the name of the node, and the number."""
 
 
 def kind(node: Any) -> str:
@@ -148,8 +150,8 @@ def factors_below(node: Any) -> tuple[list[float], bool]:
     factors = list[float]()
     while (name := kind(node)) != "Mean" and NODES.get(name, UNKNOWN).scalar == PASS and len(live(node)) == 1:
         number = _number(node) if name in ("Mul", "Div") else None
-        if number is not None and number:
-            factors.append(float(number) if name == "Mul" else 1 / float(number))
+        if number is not None:
+            factors.append(_by(name, number))
         node = live(node)[0][0]
     return factors, name == "Mean"
 
@@ -230,6 +232,7 @@ class Term:
         mean: whether the reduction itself divides.
         deeper: the weight and number of elements under each partial reduction below.
         item: the weight and the number of those elements whose weight is not 0, where it is the same for all of them.
+        factors: the numbers that the term is multiplied by on its way to the loss, as far as they can be read.
         factor: the product of the numbers that the elements are multiplied by, or divided by, under the reduction.
         hides: whether a tensor of weights multiplies the elements, in which a common factor cannot be told from them:
             they are neither 0 and 1 nor, alone or with `factor`, 1 on average.
@@ -248,6 +251,7 @@ class Term:
     mean: bool = False
     deeper: tuple[tuple[float, float], ...] = ()
     item: tuple[float, float] | None = None
+    factors: tuple[float, ...] = ()
     factor: float = 1.0
     hides: bool = False
     tolerance: float = LIVE_WEIGHT_TOLERANCE
@@ -264,6 +268,12 @@ class Term:
         return next((name for name in first if name in self.counts), next(iter(self.counts), "elements"))
 
 
+def _by(name: str, number: torch.Tensor) -> float:
+    """Return the factor that a product or a quotient with a number is."""
+    by = float(number)
+    return by if name == "Mul" else 1 / by if by else float("inf")
+
+
 @dataclass
 class _Found:
     """A term while its backward runs.
@@ -273,8 +283,9 @@ class _Found:
         node: of its reduction; let go when the backward has ended.
         has_dimension: whether the reduction's result is a tensor of one element, and no number.
         inner: for each partial reduction below, whether it divides, and by how much it reduces.
-        above: the number of those above the items' weights.
-        numbers_below: the numbers under the reduction, and whether they multiply or divide.
+        outside: the number of those above the items' weights.
+        above: the numbers above the reduction.
+        numbers_below: those under it.
         sampled: whether a tensor of weights is under the reduction.
         seen: what hooks saw: what `arrived`, the gradient of `items` or `rows`; and what the loss saved.
     """
@@ -283,7 +294,8 @@ class _Found:
     node: Any = None
     has_dimension: bool = False
     inner: list[tuple[bool, int]] = field(default_factory=list)
-    above: int = 0
+    outside: int = 0
+    above: Numbers = ()
     numbers_below: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     sampled: bool = False
     seen: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -311,11 +323,10 @@ class _Found:
         if term.mean:
             own = counts.get("counted", counts.get("elements", 0.0))
             weight = weight / own if own else float("nan")
-        for name, tensor in self.numbers_below:
-            by = float(tensor)
-            term.factor *= by if name == "Mul" else 1 / by if by else float("inf")
+        term.factors = tuple(_by(*one) for one in self.above)
+        term.factor = prod(_by(*one) for one in self.numbers_below)
         if (each := self.seen.get("items")) is not None:
-            weights, below = _Weights(each), self.inner[self.above :]
+            weights, below = _Weights(each), self.inner[self.outside :]
             counts["nonzero"] = weights.number / prod(number for _, number in below)
             if weight:
                 counts["weights"] = weights.total / abs(weight) / prod(n for mean, n in below if not mean)
@@ -384,22 +395,28 @@ class Reader:
         for found in self.found:
             found.node = None
 
-    def _vector(self, node: Any, index: int, above: tuple[str, ...]) -> None:
+    def _vector(self, node: Any, index: int, above: Numbers) -> None:
         """Read a tensor of several elements that goes backward with a gradient that was given."""
-        found = _Found(Term((*above, "given"), counts={"elements": elements(node, index)}))
+        found = _Found(Term(("given",), counts={"elements": elements(node, index)}), above=above)
         self._items(found, node, index, weighted=False)
         self._add(found, node, index)
 
-    def _scalar(self, node: Any, index: int, above: tuple[str, ...]) -> None:
-        """Go down from one number to the terms that it is a linear function of."""
+    def _scalar(self, node: Any, index: int, above: Numbers) -> None:
+        """Go down from one number to the terms that it is a linear function of.
+
+        Args:
+            node: of the number.
+            index: of the node's output.
+            above: what the number is multiplied or divided by.
+        """
         while True:
             if (node, index) in self._visited:
                 return None
             self._visited.add((node, index))
             if (declared := node.metadata.get(DECLARED)) is not None:
                 count, reduction = declared
-                term = Term((*above, "declared"), counts={"counted": count}, mean=reduction == "mean")
-                return self._add(_Found(term), node, index)
+                term = Term(("declared",), counts={"counted": count}, mean=reduction == "mean")
+                return self._add(_Found(term, above=above), node, index)
             name, inputs = kind(node), live(node)
             if name == "_DDPSink":
                 inputs = _same(node, index, inputs)
@@ -423,10 +440,12 @@ class Reader:
                 one = False
             if not one:
                 break
+            if name in ("Div", "Mul") and (number := _number(node)) is not None:
+                above = *above, (name, number)
             node, index = inputs[0]
         return self._end(node, index, above, name, inputs)
 
-    def _end(self, node: Any, index: int, above: tuple[str, ...], name: str, inputs: list[Edge]) -> None:
+    def _end(self, node: Any, index: int, above: Numbers, name: str, inputs: list[Edge]) -> None:
         reduction = getattr(node, "_saved_reduction", None)
         if isinstance(reduction, int) and reduction:
             return self._loss_function(node, index, above, name, inputs[0] if inputs else (node, index))
@@ -440,7 +459,7 @@ class Reader:
         what = f"{name} of a number" if inputs and elements(*inputs[0]) == 1 else f"{name}, which is no sum"
         return self._opaque(node, index, above, what)
 
-    def _are_made_of_scalars(self, edges: Iterable[Edge], above: tuple[str, ...], *, opaque: bool) -> bool:
+    def _are_made_of_scalars(self, edges: Iterable[Edge], above: Numbers, *, opaque: bool) -> bool:
         """Read tensors of one element as numbers; return False, and read nothing, where one is an item instead."""
         before, handles, visited = len(self.found), len(self._handles), set(self._visited)
         for edge in edges:
@@ -454,10 +473,10 @@ class Reader:
         self._visited = visited
         return False
 
-    def _loss_function(self, node: Any, index: int, above: tuple[str, ...], name: str, below: Edge) -> None:
+    def _loss_function(self, node: Any, index: int, above: Numbers, name: str, below: Edge) -> None:
         """Read a node that is a reduced loss of torch: its `reduction` is saved."""
-        term = Term((*above, name), counts={"elements": elements(*below)}, mean=node._saved_reduction == MEAN)
-        found = _Found(term)
+        term = Term((name,), counts={"elements": elements(*below)}, mean=node._saved_reduction == MEAN)
+        found = _Found(term, above=above)
         shape = _shape(*below) or (1,)
         if not term.mean:
             term.counts["rows"] = shape[0]
@@ -471,7 +490,7 @@ class Reader:
                 found.seen["total_weight"] = node._saved_total_weight.detach()
         self._add(found, node, index)
 
-    def _reduction(self, node: Any, index: int, above: tuple[str, ...], name: str, inputs: list[Edge]) -> None:
+    def _reduction(self, node: Any, index: int, above: Numbers, name: str, inputs: list[Edge]) -> None:
         factors = [edge for edge in inputs if not _of_parameters(edge)] or inputs
         below, joins = factors[0], [_concatenated_inputs(edge) for edge in factors]
         losses, linear, others = next((join for join in joins if join[0]), joins[0])
@@ -479,7 +498,7 @@ class Reader:
             return self._opaque(node, index, above, "losses that are weighted by something that has a gradient")
         if losses and linear and self._are_made_of_scalars(losses, above, opaque=True):
             return None
-        found = _Found(Term((*above, name), counts={"elements": elements(*below)}, mean=name == "Mean"))
+        found = _Found(Term((name,), counts={"elements": elements(*below)}, mean=name == "Mean"), above=above)
         found.term.of_parameters = _of_parameters((node, index))
         found.sampled = name in PRODUCTS and len(inputs) == 1
         self._add(found, node, index)
@@ -493,7 +512,7 @@ class Reader:
             if len(inputs) != 1 or row.below == ITEMS or (name == "Div" and node.next_functions[0][0] is None):
                 break
             if row.below == WEIGHTED:
-                weighted, found.above = True, len(found.inner)
+                weighted, found.outside = True, len(found.inner)
             if name in ("Div", "Mul"):
                 number = _number(node)
                 found.sampled = found.sampled or number is None
@@ -514,10 +533,10 @@ class Reader:
         if weighted:
             self._hook(node, found, "items", index)
 
-    def _opaque(self, node: Any, index: int, above: tuple[str, ...], why: str) -> None:
-        term = Term((*above, kind(node)), counts={"elements": 1}, of_parameters=_of_parameters((node, index)))
+    def _opaque(self, node: Any, index: int, above: Numbers, why: str) -> None:
+        term = Term((kind(node),), counts={"elements": 1}, of_parameters=_of_parameters((node, index)))
         term.opaque = None if term.of_parameters else why
-        self._add(_Found(term), node, index)
+        self._add(_Found(term, above=above), node, index)
 
     def _add(self, found: _Found, node: Any, index: int) -> None:
         found.node, found.has_dimension = node, bool(_shape(node, index))

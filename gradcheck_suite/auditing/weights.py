@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice, product
 from typing import Any
 
 import numpy as np
@@ -433,7 +434,7 @@ class Use:
         others_right: whether another objective of the same passes has right weights.
         own: C by the count that fits the run.
         total: C of all objectives of the window together, where they have the same passes.
-        right: whether C is 1.
+        right: whether C is 1, of this objective or of all together.
     """
 
     window: StepWindow
@@ -470,6 +471,10 @@ class Use:
     def is_mean(self) -> bool:
         """Whether the reduction itself divides."""
         return self.objective.parts[0].term.mean
+
+    def is_divided_by(self, number: float) -> bool:
+        """Return whether every loss is seen to be divided by a number."""
+        return all(any(near(f, 1 / number, 1e-5) for f in part.term.factors) for part in self.objective.parts)
 
 
 @dataclass(frozen=True)
@@ -514,6 +519,39 @@ def _choose_count(uses: Sequence[Use]) -> None:
         use.right = near(use.own, 1.0, use.objective.tolerance)
 
 
+def _count_together(windows: Sequence[Sequence[Use]]) -> None:
+    """Add up the coefficients of some objectives in each window: those of (a + b) / 2 are 1 together.
+
+    Where none is right alone, as the terms of label smoothing, each is counted such that they are right together in the
+    most windows, else the sum of a window's means.
+    """
+    if not any(use.right for several in windows for use in several):
+        names = [
+            set.intersection(*({*use.comparison.coefficients} for use in uses)) for uses in zip(*windows, strict=True)
+        ]
+
+        def fits(chosen: tuple[str, ...]) -> tuple[int, int, int]:
+            right = summed = 0
+            for several in windows:
+                total = sum(u.comparison.coefficients[n] for u, n in zip(several, chosen, strict=True))
+                right += near(total, 1.0, several[0].objective.tolerance)
+                summed += near(total, several[0].length, several[0].objective.tolerance)
+            return right, summed, sum(n == use.count for n, use in zip(chosen, windows[0], strict=True))
+
+        chosen = max(islice(product(*map(sorted, names)), MOST_CHOICES), key=fits)
+        for several in windows if any(fits(chosen)[:2]) else ():
+            for use, name in zip(several, chosen, strict=True):
+                use.count, use.own = name, use.comparison.coefficients[name]
+    for several in windows:
+        for use in several:
+            use.total = sum(other.own for other in several)
+            use.right = use.right or near(use.total, 1.0, use.objective.tolerance)
+
+
+MOST_CHOICES = 256
+"""Ways of counting that are tried for the objectives of a window together."""
+
+
 def scales(
     history: Mapping[Key, list[Use]], ranks: int, declared_k: int | None, note: Callable[[str], None]
 ) -> list[Scale]:
@@ -527,14 +565,16 @@ def scales(
     """
     for uses in history.values():
         _choose_count(uses)
-    together: defaultdict[int, list[Use]] = defaultdict(list)
+    by_window: defaultdict[int, list[Use]] = defaultdict(list)
     for uses in history.values():
         for use in uses:
-            together[id(use.window)].append(use)
-    for several in together.values():
+            by_window[id(use.window)].append(use)
+    together: defaultdict[tuple[Key, ...], list[list[Use]]] = defaultdict(list)
+    for several in by_window.values():
         if len(several) > 1 and len({use.length for use in several}) == 1:
-            for use in several:  # (a + b) / 2: the coefficients of one window's objectives may add up to 1
-                use.total = sum(other.own for other in several)
+            together[tuple(use.objective.key for use in several)].append(several)
+    for windows in together.values():
+        _count_together(windows)
     return [scale for uses in history.values() for scale in _of_objective(uses, ranks, declared_k, note)]
 
 
@@ -545,6 +585,7 @@ def _of_objective(
     for use in uses:
         by_length[use.length].append(use)
     typical_k = max(by_length, key=lambda length: (len(by_length[length]), length))
+    some_right = any(use.right and use.length > 1 for use in uses)
     for use in uses:
         if use.right:
             _note_other_count(use, note)
@@ -557,7 +598,7 @@ def _of_objective(
         if verdict is None:
             verdict = _by_itself(use, uses, ranks)
         # the number of micro-batches may be in the tensor of weights, too; where a window is right without, it is not
-        if use.hides and isinstance(verdict, Scale) and not configured and not _some_right(uses):
+        if use.hides and isinstance(verdict, Scale) and not (configured or some_right):
             verdict = _either(verdict.note, verdict.cause, "the weights of the samples have its inverse")
         if isinstance(verdict, Scale):
             # what leaks comes beside whole windows, and whole windows follow it: until one does, nothing is said
@@ -566,13 +607,8 @@ def _of_objective(
             if verdict.cause == "short-window" and rare:
                 verdict = replace(verdict, name="tail-leak", cause="") if after else replace(verdict, provisional=True)
             yield verdict
-        elif verdict != USERS and use.length > 1:
+        elif verdict != USERS and (verdict or use.length > 1):
             note(f"{use.objective.place}: {verdict or COEFFICIENT}")
-
-
-def _some_right(uses: Sequence[Use]) -> bool:
-    """Return whether a window of several micro-batches is right: the program divides."""
-    return any(use.right and use.length > 1 for use in uses)
 
 
 def _note_other_count(use: Use, note: Callable[[str], None]) -> None:
@@ -603,6 +639,16 @@ MISCOUNTED = (
 )
 
 
+CLIPPED = (
+    "the loss is multiplied by the scale of a GradScaler, and `.grad` by less than one over it before the step, as by "
+    "clipping: where nothing else divides by the scale, call `scaler.unscale_(optimizer)` before"
+)
+PLANNED = (
+    "the loss is divided by {:g}, the count of other windows, where this one has {:g}: whatever the number of "
+    "micro-batches, so this is no fault of accumulation; for a mean over each window, divide by its own count"
+)
+
+
 def _against_configured(use: Use, declared_k: int | None) -> Scale | None:
     """Compare C with r/K: nothing in the run shows K where every window is shorter."""
     r = use.length
@@ -621,14 +667,17 @@ def _against_configured(use: Use, declared_k: int | None) -> Scale | None:
     )
 
 
-def _still_scaled(use: Use) -> Scale | None:
-    """Recognise the scale of a GradScaler, where nothing was done to `.grad` that may have divided by it."""
-    if use.window.edit is not None or not near(use.window.factor or 1.0, 1.0, 1e-6):
+def _still_scaled(use: Use) -> Scale | str | None:
+    """Recognise the scale of a GradScaler, where nothing was done to `.grad` that has divided by it."""
+    window, tolerance = use.window, use.objective.tolerance
+    scale = next((scale for scale in window.step.passed_by if near(use.own, scale, tolerance)), None)
+    if window.edit is not None or window.factor is None or scale is None:
         return None
-    if not any(near(use.own, scale, use.objective.tolerance) for scale in use.window.step.passed_by):
-        return None
-    why = "the scale of a GradScaler: nothing divides by it before this step"
-    return Scale(use, "wrong-scale", why, cause="loss-scale")
+    # no clipping makes a gradient larger: where more is left than there should be, nothing has divided by the scale
+    if window.factor * scale > 1 + 1e-3:
+        why = "the scale of a GradScaler: nothing divides by it before this step"
+        return Scale(use, "wrong-scale", why, cause="loss-scale")
+    return CLIPPED if window.factor * scale < 1 - 1e-3 else USERS
 
 
 def _divided_again(use: Use, uses: Sequence[Use], k: int) -> Scale | None:
@@ -654,14 +703,14 @@ def _against_other_lengths(
         return None
     if any(near(other, use.own, tolerance) for other in others):
         return USERS
-    some_right = _some_right(uses)
-    base = 1.0 if some_right else by_length[typical_k][0].own if steady[typical_k] else 0.0
+    right = next((u for u in uses if u.right and u.length > 1), None)
+    base = right.own if right else by_length[typical_k][0].own if steady[typical_k] else 0.0
     # a sum times a constant weighs the same whatever the window
     constant = not use.is_mean and near(use.comparison.weight, uses[0].comparison.weight, tolerance)
     divisor = use.length * base / use.own if use.own else 0.0
     whole = round(divisor)
     fits = abs(divisor - whole) < 1e-3 and 1 <= whole <= max(by_length) and whole != use.length
-    if base and fits and (some_right or (not constant and use.length != typical_k)):
+    if base and fits and (right or (not constant and use.length != typical_k)):
         what, own = f"divided by {whole}", near(base, 1.0, tolerance)
         if not own and whole != typical_k:
             what += f" (beside the loss's coefficient of {base:.6g})"
@@ -685,15 +734,15 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
     if not use.whole:
         return whose
     tolerance, r = use.objective.tolerance, use.length
-    if (
-        not use.is_mean
-        and len({u.items for u in uses}) > 1
-        and all(near(u.comparison.weight, use.comparison.weight, tolerance) for u in uses)
-    ):
-        return whose  # a sum times a constant: that it fits the count of one window is chance
+    others = {u.items for u in uses if u.items != use.items}
+    if not use.is_mean and others and all(near(u.comparison.weight, use.comparison.weight, tolerance) for u in uses):
+        # a sum times a constant: that it fits the count of one window may be chance
+        planned = Counter(u.items for u in uses if u.right and u.length > 1).most_common(1)
+        return PLANNED.format(planned[0][0], use.items) if r > 1 and planned and planned[0][1] > 1 else whose
     masses = use.masses
     by_hand = all(near(mass, 1.0, tolerance) for mass in masses) and use.items > len(masses)
-    of_means = r > 1 and (use.is_mean or by_hand)
+    # of a mean that is made by hand, the number may be its own count
+    of_means = r > 1 and (not use.is_divided_by(r) if use.is_mean else by_hand)
     twice = r > 2 and (use.is_mean or all(near(mass, 1 / r**2, tolerance) for mass in masses))
     again = f"divided twice by its {r} micro-batches"
     never = f"the sum of {r} means{{}}, never divided by their number"

@@ -10,6 +10,7 @@ This module must import neither torch nor JAX, and must not parse: `cli/argument
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -399,11 +400,13 @@ DEFAULT_BUDGET, NO_BUDGET, EVERY = "3%", "none", 10
 """Of an audit: its share of the run's time, no limit of it, and windows from one to the next that is computed again."""
 
 
-def _is_budget(value: Any) -> bool:
-    if not isinstance(value, str) or value == NO_BUDGET:
-        return isinstance(value, str)
-    number, percent, rest = value.partition("%")
-    return bool(percent) and not rest and number.replace(".", "", 1).isdecimal() and 0 < float(number) <= 100
+def _share_of(budget: Any) -> float | None:
+    """Return the share that a text such as `3%` stands for, infinity for no budget, None for a text that is neither."""
+    if budget == NO_BUDGET:
+        return math.inf
+    number = re.fullmatch(r"(\d+\.?\d*|\.\d+)%", budget) if isinstance(budget, str) else None
+    share = float(number[1]) / 100 if number else 0.0
+    return share if 0 < share <= 1 else None
 
 
 def _is_acceptable(value: Any) -> bool:
@@ -434,7 +437,10 @@ class AuditOptions(Options):
     )
     budget: str | None = option(
         None,
-        Values(f"a share of the run's time, such as {DEFAULT_BUDGET}, or {NO_BUDGET}", _is_budget),
+        Values(
+            f"a share of the run's time, such as {DEFAULT_BUDGET}, or {NO_BUDGET}",
+            lambda value: bool(_share_of(value)),
+        ),
         "share of the run's time that the audit may take: after the first windows it judges pairs of them, and counts "
         f"the others; {NO_BUDGET} judges every window",
         "--budget",
@@ -517,8 +523,8 @@ class AuditOptions(Options):
     @property
     def share(self) -> float | None:
         """The share of the run's time that the audit may take; None where every window is judged."""
-        budget = self.budget or (NO_BUDGET if self.every else DEFAULT_BUDGET)
-        return None if budget == NO_BUDGET else float(budget.removesuffix("%")) / 100
+        share = _share_of(self.budget or (NO_BUDGET if self.every else DEFAULT_BUDGET))
+        return None if share == math.inf else share
 
     def accepts(self, diagnosis: str, where: str | None) -> bool:
         """Return whether a violation is accepted."""

@@ -468,7 +468,7 @@ for i in range(12):
     "sound_window_given_up": _script(
         "holds",
         (),
-        "a window that was begun was given up",
+        "a window was given up before its end",
         """\
 model = torch.nn.Linear(3, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

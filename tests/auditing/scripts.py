@@ -1461,7 +1461,7 @@ for x, y in toy.batches(*[4] * 6):
         }.items()
     },
     # The mean over each sequence, then over the sequences: what their weights should be, only the trainer knows.
-    "unjudged_flat_copies": unjudged("parameters that no backward pass reaches (master copies)", **FLAT),
+    "unjudged_flat_copies": unjudged("parameters that no backward pass reaches (master copies, `torch.func`", **FLAT),
     "sound_mean_of_each_sequence": sound(
         text="""
 for x, y in toy.batches(*[6] * 6):
