@@ -16,10 +16,10 @@ import torch
 
 from gradcheck_suite.port.changes import Hypothesis, of_operand, of_result, other_operand
 from gradcheck_suite.port.matching import array
-from gradcheck_suite.port.mistakes import NORMS, is_activation, mistakes, smoothed
+from gradcheck_suite.port.mistakes import NORMS, REDUCING, is_activation, mistakes, smoothed
 from gradcheck_suite.port.number_sets import aligned
 from gradcheck_suite.port.search import Family, Found, Search
-from gradcheck_suite.port.torch_program import LOSS, Call, Change, Ref, fill
+from gradcheck_suite.port.torch_program import LOSS, Call, Change, Ref, TorchProgram, fill, flat
 from gradcheck_suite.port.transforms import PERMUTING, Transform, transforms
 
 ARITHMETIC = ("add", "mul", "div", "sub", "rsub")
@@ -31,7 +31,10 @@ def usual(search: Search, place: int) -> Iterator[Hypothesis]:
     if not run.seen[place]:
         return
     args, kwargs = fill((call.args, call.kwargs), run.get)
-    yield from mistakes(place, call, args, kwargs, run.seen[place][0])
+    counted = any(_is_count(search, ref) for _, ref in search.positions(place))
+    for hypothesis in mistakes(place, call, args, kwargs, run.seen[place][0]):
+        named = "index-offset" if counted and hypothesis.cause == "unit-offset" else hypothesis.cause
+        yield replace(hypothesis, cause=named)
     # the kernel of an embedding bag checks no offsets
     for i, ref in search.positions(place) if "embedding_bag" not in call.name else ():
         if not (value := run.get(ref)).is_floating_point():
@@ -134,7 +137,20 @@ def _left_out(search: Search, index: int) -> Iterator[Hypothesis]:
         value = run.get(ref)
         if isinstance(value, torch.Tensor) and value.shape == made.shape and value.is_floating_point():
             words = f"without {call.name.strip('_')}"
-            yield Hypothesis(missing(call, i), words, {index: lambda c, a, k, g, i=i: [a[i]]}, at=index)
+            cause = missing(call, i)
+            if call.name.startswith("div") and i == 0 and _is_reduction_of(search, call.args[1], ref):
+                cause = "missing-norm"
+            yield Hypothesis(cause, words, {index: lambda c, a, k, g, i=i: [a[i]]}, at=index)
+
+
+def _is_reduction_of(search: Search, ref: Any, whole: Ref) -> bool:
+    """Return whether a tensor is computed from another one alone, by some reduction."""
+    todo, near = [ref], list[int]()
+    for _ in range(6):
+        near += [r.kind for r in todo if isinstance(r, Ref) and isinstance(r.kind, int)]
+        todo = [r for i in near for r in search.program.calls[i].refs if r != whole and r.kind not in near]
+    read = {r for i in near for r in search.program.calls[i].refs}
+    return whole in read and any(re.fullmatch(REDUCING, search.program.calls[i].name) for i in near)
 
 
 def missing(call: Call, kept: int) -> str:
@@ -158,7 +174,7 @@ def scaled(search: Search, place: int) -> Iterator[Hypothesis]:
     for a, b in _affine(search, run.seen[place][0]):
         cause, words = "scale", _linear("the result", a, b)
         added = call.args[1] if call.name in ("add", "add_") and len(call.args) > 1 else None
-        if isinstance(added, float) and abs(a - 1) < 1e-9:
+        if isinstance(added, int | float) and abs(a - 1) < 1e-9:
             # x + eps with another eps: the sum has another number, and nothing is scaled
             cause, words = "eps" if 0 < added < 1e-2 else "constant", f"{added + b:.6g} instead of {added:g}"
         yield Hypothesis(cause, words, {place: of_result(lambda o, a=a, b=b: a * o + b)})
@@ -185,7 +201,14 @@ def ratios(search: Search, place: int) -> Iterator[Hypothesis]:
         return
     sizes = {1.0, 2.0} | {float(n) for n in _sizes_near(search, place)}
     sizes |= {a * b for a in sizes for b in sizes}
+    call, run = search.program.calls[place], search.matching.run
     for i in search.matching.lost_numbers.of_size(1):
+        if call.name == "div" and isinstance(call.args[1], Ref):
+            theirs = float(search.matching.lost_numbers.arrays[i].reshape(()))
+            count = float(run.get(call.args[0])) / theirs if theirs else 0.0
+            if abs(count - round(count)) < 1e-9 * count and round(count) in sizes:
+                words = f"{_named(search, call.args[1])} is {count:.9g}"
+                yield Hypothesis("count", words, {place: of_operand(1, lambda v, n=count: 0 * v + n)})
         factor = float(search.matching.lost_numbers.arrays[i].reshape(())) / float(out)
         for a in sorted(sizes):
             b = a / factor if factor else 0.0
@@ -209,6 +232,14 @@ def constants(search: Search, place: int) -> Iterator[Hypothesis]:
                 yield Hypothesis("constant", words, {place: of_operand(i, lambda v, o=other: o)})
 
 
+def _is_count(search: Search, ref: Ref) -> bool:
+    """Return whether a tensor has positions or other whole numbers that depend on no parameter and no input."""
+    value = search.matching.run.get(ref)
+    if not isinstance(value, torch.Tensor) or value.dtype == torch.bool or not _is_constant(search, ref):
+        return False
+    return bool((value.double() == value.double().round()).all())
+
+
 def _is_constant(search: Search, ref: Ref) -> bool:
     if isinstance(ref.kind, int):
         return all(_is_constant(search, r) for r in search.program.calls[ref.kind].refs)
@@ -226,7 +257,7 @@ def _sizes_near(search: Search, place: int) -> set[int]:
 
 def _affine(search: Search, value: Any) -> Iterator[tuple[float, float]]:
     """Yield a and b such that a * x + b are the numbers of a value that the port alone has."""
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.numel() < 4:
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.numel() < 3:
         return
     mine = np.sort(array(value).reshape(-1))
     if not np.isfinite(mine).all() or mine[-1] - mine[0] <= 1e-9 * abs(mine[-1]):
@@ -271,6 +302,14 @@ def other_values(search: Search, place: int) -> Iterator[Hypothesis]:
                 yield Hypothesis(cause, words, change, kind="load" if load else "forward")
 
 
+def chosen_of_others(search: Search, place: int) -> Iterator[Hypothesis]:
+    """Yield that what tells nothing by itself, such as a count or an index, is of another value."""
+    for index in search.read_by([place], 4, lambda i: search.matching.status[i] is None):
+        if search.matching.status[index] is None:
+            yield from (replace(h, at=index) for h in other_values(search, index))
+            yield from (replace(h, at=index) for h in rewired(search, index))
+
+
 def _why_taken(search: Search, place: int, ref: Ref, other: Ref) -> str:
     calls, producers = search.program.calls, {s.kind for s in search.matching.sources(ref)}
     if not isinstance(other.kind, int):
@@ -296,6 +335,27 @@ def exchanged_slices(search: Search, place: int) -> Iterator[Hypothesis]:
             if calls[k].name == call.name and k != index and run.shape(k) == run.shape(index):
                 words = f"the parts at {call.where} and {calls[k].where} exchanged"
                 yield Hypothesis("parts-swapped", words, {index: _as_call(calls[k]), k: _as_call(call)}, at=index)
+                if call.name == "slice" and call.args[1] == calls[k].args[1]:
+                    yield from _interleaved(search, index, k)
+
+
+def _interleaved(search: Search, i: int, k: int) -> Iterator[Hypothesis]:
+    """Yield that two slices are the halves, or every other element, of what they have together."""
+    one, two = search.program.calls[i], search.program.calls[k]
+    dim, size = one.args[1], search.matching.run.get(one.args[0]).shape[one.args[1]]
+    mine = [list(range(size))[slice(*c.args[2:])] for c in (one, two)]
+    both = sorted({*mine[0], *mine[1]})
+    if len(both) != 2 * len(mine[0]):
+        return
+    half = len(both) // 2
+    for words, parts in (("halves", (both[:half], both[half:])), ("interleaved", (both[::2], both[1::2]))):
+        if list(parts[0]) not in mine:
+            changes: dict[int, Change] = {}
+            for index, part in zip((i, k), parts, strict=True):
+                at = torch.as_tensor(part)
+                changes[index] = lambda c, a, kw, g, at=at: [a[0].index_select(dim, at)]
+            said = f"the parts at {one.where} and {two.where} as {words} elements of axis {dim}"
+            yield Hypothesis("permuted", said, changes, at=i)
 
 
 def _as_call(other: Call) -> Change:
@@ -328,7 +388,12 @@ def _transformed_as(search: Search, place: int, ref: Ref, cause: str) -> str:
     if ref.kind == "state":
         bias = "bias" in str(ref.index) and cause in ("zeros", "ones")
         return "missing-bias" if bias else _WEIGHTS.get(cause, cause)
-    name = search.program.calls[place].name.rstrip("_")
+    call = search.program.calls[place]
+    name = call.name.rstrip("_")
+    if cause == "extra-norm" and name == "pow" and call.args[1] == 2:
+        return "layer-for-rms-norm"
+    if cause == "unit-offset" and _is_count(search, ref):
+        return "index-offset"
     if cause == "zeros" and name in ("add", "sub"):
         return "missing-term"
     return "missing-scale" if cause == "ones" and name in ("mul", "div") else _OTHERS.get(cause, cause)
@@ -350,11 +415,23 @@ def transformed(search: Search, place: int) -> Iterator[Hypothesis]:
         for transform in transforms(run.get(ref)):
             changed = _of(search, place, ref, transform)
             yield replace(changed, changes={place: of_operand(i, transform[2])}, leaves={}, path=None)
+            for together in _readers_of_a_line(search, place, ref):
+                changes = {k: of_operand(j, transform[2]) for k in together for j, r in search.positions(k) if r == ref}
+                yield replace(changed, changes=changes, leaves={}, path=None)
         for source in search.matching.sources(ref):
             if source != ref and source not in done:
                 done.add(source)
                 for transform in transforms(run.get(source)):
                     yield _of(search, place, source, transform)
+
+
+def _readers_of_a_line(search: Search, place: int, ref: Ref) -> Iterator[list[int]]:
+    """Yield the calls that read a tensor in the line and the module of a place, where there are others."""
+    calls, readers = search.program.calls, search.program.readers[ref]
+    own = calls[place].where, calls[place].path
+    found = [i for i in readers if (calls[i].where, calls[i].path) == own]
+    if 1 < len(found) < len(readers):
+        yield found
 
 
 def _up(search: Search, place: int) -> list[Ref]:
@@ -392,6 +469,14 @@ def exchanged_parameters(search: Search, place: int) -> Iterator[Hypothesis]:
         return Hypothesis("swapped-parameters", f"{words} exchanged", {}, swapped, kind="load", path=path)
 
     near = [str(r.index).rpartition(".")[0] for r in _up(search, place) if r.kind == "state"]
+    for a in list(dict.fromkeys(near))[:8]:  # the two directions of a recurrent layer
+        ways = [(x, f"{x}_reverse") for x in modules.get(a, []) if f"{x}_reverse" in modules[a]]
+        if ways:
+            yield exchange(ways, f"the directions of {a}", a)
+            for taken, (x, y) in (("forward", (0, 1)), ("backward", (1, 0))):
+                shared = {("state", pair[y]): Ref("state", pair[x]) for pair in ways}
+                words = f"the {taken} parameters of {a} in both directions"
+                yield Hypothesis("swapped-parameters", words, {}, shared, kind="load", path=a)
     for a in list(dict.fromkeys(near))[:8]:
         for b in [b for b in _nearest_modules(a, modules)[:24] if b not in near or near.index(a) < near.index(b)]:
             pairs = list(zip(modules.get(a, []), modules[b], strict=False))
@@ -409,31 +494,118 @@ def _nearest_modules(path: str, modules: Mapping[str, Any]) -> list[str]:
     return sorted(others, key=lambda b: (b.rpartition(".")[0] != parent, b.rpartition(".")[2] != own))
 
 
-def swapped_calls(search: Search, place: int) -> Iterator[Hypothesis]:
-    """Yield that a call and the one after it are done in the other order."""
-    calls, run = search.program.calls, search.matching.run
-    own = next((i for i, _ in search.positions(place)), None)
-    for reader in search.readers(place):
-        second, first = calls[reader], calls[place]
-        mine = [i for i, r in search.positions(reader) if Ref(place, 0) in search.matching.sources(r)]
-        if not mine or own is None or run.seen[reader][0].shape != run.seen[place][0].shape:
+def rewired(search: Search, place: int) -> Iterator[Hypothesis]:
+    """Yield that two tensors, or two numbers, are exchanged in what a line computes."""
+    calls, run, own = search.program.calls, search.matching.run, search.program.calls[place]
+    inside = [place, *search.read_by([place], 4, lambda i: (calls[i].where, calls[i].path) == (own.where, own.path))]
+    line = [i for i in dict.fromkeys(inside) if (calls[i].where, calls[i].path) == (own.where, own.path)]
+    for i, k in combinations(line, 2):
+        one, two = (c.args[1] if len(c.args) > 1 else None for c in (calls[i], calls[k]))
+        if calls[i].name == calls[k].name and isinstance(one, float) and isinstance(two, float) and one != two:
+            cause = "momentum-convention" if abs(one + two - 1) < 1e-12 else "operands-swapped"
+            changes = {i: of_operand(1, lambda v, n=two: n), k: of_operand(1, lambda v, n=one: n)}
+            yield Hypothesis(cause, f"{one:g} and {two:g} exchanged", changes)
+    refs = list(dict.fromkeys(r for i in line for r in calls[i].refs))[:12]
+    for u, v in combinations(refs, 2):
+        x, y = run.get(u), run.get(v)
+        tensors = isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)
+        if tensors and x.shape == y.shape and x.dtype == y.dtype and {u.kind, v.kind} != {"state"}:
+            change = _reading({u: v, v: u})
+            changes = {i: change for i in line if not {u, v}.isdisjoint(calls[i].refs)}
+            cause = "other-input" if "input" in (u.kind, v.kind) else "operands-swapped"
+            yield Hypothesis(cause, f"{_named(search, u)} and {_named(search, v)} exchanged", changes)
+
+
+def _reading(instead: Mapping[Ref, Ref]) -> Change:
+    """Return the change of a call that reads other tensors in place of some."""
+
+    def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+        other = lambda ref: get(instead.get(ref, ref))  # noqa: E731 - one use
+        return call.op(*fill(call.args, other), **fill(call.kwargs, other))
+
+    return change
+
+
+def together(search: Search, place: int) -> Iterator[Hypothesis]:
+    """Yield that both operands of a product are permuted alike: heads and features exchanged, halves interleaved."""
+    run, sources = search.matching.run, search.matching.sources
+    operands = [ref for _, ref in search.positions(place)]
+    if len(operands) != 2 or search.program.calls[place].name not in ("bmm", "mm", "matmul"):
+        return
+    for u in sources(operands[0]):
+        for v in sources(operands[1]):
+            if u == v or not isinstance(u.kind, int) or not isinstance(v.kind, int):
+                continue
+            second = {t[1]: t for t in transforms(run.get(v)) if t[0] in PERMUTING}
+            for first in transforms(run.get(u)):
+                if first[0] in PERMUTING and first[1] in second:
+                    one, two = (_of(search, place, r, t) for r, t in ((u, first), (v, second[first[1]])))
+                    yield replace(one, words=f"{one.words}, and {two.words}", changes=one.changes | two.changes)
+
+
+def swapped_blocks(search: Search, place: int) -> Iterator[Hypothesis]:
+    """Yield that a call, or the whole module that it is in, is done after what comes behind it."""
+    program, run = search.program, search.matching.run
+    calls = program.calls
+    blocks = [[place]]
+    if calls[place].path:
+        start = end = place
+        while start and calls[start - 1].path == calls[place].path:
+            start -= 1
+        while end + 1 < len(calls) and calls[end + 1].path == calls[place].path:
+            end += 1
+        blocks += [list(range(start, end + 1))] if end > start else []
+    for block in blocks:
+        read = dict.fromkeys(r for i in block for r in calls[i].refs if r.kind not in block and r.kind != "state")
+        whole = [r for r in read if run.get(r).is_floating_point() and run.get(r).shape == run.shape(block[-1])]
+        if not whole:
             continue
+        before, after = whole[0], Ref(block[-1], 0)
+        level, behind = [block[-1]], dict[int, None]()
+        while level and len(behind) < 16:
+            level = [r for i in level for r in program.readers.get(Ref(i, 0), []) if r not in behind]
+            behind |= dict.fromkeys(level)
+        for end in behind:
+            if run.shape(end) == run.shape(block[-1]) and not calls[end].mutates and calls[end].path != LOSS:
 
-        def early(c: Call, a: Any, k: Any, g: Any, second: Call = second, i: int = mine[0], place: int = place) -> Any:
-            without = lambda ref: None if ref.kind == place else g(ref)  # noqa: E731 - one use
-            args, kwargs = fill((second.args, second.kwargs), without)
-            args = list(args)
-            args[i] = a[own]
-            return second.op(*args, **kwargs)
+                def exchanged(c: Call, a: Any, k: Any, get: Any, x: Ref = before, y: Ref = after, z: int = end) -> Any:
+                    moved = replayed(program, Ref(z, 0), {y: get(x)}, get)
+                    return [replayed(program, y, {x: moved}, get)]
 
-        def late(c: Call, a: Any, k: Any, g: Any, first: Call = first, i: int = mine[0]) -> Any:
-            args, kwargs = fill((first.args, first.kwargs), g)
-            args = list(args)
-            args[own] = a[i]
-            return first.op(*args, **kwargs)
+                first, second = calls[block[0]], calls[end]
+                named = first.path if len(block) > 1 else first.name.strip("_")
+                cause = "eps-place" if _adds_little(second) and "sqrt" in first.name else "order"
+                words = f"{second.name.strip('_')} before {named}"
+                inside = tuple(i for i in (*block, *behind) if i < end and i in search.region)
+                yield Hypothesis(cause, words, {end: exchanged}, at=place, instead=inside)
 
-        words = f"{second.name.strip('_')} before {first.name.strip('_')}"
-        yield Hypothesis("order", words, {place: early, reader: late})
+
+def _adds_little(call: Call) -> bool:
+    return call.name in ("add", "add_") and isinstance(call.args[1], float) and 0 < call.args[1] < 1e-2
+
+
+def replayed(program: TorchProgram, ref: Ref, instead: Mapping[Ref, Any], get: Any) -> Any:
+    """Return a tensor of a program, computed again with other tensors in place of some."""
+    made: dict[int, Any] = {}
+    oldest = min((r.kind for r in instead if isinstance(r.kind, int)), default=-1)
+
+    def value(wanted: Any) -> Any:
+        if wanted in instead:
+            return instead[wanted]
+        index = wanted.kind
+        if not isinstance(index, int) or index < oldest:
+            return get(wanted)
+        if index not in made:
+            call = program.calls[index]
+            given = {r: value(r) for r in call.refs}
+            same = all(given[r] is get(r) for r in call.refs)
+            if same:
+                made[index] = None
+            else:
+                made[index] = flat(call.op(*fill(call.args, given.get), **fill(call.kwargs, given.get)))
+        return get(wanted) if made[index] is None else made[index][wanted.index]
+
+    return value(ref)
 
 
 FAMILIES: tuple[tuple[Family, str], ...] = (
@@ -443,14 +615,17 @@ FAMILIES: tuple[tuple[Family, str], ...] = (
     (chosen_before, "order"),
     (weights, "order"),
     (exchanged_parameters, "first"),
+    (swapped_blocks, "order"),
     (skipped, "order"),
     (scaled, "order"),
     (ratios, "order"),
     (constants, "order"),
     (exchanged_slices, "order"),
     (other_values, "order"),
+    (chosen_of_others, "order"),
+    (rewired, "order"),
+    (together, "first"),
     (transformed, "order"),
-    (swapped_calls, "order"),
     (further, "order"),
     (deep, "first"),
 )

@@ -140,7 +140,7 @@ def place_gradient(
             if time.process_time() > until:
                 break
             at = hypothesis.at if hypothesis.at is not None else index
-            every = repeated(program, hypothesis, same_module=False, same_role=True)
+            every = repeated(program, hypothesis)
             for changes in (hypothesis.changes, every)[: 1 + (len(every) > len(hypothesis.changes))]:
                 try:
                     changed = repairs.plus(replace(hypothesis, changes=changes))

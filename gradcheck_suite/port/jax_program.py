@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from gradcheck_suite.port.pair import Array, is_author_file, is_float, is_number
 from gradcheck_suite.reference.programs import PROGRAMS, ProgramRequest
@@ -297,7 +298,9 @@ class JaxProgram:
         self._fixed, self._numbers = list(leaves), [i for i, leaf in enumerate(leaves) if is_number(leaf)]
         example = self._arguments(leaves, inputs, targets)
         closed, shape = jax.make_jaxpr(lambda p, *rest: function(self._whole(p), *rest), return_shape=True)(*example)
-        self.jaxpr, self._consts = closed.jaxpr, list(closed.consts)
+        # a value that nothing depends on is no evidence: a port may compute torch's value and not use it
+        self.jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+        self._consts = list(closed.consts)
         self.outs, self._extras = len(shape[0]), len(shape[1])
         self.all_equations = equations_in(self.jaxpr)
         self.primitives = {e.primitive.name for e in self.all_equations}

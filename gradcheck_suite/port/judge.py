@@ -252,7 +252,9 @@ class Judge:
         allowed = self.sides.bounds(point).outputs
         ends = matching.ends(loss, allowed)
         region, first = matching.region(ends)
-        search = Search(matching.program, matching, self.repairs, loss, allowed)
+        # the port's value in place of torch's, where the cause is unknown, is that of one point alone
+        witnesses = () if self._opaque else tuple(self.sides.witnesses(point))
+        search = Search(matching.program, matching, self.repairs, loss, allowed, witnesses)
         found = search.find(FAMILIES, region, first) if region else reordered(search, ends)
         numbers: dict[str, Any] = {"error": off, "allowed": allowed}
         if self.sides.points[point].words:

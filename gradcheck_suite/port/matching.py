@@ -54,6 +54,11 @@ class Side:
         """All values."""
         return Numbers(self.values, self.tolerance)
 
+    def has(self, outs: Sequence[Any]) -> bool | None:
+        """Return whether the port has the first of some results; None where it tells nothing."""
+        first = outs[0] if outs else None
+        return self.numbers.holds(array(first)) if isinstance(first, torch.Tensor) else None
+
 
 def only_moves(call: Call, outs: Sequence[Any], run: TorchRun) -> bool:
     """Return whether a call's result has no other numbers than what it reads: a reshape, a mask, a maximum.
@@ -116,8 +121,7 @@ class Matching:
 
     def has(self, outs: Sequence[Any]) -> bool | None:
         """Return whether the port has the first of some results; None where it tells nothing."""
-        first = outs[0] if outs else None
-        return self.side.numbers.holds(array(first)) if isinstance(first, torch.Tensor) else None
+        return self.side.has(outs)
 
     def is_new(self, outs: Sequence[Any], before: Sequence[Any]) -> bool:
         """Return whether a changed result is one that the port alone had.
@@ -135,7 +139,7 @@ class Matching:
         changed = value
         if isinstance(old, torch.Tensor):
             was = array(old)
-            if np.isnan(value).any() and not np.isnan(was).any():
+            if np.isnan(value).any() and not np.isnan(was).any() and not any(np.isnan(o).any() for o in self.side.outs):
                 return False
             if was.shape == value.shape:
                 with np.errstate(invalid="ignore"):

@@ -266,7 +266,7 @@ VARIANCES: dict[str, Reduction] = {
     "biased standard deviation": lambda x, d, k: x.std(d, correction=0, keepdim=k),
     "unbiased standard deviation": lambda x, d, k: x.std(d, correction=1, keepdim=k),
 }
-_REDUCING = "mean|sum|var|std|amax|amin|logsumexp|prod|norm|linalg_vector_norm|max|min|var_mean|std_mean"
+REDUCING = "mean|sum|var|std|amax|amin|logsumexp|prod|norm|linalg_vector_norm|max|min|var_mean|std_mean"
 _OWN = {
     "mean": "mean", "sum": "sum", "amax": "maximum", "amin": "minimum", "norm": "norm", "linalg_vector_norm": "norm",
     "logsumexp": "logarithm of the sum of exponentials", "var": "variance", "std": "standard deviation",
@@ -440,9 +440,9 @@ ARGUMENTS = (
     Argument("average-window", ".*pool.*", "ceil_mode", BOTH),
     Argument("average-window", "avg_pool.*", "divisor_override", lambda a, out: [math.prod(a.kernel_size)]),
     Argument("missing-bias", "convolution", "bias", (None,)),
-    Argument("activation", "leaky_relu_?", "negative_slope", (0.01, 0.2, 0.1, 0.3, 0.02, 0.05)),
-    Argument("activation", "elu_?|celu_?", "alpha", (1.0, 0.5, 0.1, 1.6732632423543772)),
-    Argument("activation", "softplus", "beta", (1, 2, 0.5, 10)),
+    Argument("constant", "leaky_relu_?", "negative_slope", (0.01, 0.2, 0.1, 0.3, 0.02, 0.05)),
+    Argument("constant", "elu_?|celu_?", "alpha", (1.0, 0.5, 0.1, 1.6732632423543772)),
+    Argument("constant", "softplus", "beta", (1, 2, 0.5, 10)),
     Argument("mask-diagonal", "tril_?|triu_?", "diagonal", _near("diagonal")),
     Argument("mask-window", "(gt|ge|lt|le|eq|ne)_?", "other", _near("other")),
     Argument("other-position", "select", "index", lambda a, out: range(min(a.self.shape[a.dim], 64))),
@@ -527,14 +527,15 @@ FORMULAS = (
             lambda a, p: _masked(a)[2] * ~_masked(a)[0]),
     *(Formula("mask-polarity" if invert else "mask-value", "add",
               "the mask inverted ({:g})" if invert else "{:g} where masked",
-              lambda a, p, i=invert, r=put: _added(a, p, invert=i, replace=r), NEGATIVE)
+              lambda a, p, i=invert, r=put: _added(a, p, invert=i, replace=r), NEGATIVE if invert else FILLS)
       for invert in (False, True) for put in (False, True)),
     Formula("missing-mask", "add", "no mask", lambda a, p: _added(a, 0.0)),
     # parts and orders of elements
     Formula("missing-transpose", "permute|transpose|t", "the elements read in their old order",
             lambda a, p: a.self.reshape(a.out().shape)),
-    Formula("order-of-parts", "cat|stack", "the parts in the other order",
-            lambda a, p: a.out(tensors=list(reversed(a.tensors)))),
+    *(Formula(cause, "cat|stack", "the parts in the other order", lambda a, p: a.out(tensors=a.tensors[::-1]),
+              lambda a, out, many=cause == "reversed": [None] if (len(a.tensors) > 3) == many else [])
+      for cause in ("order-of-parts", "reversed")),
     Formula("parts-swapped", "(unsafe_)?split.*|unbind|chunk", "parts {} exchanged", _parts_exchanged,
             lambda a, out: combinations(range(len(a.every())), 2)),
     Formula("roll-direction", "roll", "rolled the other way", lambda a, p: a.out(shifts=[-s for s in a.shifts])),
@@ -545,19 +546,22 @@ FORMULAS = (
     Formula("other-slice", "slice", "elements from {} on", lambda a, b: a.self.narrow(a.dim, b, a.out().shape[a.dim]),
             lambda a, out: range(min(a.self.shape[a.dim] - out.shape[a.dim] + 1, 64))),
     # reductions, sums and products
+    Formula("missing-root", "std|norm|linalg_vector_norm", "the square", lambda a, p: a.out() ** 2),
     Formula("variance-correction", "var|std|var_mean|std_mean", "the {}", _reduced, VARIANCES),
-    Formula("reduction", _REDUCING, "the {}", _reduced, REDUCTIONS),
-    Formula("axis", _REDUCING, "axes {}", lambda a, over: _reduced(a, over=over), _other_axes),
-    Formula("axis", _REDUCING, "axes {}, which are kept", lambda a, over: _reduced(a, over=over, keep=True),
+    Formula("reduction", REDUCING, "the {}", _reduced, REDUCTIONS),
+    Formula("axis", REDUCING, "axes {}", lambda a, over: _reduced(a, over=over), _other_axes),
+    Formula("axis", REDUCING, "axes {}, which are kept", lambda a, over: _reduced(a, over=over, keep=True),
             lambda a, out: [*([d] for d in range(a.first.dim())), list(range(a.first.dim()))]),
     Formula("count", "mean", "the mean over a count of {:+d}",
             lambda a, p: a.out() * (n := a.first.numel() // max(a.out().numel(), 1)) / (n + p), (1, -1)),
-    Formula("other-slice", _REDUCING, "a part of the axis alone (start, length): {}", _of_part, _parts_of_axis),
+    Formula("other-slice", REDUCING, "a part of the axis alone (start, length): {}", _of_part, _parts_of_axis),
     Formula("cumulative-sum", "cumsum", "a sum without the element itself", lambda a, p: a.self.cumsum(a.dim) - a.self),
     Formula("cumulative-sum", "cumsum", "a sum from the other end",
             lambda a, p: a.self.flip(a.dim).cumsum(a.dim).flip(a.dim)),
     Formula("operands-swapped", "mm|bmm|matmul", "the operands in the other order", lambda a, p: a.second @ a.first),
     Formula("missing-bias", "addmm", "no bias", lambda a, p: a.mat1 @ a.mat2),
+    Formula("eps-place", "add", "{:g} added to the square, inside of the root", lambda a, p: (a.self**2 + p).sqrt(),
+            lambda a, out: [] if isinstance(a.other, torch.Tensor) or not 0 < a.other < 1e-2 else [a.other]),
     Formula("sign", "add|sub|rsub", "the other sign",
             lambda a, p: a.self - a.other if a.call.name == "add" else a.self + a.other, _one),
     Formula("term-order", "add|sub|rsub", "the difference in the other order", lambda a, p: a.other - a.self, _one),
@@ -572,6 +576,8 @@ FORMULAS = (
     # losses
     Formula("ignore-index", "nll_loss.*", "a mean over all targets, ignored ones too",
             lambda a, p: _each(a).sum() / a.target.numel()),
+    Formula("ignore-index", "nll_loss.*", "the weight of class 0 for ignored targets in the mean",
+            lambda a, p: _each(a).sum() / a.weight[torch.where(a.target == a.ignore_index, 0, a.target)].sum()),
     Formula("ignore-index", "nll_loss.*", "ignored targets as class 0",
             lambda a, p: a.out(target=torch.where(a.target == a.ignore_index, 0, a.target))),
     Formula("class-weights", "nll_loss.*", "weighted losses divided by their number",
@@ -637,7 +643,8 @@ def _other_numbers(index: int, call: Call, given: Given) -> Iterator[Hypothesis]
         ]  # fmt: skip
         bases = _BASES if abs(value) >= 50 else ()
         cause = "eps" if tiny else "scale" if name in ("mul", "div") else "constant"
-        for other in (*(EPS if tiny else ()), *bases, *near, *_NUMBERS):
+        # of what keeps a denominator from zero only such values are usual: a larger limit may do the same at one input
+        for other in EPS if tiny else (*bases, *near, *_NUMBERS):
             if other != value:
                 change = in_place_of(lambda a, n=argument, v=other: a.out(**{n: v}))
                 yield Hypothesis(cause, f"{other:.9g} instead of {value:g}", {index: change})

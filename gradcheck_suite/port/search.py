@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from gradcheck_suite.port.changes import Hypothesis, dense
-from gradcheck_suite.port.matching import Matching, outputs_error
+from gradcheck_suite.port.matching import Matching, Side, array, outputs_error
+from gradcheck_suite.port.number_sets import aligned
 from gradcheck_suite.port.torch_program import Call, Change, Ref, TorchProgram, TorchRun, fill, flat, lookup
 
 MORE_SECONDS = 2.0
@@ -33,6 +35,10 @@ SPARE = 100
 """Changes that are run to the end on the evidence of numbers that both sides have."""
 SECONDS = 6.0
 """CPU time of one search."""
+FLAT = frozenset(
+    ["zeros", "constant", "count", "missing-bias", "missing-mask", "missing-scale", "missing-term", "unused-parameter"]
+)
+"""Causes that say themselves that a tensor has one number everywhere."""
 RAISED = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError)
 """What torch raises where a hypothesis does not fit the shapes."""
 
@@ -45,7 +51,7 @@ class Found:
         hypothesis: the change.
         place: index of the call at which its effect is seen.
         error: of the outputs, or of the loss, after the change.
-        gained: number of calls whose results the port has after the change only.
+        new: calls whose results the port has after the change only.
         run: torch, changed.
         streak: number of those that follow each other from the place on.
         direct: whether the place's own result is one of them.
@@ -54,10 +60,15 @@ class Found:
     hypothesis: Hypothesis
     place: int
     error: float
-    gained: int
+    new: list[int]
     run: TorchRun
     streak: int = 0
     direct: bool = False
+
+    @property
+    def gained(self) -> int:
+        """The number of calls that are explained: the port has their results after the change only, or needs none."""
+        return len(self.new) + (len(self.hypothesis.instead) if self.direct else 0)
 
 
 def both(first: Change, second: Change) -> Change:
@@ -116,6 +127,21 @@ class Repairs:
         return run
 
 
+@dataclass
+class Witness:
+    """Both sides at other parameters or inputs, with the same calls: what explains a difference explains it here, too.
+
+    Attributes:
+        program: torch's, with its own state and inputs.
+        side: the port's values.
+        allowed: relative error of the ends that rounding explains.
+    """
+
+    program: TorchProgram
+    side: Side
+    allowed: float
+
+
 Family = Callable[["Search", int], Iterator[Hypothesis]]
 
 
@@ -128,16 +154,21 @@ class Search:
         repairs: the changes found before.
         loss: whether the loss is compared, not the outputs.
         close: relative error of the ends that needs no explanation.
+        witnesses: what a change has to explain besides.
     """
 
-    def __init__(self, program: TorchProgram, matching: Matching, repairs: Repairs, loss: bool, close: float) -> None:
+    def __init__(
+        self, program: TorchProgram, matching: Matching, repairs: Repairs, loss: bool, close: float,
+        witnesses: Iterable[Witness] = (),
+    ) -> None:  # fmt: skip
         self.program, self.matching, self.repairs, self.loss, self.close = program, matching, repairs, loss, close
+        self._witnesses = witnesses
         self._until = time.process_time() + SECONDS
         self._affected: dict[Any, set[int]] = {}
         self._spare = SPARE
         self.region: list[int] = []
         self._inside: set[int] = set()
-        self._ends_before = (*matching.run.outs, matching.run.loss)
+        self._runs_before: dict[int, TorchRun | None] = {}
 
     @property
     def late(self) -> bool:
@@ -202,14 +233,19 @@ class Search:
             for hypothesis in self._hypotheses(family, place):
                 if self.late or passed >= PASSED:
                     return best
-                if self._has_evidence(place, hypothesis):
+                at = self._seen_at(place, hypothesis)
+                if self._has_evidence(at, hypothesis):
                     passed += 1
-                    best = self._better(best, place, hypothesis)
+                    best = self._better(best, at, hypothesis)
                     if best is not None and self._is_sure(best):
                         return best
                 elif place in hypothesis.changes and place in first and len(late) < 40:
                     late.append((place, hypothesis))
         return best
+
+    def _seen_at(self, place: int, hypothesis: Hypothesis) -> int:
+        """Return the call at which a change shows: the place, or a call behind it that is changed."""
+        return place if place in self._affected_by(hypothesis) else max(hypothesis.changes, default=place)
 
     def _hypotheses(self, family: Family, place: int) -> Iterator[Hypothesis]:
         with contextlib.suppress(*RAISED):  # a family that a place does not fit has no more
@@ -224,7 +260,7 @@ class Search:
         changed result elsewhere too: then the results of the calls that read it are looked at.
         """
         value = self.local(place, hypothesis)
-        if value is None:
+        if value is None or (hypothesis.cause not in FLAT and self._flattens(hypothesis)):
             return False
         if self.matching.is_new(value, self.matching.run.seen[place]):
             return True
@@ -233,12 +269,26 @@ class Search:
             # numbers that both sides have explain nothing by themselves, unless they explain all
             self._spare -= 1
             found = self.test(place, hypothesis)
+            if found is not None and self.matching.has(value) is None:
+                found = self._everywhere(found)  # of a state that starts at zero the first step tells nothing
             if found is not None and found.error <= self.close:
                 return True
         for reader in self._lost_readers(place)[: 3 if has else 1]:
             after = self.local(reader, hypothesis)
             if after is not None and self.matching.is_new(after, self.matching.run.seen[reader]):
                 return True
+        return False
+
+    def _flattens(self, hypothesis: Hypothesis) -> bool:
+        """Return whether a change gives one number everywhere, of whatever it reads: it explains no more than that."""
+        for index in hypothesis.changes:
+            before = self.matching.run.seen[index][0]
+            after = self.local(index, hypothesis)
+            if after and isinstance(before, torch.Tensor) and before.is_floating_point() and before.numel() > 1:
+                if bool((before == before.reshape(-1)[0]).all()):
+                    continue
+                if isinstance(after[0], torch.Tensor) and bool((after[0] == after[0].reshape(-1)[0]).all()):
+                    return True
         return False
 
     def _lost_readers(self, place: int) -> list[int]:
@@ -256,24 +306,41 @@ class Search:
         found = found and self._everywhere(found)
         if found is not None and found.hypothesis.cause in ("zeros", "unused-parameter") and found.error > self.close:
             found = None  # a value of zero hides whatever else is wrong behind it
-        if found is None or best is None:
-            return found or best
-        return found if self._rank(found) > self._rank(best) else best
+        if found is None or (best is not None and self._rank(found) <= self._rank(best)):
+            return best
+        return found if self.is_confirmed(found) else best
+
+    def is_confirmed(self, found: Found) -> bool:
+        """Return whether a change gives the port's values at other parameters and inputs, too."""
+        for number, witness in enumerate(self._witnesses):
+            if number not in self._runs_before:
+                self._runs_before[number] = _run(self.repairs, witness.program)
+            before = self._runs_before[number]
+            if before is None:
+                continue
+            run, side = _run(self.repairs.plus(found.hypothesis), witness.program), witness.side
+            if run is None or any(side.has(run.seen[i]) is False for i in found.new):
+                return False
+            # another fault may show here alone: then this change explains a part
+            ends = self._off(run, side)
+            if found.error <= self.close and max(10 * witness.allowed, self.close) < ends >= self._off(before, side):
+                return False
+        return True
+
+    def _off(self, run: TorchRun, side: Side) -> float:
+        if self.loss:
+            return abs(float(run.loss) - side.loss) / max(abs(side.loss), 1e-300)
+        return outputs_error(run.outs, side.outs)
 
     def test(self, place: int, hypothesis: Hypothesis) -> Found | None:
         """Run the program to its end with a hypothesis; None where it raises."""
-        try:
-            run = self.repairs.plus(hypothesis).run(self.program)
-        except RAISED:
+        side, run = self.matching.side, _run(self.repairs.plus(hypothesis), self.program)
+        if run is None:
             return None
-        if any(_new_nan(a, b) for a, b in zip((*run.outs, run.loss), self._ends_before, strict=True)):
+        if any(_is_nan_alone(a, b) for a, b in zip(run.outs, side.outs, strict=False)):
             return None  # what is NaN is not compared
-        side = self.matching.side
-        if self.loss:
-            error = abs(float(run.loss) - side.loss) / max(abs(side.loss), 1e-300)
-        else:
-            error = outputs_error(run.outs, side.outs)
-        looked = self.region[:60]
+        error = self._off(run, side)
+        looked = sorted({place, *self.region[:60]})
         new = {i: self.matching.is_new(run.seen[i], self.matching.run.seen[i]) for i in looked}
         streak = 0
         for i in looked:
@@ -281,7 +348,8 @@ class Search:
                 if not new[i] and i != place:
                     break
                 streak += new[i]
-        return Found(hypothesis, place, error, sum(new.values()), run, streak, new.get(place, False))
+        gained = [i for i in looked if new[i]]
+        return Found(hypothesis, place, error, gained, run, streak, new.get(place, False))
 
     def _everywhere(self, found: Found) -> Found:
         """Return a change also at the other calls of its line: those of other time steps, and of repeated modules."""
@@ -292,17 +360,16 @@ class Search:
             every = self.test(found.place, replace(found.hypothesis, leaves=leaves, words=words))
             if every is not None and (every.error < best.error or every.gained > best.gained):
                 return every
-        for same_module in (True, False):
-            for same_role in (True, False):
-                if best.error <= self.close:
-                    return best
-                changes = repeated(self.program, found.hypothesis, same_module=same_module, same_role=same_role)
-                if len(changes) == len(found.hypothesis.changes) or changes.keys() in tried:
-                    continue
-                tried.append(set(changes))
-                every = self.test(found.place, replace(found.hypothesis, changes=changes))
-                if every is not None and (every.error < best.error or every.gained > best.gained):
-                    best = every
+        for alike in ALIKE:
+            if best.error <= self.close:
+                return best
+            changes = repeated(self.program, found.hypothesis, alike)
+            if len(changes) == len(found.hypothesis.changes) or changes.keys() in tried:
+                continue
+            tried.append(set(changes))
+            every = self.test(found.place, replace(found.hypothesis, changes=changes))
+            if every is not None and (every.error < best.error or every.gained > best.gained):
+                best = every
         return best
 
     # the neighbourhood of a place
@@ -400,31 +467,43 @@ class Search:
                 yield i, arg
 
 
-def repeated(program: TorchProgram, hypothesis: Hypothesis, *, same_module: bool, same_role: bool) -> dict[int, Change]:
-    """Return the changes of a hypothesis, made at all calls of their line.
+def _role(program: TorchProgram, index: int) -> Any:
+    return tuple(program.calls[r.kind].name if isinstance(r.kind, int) else r.kind for r in program.calls[index].refs)
 
-    Args:
-        program: of the calls.
-        hypothesis: with changes of calls.
-        same_module: whether the calls are of one module.
-        same_role: whether they read results of the same operations.
-    """
+
+def _path(program: TorchProgram, index: int) -> Any:
+    return program.calls[index].path
+
+
+def _parameters(program: TorchProgram, index: int) -> Any:
+    """Return the nearest parameters that a call depends on: those of one layer are the same at every time step."""
+    level = [index]
+    for _ in range(4):
+        refs = [r for i in level for r in program.calls[i].refs]
+        if found := frozenset(r.index for r in refs if r.kind == "state"):
+            return found
+        level = [r.kind for r in refs if isinstance(r.kind, int)]
+    return frozenset()
+
+
+Alike = Callable[[TorchProgram, int], Any]
+ALIKE: tuple[tuple[Alike, ...], ...] = ((_parameters, _path), (_path, _role), (_path,), (_role,), ())
+"""What calls of one line have in common where the same change is made at all of them."""
+
+
+def repeated(program: TorchProgram, hypothesis: Hypothesis, alike: tuple[Alike, ...] = (_role,)) -> dict[int, Change]:
+    """Return the changes of a hypothesis, made at all calls of their line that have something in common."""
     if not hypothesis.changes:
         return {}
     calls, mine = program.calls, min(hypothesis.changes)
     together = Repairs().plus(hypothesis)
-
-    def role(index: int) -> tuple[str, ...]:
-        return tuple(calls[r.kind].name if isinstance(r.kind, int) else r.kind for r in calls[index].refs)
-
     for index, call in enumerate(calls):
         by = index - mine
-        alike = call.name == calls[mine].name and call.where == calls[mine].where and bool(call.where)
-        alike = alike and (not same_module or call.path == calls[mine].path)
-        if not by or not alike or (same_role and role(index) != role(mine)):
+        if not by or not call.where or (call.name, call.where) != (calls[mine].name, calls[mine].where):
             continue
         moved = [i + by for i in hypothesis.changes]
         fits = all(0 <= i < len(calls) and calls[i].name == calls[i - by].name for i in moved)
+        fits = fits and all(what(program, index) == what(program, mine) for what in alike)
         if fits and not any(i in together.changes for i in moved):
             together = together.plus(hypothesis.further_on(by))
     return together.changes
@@ -446,5 +525,14 @@ def in_every_layer(names: Sequence[str], leaves: Mapping[Any, Any]) -> dict[Any,
     return made
 
 
-def _new_nan(value: Any, before: Any) -> bool:
-    return bool(torch.isnan(value).any()) and not bool(torch.isnan(before).any())
+def _run(repairs: Repairs, program: TorchProgram) -> TorchRun | None:
+    try:
+        return repairs.run(program)
+    except RAISED:
+        return None
+
+
+def _is_nan_alone(mine: Any, theirs: Any) -> bool:
+    """Return whether torch has NaN where the port has none."""
+    wanted = array(mine)
+    return bool((np.isnan(wanted) & ~np.isnan(aligned(theirs, wanted))).any())

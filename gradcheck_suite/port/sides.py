@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from gradcheck_suite.port.pair import (
     raised,
     set_state,
 )
-from gradcheck_suite.port.search import Repairs
+from gradcheck_suite.port.search import Repairs, Witness
 from gradcheck_suite.port.torch_program import TorchProgram, TorchRun
 
 RESOLUTION = 1e-9
@@ -91,6 +91,7 @@ class Sides:
         self._jax: dict[Any, JaxProgram] = {}
         self._runs: dict[int, JaxRun] = {}
         self._sides: dict[int, Side] = {}
+        self._elsewhere: dict[int, Witness | None] = {}
         self._bounds: dict[int, Bounds] = {}
         self._axes: dict[Any, tuple[int, ...]] = {}
         self._shapes: list[tuple[int, ...]] = []
@@ -101,6 +102,7 @@ class Sides:
     def _is_moved(self, seed: int, much: float) -> bool:
         """Take a state away from the initial one; return whether torch's outputs there are numbers."""
         self.state, self.leaves = self.map.moved(seed, much)
+        self._other = seed + 1, much
         set_state(self.pair.module, self.state)
         self._programs.clear()
         outs = raised("the torch module", lambda: self._torch_outs(0))
@@ -195,12 +197,12 @@ class Sides:
         """Drop the last point."""
         assert point == len(self.points) - 1
         self.points.pop()
-        for kept in (self._programs, self._runs, self._sides, self._bounds):
+        for kept in (self._programs, self._runs, self._sides, self._elsewhere, self._bounds):
             kept.pop(point, None)
 
     def forget_all_but_given(self) -> None:
         """Drop what was computed at other points than the given one."""
-        for kept in (self._programs, self._runs, self._sides, self._bounds):
+        for kept in (self._programs, self._runs, self._sides, self._elsewhere, self._bounds):
             for point in [p for p in kept if p]:
                 kept.pop(point)
 
@@ -211,16 +213,44 @@ class Sides:
     def side(self, point: int) -> Side:
         """Return all numbers of the port."""
         if point not in self._sides:
-            program, run = self.jax_program(point), self.jax_run(point)
-            values = program.values(*self.arguments(point))
-            given = [np.asarray(a) for part in self.arguments(point) for a in part if is_number(a)]
-            more = [a.astype(np.float64) if a.dtype.kind == "f" else a for a in (*program.constants, *given)]
-            more = [a for a in more if a.dtype.kind in "fiub"]
-            bounds = self.bounds(point)
-            tolerance = max(RESOLUTION, bounds.outputs) if bounds.rounded else RESOLUTION
-            equations = [*program.equations, *[None] * len(more)]
-            self._sides[point] = Side([*values, *more], equations, run.outs, run.loss, tolerance)
+            run = self.jax_run(point)
+            self._sides[point] = self._numbers(point, self.arguments(point), run.outs, run.loss)
         return self._sides[point]
+
+    def _numbers(self, point: int, arguments: Any, outs: list[Array], loss: float) -> Side:
+        program, bounds = self.jax_program(point), self.bounds(point)
+        given = [np.asarray(a) for part in arguments for a in part if is_number(a)]
+        more = [a.astype(np.float64) if a.dtype.kind == "f" else a for a in (*program.constants, *given)]
+        more = [a for a in more if a.dtype.kind in "fiub"]
+        tolerance = max(RESOLUTION, bounds.outputs) if bounds.rounded else RESOLUTION
+        return Side(
+            [*program.values(*arguments), *more], [*program.equations, *[None] * len(more)], outs, loss, tolerance
+        )
+
+    def witnesses(self, point: int) -> Iterator[Witness]:
+        """Yield other parameters at a point, and the other points: what is said of one holds at all of them."""
+        names = [c.name for c in self.torch_program(point).calls]
+        if point not in self._elsewhere:
+            self._elsewhere[point] = self._at_other_state(point)
+        found = self._elsewhere[point]
+        if found is not None and [c.name for c in found.program.calls] == names:
+            yield found
+        for other in range(len(self.points)):
+            if other != point and [c.name for c in self.torch_program(other).calls] == names:
+                yield Witness(self.torch_program(other), self.side(other), max(self.bounds(other).outputs, RESOLUTION))
+
+    def _at_other_state(self, point: int) -> Witness | None:
+        p, pair = self.points[point], self.pair
+        state, leaves = self.map.moved(*self._other)
+        set_state(pair.module, state)
+        try:
+            torch.manual_seed(0)
+            program = TorchProgram(pair.module, p.inputs, p.targets, pair.kwargs, self._torch_ends)
+        finally:
+            set_state(pair.module, self.state)
+        arguments = (leaves, *self.arguments(point)[1:])
+        outs, loss = self.jax_program(point).forward(*arguments)
+        return Witness(program, self._numbers(point, arguments, outs, loss), self.bounds(point).outputs)
 
     def _expect_outputs(self) -> None:
         """Run both sides on the given inputs.

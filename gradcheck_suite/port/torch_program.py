@@ -202,6 +202,7 @@ def _line() -> str:
 
 
 _FUSED = nn.functional.scaled_dot_product_attention
+_PACKED = nn.functional._in_projection_packed
 
 
 def attention(
@@ -231,6 +232,12 @@ def attention(
     return weights @ value
 
 
+def _projections(q: Any, k: Any, v: Any, w: Any, b: Any = None) -> list[Any]:
+    """Compute torch's projections of queries, keys and values as three products, also where two are of one tensor."""
+    biases = [None] * 3 if b is None else b.chunk(3)
+    return [nn.functional.linear(x, *own) for x, *own in zip((q, k, v), w.chunk(3), biases, strict=True)]
+
+
 class _Steps(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return attention(*args, **(kwargs or {})) if func is _FUSED else func(*args, **(kwargs or {}))
@@ -241,11 +248,13 @@ def _attention_in_steps() -> Iterator[None]:
     fast, functional = torch.backends.mha.get_fastpath_enabled(), nn.functional
     torch.backends.mha.set_fastpath_enabled(False)
     functional.scaled_dot_product_attention = attention
+    functional._in_projection_packed = _projections
     try:
         with _Steps():
             yield
     finally:
         functional.scaled_dot_product_attention = _FUSED
+        functional._in_projection_packed = _PACKED
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
