@@ -375,22 +375,23 @@ def judged(script: Script, folder: Path) -> dict[str, Any]:
 def page_table(reports: Path, table: Path = TABLE) -> Iterator[str]:
     """Yield the lines of the page's table, from the newest record of each run of the table, and what they come to."""
     keys = {script.key: script.k for script in scripts(table)}
-    newest = {record.data["key"]: record.data for record in read_records(reports, KINDS[KIND])[0]}
+    records = read_records(reports, KINDS[KIND])[0]
+    newest = {record.data["key"]: {**record.data, "at": record.commit[:8]} for record in records}
     rows = sorted((newest[key] for key in keys if key in newest), key=lambda row: (row["kind"], row["key"]))
     counts = Counter(row["outcome"] for row in rows)
     outcomes = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if counts[name])
     number = len({row["repository"] for row in rows})
     yield f"{len(rows)} of the table's {len(keys)} runs, from {number} repositories: {outcomes}"
-    yield "\n| script | kind | truth | verdict of the audit | it is | parameters | steps, K | seconds |"
-    yield "| --- | --- | --- | --- | --- | ---: | ---: | ---: |"
+    yield "\n| script | kind | truth | verdict of the audit | it is | parameters | judged, K | seconds | record |"
+    yield "| --- | --- | --- | --- | --- | ---: | ---: | ---: | --- |"
     for row in rows:
         found = "; ".join(f"`{name}` at `{where}`" for name, where, *_ in row["violations"]) or row["verdict"]
         truth = ", ".join(f"`{name}`" for name in row["names"]) or row["truth"]
         place = f"{row['repository']} at {row['commit'][:8]}, `{row['file']}`"
-        size = f"{row['parameters'] or 0:,} | {row['steps']}, {keys[row['key']]}"
+        size = f"{row['parameters'] or 0:,} | {row['judged']} of {row['steps']}, {keys[row['key']]}"
         seconds = "{:.0f}, {:.0f}".format(*row["seconds"])
         kind = f"{row['kind']}, {row['framework']}"
-        yield f"| {place} | {kind} | {truth} | {found} | {row['outcome']} | {size} | {seconds} |"
+        yield f"| {place} | {kind} | {truth} | {found} | {row['outcome']} | {size} | {seconds} | {row['at']} |"
 
 
 def add_arguments(parser: Parser) -> None:
