@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -47,6 +48,7 @@ def test_convolutions(data):
     compare(aten.convolution.default, args, {})
 
 
+@pytest.mark.full
 @few
 @given(
     causal=st.booleans(),
@@ -107,6 +109,7 @@ def test_norms(order, dims, keep):
     compare(aten.linalg_vector_norm.default, (tensor(3, 4), order, dims, keep), {})
 
 
+@pytest.mark.full
 @few
 @given(
     reduction=st.integers(0, 2),

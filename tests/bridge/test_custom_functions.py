@@ -158,6 +158,7 @@ def _faulty(model, batch):
     return sum(loss(model, batch) for loss, _ in FAULTY.values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reentrant", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_function_in_an_activation_checkpoint_is_differentiated(reentrant):
     """Checkpointing packs what the function saves under `no_grad`; the reentrant one runs all of it under `no_grad`."""

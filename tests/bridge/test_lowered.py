@@ -174,6 +174,7 @@ def test_float32_operations_are_reported_with_their_lines():
     assert all("test_lowered.py, line" in name for name in narrow)
 
 
+@pytest.mark.full
 def test_convolutions_pooling_and_interpolation():
     model = nn.Sequential(
         nn.Conv2d(2, 4, 3, padding="same", padding_mode="reflect", groups=2),

@@ -82,6 +82,7 @@ def test_bars_on_the_console_are_as_long_as_the_weights():
     assert weight_lines([weight("0", 1.0)] * (SHOWN_ROWS + 1))[-1] == "  and 1 more"
 
 
+@pytest.mark.full
 def test_verify_writes_the_page_and_names_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.py").write_text(MEAN_OF_MEANS)

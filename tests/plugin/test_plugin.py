@@ -162,6 +162,7 @@ def test_a_finding_fails_the_test_and_blames_no_loop(run_pytest, monkeypatch):
     assert "violated" not in text
 
 
+@pytest.mark.full
 def test_jax_has_its_say_on_a_problem_and_export_leaves_no_logs(run_pytest):
     status, text = run_pytest(
         """

@@ -71,9 +71,9 @@ def observed(loop, plan, dtype="float64"):
 
 @pytest.mark.parametrize(
     "loop",
-    # a compiled loop takes seconds: without `--full` the first ones run
+    # a compiled loop takes seconds: without `--full` the first of each runs
     [
-        pytest.param(loop, id=loop.__name__, marks=[pytest.mark.full] * (place > 1))
+        pytest.param(loop, id=loop.__name__, marks=[pytest.mark.full] * (place > 0))
         for loops in (SOUND, JAX_MODES.values())
         for place, loop in enumerate(loops)
     ],

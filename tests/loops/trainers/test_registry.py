@@ -81,6 +81,7 @@ def test_an_untested_version_is_noted_and_a_tested_one_is_not():
     assert ABSENT.note is None
 
 
+@pytest.mark.full
 def test_an_untested_version_is_run_with_a_note_and_named_in_the_verdict(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(TRAINERS, "here", HERE)
     path = tmp_path / "result.json"
