@@ -336,7 +336,11 @@ def a_deep_copy_shares_grad(real, self, memo):
     return copied
 
 
-@pytest.mark.parametrize("name", FAULTS)
+SLOW = ("foreach_forgets_the_last_gradient", "assigning_copies", "clipping_takes_each_norm_by_itself")
+"""Faults that are found after seconds."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in SLOW)) for name in FAULTS])
 def test_a_fault_of_torch_is_found(name, monkeypatch):
     says, owner, attribute, new = FAULTS[name]
     real = getattr(owner, attribute)

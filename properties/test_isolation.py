@@ -113,6 +113,7 @@ def test_other_values_leave_no_trace(device, case, data):
     assert_all_modes_isolated(instance, other_data(instance, window), window)
 
 
+@pytest.mark.full
 @scaled(5)
 @given(case=several_windows, value=st.sampled_from([math.nan, math.inf, -math.inf]), data=st.data())
 def test_non_finite_data_leave_no_trace(case, value, data):

@@ -54,6 +54,10 @@ def few_and_small(monkeypatch, request):
         monkeypatch.setattr(claims, name, value)
 
 
+SLOW = ("C3.2", "C3.3", "C3.5")
+"""Claims that take seconds."""
+
+
 def test_every_claim_is_tested():
     assert VERDICTS.keys() | {"C1.8"} == CLAIMS.keys()
     assert {int(number[1]) for number in CLAIMS} == SOURCES.keys()
@@ -65,7 +69,7 @@ def test_a_claim_comes_to_its_verdict(number):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", ["C3.2", "C3.3", "C3.5"])
+@pytest.mark.parametrize("number", SLOW)
 def test_a_claim_comes_to_its_verdict_over_all_its_cases(number):
     assert_verdict(number)
 
@@ -199,7 +203,9 @@ def test_every_claim_has_a_world_in_which_it_turns():
     assert all(verdict != VERDICTS[number] for number, (_, verdict) in WORLDS.items())
 
 
-@pytest.mark.parametrize("number", WORLDS)
+@pytest.mark.parametrize(
+    "number", [pytest.param(number, marks=[pytest.mark.full] * (number in SLOW)) for number in WORLDS]
+)
 def test_a_claim_turns_in_a_planted_world(number, monkeypatch):
     plant, verdict = WORLDS[number]
     plant(monkeypatch)

@@ -290,6 +290,7 @@ def test_a_cluster_of_ray_is_joined_and_no_process_of_one_s_own_is_left(tmp_path
     assert not children.stdout
 
 
+@pytest.mark.full
 def test_what_a_shard_refuses_is_the_campaign_s_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["campaign", "--reports", str(tmp_path), "verify", "no_such_file.py:train"]) == 2
     assert "no_such_file.py: no such file" in capsys.readouterr().err

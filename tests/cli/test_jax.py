@@ -40,6 +40,7 @@ def test_a_declared_loop_is_verified_and_its_counterexample_replayed(run, projec
     assert "not repeatable" not in found.out
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("loops")
 def test_a_loop_without_the_decorator_needs_the_option(run):
     refused = run("verify", "jax_loops.py:undeclared", "--examples", 1)

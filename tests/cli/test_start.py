@@ -85,6 +85,7 @@ importlib.util.find_spec = lambda name, *rest: None if name == {package!r} else 
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
 
 
+@pytest.mark.full
 def test_a_loop_that_ends_the_process_is_said_in_one_line(tmp_path):
     (tmp_path / "mine.py").write_text("import os\ndef train(run):\n    os._exit(7)\n")
     done = command("verify", "mine.py:train", cwd=tmp_path)
@@ -165,6 +166,7 @@ def test_a_script_ends_as_python_ends_it(tmp_path):
     assert command("audit", "train.py", cwd=tmp_path).stdout == own.stdout
 
 
+@pytest.mark.full
 def test_a_command_ends_before_bindings_complain(tmp_path):
     """A binding that Python calls when it has taken everything apart, planted: it aborts."""
     (tmp_path / "mine.py").write_text(

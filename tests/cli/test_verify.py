@@ -91,6 +91,7 @@ def test_a_violation_is_explained_stored_and_replayable(run, project):
     assert "loops.py:21: stale-window: " in again.out
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("script_runs")
 def test_a_fault_that_needs_more_than_its_case_is_said_to_be_not_repeatable(run, project):
     outcome = run("verify", "loops.py:tires", "--examples", 50, "--reports", "reports")
@@ -109,12 +110,14 @@ def test_what_the_command_line_assumes_is_assumed_in_the_script(run, project):
     assert "settings=False" in script.read_text()
 
 
+@pytest.mark.full
 def test_options_may_stand_between_loops(run):
     outcome = run("verify", "loops.py:sound", "--examples", 2, "zero_")
     assert outcome.status == 0
     assert outcome.out.endswith("all 2 loops hold\n")
 
 
+@pytest.mark.full
 def test_without_a_loop_every_reset_mode_is_verified(run, project):
     outcome = run("verify", "--examples", 2, "--json", "out.json")
     assert outcome.status == 0

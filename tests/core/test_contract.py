@@ -99,6 +99,7 @@ def test_a_bad_problem_is_refused(change, message):
 # Keyword arguments of `verify`.
 
 
+@pytest.mark.full
 def test_keyword_arguments_override_options():
     options = VerifyOptions(examples=3, assumes=("whole-windows",))
     results = [verify(MODES["zero_"], options, seed_value=7), verify(MODES["zero_"], options, examples=2)]

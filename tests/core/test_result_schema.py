@@ -94,12 +94,20 @@ def verified(tmp_path, monkeypatch):
     return verify
 
 
-def test_verify_writes_it_and_replay_reads_it(verified, capsys):
-    for loop in ("my.py:halves", "my.py:infinite", "my.py:raises"):
-        (result,) = valid(verified(loop))
-        assert result["verdict"] == "violated"
-        assert run(["replay", "out.json"]) == 1
-        assert f": {result['violation']['diagnosis']}: " in capsys.readouterr().out
+@pytest.mark.parametrize(
+    "loop",
+    ["my.py:halves", *(pytest.param(f"my.py:{name}", marks=pytest.mark.full) for name in ("infinite", "raises"))],
+)
+def test_verify_writes_it_and_replay_reads_it(loop, verified, capsys):
+    (result,) = valid(verified(loop))
+    assert result["verdict"] == "violated"
+    assert json.loads(json.dumps(result_from_json(result).to_json())) == result
+    assert run(["replay", "out.json"]) == 1
+    assert f": {result['violation']['diagnosis']}: " in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_verify_writes_it_of_a_loop_that_holds(verified):
     (result,) = valid(verified("zero_"))
     assert result["verdict"] == "holds"
 
@@ -125,9 +133,3 @@ def test_audit_writes_it(folder, script, options):
     assert written["verdict"] == result.verdict
     read = result_from_json(written)
     assert replace(read, seconds=result.seconds) == result
-
-
-def test_a_result_of_verify_comes_back(verified):
-    document = verified("my.py:halves")
-    (written,) = document["results"]
-    assert json.loads(json.dumps(result_from_json(written).to_json())) == written

@@ -13,8 +13,8 @@ import pytest
 
 from tests.docs.pages import PAGES, ROOT, Block, Page, blocks, commands, is_alike
 
-LONG = ("docs/check-my-loop.md", "docs/check-my-model.md", "docs/check-my-trainer.md",
-        "docs/grad-states.md", "docs/in-your-tests.md", "docs/replay.md", "studies/docs/commands.md")  # fmt: skip
+LONG = ("docs/check-my-loop.md", "docs/check-my-model.md", "docs/check-my-trainer.md", "docs/grad-states.md",
+        "docs/in-your-tests.md", "docs/json.md", "docs/replay.md", "studies/docs/commands.md")  # fmt: skip
 
 SOUND = """
 import torch

@@ -17,6 +17,7 @@ from gradcheck_suite.run.instance import user_instance
 from gradcheck_suite.run.runner import run_loop
 from studies.zoo.bug import train_with_weights
 from tests.training import trains
+from tests.wording import assert_named
 
 PLAN = Plan((1, 2, 3, 2), 2)
 DRAWN = np.random.default_rng(0)
@@ -100,9 +101,17 @@ def told(loop, case=None, **options):
     return row
 
 
-def run_rows(named):
-    """Return what `tests.wording.assert_named` takes, of name -> what is planted -> row."""
-    return {(name, title): row() for name, rows in named.items() for title, row in rows.items()}
+def assert_rows(golden, file, named, *, part):
+    """Run what is planted, of name -> title -> row, or in a part the first of each name; see `assert_named`."""
+    few = 1 if part else None
+    told = {(name, title): row() for name, rows in named.items() for title, row in [*rows.items()][:few]}
+    assert_named(golden, file, told, part=part)
+
+
+PART_AND_WHOLE = pytest.mark.parametrize(
+    "part",
+    [pytest.param(True, marks=pytest.mark.quick, id="part"), pytest.param(False, marks=pytest.mark.full, id="whole")],
+)
 
 
 def step(run):

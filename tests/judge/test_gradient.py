@@ -22,8 +22,10 @@ from gradcheck_suite.run.instance import generated_instance, user_instance
 from tests.judge.explaining import (
     DATA,
     MASKED,
+    PART_AND_WHOLE,
     PLAN,
     as_it_is,
+    assert_rows,
     by_weights,
     double,
     every,
@@ -33,7 +35,6 @@ from tests.judge.explaining import (
     mix,
     of_case,
     of_weight,
-    run_rows,
     squares,
     step,
     then,
@@ -42,7 +43,6 @@ from tests.judge.explaining import (
     weight_of,
     where_not_finite,
 )
-from tests.wording import assert_named
 
 SPEC = ProblemSpec(Input("vector", size=2), (Layer("linear", features=2, bias=True),), Loss("mse", reduction="mean"))
 CASE = Case(SPEC, Plan((3, 1, 2), 2), seed=1)
@@ -524,8 +524,9 @@ NAMED = {
 """Name -> what is planted -> the row that plants it and returns what is said."""
 
 
-def test_a_wrong_gradient_is_named(golden):
-    assert_named(golden, "judge_gradient", run_rows(NAMED))
+@PART_AND_WHOLE
+def test_a_wrong_gradient_is_named(part, golden):
+    assert_rows(golden, "judge_gradient", NAMED, part=part)
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,12 @@ from studies.zoo.bugs.resets import delayed_by_one
 from tests.judge.explaining import (
     DATA,
     MASKED,
+    PART_AND_WHOLE,
     as_it_is,
+    assert_rows,
     by_weights,
     every,
     of_weight,
-    run_rows,
     step,
     then,
     told,
@@ -32,7 +33,6 @@ from tests.judge.explaining import (
     where_not_finite,
 )
 from tests.training import accumulating, trains
-from tests.wording import assert_named
 
 SPEC = ProblemSpec(
     Input("vector", size=2),
@@ -496,8 +496,9 @@ NAMED["skipped-non-finite"] = {
 NAMED["step-count/skipped-non-finite"] = {"drops windows": told(_drops_windows_at_nan, MASKED)}
 
 
-def test_each_rival_has_its_name(golden):
-    assert_named(golden, "judge_rivals", run_rows(NAMED))
+@PART_AND_WHOLE
+def test_each_rival_has_its_name(part, golden):
+    assert_rows(golden, "judge_rivals", NAMED, part=part)
 
 
 def test_what_is_right_there_holds():

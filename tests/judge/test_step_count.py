@@ -19,8 +19,7 @@ from gradcheck_suite.loops.reset_modes import backward_window, windows
 from gradcheck_suite.run.instance import generated_instance
 from gradcheck_suite.run.runner import run_loop
 from studies.zoo import BUGS
-from tests.judge.explaining import run_rows
-from tests.wording import assert_named
+from tests.judge.explaining import PART_AND_WHOLE, assert_rows
 
 PLAN = Plan((1, 2, 1), 2, 2)
 REGRESSION = ProblemSpec(Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse"))
@@ -360,8 +359,9 @@ NAMED = {
 """Name -> what is planted -> the row that plants it and returns what is said."""
 
 
-def test_what_a_loop_does_with_its_windows_is_told(golden):
-    assert_named(golden, "judge_steps", run_rows(NAMED))
+@PART_AND_WHOLE
+def test_what_a_loop_does_with_its_windows_is_told(part, golden):
+    assert_rows(golden, "judge_steps", NAMED, part=part)
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,12 @@ def with_a_clip_above_every_norm(run):
         run.optimizer.zero_grad()
 
 
+# the others are run with `--full`
+EVERY_OTHER = pytest.mark.parametrize(
+    "loop", [pytest.param(loop, marks=[pytest.mark.full] * (i % 2), id=loop.__name__) for i, loop in enumerate(LOOPS)]
+)
+
+
 def _explanation(result) -> str:
     violation = result.violation
     return "" if violation is None else f"{violation.explanation}\n{violation.case}\n" + "\n".join(violation.details)
@@ -113,7 +119,7 @@ def _explanation(result) -> str:
 @pytest.mark.parametrize(
     "examples", [pytest.param(8, marks=pytest.mark.quick), pytest.param(MANY, marks=pytest.mark.full)]
 )
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@EVERY_OTHER
 def test_a_sound_loop_is_not_reported(loop, examples):
     # the few are the first cases of every search with the default seed, whose programs other tests compile too
     result = verify(loop, examples=examples, seed_value=examples // MANY)

@@ -132,6 +132,7 @@ def test_the_page_is_whole_and_fetches_nothing(html):
         assert digest.replace("+", "&#43;") in policy or digest in policy
 
 
+@pytest.mark.full
 def test_figures_older_than_their_code_have_a_badge(tmp_path):
     fill(tmp_path)
     badge = ">older than the code</span>"

@@ -59,6 +59,7 @@ def test_only_finite_gradients_are_drawn_and_as_many_cases_judged(problem, dtype
     assert OUTSIDE not in result.skipped
 
 
+@pytest.mark.full
 def test_a_wrong_finite_gradient_is_found():
     loop = _noting([], lambda g: g.nan_to_num_(0.0, 0.0, 0.0).mul_(1.5))
     options = {"problem": _problem(0.5), "examples": 5, "assumes": ("finite-gradients",)}

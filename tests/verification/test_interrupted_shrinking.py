@@ -59,6 +59,7 @@ def test_an_interrupt_keeps_the_smallest_case_so_far(seen):
     assert result.to_json()["shrinking"] == "shrinking was interrupted, so a smaller case may exist"
 
 
+@pytest.mark.full
 def test_a_second_interrupt_keeps_the_first_case(seen, monkeypatch):
     _, note = seen
     note.interrupt_at = 5

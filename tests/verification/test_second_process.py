@@ -125,6 +125,7 @@ def test_it_says_nothing_but_that_a_run_holds(second):
         assert (answer is not None) == holds == check(loop, case).holds
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("only_linear")
 def test_loops_draw_the_same_random_numbers(monkeypatch, second):
     drawn: list[tuple[float, float]] = []

@@ -193,6 +193,7 @@ def test_the_console_says_who_holds_how_to_read_a_case_and_once_why_a_trainer_wa
     assert summary == "1 of 2 trainers hold on every question: sound"
 
 
+@pytest.mark.full
 def test_a_violated_trainer_has_status_0_where_that_is_asked_for(asked):
     status, out, _ = asked(FAULTY, options=["--exit-zero"])
     assert status == 0
