@@ -63,7 +63,9 @@ def test_every_claim_is_tested():
     assert {int(number[1]) for number in CLAIMS} == SOURCES.keys()
 
 
-@pytest.mark.parametrize("number", VERDICTS)
+@pytest.mark.parametrize(
+    "number", [pytest.param(number, marks=[pytest.mark.full] * (number in SLOW)) for number in VERDICTS]
+)
 def test_a_claim_comes_to_its_verdict(number):
     assert_verdict(number)
 

@@ -12,6 +12,7 @@ from gradcheck_suite.core.records import read_records
 from studies.records import KINDS
 
 
+@pytest.mark.full
 def test_steps_are_printed_recorded_and_written(run, tmp_path):
     outcome = run("steps", "sgd", "--seeds", "1", "--json", tmp_path / "rows.json", "--reports", tmp_path)
     assert outcome.status == 0

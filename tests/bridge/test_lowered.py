@@ -146,6 +146,7 @@ def test_batches_are_trees_that_may_contain_other_objects():
     assert_agrees(Of(lambda self, x: self.linear(x)), loss, batch)
 
 
+@pytest.mark.full
 def test_shapes_that_depend_on_values_run_step_by_step():
     def loss(model, batch):
         out = model(batch)

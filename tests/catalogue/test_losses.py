@@ -232,7 +232,10 @@ def _is_compiled_by_default(example: Example) -> bool:
     return example.signal not in (vector(1), Signal("sequence", (3, 4))) or not example.kind.variants(vector(4))
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+# the others with --full
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.full] * (i % 2)) for i, kind in enumerate(LOSSES)]
+)
 @pytest.mark.parametrize("default", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_torch_and_jax_agree(kind, default):
     examples = [e for e in EXAMPLES if e.kind.name == kind and _is_compiled_by_default(e) is default]

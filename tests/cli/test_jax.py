@@ -29,6 +29,7 @@ def loops(project):
     (project / "jax_loops.py").write_text(LOOP)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("loops", "script_runs")
 def test_a_declared_loop_is_verified_and_its_counterexample_replayed(run, project):
     found = run("verify", "jax_loops.py:train")

@@ -130,6 +130,7 @@ def test_list_prints_every_built_in_loop_and_trainer(run):
     assert [line.split()[0] for line in outcome.out.splitlines()] == [*BUILT_IN, *JAX_MODES, *TRAINERS]
 
 
+@pytest.mark.full
 def test_a_loops_own_prints_pass_unless_it_is_to_be_quiet(run):
     assert "the loop says hello" in run("verify", "loops.py:chatty", "--examples", 1).out
     quiet = run("verify", "loops.py:chatty", "--examples", 1, "--quiet-loop")

@@ -107,6 +107,7 @@ def test_keyword_arguments_override_options():
     assert {result.assumes for result in results} == {("whole-windows",)}
 
 
+@pytest.mark.full
 def test_the_seed_draws_the_cases():
     def drawn(**fields):
         verdicts = []

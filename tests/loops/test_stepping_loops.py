@@ -289,6 +289,7 @@ def test_a_step_in_a_hook_is_sound_for_windows_of_one_micro_batch():
         assert found(step_in_a_hook, optimizer, [plan.replace(accumulation_steps=1) for plan in PLANS])[0] == {None}
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("only_linear")
 def test_a_schedule_of_micro_batches_may_be_declared():
     loop, _ = FAULTY["plateau_per_micro_batch"]

@@ -556,6 +556,7 @@ def test_seed_of_pytest_neither_changes_the_cases_nor_keeps_them_from_shrinking(
     test_case_that_is_refused_is_shrunk_and_its_exception_raised()
 
 
+@pytest.mark.full
 def test_a_share_of_cases_moves_the_parameters_in_several_steps():
     drawn = draw_cases(cases(optimizer=SOMETIMES_MOVING), examples=400, seed_value=0)
     moving = [case for case in drawn if case.optimizer]

@@ -406,6 +406,7 @@ def test_declared_autocast_holds():
     assert check(grad_scaler, FLOAT32).holds
 
 
+@pytest.mark.full
 def test_a_finer_declaration_does_not_cover_a_coarser_autocast():
     assert check(under(torch.float16), FLOAT32, autocast="bfloat16").holds
     # the errors of bfloat16 are 8 times those of float16, and the bound is as wide: not every gradient shows it

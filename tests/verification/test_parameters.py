@@ -185,6 +185,7 @@ def _under(make):
     return loop
 
 
+@pytest.mark.full
 def test_what_a_scheduler_changes_is_no_fault():
     case = CASE.replace(optimizer="momentum", groups=2)
     schedules = torch.optim.lr_scheduler
@@ -219,6 +220,7 @@ def test_a_frozen_parameter_may_not_change_either():
         assert (violation.kind, violation.diagnosis) == ("parameters", "parameter-drift")
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("only_linear")
 def test_steps_that_were_not_judged_are_counted_over_all_cases():
     @training_loop(assumes=("edits-settings",))

@@ -412,6 +412,7 @@ def test_a_backward_that_is_wrong_only_after_the_first_step_is_a_finding(optimiz
     assert result.findings
 
 
+@pytest.mark.full
 def test_a_wrong_derivative_is_a_finding_and_the_loop_is_judged(monkeypatch):
     """JAX is told that tanh is the sigmoid: torch's two ways agree with each other, and JAX stands alone."""
     name = "aten.tanh.default"

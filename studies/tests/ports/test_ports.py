@@ -78,6 +78,7 @@ def test_a_sound_pair_that_is_blamed_is_counted():
     assert row(truth=None).passed
 
 
+@pytest.mark.full
 def test_a_missing_bias_that_starts_at_zero_passes_every_tolerance():
     chosen = [PAIRS["swiglu/last_bias"], PAIRS["swiglu/exchanged"], PAIRS["swiglu/plain"]]
     assert largest_difference(*chosen[0], "float32") < 1e-6

@@ -86,6 +86,7 @@ def test_a_report_of_every_kind_of_record_and_of_a_violation_imports_no_jax(repo
     assert "linear" in (tmp_path / "reports" / "report.html").read_text(), "the case of the violation in words"
 
 
+@pytest.mark.full
 def test_a_picture_has_its_text_as_text():
     drawing = render.svg({"data": {"values": [{"a": "<b>&"}]}, "mark": "bar", "encoding": {
         "y": {"field": "a", "type": "nominal"}, "x": {"value": 20}}, "height": 30}, "less < more")  # fmt: skip
