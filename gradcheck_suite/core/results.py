@@ -242,7 +242,7 @@ class Violation:
 
     @property
     def place(self) -> str | None:
-        """The first place that is known, as `file:line`: of several the user's own file, and not the library's."""
+        """The first place that is known, a file and a line; of several the user's own file, not the library's."""
         known = [place for place in self.places.values() if place]
         # that of an audit's fault of steps is the first one already
         if self.command == "verify" and self.kind in ("step-count", "parameters"):

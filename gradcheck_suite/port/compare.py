@@ -23,7 +23,7 @@ def compare_port(
 
     Args:
         module: a `torch.nn.Module`, or a `Port` alone.
-        jax_model: a function of (params, *inputs), or a model of flax linen, flax nnx or Equinox.
+        jax_model: a function of `params` and the inputs, or a model of flax linen, flax nnx or Equinox.
         inputs: numpy arrays that both get.
         name: of the pair in the verdict.
         options: the other attributes of `Port`, such as `params` and `load`, and those below.
