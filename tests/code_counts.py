@@ -81,7 +81,7 @@ PARTS = (
     Part(
         "studies without ports/", ("studies",), 9_000, without=("studies/tests", "studies/properties", "studies/ports")
     ),
-    Part("studies/ports", ("studies/ports",), 1_200),
+    Part("studies/ports", ("studies/ports",), 1_400),  # 200 of them build pairs of public ports
     Part("tests and properties without tests/port/", ("tests", "properties"), 24_000, without=("tests/port",)),
 )
 

@@ -30,7 +30,7 @@ PROGRAM = Program(
         "ports": Command(
             "judge ports with planted faults: which are found, placed and named",
             "studies.ports.command",
-            ("ports --list", "ports swiglu diffusion/epsilon", "ports --tolerances"),
+            ("ports --list", "ports swiglu diffusion/epsilon", "ports --tolerances", "ports --public flax-0.12.8"),
             {
                 HOLDS: "every fault is found and none misnamed, and every sound pair holds",
                 VIOLATED: "a fault is missed or misnamed, or a sound pair is blamed",

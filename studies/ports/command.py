@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from importlib.util import find_spec
+from pathlib import Path
 
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
@@ -21,6 +22,8 @@ def add_arguments(parser: parsers.Parser) -> None:
     parser.add_argument(
         "--tolerances", action="store_true", help="print instead what each tolerance in use lets pass, which is quick"
     )
+    parser.add_argument("--public", action="store_true", help="judge ports in public code instead")
+    parser.add_argument("--page", type=Path, help="write the rows of the public ports into this page")
     parsers.add_json(parser, "the scoreboard")
 
 
@@ -31,21 +34,26 @@ def run(arguments: Namespace) -> int:
         raise CannotRunHere("the command ports needs optax: pip install optax")
     parsers.expect_writable(None, json=arguments.json)
     environment.prepare()
+    from studies.ports import public
     from studies.ports import scoreboard as board
     from studies.ports.zoo import ARCHITECTURES
 
-    known = {board.label(*pair) for pair in board.variants(ARCHITECTURES.values())} | set(ARCHITECTURES)
+    zoo = public.architectures() if arguments.public else ARCHITECTURES
+    known = {board.label(*pair) for pair in board.variants(zoo.values())} | set(zoo)
     if unknown := [name for name in arguments.pairs if name not in known]:
-        raise UsageError(
-            f"expected an architecture, one of {', '.join(ARCHITECTURES)}, or one of its pairs; got {unknown[0]!r}"
-        )
-    chosen = list(board.variants(ARCHITECTURES.values(), arguments.pairs))
+        raise UsageError(f"expected an architecture, one of {', '.join(zoo)}, or one of its pairs; got {unknown[0]!r}")
+    chosen = list(board.variants(zoo.values(), arguments.pairs))
     if arguments.list:
         for one, variant in chosen:
             truth = one.faults.get(variant)
             said = "sound" if truth is None else f"{' or '.join(truth.causes)} at {' or '.join(truth.places) or '-'}"
             print(f"{board.label(one, variant):<42} {said}")
         return exit_status.HOLDS
+    if arguments.public:
+        for name in dict.fromkeys(one.name for one, _ in chosen):
+            if reason := public.lacking(name):
+                print(f"{name} is left out: {reason}")
+                chosen = [pair for pair in chosen if pair[0].name != name]
     about = environment.environment()
     if arguments.tolerances:
         table = board.tolerances(chosen)
@@ -59,6 +67,8 @@ def run(arguments: Namespace) -> int:
         for one, variant in chosen:
             rows.append(board.run(one, variant))
             print(board.line(rows[-1]), flush=True)
+            if arguments.page is not None:
+                public.write_row(arguments.page, rows[-1])
     except KeyboardInterrupt:
         interrupted = True
     print(board.summary(rows))

@@ -16,7 +16,7 @@ import torch
 
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.port.compare import judge_function
-from gradcheck_suite.port.pair import JaxModel, Port, flat_output
+from gradcheck_suite.port.pair import JaxModel, Port, flat_output, is_float
 from gradcheck_suite.port.result import PortResult
 from studies.ports.planted import Architecture, Truth
 
@@ -142,7 +142,7 @@ def outputs(one: Architecture, variant: str, dtype: str) -> list[tuple[Array, Ar
     module = pair.module.to(torch_dtype).train(pair.train)
 
     def cast(value: Any) -> Any:
-        return value.astype(dtype) if jnp.issubdtype(value.dtype, jnp.floating) else value
+        return value.astype(dtype) if is_float(value) else value
 
     tensors = [torch.as_tensor(np.asarray(a)) for a in pair.inputs]
     tensors = [a.to(torch_dtype) if a.is_floating_point() else a for a in tensors]

@@ -4,6 +4,7 @@
 
 runs those whose path under `reports/findings/` has one of the words, all without one, and writes what they print into
 the table of `reports/findings/README.md`. Each package is installed in an environment of its own, on top of this one.
+What was given up, which the finding's versions say, is installed in the version that the finding was made on.
 A script that only repeats the rule of a repository's file runs on this environment's torch.
 """
 
@@ -32,6 +33,8 @@ PACKAGES = (
     "deepspeed",
     "optax",
     "flax",
+    "diffusers",
+    "jaxonmodels",
 )
 LIMIT_S = 300
 
@@ -58,6 +61,12 @@ class Finding:
     def package(self) -> str | None:
         """The package that the finding is about, if the script runs it."""
         return next(iter(self.packages), "torch" if self.path.parent.name == "torch" else None)
+
+    @property
+    def wanted(self) -> list[str]:
+        """What is installed: the newest release of each package, or the finding's own of what was given up."""
+        pinned = {self.package: f"{self.package}=={self.tried}"} if "the last version with" in self.versions else {}
+        return [pinned.get(name, name) for name in self.packages]
 
     @property
     def tried(self) -> str:
@@ -96,7 +105,7 @@ def environment_for(finding: Finding, folder: Path) -> tuple[Path, str]:
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "beneath.pth").write_text(sysconfig.get_path("purelib") + "\n")
     if finding.packages:
-        _output(python, "-m", "pip", "install", "-q", "--upgrade", *finding.packages, check=True)
+        _output(python, "-m", "pip", "install", "-q", "--upgrade", *finding.wanted, check=True)
     asked = f"from importlib.metadata import version; print(version({finding.package or 'torch'!r}))"
     return python, _output(python, "-c", asked, check=True).strip()
 
