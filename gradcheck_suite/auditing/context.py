@@ -35,7 +35,7 @@ from gradcheck_suite.auditing.schedule import Schedule
 from gradcheck_suite.auditing.sums import StepFault
 from gradcheck_suite.auditing.terms import Reader, declare
 from gradcheck_suite.auditing.weighing import violation_of
-from gradcheck_suite.core.options import DEFAULT_BUDGET, AuditOptions, takes
+from gradcheck_suite.core.options import DEFAULT_BUDGET, INSTRUMENTS, AuditOptions, takes
 from gradcheck_suite.core.results import Result, Violation, result_lines
 from gradcheck_suite.core.text import counted, say
 from gradcheck_suite.errors import UsageError
@@ -382,7 +382,14 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._stance.enter_context(torch.compiler.set_stance("force_eager"))
         self._recorder.open()
         self._open_calls()
+        if self._is_off:
+            self._recorder.pause()
         return self
+
+    @property
+    def _is_off(self) -> bool:
+        """Whether every instrument is switched off: passes and steps are counted."""
+        return {*self.options.without} >= {*INSTRUMENTS}
 
     def _detach(self) -> None:
         if self._observing:
@@ -409,7 +416,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if not self._opened:
             raise UsageError("audit: the audit was never opened: use `with gradcheck_suite.audit() as audit:`")
         complete = self._observing and error is None
-        if not self._recorder.records:
+        if not self._recorder.records and not self._is_off:
             self._recorder.resume(self._recorder.steps_seen)
             if complete and (tail := self._schedule.since_step(self._recorder.passes_seen)):
                 self._judge.note(
@@ -510,6 +517,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if self.options.steps is not None and recorder.steps_seen >= self.options.steps:
             recorder.resume(recorder.steps_seen)
             self._detach()
+            return False
+        if self._is_off:
             return False
         begins = self._schedule.resumes(optimizer, recorder.passes_seen, recorder.seconds)
         if begins:
@@ -704,7 +713,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         whole = not {*self.options.without} & {"weights", "sums"} and not self._recorder.off and self not in _open
         until = self._recorder.recorded_until
         skipped = self._judge.unjudged(until) if whole else []
-        passed_by = sum(map(len, self._judge.counted)) + self._recorder.steps_seen - until
+        passed_by = 0 if self._is_off else sum(map(len, self._judge.counted)) + self._recorder.steps_seen - until
         if self._judge.weighed | self._judge.violated:  # else it is said why none was
             findings.update(skipped)
         said = [f"{text} ({n} times)" if n > 1 else text for text, n in findings.items()]
@@ -743,7 +752,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         recorder = self._recorder
         if recorder.off:
             return "; ".join(f"{what} could not be observed ({why})" for what, why in recorder.off.items())
-        if set(self.options.without) >= {"weights", "sums", "batch"}:
+        if self._is_off:
             return "every instrument was switched off"
         if not recorder.steps_seen and recorder.passes_seen:
             made = (

@@ -222,6 +222,8 @@ class Judge:
         elif len(steps) == len(row) and len({step.optimizer for step in steps}) == 1:
             if self._known is None or steps[0].optimizer in self._known:
                 self._on_step(steps)
+                assert self.window is not None
+                self.window.steps = [replace(step, gradients={}) for step in self.window.steps]
             else:
                 self._on_first_step(steps)
         else:
@@ -402,7 +404,7 @@ class Judge:
             )
             lengths[number] += 1
         self._note_parts(window, members)
-        used = self._judge_sums(window, where) if self._judges_sums else self._assumed(window)
+        used = self._judge_sums(members, where) if self._judges_sums else self._assumed(window)
         if used is None:
             return
         self.judged.add(window.number)
@@ -508,14 +510,15 @@ class Judge:
         for place in {place for (place, _), modes in seen.items() if len(modes) > 1}:
             self._notes[f"{place}: {SEVERAL_MODES}"] += 1
 
-    def _judge_sums(self, window: StepWindow, where: Place) -> Mapping[Source, float] | None:
+    def _judge_sums(self, members: Members, where: Place) -> Mapping[Source, float] | None:
         """Judge a window's sums, and return the coefficients by which its weights are read, None where they are not."""
+        window = members.window
         # without a wrapper, ranks that never reduce may train a model each, as in a sweep
         if window.local and not window.step.wrapped:
             self.ranks_train_apart = True
             return None
         typical_k, longest = self.typical_k(window.optimizer), max(self._lengths[window.optimizer], default=0)
-        found = judge_sums(window, typical_k, longest, self._stepped_in.get(window.optimizer))
+        found = judge_sums(members, typical_k, longest, self._stepped_in.get(window.optimizer))
         if window.passes:
             self._stepped_in[window.optimizer] = window.passes[max(window.passes)].records[0].loop
         fault = found.fault or self._of_hooks(window)

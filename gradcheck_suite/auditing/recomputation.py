@@ -160,7 +160,7 @@ class Total:
         self.terms += 1
         self.functions |= found.functions
         for key, gradient in found.gradients.items():
-            scaled = gradient * weight
+            scaled = gradient * weight if weight != 1 else gradient
             self.gradients[key] = add_gradients(self.gradients[key], scaled) if key in self.gradients else scaled
             self.sizes[key] = self.sizes.get(key, 0.0) + norm(scaled)
 
@@ -310,7 +310,9 @@ def compare(
         draws: computes the window again with changed parameters and inputs.
     """
     keys = [key for key in total.gradients if key in observed]
-    off = {key: norm(add_gradients(observed[key].double(), -factor * total.gradients[key].double())) for key in keys}
+    # a difference of close numbers is exact, a multiple is not
+    exact = {key: total.gradients[key] if factor == 1 else factor * total.gradients[key].double() for key in keys}
+    off = {key: norm(add_gradients(observed[key].to(one.dtype), -one)) for key, one in exact.items()}
     size = math.hypot(*(factor * norm(total.gradients[key]) for key in keys))
     terms, adding = total.terms + FURTHER_ROUNDINGS, abs(factor)
     allowed = {key: adding * growth(terms, total.dtype or dtype_of(observed[key])) * total.sizes[key] for key in keys}

@@ -302,6 +302,7 @@ class Recorder:
         self._reset: Place | None = None
         self._schedules: list[weakref.ref[Any]] | None = None
         self._averages: list[weakref.ref[torch.Tensor]] = []
+        self._marks = samples.Marks()
         self._scalers: list[weakref.ref[torch.amp.GradScaler]] = []
         self._handles: list[Any] = []
         self._engine: Any = None
@@ -549,7 +550,7 @@ class Recorder:
         rates = [rate._version if isinstance(rate, torch.Tensor) else rate for rate in rates]
         clocks = {SCHEDULE: zlib.crc32(repr((rates, epochs)).encode())}
         averages = [average for of in self._averages if (average := of()) is not None]
-        for average, some in zip(averages, samples.marks(averages), strict=True):
+        for average, some in zip(averages, map(samples.mark, averages), strict=True):
             clocks[AVERAGE] = zlib.crc32(some or b"", average._version + clocks.get(AVERAGE, 0))
         return clocks
 
@@ -558,13 +559,16 @@ class Recorder:
 
         A tensor near to a parameter is an average.
         """
-        self._scalers = [weakref.ref(one) for one in living(torch.amp.GradScaler) if one.is_enabled()]
-        self._schedules = [weakref.ref(one) for one in living(torch.optim.lr_scheduler.LRScheduler)]
+        found = living(torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler, torch.Tensor)
+        self._scalers = [
+            weakref.ref(one) for one in found if isinstance(one, torch.amp.GradScaler) and one.is_enabled()
+        ]
+        self._schedules = [weakref.ref(one) for one in found if isinstance(one, torch.optim.lr_scheduler.LRScheduler)]
         own = [
             p for known in self.parameters.values() if (p := known.reference()) is not None and p.is_floating_point()
         ]
         shapes, memory = {(p.shape, p.dtype, p.device): p for p in own}, {p.data_ptr() for p in own}
-        for one in living(torch.Tensor):
+        for one in found:
             # no subclass: a fake or a functional tensor of a compiler has no values
             plain = type(one) in (torch.Tensor, torch.nn.Parameter) and one.layout == torch.strided
             if not plain or one.is_meta or torch._is_functional_tensor(one):
@@ -645,7 +649,7 @@ class Recorder:
             for key, known in self.parameters.items()
             if (p := known.reference()) is not None and p.requires_grad  # a frozen copy may follow the trained ones
         }
-        marks = samples.marks([*own.values()])
+        marks = self._marks.of([*own.values()])
         return {
             key: p._version if some is None else zlib.crc32(some)
             for (key, p), some in zip(own.items(), marks, strict=True)
@@ -707,7 +711,11 @@ class Recorder:
         """Sample the gradients of some parameters, and note that this is how they stand."""
         found = samples.taken_together([*gradients.values()], whole=whole or self._full())
         for (key, gradient), (_, bits) in zip(gradients.items(), found, strict=True):
-            self.parameters[key].gradient = weakref.ref(gradient, self._let_go), gradient._version, bits
+            known = self.parameters[key]
+            reference = known.gradient[0] if known.gradient is not None else None
+            if reference is None or reference() is not gradient:
+                reference = weakref.ref(gradient, self._let_go)
+            known.gradient = reference, gradient._version, bits
         return {key: now for key, (now, _) in zip(gradients, found, strict=True)}
 
     def _let_go(self, _: Any) -> None:
@@ -871,7 +879,9 @@ class Recorder:
 
     def _find_scale(self, step: StepRecord, optimizer: Any) -> None:
         """Find which GradScaler has divided by its scale, by `unscale_`, and which ones may have and have not."""
-        for scaler in (one for of in self._scalers if (one := of()) is not None and one._scale is not None):
+        for scaler in (one for of in self._scalers if (one := of()) is not None):
+            if scaler._scale is None:
+                continue
             state = scaler._per_optimizer_states.get(id(optimizer), {}).get("stage")
             if state is torch.amp.grad_scaler.OptState.UNSCALED:
                 step.scale = float(scaler._scale)

@@ -28,6 +28,8 @@ EARLIER = -1
 UNKNOWN = -2
 """In place of the index of a pass: something that no event explains."""
 NEGLIGIBLE = 1e-6
+KNOWN = Arrival(NONE, None, ZERO)
+"""In place of an arrival that has been added to a state."""
 
 Source = tuple[int, int]
 """A rank, and the index of a pass."""
@@ -397,6 +399,8 @@ class Replay:
                 for key, arrived, is_any in zip(keys, differences, np.any(differences, axis=1).tolist(), strict=True):
                     self._arrived[rank, index, key] = arrived
                     self._add(rank, index, key, record.arrivals[key], is_any=is_any)
+        # hundreds of windows are kept: what arrived is in the states now, and only where it arrived is asked for
+        self.passes[index].records = [replace(r, arrivals=dict.fromkeys(r.arrivals, KNOWN)) for r in records]
         return index
 
     def _add(self, rank: int, index: int, key: int, arrival: Arrival, *, is_any: bool) -> None:

@@ -217,22 +217,22 @@ def is_alike(window: StepWindow) -> bool:
     return all(near(c, members.mean[i], 1e-2) for i, found in members.by_parameter.items() for _, c in found)
 
 
-def judge_sums(window: StepWindow, typical_k: int | None, longest: int, stepped_in: Loop | None = None) -> Sums:
+def judge_sums(members: Members, typical_k: int | None, longest: int, stepped_in: Loop | None = None) -> Sums:
     """Judge whether `.grad` is the sum of the window's passes; the first question that is answered yes names the fault.
 
     Args:
-        window: the window.
+        members: the passes of the window.
         typical_k: the number of passes of most windows in which nothing is missing, where it is known.
         longest: the number of passes of the longest of them; 0 where there was none.
         stepped_in: where in its outer loops the program was at the optimizer's last step; None where that is not known.
     """
+    window = members.window
     if window.local:
         reduced = [str(j) for j, seen in enumerate(window.passes.values()) if seen.reduced]
         which = f": micro-batch {', '.join(reduced)} of the window was, and the later ones were not"
         return _fault("local", where=which if reduced else "")
     if not window.passes and any(window.coefficients.values()):
         return _fault("empty window")
-    members = Members(window)
     if window.edit == "all reset" or (members.required and not window.coefficients):
         return _fault("all reset")
     if others := _judge_others(members) or _judge_by_hand(members):

@@ -38,7 +38,7 @@ from gradcheck_suite.auditing import (
 
 PLANTED = [
     (samples, "taken"),
-    (samples, "marks"),
+    (samples.Marks, "of"),
     (samples, "read"),
     (recorder, "here"),
     (recorder, "leaves_below"),

@@ -125,7 +125,7 @@ def _row(name: str, windows: int, options: dict[str, Any]) -> tuple[float, float
     ratios = [statistics.median(audited[i] / plain[i] for plain, audited in pairs) for i in (0, 1)]
     result = pairs[-1][1][2]
     assert result is not None
-    assert result.holds, result
+    assert not result.violations, result
     count = sum(p.numel() for p in MODELS[name]()[0].parameters())
     plain = statistics.median(plain[0] for plain, _ in pairs) / windows
     print(
