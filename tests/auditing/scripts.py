@@ -682,11 +682,6 @@ second = (1 - share) * F.cross_entropy(mixed, y[order])""",
     "faulty_no_active_items_of_equal_counts": faulty(
         "mean-of-means", **ACTIVE | {"loss": ACTIVE["loss"].replace("2, 1, 0, 2", "2, 2, 0, 2")}, backward=QUARTER
     ),
-    "faulty_noise_per_micro_batch": faulty(
-        "not-linear",
-        "*[4] * 12",
-        after="for parameter in model.parameters():\n    parameter.grad += 0.01 * torch.randn_like(parameter)",
-    ),
     "faulty_one_number": faulty(
         "stale-window",
         "*[4] * 12",
@@ -737,10 +732,6 @@ for step in range(12):
         optimizer.step()
         optimizer.zero_grad()""",
     ),
-    "faulty_reset_before_step": faulty(
-        "no-gradient", "*[4] * 12", step="optimizer.zero_grad(set_to_none=False)\noptimizer.step()"
-    ),
-    "faulty_reset_per_micro_batch": faulty("reset-inside-window", "*[4] * 12", first=RESET, step=NO_RESET),
     "faulty_reset_then_noise": faulty(
         "reset-inside-window",
         "*[4] * 12",
@@ -756,11 +747,6 @@ optimizer.step()""",
         start="running = 0.0",
         loss="running = running + F.cross_entropy(model(x), y) / len(window)",
         backward="running.backward(retain_graph=True)",
-    ),
-    "faulty_scale_stays": faulty(
-        "wrong-scale",
-        setup='scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)',
-        backward="scaler.scale(loss).backward()",
     ),
     "faulty_scaled_accumulator": faulty("rescaled-accumulator", "*[4] * 12", loss=UNDIVIDED, after=DIVIDED),
     "faulty_stepped_on_zeros": faulty(
@@ -791,7 +777,6 @@ loss = first + second""",
     ),
     "faulty_sparse": faulty("stale-window", **TABLE, step="optimizer.step()\nrows.step()\noptimizer.zero_grad()"),
     "faulty_sparse_alone": faulty("wrong-mode", **SPARSE_ALONE, first="model.train(index < 2)"),
-    "faulty_sum_of_means": faulty("wrong-scale", loss=UNDIVIDED),
     "faulty_sum_of_means_scaler": faulty(
         "wrong-scale",
         setup='scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)',
@@ -1398,18 +1383,6 @@ rows.zero_grad()""",
         **TASKS | {"loss": TASKS["loss"].replace("torch.exp(-s)", "logits.softmax(1).mean(0)[:2]")},
     ),
     "sound_tied_and_frozen": sound(**TIED),
-    "sound_two_optimizers": sound(
-        model="",
-        setup="""
-model = toy.classifier()
-first = torch.optim.SGD(model[0].parameters(), lr=0.1)
-second = torch.optim.Adam(model[2].parameters())""",
-        step="""
-first.step()
-second.step()
-first.zero_grad()
-second.zero_grad()""",
-    ),
     "sound_unfreeze": sound(
         "number, window in enumerate(toy.windows(*[4] * 12))",
         model="",
