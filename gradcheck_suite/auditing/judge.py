@@ -216,6 +216,8 @@ class Judge:
         if len(passes) == len(row):
             self._replay.on_pass(passes)
         elif len(gaps) == len(row):
+            for optimizer in list(self._emptied):
+                self._judge_emptied(optimizer, seen_all=False)
             self._replay.on_gap()
             self._known = set()
             self.counted.append(gaps[0].steps)
@@ -560,17 +562,22 @@ class Judge:
             ] += 1
         return found.coefficients
 
-    def _judge_emptied(self, optimizer: int) -> None:
+    def _judge_emptied(self, optimizer: int, *, seen_all: bool = True) -> None:
         """Judge a window whose gradients were all reset, where its passes reached other optimizers' parameters, too.
 
         Where one of these has stepped on them since, not all was reset: the program has taken away what this one has.
+
+        Args:
+            optimizer: whose window it is.
+            seen_all: whether each step since then was recorded.
         """
         window, where = self._emptied.pop(optimizer)
         if any(seen.consumers for seen in window.passes.values()):
             self._removed[optimizer].append(window.keys)
-            self.skipped[window.number] = "the gradients of its parameters were taken away before it"
-        else:
-            self._violate(OF_SUMS["all reset"], window, where)
+        elif seen_all:
+            return self._violate(OF_SUMS["all reset"], window, where)
+        self.skipped[window.number] = "the gradients of its parameters were taken away before it"
+        return None
 
     def _are_right(self, window: StepWindow, coefficients: Mapping[Source, float]) -> bool:
         """Return whether the losses weigh their items rightly with unequal coefficients of the passes."""
@@ -708,7 +715,7 @@ class Judge:
             complete: whether the run ended by itself: what is left in `.grad` then never reaches a step.
         """
         for optimizer in list(self._emptied):
-            self._judge_emptied(optimizer)
+            self._judge_emptied(optimizer, seen_all=complete)
         for optimizer in list(self._pending):
             self._weigh(optimizer, ended=True)
         somewhere = {place for (_, place), (_, used, _) in self._places.items() if used}

@@ -891,8 +891,9 @@ class Recorder:
     def _overlaid(self, tensors: Mapping[int, torch.Tensor]) -> list[int]:
         """Return the keys of tensors that share memory, as `head.weight = Parameter(embedding.weight.data)` leaves."""
         found, end, before = set[int](), 0, 0
-        plain = {k: t for k, t in tensors.items() if t.layout == torch.strided and not samples.is_shard(t)}
-        ranges = ((t.data_ptr(), t.numel() * t.element_size(), k) for k, t in plain.items() if not t.is_meta)
+        own = {k: t for k, t in tensors.items() if type(t) in samples.OWN and not samples.is_shard(t)}
+        plain = {k: t for k, t in own.items() if t.layout == torch.strided and not t.is_meta}
+        ranges = ((t.data_ptr(), t.numel() * t.element_size(), k) for k, t in plain.items())
         for begin, size, key in sorted(one for one in ranges if one[1]):
             if begin < end:
                 found |= {before, key}

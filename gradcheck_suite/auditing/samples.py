@@ -26,6 +26,8 @@ Vector = npt.NDArray[np.float64]
 Raw = torch.Tensor | Vector
 """A sample that may still lie on a device."""
 
+OWN = torch.Tensor, torch.nn.Parameter
+"""Classes whose tensors have a memory of their own."""
 NOTHING: Vector = np.zeros(ELEMENTS)
 """The sample of an arrival that is not looked at."""
 _DTYPES: dict[torch.dtype, Any] = {
@@ -118,9 +120,14 @@ def _places(numbers: tuple[int, ...]) -> tuple[npt.NDArray[np.intp], npt.NDArray
     return np.where(exist, places, 0), exist
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has a place in the memory of the process."""
+    return type(tensor) in OWN and tensor.is_cpu and tensor.layout == torch.strided
+
+
 def _address(tensor: torch.Tensor) -> tuple[Any, int, int] | None:
     """Return the dtype, the first address over its size, and the number of elements of what lies in memory in a row."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.is_cpu or tensor.layout != torch.strided:
+    if not is_plain(tensor):
         return None
     dtype, number, size, address = _DTYPES.get(tensor.dtype), tensor.numel(), tensor.element_size(), tensor.data_ptr()
     if dtype is None or not number or address % size or not _LOWEST <= address < _HIGHEST or not tensor.is_contiguous():
@@ -212,7 +219,7 @@ class Marks:
 
     def of(self, tensors: Sequence[torch.Tensor]) -> list[bytes | None]:
         """Return the bits of `taken` alone, None for a tensor whose elements are not in the memory of the process."""
-        if not all(tensor.is_cpu and tensor.layout == torch.strided for tensor in tensors):
+        if not all(map(is_plain, tensors)):
             return [mark(tensor) for tensor in tensors]
         known = [(id(tensor), tensor.data_ptr(), tensor.numel()) for tensor in tensors]
         if known != self._known:

@@ -741,8 +741,9 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
         return PLANNED.format(planned[0][0], use.items) if r > 1 and planned and planned[0][1] > 1 else whose
     masses = use.masses
     by_hand = all(near(mass, 1.0, tolerance) for mass in masses) and use.items > len(masses)
+    of_means = r > 1 and (use.is_mean or by_hand)
     # of a mean that is made by hand, the number may be its own count
-    of_means = r > 1 and (not use.is_divided_by(r) if use.is_mean else by_hand)
+    is_divided = use.is_mean and use.is_divided_by(r)
     twice = r > 2 and (use.is_mean or all(near(mass, 1 / r**2, tolerance) for mass in masses))
     again = f"divided twice by its {r} micro-batches"
     never = f"the sum of {r} means{{}}, never divided by their number"
@@ -769,7 +770,8 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
                 continue
             # of a coefficient that changes from step to step, one value may be any number
             changes = any(u.length == r and not u.right and u not in fitting for u in uses)
-            if use.others_right or changes or (is_small and why == again):
+            unclear = is_small if why == again else is_divided and cause == "not-divided"
+            if use.others_right or changes or unclear:
                 return _either(why, cause, "the objective has it")
             note = f"{number}{what}: {why}"
             return Scale(use, "wrong-scale", note, provisional=len(fitting) == 1, cause=cause)
