@@ -154,7 +154,10 @@ class Interpreter:
                 if params.get(key) is not None and jnp.dtype(params[key]) in LOW:
                     params[key] = np.dtype("float64")
             values = [_up(v) for v in values]
-        out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(params))
+        given = eqn.primitive.get_bind_params(params)
+        # JAX 0.9 gives the functions that come before the values apart from the parameters, later ones among them
+        functions, given = given if isinstance(given, tuple) else ([], given)
+        out = eqn.primitive.bind(*functions, *values, **given)
         outs = list(out) if eqn.primitive.multiple_results else [out]
         return [_up(o) for o in outs] if self._lift else outs
 
