@@ -6,7 +6,7 @@ Each is a function of (search, place) that yields hypotheses; `FAMILIES` has the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -20,7 +20,7 @@ from gradcheck_suite.port.mistakes import NORMS, REDUCING, is_activation, mistak
 from gradcheck_suite.port.number_sets import aligned
 from gradcheck_suite.port.search import Family, Found, Search
 from gradcheck_suite.port.torch_program import LOSS, Call, Change, Ref, TorchProgram, fill, flat
-from gradcheck_suite.port.transforms import PERMUTING, Transform, transforms
+from gradcheck_suite.port.transforms import PERMUTING, Transform, exchanges, functions, signs, transforms
 
 ARITHMETIC = ("add", "mul", "div", "sub", "rsub")
 
@@ -34,6 +34,11 @@ def usual(search: Search, place: int) -> Iterator[Hypothesis]:
     counted = any(_is_count(search, ref) for _, ref in search.positions(place))
     for hypothesis in mistakes(place, call, args, kwargs, run.seen[place][0]):
         named = "index-offset" if counted and hypothesis.cause == "unit-offset" else hypothesis.cause
+        if named == "axis":  # a mean and a deviation of one tensor go over the same axes
+            beside = _readers_of_a_line(search, place, next(r for _, r in search.positions(place)))
+            alike = [i for i in beside if re.fullmatch(REDUCING, search.program.calls[i].name)]
+            if len(alike) > 1:
+                yield replace(hypothesis, changes=dict.fromkeys(alike, hypothesis.changes[place]))
         yield replace(hypothesis, cause=named)
     # the kernel of an embedding bag checks no offsets
     for i, ref in search.positions(place) if "embedding_bag" not in call.name else ():
@@ -186,6 +191,10 @@ def scaled(search: Search, place: int) -> Iterator[Hypothesis]:
             yield Hypothesis(
                 "scale", _linear(_named(search, ref), a, b), {place: of_operand(i, lambda v, a=a, b=b: a * v + b)}
             )
+        for source in search.matching.sources(ref):  # the port may compute torch's value too, and multiply it
+            for a, b in _affine(search, run.get(source)) if source != ref and isinstance(source.kind, int) else ():
+                words, change = _linear(_named(search, source), a, b), of_result(lambda v, a=a, b=b: a * v + b)
+                yield Hypothesis("scale", words, {source.kind: change}, at=source.kind)
         if call.name in ("_softmax", "_log_softmax", "sigmoid", "exp"):
             sizes = {d for n in _sizes_near(search, place) for d in (float(n), n**0.5)} | {2.0, 4.0}
             for f in sorted({f for s in sizes if s not in (0.0, 1.0) for f in (s, 1 / s)}):
@@ -251,7 +260,7 @@ def _sizes_near(search: Search, place: int) -> set[int]:
     for index in range(max(0, place - 14), place + 1):
         outs = search.matching.run.seen[index]
         if outs and isinstance(outs[0], torch.Tensor):
-            found |= {int(s) for s in outs[0].shape}
+            found |= {outs[0].numel(), *(int(s) for s in outs[0].shape)}
     return found
 
 
@@ -408,30 +417,43 @@ def weights(search: Search, place: int) -> Iterator[Hypothesis]:
                     yield _of(search, place, source, transform)
 
 
+def altered(search: Search, place: int) -> Iterator[Hypothesis]:
+    """Yield that an operand has another sign, or one added: in this call, or in all of its line."""
+    yield from _operands(search, place, signs)
+
+
 def transformed(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield that an operand, or what it is moved from, is transformed."""
-    run, done = search.matching.run, set[Ref]()
-    for i, ref in search.positions(place):
-        for transform in transforms(run.get(ref)):
-            changed = _of(search, place, ref, transform)
-            yield replace(changed, changes={place: of_operand(i, transform[2])}, leaves={}, path=None)
-            for together in _readers_of_a_line(search, place, ref):
-                changes = {k: of_operand(j, transform[2]) for k in together for j, r in search.positions(k) if r == ref}
-                yield replace(changed, changes=changes, leaves={}, path=None)
+    yield from _operands(search, place, exchanges)
+    yield from _operands(search, place, functions)
+    done = set[Ref]()
+    for _, ref in search.positions(place):
         for source in search.matching.sources(ref):
             if source != ref and source not in done:
                 done.add(source)
-                for transform in transforms(run.get(source)):
+                for transform in transforms(search.matching.run.get(source)):
                     yield _of(search, place, source, transform)
 
 
-def _readers_of_a_line(search: Search, place: int, ref: Ref) -> Iterator[list[int]]:
-    """Yield the calls that read a tensor in the line and the module of a place, where there are others."""
-    calls, readers = search.program.calls, search.program.readers[ref]
+def _operands(search: Search, place: int, how: Callable[[Any], Iterator[Transform]]) -> Iterator[Hypothesis]:
+    for i, ref in search.positions(place):
+        beside = _readers_of_a_line(search, place, ref)
+        groups = [{place: [i]}]
+        if len(beside) < len(search.program.readers[ref]):
+            groups += [{k: [j for j, r in search.positions(k) if r == ref] for k in beside}] * (len(beside) > 1)
+        value = search.matching.run.get(ref)
+        for transform in how(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else ():
+            changed = _of(search, place, ref, transform)
+            for group in groups:
+                changes = {k: of_operand(j, transform[2]) for k, at in group.items() for j in at}
+                yield replace(changed, changes=changes, leaves={}, path=None)
+
+
+def _readers_of_a_line(search: Search, place: int, ref: Ref) -> list[int]:
+    """Return the calls that read a tensor in the line and the module of a place."""
+    calls = search.program.calls
     own = calls[place].where, calls[place].path
-    found = [i for i in readers if (calls[i].where, calls[i].path) == own]
-    if 1 < len(found) < len(readers):
-        yield found
+    return [i for i in search.program.readers[ref] if (calls[i].where, calls[i].path) == own]
 
 
 def _up(search: Search, place: int) -> list[Ref]:
@@ -502,9 +524,8 @@ def rewired(search: Search, place: int) -> Iterator[Hypothesis]:
     for i, k in combinations(line, 2):
         one, two = (c.args[1] if len(c.args) > 1 else None for c in (calls[i], calls[k]))
         if calls[i].name == calls[k].name and isinstance(one, float) and isinstance(two, float) and one != two:
-            cause = "momentum-convention" if abs(one + two - 1) < 1e-12 else "operands-swapped"
             changes = {i: of_operand(1, lambda v, n=two: n), k: of_operand(1, lambda v, n=one: n)}
-            yield Hypothesis(cause, f"{one:g} and {two:g} exchanged", changes)
+            yield Hypothesis("operands-swapped", f"{one:g} and {two:g} exchanged", changes)
     refs = list(dict.fromkeys(r for i in line for r in calls[i].refs))[:12]
     for u, v in combinations(refs, 2):
         x, y = run.get(u), run.get(v)
@@ -618,12 +639,13 @@ FAMILIES: tuple[tuple[Family, str], ...] = (
     (swapped_blocks, "order"),
     (skipped, "order"),
     (scaled, "order"),
+    (altered, "order"),
+    (rewired, "order"),
     (ratios, "order"),
     (constants, "order"),
     (exchanged_slices, "order"),
     (other_values, "order"),
     (chosen_of_others, "order"),
-    (rewired, "order"),
     (together, "first"),
     (transformed, "order"),
     (further, "order"),

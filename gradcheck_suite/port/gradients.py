@@ -17,7 +17,7 @@ from gradcheck_suite.port.mistakes import is_activation
 from gradcheck_suite.port.number_sets import Array, Numbers
 from gradcheck_suite.port.search import RAISED, Repairs, repeated
 from gradcheck_suite.port.sides import RESOLUTION, Sides
-from gradcheck_suite.port.torch_program import Call, Ref, TorchProgram, TorchRun
+from gradcheck_suite.port.torch_program import Call, Change, Ref, TorchProgram, TorchRun, fill
 
 SECONDS = 8.0
 """CPU time in which a cause is looked for."""
@@ -193,11 +193,10 @@ def _at_call(program: TorchProgram, run: TorchRun, index: int) -> Iterator[Hypot
             yield Hypothesis("padding-gradient", f"no gradient of row {row}", {
                 index: lambda c, a, k, g, r=row: c.op(*a[:2], r)})  # fmt: skip
     refs = [(i, r) for i, r in enumerate(call.args) if isinstance(r, Ref)]
-    for i, ref in refs:
+    for ref in call.refs:
         at = _producer(program, run, ref, index)
         what = program.calls[at].name.strip("_") if at != index else str(ref.index)
-        stopped = {index: of_operand(i, lambda v: v.detach())}
-        yield Hypothesis("stop-gradient", f"no gradient through {what}", stopped, at=at)
+        yield Hypothesis("stop-gradient", f"no gradient through {what}", {index: _stopped(ref)}, at=at)
     for factor in FACTORS:
         for i, _ in refs:
             change = of_operand(i, lambda v, f=factor: f * v + (1 - f) * v.detach())
@@ -207,6 +206,14 @@ def _at_call(program: TorchProgram, run: TorchRun, index: int) -> Iterator[Hypot
         if run.get(ref).shape == out.shape:
             yield Hypothesis("straight-through", "the gradient of the identity", {
                 index: lambda c, a, k, g, i=i: [a[i] + (c.op(*a, **k) - a[i]).detach()]})  # fmt: skip
+
+
+def _stopped(ref: Ref) -> Change:
+    def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+        read = lambda r: get(r).detach() if r == ref else get(r)  # noqa: E731 - one use
+        return call.op(*fill(call.args, read), **fill(call.kwargs, read))
+
+    return change
 
 
 def _producer(program: TorchProgram, run: TorchRun, ref: Ref, index: int) -> int:

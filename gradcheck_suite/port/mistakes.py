@@ -189,7 +189,7 @@ def _pooled(a: Given, low: int, kind: str) -> Any:
     for i in range(n):
         parts, inside = (v.unfold(x.dim() - n + i, kernel[i], stride[i]) for v in (parts, inside))
     over = list(range(-n, 0))
-    if kind == "maximum":
+    if kind.startswith("maximum"):
         return parts.amax(over)
     return parts.sum(over) / (math.prod(kernel) if kind == "average" else inside.sum(over))
 
@@ -229,7 +229,7 @@ ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "hard sigmoid (0.2x + 0.5)": lambda x: (0.2 * x + 0.5).clamp(0, 1), "exp": torch.exp, "sin": torch.sin,
     "log(1 + x)": torch.log1p, "expm1": torch.expm1, "rsqrt": torch.rsqrt, "sqrt": torch.sqrt, "cos": torch.cos,
     "elu (0.5)": lambda x: F.elu(x, 0.5), "softplus minus log 2": lambda x: F.softplus(x) - math.log(2),
-    "reciprocal": torch.reciprocal, "log": torch.log, "negative": torch.neg, "1 + x": lambda x: 1 + x,
+    "reciprocal": torch.reciprocal, "log": torch.log, "negative": torch.neg,
 }  # fmt: skip
 ACTIVATION = "activation"
 """Stands, in a pattern of operations, for those of one tensor and nothing else, element by element."""
@@ -474,6 +474,8 @@ FORMULAS = (
     *(Formula("pool-kind", "(avg|max)_pool.*", f"the {kind}, padded by {{}}", lambda a, low, kind=kind: (
             _pooled(a, low, kind)), lambda a, out: range(max(a.kernel_size)))
       for kind in ("maximum", "average", "average of what is inside")),
+    Formula("padding-mode", "max_pool.*", "zeros in the padding", lambda a, p: (
+            _pooled(a, max(a.padding), "maximum with zeros"))),
     Formula("pool-kind", "_?adaptive_(avg|max)_pool.*", "the {}", lambda a, kind: getattr(
             F, f"adaptive_{kind}_pool{a.first.dim() - 2}d")(a.first, a.out().shape[2:]), ("max", "avg")),
     Formula("resize-mode", "_?upsample.*", "resizing by {}", _resized, (
@@ -551,7 +553,7 @@ FORMULAS = (
     Formula("reduction", REDUCING, "the {}", _reduced, REDUCTIONS),
     Formula("axis", REDUCING, "axes {}", lambda a, over: _reduced(a, over=over), _other_axes),
     Formula("axis", REDUCING, "axes {}, which are kept", lambda a, over: _reduced(a, over=over, keep=True),
-            lambda a, out: [*([d] for d in range(a.first.dim())), list(range(a.first.dim()))]),
+            lambda a, out: [*([d] for d in range(a.first.dim())), list(range(a.first.dim())), *_other_axes(a, out)]),
     Formula("count", "mean", "the mean over a count of {:+d}",
             lambda a, p: a.out() * (n := a.first.numel() // max(a.out().numel(), 1)) / (n + p), (1, -1)),
     Formula("other-slice", REDUCING, "a part of the axis alone (start, length): {}", _of_part, _parts_of_axis),

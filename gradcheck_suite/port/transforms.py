@@ -24,8 +24,9 @@ def transforms(x: Any) -> Iterator[Transform]:
     elif not x.is_floating_point():
         yield from _of_whole_numbers(x)
     else:
-        yield from _exchanges(x)
-        yield from _functions(x)
+        yield from exchanges(x)
+        yield from signs(x)
+        yield from functions(x)
 
 
 def _of_mask(x: Any) -> Iterator[Transform]:
@@ -64,7 +65,7 @@ def _of_whole_numbers(x: Any) -> Iterator[Transform]:
     yield "ones", "as ones", torch.ones_like
 
 
-def _exchanges(x: Any) -> Iterator[Transform]:
+def exchanges(x: Any) -> Iterator[Transform]:
     """Yield other orders of a tensor's elements."""
     for d in range(x.dim()):
         for e in range(d + 1, x.dim()):
@@ -121,7 +122,8 @@ def _swapped(x: Any, dim: int, k: int, a: int, b: int) -> Any:
     return torch.cat(parts, dim)
 
 
-def _functions(x: Any) -> Iterator[Transform]:
+def signs(x: Any) -> Iterator[Transform]:
+    """Yield a tensor with another sign, one added, or another factor."""
     yield "one-minus", "as 1 - x", lambda v: 1 - v
     yield "sign", "with the other sign", lambda v: -v
     yield "unit-offset", "with 1 added", lambda v: v + 1
@@ -130,6 +132,10 @@ def _functions(x: Any) -> Iterator[Transform]:
     yield "scale", "times 0.5", lambda v: v * 0.5
     yield "zeros", "as zeros", torch.zeros_like
     yield "ones", "as ones", torch.ones_like
+
+
+def functions(x: Any) -> Iterator[Transform]:
+    """Yield other functions of a tensor, element by element or along its last axis."""
     for name, function in ACTIVATIONS.items():
         yield "extra-activation", f"after {name}", function
     if x.dim() and x.shape[-1] > 1:

@@ -163,7 +163,6 @@ _FORMS: tuple[tuple[tuple[str, ...], str, str, dict[str, Any]], ...] = (
     (_ADAM, "bias-correction", "bias correction of the first moment alone", {"correct": (True, False)}),
     (_ADAM, "bias-correction", "bias correction of the second moment alone", {"correct": (False, True)}),
     (_ADAM, "eps-before-correction", "eps added before the bias correction", {"eps_first": True}),
-    (_ADAM, "decay-place", "weight decay not multiplied by the learning rate", {"late": True, "unscaled": True}),
     (_ADAM, "decay-place", "weight decay after the step", {"late": True, "after": True}),
     (_RMS, "bias-correction", "an average of squares without bias", {"correct": (False, True)}),
     (_RMS, "initial-accumulator", "an average of squares that starts at 1", {"start": 1.0}),
@@ -181,6 +180,11 @@ _CLIPPINGS = (
 )
 
 
+def _kind(optimizer: Any) -> str:
+    """Return the name of torch's class that an optimizer is of."""
+    return next(c.__name__ for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim"))
+
+
 def _put(**values: Any) -> Callable[[Any], None]:
     def change(optimizer: Any) -> None:
         for group in optimizer.param_groups:
@@ -191,13 +195,15 @@ def _put(**values: Any) -> Callable[[Any], None]:
 
 def _settings(optimizer: Any, rates: Sequence[Sequence[float]]) -> Iterator[Setting]:
     """Yield changes of an optimizer, the most usual first; `rates` are its learning rates at each step."""
-    group, name = optimizer.param_groups[0], type(optimizer).__name__
+    group, name = optimizer.param_groups[0], _kind(optimizer)
     decays = {g.get("weight_decay", 0.0) for g in optimizer.param_groups}
     if optimizer._optimizer_step_pre_hooks:
         yield Setting("missing-clipping", "no clipping", lambda o: o._optimizer_step_pre_hooks.clear())
         yield Setting("clip-epsilon", "clipping to the norm without 1e-6", _clipped_exactly)
     forms = [
-        Setting(cause, words, lambda o, h=how: _Written(o, **h)) for names, cause, words, how in _FORMS if name in names
+        Setting(cause, words, lambda o, h=how: _written(o, rates, **h))
+        for names, cause, words, how in _FORMS
+        if name in names
     ]
     yield from forms[: 2 if group.get("momentum") else 0]
     for decay in sorted(decays, reverse=True) if len(decays) > 1 else ():
@@ -213,8 +219,11 @@ def _settings(optimizer: Any, rates: Sequence[Sequence[float]]) -> Iterator[Sett
         if decays != {decay} and "weight_decay" in group:
             cause = "missing-weight-decay" if decay == 0 else "weight-decay"
             yield Setting(cause, f"weight decay {decay:g}", _put(weight_decay=decay))
-    yield from _other_rates(rates)
+    yield from _other_rates(rates, [g["lr"] for g in optimizer.param_groups])
     yield from forms
+    for rate in sorted({1.0, max(max(r) for r in rates)}) if max(decays) and name in (*_ADAM, *_SGD) else ():
+        words = f"decoupled weight decay times {rate:g}, whatever the learning rate"
+        yield Setting("decay-place", words, lambda o, r=rate: _written(o, rates, late=True, decay_rate=r))
     for cause, names in _KINDS:
         for other in names:
             if other != name:
@@ -232,7 +241,7 @@ def _other_betas(mine: tuple[float, float] | None) -> Iterator[Setting]:
             yield Setting("betas", f"betas {betas} instead of {mine}", _put(betas=betas))
 
 
-def _other_rates(rates: Sequence[Sequence[float]]) -> Iterator[Setting]:
+def _other_rates(rates: Sequence[Sequence[float]], start: Sequence[float]) -> Iterator[Setting]:
     for factor in (0.1, 10.0, 0.5, 2.0, 0.01, 100.0):
         words = f"{factor:g} times the learning rate"
         yield Setting("learning-rate", words, lambda o, f=factor: _at_rates(o, [[f * x for x in r] for r in rates]))
@@ -241,6 +250,7 @@ def _other_rates(rates: Sequence[Sequence[float]]) -> Iterator[Setting]:
         ("a schedule one step ahead", rates[1:]),
         ("a schedule one step behind", [before, *rates]),
         ("no schedule", [rates[0]] * len(rates)),
+        ("no schedule", [start] * len(rates)),
     ):
         yield Setting("learning-rate", words, lambda o, r=others: _at_rates(o, r))
 
@@ -249,12 +259,31 @@ def _at_rates(optimizer: Any, rates: Sequence[Sequence[float]]) -> None:
     """Let an optimizer step with learning rates of its groups that are given for each step."""
     left = iter(rates)
     optimizer._optimizer_step_post_hooks.clear()
+    optimizer.param_groups[:] = [_Group(g) for g in optimizer.param_groups]
 
     def set_rates(o: Any, *_: Any) -> None:
         for group, rate in zip(o.param_groups, next(left), strict=True):
-            group["lr"] = rate
+            group.fixed = rate
 
     optimizer.register_step_pre_hook(set_rates)
+
+
+class _Group(dict[str, Any]):
+    """A parameter group whose learning rate may be fixed: some optimizers set their own in `step`.
+
+    Attributes:
+        fixed: the rate that is read whatever is set, None to read what is set.
+        read: the rate that was read last.
+    """
+
+    fixed: float | None = None
+    read: float | None = None
+
+    def __getitem__(self, key: str) -> Any:
+        found = super().__getitem__(key)
+        if key == "lr":
+            found = self.read = found if self.fixed is None else self.fixed
+        return found
 
 
 def _decayed_matrices(optimizer: Any) -> Any:
@@ -281,7 +310,7 @@ class _Written:
 
     def __init__(self, optimizer: Any, **how: Any) -> None:
         self.param_groups, self._n, self._how = optimizer.param_groups, 0, how
-        name, group = type(optimizer).__name__, optimizer.param_groups[0]
+        name, group = _kind(optimizer), optimizer.param_groups[0]
         self._late = how.get("late", name == "AdamW" or bool(group.get("decoupled_weight_decay")))
         self._correct = how.get("correct", (name in _ADAM, name in _ADAM))
         self._kept: dict[int, dict[str, Any]] = {}
@@ -314,7 +343,7 @@ class _Written:
         old = p.clone()
         p -= rate_after * out
         if self._late:
-            p -= (1.0 if how.get("unscaled") else rate) * decay * (p if how.get("after") else old)
+            p -= how.get("decay_rate", rate) * decay * (p if how.get("after") else old)
 
     def _direction(self, p: Any, grad: Any, g: Mapping[str, Any], kept: dict[str, Any]) -> Any:
         """Return the gradient, for adaptive optimizers its moment over the root of the moment of its squares."""
@@ -332,6 +361,11 @@ class _Written:
             return m / first / ((v.sqrt() + g["eps"]) / second**0.5)
         v = v / second
         return m / first / ((v + g["eps"]).sqrt() if self._how.get("inside") else v.sqrt() + g["eps"])
+
+
+def _written(optimizer: Any, rates: Sequence[Sequence[float]], **how: Any) -> _Written:
+    _at_rates(optimizer, rates)
+    return _Written(optimizer, **how)
 
 
 class _Clipped:
@@ -467,23 +501,30 @@ class Updates:
                 found[i] = max(found.get(i, 0.0), float(off.max(initial=0.0)))
         return {i: off / max(largest, 1e-300) for i, off in found.items() if off > STEP * max(largest, 1e-300)}
 
-    def run(self, change: Any = None) -> Steps:
+    def run(self, change: Any = None, gradients: Gradients | None = None) -> Steps:
         """Return torch's steps, with a changed optimizer."""
-        return torch_steps(self._module, self._make, self._start, self._gradients, change)
+        return torch_steps(self._module, self._make, self._start, gradients or self._gradients, change)
 
     def _noted(self, optimizer: Any) -> None:
-        """Note the learning rates of each step, and of the one after the last."""
+        """Note the learning rate that each group has in each step."""
+        groups = [_Group(g) for g in optimizer.param_groups]
+        optimizer.param_groups[:] = groups
+        hooks, self._rates = list(optimizer._optimizer_step_post_hooks.values()), []
+        optimizer._optimizer_step_post_hooks.clear()  # a scheduler in a hook reads the next rate
 
-        def note(o: Any, *_: Any) -> None:
-            self._rates.append([g["lr"] for g in o.param_groups])
+        def note(o: Any, *given: Any) -> None:
+            self._rates.append([float(g["lr"] if g.read is None else g.read) for g in groups])
+            for hook in hooks:
+                hook(o, *given)
 
-        self._rates = []
-        note(optimizer)
         optimizer.register_step_post_hook(note)
 
     def fault(self) -> UpdateFault | None:
         """Return how updates differ, or None."""
-        wrong = self.wrong(raised("torch_optimizer", lambda: self.run(self._noted)))
+        # one step more: of a schedule one step ahead
+        longer = [*self._gradients, self._gradients[-1]]
+        mine = raised("torch_optimizer", lambda: self.run(self._noted, longer))
+        wrong = self.wrong(mine[: len(self._gradients)])
         if not wrong:
             return None
         at = max(wrong, key=lambda i: wrong[i])
