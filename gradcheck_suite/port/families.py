@@ -6,7 +6,7 @@ Each is a function of (search, place) that yields hypotheses; `FAMILIES` has the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -53,19 +53,25 @@ def chosen_before(search: Search, place: int) -> Iterator[Hypothesis]:
     def through(i: int) -> bool:
         return search.matching.status[i] is None or search.program.calls[i].name in ARITHMETIC
 
-    for index in search.read_by([place], 6, through):
-        parameter = next((r for r in search.program.calls[index].refs if r.kind == "state"), None)
-        for hypothesis in usual(search, index):
-            if hypothesis.cause == "missing-transpose" and parameter is not None:
-                path = str(parameter.index).rpartition(".")[0]
-                hypothesis = replace(hypothesis, cause="weight-transposed", kind="load", path=path)
-            yield replace(hypothesis, at=index)
+    for hypothesis in _before(search, search.read_by([place], 6, through), usual):
+        refs = search.program.calls[hypothesis.at].refs if hypothesis.at is not None else []
+        parameter = next((r for r in refs if r.kind == "state"), None)
+        if hypothesis.cause == "missing-transpose" and parameter is not None:
+            path = str(parameter.index).rpartition(".")[0]
+            hypothesis = replace(hypothesis, cause="weight-transposed", kind="load", path=path)
+        yield hypothesis
 
 
 def further(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield mistakes of the calls before: the port may compute the right value too, and not use it."""
-    for index in search.read_by([place], 4):
-        yield from (replace(h, at=index) for h in usual(search, index))
+    yield from _before(search, search.read_by([place], 4), usual)
+
+
+def _before(search: Search, indices: Iterable[int], *families: Family) -> Iterator[Hypothesis]:
+    """Yield what families say of calls that a lost one depends on; these are then the place."""
+    for index in indices:
+        for family in families:
+            yield from (replace(h, at=index) for h in family(search, index))
 
 
 def smoothings(search: Search, place: int) -> Iterator[Hypothesis]:
@@ -313,10 +319,9 @@ def other_values(search: Search, place: int) -> Iterator[Hypothesis]:
 
 def chosen_of_others(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield that what tells nothing by itself, such as a count or an index, is of another value."""
-    for index in search.read_by([place], 4, lambda i: search.matching.status[i] is None):
-        if search.matching.status[index] is None:
-            yield from (replace(h, at=index) for h in other_values(search, index))
-            yield from (replace(h, at=index) for h in rewired(search, index))
+    status = search.matching.status
+    silent = (i for i in search.read_by([place], 4, lambda i: status[i] is None) if status[i] is None)
+    yield from _before(search, silent, other_values, rewired)
 
 
 def _why_taken(search: Search, place: int, ref: Ref, other: Ref) -> str:
@@ -495,8 +500,8 @@ def exchanged_parameters(search: Search, place: int) -> Iterator[Hypothesis]:
         ways = [(x, f"{x}_reverse") for x in modules.get(a, []) if f"{x}_reverse" in modules[a]]
         if ways:
             yield exchange(ways, f"the directions of {a}", a)
-            for taken, (x, y) in (("forward", (0, 1)), ("backward", (1, 0))):
-                shared = {("state", pair[y]): Ref("state", pair[x]) for pair in ways}
+            for taken, (one, two) in (("forward", (0, 1)), ("backward", (1, 0))):
+                shared = {("state", pair[two]): Ref("state", pair[one]) for pair in ways}
                 words = f"the {taken} parameters of {a} in both directions"
                 yield Hypothesis("swapped-parameters", words, {}, shared, kind="load", path=a)
     for a in list(dict.fromkeys(near))[:8]:

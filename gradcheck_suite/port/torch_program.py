@@ -202,7 +202,7 @@ def _line() -> str:
 
 
 _FUSED = nn.functional.scaled_dot_product_attention
-_PACKED = nn.functional._in_projection_packed
+_PACKED = "_in_projection_packed"
 
 
 def attention(
@@ -248,13 +248,14 @@ def _attention_in_steps() -> Iterator[None]:
     fast, functional = torch.backends.mha.get_fastpath_enabled(), nn.functional
     torch.backends.mha.set_fastpath_enabled(False)
     functional.scaled_dot_product_attention = attention
-    functional._in_projection_packed = _projections
+    packed = getattr(functional, _PACKED)
+    setattr(functional, _PACKED, _projections)
     try:
         with _Steps():
             yield
     finally:
         functional.scaled_dot_product_attention = _FUSED
-        functional._in_projection_packed = _PACKED
+        setattr(functional, _PACKED, packed)
         torch.backends.mha.set_fastpath_enabled(fast)
 
 

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from gradcheck_suite.port.causes import CAUSES
+from gradcheck_suite.port.changes import Hypothesis, of_result
+from gradcheck_suite.port.jax_program import JaxProgram
 from gradcheck_suite.port.matching import Matching, Side, only_moves
 from gradcheck_suite.port.mistakes import ARGUMENTS, FORMULAS
 from gradcheck_suite.port.number_sets import Numbers, error
-from gradcheck_suite.port.search import Repairs, in_every_layer
+from gradcheck_suite.port.search import Repairs, Search, Witness, in_every_layer
 from gradcheck_suite.port.torch_program import Ref, TorchProgram
 from gradcheck_suite.port.updates import _FORMS, _VALUES
 
@@ -107,3 +109,37 @@ def test_every_cause_that_is_tried_is_in_the_table():
     tried = {r.cause for r in (*ARGUMENTS, *FORMULAS)} | {cause for cause, *_ in _VALUES} | {f[1] for f in _FORMS}
     assert {part for cause in tried for part in cause.split(" and ")} <= CAUSES.keys()
     assert all(cause.meaning and cause.remedy for cause in CAUSES.values())
+
+
+@pytest.mark.parametrize(("factor", "believed"), [(1.0, True), (2.0, False)])
+def test_a_change_has_to_explain_another_state_too(factor, believed):
+    """A sum with one number has the port's values at one state; at another one the port multiplies, or adds, too."""
+    sides = []
+    for seed, scale in ((0, 1.0), (1, factor)):
+        torch.manual_seed(seed)
+        program = TorchProgram(Small(), (X,), (), {}, lambda out: (out, out.sum()))
+        run = Repairs().run(program)
+        theirs = (scale * run.seen[next(i for i, c in enumerate(program.calls) if c.name == "addmm")][0] + 0.3).relu()
+        out = theirs.mean(0)
+        values = [X, theirs.numpy(), out.numpy()]
+        sides.append((program, run, Side(values, [None] * 3, [out.numpy()], float(out.sum()))))
+    (program, run, side), (other, _, elsewhere) = sides
+    index = next(i for i, c in enumerate(program.calls) if c.name == "addmm")
+    search = Search(program, Matching(program, run, side), Repairs(), False, 1e-9, [Witness(other, elsewhere, 1e-9)])
+    hypothesis = Hypothesis("constant", "", {index: of_result(lambda o: o + 0.3)})
+    found = search.test(index, hypothesis)
+    assert found is not None
+    assert found.error < 1e-9
+    assert search.is_confirmed(found) is believed
+
+
+def test_a_value_that_nothing_depends_on_is_no_evidence():
+    """The port computes torch's value, and returns another one."""
+
+    def port(leaves: list[Any], inputs: list[Any], targets: list[Any]) -> Any:
+        _ = inputs[0] * 3.0
+        return [inputs[0] * 5.0], [], (inputs[0] * 5.0).sum()
+
+    values = JaxProgram(port, [], [X], []).values([], [X], [])
+    assert Numbers(values).holds(5.0 * X)
+    assert not Numbers(values).holds(3.0 * X)
