@@ -135,11 +135,13 @@ class Witness:
         program: torch's, with its own state and inputs.
         side: the port's values.
         allowed: relative error of the ends that rounding explains.
+        same_inputs: whether only the parameters are others.
     """
 
     program: TorchProgram
     side: Side
     allowed: float
+    same_inputs: bool = True
 
 
 Family = Callable[["Search", int], Iterator[Hypothesis]]
@@ -321,9 +323,10 @@ class Search:
             run, side = _run(self.repairs.plus(found.hypothesis), witness.program), witness.side
             if run is None or any(side.has(run.seen[i]) is False for i in found.new):
                 return False
-            # another fault may show here alone: then this change explains a part
             ends = self._off(run, side)
-            if found.error <= self.close and max(10 * witness.allowed, self.close) < ends >= self._off(before, side):
+            # with other inputs another fault may show, too: then this change explains a part
+            better = not witness.same_inputs and ends < self._off(before, side)
+            if found.error <= self.close and ends > max(10 * witness.allowed, self.close) and not better:
                 return False
         return True
 

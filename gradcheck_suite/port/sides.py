@@ -237,7 +237,9 @@ class Sides:
             yield found
         for other in range(len(self.points)):
             if other != point and [c.name for c in self.torch_program(other).calls] == names:
-                yield Witness(self.torch_program(other), self.side(other), max(self.bounds(other).outputs, RESOLUTION))
+                yield Witness(
+                    self.torch_program(other), self.side(other), self.bounds(other).outputs, same_inputs=False
+                )
 
     def _at_other_state(self, point: int) -> Witness | None:
         p, pair = self.points[point], self.pair
