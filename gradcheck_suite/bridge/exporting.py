@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 from torch._decomp import get_decompositions
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram, default_decompositions
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -503,6 +504,9 @@ def export_loss(
     with _quiet(), _operations_listed_once(), exported_functions(functions, ACCEPTED.union(own_backwards)):
         try:
             program = torch.export.export(module, tensors, strict=False)
+            # torch 2.9 keeps such a tensor as a constant, where later versions refuse
+            if any(isinstance(constant, FakeTensor) for constant in program.constants.values()):
+                raise RuntimeError("fake tensor in the exported program")
         except Exception as error:
             raise _not_exportable(error, model, loss, batch) from error
         for graph_module in program.graph_module.modules():

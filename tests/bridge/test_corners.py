@@ -56,9 +56,13 @@ BINARY = [
 ]  # fmt: skip
 
 
+OLD = torch.__version__ < (2, 13)
+"""Whether torch has NaN for the gradient of atan2 at the origin, and none of aminmax: so it is in 2.9."""
+
+
 def test_functions_of_two_numbers():
     left, right = (corners(values) for values in zip(*PAIRS, strict=True))
-    compare_all([Call(op, (left, right), {}) for op in BINARY])
+    compare_all([Call(op, (left, right), {}) for op in BINARY if not (OLD and op is aten.atan2.default)])
 
 
 REMAINDERS = [(a, b) for a in (0.0, 1.0, -1.0, 2.0, -3.0, 0.5, 7.25) for b in (1.0, -1.0, 2.0, -3.0, 0.5)]
@@ -102,7 +106,8 @@ DECOMPOSED: dict[str, list[Any]] = {
         aten.mse_loss.default, aten.smooth_l1_loss.default,
     ],
     "reductions": [
-        partial(aten.aminmax.default, dim=1), partial(aten.logsumexp.default, dim=[1]), aten.nansum.default,
+        *([] if OLD else [partial(aten.aminmax.default, dim=1)]),
+        partial(aten.logsumexp.default, dim=[1]), aten.nansum.default,
         partial(aten.norm.ScalarOpt_dim, p=2, dim=[1]), partial(aten.renorm.default, p=2, dim=0, maxnorm=1),
     ],
 }  # fmt: skip
@@ -162,7 +167,11 @@ def test_pooling_ties():
 def test_clamps_at_their_bounds():
     bounds = corners([0.0, 2.0, 1.0, 3.0]), corners([1.0, 2.0, 0.0, 3.0])
     compare_all(
-        [Call(aten.clamp.default, (corners(), -1, 3), {}), Call(aten.clamp.Tensor, (corners(TIES), *bounds), {})]
+        [
+            Call(aten.clamp.default, (corners(), -1, 3), {}),
+            Call(aten.clamp.default, (corners([-1.0, 0.0, 3.0, math.nan]), -1, 3), {}),
+            Call(aten.clamp.Tensor, (corners(TIES), *bounds), {}),
+        ]
     )
 
 

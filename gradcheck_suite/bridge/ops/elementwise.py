@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import torch
 from jax import lax
 from jax.scipy import special
 
@@ -71,6 +72,24 @@ def _copysign(x: Array, y: Array) -> Array:
     """Return |x| with the sign of y; the gradient at x = 0 is 0."""
     flipped = jnp.where(jnp.signbit(x) == jnp.signbit(y), x, -x)
     return jnp.where(x == 0, lax.stop_gradient(flipped), flipped)
+
+
+SHARES_TIES = torch.__version__ >= (2, 14)
+"""Whether equal operands of fmax, and a number and a tensor that bounds it, have half of the gradient each.
+
+Since torch 2.14; a number at a bound that is no tensor then has none. Before, the first operand and the number had all.
+"""
+
+
+def _number(x: Array, y: Array, before: Array, first: Array) -> Array:
+    """Return x where it comes first, or y is NaN, and y elsewhere: fmax and fmin, which ignore NaN."""
+    y_is_nan = jnp.isnan(y)
+    value = jnp.where(first | y_is_nan, x, y)
+    if not (SHARES_TIES and is_float(value)):
+        return value
+    # where one is NaN both have the whole gradient
+    half, unordered = jnp.where(x == y, 0.5, 0), jnp.isnan(x) | y_is_nan
+    return with_derivatives(value, (x, half + (before | unordered)), (y, half + (~first | unordered)))
 
 
 def _times_log(log: Callable[[Array], Array], shift: int) -> Lowering:
@@ -173,9 +192,8 @@ PROMOTING: dict[str, Lowering] = {
     "aten.ceil": _keeping_integers(jnp.ceil),
     "aten.eq": jnp.equal,
     "aten.floor": _keeping_integers(jnp.floor),
-    # fmax and fmin ignore NaN; of equal operands the first gets the gradient
-    "aten.fmax": lambda x, y: jnp.where((x >= y) | jnp.isnan(y), x, y),
-    "aten.fmin": lambda x, y: jnp.where((x <= y) | jnp.isnan(y), x, y),
+    "aten.fmax": lambda x, y: _number(x, y, x > y, x >= y),
+    "aten.fmin": lambda x, y: _number(x, y, x < y, x <= y),
     "aten.fmod": _remainder(jnp.fmod),
     "aten.gcd": jnp.gcd,
     "aten.ge": jnp.greater_equal,
@@ -240,19 +258,42 @@ def logit(self: Array, eps: float | None = None) -> Array:
     return with_derivatives(jnp.log(inside / (1 - inside)), (x, slope))
 
 
+def _clamp_with_shared_ties(x: Array, low: Array | None, high: Array | None, *, numbers: bool) -> Array:
+    """Return x clamped with the derivatives of torch 2.14; `numbers`: whether no bound is a tensor."""
+    if not numbers and (low is None or high is None):
+        return jnp.minimum(x, high) if low is None else jnp.maximum(x, low)
+    low = jnp.asarray(-jnp.inf, x.dtype) if low is None else low
+    high = jnp.asarray(jnp.inf, x.dtype) if high is None else high
+    value = jnp.minimum(jnp.maximum(x, low), high)
+    if numbers:
+        return with_derivatives(value, (x, (x > low) & (x < high)))
+    ordered = ~(low > high)
+    at_low, at_high = (ordered & (x == bound) & (low != high) for bound in (low, high))
+    of_x = jnp.where(ordered, ~((x < low) | (x > high)), jnp.isnan(x)) - 0.5 * (at_low | at_high)
+    of_low = (ordered & (x < low)) + 0.5 * at_low
+    of_high = (~ordered | (x > high)) + 0.5 * at_high
+    return with_derivatives(value, (x, of_x), (low, of_low), (high, of_high))
+
+
 @register_op("aten.clamp", "aten.clamp_min")
 def clamp(self: Array, low: Any = None, high: Any = None) -> Array:
     """Return self clamped to [low, high].
 
-    At a bound the input gets the gradient, as in torch. Where `low` exceeds `high` the result is `high`.
+    At a bound the input gets the gradient, as in torch before 2.14; see `SHARES_TIES`. Where `low` exceeds `high` the
+    result is `high`.
     """
     dtype = jnp.result_type(*promote(*(x for x in (self, low, high) if x is not None)))
+    numbers = all(bound is None or isinstance(bound, int | float) for bound in (low, high))
     x = jnp.asarray(self, dtype)
     low, high = (None if bound is None else jnp.asarray(bound, dtype) for bound in (low, high))
+    if SHARES_TIES and is_float(dtype):
+        return _clamp_with_shared_ties(x, low, high, numbers=numbers)
     if low is not None and high is not None and is_float(dtype) and (low.ndim or high.ndim):
         value = jnp.minimum(jnp.maximum(x, low), high)
         from_low, from_high = (x < low) & (low < high), (x > high) | (high < low)
         return with_derivatives(value, (x, (x >= low) & (x <= high)), (low, from_low), (high, from_high))
+    if numbers and is_float(dtype):
+        x = jnp.where(jnp.isnan(x), lax.stop_gradient(x), x)
     if low is not None:
         x = jnp.where((x < low) | jnp.isnan(low), low, x)
     if high is not None:
