@@ -338,6 +338,9 @@ def expect_writable(reports: Path | None, *folders: str, **files: Path | None) -
             continue
         if path.is_dir() or not path.name:
             raise UsageError(f"--{name} {path}: expected the path of a file, got a folder")
+        # `--json train.py other.py` would replace the user's script by the results
+        if path.suffix == ".py":
+            raise UsageError(f"--{name} {path}: expected a path for the results, such as results.{name}, got a script")
         if not path.parent.is_dir():
             raise UsageError(f"--{name} {path}: there is no folder {path.parent}; make it first")
         expect_writable_folder(path.parent, f"--{name} {path}")

@@ -25,6 +25,7 @@ def assert_one_line(outcome, *said):
         ("--exam 5", "unrecognized arguments: --exam"),
         ("--json missing/out.json", "--json missing/out.json: there is no folder missing"),
         ("--json .", "--json .: expected the path of a file, got a folder"),
+        ("--json loops.py", "--json loops.py: expected a path for the results, such as results.json, got a script"),
         ("--reports loops.py", "--reports loops.py: loops.py is not a folder"),
         ("--problem loops.py", "--problem must be FILE.py:NAME"),
         ("--problem loops.py:model", "loops.py:model failed: TypeError"),
