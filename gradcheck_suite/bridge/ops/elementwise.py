@@ -74,7 +74,7 @@ def _copysign(x: Array, y: Array) -> Array:
     return jnp.where(x == 0, lax.stop_gradient(flipped), flipped)
 
 
-SHARES_TIES = torch.__version__ >= (2, 14)
+SHARES_TIES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 """Whether equal operands of fmax, and a number and a tensor that bounds it, have half of the gradient each.
 
 Since torch 2.14; a number at a bound that is no tensor then has none. Before, the first operand and the number had all.
@@ -258,10 +258,10 @@ def logit(self: Array, eps: float | None = None) -> Array:
     return with_derivatives(jnp.log(inside / (1 - inside)), (x, slope))
 
 
-def _clamp_with_shared_ties(x: Array, low: Array | None, high: Array | None, *, numbers: bool) -> Array:
+def _clamp_with_shared_ties(x: Array, low: Any, high: Any, *, numbers: bool) -> Array:
     """Return x clamped with the derivatives of torch 2.14; `numbers`: whether no bound is a tensor."""
     if not numbers and (low is None or high is None):
-        return jnp.minimum(x, high) if low is None else jnp.maximum(x, low)
+        return jnp.maximum(x, low) if high is None else jnp.minimum(x, high)
     low = jnp.asarray(-jnp.inf, x.dtype) if low is None else low
     high = jnp.asarray(jnp.inf, x.dtype) if high is None else high
     value = jnp.minimum(jnp.maximum(x, low), high)
