@@ -375,14 +375,11 @@ def _size_fault(e: Evidence, expected: Sequence[Vector], seen: Vector) -> Diagno
 # Naming a fault that depends on the model, from the violated case itself and not from a weight probe.
 
 
-def explain_on_case(e: Evidence, *, is_linear_there: bool) -> Diagnosis | None:
-    """Name a fault that depends on the model, from the case in float64 at parameters that stay where they are.
-
-    Where no run is left to tell linearity on the case, `is_linear_there` says whether the loop was linear on the probe.
-    """
+def explain_on_case(e: Evidence) -> Diagnosis | None:
+    """Name a fault that depends on the model, from the case in float64 at parameters that stay where they are."""
     case = e.instance.case.replace(dtype="float64", optimizer=None)
     if case == e.instance.case:
-        return _at_rest(e, "this very case", is_linear_there=is_linear_there)
+        return _at_rest(e, "this very case")
     window = REFERENCES.get(case, e.instance.users_problem).window(e.window.index)
     recorder, outcome = run_recorded(e.runner, window.reference.instance)
     seen = None if outcome is None else gradient_of_step(outcome, window.reference, e.step)
@@ -394,19 +391,19 @@ def explain_on_case(e: Evidence, *, is_linear_there: bool) -> Diagnosis | None:
             return None
         return e.of_inputs
     place = "the same case in float64" if e.instance.case.dtype != "float64" else "the same case at its start"
-    found = _at_rest(there, place, is_linear_there=is_linear_there)
+    found = _at_rest(there, place)
     return found and replace(found, sentence=f"{found.sentence} (read off {place})")
 
 
-def _at_rest(e: Evidence, place: str, *, is_linear_there: bool) -> Diagnosis | None:
+def _at_rest(e: Evidence, place: str) -> Diagnosis | None:
     """Name a fault from evidence in float64 at parameters that stay where they are; `place` says of which case."""
     if not np.isfinite(e.comparison.observed).all():
         return None
     if found := e.of_inputs:
         return found
     found = e.of_weights
-    if is_linear_there and not e.runner.runs_left:
-        return found
+    # weights that the probe does not show fit a clipped gradient by chance: one run is made to tell, whatever is left
+    e.runner.runs_left = max(e.runner.runs_left, 1)
     if e.small is None:
         return None
     if is_linear(e.comparison.observed, e.small):
@@ -467,9 +464,7 @@ def explain_gradient(e: Evidence) -> Diagnosis:
         return replace(SKIPPED, details=numbers)
     diagnosis = on_probe or not_linear(f"{RIGHT_ON_PROBE}: it is {e.place}")
     if diagnosis.name in UNNAMED:
-        # the other two are given only where the probe's gradient grows with the loss
-        is_linear = on_probe is None or on_probe.name != "not-linear"
-        on_case = stolen_buffer(e.instance) or explain_on_case(e, is_linear_there=is_linear)
+        on_case = stolen_buffer(e.instance) or explain_on_case(e)
         # weights that no fault gives under two plans fit one on a small case by chance
         by_chance = diagnosis.name == "unrecognised-weights" and on_case is not None and is_of_weights(on_case.name)
         diagnosis = diagnosis if on_case is None or by_chance else on_case

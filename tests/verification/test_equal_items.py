@@ -62,3 +62,15 @@ def test_a_loop_that_skips_what_is_equal_is_found_among_drawn_cases(loop, only_l
     assert result.violation.case.distinct_items
     assert result.violation.diagnosis == "dropped-micro-batch"
     assert "takes what is equal to another for a duplicate" in result.violation.explanation
+
+
+def test_clipping_by_norm_is_not_taken_for_a_loop_that_skips_what_is_equal():
+    """Where items repeat the norm is above 1, and where they differ below it; the weights of one case fit by chance."""
+
+    def clips(run):
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+
+    loop = trains(before=lambda run, step: clips(run))
+    for seed in (0, 1):
+        result = verify(loop, assumes=("equal-micro-batches",), examples=30, seed=seed, quiet=True)
+        assert result.violation.diagnosis == "clipped", result.violation.explanation
