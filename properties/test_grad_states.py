@@ -336,7 +336,12 @@ def a_deep_copy_shares_grad(real, self, memo):
     return copied
 
 
-SLOW = ("foreach_forgets_the_last_gradient", "assigning_copies", "clipping_takes_each_norm_by_itself")
+SLOW = (
+    "foreach_forgets_the_last_gradient",
+    "assigning_copies",
+    "clipping_takes_each_norm_by_itself",
+    "zeroing_keeps_the_graph",
+)
 """Faults that are found after seconds."""
 
 

@@ -27,6 +27,7 @@ def test_steps_are_printed_recorded_and_written(run, tmp_path):
     assert record.data["rows"] == [row]
 
 
+@pytest.mark.full
 def test_a_step_that_differs_is_a_finding(run, tmp_path, monkeypatch):
     from studies.optimizers import COUNTERPARTS
 

@@ -120,6 +120,7 @@ def test_steps_end_an_audit_that_only_counts_too():
     assert (result.verdict, result.windows, result.steps) == ("holds", 20, 30)
 
 
+@pytest.mark.full
 def test_windows_of_two_optimizers_are_judged_in_pairs_of_each():
     """One optimizer steps five times as often as the other one, whose loss leads through its parameters."""
 
@@ -147,6 +148,7 @@ def test_windows_of_two_optimizers_are_judged_in_pairs_of_each():
     assert found.violations[0].step > 300
 
 
+@pytest.mark.full
 def test_a_closure_is_judged_again_after_windows_that_were_only_counted():
     model = _classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

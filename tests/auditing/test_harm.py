@@ -623,7 +623,8 @@ def test_the_script_keeps_its_names_arguments_and_folder(tmp_path, capfd, monkey
     assert path.exists()
 
 
-@pytest.mark.parametrize("closes", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.full
+@pytest.mark.parametrize("closes", [False, True])
 def test_a_script_may_put_a_logger_in_place_of_its_standard_error(closes, tmp_path):
     """It has `write` and `flush`, and seldom `isatty`; the audit prints to it where the first one is closed."""
     script, path = tmp_path / "train.py", tmp_path / "r.json"

@@ -66,6 +66,7 @@ def test_attention(causal, mask, scale, grouped):
     assert_exported_agrees(aten.scaled_dot_product_attention.default, args, {"scale": scale, "enable_gqa": grouped})
 
 
+@pytest.mark.full
 @few
 @given(
     dimension=st.integers(-2, 1),

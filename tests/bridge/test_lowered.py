@@ -86,6 +86,7 @@ FORWARDS = (
 )
 
 
+@pytest.mark.full
 def test_what_a_forward_may_do():
     """Exporting and compiling several takes as long as one."""
     models = nn.ModuleList(Of(forward) for forward in FORWARDS)

@@ -117,6 +117,7 @@ def test_a_campaign_refuses_what_it_would_leave_out(option) -> None:
         cut_up("verify", ["zero_", *option])
 
 
+@pytest.mark.full
 def test_another_seed_is_another_campaign() -> None:
     keys = {cut_up("verify", ["zero_", "--seed", seed]).key for seed in ("0", "0", "1")}
     assert len(keys) == 2

@@ -28,7 +28,9 @@ def test_a_sound_port_holds_and_says_which_planted_fault_was_found():
     assert "found, off by" in result.planted
 
 
-@pytest.mark.parametrize(("fault", "place"), FAULTS)
+@pytest.mark.parametrize(
+    ("fault", "place"), [pytest.param(*one, marks=[pytest.mark.full] * (i % 2)) for i, one in enumerate(FAULTS)]
+)
 def test_a_planted_fault_is_found_placed_and_named(fault, place):
     result = judge_function(lambda: decoder_pair(fault), fault)
     first = result.findings[0]

@@ -37,6 +37,7 @@ def test_two_biases_in_one_leaf_hold_and_their_map_is_linear():
     assert {row.leaf: row.how for row in result.map}["outer"] == "linear"
 
 
+@pytest.mark.full
 def test_two_biases_in_one_leaf_step_as_one():
     made: dict[str, Any] = {"torch_optimizer": lambda p: torch.optim.SGD(p, 0.1), "jax_optimizer": optax.sgd(0.1)}
     is_one_finding(verdict(recurrent, merged=True, **made), "update", "gru", "merged-biases")
@@ -57,6 +58,7 @@ def test_a_fault_of_a_convolutional_port(fault, place):
     is_one_finding(verdict(images, fault), "forward", place, fault)
 
 
+@pytest.mark.full
 def test_a_reset_gate_before_the_product():
     is_one_finding(verdict(recurrent, "gru-reset-gate"), "forward", "gru", "gru-reset-gate")
 

@@ -334,6 +334,7 @@ PROBLEM = Problem(
 )
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("without_second_opinion")
 def test_the_battery_runs_beside_a_users_problem():
     result = verify(LONG["keyed modulo 32"][0], problem=PROBLEM, examples=3)

@@ -44,6 +44,7 @@ def _noting(seen, change=lambda gradient: None):
     return loop
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("problem", "dtype"), [(_problem(0.5), "float64"), pytest.param(None, "float16", marks=pytest.mark.full)]
 )

@@ -43,6 +43,7 @@ def seen(monkeypatch):
     return sizes, note
 
 
+@pytest.mark.full
 def test_an_interrupt_keeps_the_smallest_case_so_far(seen):
     sizes, note = seen
     whole = verify(LOOP, examples=30)

@@ -84,6 +84,7 @@ def test_one_sided_derivatives_are_those_of_difference_quotients(side: str) -> N
     assert held > 60
 
 
+@pytest.mark.full
 def test_the_catalogue_follows_torch_at_every_point() -> None:
     """Drawn inputs hit kinks, so the catalogue's JAX side must take torch's derivative there."""
     kinds, planted = {kind.name: kind for kind in KINDS if kind.axes == 0}, []

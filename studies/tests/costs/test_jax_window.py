@@ -64,6 +64,7 @@ def test_a_program_that_takes_the_old_sums_buffer_says_so(mode):
     assert all(gradient.is_deleted() == donated for gradient in before)
 
 
+@pytest.mark.full
 def test_buffers_that_are_not_taken_are_told(monkeypatch):
     """Planted fault: JAX drops an argument whose values nobody reads, and with it the donation."""
     jit = jax.jit
