@@ -53,18 +53,17 @@ def _arguments(command: str) -> Iterator[Sequence[str]]:
     for action in PROGRAM.parser(command)._actions:
         if action.help in (None, argparse.SUPPRESS) or isinstance(action, argparse._HelpAction):
             continue
-        name = action.metavar or action.dest
+        name = action.metavar or (action.dest.upper() if action.option_strings else action.dest)
+        name = " ".join(name) if isinstance(name, tuple) else name
         takes_value = action.option_strings and action.nargs != 0
         names = [f"`{option} {name}`" if takes_value else f"`{option}`" for option in action.option_strings[-1:]]
         short = [f"`{option}`" for option in action.option_strings[:-1]]
-        yield ", ".join([*short, *names] or [f"`{name}`"]), _without_choices(action.help or "")
+        yield ", ".join([*short, *names] or [f"`{name}`"]), _without_choices((action.help or "") % vars(action))
 
 
 def _without_choices(text: str) -> str:
     """Return an option's help without the list of assumptions, which has a table of its own."""
-    return re.sub(r": equal-micro-batches \(.*\)$", "; see [what a loop may assume](#assumptions)", text).replace(
-        "%%", "%"
-    )
+    return re.sub(r": equal-micro-batches \(.*\)$", "; see [what a loop may assume](#assumptions)", text)
 
 
 def exit_statuses() -> str:
