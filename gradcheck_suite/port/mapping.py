@@ -86,6 +86,7 @@ class StateMap:
         offsets: name -> index of its first element in the flat state; tied names have the same.
         size: number of elements of the flat state.
         leaves: origin of each leaf; None for a leaf that is no float array.
+        movable: names of what may have other values than those given; other entries may be tables that a port computes.
     """
 
     def __init__(self, pair: Port, model: JaxModel) -> None:
@@ -102,7 +103,7 @@ class StateMap:
                 size += self.base[name].size
             self.offsets[name] = first[key]
         self.size = size
-        self._movable = movable(pair.module)
+        self.movable = movable(pair.module)
         self._drawn_by_author = pair.load is not None or pair.rebuild is not None
         self.leaves: list[Leaf | None] = self._by_values() if self._drawn_by_author else _by_given_values(self)
         unknown = any(leaf is not None and not leaf.known for leaf in self.leaves)
@@ -114,6 +115,10 @@ class StateMap:
                 self.leaves, self._drawn_by_author = given, False
         if not any(leaf is not None and not leaf.is_constant for leaf in self.leaves):
             raise UsageError("no parameter in common: no element of params has a value of the module's state")
+        # a frozen parameter that no leaf comes from is a table that the port computes, as a buffer may be
+        used, own = self.used(), dict(pair.module.named_parameters(remove_duplicate=False))
+        frozen = [n for n in self.names if n in own and not own[n].requires_grad]
+        self.movable -= {n for n in frozen if not used[self.part(n)].any()}
 
     def flat(self, state: State) -> Array:
         """Return the flat state, (size,)."""
@@ -138,7 +143,7 @@ class StateMap:
 
     def moved(self, seed: int, much: float = 1.0) -> tuple[State, list[Any]]:
         """Return a state away from the initial one, and the leaves of the JAX parameters in float64."""
-        state, loaded = self._drawn(moved(np.random.default_rng(seed), much), self._movable)
+        state, loaded = self._drawn(moved(np.random.default_rng(seed), much), self.movable)
         return state, self.params(state, loaded)
 
     def params(self, state: State, loaded: list[Any] | None = None) -> list[Any]:

@@ -22,7 +22,6 @@ from gradcheck_suite.port.pair import (
     flat_output,
     is_float,
     is_number,
-    movable,
     raised,
     set_state,
 )
@@ -338,7 +337,7 @@ class Sides:
     def _tables(self, program: TorchProgram) -> dict[Any, torch.Tensor]:
         """Return buffers that were computed in float32 and that the port does not load, moved by their rounding."""
         found: dict[Any, torch.Tensor] = {}
-        used, keep = self.map.used(), movable(self.pair.module)
+        used, keep = self.map.used(), self.map.movable
         for name in self.map.names:
             value = self.state[name]
             low = value.astype(np.float32)

@@ -172,3 +172,39 @@ def test_faults_behind_a_fault_are_found_too():
 
     causes = {f.cause for f in judge_function(make, "two faults").findings}
     assert {"eps", "not-loaded"} <= causes
+
+
+class FrozenTable(torch.nn.Module):
+    """As Pegasus and Marian have it: the positions are a parameter without a gradient."""
+
+    def __init__(self, grad: bool) -> None:
+        super().__init__()
+        self.words, self.out = torch.nn.Embedding(7, 4), torch.nn.Linear(4, 4)
+        angles = torch.arange(6.0)[:, None] / torch.tensor([1.0, 100.0])
+        self.places = torch.nn.Parameter(torch.cat([angles.sin(), angles.cos()], 1), requires_grad=grad)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.out(self.words(ids) + self.places[: ids.shape[1]])
+
+
+@pytest.mark.parametrize(("grad", "expected"), [(False, "holds"), (True, "differs")])
+def test_a_frozen_parameter_that_the_port_computes_is_a_table(grad, expected):
+    """Planted fault: the same table, which torch trains and the port does not have."""
+
+    def make() -> dict[str, Any]:
+        torch.manual_seed(0)
+        module = FrozenTable(grad)
+        angles = np.arange(6.0)[:, None] / np.array([1.0, 100.0])
+        table = np.concatenate([np.sin(angles), np.cos(angles)], 1)
+
+        def load(state: dict[str, Any]) -> dict[str, Any]:
+            return {"words": state["words.weight"], "kernel": state["out.weight"].T, "bias": state["out.bias"]}
+
+        def apply(p: Any, ids: Any) -> Any:
+            return (p["words"][ids] + jnp.asarray(table)[: ids.shape[1]]) @ p["kernel"] + p["bias"]
+
+        params = load({name: value.numpy() for name, value in module.state_dict().items()})
+        ids = np.array([[0, 3, 5], [1, 6, 2]])
+        return {"module": module, "apply": apply, "params": params, "load": load, "inputs": (ids,)}
+
+    assert verdict(make).verdict == expected
