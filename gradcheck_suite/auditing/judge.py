@@ -575,9 +575,9 @@ class Judge:
         if any(seen.consumers for seen in window.passes.values()):
             self._removed[optimizer].append(window.keys)
         elif seen_all:
-            return self._violate(OF_SUMS["all reset"], window, where)
+            self._violate(OF_SUMS["all reset"], window, where)
+            return
         self.skipped[window.number] = "the gradients of its parameters were taken away before it"
-        return None
 
     def _are_right(self, window: StepWindow, coefficients: Mapping[Source, float]) -> bool:
         """Return whether the losses weigh their items rightly with unequal coefficients of the passes."""

@@ -570,7 +570,7 @@ class Recorder:
         shapes, memory = {(p.shape, p.dtype, p.device): p for p in own}, {p.data_ptr() for p in own}
         for one in found:
             # no subclass: a fake or a functional tensor of a compiler has no values
-            plain = type(one) in (torch.Tensor, torch.nn.Parameter) and one.layout == torch.strided
+            plain = type(one) in samples.OWN and one.layout == torch.strided
             if not plain or one.is_meta or torch._is_functional_tensor(one):
                 continue
             like = shapes.get((one.shape, one.dtype, one.device)) if one.is_leaf else None
@@ -812,7 +812,10 @@ class Recorder:
         parameter = known.reference()
         hooks = () if parameter is None else (parameter._backward_hooks or {}).values()
         # of a lambda, each time that it is made is another object of the same code
-        last_times, known.times = known.times, max(Counter(id(getattr(h, "__code__", h)) for h in hooks).values())
+        last_times, known.times = (
+            known.times,
+            max(Counter(id(getattr(h, "__code__", h)) for h in hooks).values(), default=0),
+        )
         if 0 < last_times < known.times:
             record.again.add(key)
         known_ratios = ratio[~ratio.isnan()]

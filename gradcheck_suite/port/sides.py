@@ -158,10 +158,13 @@ class Sides:
     def torch_program(self, point: int) -> TorchProgram:
         """Return the torch program of a point."""
         if point not in self._programs:
-            p, pair = self.points[point], self.pair
-            torch.manual_seed(0)
-            self._programs[point] = TorchProgram(pair.module, p.inputs, p.targets, pair.kwargs, self._torch_ends)
+            self._programs[point] = self._recorded(point)
         return self._programs[point]
+
+    def _recorded(self, point: int) -> TorchProgram:
+        p, pair = self.points[point], self.pair
+        torch.manual_seed(0)
+        return TorchProgram(pair.module, p.inputs, p.targets, pair.kwargs, self._torch_ends)
 
     def arguments(self, point: int) -> tuple[Any, Any, Any]:
         """Return leaves, inputs and targets of the JAX side, floats in float64."""
@@ -241,14 +244,12 @@ class Sides:
                 )
 
     def _at_other_state(self, point: int) -> Witness | None:
-        p, pair = self.points[point], self.pair
         state, leaves = self.map.moved(*self._other)
-        set_state(pair.module, state)
+        set_state(self.pair.module, state)
         try:
-            torch.manual_seed(0)
-            program = TorchProgram(pair.module, p.inputs, p.targets, pair.kwargs, self._torch_ends)
+            program = self._recorded(point)
         finally:
-            set_state(pair.module, self.state)
+            set_state(self.pair.module, self.state)
         arguments = (leaves, *self.arguments(point)[1:])
         outs, loss = self.jax_program(point).forward(*arguments)
         return Witness(program, self._numbers(point, arguments, outs, loss), self.bounds(point).outputs)

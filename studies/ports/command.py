@@ -32,6 +32,8 @@ def run(arguments: Namespace) -> int:
     environment.expect_main_job()
     if find_spec("optax") is None:
         raise CannotRunHere("the command ports needs optax: pip install optax")
+    if arguments.page is not None and not (arguments.public and arguments.page.is_file()):
+        raise UsageError(f"--page {arguments.page}: expected a file whose table has the rows of --public")
     parsers.expect_writable(None, json=arguments.json)
     environment.prepare()
     from studies.ports import public

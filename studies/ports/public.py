@@ -26,7 +26,6 @@ from studies.ports.scoreboard import Row
 
 TABLE: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["release"]
 RELEASES = {release["name"]: release for release in TABLE}
-os.environ.update(USE_TF="0", KERAS_BACKEND="jax", HF_HUB_OFFLINE="1", TQDM_DISABLE="1")
 
 
 def lacking(name: str) -> str | None:
@@ -101,6 +100,8 @@ def _picked(out: Any, names: Sequence[str]) -> Any:
 
 
 def _made(build: Callable[..., Any], rows: Mapping[str, Any], variant: str) -> Pair:
+    # the libraries read them when a builder imports them
+    os.environ.update(USE_TF="0", KERAS_BACKEND="jax", HF_HUB_OFFLINE="1", TQDM_DISABLE="1")
     row = rows[variant]
     inputs = _inputs(row["inputs"])
     names, outputs = tuple(inputs), row.get("outputs", ())

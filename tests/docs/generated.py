@@ -108,8 +108,13 @@ def fields_of_json(definition: str) -> str:
     schema = json.loads(_SCHEMA.read_text())["$defs"][definition]
     return table(
         ["key", "type", "meaning"],
-        ([f"`{key}`", _type(one), one.get("description", "")] for key, one in schema["properties"].items()),
+        ([f"`{key}`", _type(one), one.get("description", _choices(one))] for key, one in schema["properties"].items()),
     )
+
+
+def _choices(schema: dict[str, Any]) -> str:
+    *others, last = [f"`{value}`" for value in schema.get("enum", ())] or [""]
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _type(schema: dict[str, Any]) -> str:

@@ -53,7 +53,7 @@ def test_no_fence_is_missed(path):
     [
         ("python", "assert 1 + 1 == 3\n", ""),
         ("pycon", ">>> 1 + 1\n3\n", "Expected:"),
-        ("console", "$ gradcheck-suite --version\ngradcheck-suite version 3\n", "printed:\ngradcheck-suite "),
+        ("console", "$ gradcheck-suite --version\ngradcheck-suite version 3\n", "printed:\ngradcheck-suite 1"),
         ("console", "$ gradcheck-suite doctor\n", "printed:\nversions"),
         ("console", "$ cat my_loop.py\n", "no rule for"),
         ("console", "$ gradcheck-suite bench\n$ echo $?\n0\n", "expected one of"),

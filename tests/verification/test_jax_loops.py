@@ -74,8 +74,7 @@ def observed(loop, plan, dtype="float64"):
     # a compiled loop takes seconds: without `--full` the first one runs
     [
         pytest.param(loop, id=loop.__name__, marks=[pytest.mark.full] * (place > 0))
-        for loops in (SOUND, JAX_MODES.values())
-        for place, loop in enumerate(loops, start=loops is not SOUND)
+        for place, loop in enumerate([*SOUND, *JAX_MODES.values()])
     ],
 )
 def test_a_sound_loop_holds(loop):

@@ -80,3 +80,10 @@ def test_that_bias_is_all_that_differs(bias):
         inputs = [np.asarray(a, np.float64) for a in pair["inputs"]]
         ours, theirs = module(*map(torch.as_tensor, inputs)), pair["apply"](pair["load"](state), *inputs)
     assert (np.abs(ours.numpy() - np.asarray(theirs)).max() < 1e-12) == (bias == 0)
+
+
+@pytest.mark.parametrize("options", [["--public", "--page", "none.md"], ["--page", "README.md"]])
+def test_a_page_is_that_of_the_public_ports(run, options):
+    outcome = run("ports", *options)
+    assert outcome.status == 2
+    assert "expected a file whose table has the rows of --public" in outcome.err
