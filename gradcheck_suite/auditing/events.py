@@ -103,6 +103,7 @@ class StepRecord:
         moved: key of a parameter -> a sample of its change by the step, where nothing at all went backward since the
             last step of the same optimizer.
         passed_by: where no GradScaler takes this step, the scales of those that there are.
+        unwritten: keys of parameters whose `.grad` is the tensor that was last looked at, with nothing written to it.
     """
 
     optimizer: int
@@ -120,6 +121,7 @@ class StepRecord:
     overlapping: list[int] = field(default_factory=list)
     moved: dict[int, Raw] = field(default_factory=dict)
     passed_by: list[float] = field(default_factory=list)
+    unwritten: Sequence[int] = ()
 
     def raws(self) -> list[tuple[Any, Any]]:
         """Return the holders and names of fields that may lie on a device."""

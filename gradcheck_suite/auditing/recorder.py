@@ -940,6 +940,7 @@ class Recorder:
             gradients[key] = None
             if gradient is not None and self._sums:
                 given[key] = gradient
+        before = {key: self.parameters[key].gradient for key in given}
         gradients |= self._taken(given, whole=idle)
         if self._schedules is None and self.passes_seen > 1:
             with contextlib.suppress(Exception):  # no finding is worth the judgement of the sums
@@ -963,6 +964,7 @@ class Recorder:
             steps,
             trainer,
             self._wrapped.get(index, False) or bool(self._late),
+            unwritten=[key for key, was in before.items() if _is_unwritten(was, self.parameters[key].gradient)],
         )
         self._late.clear()
         if step.scale is None:
@@ -977,6 +979,10 @@ class Recorder:
             self._idle[index] = step  # until it has ended: only then is it known whether it has moved anything
         else:
             self._receive(step)
+
+
+def _is_unwritten(was: Any, now: Any) -> bool:
+    return was is not None and was[0] is now[0] and was[1:] == now[1:]
 
 
 def _is_distributed() -> bool:

@@ -448,7 +448,10 @@ class Replay:
 
     def on_step(self, steps: Sequence[StepRecord]) -> StepWindow:
         """Take a step of all ranks."""
+        unwritten: set[int] = set()
         if copies := self._are_copies(steps[0]):
+            # handed over once: the parameter's own `.grad` is another tensor since it was set to None
+            unwritten = {self._copies.get(key, key) for key in steps[0].unwritten}
             steps = [
                 replace(step, gradients={self._copies.get(key, key): now for key, now in step.gradients.items()})
                 for step in steps
@@ -462,6 +465,8 @@ class Replay:
         for key, one in found.items():
             if one.event == WRITTEN:  # what it replaces is in no step
                 self._states[0][key] = State(one.now, dict(one.coefficients))
+            elif one.event in (EDITED, FACTOR) and key in unwritten:
+                found[key] = replace(one, event=SAME, factor=1.0, coefficients={(0, EARLIER): 1.0})
         late = [(rank, key) for rank, key in self._late if key in steps[0].gradients]
         window = StepWindow(
             optimizer, steps[0].call, steps, members, keys, {}, 1.0, None,

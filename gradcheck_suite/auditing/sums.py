@@ -48,6 +48,11 @@ OF_SUMS = {
         "nothing went backward since the last step, and `.grad` is not empty: the gradient of an earlier step is still "
         "in it",
     ),
+    "handed over once": StepFault(
+        "stale-window",
+        "`.grad` is still the tensor of an earlier step, and nothing of this window was handed over",
+        causes=("handed-over",),
+    ),
     "another optimizer's pass": StepFault(
         "stale-window",
         "`.grad` still has the gradient of a backward pass that belonged to another optimizer's step",
@@ -260,8 +265,11 @@ def judge_sums(members: Members, typical_k: int | None, longest: int, stepped_in
 def _judge_others(members: Members) -> Sums | None:
     """Judge what is in `.grad` of earlier windows, or of another optimizer."""
     window = members.window
-    if (stale := _stale_key(window)) is not None:
-        return _fault("earlier window", stale)
+    if stale := _stale_keys(window):
+        # a copy of a parameter lacks the window as long as nobody writes to it
+        of_copies = window.copies and all({i for _, i in window.coefficients[key]} == {EARLIER} for key in stale)
+        some = stale if of_copies and len(stale) < len(window.coefficients) else ()
+        return _fault("handed over once" if of_copies else "earlier window", stale[0], keys=some)
     left = [i for i in members.optional if members.is_in(i)]
     if left and not members.places(left) & members.places(members.own):
         return _fault("another optimizer's pass")
@@ -270,13 +278,13 @@ def _judge_others(members: Members) -> Sums | None:
     return None
 
 
-def _stale_key(window: StepWindow) -> int | None:
-    """Return a parameter in whose `.grad` an earlier window is, None where there is none."""
-    for key, coefficients in window.coefficients.items():
-        for (_, index), c in coefficients.items():
-            if abs(c) > NEGLIGIBLE and (index == EARLIER or 0 <= index < window.before):
-                return key
-    return None
+def _stale_keys(window: StepWindow) -> list[int]:
+    """Return the parameters in whose `.grad` an earlier window is."""
+    return [
+        key
+        for key, coefficients in window.coefficients.items()
+        if any(abs(c) > NEGLIGIBLE and (i == EARLIER or 0 <= i < window.before) for (_, i), c in coefficients.items())
+    ]
 
 
 def _another_stepped_between(window: StepWindow, members: Members) -> bool:

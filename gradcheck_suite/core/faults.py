@@ -209,6 +209,9 @@ _ROWS = (
         causes={
             "average": Remedy("reset once after every step, and leave moving averages to the optimizer"),
             "other-optimizer": Remedy("reset the gradients of this optimizer before its own backward passes"),
+            "handed-over": Remedy(
+                "hand `.grad` over at every step: after `zero_grad` the next backward makes a new tensor"
+            ),
         },
     ),
     _gradient(

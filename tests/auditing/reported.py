@@ -47,6 +47,18 @@ for step in range(4):
     opt.step()
     opt.zero_grad()
 """
+HANDED_OVER = """\
+import copy
+worker = copy.deepcopy(net)
+for step in range(4):
+    worker.load_state_dict(net.state_dict())
+    loss = F.cross_entropy(worker(torch.randn(4, 5)), torch.randint(0, 3, (4,)))
+    worker.zero_grad(set_to_none=TO_NONE)
+    loss.backward()
+    for p, shared in zip(worker.parameters(), net.parameters()):
+        if shared.grad is None: shared.grad = p.grad
+    opt.step()
+"""
 MEAN, SHARE = "(F.cross_entropy(net(x), y) / 3)", "(F.cross_entropy(net(x), y) * len(y) / 12)"
 
 
@@ -265,6 +277,8 @@ for step in range(6):
     opt.zero_grad()
 """,
     ),
+    "sound_handed_over_once": _script("holds", (), "", HANDED_OVER.replace("TO_NONE", "False")),
+    "faulty_handed_over_once": _script("violated", ("stale-window",), "", HANDED_OVER.replace("TO_NONE", "True")),
     "unjudged_optimizer_of_copies": _script(
         "unjudged",
         ("4 calls of backward were seen, and no parameter",),
