@@ -135,8 +135,9 @@ def means_text(w: Weights, wrong: Steps) -> str:
             f"each micro-batch's mean has weight {float(w.per_mean.mean()):.6g}, whatever its count, where sums "
             "are to be added up"
         )
+    added = f" (plus {w.added:g})" if w.added else ""
     short = f", in a window of {len(w.window)}" if len(w.window) != w.accumulation_steps * w.world_size else ""
-    return f"each micro-batch's mean has weight {_share(w)}, whatever its count{short}"
+    return f"each micro-batch's mean has weight {_share(w)}, whatever its count{added}{short}"
 
 
 def _grouped_text(w: Weights, wrong: Steps) -> str:

@@ -18,6 +18,10 @@ from gradcheck_suite.core.results import Weight
 
 WHILE_RIGHT = " alone, while "
 """In an explanation between the parameters that are wrong and those that are right."""
+ADDED = tuple(10.0**-digits for digits in range(2, 13))
+"""What programs add to a count that may be 0."""
+MOST_ADDED = 0.01
+"""Relative difference of means to which one of these comes."""
 Array = npt.NDArray[np.float64]
 
 
@@ -92,8 +96,19 @@ class Weights:
 
     @property
     def per_mean(self) -> Array:
-        """The weight of the means of the micro-batches inside: that of their sums times their counts."""
-        return self.observed[self.inside] * np.array([self.counts[j] for j in self.inside])
+        """The weight of the means of the micro-batches inside: that of their sums times what they are divided by."""
+        return self._per_mean(self.added)
+
+    def _per_mean(self, added: float) -> Array:
+        return self.observed[self.inside] * np.array([self.counts[j] + added for j in self.inside])
+
+    @property
+    def added(self) -> float:
+        """What is added to each count so that none divides by 0, where all means have one weight with it; else 0."""
+        means = self._per_mean(0.0)
+        if not len(means) or not 0 < np.ptp(means) < MOST_ADDED * np.abs(means).max() or self.close(means, means[0]):
+            return 0.0
+        return next((one for one in ADDED if self.close(means := self._per_mean(one), means[0])), 0.0)
 
     @property
     def index(self) -> int | None:

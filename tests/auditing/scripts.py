@@ -608,7 +608,7 @@ loss.backward()""",
         "mean-of-means",
         "4, 2, 7, 3, 5, 3, 6",
         first="mask = torch.arange(len(y)) % 2 == 0",
-        loss='loss = (F.cross_entropy(model(x), y, reduction="none") * mask).sum() / mask.sum()',
+        loss='loss = (F.cross_entropy(model(x), y, reduction="none") * mask).sum() / (mask.sum() + 1e-4)',
         backward=DIVIDED_BACKWARD,
     ),
     # The loss of each micro-batch is added up over chunks, and divided by the micro-batch's own targets.
@@ -1174,7 +1174,7 @@ with toy.autocast():
 masks = [torch.arange(len(y)) % 2 == 0 for _, y in window]
 total = sum(mask.sum() for mask in masks)""",
         batch="(x, y), mask in zip(window, masks, strict=True)",
-        loss='loss = (F.cross_entropy(model(x), y, reduction="none") * mask).sum() / total',
+        loss='loss = (F.cross_entropy(model(x), y, reduction="none") * mask).sum() / (total + 1e-4)',
     ),
     "sound_mean_of_two_losses": sound("*[4] * 9, steps=2", loss=TWO_LOSSES, backward=DIVIDED_BACKWARD),
     "sound_mean_of_unreduced": sound(
