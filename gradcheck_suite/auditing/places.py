@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import compress
@@ -162,7 +162,7 @@ def lines_with(call: str, place: Place) -> list[str]:
     return [line for line, text in lines if call in text.partition("#")[0]][:MOST_LINES]
 
 
-def _is_reset(node: ast.AST) -> bool:
+def is_reset(node: ast.AST) -> bool:
     """Return whether a node may reset a `.grad`: `zero_grad()`, `.grad.zero_()`, `.grad = None`, a product with 0."""
     if isinstance(node, ast.Call):
         name, arguments = ast.unparse(node.func), ast.unparse(ast.Tuple(node.args)).strip("(,)")
@@ -176,34 +176,60 @@ def _is_reset(node: ast.AST) -> bool:
     return False
 
 
-def resets_between(lost: Place, kept: Place, step: Place, *, same_loop: bool) -> list[str]:
-    """Return the lines that may have reset `.grad` between two passes: torch has no hook for a reset in place.
+def is_edit(node: ast.AST) -> bool:
+    """Return whether a node may write something else than 0 to a `.grad`, as clipping does."""
+    if isinstance(node, ast.Call):
+        name = ast.unparse(node.func)
+        edits = "clip_grad" in name or name.endswith("unscale_") or (".grad." in name and name.endswith("_"))
+    else:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        edits = any(isinstance(target, ast.Attribute) and target.attr == "grad" for target in targets)
+    return edits and not is_reset(node)
+
+
+def lines_between(
+    is_one: Callable[[ast.AST], bool], first: Place, last: Place, step: Place, *, same_loop: bool
+) -> list[str]:
+    """Return the lines that may have changed `.grad` between two passes: torch has no hook for a change in place.
 
     Args:
-        lost: the pass whose gradient was reset.
-        kept: the next one; no step came between them.
+        is_one: tells whether a node of the program may be what has changed it.
+        first: the pass before it.
+        last: the pass after it; no step came between them.
         step: after them. What runs together with it, as the reset right after it, has not run between the passes.
         same_loop: whether the innermost `for` loop around the passes has not ended between them.
     """
     found: list[str] = []
-    for file in dict.fromkeys(line.rpartition(":")[0] for line in (*lost.path, *step.path)):
-        numbers = [[int(n) for f, _, n in (x.rpartition(":") for x in p.path) if f == file] for p in (lost, kept, step)]
+    for file in dict.fromkeys(line.rpartition(":")[0] for line in (*first.path, *step.path)):
+        numbers = [
+            [int(n) for f, _, n in (x.rpartition(":") for x in p.path) if f == file] for p in (first, last, step)
+        ]
         try:
             tree = ast.parse("".join(linecache.getlines(file)))
         except SyntaxError:  # a command of the shell in a notebook
             continue
-        lines = {node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt | ast.expr) and _is_reset(node)}
-        suites = (getattr(node, name, None) for node in ast.walk(tree) for name in ("body", "orelse", "finalbody"))
+        nodes = [*ast.walk(tree)]
+        does_it = {
+            node.name
+            for node in nodes
+            if isinstance(node, ast.FunctionDef)
+            and any(map(is_one, ast.walk(node)))
+            and not any(node.lineno <= n <= (node.end_lineno or n) for of in numbers for n in of)
+        }
+        calls = (one for one in nodes if isinstance(one, ast.Call))
+        lines = {one.lineno for one in nodes if isinstance(one, ast.stmt | ast.expr) and is_one(one)}
+        lines |= {one.lineno for one in calls if ast.unparse(one.func).rpartition(".")[2] in does_it}
+        suites = (getattr(node, name, None) for node in nodes for name in ("body", "orelse", "finalbody"))
         for suite in (each for each in suites if isinstance(each, list)):
             of = {n: i for i, one in enumerate(suite) for n in range(one.lineno, (one.end_lineno or one.lineno) + 1)}
-            first, last, stepped = ([of[n] for n in each if n in of] for each in numbers)
+            before, after, stepped = ([of[n] for n in each if n in of] for each in numbers)
             # the innermost statements around the step run together; a module runs once, and a loop that goes on, too
             together = any(not hasattr(suite[i], "body") for i in stepped) or suite is tree.body
-            inside = same_loop and first == last and first and isinstance(suite[first[0]], ast.For)
-            if bool(first) != bool(last) or not (together or inside):
+            inside = same_loop and before == after and before and isinstance(suite[before[0]], ast.For)
+            if bool(before) != bool(after) or not (together or inside):
                 continue
-            a, b = (first[0], last[0]) if first else (0, -1)
-            between = range(a, b + 1) if a <= b or not first else (*range(a, len(suite)), *range(b + 1))
+            a, b = (before[0], after[0]) if before else (0, -1)
+            between = range(a, b + 1) if a <= b or not before else (*range(a, len(suite)), *range(b + 1))
             lines -= {n for n in lines & of.keys() if of[n] not in between}
         found += [f"{file}:{n}" for n in sorted(lines)]
     return found

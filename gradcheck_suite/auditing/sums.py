@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ast
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 
 import numpy as np
 
 from gradcheck_suite.auditing.events import BY_HAND, PassRecord
-from gradcheck_suite.auditing.places import Loop, Place, resets_between
+from gradcheck_suite.auditing.places import Loop, Place, is_edit, is_reset, lines_between
 from gradcheck_suite.auditing.replay import EARLIER, NEGLIGIBLE, UNKNOWN, Seen, Source, StepWindow, near
 from gradcheck_suite.core.text import counted
 
 IF_WANTED = "; if it should be in one, do not reset between it and the step"
 """What to do about a pass that may have been discarded on purpose."""
 
-MOST_RESETS = 3
+MOST_LINES = 3
 """Lines that a sentence names."""
 
 
@@ -73,7 +74,7 @@ OF_SUMS = {
     "not a sum": StepFault(
         "not-linear",
         "the gradient is not a weighted sum of what arrived in the window: something else writes to `.grad` between "
-        "the backward passes (clipping per micro-batch, noise, a shared buffer)",
+        "the backward passes, such as clipping, noise or a shared buffer",
         causes=("between-passes",),
     ),
     "hook": StepFault(
@@ -245,7 +246,7 @@ def judge_sums(members: Members, typical_k: int | None, longest: int, stepped_in
     if window.edit == BY_HAND:
         return Sums(coefficients=_used(window))
     if any(source[1] == UNKNOWN for cs in window.coefficients.values() for source in cs):
-        return _fault("not a sum")
+        return _fault("not a sum", where=_edits(members))
     lost = [i for i in members.required if not members.is_in(i)]
     edited = window.fit if window.edit == "free" else None
     if edited is not None and edited.tells and edited.lost and edited.is_of_copies:
@@ -398,10 +399,22 @@ def _resets(members: Members, lost: Sequence[int]) -> str:
     after = next((seen.records[0] for i, seen in window.passes.items() if i > number), None)
     if after is None or after.reset:
         return f" (`.grad` was reset at {after.reset.line})" if after and after.reset else ""
-    last = window.passes[number].records[0]
-    same_loop = last.loop is not None and last.loop == after.loop
-    lines = resets_between(last.place, after.place, window.step.place, same_loop=same_loop)
-    return f" (`.grad` was reset at {' or '.join(lines)})" if 0 < len(lines) <= MOST_RESETS else ""
+    return _lines(window, number, after, is_reset, "reset")
+
+
+def _edits(members: Members) -> str:
+    """Say where `.grad` may have been edited between the passes."""
+    window, passes = members.window, members.required
+    if len(passes) < 2:
+        return ""
+    return _lines(window, passes[0], window.passes[passes[-1]].records[0], is_edit, "changed")
+
+
+def _lines(window: StepWindow, number: int, after: PassRecord, is_one: Callable[[ast.AST], bool], done: str) -> str:
+    before = window.passes[number].records[0]
+    same_loop = before.loop is not None and before.loop == after.loop
+    lines = lines_between(is_one, before.place, after.place, window.step.place, same_loop=same_loop)
+    return f" (`.grad` was {done} at {' or '.join(lines)})" if 0 < len(lines) <= MOST_LINES else ""
 
 
 def _judge_parameters(members: Members) -> Sums | None:
@@ -413,7 +426,7 @@ def _judge_parameters(members: Members) -> Sums | None:
             lost = [i for i in members.required if any(abs(c) < NEGLIGIBLE for _, c in members.by_parameter[i])]
             keys = [key for key, c in off.items() if abs(c) < NEGLIGIBLE]
             return _fault("last passes", key, keys=keys, where=_resets(members, lost))
-        return _fault("rescaled", key)
+        return _fault("rescaled", key, where=_edits(members))
     # what was set to None after the last pass lacks all passes alike, as what was zeroed there does
     missing = members.missing_parameters()
     if missing or members.window.removed:
@@ -423,7 +436,7 @@ def _judge_parameters(members: Members) -> Sums | None:
         ratios = [a / b for a, b in pairwise(values)]
         listed = ", ".join(f"{ratio:.3g}" for ratio in ratios[:6])
         fault = OF_SUMS["rescaled" if max(ratios) - min(ratios) < 2e-3 * max(ratios) else "not a sum"]
-        sentence = f"{fault.sentence} (factors between the passes: {listed})"
+        sentence = f"{fault.sentence} (factors between the passes: {listed}){_edits(members)}"
         # a running mean rescales the sum on purpose: what the losses weigh together decides
         return Sums(replace(fault, sentence=sentence), coefficients=_used(members.window))
     return None

@@ -646,6 +646,21 @@ for step in range(4):
     opt.step()
 """,
     ),
+    "faulty_clipped_inside": _script(
+        "violated",
+        ("not-linear",),
+        "",
+        """\
+def clip():
+    nn.utils.clip_grad_value_(net.parameters(), 0.001)
+for step in range(4):
+    for i in range(3):
+        (loss_of() / 3).backward()
+        clip()  # each
+    opt.step()
+    opt.zero_grad()
+""",
+    ),
     "faulty_zeroed_together": _script(
         "violated",
         ("reset-inside-window",),

@@ -27,19 +27,20 @@ def test_a_reported_script_is_judged_rightly(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "line"),
+    ("name", "line", "done"),
     [
-        ("faulty_skipped_and_reset", "zero_grad()\n        continue"),
-        ("faulty_most_parameters_reset", ".grad = None"),
-        ("faulty_zeroed_in_place", ".grad.zero_()"),
-        ("faulty_zeroed_together", "_foreach_zero_"),
+        ("faulty_skipped_and_reset", "zero_grad()\n        continue", "reset"),
+        ("faulty_most_parameters_reset", ".grad = None", "reset"),
+        ("faulty_zeroed_in_place", ".grad.zero_()", "reset"),
+        ("faulty_zeroed_together", "_foreach_zero_", "reset"),
+        ("faulty_clipped_inside", "clip()  # each", "changed"),
     ],
 )
-def test_the_line_that_lost_a_gradient_is_named(name, line, tmp_path):
+def test_the_line_that_lost_or_changed_a_gradient_is_named(name, line, done, tmp_path):
     path = tmp_path / f"{name}.py"
     path.write_text(REPORTED[name][0].text)
     number = 1 + path.read_text()[: path.read_text().index(line)].count("\n")
-    assert f"reset at {path}:{number})" in audited(path)[0].violation.explanation
+    assert f"{done} at {path}:{number})" in audited(path)[0].violation.explanation
 
 
 @pytest.mark.parametrize(
