@@ -116,7 +116,7 @@ class _Entries(Values):
             raise one_of(known).refusal(key)
         for key in ("fault", "file", "reason"):
             if not isinstance(value.get(key), str) or not value[key].strip():
-                raise UsageError(f"{key}: expected a text, got {value.get(key)!r} in {value!r}")
+                raise UsageError(f"{key} is no text: expected {self.expected}, got {value!r}")
         for name in sorted(names_of(value["fault"])):
             one_of(FAULTS).checked(name)
         if "line" in value:

@@ -244,8 +244,8 @@ def test_an_entry_is_gone_where_its_file_is_judged_and_sound(project, run):
     ("entry", "said"),
     [
         ({"fault": "wrong-scal", "file": "a.py", "reason": "x"}, "(did you mean 'wrong-scale'?)"),
-        ({"fault": "wrong-scale", "file": "a.py"}, "reason: expected a text, got None"),
-        ({"fault": "wrong-scale", "file": 3, "reason": "x"}, "file: expected a text, got 3"),
+        ({"fault": "wrong-scale", "file": "a.py"}, "reason is no text: expected entries such as {fault"),
+        ({"fault": "wrong-scale", "file": 3, "reason": "x"}, "file is no text: expected entries such as {fault"),
         ({"fault": "wrong-scale", "file": "a.py", "reason": "x", "line": 0}, "expected a positive integer, got 0"),
         ({"fault": "wrong-scale", "file": "a.py", "reason": "x", "lines": 1}, "got 'lines' (did you mean 'line'?)"),
     ],
