@@ -299,7 +299,7 @@ def test_n_x_q_and_html_of_an_audit(script, tmp_path):
     done = command("audit", "-x", "--html", "page.html", script(sound=False), cwd=tmp_path)
     assert "2 steps judged of 2" in done.stderr
     page = (tmp_path / "page.html").read_text()
-    assert "<title>train.py: gradient: stale-window</title>" in page
+    assert "<title>train.py: gradient: stale-window at step 1</title>" in page
     marked = re.findall(r'<tr class="(\w+)"><td class="number">(\d+)</td><td><code>([^<]*)</code>', page)
     source = (tmp_path / "train.py").read_text().splitlines()
     assert {name for name, _, _ in marked} >= {"loss", "step"}
