@@ -207,6 +207,8 @@ PASSES, WEIGHTS, SUMS, STEPS = "backward passes", "weights", "sums", "steps"
 SCHEDULE, AVERAGE = "a schedule of the learning rate", "an average of the parameters"
 NEAR = 0.5
 """Relative difference of an average from its parameter; gradients and other states differ by more."""
+FEWEST = 8
+"""Elements from which on a tensor is near to a parameter by no chance."""
 MOST_AVERAGES = 64
 """Tensors that are watched."""
 
@@ -567,7 +569,8 @@ class Recorder:
         own = [
             p for known in self.parameters.values() if (p := known.reference()) is not None and p.is_floating_point()
         ]
-        shapes, memory = {(p.shape, p.dtype, p.device): p for p in own}, {p.data_ptr() for p in own}
+        shapes = {(p.shape, p.dtype, p.device): p for p in own if p.numel() >= FEWEST}
+        memory = {tensor.data_ptr() for p in own for tensor in (p, p.grad) if tensor is not None}
         for one in found:
             # no subclass: a fake or a functional tensor of a compiler has no values
             plain = type(one) in samples.OWN and one.layout == torch.strided

@@ -277,6 +277,21 @@ for step in range(6):
     opt.zero_grad()
 """,
     ),
+    "sound_gradient_equal_to_its_parameter": _script(
+        "holds",
+        (),
+        "!moves with every micro-batch",
+        """\
+w = nn.Parameter(torch.ones(20))
+opt = torch.optim.SGD([w], lr=0.1)
+for step in range(4):
+    for _ in range(3):
+        (w.square().sum() / 6).backward()
+    opt.step()
+    opt.zero_grad(set_to_none=False)
+""",
+        HEAD,
+    ),
     "sound_handed_over_once": _script("holds", (), "", HANDED_OVER.replace("TO_NONE", "False")),
     "faulty_handed_over_once": _script("violated", ("stale-window",), "", HANDED_OVER.replace("TO_NONE", "True")),
     "unjudged_optimizer_of_copies": _script(
