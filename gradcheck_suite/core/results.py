@@ -302,6 +302,7 @@ class Violation:
         rows = []
         for place, said in notes.items():
             file, _, line = place.rpartition(":")
+            linecache.checkcache(file)  # a notebook may have edited it since, or gone to another folder
             text = linecache.getline(file, int(line)).rstrip() if line.isdigit() else ""
             rows.append((line if file == own else place, text, ", ".join(said)))
         indent = min((len(text) - len(text.lstrip()) for _, text, _ in rows if text), default=0)

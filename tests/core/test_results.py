@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -44,3 +45,12 @@ def test_what_holds():
     assert not Verdict(CASE, VIOLATION).holds
     assert Result("f", 1, 0.0).holds
     assert not Result("f", 1, 0.0, (VIOLATION,)).holds
+
+
+def test_the_lines_shown_are_those_of_the_file_as_it_is_now(tmp_path, monkeypatch):
+    found = replace(VIOLATION, where="my_loop.py:1")
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        (tmp_path / name / "my_loop.py").write_text(f"loss = {name}\n")
+        assert found.words[1] == f"  1 | loss = {name}"

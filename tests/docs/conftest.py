@@ -16,6 +16,7 @@ ENVIRONMENT = ("HYPOTHESIS_STORAGE_DIRECTORY", "JAX_PLATFORMS", "XLA_PYTHON_CLIE
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The working directory; what a page imports, registers and sets is undone."""
+    _forget_modules(tmp_path.parent)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     for name in ENVIRONMENT:
@@ -31,9 +32,13 @@ def folder(tmp_path, monkeypatch):
     opinions = import_module("gradcheck_suite.verification.second_opinion")
     asked = opinions.second_opinion
     monkeypatch.setattr(opinions, "second_opinion", lambda *about, budget_s: asked(*about, budget_s=0))
-    before = set(sys.modules)
     yield tmp_path
-    for name in set(sys.modules) - before:
-        file = getattr(sys.modules[name], "__file__", None)
-        if file is not None and Path(file).is_relative_to(tmp_path):
+    _forget_modules(tmp_path.parent)
+
+
+def _forget_modules(folder):
+    """Forget the modules of a folder, those of other tests included: two pages have a `my_loop` each."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file is not None and Path(file).is_relative_to(folder):
             del sys.modules[name]
