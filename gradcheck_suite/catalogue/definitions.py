@@ -259,6 +259,9 @@ class LossDefinition:
         jax_items: (options, model output of shape (n, *size), batch) -> (n,): each item's summed loss.
         count: (options, batch) -> scalar tensor: the divisor of the mean; by default the target's elements.
         jax_counts: (options, batch) -> (n,): each item's part of the divisor.
+        axes: number of trailing axes that the loss mixes: 0 for one that is a sum over elements, 1 for a sum over
+            positions, where features or classes count as the last axis; None for all axes of an item. The JAX reference
+            makes each element or position an item, so that fewer shapes are compiled.
         maskable: options -> whether a micro-batch without valid targets has a zero gradient rather than 0/0.
         uniform: (signal, options) -> whether every item has the same count.
         drawn: whether the strategies draw this kind.
@@ -272,6 +275,7 @@ class LossDefinition:
     jax_items: JaxLoss
     count: Callable[[Options, Tensors], torch.Tensor] = count_elements
     jax_counts: Callable[[Options, Arguments], jax.Array] = elements_per_item
+    axes: int | None = None
     maskable: Callable[[Options], bool] = lambda options: False
     uniform: Callable[[Signal, Options], bool] = lambda signal, options: True
     drawn: bool = True

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 import torch
 from jax.scipy.special import xlogy
 
@@ -240,7 +241,7 @@ def _kl_counts(options: Options, batch: Arguments) -> jax.Array:
 # Helpers of the implementations, in torch and in JAX
 
 
-def class_axis(array: torch.Tensor | jax.Array) -> int:
+def class_axis(array: torch.Tensor | jax.Array | npt.NDArray[Any]) -> int:
     """Return the axis of an output that holds the classes: the second one of an image, the last one otherwise."""
     return 1 if array.ndim == 4 else -1
 
@@ -690,7 +691,7 @@ def elementwise(
     def jax_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
         return per_item(jax_loss(out, batch["target"], **{option: options[option] for option in choices}))
 
-    return LossDefinition(name, on(*FLOATS, **choices), targets, torch_loss, jax_items)
+    return LossDefinition(name, on(*FLOATS, **choices), targets, torch_loss, jax_items, axes=0)
 
 
 def _over_targets(
@@ -710,6 +711,7 @@ def _over_targets(
         jax_items,
         count_targets,
         targets_per_item,
+        axes=1,
         maskable=ignores_targets,
         uniform=uniform_targets,
     )
@@ -718,7 +720,7 @@ def _over_targets(
 _weighted = partial(
     LossDefinition, count=count_weights, jax_counts=weight_per_item, uniform=lambda signal, options: False
 )
-_per_position = partial(LossDefinition, count=_count_positions, jax_counts=_positions_per_item)
+_per_position = partial(LossDefinition, count=_count_positions, jax_counts=_positions_per_item, axes=1)
 _per_item = partial(LossDefinition, count=count_items, jax_counts=one_per_item)
 
 
@@ -773,6 +775,7 @@ KINDS = (
         _weighted_class_targets,
         _weighted_cross_entropy,
         _weighted_cross_entropy_items,
+        axes=1,
     ),
     LossDefinition(
         "bce_with_logits",
@@ -780,8 +783,9 @@ KINDS = (
         _binary_targets,
         _with_logits,
         _with_logits_items,
+        axes=1,
     ),
-    LossDefinition("bce", on(*FLOATS, weight=(False, True)), _binary_targets, _bce, _bce_items),
+    LossDefinition("bce", on(*FLOATS, weight=(False, True)), _binary_targets, _bce, _bce_items, axes=0),
     _per_position(
         "multilabel_soft_margin",
         on(*ROWS, class_weights=(False, True)),
@@ -804,6 +808,7 @@ KINDS = (
         lambda signal, o, rng, ignored: {"target": rng.poisson(1.5, (len(ignored), *signal.size)).astype(np.float64)},
         _poisson_nll,
         _poisson_nll_items,
+        axes=0,
     ),
     LossDefinition(
         "gaussian_nll",
@@ -815,6 +820,7 @@ KINDS = (
         _gaussian_targets,
         _gaussian_nll,
         _gaussian_nll_items,
+        axes=1,
     ),
     elementwise(
         "hinge_embedding",
@@ -835,6 +841,7 @@ KINDS = (
         class_targets,
         _multi_margin,
         _multi_margin_items,
+        axes=1,
     ),
     _per_item(
         "cosine_embedding",
@@ -853,7 +860,12 @@ KINDS = (
         _triplet_items,
     ),
     LossDefinition(
-        "margin_ranking", on(*FLOATS, margin=(0.0, 0.5)), _with_other(sign_targets), _ranking, _ranking_items
+        "margin_ranking",
+        on(*FLOATS, margin=(0.0, 0.5)),
+        _with_other(sign_targets),
+        _ranking,
+        _ranking_items,
+        axes=0,
     ),
     elementwise("mse_and_l1", _mse_and_l1, lambda out, target: (out - target) ** 2 + SECOND * absolute(out - target)),
     _over_targets("cross_entropy_and_z", _with_z_loss, _with_z_loss_items, ignore_index=(False, True)),

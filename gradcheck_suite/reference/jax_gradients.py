@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcheck_suite.catalogue.definitions import Arguments, Arrays, Signal, feature_axis
+from gradcheck_suite.catalogue.losses import class_axis
 from gradcheck_suite.catalogue.tables import (
     extra_keys,
     input_signal,
@@ -27,7 +28,7 @@ from gradcheck_suite.core.case import Layer, Loss, ProblemSpec, Tie
 from gradcheck_suite.reference import programs
 from gradcheck_suite.reference.programs import ProgramRequest, to_numpy
 
-ROWS = {None: 48, 1: 576, 0: 1024}
+ROWS = {None: 48, 1: 576, 0: 1920}
 """The smallest leading dimension of a program, by how many trailing axes its layer mixes (`LayerDefinition.axes`)."""
 
 
@@ -284,6 +285,16 @@ def _loss_program(loss: Loss) -> Any:
     return terms
 
 
+def parts_as_items(array: npt.NDArray[Any], axes: int | None, *, has_classes: bool) -> npt.NDArray[Any]:
+    """Return an array of a loss with each element or position as an item of its own, as `LossDefinition.axes` says."""
+    if axes is None:
+        return array
+    if axes == 0 or not has_classes:
+        return array.reshape(-1)
+    last = np.moveaxis(array, class_axis(array), -1)
+    return last.reshape(-1, last.shape[-1])
+
+
 class Objective:
     """The loss of every window: `objective` for each, and its gradient by the model's output.
 
@@ -294,23 +305,26 @@ class Objective:
     def __init__(self, loss: Loss) -> None:
         options = tuple(option for option in loss.options if option[0] != "reduction")
         self.key, self.program = ("losses", loss.kind, options), _loss_program(loss)
-        self.mean = loss.reduction == "mean"
+        self.mean, self.axes = loss.reduction == "mean", loss_definition(loss).axes
         self._requests: dict[Any, ProgramRequest] = {}
 
     def request(self, windows: Windows, size: tuple[int, ...]) -> ProgramRequest:
         """Return the request for the program on the rows of these windows; `size` is that of an item's output."""
         found = self._requests.get(windows.rows)
         if found is None:
-            out = np.broadcast_to(0.0, (windows.rows, *size))
-            found = self._requests[windows.rows] = ProgramRequest.of(
-                self.key, self.program, out, self._targets(windows)
-            )
+            arguments = self._fold(np.broadcast_to(0.0, (windows.rows, *size))), self._targets(windows, 1 + len(size))
+            found = self._requests[windows.rows] = ProgramRequest.of(self.key, self.program, *arguments)
         return found
 
     def gradients(self, windows: Windows, out: npt.NDArray[Any]) -> tuple[list[float], npt.NDArray[Any]]:
         """Return each window's loss, and the gradient by the model's output, (rows, *size)."""
         request = self.request(windows, out.shape[1:])
-        items, counts, into_out = to_numpy(programs.PROGRAMS.run(request, out, self._targets(windows)))
+        found = programs.PROGRAMS.run(request, self._fold(out), self._targets(windows, out.ndim))
+        items, counts, into_out = to_numpy(found)
+        if self.axes is not None:
+            positions = out[0].size // (1 if self.axes == 0 else out.shape[class_axis(out)])
+            items, counts = (a[: len(out) * positions].reshape(len(out), -1).sum(axis=1) for a in (items, counts))
+            into_out = self._unfold(into_out, out)
         # padding contributes nothing, also where an infinite derivative makes 0 * inf = NaN
         losses, gradient = [], np.zeros_like(into_out)
         with np.errstate(all="ignore"):  # as in XLA
@@ -320,9 +334,20 @@ class Objective:
                 gradient[span] = into_out[span] / divisor
         return losses, gradient
 
-    @staticmethod
-    def _targets(windows: Windows) -> Arrays:
-        return {name: windows.batch[name] for name in _TARGET_KEYS if name in windows.batch}
+    def _targets(self, windows: Windows, axes: int) -> Arrays:
+        """Return the loss's arrays; `axes` is the number of axes of the model's output."""
+        found = {name: windows.batch[name] for name in _TARGET_KEYS if name in windows.batch}
+        return {name: self._fold(array, has_classes=array.ndim == axes) for name, array in found.items()}
+
+    def _fold(self, array: npt.NDArray[Any], *, has_classes: bool = True) -> npt.NDArray[Any]:
+        folded = parts_as_items(array, self.axes, has_classes=has_classes)
+        return array if self.axes is None else pad_rows(folded, padded_rows(len(folded), 0))
+
+    def _unfold(self, folded: npt.NDArray[Any], like: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        if self.axes == 0:
+            return folded[: like.size].reshape(like.shape)
+        last = np.moveaxis(like, class_axis(like), -1).shape
+        return np.moveaxis(folded[: like.size // last[-1]].reshape(last), -1, class_axis(like))
 
 
 # The large-batch gradient in JAX.

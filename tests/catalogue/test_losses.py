@@ -21,7 +21,7 @@ from gradcheck_suite.catalogue.definitions import LossDefinition, Options, Signa
 from gradcheck_suite.catalogue.losses import IGNORE_INDEX
 from gradcheck_suite.catalogue.tables import LOSSES
 from gradcheck_suite.core.case import REDUCTIONS, Loss
-from gradcheck_suite.reference.jax_gradients import objective
+from gradcheck_suite.reference.jax_gradients import objective, parts_as_items
 from gradcheck_suite.reference.programs import Programs
 
 RELATIVE = 1e-12
@@ -247,6 +247,16 @@ def test_torch_and_jax_agree(kind, default):
 def test_parts_add_up_to_the_whole(example):
     for reduction in REDUCTIONS:
         assert_splits(example, reduction)
+
+
+@each_example
+def test_parts_of_an_item_are_items_where_the_definition_says_so(example):
+    out, arrays, axes = example.out(), example.arrays(), example.kind.axes
+    parts = {n: parts_as_items(a, axes, has_classes=a.ndim == out.ndim) for n, a in arrays.items()}
+    batch = {name: torch.from_numpy(array) for name, array in parts.items()}
+    value, _ = example.torch(parts_as_items(out, axes, has_classes=True), batch, "sum")
+    assert_close(value, example.torch(out, example.batch(), "sum")[0], "sum, value, parts against items")
+    assert example.count(batch) == pytest.approx(example.count(example.batch()), rel=RELATIVE)
 
 
 @each_example
