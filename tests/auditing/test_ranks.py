@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -161,9 +162,12 @@ def test_ranks_that_shells_of_their_own_start_are_judged_together(tmp_path, scri
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("name", [name for name in ON_TWO_RANKS if name not in ("dying", "faulty_each_rank_alone")])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*zip(sorted(ON_TWO_RANKS.keys() - {"dying", "faulty_each_rank_alone"}), itertools.cycle(("float32", "float64")))],
+)
 def test_a_script_of_two_ranks_gets_the_verdict_that_is_true_of_it(name, dtype, tmp_path, scripts):
+    """Each script in one of the dtypes: every run starts two processes, which takes ten seconds of computing."""
     _expect(name, *audited_on_two_ranks(scripts / "ranks" / f"{name}.py", tmp_path / "r.json", dtype))
 
 
