@@ -71,6 +71,5 @@ def test_clipping_by_norm_is_not_taken_for_a_loop_that_skips_what_is_equal():
         torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
 
     loop = trains(before=lambda run, step: clips(run))
-    for seed in (0, 1):
-        result = verify(loop, assumes=("equal-micro-batches",), examples=30, seed=seed, quiet=True)
-        assert result.violation.diagnosis == "clipped", result.violation.explanation
+    result = verify(loop, assumes=("equal-micro-batches",), examples=30, quiet=True)
+    assert result.violation.diagnosis == "clipped", result.violation.explanation
