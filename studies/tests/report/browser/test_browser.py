@@ -204,7 +204,7 @@ def test_a_link_opens_a_claim_and_a_violation(open_page):
     page.wait_for_selector("#claims.current")
     assert page.evaluate("document.activeElement.id") == "claims/C2.5"
     violations = open_page(hash_="#violations")
-    violations.locator("#violations .list a").click()
+    violations.locator("#violations .list a").first.click()
     _until(violations, "document.activeElement.className === 'violation'")
 
 
