@@ -67,18 +67,7 @@ def test_every_claim_is_tested():
     "number", [pytest.param(number, marks=[pytest.mark.full] * (number in SLOW)) for number in VERDICTS]
 )
 def test_a_claim_comes_to_its_verdict(number):
-    assert_verdict(number)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("number", SLOW)
-def test_a_claim_comes_to_its_verdict_over_all_its_cases(number):
-    assert_verdict(number)
-
-
-def assert_verdict(number: str) -> None:
-    """Fail unless a claim comes to its verdict, with figures, its own sentence, and where refuted a counterexample."""
-    __tracebackhide__ = True
+    """It has figures, its own sentence, and where refuted a counterexample."""
     finding = CLAIMS[number].check()
     assert_equal(what="verdict", observed=finding.verdict, expected=VERDICTS[number], case=number)
     assert finding.figures, f"{number}: a claim needs figures"
