@@ -279,7 +279,9 @@ def is_array(leaf: Any) -> bool:
 
 def _path(keys: Sequence[Any]) -> str:
     parts = [str(next(getattr(k, a) for a in ("key", "name", "idx") if hasattr(k, a))) for k in keys]
-    return ".".join(p for p in parts if p != "value")
+    # flax nnx keeps an array as the attribute `value` of its variable; a module may have that name as well
+    is_variable = parts[1:] and parts[-1] == "value" and isinstance(keys[-1], jax.tree_util.GetAttrKey)
+    return ".".join(parts[:-1] if is_variable else parts)
 
 
 def flat_output(out: Any) -> list[Any]:
