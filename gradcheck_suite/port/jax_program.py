@@ -30,6 +30,8 @@ INLINE = frozenset(
 )
 CUSTOM = frozenset(["custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"])
 RANDOM = frozenset(["random_bits", "threefry2x32", "random_seed", "random_split", "rng_bit_generator"])
+TABLE_MARGIN = 16.0
+"""Units roundoff by which a number of a table may be off that was computed in float32."""
 DIGITS = 6
 """Significant digits up to which a float32 number is taken for the decimal that its author wrote."""
 
@@ -77,18 +79,40 @@ def meant(value: Array) -> tuple[Array, Array]:
     return np.where(plain, short, wide), ~plain & np.isfinite(wide)
 
 
+def table(value: Any) -> tuple[Array, Array] | None:
+    """Return the numbers of a float32 table, also of one that is kept in float64, as they were meant, and a move.
+
+    The move of each number, with a random sign, is as many units roundoff as its rounding may have cost, times the
+    largest number: sines of rounded positions are off by more than one, and by the more the larger the position is.
+    None is returned where nothing is rounded.
+    """
+    wide = np.asarray(value)
+    low = wide if _is_low(wide) else wide.astype(np.float32)
+    if not _is_low(wide) and not (wide.ndim and np.array_equal(low, wide)):
+        return None
+    number, rounded = meant(low)
+    if not rounded.any():
+        return None
+    largest = np.abs(number[rounded]).max()
+    units = np.full(number.shape, TABLE_MARGIN)
+    if number.ndim and largest <= 1:
+        axis = int(np.argmax(number.shape))
+        units += 2 * np.arange(number.shape[axis]).reshape([-1 if d == axis else 1 for d in range(number.ndim)])
+    sign = np.where(np.random.default_rng(number.size).random(number.shape) < 0.5, -1.0, 1.0)
+    return number, units * largest * sign * rounded
+
+
 class Interpreter:
     """Evaluates a jaxpr.
 
     Args:
         custom: whether functions with a rule for their derivative are entered; the rule is then not used.
-        shift: scalar by which rounded numbers are moved, relative to the largest of their array.
+        shift: unit roundoff by which rounded numbers are moved.
         lift: whether lower dtypes become float64.
     """
 
     def __init__(self, *, custom: bool, shift: Any = 0.0, lift: bool = True) -> None:
         self._custom, self._shift, self._lift = custom, shift, lift
-        self._count = 0
         self.rounded = False
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], eps: Any = None) -> tuple[list[Any], Any]:
@@ -114,15 +138,16 @@ class Interpreter:
         return [read(v) for v in jaxpr.outvars], records
 
     def _constant(self, value: Any) -> Any:
-        if not self._lift or not _is_low(value) or isinstance(value, jax.core.Tracer):
+        is_plain = not hasattr(value, "dtype") or isinstance(value, jax.core.Tracer)
+        if not self._lift or is_plain or not (_is_low(value) or value.dtype == np.float64):
             return _up(value) if self._lift else value
-        number, rounded = meant(np.asarray(value))
-        if not rounded.any():
-            return number if number.ndim else np.float64(number)
+        found = table(value)
+        if found is None:
+            number = meant(np.asarray(value))[0] if _is_low(value) else value
+            return number if np.ndim(number) else np.float64(number)
         self.rounded = True
-        self._count += 1
-        sign = np.where(np.random.default_rng(self._count).random(number.shape) < 0.5, -1.0, 1.0)
-        return number + self._shift * np.abs(number[rounded]).max() * sign * rounded
+        number, move = found
+        return number + self._shift * move
 
     def _equation(self, eqn: Any, values: list[Any], eps: Any) -> tuple[list[Any], Any]:
         name, inner = eqn.primitive.name, _inside(eqn, self._custom)

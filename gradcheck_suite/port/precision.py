@@ -15,7 +15,7 @@ from gradcheck_suite.port.jax_program import LOW, equations_in, line_of
 from gradcheck_suite.port.matching import array, outputs_error
 from gradcheck_suite.port.pair import default_dtype, flat_output, is_float
 from gradcheck_suite.port.search import Repairs
-from gradcheck_suite.port.sides import Sides
+from gradcheck_suite.port.sides import RESOLUTION, Sides
 from gradcheck_suite.port.torch_program import as_tensor
 
 MUCH = 8.0
@@ -40,12 +40,15 @@ def precision_findings(sides: Sides, dtype: str) -> Iterator[tuple[str, float, f
     point, program = sides.points[0], sides.jax_program(0)
     exact = Repairs().run(sides.torch_program(0)).outs
     if dtype == "float64":
+        before = outputs_error(exact, sides.jax_run(0).outs)
+        if sides.bounds(0).rounded and before > RESOLUTION:
+            yield "a table of numbers is rounded to float32 on one side at least", before, RESOLUTION, None
         if not program.is_low or program.random:
             return
         leaves, inputs, targets = sides.arguments(0)
         written = program.as_written(leaves, inputs, targets)
         off, allowed = outputs_error(exact, written), sides.bounds(0).outputs
-        if off > max(allowed, outputs_error(exact, sides.jax_run(0).outs)):
+        if off > max(allowed, before):
             lines = _low_lines(program.jaxpr, np.dtype("float64"))
             yield (
                 f"the port computes in a lower precision than float64{_at(lines)}",

@@ -12,7 +12,7 @@ import torch
 
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.port.jax_program import LOW, JaxProgram, JaxRun, meant
+from gradcheck_suite.port.jax_program import LOW, TABLE_MARGIN, JaxProgram, JaxRun, table
 from gradcheck_suite.port.mapping import StateMap
 from gradcheck_suite.port.matching import Side, array, outputs_error
 from gradcheck_suite.port.number_sets import Array, error, turn
@@ -33,8 +33,6 @@ RESOLUTION = 1e-9
 forms that are equal but for a threshold, as torch's softplus beyond 20, differ by 1e-10."""
 MARGIN = 64.0
 """Multiple of the effect of one rounding of every parameter and input that all further roundings are taken for."""
-TABLE_MARGIN = 16.0
-"""Rounding errors of a table that was computed in float32: sines of positions are off by more than one."""
 
 
 @dataclass
@@ -276,6 +274,9 @@ class Sides:
             self._runs.clear()
         floats = [(array(o), r) for o, r in zip(outs, run.outs, strict=False) if o.is_floating_point()]
         if floats and all(np.isnan(o).all() for o, _ in floats):
+            empty = [(i, np.shape(x)) for i, x in enumerate(self.pair.inputs) if not np.size(x)]
+            if empty:
+                raise UsageError("input {} is empty, of shape {}: expected at least one row".format(*empty[0]))
             both = "both sides are" if all(np.isnan(r).all() for _, r in floats) else "the torch side is"
             raise UsageError(f"{both} NaN at the given inputs: expected numbers to compare")
 
@@ -303,13 +304,16 @@ class Sides:
             moved, others = self.slopes(program, Repairs(), tables)
             self._add(bounds, outputs_error(base.outs, moved.outs), slopes, others, 1.0)
             bounds.rounded = True
-        if self.jax_program(point).rounded:
-            shift = TABLE_MARGIN * UNIT_ROUNDOFF["float32"]
-            shifted = self.jax_program(point).run(*self.arguments(point), shift=shift)
+        unit = UNIT_ROUNDOFF["float32"]
+        constant = {i: table(self.leaves[i]) for i, leaf in enumerate(self.map.leaves) if leaf and leaf.is_constant}
+        kept = {i: self.leaves[i] + unit * found[1] for i, found in constant.items() if found is not None}
+        if kept or self.jax_program(point).rounded:
+            leaves = [kept.get(i, leaf) for i, leaf in enumerate(self.leaves)]
+            shifted = self.jax_program(point).run(leaves, *self.arguments(point)[1:], shift=unit)
             worst = max((error(b, a) for a, b in zip(run.outs, shifted.outs, strict=True)), default=0.0)
             loss = abs(shifted.loss - run.loss) / max(abs(run.loss), 1e-300)
             before, after = self.pulled(run.gradients), self.pulled(shifted.gradients)
-            self._add(bounds, max(worst, loss) + shift, before, after, 1.0)
+            self._add(bounds, max(worst, loss) + TABLE_MARGIN * unit, before, after, 1.0)
             bounds.rounded = True
         return bounds
 
@@ -336,19 +340,14 @@ class Sides:
         return found
 
     def _tables(self, program: TorchProgram) -> dict[Any, torch.Tensor]:
-        """Return buffers that were computed in float32 and that the port does not load, moved by their rounding."""
-        found: dict[Any, torch.Tensor] = {}
-        used, keep = self.map.used(), self.map.movable
-        for name in self.map.names:
-            value = self.state[name]
-            low = value.astype(np.float32)
-            if name in keep or used[self.map.part(name)].any() or not np.array_equal(low, value):
-                continue
-            _, rounded = meant(low)
-            if rounded.any():
-                sign = np.where(np.random.default_rng(value.size).random(value.shape) < 0.5, -1.0, 1.0)
-                step = TABLE_MARGIN * UNIT_ROUNDOFF["float32"] * np.abs(value).max() * sign * rounded
-                found["state", name] = torch.as_tensor(value + step)
+        """Return tables of torch's that were computed in float32 and that the port does not load, moved by that."""
+        used, found = self.map.used(), {}
+        for (kind, name), value in program.leaves().items():
+            free = kind == "state" and name in self.map.names and name not in self.map.movable
+            if kind == "constant" or (free and not used[self.map.part(name)].any()):
+                rounded = table(value.numpy()) if value.dtype == torch.float64 else None
+                if rounded is not None:
+                    found[kind, name] = value + torch.as_tensor(UNIT_ROUNDOFF["float32"] * rounded[1])
         return found
 
     # gradients

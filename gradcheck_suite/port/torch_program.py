@@ -32,8 +32,8 @@ class Ref:
     """A tensor of a program.
 
     Attributes:
-        kind: `state`, `input` or `target`, or the index of the call that returns it.
-        index: name in the state, place among the inputs or targets, or place among the call's results.
+        kind: `state`, `input`, `target` or `constant`, or the index of the call that returns it.
+        index: name in the state, place among those of its kind, or place among the call's results.
     """
 
     kind: Any
@@ -141,6 +141,7 @@ class _Recorder(TorchDispatchMode):
         self._keys: dict[Any, Ref] = {}
         self._kept: list[Any] = []
         self._writes: dict[int, list[int]] = {}
+        self.constants: dict[Any, torch.Tensor] = {}
         for (kind, index), tensor in leaves.items():
             self._note(tensor, Ref(kind, index))
 
@@ -151,11 +152,15 @@ class _Recorder(TorchDispatchMode):
             self._keys[_key(tensor)] = ref
 
     def ref(self, tensor: torch.Tensor) -> Any:
-        """Return the reference of a tensor; one from elsewhere is a constant."""
+        """Return the reference of a tensor; one from elsewhere, as of a buffer that is not saved, is a constant."""
         found = self._ids.get(id(tensor))
         if found is None and tensor.numel():
             found = self._keys.get(_key(tensor))
-        return tensor.detach().clone() if found is None else found
+        if found is None:
+            found = Ref("constant", len(self.constants))
+            self.constants["constant", found.index] = tensor.detach().clone()
+            self._note(tensor, found)
+        return found
 
     def writers(self, tensor: torch.Tensor, ref: Any) -> list[Ref]:
         """Return the calls that wrote into a tensor's memory after the call that made it."""
@@ -363,6 +368,7 @@ class TorchProgram:
         tensors = [t for t in flat_output(kept) if isinstance(t, torch.Tensor)]
         self.outs = [self._recorder.ref(t) for t in tensors]
         self.loss = self._recorder.ref(loss)
+        self.given |= self._recorder.constants
         self.mutates = any(c.mutates for c in self.calls)
         self.ends = [r for r in (*self.outs, self.loss) if isinstance(r, Ref)]
         self.ends += [w for t, r in zip(tensors, self.outs, strict=True) for w in self._recorder.writers(t, r)]
