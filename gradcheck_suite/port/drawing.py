@@ -13,17 +13,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from hypothesis import HealthCheck, Phase, errors, given, seed, settings
 from hypothesis import strategies as st
 
 from gradcheck_suite.core.options import PortOptions
 from gradcheck_suite.port.number_sets import Array
 from gradcheck_suite.port.sides import Point
+from gradcheck_suite.port.torch_program import LOSS, TorchProgram, TorchRun, as_tensor
 
 KINDS = ("given", "other", "narrow", "wide", "ends")
 """What drawn numbers are: the given ones, others like them, close together, twice as large, or at the ends of their
 range."""
 SHOWN = 8
+BINDING_DRAWS = 60
+"""Inputs that are drawn to find some at which a hinge of the loss binds."""
 
 
 def _is_symmetric(value: Array) -> bool:
@@ -165,6 +169,59 @@ def drawn_point(base: Point, plan: Plan) -> Point:
     inputs = tuple(resampled(_resized(x, axes), rng, kind) for x in base.inputs)
     targets = tuple(resampled(_resized(x, axes), rng, "given" if kind == "given" else "other") for x in base.targets)
     return Point(inputs, targets)
+
+
+def one_sided(program: TorchProgram, runs: Sequence[TorchRun]) -> list[int]:
+    """Return the hinges of a loss, `max(x, 0)`, that are above zero at no element of any run, or at all of them."""
+    found = []
+    for index, call in enumerate(program.calls):
+        is_limit = call.name in ("clamp", "clamp_min") and call.args[1:] == (0,)
+        if index in program.needed and call.path == LOSS and (is_limit or call.name == "relu"):
+            above = torch.cat([run.get(call.refs[0]).reshape(-1) > 0 for run in runs])
+            if bool(above.all()) or not bool(above.any()):
+                found.append(index)
+    return found
+
+
+def binding_points(base: Point, program: TorchProgram, others: Sequence[Point], seed_: int) -> list[Point]:
+    """Return inputs at which the hinges of a loss are on the side on which they are at none of the given ones."""
+
+    def run(point: Point) -> TorchRun:
+        given = {("input", i): as_tensor(x) for i, x in enumerate(point.inputs)}
+        given |= {("target", i): as_tensor(x) for i, x in enumerate(point.targets)}
+        leaves = program.leaves()
+        return program.run({}, leaves | {k: v for k, v in given.items() if k in leaves})
+
+    runs, found, rng = [run(p) for p in (base, *others)], list[Point](), np.random.default_rng(seed_)
+    left = one_sided(program, runs)
+    for number in range(BINDING_DRAWS if left else 0):
+        point = _scaled(base, rng, number)
+        runs.append(run(point))
+        if len(still := one_sided(program, runs)) < len(left):
+            found.append(point)
+            left = still
+        else:
+            runs.pop()
+        if not left:
+            break
+    return found
+
+
+def _scaled(base: Point, rng: np.random.Generator, number: int) -> Point:
+    """Return other inputs: those of one shape exchanged, and real numbers of another size and sign."""
+    kinds: dict[Any, list[int]] = {}
+    for i, x in enumerate(base.inputs):
+        kinds.setdefault((np.shape(x), str(getattr(x, "dtype", type(x)))), []).append(i)
+    inputs = list(base.inputs)
+    for places in kinds.values():
+        for i, k in zip(places, rng.permutation(places), strict=True):
+            inputs[i] = base.inputs[k]
+    size = (1.0, -1.0, 0.1, 10.0, -10.0, 0.01)[number % 6]
+    for i, x in enumerate(inputs):
+        new = resampled(x, rng)
+        is_real = hasattr(x, "dtype") and np.asarray(x).dtype.kind == "f" and np.any(x != np.round(x))
+        inputs[i] = (size * new).astype(new.dtype) if is_real and np.any(np.asarray(x) < 0) else new
+    return Point(tuple(inputs), tuple(resampled(x, rng) for x in base.targets))
 
 
 def described(point: Point) -> tuple[str, ...]:

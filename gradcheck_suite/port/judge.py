@@ -20,7 +20,7 @@ from gradcheck_suite.core.text import counted, suggestion
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.port.causes import CAUSES, meaning
 from gradcheck_suite.port.changes import Hypothesis
-from gradcheck_suite.port.drawing import resampled, smallest_difference
+from gradcheck_suite.port.drawing import binding_points, resampled, smallest_difference
 from gradcheck_suite.port.families import FAMILIES, reordered
 from gradcheck_suite.port.gradients import place_gradient, stops, wrong_gradients
 from gradcheck_suite.port.mapping import StateMap
@@ -123,6 +123,8 @@ class Judge:
         for kind in ("other", "narrow"):
             inputs = tuple(resampled(x, rng, kind) for x in base.inputs)
             self.sides.points.append(Point(inputs, tuple(resampled(x, rng) for x in base.targets)))
+        if self.pair.torch_loss is not None:
+            self.sides.points += binding_points(base, self.sides.torch_program(0), self.sides.points[1:], self._seed)
         self.notes += self.sides.notes
 
     def _add(self, kind: Kind, place: str | None, cause: str, words: str, after: str = "", **more: Any) -> None:
