@@ -16,11 +16,19 @@ import torch
 
 from gradcheck_suite.port.changes import Hypothesis, of_operand, of_result, other_operand
 from gradcheck_suite.port.matching import array
-from gradcheck_suite.port.mistakes import NORMS, REDUCING, is_activation, mistakes, smoothed
+from gradcheck_suite.port.mistakes import BASES, NORMS, REDUCING, is_activation, mistakes, smoothed
 from gradcheck_suite.port.number_sets import aligned
 from gradcheck_suite.port.search import Family, Found, Search
 from gradcheck_suite.port.torch_program import LOSS, Call, Change, Ref, TorchProgram, fill, flat
-from gradcheck_suite.port.transforms import PERMUTING, Transform, exchanges, functions, signs, transforms
+from gradcheck_suite.port.transforms import (
+    PERMUTING,
+    Transform,
+    exchanges,
+    functions,
+    signs,
+    swapped_blocks_of,
+    transforms,
+)
 
 ARITHMETIC = ("add", "mul", "div", "sub", "rsub")
 
@@ -133,8 +141,11 @@ def _gates_of(place: int, at: tuple[int, int], bias: Any, state: Any, weight: An
 
 
 def skipped(search: Search, place: int) -> Iterator[Hypothesis]:
-    """Yield that the call, or one that makes an operand, is left out."""
+    """Yield that the call, or one that makes or moves an operand, is left out."""
     yield from _left_out(search, place)
+    status = search.matching.status
+    for index in search.read_by([place], 6, lambda i: status[i] is None):
+        yield from _left_out(search, index)
     for _, ref in search.positions(place):
         for source in search.matching.sources(ref):
             if isinstance(source.kind, int):
@@ -142,7 +153,7 @@ def skipped(search: Search, place: int) -> Iterator[Hypothesis]:
 
 
 def _left_out(search: Search, index: int) -> Iterator[Hypothesis]:
-    run, call = search.matching.run, search.program.calls[index]
+    run, calls, call = search.matching.run, search.program.calls, search.program.calls[index]
     made = run.seen[index][0]
     for i, ref in search.positions(index):
         value = run.get(ref)
@@ -152,6 +163,9 @@ def _left_out(search: Search, index: int) -> Iterator[Hypothesis]:
             if call.name.startswith("div") and i == 0 and _is_reduction_of(search, call.args[1], ref):
                 cause = "missing-norm"
             yield Hypothesis(cause, words, {index: lambda c, a, k, g, i=i: [a[i]]}, at=index)
+            if isinstance(ref.kind, int) and _adds_little(calls[ref.kind]):  # the epsilon goes with what it is for
+                before = calls[ref.kind].args[0]
+                yield Hypothesis(cause, words, {index: lambda c, a, k, g, b=before: [g(b)]}, at=index)
 
 
 def _is_reduction_of(search: Search, ref: Any, whole: Ref) -> bool:
@@ -247,6 +261,39 @@ def constants(search: Search, place: int) -> Iterator[Hypothesis]:
                 yield Hypothesis("constant", words, {place: of_operand(i, lambda v, o=other: o)})
 
 
+def bases(search: Search, place: int) -> Iterator[Hypothesis]:
+    """Yield that all tables of rotary or sinusoidal positions have another base."""
+    tables = [k for k in search.matching.run.leaves if _is_constant(search, Ref(*k))]
+    for base in BASES:
+        rebased = {k: v for k in tables if (v := _rebased(search.matching.run.leaves[k], base)) is not None}
+        if rebased:
+            leaves = {k: lambda v, new=new: new for k, new in rebased.items()}
+            yield Hypothesis("constant", f"the table of positions with base {base:g}", {}, leaves)
+
+
+def _rebased(x: Any, base: float) -> Any:
+    """Return a table of frequencies, or of sines and cosines of positions, with another base; None if it is none."""
+    sizes = [n for n in x.shape if n > 1]
+    if not x.is_floating_point() or len(sizes) not in (1, 2):
+        return None
+    rows, half = x.reshape(sizes), torch.arange(sizes[-1] // 2) / (sizes[-1] // 2)
+
+    def made(exponents: Any, b: float) -> Any:
+        frequencies = b ** -exponents.double()
+        if len(sizes) == 1:
+            return frequencies
+        angles = torch.arange(sizes[0])[:, None] * frequencies
+        return torch.where(rows[0] == 1, angles.cos(), angles.sin())
+
+    layouts = [torch.arange(sizes[-1]) / sizes[-1]]
+    layouts += [torch.cat((half, half)), half.repeat_interleave(2)] if sizes[-1] % 2 == 0 else []
+    for exponents in layouts:
+        for old in BASES:
+            if old != base and torch.allclose(made(exponents, old), rows, rtol=1e-4, atol=1e-6 * len(rows)):
+                return made(exponents, base).reshape(x.shape)
+    return None
+
+
 def _is_count(search: Search, ref: Ref) -> bool:
     """Return whether a tensor has positions or other whole numbers that depend on no parameter and no input."""
     value = search.matching.run.get(ref)
@@ -258,7 +305,7 @@ def _is_count(search: Search, ref: Ref) -> bool:
 def _is_constant(search: Search, ref: Ref) -> bool:
     if isinstance(ref.kind, int):
         return all(_is_constant(search, r) for r in search.program.calls[ref.kind].refs)
-    return bool(ref.kind == "state" and ref.index not in search.program.parameters)
+    return ref.kind == "constant" or (ref.kind == "state" and ref.index not in search.program.parameters)
 
 
 def _sizes_near(search: Search, place: int) -> set[int]:
@@ -307,7 +354,9 @@ def other_values(search: Search, place: int) -> Iterator[Hypothesis]:
         for other, found in others:
             if not isinstance(found, torch.Tensor) or found.shape != value.shape or len(seen) > 120:
                 continue
-            if found.dtype == value.dtype and not any(found.is_set_to(v) for v in seen):
+            # zeros, as of a state at its start, are tried as such
+            tells = found.dtype == value.dtype and (bool(found.any()) or not found.is_floating_point())
+            if tells and not any(found.is_set_to(v) for v in seen):
                 seen.append(found)
                 load = ref.kind == other.kind == "state"
                 cause = "swapped-parameters" if load else _why_taken(search, place, ref, other)
@@ -329,7 +378,8 @@ def _why_taken(search: Search, place: int, ref: Ref, other: Ref) -> str:
     if not isinstance(other.kind, int):
         return "other-value" if other.kind == "state" else "other-input"
     if calls[place].name in ("add", "add_"):
-        return "residual"
+        mine = calls[ref.kind].where if isinstance(ref.kind, int) else ""
+        return "other-value" if mine == calls[other.kind].where else "residual"  # of another time step
     if "state" in producers:
         return "weight-transposed"
     for producer in producers:
@@ -513,6 +563,19 @@ def exchanged_parameters(search: Search, place: int) -> Iterator[Hypothesis]:
         for x, y in combinations(modules.get(a, []), 2):
             if alike(x, y):
                 yield exchange([(x, y)], f"{x} and {y}", a)
+        yield from _blocks_of_a_module(search, a, modules.get(a, []))
+
+
+def _blocks_of_a_module(search: Search, path: str, names: Sequence[str]) -> Iterator[Hypothesis]:
+    """Yield exchanges of blocks of all rows of a module: of queries, keys and values, or of gates."""
+    rows = {n: len(search.matching.run.leaves["state", n]) for n in names}
+    for size in dict.fromkeys(rows.values()):
+        both = [n for n in names if rows[n] == size]
+        for k in (3, 4) if len(both) > 1 else ():
+            for i, j in combinations(range(k), 2) if size % k == 0 and size > k else ():
+                words = f"blocks {i} and {j} of {k} of {' and '.join(both)} exchanged"
+                leaves = {("state", n): lambda v, b=(k, i, j): swapped_blocks_of(v, 0, *b) for n in both}
+                yield Hypothesis("blocks-swapped", words, {}, leaves, kind="load", path=path)
 
 
 def _nearest_modules(path: str, modules: Mapping[str, Any]) -> list[str]:
@@ -647,6 +710,7 @@ FAMILIES: tuple[tuple[Family, str], ...] = (
     (altered, "order"),
     (rewired, "order"),
     (ratios, "order"),
+    (bases, "first"),
     (constants, "order"),
     (exchanged_slices, "order"),
     (other_values, "order"),

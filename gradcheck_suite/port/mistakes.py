@@ -502,6 +502,8 @@ FORMULAS = (
             ("log_softmax", "softmax", "sigmoid")),
     Formula("softmax-plus-one", SOFTMAX, "softmax with one more in the sum",
             lambda a, p: _softmax_plus_one(a.self, a.dim)),
+    Formula("mask-value", SOFTMAX, "rows that see nothing as {:.6g}", lambda a, p: torch.where(
+            a.self.amax(a.dim, keepdim=True) < -1e4, p, a.out()), lambda a, out: [1 / out.shape[a.dim], 0.0]),
     # embeddings, masks
     Formula("index-offset", "embedding", "rows {:+d} away",
             lambda a, p: a.weight[(a.indices + p).clamp(0, len(a.weight) - 1)], (1, -1, 2, -2)),
@@ -529,7 +531,8 @@ FORMULAS = (
             lambda a, p: _masked(a)[2] * ~_masked(a)[0]),
     *(Formula("mask-polarity" if invert else "mask-value", "add",
               "the mask inverted ({:g})" if invert else "{:g} where masked",
-              lambda a, p, i=invert, r=put: _added(a, p, invert=i, replace=r), NEGATIVE if invert else FILLS)
+              lambda a, p, i=invert, r=put: _added(a, p, invert=i, replace=r),
+              NEGATIVE if invert else [f for f in FILLS if f or put])
       for invert in (False, True) for put in (False, True)),
     Formula("missing-mask", "add", "no mask", lambda a, p: _added(a, 0.0)),
     # parts and orders of elements
@@ -626,7 +629,7 @@ def mistakes(index: int, call: Call, args: Sequence[Any], kwargs: Any, out: Any)
 
 _NUMBERS = (0.0, 1.0, 2.0, 0.5, -1.0, 3.0, 4.0, 0.1, 0.2, 0.3, 0.01)
 _NUMBERED = re.compile("(add|sub|mul|div|pow|rsub|clamp|clamp_min|clamp_max|softplus|hardtanh|addcmul|lerp)_?")
-_BASES = (1e4, 1e3, 1e5, 5e5, 1e6, 100.0)
+BASES = (1e4, 1e3, 1e5, 5e5, 1e6, 100.0)
 
 
 def _other_numbers(index: int, call: Call, given: Given) -> Iterator[Hypothesis]:
@@ -641,9 +644,9 @@ def _other_numbers(index: int, call: Call, given: Given) -> Iterator[Hypothesis]
         tiny = name in ("add", "clamp_min", "clamp") and 0 < abs(value) < 1e-2
         near = [] if not value or not math.isfinite(value) else [
             1 / value, value**2, math.copysign(math.sqrt(abs(value)), value), -value, 2 * value, value / 2, 1 - value,
-            value + 1, value - 1, *(value * math.log(b) / math.log(1e4) for b in _BASES),
+            value + 1, value - 1, *(value * math.log(b) / math.log(1e4) for b in BASES),
         ]  # fmt: skip
-        bases = _BASES if abs(value) >= 50 else ()
+        bases = BASES if abs(value) >= 50 else ()
         cause = "eps" if tiny else "scale" if name in ("mul", "div") else "constant"
         # of what keeps a denominator from zero only such values are usual: a larger limit may do the same at one input
         for other in EPS if tiny else (*bases, *near, *_NUMBERS):

@@ -306,11 +306,27 @@ class Search:
     def _better(self, best: Found | None, place: int, hypothesis: Hypothesis) -> Found | None:
         found = self.test(place, hypothesis)
         found = found and self._everywhere(found)
-        if found is not None and found.hypothesis.cause in ("zeros", "unused-parameter") and found.error > self.close:
-            found = None  # a value of zero hides whatever else is wrong behind it
+        if found is not None and found.error > self.close and self._hides(found):
+            found = None
         if found is None or (best is not None and self._rank(found) <= self._rank(best)):
             return best
         return found if self.is_confirmed(found) else best
+
+    def _hides(self, found: Found) -> bool:
+        """Return whether a change puts a zero in a place: that hides whatever else is wrong behind it.
+
+        A term that starts at zero is missing in the first time step, whatever it is in the others.
+        """
+        if found.hypothesis.cause not in ("missing-term", "other-value"):
+            return found.hypothesis.cause in ("zeros", "unused-parameter")
+        calls = self.program.calls
+        mine = calls[min(found.hypothesis.changes, default=found.place)]
+        alike = (
+            i
+            for i in self.region
+            if (calls[i].name, calls[i].where, calls[i].path) == (mine.name, mine.where, mine.path)
+        )
+        return any(i not in found.new for i in alike)
 
     def is_confirmed(self, found: Found) -> bool:
         """Return whether a change gives the port's values at other parameters and inputs, too."""

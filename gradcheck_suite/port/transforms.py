@@ -107,7 +107,7 @@ def _exchanges_along(d: int, n: int) -> Iterator[Transform]:
         for a in range(k if n % k == 0 and n > k else 0):
             for b in range(a + 1, k):
                 words = f"with blocks {a} and {b} of {k} of axis {d} exchanged"
-                yield "blocks-swapped", words, lambda v, k=k, a=a, b=b: _swapped(v, d, k, a, b)
+                yield "blocks-swapped", words, lambda v, k=k, a=a, b=b: swapped_blocks_of(v, d, k, a, b)
 
 
 def _shifted(x: Any, dim: int, by: int) -> Any:
@@ -116,7 +116,8 @@ def _shifted(x: Any, dim: int, by: int) -> Any:
     return out
 
 
-def _swapped(x: Any, dim: int, k: int, a: int, b: int) -> Any:
+def swapped_blocks_of(x: Any, dim: int, k: int, a: int, b: int) -> Any:
+    """Return a tensor with two of the k blocks of an axis exchanged."""
     parts = list(x.chunk(k, dim))
     parts[a], parts[b] = parts[b], parts[a]
     return torch.cat(parts, dim)

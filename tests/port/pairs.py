@@ -230,3 +230,62 @@ def head(**more: Any) -> dict[str, Any]:
         return x @ p["last.weight"].T + p["last.bias"]
 
     return pair_of(Head(), apply, (drawn(6, 4),), **more)
+
+
+def table(base: float = 1e4) -> Any:
+    """Return sines and cosines of positions, (12, 4)."""
+    angles = np.arange(12)[:, None] * base ** -np.array([0.0, 0.5])
+    return np.concatenate([np.sin(angles), np.cos(angles)], 1)
+
+
+ROUNDED = table().astype(np.float32)
+
+
+class Rotary(nn.Module):
+    """Attention over rotated positions, whose table is rounded to float32 and not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.register_buffer("table", torch.from_numpy(ROUNDED.copy()), persistent=False)
+
+    def forward(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        sin, cos = (part[: x.shape[1]].repeat_interleave(2, -1) for part in self.table.split(2, -1))
+
+        def turned(y: torch.Tensor) -> torch.Tensor:
+            return y * cos + torch.stack((-y[..., 1::2], y[..., ::2]), -1).flatten(-2) * sin
+
+        scores = turned(self.q(x)) @ turned(self.k(x)).mT
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, -1e30) + torch.where(seen, 0.0, -1e30)[:, None]
+        return self.out(scores.softmax(-1) @ x)
+
+
+def rotary(fault: str = "", *, seen: Any = None, **more: Any) -> dict[str, Any]:
+    """Return a port of `Rotary` whose table is rounded to float32 in another way, and kept in float64."""
+    torch.manual_seed(5)
+    up = np.nextafter(ROUNDED, np.float32(2)) * (np.abs(ROUNDED) > 0) * (np.abs(ROUNDED) < 1)
+    mine = np.where(up == 0, ROUNDED, up).astype(np.float64)
+    mine = table(5e5) if fault == "base" else mine
+
+    def apply(p: Any, x: Any, seen: Any) -> Any:
+        n = x.shape[1]
+        sin, cos = (jnp.asarray(part)[:n, None] for part in np.split(mine, 2, 1))
+
+        def turned(y: Any) -> Any:
+            a, b = jnp.split(y.reshape(*y.shape[:2], 2, 2), 2, -1)
+            sines, cosines = (jnp.swapaxes(t, 1, 2) for t in (sin, cos))
+            return jnp.concatenate([a * cosines - b * sines, b * cosines + a * sines], -1).reshape(y.shape)
+
+        q, k = (turned(x @ p[f"{name}.weight"].T + p[f"{name}.bias"]) for name in ("q", "k"))
+        k = jax.lax.stop_gradient(k) if fault == "stop-gradient" else k
+        scores = q @ k.swapaxes(1, 2)
+        earlier, padding = jnp.tril(jnp.ones((n, n), bool)), jnp.where(seen, 0.0, -1e30)[:, None]
+        if fault == "mask-value":  # a row that sees nothing sees all keys alike, and with torch's two masks some
+            scores = jnp.where(earlier & seen[:, None], scores, -1e30)
+        else:
+            scores = jnp.where(earlier, scores, -1e30) + padding
+        return jax.nn.softmax(scores) @ x @ p["out.weight"].T + p["out.bias"]
+
+    seen = np.ones((2, 9), bool) if seen is None else seen
+    return pair_of(Rotary(), apply, (drawn(2, 9, 4), seen), **more)

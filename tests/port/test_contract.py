@@ -270,6 +270,20 @@ def test_a_fault_that_needs_other_inputs_is_shown_on_small_ones():
     assert any("input 1" in line for line in result.smallest)
 
 
+def test_the_map_has_the_whole_path_of_a_module_named_value():
+    def load(s: Any) -> Any:
+        return {"value": {"kernel": s["first.weight"].T}, "rest": {k: v for k, v in s.items() if k != "first.weight"}}
+
+    pair = head()
+
+    def apply(p: Any, x: Any) -> Any:
+        return pair["apply"]({**p["rest"], "first.weight": p["value"]["kernel"].T}, x)
+
+    result = judge_function(lambda: {**pair, "apply": apply, "load": load, "params": load(pair["params"])}, "pair")
+    assert result.verdict == "holds", str(result)
+    assert "value.kernel" in {row.leaf for row in result.map}
+
+
 # Bad pairs.
 
 
@@ -308,6 +322,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "jax raises": (lambda: bad(apply=no_apply), "the JAX side raised KeyError"),
     "load raises": (lambda: bad(load=lambda s: s["nothing"]), "load raised KeyError"),
     "NaN": (lambda: bad(inputs=(drawn(6, 4) * np.nan,)), "both sides are NaN"),
+    "no rows": (lambda: bad(inputs=(drawn(0, 4),)), "input 0 is empty, of shape (0, 4)"),
     "dropout": (lambda: bad(module=Dropping(), train=True), "drop is Dropout"),
     "other values": (
         lambda: bad(load=None, params={k: 0.123 + 0 * v for k, v in head()["params"].items()}),

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - as torch's documents call it
 
 from gradcheck_suite.port.compare import judge_function
-from tests.port.pairs import decoder_pair, head, images, recurrent
+from tests.port.pairs import arrays, decoder_pair, drawn, head, images, pair_of, recurrent, rotary
 
 
 def verdict(make: Any, *arguments: Any, **more: Any) -> Any:
@@ -208,3 +208,146 @@ def test_a_frozen_parameter_that_the_port_computes_is_a_table(grad, expected):
         return {"module": module, "apply": apply, "params": params, "load": load, "inputs": (ids,)}
 
     assert verdict(make).verdict == expected
+
+
+def test_tables_that_both_sides_round_to_float32_differ_in_precision_alone():
+    adam = {"torch_optimizer": lambda p: torch.optim.Adam(p, 0.1), "jax_optimizer": optax.adam(0.1)}
+    result = verdict(rotary, **adam)
+    assert result.verdict == "holds", str(result)
+    assert {"outputs", "gradients", "updates"} <= set(result.judged)
+    is_one_finding(result, "precision", "", "low-precision")
+
+
+def test_a_wrong_gradient_is_found_beside_a_rounded_table():
+    is_one_finding(verdict(rotary, "stop-gradient"), "gradient", "", "no-gradient")
+
+
+def test_another_base_of_the_positions():
+    result = verdict(rotary, "base")
+    is_one_finding(result, "forward", "", "constant")
+    assert "base 500000" in result.findings[0].words
+
+
+def test_rows_that_are_masked_as_a_whole():
+    seen = np.ones((2, 9), bool)
+    seen[1, :3] = False
+    assert verdict(rotary, seen=seen).verdict == "holds"
+    is_one_finding(verdict(rotary, "mask-value", seen=seen), "forward", "", "mask-value")
+
+
+def triplet(o: Any, eps: float, margin: float) -> Any:
+    near, far = (jnp.sqrt(((o[0] - o[i] + eps) ** 2).sum(-1)) for i in (1, 2))
+    return jnp.maximum(near - far + margin, 0).mean()
+
+
+@pytest.mark.parametrize(("eps", "margin", "cause"), [(1e-6, 0.3, None), (0.0, 0.3, "eps"), (1e-6, 0.5, "constant")])
+def test_a_loss_whose_hinge_does_not_bind_at_the_given_inputs(eps, margin, cause):
+    def make() -> Any:
+        x = drawn(4, 5)
+        module = torch.nn.Linear(5, 3)
+        one: dict[str, Any] = {
+            "torch_loss": lambda o: F.triplet_margin_loss(*o, margin=0.3),
+            "jax_loss": lambda o: triplet(o, eps, margin),
+        }
+
+        class Three(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.map = module
+
+            def forward(self, *given: Any) -> Any:
+                return tuple(map(self.map, given))
+
+        def apply(p: Any, *given: Any) -> Any:
+            return tuple(g @ p["map.weight"].T + p["map.bias"] for g in given)
+
+        return pair_of(Three(), apply, (x, x + drawn(1, 5) / 100, 30 * drawn(4, 5)[::-1].copy()), **one)
+
+    result = verdict(make)
+    assert [f.cause for f in result.findings] == ([] if cause is None else [cause]), str(result)
+
+
+class Rooted(torch.nn.Module):
+    """A signed root, and a roll that is undone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        y = y.sign() * (y.abs() + 1e-5).sqrt()
+        return x + self.last(y.roll(1, 0)).roll(-1, 0)
+
+
+@pytest.mark.parametrize("left_out", ["", "root", "roll"])
+def test_an_operation_that_is_left_out(left_out):
+    def apply(p: Any, x: Any) -> Any:
+        y = x @ p["first.weight"].T + p["first.bias"]
+        y = y if left_out == "root" else jnp.sign(y) * jnp.sqrt(jnp.abs(y) + 1e-5)
+        y = jnp.roll(y, 1, 0) @ p["last.weight"].T + p["last.bias"]
+        return x + (y if left_out == "roll" else jnp.roll(y, -1, 0))
+
+    result = verdict(lambda: pair_of(Rooted(), apply, (drawn(5, 4),)))
+    assert [f.cause for f in result.findings] == ["missing-operation"] * bool(left_out), str(result)
+
+
+class Peephole(torch.nn.Module):
+    """A cell whose output gate sees its new state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map, self.peep = torch.nn.Linear(3, 6), torch.nn.Parameter(torch.rand(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        c, found = x.new_zeros(x.shape[0], 3), []
+        for row in x.unbind(1):
+            g, o = self.map(row).chunk(2, -1)
+            c = 0.5 * c + g.tanh()
+            found.append(torch.sigmoid(o + self.peep * c) * c.tanh())
+        return torch.stack(found, 1)
+
+
+def test_a_term_that_starts_at_zero_is_not_missing():
+    """The port's output gate sees the state of the time step before."""
+
+    def apply(p: Any, x: Any) -> Any:
+        def step(c: Any, row: Any) -> Any:
+            g, o = jnp.split(row @ p["map.weight"].T + p["map.bias"], 2, -1)
+            new = 0.5 * c + jnp.tanh(g)
+            return new, jax.nn.sigmoid(o + p["peep"] * c) * jnp.tanh(new)
+
+        return jax.lax.scan(step, jnp.zeros((len(x), 3)), x.swapaxes(0, 1))[1].swapaxes(0, 1)
+
+    result = verdict(lambda: pair_of(Peephole(), apply, (drawn(2, 4, 3),)))
+    assert {f.cause for f in result.findings} <= {"unknown", "other-value"}, str(result)
+    assert result.verdict == "differs"
+
+
+class Fused(torch.nn.Module):
+    """Cross-attention: queries of one input, keys and values of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(4, 2, batch_first=True)
+        torch.nn.init.normal_(self.attention.in_proj_bias)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.attention(x, y, y, need_weights=False)[0]
+        return out
+
+
+def test_keys_and_values_of_a_fused_projection_that_are_exchanged():
+    def load(s: Any) -> Any:
+        order = np.r_[0:4, 8:12, 4:8]
+        return arrays({n: v[order] if "in_proj" in n else v for n, v in s.items()})
+
+    def apply(p: Any, x: Any, y: Any) -> Any:
+        w, b = (jnp.split(p[f"attention.in_proj_{n}"], 3) for n in ("weight", "bias"))
+        q, k, v = ((a @ w[i].T + b[i]).reshape(*a.shape[:2], 2, 2).swapaxes(1, 2) for i, a in enumerate((x, y, y)))
+        out = jax.nn.softmax(q @ k.swapaxes(2, 3) / np.sqrt(2)) @ v
+        out = out.swapaxes(1, 2).reshape(x.shape)
+        return out @ p["attention.out_proj.weight"].T + p["attention.out_proj.bias"]
+
+    result = verdict(lambda: pair_of(Fused(), apply, (drawn(2, 3, 4), drawn(2, 5, 4)), load))
+    is_one_finding(result, "load", "attention", "blocks-swapped")
