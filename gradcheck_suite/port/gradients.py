@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradcheck_suite.port.changes import Hypothesis, of_operand
+from gradcheck_suite.port.changes import Hypothesis, of_operand, of_result
 from gradcheck_suite.port.jax_program import CUSTOM, JaxProgram, line_of
 from gradcheck_suite.port.matching import array, only_moves
 from gradcheck_suite.port.mistakes import is_activation
@@ -197,6 +197,8 @@ def _at_call(program: TorchProgram, run: TorchRun, index: int) -> Iterator[Hypot
         at = _producer(program, run, ref, index)
         what = program.calls[at].name.strip("_") if at != index else str(ref.index)
         yield Hypothesis("stop-gradient", f"no gradient through {what}", {index: _stopped(ref)}, at=at)
+    words = f"no gradient through {call.name.strip('_')}"
+    yield Hypothesis("stop-gradient", words, {index: of_result(lambda v: v.detach())}, at=index)
     for factor in FACTORS:
         for i, _ in refs:
             change = of_operand(i, lambda v, f=factor: f * v + (1 - f) * v.detach())

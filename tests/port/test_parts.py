@@ -351,3 +351,24 @@ def test_keys_and_values_of_a_fused_projection_that_are_exchanged():
 
     result = verdict(lambda: pair_of(Fused(), apply, (drawn(2, 3, 4), drawn(2, 5, 4)), load))
     is_one_finding(result, "load", "attention", "blocks-swapped")
+
+
+class Gated(torch.nn.Module):
+    """A product of the input with a maximum of an affine map of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.last = torch.nn.Linear(3, 3), torch.nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(x * self.gate(x).amax(1, keepdim=True))
+        return out
+
+
+def test_a_stopped_layer_is_one_finding():
+    def apply(p: Any, x: Any) -> Any:
+        gate = jax.lax.stop_gradient((x @ p["gate.weight"].T + p["gate.bias"]).max(1, keepdims=True))
+        return x * gate @ p["last.weight"].T + p["last.bias"]
+
+    result = verdict(lambda: pair_of(Gated(), apply, (drawn(2, 4, 3),)))
+    is_one_finding(result, "gradient", "gate", "stop-gradient")
