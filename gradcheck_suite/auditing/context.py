@@ -722,8 +722,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             violations = accepted = ()
         for violation in violations:
             self._tell(violation)  # what the end of the run, or all ranks together, have shown
-        weighed = self._judge.judged if "weights" in self.options.without else self._judge.weighed
-        windows = len(weighed | self._judge.violated)
+        windows = len(self._judge.weighed | self._judge.violated)
         files = {line.rpartition(":")[0] for place in self._places for line in (place.line, *place.path)}
         if set(self.options.without) == {"weights", "sums"}:
             windows = self._recomputed.total()

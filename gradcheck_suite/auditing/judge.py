@@ -102,6 +102,14 @@ def _number(sets: Iterable[set[int | None]]) -> int:
     return len(largest) + len(set().union(*others) - largest)
 
 
+def _bits(steps: set[int]) -> int:
+    """Return a number with a bit for each step: a set takes 60 bytes for one, and a run may have millions."""
+    marks = bytearray(max(steps, default=0) // 8 + 1)
+    for step in steps:
+        marks[step // 8] |= 1 << step % 8
+    return int.from_bytes(marks, "little")
+
+
 def _order(violation: Violation) -> float:
     return math.inf if violation.step is None else violation.step
 
@@ -147,7 +155,6 @@ class Judge:
     Attributes:
         window: the last one.
         used: the coefficients of its passes, where its sums were judged.
-        judged: the steps of which something was judged.
         skipped: steps of which nothing was -> why.
         counted: steps that were not recorded, since the budget does not pay for them.
         ranks_train_apart: whether a step's gradients were not reduced over the ranks, and nothing wraps the model: each
@@ -167,7 +174,6 @@ class Judge:
         self.window: StepWindow | None = None
         self._last: dict[int, StepWindow] = {}
         self.used: Mapping[Source, float] = {}
-        self.judged: set[int] = set()
         self.ranks_train_apart = False
         self.counted: list[range] = []
         self._known: set[int] | None = None
@@ -196,7 +202,7 @@ class Judge:
         self._tasks: dict[tuple[int, str], Counter[frozenset[int]]] = {}
         self._united: United = {}
         self._violated: set[int] = set()
-        self._read_before: set[int] = set()
+        self._read_before = 0
         self._of_step: list[Violation] = []
         self._notes: Counter[str] = Counter()
         self._unknown: Counter[Unknown] = Counter()
@@ -282,8 +288,9 @@ class Judge:
 
     @property
     def weighed(self) -> set[int]:
-        """The steps whose weights were judged."""
-        return self._read_before.union(*(weighed.steps for weighed in self._weighed.values()))
+        """The steps whose weights were judged; whose sums were, where weights are not."""
+        before = {step for step, bit in enumerate(bin(self._read_before)[:1:-1]) if bit == "1"}
+        return before.union(*(weighed.steps for weighed in self._weighed.values()))
 
     def add(self, violation: Violation) -> None:
         """Add a violation that another instrument found."""
@@ -320,9 +327,8 @@ class Judge:
         for part, ranks in _ranks_of(unknown).items():
             limited = replace(part, reason=_on(ranks, of_ranks, part.reason))
             self._unknown[limited] = max(unknown[rank][part] for rank in ranks)
-        self.judged = set.intersection(*(judge.judged | judge.violated for judge in of_ranks))
         self.counted = [each for judge in of_ranks[:1] for each in judge.counted]
-        self._read_before = set.intersection(*(judge.weighed | judge.violated for judge in of_ranks))
+        self._read_before = _bits(set.intersection(*(judge.weighed | judge.violated for judge in of_ranks)))
 
     def of_last_step(self) -> Violation | None:
         """Return the violation of the last step, or None."""
@@ -409,11 +415,12 @@ class Judge:
         used = self._judge_sums(members, where) if self._judges_sums else self._assumed(window)
         if used is None:
             return
-        self.judged.add(window.number)
         self.used = used
         self._note_modes(window, used)
         if self._judges_weights:
             self._read(window, where, used)
+        else:
+            self._read_before |= 1 << window.number
         self._singles[optimizer] = self._singles[optimizer] + 1 if len(required) == 1 else 0
         if self._given is not None and self._given > 1 and self._singles[optimizer] == 3:
             fault = OF_SUMS["step per pass"]
@@ -541,7 +548,6 @@ class Judge:
         if found.removed:
             self._removed[window.optimizer].append(found.removed)
         if fault is not None:
-            self.judged.add(window.number)
             others = {k for seen in window.passes.values() for r in seen.records for k in r.arrivals} - {*window.keys}
             if fault == OF_SUMS["all reset"] and others:
                 self._emptied[window.optimizer] = window, where
@@ -705,7 +711,7 @@ class Judge:
             self._unite_weighed(weighed)
             _unite(self._united, self._sized(forgotten))
             self._violated |= {v.step for v in forgotten if v.step is not None}
-            self._read_before |= weighed.steps & lost
+            self._read_before |= _bits(weighed.steps & lost)
             self._pending[optimizer] = [one for one in pending if one.window.number not in lost]
 
     def end(self, *, complete: bool) -> None:
