@@ -127,11 +127,9 @@ COMPILER_OPTIONS: Options = {
 _UNOPTIMISED: Any = {"xla_backend_optimization_level": 0}
 _UNKNOWN: set[str] = set()
 """Names of the options that this XLA does not have: that of jax 0.11 has no `xla_cpu_use_fusion_emitters`."""
-SMALL_PROGRAM, SMALL_WINDOWED_PROGRAM = 12_000, 2_000
-"""Numbers of elements of all arguments up to which a program is compiled without optimisation: of any, and of one with
-a convolution or a pooling. Compilation then takes a quarter of the time, and each call up to 0.2 ms more; the call of a
-larger convolution would take ten times as long."""
-WINDOWED = ("stablehlo.convolution", "stablehlo.reduce_window", "stablehlo.select_and_scatter")
+SMALL_PROGRAM = 12_000
+"""Number of elements of all arguments up to which a program is compiled without optimisation. Compilation then takes a
+quarter of the time, that of a convolution a seventh, and each call up to 0.2 ms more, a convolution 0.7 ms."""
 Tree = Any
 """A numpy array, a JAX array or a shape, or a dict or tuple of trees."""
 
@@ -274,16 +272,8 @@ class Programs:
         options: Options | None = None
         if self._platform == "cpu":
             size = 0 if once else sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
-            options = {**COMPILER_OPTIONS, **(_UNOPTIMISED if _is_small(lowered, size) else {})}
+            options = {**COMPILER_OPTIONS, **(_UNOPTIMISED if size <= SMALL_PROGRAM else {})}
         return partial(_compile, lowered, options, path)
-
-
-def _is_small(lowered: jax.stages.Lowered, size: int) -> bool:
-    """Return whether optimisation takes longer than it saves in all calls; `size` is the number of elements."""
-    if size <= SMALL_WINDOWED_PROGRAM or size > SMALL_PROGRAM:
-        return size <= SMALL_PROGRAM
-    text = lowered.as_text()
-    return not any(operation in text for operation in WINDOWED)
 
 
 def _compile(lowered: jax.stages.Lowered, options: Options | None, path: Path | None) -> Callable[..., Any]:
