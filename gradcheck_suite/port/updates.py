@@ -261,11 +261,34 @@ def _at_rates(optimizer: Any, rates: Sequence[Sequence[float]]) -> None:
     optimizer._optimizer_step_post_hooks.clear()
     optimizer.param_groups[:] = [_Group(g) for g in optimizer.param_groups]
 
-    def set_rates(o: Any, *_: Any) -> None:
+    def set_rates(o: Any) -> None:
         for group, rate in zip(o.param_groups, next(left), strict=True):
             group.fixed = rate
 
-    optimizer.register_step_pre_hook(set_rates)
+    _around_steps(optimizer, set_rates, lambda o: None)
+
+
+def _around_steps(optimizer: Any, before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
+    """Call functions once before and after each step.
+
+    The `step` of a subclass and that of its base class call the hooks each, once torch has made an optimizer of both.
+    """
+    depth = 0
+
+    def enter(o: Any, *_: Any) -> None:
+        nonlocal depth
+        depth += 1
+        if depth == 1:
+            before(o)
+
+    def leave(o: Any, *_: Any) -> None:
+        nonlocal depth
+        depth -= 1
+        if depth == 0:
+            after(o)
+
+    optimizer.register_step_pre_hook(enter)
+    optimizer.register_step_post_hook(leave)
 
 
 class _Group(dict[str, Any]):
@@ -512,12 +535,12 @@ class Updates:
         hooks, self._rates = list(optimizer._optimizer_step_post_hooks.values()), []
         optimizer._optimizer_step_post_hooks.clear()  # a scheduler in a hook reads the next rate
 
-        def note(o: Any, *given: Any) -> None:
+        def note(o: Any) -> None:
             self._rates.append([float(g["lr"] if g.read is None else g.read) for g in groups])
             for hook in hooks:
-                hook(o, *given)
+                hook(o, (), {})
 
-        optimizer.register_step_post_hook(note)
+        _around_steps(optimizer, lambda o: None, note)
 
     def fault(self) -> UpdateFault | None:
         """Return how updates differ, or None."""

@@ -164,6 +164,26 @@ def test_optimizers(torchs, optaxs, cause):
         is_one_finding(result, "update", "optimizer", cause)
 
 
+class Warming(torch.optim.SGD):
+    """SGD whose learning rate rises."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.count = getattr(self, "count", 0) + 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 * min(1.0, self.count / 4)
+        return super().step(closure)
+
+
+def test_a_schedule_of_a_subclass_whose_base_class_calls_the_hooks_too():
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)  # from here on its `step` calls hooks
+    made = {
+        "torch_optimizer": lambda p: Warming(p, 0.1, momentum=0.9),
+        "jax_optimizer": optax.sgd(lambda step: 0.1 * jnp.minimum(1.0, step / 4), 0.9),
+    }
+    result = verdict(head, **made)
+    is_one_finding(result, "update", "optimizer", "learning-rate")
+
+
 def test_faults_behind_a_fault_are_found_too():
     def make() -> dict[str, Any]:
         made = decoder_pair("eps")
