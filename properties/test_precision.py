@@ -45,7 +45,18 @@ def test_what_torch_cannot_run_in_a_dtype_is_no_fault_of_the_loop():
     # torch has no multi_margin_loss for bfloat16 on the CPU
     verdict = check(BUILT_IN["zero_"], Case(spec, Plan((1, 3), 2), dtype="bfloat16"))
     assert verdict.violation is None
-    assert "fails in bfloat16" in verdict.skipped
+    assert "the plain large batch fails in bfloat16" in verdict.skipped
+
+
+def test_two_sparse_gradients_that_torch_cannot_add_are_no_fault_of_the_loop():
+    embedding = Layer("embedding", features=2, padding_idx=False, sparse=True)
+    spec = ProblemSpec(
+        Input("tokens", length=3, padded=False, vocabulary=5), (embedding,), Loss("mse", reduction="mean")
+    )
+    verdict = check(BUILT_IN["zero_"], Case(spec, Plan((1, 1), 2), dtype="float16"))
+    assert verdict.violation is None
+    assert "adding up plain gradients fails in float16" in verdict.skipped
+    assert check(BUILT_IN["zero_"], Case(spec, Plan((1, 1), 1), dtype="float16")).holds
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -266,7 +266,8 @@ class LowPrecisionBound:
         the range of the lower precision. Otherwise it is a fault.
 
         Raises:
-            CannotJudgeError: the plain large batch fails in this precision, or overflows in it.
+            CannotJudgeError: the plain large batch fails in this precision, or overflows in it, or torch cannot add two
+                gradients.
         """
         name = self._window.reference.instance.case.dtype
         where = name if self._compute is None else f"{name} under autocast {self._compute}"
@@ -274,6 +275,11 @@ class LowPrecisionBound:
             large, low = self.large_batch, self.contributions
         except RuntimeError as error:
             raise CannotJudgeError(f"the plain large batch fails in {where}: {error}") from error
+        try:
+            self._computation.gradient(*self._window.parts)
+        except RuntimeError as error:
+            # torch has no sum of two sparse gradients in float16 on a CPU
+            raise CannotJudgeError(f"adding up plain gradients fails in {where}: {error}") from error
         with np.errstate(invalid="ignore"):
             accumulated = np.sum(low, axis=0)
         finite = np.isfinite(self._window.expected)

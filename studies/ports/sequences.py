@@ -222,8 +222,7 @@ class Denoiser(nn.Module):
         self.norm2, self.conv2 = nn.GroupNorm(4, 8, eps=1e-6), nn.Conv2d(8, 4, 3, padding=1)
 
     def forward(self, x, t):
-        rates = torch.exp(-np.log(10000.0) * torch.arange(4) / 4)
-        phases = t[:, None] * rates.to(t.dtype)
+        phases = t[:, None] * torch.exp(-np.log(10000.0) * torch.arange(4, dtype=t.dtype) / 4)
         emb = self.time(torch.cat([phases.cos(), phases.sin()], -1))
         scale, shift = emb[:, :, None, None].chunk(2, 1)
         h = self.conv1(F.silu(self.norm1(x)))
