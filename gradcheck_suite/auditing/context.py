@@ -552,7 +552,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
     # Judging
 
     def _receive(self, event: Event) -> None:
-        if not self.observing:  # also a closure that is called on after the last step that is judged
+        # also a closure that is called on after the last step that is judged
+        if not self.observing or self._recorder.concurrent:
             return
         self._events.append(event)
         if isinstance(event, Gap):
@@ -718,7 +719,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             findings.update(skipped)
         said = [f"{text} ({n} times)" if n > 1 else text for text, n in findings.items()]
         disagreements = tuple(self._opinion.findings) if self._opinion else ()
-        if self._recorder.off:
+        if self._recorder.off or self._recorder.concurrent:
             violations = accepted = ()
         for violation in violations:
             self._tell(violation)  # what the end of the run, or all ranks together, have shown
@@ -751,6 +752,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         recorder = self._recorder
         if recorder.off:
             return "; ".join(f"{what} could not be observed ({why})" for what, why in recorder.off.items())
+        if recorder.concurrent:
+            return "backward is called in several threads, and what each of them does mixes: let one train at a time"
         if self._is_off:
             return "every instrument was switched off"
         if not recorder.steps_seen and recorder.passes_seen:

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import os
 import sys
+import threading
 import time
 import traceback
 import weakref
@@ -259,6 +260,7 @@ class Recorder:
         off: instrument -> the error that switched it off.
         parameters: key -> what is known of a parameter.
         muted: whether nothing is recorded, since a window is computed again.
+        concurrent: whether a thread went backward while another one that had was alive: what each does mixes.
         records: whether passes and steps are recorded, or only counted.
         notes: what could not be seen -> how often.
         used_at: key of a parameter -> a line that uses it, where the first passes have shown one.
@@ -276,7 +278,8 @@ class Recorder:
     ) -> None:
         self.off: dict[str, str] = {}
         self.parameters: dict[int, Known] = {}
-        self.muted = False
+        self.muted = self.concurrent = False
+        self._threads: set[threading.Thread] = set()
         self.records = True
         self._spent = self._begun = 0.0
         self.steps_seen = 0
@@ -399,6 +402,8 @@ class Recorder:
             return None  # operations are counted on the meta device or with fake tensors: nothing is trained
         outer = self._running.get(_task())
         if outer is None:
+            if _task() == -1:  # a hook runs in the thread of a device
+                self._note_thread()
             # what a pass computes itself, as an adjoint does, would take ten times as long with stacks
             self._end_of_stacks()
             if accumulates or any(isinstance(p, torch.nn.Parameter) for p in inputs):
@@ -424,6 +429,12 @@ class Recorder:
             if outer is None and self._sums:
                 self._look_at_gradients()
         return running
+
+    def _note_thread(self) -> None:
+        thread = threading.current_thread()
+        others = {one for one in self._threads if one is not thread and one.is_alive()}
+        self.concurrent |= bool(others)
+        self._threads = {thread, *others}
 
     def _bind_at(self, running: Running, node: Any) -> None:
         running.reader.keep(node.register_prehook(lambda _: self._bind(running)))

@@ -367,6 +367,32 @@ active = (2, 1, 0, 2)[index]
 each = F.cross_entropy(model(x), y, reduction="none")[:active]
 loss = (each.mean() if active else each.sum())""",
 }
+# Two models, each of which is trained in a thread of its own.
+THREADS = {
+    "model": "",
+    "setup": "import threading\nready = threading.Barrier(2)",
+    "text": """
+def train():
+    model = toy.classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for window in toy.windows(*[4] * 20):
+        {waits}
+        for x, y in window:
+            with toy.autocast():
+                loss = F.cross_entropy(model(x), y) / len(window)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    models.append(model)
+
+models, threads = [], [threading.Thread(target=train) for _ in range(2)]
+for thread in threads:
+    thread.start()
+    {then}
+for thread in threads:
+    thread.join()
+model, other = models""",
+}
 FLAT = {
     "setup": """
 flat = torch.nn.utils.parameters_to_vector(model.parameters()).detach().requires_grad_()
@@ -1422,6 +1448,11 @@ for x, y in toy.batches(*[4] * 6):
     for name, parameter in model.named_parameters():
         parameter.grad = gradients[name].detach()
     optimizer.step()""",
+    ),
+    "sound_threads_in_turn": sound(**THREADS | {"text": THREADS["text"].format(waits="", then="thread.join()")}),
+    "unjudged_threads": unjudged(
+        "backward is called in several threads",
+        **THREADS | {"text": THREADS["text"].format(waits="ready.wait()", then="")},
     ),
     # Clipping per example and noise, as in differentially private training: the gradient is put together by hand.
     **{
