@@ -101,7 +101,7 @@ FEATURES = {
     "mean": (0.3, lambda case: case.problem.loss.reduction == "mean"),
     "sum": (0.3, lambda case: case.problem.loss.reduction == "sum"),
     "ignored targets": (0.02, lambda case: bool(case.problem.loss.o.get("ignore_index"))),
-    "label smoothing": (0.015, lambda case: bool(case.problem.loss.o.get("label_smoothing"))),
+    "label smoothing": (0.02, lambda case: bool(case.problem.loss.o.get("label_smoothing"))),
     "class weights": (0.02, lambda case: bool(case.problem.loss.o.get("class_weights"))),
     "unequal counts of items": (
         0.03,
