@@ -753,7 +753,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if recorder.off:
             return "; ".join(f"{what} could not be observed ({why})" for what, why in recorder.off.items())
         if recorder.concurrent:
-            return "backward is called in several threads, and what each of them does mixes: let one train at a time"
+            return "backward is called in several threads, whose passes cannot be told apart: let one train at a time"
         if self._is_off:
             return "every instrument was switched off"
         if not recorder.steps_seen and recorder.passes_seen:

@@ -288,7 +288,7 @@ class Judge:
 
     @property
     def weighed(self) -> set[int]:
-        """The steps whose weights were judged; whose sums were, where weights are not."""
+        """The steps whose weights were judged or, without that instrument, whose sums were."""
         before = {step for step, bit in enumerate(bin(self._read_before)[:1:-1]) if bit == "1"}
         return before.union(*(weighed.steps for weighed in self._weighed.values()))
 

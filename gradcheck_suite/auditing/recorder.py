@@ -209,7 +209,7 @@ SCHEDULE, AVERAGE = "a schedule of the learning rate", "an average of the parame
 NEAR = 0.5
 """Relative difference of an average from its parameter; gradients and other states differ by more."""
 FEWEST = 8
-"""Elements from which on a tensor is near to a parameter by no chance."""
+"""Elements that a tensor needs for its nearness to a parameter to be no coincidence."""
 MOST_AVERAGES = 64
 """Tensors that are watched."""
 
@@ -260,7 +260,7 @@ class Recorder:
         off: instrument -> the error that switched it off.
         parameters: key -> what is known of a parameter.
         muted: whether nothing is recorded, since a window is computed again.
-        concurrent: whether a thread went backward while another one that had was alive: what each does mixes.
+        concurrent: whether two threads that are alive have called backward: their passes cannot be told apart.
         records: whether passes and steps are recorded, or only counted.
         notes: what could not be seen -> how often.
         used_at: key of a parameter -> a line that uses it, where the first passes have shown one.
@@ -400,9 +400,10 @@ class Recorder:
             return None
         if any(isinstance(t, torch.Tensor) and not samples.has_values(t) for t in roots):
             return None  # operations are counted on the meta device or with fake tensors: nothing is trained
-        outer = self._running.get(_task())
+        task = _task()
+        outer = self._running.get(task)
         if outer is None:
-            if _task() == -1:  # a hook runs in the thread of a device
+            if task == -1:  # a hook runs in the thread of a device
                 self._note_thread()
             # what a pass computes itself, as an adjoint does, would take ten times as long with stacks
             self._end_of_stacks()
@@ -431,6 +432,7 @@ class Recorder:
         return running
 
     def _note_thread(self) -> None:
+        """Note which threads have called backward, and whether two of them may do so at once."""
         thread = threading.current_thread()
         others = {one for one in self._threads if one is not thread and one.is_alive()}
         self.concurrent |= bool(others)

@@ -184,7 +184,7 @@ def one_sided(program: TorchProgram, runs: Sequence[TorchRun]) -> list[int]:
 
 
 def binding_points(base: Point, program: TorchProgram, others: Sequence[Point], seed_: int) -> list[Point]:
-    """Return inputs at which the hinges of a loss are on the side on which they are at none of the given ones."""
+    """Return inputs that drive the hinges of a loss to the side on which none of the given inputs has them."""
 
     def run(point: Point) -> TorchRun:
         given = {("input", i): as_tensor(x) for i, x in enumerate(point.inputs)}

@@ -32,6 +32,7 @@ def _run(script: str, folder: str, missing: tuple[str, ...]) -> None:
         del sys.modules[name]
     sys.modules.update(dict.fromkeys(missing))
     sys.argv = [script]
+    sys.dont_write_bytecode = True  # a test may run it again on a file that it has changed since
     runpy.run_path(script, run_name="__main__")
 
 

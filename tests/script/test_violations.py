@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -206,7 +207,9 @@ NORMALIZED = of(F.mse_loss, model=lambda seed: torch.nn.Sequential(model(seed), 
 
 
 @pytest.fixture
-def users_file(tmp_path):
+def users_file(tmp_path, monkeypatch):
+    # a test writes it again within a second and with as many bytes, which bytecode is not told from
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     path = tmp_path / "users.py"
     path.write_text(PROBLEMS)
     return path
