@@ -366,6 +366,8 @@ def _losses(signal: Signal, *, uniform: bool) -> Choices | None:
     places = [(kind, list(kind.variants(signal))) for kind in kinds + usual + choosy * CHOOSY_WEIGHT]
     ignoring = [(kind, [o for o in kind.variants(signal) if kind.maskable(o)]) for kind in kinds]
     places += [place for place in ignoring if place[1]] * MASKABLE_WEIGHT
+    # the last variant has every option, such as label smoothing with class weights; `mostly_usual` prefers the first
+    places += [(kind, variants[::-1]) for kind, variants in ignoring if variants[1:]]
     return choices_of((kind.name, _within(kind, signal, variants, uniform)) for kind, variants in places)
 
 
