@@ -28,25 +28,6 @@ def update():
             e.mul_(0.9).add_(p, alpha=0.1)
 
 """
-TWO_POINTS = """\
-params = list(net.parameters())
-def move(sign, e):
-    with torch.no_grad():
-        for p, d in zip(params, e):
-            p.add_(d, alpha=sign)
-for step in range(4):
-    window = [(torch.randn(n, 5), torch.randint(0, 3, (n,))) for n in (4, 2, 6)]
-    for x, y in window:
-        FIRST.backward()
-    e = [0.05 * p.grad / p.grad.norm() for p in params]
-    move(1, e)
-    opt.zero_grad()
-    for x, y in window:
-        SECOND.backward()
-    move(-1, e)
-    opt.step()
-    opt.zero_grad()
-"""
 HANDED_OVER = """\
 import copy
 worker = copy.deepcopy(net)
@@ -59,7 +40,6 @@ for step in range(4):
         if shared.grad is None: shared.grad = p.grad
     opt.step()
 """
-MEAN, SHARE = "(F.cross_entropy(net(x), y) / 3)", "(F.cross_entropy(net(x), y) * len(y) / 12)"
 
 
 OWN = """\
@@ -102,37 +82,6 @@ REPORTED = {
         "holds", (), "adds a gradient of its own", OF_FOUR.replace("h.square().mean()", "h.square().mean() / K")
     ),
     "faulty_own_gradient_undivided": _script("violated", ("wrong-scale",), "adds a gradient of its own", OF_FOUR),
-    "sound_two_points": _script("holds", (), "", TWO_POINTS.replace("FIRST", SHARE).replace("SECOND", SHARE)),
-    "faulty_two_points_of_unlike_numbers": _script(
-        "violated",
-        ("dropped-micro-batch",),
-        "",
-        TWO_POINTS.replace("FIRST", SHARE)
-        .replace("SECOND", SHARE)
-        .replace("in window:", "in window[-1:]:", 2)
-        .replace("in window[-1:]:", "in window:", 1),
-    ),
-    "sound_kept_gradients": _script(
-        "holds",
-        (),
-        "put together again by the program",
-        """\
-model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
-parameters, optimizer = list(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
-memory = [(torch.randn(5, 5), torch.randint(0, 3, (5,))) for _ in range(2)]
-def flat(x, y):
-    optimizer.zero_grad()
-    nn.functional.cross_entropy(model(x), y).backward()
-    return torch.cat([p.grad.flatten() for p in parameters])
-for step in range(6):
-    old = [flat(x, y) for x, y in memory]
-    new = flat(torch.randn(5, 5), torch.randint(0, 3, (5,))) + 0.8 * old[0] + 0.3 * old[1]
-    for p, g in zip(parameters, new.split([p.numel() for p in parameters])):
-        p.grad.copy_(g.view_as(p))
-    optimizer.step()
-""",
-        HEAD,
-    ),
     "sound_shared_trunk_and_own_heads": _script(
         "holds",
         (),
@@ -177,70 +126,6 @@ for step in range(6):
 """,
         HEAD,
     ),
-    "sound_clipped_by_sample": _script(
-        "holds",
-        (),
-        "put together again by the program",
-        """\
-model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
-opt = torch.optim.SGD(model.parameters(), lr=0.1)
-params = list(model.parameters())
-for step in range(5):
-    x, y = torch.randn(8, 5), torch.randint(0, 3, (8,))
-    acc = [torch.zeros_like(p) for p in params]
-    for i in range(8):
-        opt.zero_grad()
-        F.cross_entropy(model(x[i:i+1]), y[i:i+1]).backward()
-        norm = torch.sqrt(sum((p.grad**2).sum() for p in params))
-        c = min(1.0, 0.5 / float(norm))
-        for a, p in zip(acc, params):
-            a += c * p.grad
-    for a, p in zip(acc, params):
-        p.grad = a / 8
-    opt.step()
-""",
-        HEAD,
-    ),
-    "sound_last_layer_frozen": _script(
-        "holds",
-        (),
-        "the gradient of weight, bias was taken away",
-        """\
-body, last = nn.Linear(5, 8), nn.Linear(8, 3)
-opt = torch.optim.AdamW([*body.parameters(), *last.parameters()], lr=0.01)
-for epoch in range(3):
-    for it in range(3):
-        loss = F.cross_entropy(last(body(torch.randn(6, 5)).tanh()), torch.randint(0, 3, (6,)))
-        opt.zero_grad()
-        loss.backward()
-        if epoch < 1:
-            for p in last.parameters():
-                p.grad = None
-        opt.step()
-""",
-        HEAD,
-    ),
-    "sound_grad_set_by_turns": _script(
-        "holds",
-        (),
-        "",
-        """\
-one, two, alpha = nn.Linear(6, 3), nn.Linear(6, 3), nn.Parameter(torch.zeros(2))
-of_weights = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)
-of_alpha = torch.optim.SGD([alpha], lr=0.1)
-def loss_of():
-    x, y, mix = torch.randn(8, 6), torch.randint(0, 3, (8,)), alpha.softmax(0)
-    return nn.functional.cross_entropy(mix[0] * one(x) + mix[1] * two(x), y)
-for step in range(6):
-    of_alpha.zero_grad()
-    alpha.grad = torch.autograd.grad(loss_of(), alpha)[0]
-    of_alpha.step()
-    of_weights.zero_grad()
-    loss_of().backward()
-    of_weights.step()
-""",
-        HEAD,
-    ),
     "sound_difference_of_two_results": _script(
         "holds",
         (),
@@ -262,20 +147,6 @@ for step in range(6):
     ow.step()
 """,
         HEAD,
-    ),
-    "faulty_parameter_replaced": _script(
-        "violated",
-        ("no-gradient",),
-        "",
-        """\
-for step in range(6):
-    for _ in range(3):
-        (loss_of() / 3).backward()
-
-    if step == 3: net[2].weight = opt.param_groups[0]['params'][2] = nn.Parameter(net[2].weight.detach().clone())
-    opt.step()
-    opt.zero_grad()
-""",
     ),
     "sound_gradient_equal_to_its_parameter": _script(
         "holds",
@@ -514,61 +385,6 @@ for window in range(4):
 """,
         HEAD,
     ),
-    "faulty_rest_of_an_epoch_given_up": _script(
-        "violated",
-        ("tail-dropped",),
-        "",
-        """\
-model = torch.nn.Linear(3, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for epoch in range(3):
-    for i in range(10):
-        loss = model(torch.randn(5, 3)).square().mean() / 4
-        loss.backward()
-        if (i + 1) % 4 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    optimizer.zero_grad()
-""",
-        HEAD,
-    ),
-    "faulty_skipped_last_of_a_window": _script(
-        "violated",
-        ("reset-inside-window",),
-        "",
-        """\
-for i in range(16):
-    loss = loss_of() / 4
-    if i == 7:
-        opt.zero_grad()
-        continue
-    loss.backward()
-    if (i + 1) % 4 == 0:
-        opt.step()
-        opt.zero_grad()
-""",
-    ),
-    "faulty_reset_by_an_exception": _script(
-        "violated",
-        ("reset-inside-window",),
-        "",
-        """\
-def train():
-    for epoch in range(2):
-        for i in range(12):
-            try:
-                (loss_of() / 4).backward()
-                if i == 5:
-                    raise RuntimeError("out of memory")
-            except RuntimeError:
-                opt.zero_grad(set_to_none=False)
-                continue
-            if (i + 1) % 4 == 0:
-                opt.step()
-                opt.zero_grad(set_to_none=False)
-train()
-""",
-    ),
     "faulty_rest_counted_on": _script(
         "violated",
         ("tail-dropped",),
@@ -611,26 +427,6 @@ for window in ((5,3,4,6),(2,3,4,7),(5,1,4)):
         (F.cross_entropy(net(torch.randn(n, 5)), torch.randint(0, 3, (n,)), reduction='sum') / items / 4).backward()
     opt.step()
     opt.zero_grad()
-""",
-    ),
-    "faulty_first_point_of_means": _script(
-        "violated", ("mean-of-means",), "", TWO_POINTS.replace("FIRST", MEAN).replace("SECOND", SHARE)
-    ),
-    "finding_tasks_without_conflict": _script(
-        "holds",
-        (),
-        "put together again by the program",
-        """\
-params = list(net.parameters())
-for step in range(6):
-    kept = []
-    for n in (9, 4, 6):
-        opt.zero_grad()
-        loss_of(n).backward()
-        kept.append([p.grad.clone() for p in params])
-    for p, *of_tasks in zip(params, *kept):
-        p.grad = sum(of_tasks)
-    opt.step()
 """,
     ),
     "finding_always_removed": _script(
@@ -751,12 +547,7 @@ class Net(nn.Module):
         return self.a(x).tanh() * self.scale
     def logits(self, x):
         return self.b(self.features(x))
-class Wrapper:
-    def __init__(self, net): self.net = net
-    def predict(self, x): return self.net(x)
-    def predict_forward(self, x): return self.net.forward(x)
 net = Net()
-wrap = Wrapper(net)
 opt = torch.optim.SGD(net.parameters(), lr=0.1)
 
 for step in range(4):

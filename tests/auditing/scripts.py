@@ -217,30 +217,6 @@ for layer in layers:
     loss = loss + F.mse_loss(hidden, x)""",
     "backward": DIVIDED_BACKWARD,
 }
-GAN = {
-    "model": "",
-    "setup": """
-generator, critic = toy.classifier(5), toy.classifier(1)
-generating = torch.optim.Adam(generator.parameters())
-judging = torch.optim.Adam(critic.parameters())""",
-}
-GAN_LOOP = """
-for x, _ in toy.batches(4, 4, 4, 4):
-    with toy.autocast():
-        fake = generator(torch.randn_like(x))
-    judging.zero_grad()
-    for part, label in ((x, 1.0), (fake.detach(), 0.0)):
-        with toy.autocast():
-            logits = critic(part)
-            loss = F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, label)) / 2
-        loss.backward()
-    judging.step()
-    generating.zero_grad()
-    with toy.autocast():
-        logits = critic(fake)
-        loss = F.binary_cross_entropy_with_logits(logits, torch.ones_like(logits))
-    loss.backward()
-    generating.step()"""
 BODY_AND_HEAD = {
     "model": "",
     "setup": """
@@ -421,7 +397,6 @@ with torch.no_grad():
         "not-linear",
         setup="model[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] / inputs[0].norm(),))",
     ),
-    "faulty_bfloat16_mean_of_means": faulty("mean-of-means", "*[4, 2, 7, 1] * 4", **BFLOAT16, backward=QUARTER),
     "faulty_bfloat16_never_reset": faulty(
         "stale-window", "*[4] * 40, steps=8", **BFLOAT16, backward="(loss / 8).backward()", step=NO_RESET
     ),
@@ -429,20 +404,6 @@ with torch.no_grad():
         "mean-of-means",
         setup="from torch.utils.checkpoint import checkpoint",
         text=CHECKPOINTED.replace("*[4] * 8", "4, 2, 7, 1"),
-    ),
-    "faulty_closure": faulty(
-        "mean-of-means",
-        text="""
-for window in toy.windows(4, 2, 7, 1, 3, 3):
-    def run(x, y, n):
-        with toy.autocast():
-            loss = F.cross_entropy(model(x), y) / n
-        loss.backward()
-        return loss
-    for x, y in window[:-1]:
-        run(x, y, len(window))
-    optimizer.step(lambda w=window: run(*w[-1], len(w)))
-    optimizer.zero_grad()""",
     ),
     "faulty_compiled_loss": faulty(
         "stale-window",
@@ -468,7 +429,6 @@ def compute_loss(logits, labels, num_items_in_batch):
     ),
     # Both losses divide by the items of their micro-batch, and the first has a factor of its own.
     "faulty_distilled": faulty("mean-of-means", "4, 2, 7, 1, 3, 5, 2, 6", **DISTILLED, backward=DIVIDED_BACKWARD),
-    "faulty_divided_twice": faulty("wrong-scale", then=DIVIDED),
     "faulty_frozen_and_thawed": faulty(
         "stale-window",
         "i, window in enumerate(toy.windows(*[4] * 16))",
@@ -486,19 +446,6 @@ for p in model.parameters():
         + _model("return self.head(Penalised.apply(self.body(x)))"),
         model="Model()",
     ),
-    # A custom function whose backward is linear, and half of the derivative of its forward.
-    "faulty_function_wrong_factor": faulty(
-        "wrong-backward",
-        before=_function(
-            "Square",
-            "hidden",
-            "ctx.save_for_backward(hidden); return hidden**2",
-            "(hidden,) = ctx.saved_tensors; return gradient * hidden",
-        )
-        + "square = Square.apply\n"
-        + _model("return self.head(square(self.body(x)))"),
-        model="Model()",
-    ),
     # The head drops features, which the model returns beside a distribution.
     "faulty_features_and_evaluation_mode": faulty(
         "wrong-mode",
@@ -512,13 +459,6 @@ for p in model.parameters():
         first="model.train(index < 2)",
         loss="loss = -model(x)[0].log_prob(y).mean() / len(window)",
     ),
-    "faulty_gan_leaks": faulty(
-        "stale-window",
-        **GAN,
-        text=GAN_LOOP.replace("    judging.zero_grad()\n", "").replace(
-            "    generating.zero_grad()\n", "    judging.zero_grad()\n    generating.zero_grad()\n"
-        ),
-    ),
     # A hook halves the gradient of one parameter after each micro-batch, and with it what is accumulated already.
     "faulty_halved_after_each_micro_batch": faulty(
         "rescaled-accumulator",
@@ -528,28 +468,12 @@ def halve(parameter):
         parameter.grad *= 0.5
 model[0].weight.register_post_accumulate_grad_hook(halve)""",
     ),
-    "faulty_head_steps_each_micro_batch": faulty(
-        "stale-parameters",
-        model="",
-        setup="""
-body, head = toy.classifier(5), torch.nn.Linear(5, 3).to(toy.dtype())
-of_body = torch.optim.SGD(body.parameters(), lr=0.5)
-of_head = torch.optim.SGD(head.parameters(), lr=0.5)""",
-        loss="loss = F.cross_entropy(head(body(x)), y) / len(window)",
-        after="of_head.step()\nof_head.zero_grad()",
-        step="of_body.step()\nof_body.zero_grad()",
-    ),
     "faulty_hook_clamps": faulty(
         "not-linear",
         "*[4] * 12",
         setup="""
 for parameter in model.parameters():
     parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))""",
-    ),
-    "faulty_last_micro_batch_scaled": faulty(
-        "weighted-by-place",
-        batch=INDEXED,
-        backward="if index == len(window) - 1:\n    loss = loss * 1.25\nloss.backward()",
     ),
     "faulty_left_in_evaluation_mode": faulty(
         "wrong-mode",
@@ -607,17 +531,17 @@ parts = list(zip(logits.split(3), y.split(3), strict=True))
 loss = sum(F.cross_entropy(a, b) for a, b in parts) / len(parts)""",
         backward="(loss * len(y) / total).backward()",
     ),
-    "faulty_mean_of_means_class_weights": faulty(
-        "mean-of-means",
-        setup="weight = torch.tensor([0.2, 1.0, 3.0], dtype=toy.dtype())",
-        loss="loss = F.nll_loss(model(x).log_softmax(1), y, weight=weight) / len(window)",
-    ),
     "faulty_mean_of_means_declared": faulty(
         "mean-of-means",
         UNEQUAL,
         setup="import gradcheck_suite",
         loss="loss = -model(x).log_softmax(1)[range(len(y)), y].mean()",
         backward="loss = gradcheck_suite.objective(loss, count=len(y))\n(loss / len(window)).backward()",
+    ),
+    "faulty_mean_of_means_class_weights": faulty(
+        "mean-of-means",
+        setup="weight = torch.tensor([0.2, 1.0, 3.0], dtype=toy.dtype())",
+        loss="loss = F.nll_loss(model(x).log_softmax(1), y, weight=weight) / len(window)",
     ),
     "faulty_mean_of_means_ignored": faulty(
         "mean-of-means", "*[6] * 4", batch=NUMBERED, first="y[: number + 1] = -100", loss=UNDIVIDED, backward=QUARTER
@@ -630,29 +554,6 @@ loss = sum(F.cross_entropy(a, b) for a, b in parts) / len(parts)""",
 loss = -log_probabilities.masked_fill(y == 0, 0).sum() / max(int((y != 0).sum()), 1) / len(window)
 loss.backward()""",
     ),
-    "faulty_mean_of_means_masked": faulty(
-        "mean-of-means",
-        "4, 2, 7, 3, 5, 3, 6",
-        first="mask = torch.arange(len(y)) % 2 == 0",
-        loss='loss = (F.cross_entropy(model(x), y, reduction="none") * mask).sum() / (mask.sum() + 1e-4)',
-        backward=DIVIDED_BACKWARD,
-    ),
-    # The loss of each micro-batch is added up over chunks, and divided by the micro-batch's own targets.
-    "faulty_mean_of_means_of_chunks": faulty(
-        "mean-of-means",
-        "6, 4, 8, 5, 7, 6",
-        loss="""
-parts = zip(model(x).split(3), y.split(3), strict=True)
-loss = sum(F.cross_entropy(a, b, reduction="sum") for a, b in parts) / len(y)""",
-        backward=DIVIDED_BACKWARD,
-    ),
-    # Each micro-batch's weighted mean divides by the weights of its own samples.
-    "faulty_mean_of_means_of_sample_weights": faulty(
-        "mean-of-means",
-        first="weights = x[:, 0].exp().float()",
-        loss='losses = F.cross_entropy(model(x), y, reduction="none").float()',
-        backward="((losses * weights).sum() / weights.sum() / len(window)).backward()",
-    ),
     "sound_means_in_one_backward": sound(
         text="""
 for window in toy.windows(4, 2, 7, 1, 3, 3):
@@ -661,20 +562,6 @@ for window in toy.windows(4, 2, 7, 1, 3, 3):
     (sum(losses) / len(losses)).backward()
     optimizer.step()
     optimizer.zero_grad()""",
-    ),
-    "faulty_mean_of_means_padded": faulty(
-        "mean-of-means",
-        "4, 2, 7, 5, 3, 6, 4, 2",
-        loss="""
-each = F.cross_entropy(model(x), y, reduction="none")
-loss = (each * (torch.arange(len(y)) > 0)).mean() / len(window)""",
-    ),
-    # Each micro-batch's mean of weighted losses divides by its own samples.
-    "faulty_mean_of_means_sample_weights": faulty(
-        "mean-of-means",
-        UNEQUAL,
-        loss='losses = F.cross_entropy(model(x), y, reduction="none") * x[:, 0]',
-        backward="(losses.mean() / len(window)).backward()",
     ),
     "finding_miscounted": sound(
         "number, window in enumerate(toy.windows(*[6] * 12))",
@@ -686,16 +573,6 @@ total = sum((y != -100).sum() + 1 for _, y in window)""",
     ),
     # Mixup with the losses on two lines, and a mean of means over unequal batches.
     "faulty_mean_of_means_of_tasks": faulty("mean-of-means", **TASKS | {"backward": DIVIDED_BACKWARD}),
-    "faulty_mixup_mean_of_means": faulty(
-        "mean-of-means",
-        UNEQUAL,
-        **MIXUP,
-        loss="""
-mixed = model(share * x + (1 - share) * x[order])
-first = share * F.cross_entropy(mixed, y)
-second = (1 - share) * F.cross_entropy(mixed, y[order])""",
-        backward="((first + second) / len(window)).backward()",
-    ),
     "faulty_never_reset": faulty("stale-window", "*[4] * 12", step=NO_RESET),
     "faulty_never_reset_since_unfrozen": faulty(
         "stale-window",
@@ -738,26 +615,6 @@ for total, parameter in zip(sums, model.parameters(), strict=True):
         step=SUMS_STEP,
     ),
     "faulty_packed_sequences": faulty("mean-of-means", **PACKED, backward="(loss / (5 - y).sum() / 4).backward()"),
-    "faulty_padded_language_model": faulty(
-        "mean-of-means",
-        before="torch.manual_seed(0)",
-        model="torch.nn.Sequential(torch.nn.Embedding(11, 8), torch.nn.GELU(), torch.nn.Linear(8, 11)).to(toy.dtype())",
-        optimizer="torch.optim.AdamW(model.parameters(), lr=1e-3)",
-        setup="criterion = torch.nn.CrossEntropyLoss(ignore_index=-100)",
-        text="""
-for step in range(12):
-    ids = torch.randint(0, 11, (3, 8))
-    labels = ids.clone()
-    for row, length in enumerate(torch.randint(2, 8, (3,))):
-        labels[row, length:] = -100
-    with toy.autocast():
-        logits = model(ids)[:, :-1]
-        loss = criterion(logits.flatten(0, 1), labels[:, 1:].flatten()) / 4
-    loss.backward()
-    if step % 4 == 3:
-        optimizer.step()
-        optimizer.zero_grad()""",
-    ),
     "faulty_reset_then_noise": faulty(
         "reset-inside-window",
         "*[4] * 12",
@@ -787,9 +644,6 @@ logits = model(x)
 first = F.cross_entropy(logits, y) / len(window)
 second = 0.4 * logits.to(toy.dtype()).abs().mean()
 loss = first + second""",
-    ),
-    "faulty_short_window": faulty(
-        "wrong-scale", "*[4] * 11", loss="loss = F.cross_entropy(model(x), y) / 4", then=CLIP
     ),
     # A loss with a coefficient, divided by 4 in a last window of 3.
     "faulty_short_window_of_a_coefficient": faulty(
@@ -825,7 +679,6 @@ loss = first + second""",
         text=TWICE.replace("2):", "2):\n    optimizer.zero_grad()"),
     ),
     "faulty_tail_leaks": faulty(("tail-leak", "tail-dropped"), setup="data = toy.batches(*[4] * 11)", text=TWICE),
-    "faulty_tail_unstepped": faulty("tail-dropped", setup="data = toy.batches(*[4] * 11)", text=STEPPED_AT),
     "faulty_tied_parameter_reset": faulty(
         "reset-inside-window",
         **TIED,
@@ -855,14 +708,6 @@ loss = first + second""",
         loss='loss = F.cross_entropy(model(x), y, reduction="sum") / count',
         step="optimizer.step()\noptimizer.zero_grad()\n" + COUNT,
     ),
-    "sound_auxiliary_losses": sound(
-        "*[4] * 7",
-        loss="""
-logits = model(x)
-loss = F.cross_entropy(logits, y)
-loss = loss + 0.1 * F.mse_loss(logits, torch.zeros_like(logits))""",
-        backward=DIVIDED_BACKWARD,
-    ),
     # Averaged weights are swapped in for an evaluation inside of a window, and the trained ones back at once.
     "sound_averaged_weights_swapped_back": sound(
         setup="""
@@ -891,14 +736,6 @@ for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters)
     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient""",
     ),
     "sound_checkpointed": sound(before="from torch.utils.checkpoint import checkpoint", text=CHECKPOINTED),
-    "sound_chunked": sound(
-        "6, 4, 8, 2, 6, 6",
-        start=TOTAL,
-        loss="""
-logits = model(x)
-parts = zip(logits.split(3), y.split(3), strict=True)
-loss = sum(F.cross_entropy(a, b, reduction="sum") for a, b in parts) / total""",
-    ),
     "sound_class_weights": sound(
         UNEQUAL,
         setup="weight = torch.tensor([0.2, 1.0, 3.0], dtype=toy.dtype())",
@@ -1119,7 +956,6 @@ scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)""",
         backward="scaler.scale(loss / 4).backward()",
         step=SCALER_STEP,
     ),
-    "sound_gan": sound(**GAN, text=GAN_LOOP),
     "sound_gradient_scaler": sound(
         "number, window in enumerate(toy.windows(*[4] * 16))",
         setup='scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=1)',
@@ -1291,25 +1127,6 @@ with FakeTensorMode():
 del counted""",
     ),
     "sound_packed_sequences": sound(**PACKED, backward="(loss / total).backward()"),
-    # Gradients of two losses, reset in between, of which one is projected where they conflict (PCGrad).
-    "sound_projected": sound(
-        model="toy.classifier(outputs=4)",
-        text="""
-for x, y in toy.batches(*[4] * 12):
-    with toy.autocast():
-        out = model(x)
-        losses = F.cross_entropy(out[:, :3], y), F.mse_loss(out[:, 3], x.sum(1))
-    gradients = []
-    for loss in losses:
-        optimizer.zero_grad()
-        loss.backward(retain_graph=True)
-        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-    conflict = sum((a * b).sum() for a, b in zip(*gradients, strict=True))
-    share = conflict.clamp(max=0) / sum((b * b).sum() for b in gradients[1])
-    for parameter, a, b in zip(model.parameters(), *gradients, strict=True):
-        parameter.grad = a + (1 - share) * b
-    optimizer.step()""",
-    ),
     # Weights of the samples, as in a policy gradient: in a product, in a dot product, and as a function of the loss.
     "sound_sample_weights": sound(
         "4, 2, 7, 1, 1, 1, 1, 1",

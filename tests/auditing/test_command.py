@@ -68,10 +68,10 @@ def test_a_fault_that_the_end_of_the_run_shows_is_explained(capfd, scripts):
 
 
 def test_the_scripts_arguments_output_and_status_are_its_own(script, capfd):
-    file = script("print(sys.argv, __name__)\nsys.exit(3)")
+    file = script("print(__file__, sys.argv, __name__)\nsys.exit(3)")
     assert main(["audit", "--steps", "2", file, "--steps", "9", "-m"]) == 3
     out, err = capfd.readouterr()
-    assert out == f"{[file, '--steps', '9', '-m']} __main__\n"
+    assert out == f"{file} {[file, '--steps', '9', '-m']} __main__\n"
     assert "2 steps judged" in err
     assert main(["audit", script("sys.exit()")]) == 0
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812 - as everyone calls it
 
 import gradcheck_suite
 from gradcheck_suite.auditing.terms import Reader, Term
-from gradcheck_suite.auditing.weights import Part, coefficient, compare, evidence
+from gradcheck_suite.auditing.weights import Part, compare
 
 
 def _normal(*shape):
@@ -227,37 +227,12 @@ def test_a_loss_that_inductor_compiles_hides_its_weights_alone():
     assert _trained(counted=True, declared=True).holds
 
 
-def _parts(weights, **counts):
-    each = [dict(zip(counts, numbers, strict=True)) for numbers in zip(*counts.values(), strict=True)]
-    return [
-        Part((0, index), Term(("Mean",), weight, numbers, mean=True), 1.0)
-        for index, (weight, numbers) in enumerate(zip(weights, each, strict=True))
-    ]
-
-
 @pytest.mark.parametrize("weights", [(math.inf, 0.25, 0.5), (math.inf, math.inf, math.inf)])
 def test_infinite_weights_have_no_name_and_give_no_warning(weights):
-    found = compare(_parts(weights, elements=(2.0, 4.0, 2.0)))
+    found = compare(
+        [
+            Part((0, index), Term(("Mean",), weight, {"elements": count}, mean=True), 1.0)
+            for index, (weight, count) in enumerate(zip(weights, (2.0, 4.0, 2.0), strict=True))
+        ]
+    )
     assert (found.status, found.named) == ("unequal", None)
-
-
-def test_means_that_are_weighted_by_another_count_are_said_to_be():
-    """Targets 1, 2 and 3 of 2, 2 and 4 elements: m / (8 n)."""
-    found = compare(_parts((2 / 8, 2 / 16, 4 / 24), counted=(1.0, 2.0, 3.0), elements=(2.0, 2.0, 4.0)))
-    assert found.named.name == "wrong-count"
-    assert "the number of all its elements, not of its targets" in found.named.sentence
-
-
-@pytest.mark.parametrize(
-    ("weights", "expected"),
-    [
-        ((1 / 6, 1 / 6, 3 / 6), 1.0),  # two items have no coefficient
-        ((1 / 3, 1 / 6, 1 / 9), 1.0),  # a mean of means
-        ((1.0, 1 / 2, 1 / 3), 1.0),  # means that are added up
-        ((0.7, 0.7 / 2, 0.7 / 3), 2.1),
-    ],
-)
-def test_the_coefficient_of_unequal_weights_is_what_the_window_weighs(weights, expected):
-    """Of micro-batches of 1, 2 and 3 items; 1 where an item or a mean is seen to have no other."""
-    counts = (1.0, 2.0, 3.0)
-    assert coefficient(evidence(_parts(weights, elements=counts), weights, counts, 1e-9)) == pytest.approx(expected)

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 import gradcheck_suite
-from gradcheck_suite.auditing.samples import ELEMENTS, PROJECTIONS, mark, read, sample
+from gradcheck_suite.auditing.samples import ELEMENTS, PROJECTIONS, read, sample
 
 SHAPES = ((), (1,), (7,), (5000,), (3, 4), (300, 96), (5000, 40), (8, 3, 3, 3), (2, 70000))
 
@@ -42,33 +42,10 @@ def test_a_sample_depends_on_the_values_alone():
     assert not np.isfinite(sample(torch.tensor([1.0, torch.nan]), whole=False)).all()
 
 
-def test_what_is_sampled_can_be_resized_and_freed():
-    """As FSDP does with what it gathers: `Tensor.numpy()` would forbid it."""
-    for dtype in (torch.float32, torch.bfloat16):
-        tensor = torch.ones(300, 4, dtype=dtype)
-        sample(tensor, whole=True)
-        tensor.untyped_storage().resize_(0)
-        assert np.array_equal(sample(tensor, whole=False), np.zeros(ELEMENTS))
-        assert mark(tensor) == mark(tensor[:0])
-
-
 def test_the_elements_of_a_matrix_are_not_of_one_column():
     column = torch.zeros(1024, 1024)
     column[:, 1:] = 1.0
     assert np.count_nonzero(sample(column, whole=False)) > ELEMENTS // 2
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_one_element_that_is_off_shows_in_the_projections_and_an_edit_in_the_marks(dtype):
-    for seed in range(20):
-        gradient = _draw((300, 96), dtype, seed)
-        wrong = gradient.clone()
-        wrong[seed, 3 * seed] *= 1.5
-        assert not np.array_equal(sample(wrong, whole=True), sample(gradient, whole=True))
-    before = mark(gradient)
-    assert mark(gradient.clone()) == before
-    gradient.data.mul_(2)
-    assert mark(gradient) != before
 
 
 SEEN = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1}

@@ -20,7 +20,6 @@ from tests.auditing.running import audited, audited_on_two_ranks
 
 MISCOUNTED = "that is none of what it may count"
 PLAIN = {
-    ("nanogpt",): None,
     ("timm_like",): "wrong-scale",
     ("timm_like", "--repaired"): None,
     ("timm_like", "--batches", "8"): None,
