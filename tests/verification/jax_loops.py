@@ -17,16 +17,6 @@ def windows(run):
     return [batches[i : i + k] for i in range(0, len(batches), k)]
 
 
-def padded(window):
-    """Return micro-batches stacked, padded by their first item to one size, and weights, 0 for padding."""
-    sizes = [len(jax.tree.leaves(batch)[0]) for batch in window]
-
-    def stack(*parts):
-        return jnp.stack([jnp.concatenate([a, jnp.repeat(a[:1], max(sizes) - len(a), 0)]) for a in parts])
-
-    return jax.tree.map(stack, *window), jnp.stack([jnp.arange(max(sizes)) < n for n in sizes])
-
-
 def item_sums(run, params, batch, weight):
     """Return the summed loss of the items that count, and their count, by `vmap` over items."""
 
@@ -37,30 +27,6 @@ def item_sums(run, params, batch, weight):
 
     losses, counts = jax.vmap(item)(batch)
     return jnp.where(weight, losses, 0).sum(), jnp.where(weight, counts, 0).sum()
-
-
-@jax_training_loop
-def scan_by_counts(run: JaxTrainingRun) -> None:
-    """One `scan` over the padded micro-batches of a window; sums and counts are its carry."""
-
-    @jax.jit
-    def step(params, state, stacked, weights):
-        def add(carry, part):
-            found = jax.grad(lambda p: item_sums(run, p, *part), has_aux=True)(params)
-            return jax.tree.map(lambda a, b: (a + b).astype(a.dtype), carry, found), None
-
-        count = jax.eval_shape(run.count, jax.tree.map(lambda a: a[0], stacked))
-        (total, count), _ = jax.lax.scan(
-            add, jax.tree.map(jnp.zeros_like, (params, jnp.zeros((), count.dtype))), (stacked, weights)
-        )
-        gradient = total if run.reduction == "sum" else jax.tree.map(lambda a: (a / count).astype(a.dtype), total)
-        updates, state = run.optimizer.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state
-
-    params, state = run.params, run.optimizer.init(run.params)
-    for _ in range(run.epochs):
-        for window in windows(run):
-            params, state = step(params, state, *padded(window))
 
 
 class TrainState(NamedTuple):
@@ -135,32 +101,4 @@ def flat_vector(run: JaxTrainingRun) -> None:
             flat = flat + updates
 
 
-@jax_training_loop
-def chained_and_conditional(run: JaxTrainingRun) -> None:
-    """The optimizer is inside `optax.chain`, and its update inside `lax.cond`, at every micro-batch."""
-    optimizer = optax.chain(optax.identity(), run.optimizer)
-
-    @jax.jit
-    def step(params, state, kept, batch, *, last):
-        count = run.count(batch) if run.reduction == "mean" else jnp.ones_like(run.count(batch))
-        part = jax.tree.map(lambda g: (g * count).astype(g.dtype), jax.grad(run.loss)(params, batch)), count
-        total, count = jax.tree.map(jnp.add, kept, part)
-
-        def update(args):
-            params, state = args
-            divisor = count if run.reduction == "mean" else jnp.ones_like(count)
-            mean = jax.tree.map(lambda a: (a / divisor).astype(a.dtype), total)
-            updates, state = optimizer.update(mean, state, params)
-            return optax.apply_updates(params, updates), state, jax.tree.map(jnp.zeros_like, (total, count))
-
-        return jax.lax.cond(last, update, lambda args: (*args, (total, count)), (params, state))
-
-    params, state = run.params, optimizer.init(run.params)
-    kept = jax.tree.map(jnp.zeros_like, (params, run.count(next(iter(run.batches)))))
-    for _ in range(run.epochs):
-        for i, batch in enumerate(run.batches):
-            last = (i + 1) % run.accumulation_steps == 0 or i + 1 == len(run.batches)
-            params, state, kept = step(params, state, kept, batch, last=jnp.asarray(last))
-
-
-SOUND = (scan_by_counts, train_state, whole_window, flat_vector, chained_and_conditional)
+SOUND = (train_state, whole_window, flat_vector)

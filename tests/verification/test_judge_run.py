@@ -379,17 +379,13 @@ FLOAT32 = Case(TANH, Plan((2, 3, 1), 2), dtype="float32", seed=3)
 
 
 def under(dtype, wrong=1.0):
-    def undeclared(run):
-        for window in windows(run):
-            total = window_count(run, window) * wrong
-            for batch in window:
-                with torch.autocast(run.device.type, dtype=dtype):
-                    loss = part_of_window(run, batch, total)
-                loss.backward()
-            run.optimizer.step()
-            run.optimizer.zero_grad()
+    def backward(run, window):
+        for batch in window:
+            with torch.autocast(run.device.type, dtype=dtype):
+                loss = part_of_window(run, batch, window_count(run, window) * wrong)
+            loss.backward()
 
-    return undeclared
+    return trains(backward=backward)
 
 
 @pytest.mark.parametrize("shrinking", [False, True])
@@ -551,12 +547,11 @@ def _stay(run):
 
 
 def _checks_parameters(run):
-    for window in windows(run):
-        run.optimizer.zero_grad()
-        backward_window(run, window)
-        run.optimizer.step()
+    def check_weight(*_):
         if not run.model.weight.isfinite():
             raise ArithmeticError("training has diverged")
+
+    trains(after=check_weight)(run)
 
 
 def test_a_loop_that_stops_where_training_has_diverged_is_not_blamed():

@@ -314,15 +314,6 @@ def outcome(loop, case):
 
 
 @pytest.mark.full
-def test_gradients_that_ranks_share_out_are_gathered():
-    for name in ("fsdp2/zero_grad", "fsdp2/set_to_none", "fsdp2_resharded/zero_grad"):
-        assert outcome(RANK_LOOPS[name], probe_case(EVEN)) == "holds", name
-    (first, second) = run_ranks(RANK_LOOPS["fsdp2/zero_"], generated_instance(probe_case(EVEN)))
-    for observed in (first.observations, second.observations):
-        assert [o.gradients[PARAMETER].tolist() for o in observed] == [[1 / 16] * 16] * 2
-
-
-@pytest.mark.full
 def test_a_rank_without_a_micro_batch_resets_its_gradients_too():
     uneven = Plan((2, 1, 1), 1, ranks=(2, 1))
     for mode in MODES:
