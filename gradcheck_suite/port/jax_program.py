@@ -79,20 +79,20 @@ def meant(value: Array) -> tuple[Array, Array]:
     return np.where(plain, short, wide), ~plain & np.isfinite(wide)
 
 
-def table(value: Any) -> tuple[Array, Array] | None:
+def table(value: Any) -> tuple[Array, Array | None]:
     """Return the numbers of a float32 table, also of one that is kept in float64, as they were meant, and a move.
 
     The move of each number, with a random sign, is as many units roundoff as its rounding may have cost, times the
     largest number: sines of rounded positions are off by more than one, and by the more the larger the position is.
-    None is returned where nothing is rounded.
+    The move is None where nothing is rounded.
     """
     wide = np.asarray(value)
     low = wide if _is_low(wide) else wide.astype(np.float32)
     if not _is_low(wide) and not (wide.ndim and np.array_equal(low, wide)):
-        return None
+        return wide, None
     number, rounded = meant(low)
     if not rounded.any():
-        return None
+        return number if _is_low(wide) else wide, None
     largest = np.abs(number[rounded]).max()
     units = np.full(number.shape, TABLE_MARGIN)
     if number.ndim and largest <= 1:
@@ -141,12 +141,10 @@ class Interpreter:
         is_plain = not hasattr(value, "dtype") or isinstance(value, jax.core.Tracer)
         if not self._lift or is_plain or not (_is_low(value) or value.dtype == np.float64):
             return _up(value) if self._lift else value
-        found = table(value)
-        if found is None:
-            number = meant(np.asarray(value))[0] if _is_low(value) else value
+        number, move = table(value)
+        if move is None:
             return number if np.ndim(number) else np.float64(number)
         self.rounded = True
-        number, move = found
         return number + self._shift * move
 
     def _equation(self, eqn: Any, values: list[Any], eps: Any) -> tuple[list[Any], Any]:
@@ -273,7 +271,7 @@ def equations_in(jaxpr: Any) -> list[Any]:
     return found
 
 
-def _digest(closed: Any) -> str:
+def digest(closed: Any) -> str:
     """Return a name of what a jaxpr computes, the same in every process: its text and its constants."""
     digest = hashlib.sha256(re.sub(r"0x[0-9a-f]+|\bat \S+>", "", str(closed)).encode())
 
@@ -325,7 +323,11 @@ class JaxProgram:
     ) -> None:
         self._fixed, self._numbers = list(leaves), [i for i, leaf in enumerate(leaves) if is_number(leaf)]
         example = self._arguments(leaves, inputs, targets)
-        closed, shape = jax.make_jaxpr(lambda p, *rest: function(self._whole(p), *rest), return_shape=True)(*example)
+        trace = jax.make_jaxpr(lambda p, *rest: function(self._whole(p), *rest), return_shape=True)
+        try:
+            closed, shape = trace(*example)
+        except TypeError:  # a state that starts in float32, as that of flax's recurrent cells, does not become float64
+            closed, shape = trace(*jax.tree.map(lambda x: np.asarray(x, np.float32) if is_float(x) else x, example))
         # a value that nothing depends on is no evidence: a port may compute torch's value and not use it
         self.jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
         self._consts = list(closed.consts)
@@ -380,7 +382,7 @@ class JaxProgram:
                 *arrays
             )
             run = jex.jaxpr_as_fun(closed)
-            key = ("port", _digest(closed))
+            key = ("port", digest(closed))
             self._made[name] = ProgramRequest.of(key, lambda *a: tuple(run(*a)), *arrays), jax.tree.structure(shape)
         request, structure = self._made[name]
         out = PROGRAMS.run(request, *arrays, store="callback" not in "".join(self.primitives), few=True)
@@ -436,7 +438,8 @@ class JaxProgram:
         """Return the outputs in the dtypes that the author chose."""
 
         def plain(given: Any) -> Any:
-            return jax.core.eval_jaxpr(self.jaxpr, self._consts, *jax.tree.leaves(given))[: self.outs]
+            own = [_cast(v, var.aval) for v, var in zip(jax.tree.leaves(given), self.jaxpr.invars, strict=True)]
+            return jax.core.eval_jaxpr(self.jaxpr, self._consts, *own)[: self.outs]
 
         found: list[Array] = self._call("as-written", plain, self._arguments(leaves, inputs, targets))
         return found

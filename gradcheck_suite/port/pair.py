@@ -137,7 +137,15 @@ def without_low(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {k: torch.float64 if k == "dtype" and v in LOW else v for k, v in kwargs.items()}
 
 
-class _Lifting(TorchDispatchMode):
+class Mode(TorchDispatchMode):
+    """A mode that `torch.compile` may look into: torch then does not import its compiler, which takes two seconds."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class _Lifting(Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **without_low(kwargs or {}))
 
@@ -373,7 +381,7 @@ def drawn_state(base: State, names: set[str], draw: Draw) -> State:
     return {name: made[id(value)].copy() for name, value in base.items()}
 
 
-class _Writing(TorchDispatchMode):
+class _Writing(Mode):
     """Follows every write into a parameter by one of drawn values: whatever the author's code reads then has them."""
 
     def __init__(self, draw: Draw) -> None:

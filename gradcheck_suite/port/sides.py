@@ -305,8 +305,8 @@ class Sides:
             self._add(bounds, outputs_error(base.outs, moved.outs), slopes, others, 1.0)
             bounds.rounded = True
         unit = UNIT_ROUNDOFF["float32"]
-        constant = {i: table(self.leaves[i]) for i, leaf in enumerate(self.map.leaves) if leaf and leaf.is_constant}
-        kept = {i: self.leaves[i] + unit * found[1] for i, found in constant.items() if found is not None}
+        moves = {i: table(self.leaves[i])[1] for i, leaf in enumerate(self.map.leaves) if leaf and leaf.is_constant}
+        kept = {i: self.leaves[i] + unit * move for i, move in moves.items() if move is not None}
         if kept or self.jax_program(point).rounded:
             leaves = [kept.get(i, leaf) for i, leaf in enumerate(self.leaves)]
             shifted = self.jax_program(point).run(leaves, *self.arguments(point)[1:], shift=unit)
@@ -345,9 +345,9 @@ class Sides:
         for (kind, name), value in program.leaves().items():
             free = kind == "state" and name in self.map.names and name not in self.map.movable
             if kind == "constant" or (free and not used[self.map.part(name)].any()):
-                rounded = table(value.numpy()) if value.dtype == torch.float64 else None
-                if rounded is not None:
-                    found[kind, name] = value + torch.as_tensor(UNIT_ROUNDOFF["float32"] * rounded[1])
+                move = table(value.numpy())[1] if value.dtype == torch.float64 else None
+                if move is not None:
+                    found[kind, name] = value + torch.as_tensor(UNIT_ROUNDOFF["float32"] * move)
         return found
 
     # gradients

@@ -19,9 +19,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradcheck_suite.port.pair import Array, default_dtype, flat_output, is_author_file, without_low
+from gradcheck_suite.port.pair import Array, Mode, default_dtype, flat_output, is_author_file, without_low
 
 LOSS = "loss"
 """The place of what the loss computes."""
@@ -126,7 +125,7 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(np.intersect1d(places[0], places[1]).size)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(Mode):
     """Records operations with the module and the line that call them.
 
     Autograd makes another Python object for a view, so that a tensor that is not known by its identity is looked up by

@@ -21,10 +21,11 @@ import torch
 from torch import nn
 
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.port.jax_program import Interpreter
+from gradcheck_suite.port.jax_program import Interpreter, digest
 from gradcheck_suite.port.mapping import Leaf, StateMap
 from gradcheck_suite.port.number_sets import Array
 from gradcheck_suite.port.pair import JaxModel, is_float, raised
+from gradcheck_suite.reference.programs import PROGRAMS, ProgramRequest
 
 NORMS = (10.0, 0.02, 3.0, 40.0)
 """Norm of all gradients at each step."""
@@ -107,12 +108,14 @@ def jax_steps(optimizer: Any, model: JaxModel, leaves: Sequence[Any], gradients:
     params = tree(leaves)
     state = optimizer.init(params)
     closed, shape = jax.make_jaxpr(optimizer.update, return_shape=True)(tree(gradients[0]), state, params)
-    structure = jax.tree.structure(shape)
+    structure, key = jax.tree.structure(shape), ("update", digest(closed))
 
-    @jax.jit
+    def lifted(*given: Any) -> Any:
+        return tuple(Interpreter(custom=False).run(closed.jaxpr, closed.consts, given)[0])
+
     def update(*given: Any) -> Any:
-        outs, _ = Interpreter(custom=False).run(closed.jaxpr, closed.consts, jax.tree.leaves(given))
-        return jax.tree.unflatten(structure, outs)
+        arrays = [np.asarray(value) for value in jax.tree.leaves(given)]
+        return jax.tree.unflatten(structure, PROGRAMS.run(ProgramRequest.of(key, lifted, *arrays), *arrays, few=True))
 
     found = []
     for step in gradients:
