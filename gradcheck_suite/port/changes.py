@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gradcheck_suite.port.torch_program import Call, Change, Ref, flat
+from gradcheck_suite.port.torch_program import Call, Change, Ref, fill, flat
 
 
 @dataclass
@@ -38,11 +38,16 @@ class Hypothesis:
     def further_on(self, by: int) -> Hypothesis:
         """Return the same change of calls further on in the program."""
 
-        def shifted(change: Change) -> Change:
-            def get_at(get: Any) -> Any:
-                return lambda r: get(Ref(r.kind + by, r.index) if isinstance(r, Ref) and isinstance(r.kind, int) else r)
+        def moved(ref: Any, by: int) -> Any:
+            return Ref(ref.kind + by, ref.index) if isinstance(ref, Ref) and isinstance(ref.kind, int) else ref
 
-            return lambda call, args, kwargs, get: change(call, args, kwargs, get_at(get))
+        def shifted(change: Change) -> Change:
+            def there(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+                # the change speaks of tensors by their places in the first call
+                own = fill((call.args, call.kwargs), lambda ref: moved(ref, -by))
+                return change(replace(call, args=own[0], kwargs=own[1]), args, kwargs, lambda ref: get(moved(ref, by)))
+
+            return there
 
         changes = {i + by: shifted(c) for i, c in self.changes.items()}
         return replace(self, changes=changes, leaves={}, at=None if self.at is None else self.at + by)

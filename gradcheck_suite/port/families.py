@@ -157,7 +157,7 @@ def _left_out(search: Search, index: int) -> Iterator[Hypothesis]:
     made = run.seen[index][0]
     for i, ref in search.positions(index):
         value = run.get(ref)
-        if isinstance(value, torch.Tensor) and value.shape == made.shape and value.is_floating_point():
+        if isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (made.shape, made.dtype):
             words = f"without {call.name.strip('_')}"
             cause = missing(call, i)
             if call.name.startswith("div") and i == 0 and _is_reduction_of(search, call.args[1], ref):

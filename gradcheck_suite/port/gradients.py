@@ -5,22 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import combinations, count
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils import _pytree as pytree
 
 from gradcheck_suite.port.changes import Hypothesis, of_operand, of_result
 from gradcheck_suite.port.jax_program import CUSTOM, JaxProgram, line_of
 from gradcheck_suite.port.matching import array, only_moves
 from gradcheck_suite.port.mistakes import is_activation
 from gradcheck_suite.port.number_sets import Array, Numbers
-from gradcheck_suite.port.search import RAISED, Repairs, repeated
+from gradcheck_suite.port.search import ALIKE, RAISED, Repairs, repeated
 from gradcheck_suite.port.sides import RESOLUTION, Sides
 from gradcheck_suite.port.torch_program import Call, Change, Ref, TorchProgram, TorchRun, fill
 
 SECONDS = 8.0
 """CPU time in which a cause is looked for."""
+DETACHED = 6
+"""Calls that read a detached tensor, of which up to two may have another operand detached."""
 FACTORS = (2.0, 0.5, -1.0, 0.1, 10.0)
 
 
@@ -140,8 +144,8 @@ def place_gradient(
             if time.process_time() > until:
                 break
             at = hypothesis.at if hypothesis.at is not None else index
-            every = repeated(program, hypothesis)
-            for changes in (hypothesis.changes, every)[: 1 + (len(every) > len(hypothesis.changes))]:
+            scopes = [hypothesis.changes, *(repeated(program, hypothesis, alike) for alike in ALIKE[-2:])]
+            for changes in {tuple(changes): changes for changes in scopes}.values():
                 try:
                     changed = repairs.plus(replace(hypothesis, changes=changes))
                     _, slopes = sides.slopes(program, changed)
@@ -149,14 +153,14 @@ def place_gradient(
                 except RAISED:
                     continue
                 if not left:
-                    at = min(at, min(changes)) if changes is every else at
+                    at = min(at, *changes) if len(changes) > len(hypothesis.changes) else at
                     return GradientFault(at, hypothesis.cause, hypothesis.words, {}, changed)
                 if len(left) < len(wrong) and set(left) <= set(wrong) and (best is None or len(left) < len(best.left)):
                     best = GradientFault(at, hypothesis.cause, hypothesis.words, left, changed)
     if best is not None:
         return best
     theirs = sides.pulled(sides.jax_run(point).gradients)
-    last = max(frontier) if frontier else None
+    last = max([i for i in frontier if i not in repairs.changes] or frontier, default=None)
     if sides.map.complete and all(not theirs[n].any() for n in wrong):
         return GradientFault(last, "no-gradient", f"no gradient of {_some(wrong)} at all", {}, None)
     if rule := own_rule(jax_program):
@@ -196,7 +200,7 @@ def _at_call(program: TorchProgram, run: TorchRun, index: int) -> Iterator[Hypot
     for ref in call.refs:
         at = _producer(program, run, ref, index)
         what = program.calls[at].name.strip("_") if at != index else str(ref.index)
-        yield Hypothesis("stop-gradient", f"no gradient through {what}", {index: _stopped(ref)}, at=at)
+        yield Hypothesis("stop-gradient", f"no gradient through {what}", {index: _stopped(call, ref)}, at=at)
     words = f"no gradient through {call.name.strip('_')}"
     yield Hypothesis("stop-gradient", words, {index: of_result(lambda v: v.detach())}, at=index)
     for factor in FACTORS:
@@ -210,10 +214,15 @@ def _at_call(program: TorchProgram, run: TorchRun, index: int) -> Iterator[Hypot
                 index: lambda c, a, k, g, i=i: [a[i] + (c.op(*a, **k) - a[i]).detach()]})  # fmt: skip
 
 
-def _stopped(ref: Ref) -> Change:
+def _stopped(call: Call, ref: Ref) -> Change:
+    """Return the change that detaches an operand of a call; in the calls of other layers, the one at the same place."""
+    places = {n for n, r in enumerate(call.refs) if r == ref}
+
     def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
-        read = lambda r: get(r).detach() if r == ref else get(r)  # noqa: E731 - one use
-        return call.op(*fill(call.args, read), **fill(call.kwargs, read))
+        number = count()
+        stop = lambda v: v.detach() if next(number) in places else v  # noqa: E731 - one use
+        args, kwargs = pytree.tree_map_only(torch.Tensor, stop, (args, kwargs))
+        return call.op(*args, **kwargs)
 
     return change
 
@@ -248,3 +257,21 @@ def _with_more(program: TorchProgram) -> Iterator[Hypothesis]:
         if program.calls[i].name == "detach":
             words = "an extra gradient where torch detaches and the port has no stop_gradient"
             yield Hypothesis("missing-stop-gradient", words, {i: lambda c, a, k, g: [a[0]]}, at=i)
+    exchanged: dict[int, Change] = {}
+    for i in (i for i in sorted(program.needed) if program.calls[i].name == "detach"):
+        change = _other_stopped(Ref(i, 0), program.calls[i].args[0])
+        exchanged |= dict.fromkeys(program.readers.get(Ref(i, 0), []), change)
+    few = list(exchanged.items())[-DETACHED:]
+    for changes in (dict(group) for n in (1, 2) for group in combinations(few, n)):
+        words = "a gradient of the operand that torch detaches, and none of the other"
+        yield Hypothesis("stop-gradient", words, changes, at=min(changes))
+
+
+def _other_stopped(detached: Ref, source: Ref) -> Change:
+    """Return the change of a call that reads a detached tensor: it reads that as it was, and the others detached."""
+
+    def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+        read = lambda r: get(source) if r == detached else get(r).detach()  # noqa: E731 - one use
+        return call.op(*fill(call.args, read), **fill(call.kwargs, read))
+
+    return change

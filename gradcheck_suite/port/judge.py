@@ -275,7 +275,40 @@ class Judge:
             where = call.where if call is not None else None
             self._add("forward", call.path if call else "", "order-of-elements", words, torch=where, **numbers)
             return False
-        return self._unknown(search, region, first[0], numbers)
+        return self._row_explained(point, loss, numbers) or self._unknown(search, region, first[0], numbers)
+
+    def _row_explained(self, point: int, loss: bool, numbers: Mapping[str, Any]) -> bool:
+        """Add a finding that explains all, where one row alone shows it; return whether there is one.
+
+        A number that is wrong in one row may be right in another one, so that the port seems to have it.
+        """
+        base, out = self.sides.points[point], self.sides.torch_program(point)
+        rows = {len(x) if np.ndim(x) else 0 for x in (*base.inputs, *base.targets)}
+        mine = array(self._run(point, out).outs[0])
+        theirs = aligned(self.sides.jax_run(point).outs[0], mine)
+        if loss or rows != {len(mine) if mine.ndim else 0} or min(rows) < 2 or mine.shape != theirs.shape:
+            return False
+        row = int(np.abs(mine - theirs).reshape(len(mine), -1).max(1).argmax())
+        self.sides.points.append(
+            Point(*(tuple(x[row : row + 1] for x in part) for part in (base.inputs, base.targets)))
+        )
+        alone = len(self.sides.points) - 1
+        try:
+            program = self.sides.torch_program(alone)
+            matching = Matching(program, self._run(alone, program), self.sides.side(alone))
+            allowed = self.sides.bounds(alone).outputs
+            region, first = matching.region(matching.ends(loss, allowed))
+            search = Search(program, matching, self.repairs, loss, allowed, tuple(self.sides.witnesses(alone)))
+            found = search.find(FAMILIES, region, first) if region else None
+            whole = self.repairs.plus(found.hypothesis).run(out) if found is not None else None
+        except (*RAISED, UsageError):
+            return False
+        finally:
+            self.sides.forget(alone)
+        if found is None or whole is None or self._off(point, whole, loss) > self.sides.bounds(point).outputs:
+            return False
+        self._explained(matching, found, numbers)
+        return True
 
     def _explained(self, matching: Matching, found: Found, numbers: Mapping[str, Any]) -> None:
         hypothesis, calls = found.hypothesis, matching.program.calls
@@ -361,6 +394,10 @@ class Judge:
         program = self.sides.torch_program(point)
         call = program.calls[fault.index] if fault.index is not None else None
         names = ", ".join(sorted(wrong, key=lambda n: -wrong[n])[:3])
+        if fault.cause == "unknown" and fault.index in self.repairs.changes:
+            # two forms have one value and different gradients, such as a mask that is added or put in place
+            self._note(f"the gradient of {names} is not judged: it differs where a value does, which is reported above")
+            return {}
         what = f"expected the gradient of {_named(call)}" if call is not None else "expected another gradient"
         after = f"{stops(self.sides.jax_program(point))}; off at {names}"
         place = call.path if call is not None else next(iter(wrong)).rpartition(".")[0]

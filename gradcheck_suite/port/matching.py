@@ -206,6 +206,8 @@ def _inside(call: Call, args: Any, out: torch.Tensor) -> list[torch.Tensor]:
         return [out - args[0]]
     if call.name == "convolution" and args[2] is not None:
         return [out - args[2].reshape(across)]
+    if call.name in ("linalg_vector_norm", "norm", "std"):
+        return [out**2]
     if call.name == "native_layer_norm":
         x, shape, weight, _, eps = args[:5]
         plain = torch.nn.functional.layer_norm(x, shape, None, None, eps)

@@ -452,6 +452,7 @@ ARGUMENTS = (
     Argument("class-weights", "binary_cross_entropy.*", "pos_weight", (None,)),
     Argument("ignore-index", "nll_loss.*", "ignore_index", (0, 1, -1, -100, -1000)),
     Argument("reduction", _LOSS, "reduction", (1, 2)),
+    Argument("reversed", "sort", "descending", BOTH),
     Argument("loss-threshold", "smooth_l1_loss", "beta", (1.0, 0.5, 2.0, 0.1, 1 / 9)),
     Argument("loss-threshold", "huber_loss", "delta", (1.0, 0.5, 2.0, 0.1, 1.35)),
 )
@@ -567,6 +568,10 @@ FORMULAS = (
     Formula("missing-bias", "addmm", "no bias", lambda a, p: a.mat1 @ a.mat2),
     Formula("eps-place", "add", "{:g} added to the square, inside of the root", lambda a, p: (a.self**2 + p).sqrt(),
             lambda a, out: [] if isinstance(a.other, torch.Tensor) or not 0 < a.other < 1e-2 else [a.other]),
+    *(Formula("eps-place", "clamp_min|clamp", words, formula, lambda a, out: [a.min] if 0 < (a.min or 0) < 1e-2 else [])
+      for words, formula in (("{:g} added", lambda a, p: a.self + p),
+                             ("{:g} added to the square, inside of the root", lambda a, p: (a.self**2 + p).sqrt()),
+                             ("the square of {:g} added, inside of the root", lambda a, p: (a.self**2 + p**2).sqrt()))),
     Formula("sign", "add|sub|rsub", "the other sign",
             lambda a, p: a.self - a.other if a.call.name == "add" else a.self + a.other, _one),
     Formula("term-order", "add|sub|rsub", "the difference in the other order", lambda a, p: a.other - a.self, _one),
@@ -619,7 +624,7 @@ def mistakes(index: int, call: Call, args: Sequence[Any], kwargs: Any, out: Any)
             if value is not mine and (value is None or isinstance(mine, torch.Tensor) or value != mine):
                 shown = mine if isinstance(mine, int | float | str) else "torch's"
                 words = f"{one.name} {value} instead of {shown}"
-                change = in_place_of(lambda a, n=one.name, v=value: a.out(**{n: v}))
+                change = in_place_of(lambda a, n=one.name, v=value: a.every(**{n: v}))
                 yield Hypothesis(one.cause, words, {index: change})
     for row in formulas:
         for value in _each_value(row.values, given, out):

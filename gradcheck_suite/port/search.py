@@ -284,7 +284,7 @@ class Search:
     def _flattens(self, hypothesis: Hypothesis) -> bool:
         """Return whether a change gives one number everywhere, of whatever it reads: it explains no more than that."""
         for index in hypothesis.changes:
-            before = self.matching.run.seen[index][0]
+            before = next(iter(self.matching.run.seen[index]), None)
             after = self.local(index, hypothesis)
             if after and isinstance(before, torch.Tensor) and before.is_floating_point() and before.numel() > 1:
                 if bool((before == before.reshape(-1)[0]).all()):

@@ -125,8 +125,8 @@ def swapped_blocks_of(x: Any, dim: int, k: int, a: int, b: int) -> Any:
 
 def signs(x: Any) -> Iterator[Transform]:
     """Yield a tensor with another sign, one added, or another factor."""
-    yield "one-minus", "as 1 - x", lambda v: 1 - v
     yield "sign", "with the other sign", lambda v: -v
+    yield "one-minus", "as 1 - x", lambda v: 1 - v
     yield "unit-offset", "with 1 added", lambda v: v + 1
     yield "unit-offset", "with 1 subtracted", lambda v: v - 1
     yield "scale", "times 2", lambda v: v * 2

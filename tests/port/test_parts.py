@@ -392,3 +392,107 @@ def test_a_stopped_layer_is_one_finding():
 
     result = verdict(lambda: pair_of(Gated(), apply, (drawn(2, 4, 3),)))
     is_one_finding(result, "gradient", "gate", "stop-gradient")
+
+
+class Layers(torch.nn.Module):
+    """Layers of one kind; the first reads the embeddings, the others what the one before returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(5, 4)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        for layer in self.layers:
+            x = torch.sub(x, layer(x).tanh())
+        return x
+
+
+def test_the_same_stop_gradient_in_each_layer_is_one_finding():
+    def apply(p: Any, ids: Any) -> Any:
+        x = p["words.weight"][ids]
+        for i in range(3):
+            inner = jnp.tanh(x @ p[f"layers.{i}.weight"].T + p[f"layers.{i}.bias"])
+            x = jax.lax.stop_gradient(x) - inner
+        return x
+
+    is_one_finding(verdict(lambda: pair_of(Layers(), apply, (np.arange(5)[None],))), "gradient", "", "stop-gradient")
+
+
+class Codes(torch.nn.Module):
+    """Two distances, in each of which one side is detached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map, self.code = torch.nn.Linear(4, 3), torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.map(x)
+        near = (z - self.code.detach()) ** 2
+        return near / 4 + (self.code - z.detach()) ** 2
+
+
+def test_stop_gradients_on_the_other_sides():
+    def apply(p: Any, x: Any) -> Any:
+        z, stop = x @ p["map.weight"].T + p["map.bias"], jax.lax.stop_gradient
+        return (stop(z) - p["code"]) ** 2 / 4 + (stop(p["code"]) - z) ** 2
+
+    is_one_finding(verdict(lambda: pair_of(Codes(), apply, (drawn(2, 4),))), "gradient", "", "stop-gradient")
+
+
+class Cosine(torch.nn.Module):
+    """Rows of length 1, the longest first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = torch.nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.map(x)
+        return F.normalize(x[x[:, 0].argsort(descending=True)], dim=-1, eps=1e-3)
+
+
+@pytest.mark.parametrize("fault", [None, "eps-place", "reversed"])
+def test_an_epsilon_inside_of_the_root_and_another_order(fault):
+    def apply(p: Any, x: Any) -> Any:
+        x = x @ p["map.weight"].T + p["map.bias"]
+        x = x[jnp.argsort(x[:, 0] if fault == "reversed" else -x[:, 0])]
+        squares = (x**2).sum(-1, keepdims=True)
+        return x / (jnp.sqrt(squares + 1e-6) if fault == "eps-place" else jnp.maximum(jnp.sqrt(squares), 1e-3))
+
+    result = verdict(lambda: pair_of(Cosine(), apply, (drawn(5, 4),)))
+    assert [f.cause for f in result.findings] == ([] if fault is None else [fault]), str(result)
+
+
+class Cell(torch.nn.Module):
+    """A recurrent layer that computes more than it needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = torch.nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, found = x.new_zeros(len(x), 3), []
+        for row in x.unbind(1):
+            h = self.map(torch.cat([row, h], -1)).tanh()
+            found.append(h)
+            _ = h.exp()
+        return torch.stack(found, 1)
+
+
+@pytest.mark.parametrize("fault", [None, "missing-activation"])
+def test_a_state_that_starts_in_float32(fault):
+    """As flax's recurrent cells do, which then raise on float64."""
+
+    def apply(p: Any, x: Any) -> Any:
+        def step(h: Any, row: Any) -> Any:
+            h = jnp.concatenate([row, h], -1) @ p["map.weight"].T + p["map.bias"]
+            h = h if fault else jnp.tanh(h)
+            return h, h
+
+        return jax.lax.scan(step, jnp.zeros((len(x), 3), jnp.float32), x.swapaxes(0, 1))[1].swapaxes(0, 1)
+
+    result = verdict(lambda: pair_of(Cell(), apply, (drawn(2, 4, 3),)))
+    found = [f.cause for f in result.findings if f.kind != "precision"]
+    assert found == ([] if fault is None else [fault]), str(result)
