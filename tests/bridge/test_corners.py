@@ -41,7 +41,7 @@ UNARY = [
 def test_functions_of_one_number(first):
     calls = []
     for name in UNARY[first : first + TOGETHER]:
-        # which infinity torch's logit has at -0.0 depends on the element's place in the tensor: see test_findings
+        # which infinity torch's logit has at -0.0 depends on the element's place: see studies/tests/test_surprises.py
         values = [value for value in CORNERS if name != "logit" or math.copysign(1.0, value) > 0 or value]
         calls.append(Call(getattr(aten, name).default, (corners(values),), {}, LOOSER.get(name, TOLERANCE)))
     compare_all(calls)
@@ -141,7 +141,7 @@ def test_scattered_ties_and_zeros():
     source = corners([[2.0, 2.0, 0.0], [0.0, 3.0, 3.0]])
     calls = []
     for reduce, include_self in itertools.product(("sum", "prod", "mean", "amax", "amin"), (True, False)):
-        # torch counts a tie with an entry of self that is not included: see test_findings
+        # torch counts a tie with an entry of self that is not included: see studies/tests/test_surprises.py
         into = corners(TIES) if include_self else (corners(TIES) - 7).detach().requires_grad_()
         calls.append(Call(aten.scatter_reduce.two, (into, 1, index, source, reduce), {"include_self": include_self}))
     compare_all(calls)

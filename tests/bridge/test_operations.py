@@ -27,15 +27,15 @@ NO_DERIVATIVE = {"bincount", "floor_divide", "heaviside", "histc"}
 LOOSER = {
     # torch has it in float32 only
     "_grouped_mm": 1e-6,
-    # torch's trigamma sums too few terms of its series: see test_findings
+    # torch's trigamma sums too few terms of its series: see studies/tests/test_surprises.py
     "digamma": 1e-9,
     "lgamma": 1e-9,
     "polygamma": 1e-7,
-    # torch's 1/6 is a float32 in the backward of hardsigmoid: see test_findings
+    # torch's 1/6 is a float32 in the backward of hardsigmoid: see studies/tests/test_surprises.py
     "hardsigmoid": 1e-7,
 }
 NO_GRADIENT_OF = {"as_strided_scatter": (0,), "_ctc_loss": (0,)}
-"""Leaves whose gradient is wrong in torch (see test_findings), or right only after log_softmax (see test_lowered)."""
+"""Leaves whose gradient is wrong in torch (see studies/tests/test_surprises.py), or right only after log_softmax."""
 FIRST_RESULT = {
     "_batch_norm_with_update_functional", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
     "_native_batch_norm_legit_no_training", "_scaled_dot_product_flash_attention_for_cpu", "_weight_norm_interface",

@@ -1,7 +1,7 @@
 """Every loss alone: torch against JAX, against finite differences, and against what its count promises.
 
 Generic over the catalogue: a new loss is tested by being registered. The planted faults at the end show that the
-comparisons can fail; what torch does that its users may not expect is in `test_losses_in_torch.py`.
+comparisons can fail; what torch does that its users may not expect is in `studies/tests/test_losses_in_torch.py`.
 """
 
 from __future__ import annotations

@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import serialize_executable
 
 from gradcheck_suite.reference import programs
 from gradcheck_suite.reference.programs import ProgramRequest, Programs
 from gradcheck_suite.run.environment import cache_directory
 
 X = np.arange(3.0)
-LOAD = """
-import pickle, sys, jax.numpy as jnp
-from jax.experimental import serialize_executable
-with open(sys.argv[1], "rb") as file:
-    program = serialize_executable.deserialize_and_load(*pickle.load(file))
-assert program(jnp.diag(jnp.array([1.0, 4.0]))).tolist() == [1.0, 4.0]
-"""
-TWICE = """
-import pickle, jax, jax.numpy as jnp, numpy as np
-from jax.experimental import serialize_executable
-def function(a):
-    return jnp.tanh(jnp.sort(a) @ a.T).sum(0)
-for _ in range(2):
-    compiled = jax.jit(function).lower(jax.ShapeDtypeStruct((3, 4), np.float32)).compile()
-    jax.clear_caches()
-loaded = serialize_executable.deserialize_and_load(*serialize_executable.serialize(compiled))
-loaded(np.ones((3, 4), np.float32))
-"""
 THRICE = """
 import jax, jax.numpy as jnp, numpy as np
 from gradcheck_suite.reference.programs import Programs
@@ -106,18 +85,7 @@ def test_a_program_that_calls_lapack_is_compiled_by_each_process(store):
     assert not _files(store)
 
 
-@pytest.mark.xfail(
-    strict=jax.__version__ == "0.10.2", reason="jaxlib 0.10.2: a loaded executable calls LAPACK through a null pointer"
-)
-def test_jax_itself_loads_a_program_that_calls_lapack(tmp_path):
-    path = tmp_path / "program"
-    compiled = jax.jit(jnp.linalg.eigvalsh).lower(jax.ShapeDtypeStruct((2, 2), jnp.float32)).compile()
-    path.write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
-    done = subprocess.run([sys.executable, "-c", LOAD, str(path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def _with_jaxs_cache(script, folder):
+def with_jaxs_cache(script, folder):
     """Run a script with JAX's own compilation cache."""
     options = {"COMPILATION_CACHE_DIR": folder, "PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": 0}
     environment = {**os.environ, **{f"JAX_{name}": str(value) for name, value in options.items()}}
@@ -128,18 +96,10 @@ def _with_jaxs_cache(script, folder):
 def test_a_program_from_jaxs_own_cache_is_not_stored(store, tmp_path_factory):
     folder = tmp_path_factory.mktemp("jax")
     for _ in range(2):
-        done = _with_jaxs_cache(THRICE, folder)
+        done = with_jaxs_cache(THRICE, folder)
         assert (done.returncode, done.stdout.split()) == (0, ["2.998"] * 9), done.stderr
     assert any(folder.iterdir())
     assert not _files(store)
-
-
-@pytest.mark.xfail(
-    strict=jax.__version__ == "0.10.2", reason="jaxlib 0.10.2: an executable from the cache is serialised without code"
-)
-def test_jax_itself_serialises_a_program_from_its_own_cache(tmp_path):
-    done = _with_jaxs_cache(TWICE, tmp_path)
-    assert done.returncode == 0, done.stderr
 
 
 def test_memory_is_bounded_and_dropped_programs_come_back(store):

@@ -1,6 +1,6 @@
 """How torch accumulates and resets gradients: what it takes, clones and keeps, on drawn shapes.
 
-What references see, what resets touch, and graphs are in `test_grad_states.py`, in any order.
+What references see, what resets touch, and graphs are in `properties/test_grad_states.py`, in any order.
 
 These are rules of torch, not of the suite. If one fails on a new version of torch, find out what changed, and check the
 loops that rely on the rule.
@@ -219,7 +219,7 @@ def test_negative_zeros_stay_negative_when_nothing_else_is_added():
     assert math.copysign(1, p.grad.item()) == -1
 
 
-# --- surprises that the state machine of `test_grad_states.py` came upon
+# --- surprises that the state machine of `properties/test_grad_states.py` came upon
 
 
 def test_a_backward_under_inference_mode_leaves_a_gradient_that_no_backward_can_add_to():
