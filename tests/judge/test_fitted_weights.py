@@ -8,13 +8,11 @@ epoch's short last window.
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
 from gradcheck_suite import Case, Plan, Problem
 from gradcheck_suite.core.comparison import Comparison
-from gradcheck_suite.judge.fitted_weights import diagnose_case, is_explained, of_one_sign
-from gradcheck_suite.judge.weights import Diagnosis
+from gradcheck_suite.judge.fitted_weights import diagnose_case
 from gradcheck_suite.reference.large_batch import Reference
 from gradcheck_suite.run.instance import user_instance
 from tests.wording import assert_named
@@ -333,79 +331,3 @@ def test_a_gradient_has_the_name_of_its_weights(golden):
     found = {(name, title): _read(**row) for name, rows in NAMED.items() for title, row in rows.items()}
     told = {at: (one.name, one.explanation()) if one else (None, "") for at, one in found.items()}
     assert_named(golden, "judge_fitted_weights", told)
-
-
-# Whether weights, or the elements of one sign, explain a gradient
-
-
-def _window(rows=ROWS, *, dtype="float64", moved=False, sizes=None, plan=PLAN, reduction="mean"):
-    instance = _instance(rows, plan, sizes=sizes or dict.fromkeys(PARAMETERS, 5), reduction=reduction)
-    instance = user_instance(instance.case.replace(dtype=dtype), instance.users_problem)
-    parameters = {"a": torch.full((5,), 2.0)} if moved else None
-    return Reference(instance).window(0, parameters)
-
-
-def _compared(window, observed, allowed, expected=None):
-    expected = np.zeros_like(observed) if expected is None else expected
-    return Comparison(window.reference.layout, expected, observed, np.full(len(observed), allowed))
-
-
-WEIGHTS = np.array([1 / 4, 1 / 2, 1 / 8, 0.0])
-
-
-@pytest.mark.parametrize(
-    ("off", "explained"), [(0.0, True), (1.5, True), (2.0, True), (-2.0, True), (2.001, False), (-2.001, False)]
-)
-def test_weights_explain_a_gradient_up_to_twice_what_is_allowed(off, explained):
-    window, observed = _window(), _gradient(*WEIGHTS)
-    observed[7] += off
-    compared = _compared(window, observed, 1.0)
-    assert is_explained(window, compared, WEIGHTS) is explained
-    # the seventh element is of the second parameter
-    assert is_explained(window, compared, WEIGHTS, only=["a", "c"])
-    assert is_explained(window, compared, WEIGHTS, only=["b"]) is explained
-    assert is_explained(window, compared, WEIGHTS, only=["a", "b"]) is explained
-
-
-def test_where_weights_cannot_be_told_they_explain_everything():
-    wrong = _gradient(*WEIGHTS) + 100.0
-    window = _window()
-    assert not is_explained(window, _compared(window, wrong, 1.0), WEIGHTS)
-    for value in (np.nan, np.inf):
-        wrong[3] = value
-        assert is_explained(window, _compared(window, wrong, 1.0), WEIGHTS)
-        wrong[3] = 100.0
-        rows = ROWS.copy()
-        rows[0, 3] = value
-        window = _window(rows)
-        assert is_explained(window, _compared(window, wrong, 1.0), WEIGHTS)
-    for options in ({"dtype": "float32"}, {"moved": True}):
-        window = _window(**options)
-        assert is_explained(window, _compared(window, wrong, 1.0), WEIGHTS)
-
-
-SIGNED = np.random.default_rng(1).integers(-9, 10, (8, 15)).astype(float)
-
-
-FOUND = Diagnosis("first-only", "only the first is there")
-
-
-def _of_sign(sign, rows=SIGNED):
-    """Return the right gradient and that of the elements of one sign of each micro-batch."""
-    sums = _sums(rows, PLAN)[:3]
-    return sums.sum(axis=0) / 6, np.where(np.sign(sums) == sign, sums, 0.0).sum(axis=0) / 6
-
-
-@pytest.mark.parametrize(("off", "seen"), [(7.5, True), (8, True), (8.5, False), (-8.5, False)])
-def test_elements_of_one_sign_are_seen_up_to_eight_times_what_is_allowed(off, seen):
-    window = _window(SIGNED, reduction="sum")
-    # whole numbers, so that nothing rounds
-    right, kept = (np.round(6 * gradient) for gradient in _of_sign(1))
-    kept[4] += off * ALLOWED
-    assert (of_one_sign(FOUND, window, _compared(window, kept, ALLOWED, right)) is not None) is seen
-
-
-@pytest.mark.parametrize("options", [{"dtype": "float32"}, {"moved": True}])
-def test_elements_of_one_sign_are_read_in_float64_at_the_start_alone(options):
-    window, (right, kept) = _window(SIGNED, **options), _of_sign(1)
-    assert of_one_sign(FOUND, window, _compared(window, kept, ALLOWED, right)) is None

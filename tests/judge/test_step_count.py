@@ -98,14 +98,6 @@ def _across_epochs_and_ended_early(run):
     _in_windows(run, _of_all_epochs(run)[: run.epochs * (len(run.loader) // k) * k], k)
 
 
-def _across_epochs_in_shorter_windows(run):
-    batches, k = _of_all_epochs(run), run.accumulation_steps
-    _step(run, batches[:k])
-    shorter = max(1, k - 1)
-    for first in range(k, len(batches) // shorter * shorter, shorter):
-        _step(run, batches[first : first + shorter])
-
-
 def _one_pass(run):
     _in_windows(run, list(run.loader), run.accumulation_steps)
 
@@ -147,15 +139,6 @@ def _first_two_micro_batches(run):
     for _ in range(run.epochs):
         for batch in list(run.loader)[:2]:
             _step(run, [batch])
-
-
-def _second_window_thrice(run):
-    k = run.accumulation_steps
-    for _ in range(run.epochs):
-        batches = list(run.loader)
-        for i in range(len(batches) // k):
-            for _ in range(3 if i == 1 else 1):
-                _step(run, batches[i * k : i * k + k])
 
 
 def _every_micro_batch_twice(run):
@@ -313,11 +296,9 @@ NAMED = {
         "one pass of three": of(_one_pass, Plan((1, 2, 1), 2, 3)),
         "one too many": of(_one_pass_too_many),
         "one too many of one": of(_one_pass_too_many, Plan((1, 1), 2)),
-        "shorter windows": of(_across_epochs_in_shorter_windows, Plan((1,) * 4, 3, 2)),
         "whole windows under this plan alone": of(_whole_windows_under_the_plan),
         "downhill": of(_downhill(_one_pass)),
         "first two micro-batches": of(_first_two_micro_batches, Plan((1,) * 5, 2)),
-        "the second window thrice": of(_second_window_thrice, ONE_EACH[5]),
         "every micro-batch twice": of(_every_micro_batch_twice),
         "for ever": of(_for_ever),
         "fails on other plans": of(_fails_on_other_plans, Plan((1,) * 4, 2)),
