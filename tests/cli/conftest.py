@@ -86,9 +86,6 @@ def loss(model, batch):
 
 PROBLEM = Problem(model, batch, loss)
 CENTRED = Problem(model, batch, lambda m, b: (m(b["x"]) - b["y"]).std(correction=0))
-LAZY = Problem(lambda seed: torch.nn.LazyLinear(1), batch, loss)
-BROKEN = Problem(lambda seed: 1 / 0, batch, loss)
-VECTOR = Problem(model, batch, lambda m, b: m(b["x"]))
 """
 
 

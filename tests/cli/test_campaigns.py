@@ -18,7 +18,7 @@ import pytest
 from gradcheck_suite.__main__ import main
 from gradcheck_suite.cli import PROGRAM, campaign, shards
 from gradcheck_suite.cli.arguments import parsed as options_of
-from gradcheck_suite.cli.campaign import KINDS, Campaign, blocks, merged_result
+from gradcheck_suite.cli.campaign import KINDS, Campaign, merged_result
 from gradcheck_suite.cli.shards import Shard, Shards, run_locally
 from gradcheck_suite.core.options import VerifyOptions
 from gradcheck_suite.errors import CannotRunHere, UsageError
@@ -63,14 +63,6 @@ def comparable(lines: list[str]) -> list[Any]:
         return [stripped(part) for part in value] if isinstance(value, list) else value
 
     return [stripped(json.loads(line)) for line in lines]
-
-
-@pytest.mark.parametrize(("total", "size"), [(1, 200), (200, 200), (201, 200), (1000, 7), (0, 5)])
-def test_blocks_are_the_total_in_parts_of_at_most_the_size(total: int, size: int) -> None:
-    parts = blocks(total, size)
-    assert sum(parts) == total
-    assert all(0 < part <= size for part in parts)
-    assert len(parts) == -(-total // size)
 
 
 def test_a_shard_of_verify_keeps_every_option_and_has_a_seed_of_its_own() -> None:

@@ -318,21 +318,3 @@ def test_every_commands_help_has_examples_that_its_parser_takes(run):
     for name in PROGRAM.commands:
         assert f"examples:\n  gradcheck-suite {name}" in run(name, "--help").out
         expect_examples_that_parse(PROGRAM, name)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "meant"),
-    [
-        (["verfy"], "verify"),
-        (["verify", "--exampels", "3"], "--examples"),
-        (["verify", "--dtype", "float23"], "float32"),
-        (["verify", "zero__"], "zero_"),
-        (["verify", "loops.py:soud"], "sound"),
-        (["audit", "loop.py"], "loops.py"),
-        (["audit", "--stop-on-violations", "loops.py"], "--stop-on-violation"),
-    ],
-)
-def test_a_slip_is_answered_with_what_was_meant(run, project, arguments, meant):
-    outcome = run(*arguments)
-    assert outcome.status == 2
-    assert f"did you mean {meant!r}?" in outcome.err or f"did you mean {meant}?" in outcome.err

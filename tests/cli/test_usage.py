@@ -53,21 +53,6 @@ def test_bad_commands(run, arguments, said):
     assert_one_line(run(*arguments), said)
 
 
-@pytest.mark.parametrize(
-    ("problem", "said"),
-    [
-        ("BROKEN", "the problem loops.py:BROKEN failed before any loop ran"),
-        ("BROKEN", "ZeroDivisionError: division by zero (loops.py, line "),
-        ("LAZY", "loops.py:LAZY: weight has no shape before the first forward, since its module is lazy: pass a batch"),
-        ("VECTOR", "loops.py:VECTOR: Problem.loss(model, batch) must return a scalar tensor, got shape (10, 1)"),
-    ],
-)
-@pytest.mark.usefixtures("untouched")
-def test_a_problem_that_breaks_its_contract(run, problem, said):
-    outcome = run("verify", "loops.py:sound", "--problem", f"loops.py:{problem}", "--json", "out.json")
-    assert_one_line(outcome, said)
-
-
 @pytest.mark.usefixtures("untouched")
 def test_cuda_where_there_is_none(run, monkeypatch):
     monkeypatch.setattr(instance.torch.cuda, "is_available", lambda: False)
