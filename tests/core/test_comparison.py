@@ -198,17 +198,6 @@ def test_a_sound_float64_sum_is_within_the_quick_bound(seed, count):
     assert _ratio(_accumulated(parts, torch.float64), expected, quick_bound(expected, count)) <= 1
 
 
-@given(seeds, terms, st.integers(0, ELEMENTS - 1))
-def test_an_error_just_above_the_quick_bound_exceeds_it(seed, count, where):
-    expected = _exact_sum(_contributions(seed, count))
-    bound = quick_bound(expected, count)
-    observed = expected.copy()
-    observed[where] += 1.01 * bound[where] + 2 * np.spacing(abs(expected[where]))
-    difference = worst_difference(observed, expected, bound)
-    assert difference.ratio > 1
-    assert difference.index == where
-
-
 def test_the_quick_bound_is_far_below_any_fault():
     expected = np.linspace(-1, 1, ELEMENTS)
     assert quick_bound(expected, 24).max() <= (QUICK + 24) * 2**-53
@@ -242,13 +231,6 @@ def test_a_sound_low_precision_sum_is_within_its_bound(name, seed, count):
     expected, bound = _low(parts, name)
     for order in (parts, parts[::-1]):
         assert _ratio(_accumulated(order, getattr(torch, name)), expected, bound) <= 1
-
-
-@pytest.mark.parametrize("name", LOW)
-@given(seed=seeds, count=terms)
-def test_an_error_just_above_the_low_precision_bound_exceeds_it(name, seed, count):
-    expected, bound = _low(_contributions(seed, count), name)
-    assert _ratio(expected + 1.01 * bound + 2 * np.spacing(np.abs(expected)), expected, bound) > 1
 
 
 @pytest.mark.parametrize("name", LOW)

@@ -6,7 +6,6 @@ The sound forms hold under optimizers that keep a state, and the faulty ones are
 from __future__ import annotations
 
 import copy
-import functools
 import math
 
 import pytest
@@ -15,8 +14,6 @@ import torch
 from gradcheck_suite import Plan, check, verify
 from gradcheck_suite.core.results import result_lines
 from gradcheck_suite.loops.reset_modes import backward_window, part_of_window, window_count, windows
-from gradcheck_suite.run.instance import generated_instance
-from gradcheck_suite.run.runner import run_loop
 from tests.faults.small_cases import CASES, REGRESSION
 from tests.training import trains
 
@@ -126,19 +123,6 @@ def disabled_scaler_updated_per_micro_batch(run):
         scaler.step(run.optimizer)
 
 
-@faulty("step-per-micro-batch")
-def disabled_scaler_unscaled_per_micro_batch(run):
-    scaler = torch.amp.GradScaler(run.device.type, enabled=False)
-    for window in windows(run):
-        run.optimizer.zero_grad()
-        total = window_count(run, window)
-        for batch in window:
-            scaler.scale(part_of_window(run, batch, total)).backward()
-            scaler.unscale_(optimizer=run.optimizer)
-        scaler.step(run.optimizer)
-        scaler.update()
-
-
 @sound
 def two_scalers(run):
     """One scaler is enabled and one is not; each is called once per window."""
@@ -206,23 +190,17 @@ def resumed(run, restored):
         run.optimizer.step()
 
 
-def restore(run, checkpoint, *, gradients=True, optimizer=True):
+def restore(run, checkpoint, *, optimizer=True):
     run.model.load_state_dict(checkpoint["model"])
     if optimizer:
         run.optimizer.load_state_dict(checkpoint["optimizer"])
-    if gradients:
-        for p, gradient in zip(run.model.parameters(), checkpoint["gradients"], strict=True):
-            p.grad = gradient
+    for p, gradient in zip(run.model.parameters(), checkpoint["gradients"], strict=True):
+        p.grad = gradient
 
 
 @sound
 def resumed_with_everything(run):
     resumed(run, lambda checkpoint: restore(run, checkpoint))
-
-
-@faulty("no-gradient")
-def resumed_without_the_gradients(run):
-    resumed(run, lambda checkpoint: restore(run, checkpoint, gradients=False))
 
 
 @faulty("optimizer-state-changed")
@@ -249,15 +227,6 @@ def frozen_between_windows(run):
         require(True)
 
     trains(after=evaluate)(run)
-
-
-def frozen_after_the_first_step(run, *, set_to_none):
-    """Freeze the bias after it has had a gradient."""
-    for window in windows(run):
-        backward_window(run, window)
-        run.optimizer.step()
-        run.optimizer.zero_grad(set_to_none=set_to_none)
-        run.model.get_parameter("0.bias").requires_grad_(False)
 
 
 PLANS = (Plan((2, 2, 2, 2), 2), Plan((1, 3, 2), 2, 2))
@@ -300,19 +269,6 @@ def test_a_schedule_of_micro_batches_may_be_declared():
     violation = verify(loop, examples=10).violation
     assert violation.diagnosis == "step-per-micro-batch"
     assert "assumes `schedules-micro-batches`" in violation.explanation
-
-
-@pytest.mark.parametrize("optimizer", ["momentum", "nesterov", "adamw", "sgd"])
-def test_a_frozen_parameter_moves_on_zeros_and_not_on_none(optimizer):
-    case = CASES[0].replace(problem=REGRESSION, plan=PLANS[0], optimizer=optimizer)
-    moves = optimizer != "sgd"  # without momentum and weight decay, a step on zeros changes nothing
-    for set_to_none in (False, True):
-        loop = functools.partial(frozen_after_the_first_step, set_to_none=set_to_none)
-        violation = check(loop, case).violation
-        assert violation.diagnosis == "changed-model"
-        assert "changed 0.bias.requires_grad from True to False" in violation.explanation
-        first, last = run_loop(loop, generated_instance(case)).observations
-        assert torch.equal(first.after["0.bias"], last.after["0.bias"]) == (set_to_none or not moves)
 
 
 def test_the_epoch_is_named_in_which_a_scheduler_is_stepped_once_per_micro_batch():

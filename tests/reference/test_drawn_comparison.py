@@ -72,20 +72,6 @@ def test_more_is_drawn_until_it_is_allowed(sizes, asked, ratio):
     assert (found.observed[1], found.expected[1]) == (1.5, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("size", "asked", "ratio"),
-    [
-        (0.25, [FEW_DRAWS], 2.0),
-        (1.0, [FEW_DRAWS, FIRST], 1.0),  # not beyond the rough bound, so the others are asked
-        (4.0, [FEW_DRAWS, FIRST], 1.0),
-    ],
-)
-def test_roughly_a_few_draws_suffice_for_a_violation(size, asked, ratio):
-    errors = _Errors({FEW_DRAWS: size, "likely": 1.0})
-    assert compare_within(_Bound(errors), _evidence(1.5), roughly=True).ratio == ratio
-    assert errors.asked == asked
-
-
 @pytest.mark.parametrize("roughly", [False, True])
 def test_the_micro_batches_errors_are_drawn_where_the_large_batchs_do_not_suffice(roughly):
     def ratio(error, **options):
@@ -102,26 +88,6 @@ def test_the_micro_batches_errors_are_drawn_where_the_large_batchs_do_not_suffic
     assert found > 1
     assert not asked
     assert ratio(7.0)[0] > 1
-
-
-@pytest.mark.parametrize(("length", "many"), [(100_000, True), (100_001, False)])
-def test_of_very_many_elements_few_draws_are_made(length, many):
-    class Large(_Errors):
-        def noise(self, draws):
-            self.asked.append(draws)
-            return np.zeros(length)
-
-        def likely(self, draws):
-            return np.zeros(length)
-
-    errors = Large({})
-    evidence = _evidence(1.5, length)
-    assert compare_within(_Bound(errors, length=length), evidence).ratio > 1
-    assert errors.asked == ([DRAWS, MANY_DRAWS] if many else [DRAWS])
-    errors = Large({}, np.full(length, 9.0))
-    errors.asked.clear()
-    assert not is_rarely_rounding(_Bound(errors, length=length), evidence)
-    assert bool(errors.asked) is many
 
 
 DOUBLED = [2**k * MANY_DRAWS for k in range(1, 12) if 2**k * MANY_DRAWS <= RARE_DRAWS]
@@ -148,9 +114,3 @@ def test_only_errors_that_are_uneven_at_the_wrong_element_are_drawn_on(uneven, d
     errors = _Errors({RARE_DRAWS: 9.0}, uneven)
     assert is_rarely_rounding(_Bound(errors), _evidence(1.5)) is drawn
     assert bool(errors.asked) is drawn
-
-
-def test_through_a_normalization_the_large_batchs_errors_are_drawn_on():
-    errors, of_parts = _Errors({RARE_DRAWS: 1.0}), _Errors({2 * MANY_DRAWS: 9.0})
-    assert is_rarely_rounding(_Bound(errors, of_parts), _evidence(1.5), has_norm=True)
-    assert (errors.asked, of_parts.asked) == (DOUBLED, [])

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import numpy as np
 import pytest
 import torch
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec
-from gradcheck_suite.core.comparison import DRAWS, FEW_DRAWS, SMALLEST, UNIT_ROUNDOFF, growth, quick_bound
 from gradcheck_suite.reference.large_batch import (
     CannotJudgeError,
     Reference,
     accumulation_fault,
-    blame,
     disagreement,
-    opinions,
     precision_fault,
 )
-from gradcheck_suite.reference.rounding import Computation, RoundingErrors, cancellation
 from gradcheck_suite.run.instance import generated_instance, user_instance
 from tests.reference.known_errors import KnownErrors
 
@@ -103,66 +97,6 @@ def test_models_are_at_the_parameters_asked_for():
     assert moved is not reference.model(torch.float64, None)
     assert (moved.weight.item(), moved.idle.tolist()) == (2.0, [1, 1])
     assert reference.model(torch.float64, None).weight.item() == _held(W, "bfloat16")
-
-
-def _plain(items, share, *, dtype, compute=None, reduction="mean"):
-    """Return the gradient in a dtype of a share of some items' loss, by torch alone."""
-    weight = torch.full((1, 1), W, dtype=torch.float32).to(dtype).requires_grad_()
-    x = torch.as_tensor(X[list(items)])[:, None].to(dtype)
-    with torch.autocast("cpu", dtype=compute) if compute else nullcontext():
-        loss = getattr(torch.nn.functional.linear(x, weight) ** 2, reduction)() * share
-    return np.array([0, 0, float(torch.autograd.grad(loss, weight)[0])])
-
-
-LOW = [("float32", None), ("bfloat16", None), ("float16", None), ("float32", "bfloat16"), ("bfloat16", "float16")]
-
-
-@pytest.mark.parametrize(("name", "compute"), LOW)
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_the_bound_of_a_lower_precision_is_what_it_is_made_of(name, compute, reduction):
-    dtype, autocast = getattr(torch, name), compute and getattr(torch, compute)
-    window = _reference(CASE.replace(dtype=name), reduction=reduction).window(0, None, compute)
-    x = np.array([_held(value, name) for value in X[:4]])
-    exact = np.array([0, 0, 2 * _held(_held(W, "float32"), name) * getattr(x**2, reduction)()])
-    assert window.expected == pytest.approx(exact, rel=1e-14)
-
-    parts = [(range(1), 0.25), (range(1, 4), 0.75)] if reduction == "mean" else [(range(1), 1.0), (range(1, 4), 1.0)]
-    how = {"dtype": dtype, "compute": autocast, "reduction": reduction}
-    large = _plain(range(4), 1.0, **how)
-    low = [_plain(*part, **how) for part in parts]
-    high = [
-        np.array([0, 0, share * 2 * _held(_held(W, "float32"), name) * getattr(x[list(items)] ** 2, reduction)()])
-        for items, share in parts
-    ]
-    assert window.bound.large_batch == pytest.approx(large, rel=1e-12)
-    assert np.array(window.bound.contributions) == pytest.approx(np.array(low), rel=1e-12)
-
-    # nothing that was computed in the lower precision is part of the bound
-    sizes = sum(map(np.abs, high))
-    coarse = max((name, compute or name), key=UNIT_ROUNDOFF.__getitem__)
-    # two micro-batches: one addition, and five further roundings
-    smallest = max(SMALLEST[name], SMALLEST[compute or name])
-    summing = growth(6, coarse) * sizes + 6 * smallest
-    assert window.bound.quick == pytest.approx(summing, rel=1e-9)
-    computation = Computation(window.reference.instance, window.model(), torch.float64)
-    errors = RoundingErrors(computation, [(range(4), 1.0)], getattr(torch, coarse), smallest=smallest)
-    for draws in (FEW_DRAWS, DRAWS):
-        assert window.allowed(draws) == pytest.approx(summing + errors.noise(draws), rel=1e-9)
-    assert (window.allowed() == window.allowed(DRAWS)).all()
-
-
-def test_the_bound_of_float64_is_what_it_is_made_of():
-    window = _generated().window(0)
-    instance = window.reference.instance
-    computation = Computation(instance, instance.model(), torch.float64)
-    errors = RoundingErrors(computation, [(range(4), 1.0)], torch.float64)
-    sums = cancellation(computation, range(4), [range(1), range(1, 4)], window.reference.layout)
-    for draws in (FEW_DRAWS, DRAWS):
-        allowed = quick_bound(window.expected, 2) + sums + errors.noise(draws)
-        assert window.allowed(draws) == pytest.approx(allowed, rel=1e-12, abs=0)
-    assert (window.allowed() == window.allowed(DRAWS)).all()
-    assert window.bound.large_batch is window.torch
-    assert sum(window.bound.contributions) == pytest.approx(window.torch, rel=1e-12)
 
 
 def test_at_an_optimizers_parameters_jax_judges_as_well():
@@ -320,10 +254,6 @@ PLAN = Plan((1, 3, 2), 2)
 SPEC = ProblemSpec(Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse", reduction="mean"))
 
 
-def _generated_window(dtype, index=0, plan=PLAN):
-    return Reference(generated_instance(Case(SPEC, plan, dtype=dtype, seed=3))).window(index)
-
-
 def _model(seed, weight=1.0):
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(model.weight, weight)
@@ -343,28 +273,6 @@ def _own(dtype, items, *, reduction="mean", compute=None, index=0, plan=PLAN, we
 
 
 ITEMS = [1.0, 2.0, 4.0, 5.0, 8.0, 16.0]
-
-
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize(("index", "several"), [(0, True), (1, False)])
-def test_the_parts_have_rounding_errors_of_their_own_where_there_are_several(dtype, index, several):
-    assert (_own(dtype, ITEMS, index=index).bound.errors_of_parts is not None) is several
-    # in float64 a fault of torch's would allow itself there, and JAX's gradient is none of torch's
-    generated = _generated_window(dtype, index).bound.errors_of_parts
-    assert (generated is not None) is (several and dtype == "float32")
-
-
-def test_the_distance_of_torch_from_jax_is_allowed_up_to_what_is_not_looked_for():
-    window = _generated_window("float32")
-    exact = np.arange(1.0, len(window.torch) + 1)
-    quick = np.full_like(exact, 0.25)
-    window.torch = exact
-    window.__dict__["jax"] = exact.copy()
-    window.jax[:5] += [0.125, -0.125, 0.25, 4.0, np.nan]
-    window.torch[5] = np.inf
-    window.float64_bound.__dict__["quick"] = quick
-    assert window.bound._unsure.tolist() == [0.125, 0.125, 0.25, 0.25, 0.0, 0.0, 0.0, 0.0]
-    assert _own("float32", ITEMS).bound._unsure.tolist() == [0.0]
 
 
 # 65504 is float16's largest number, and results from a 64th of it on may have larger terms
@@ -388,39 +296,6 @@ def test_a_gradient_that_overflows_is_excused_where_the_numbers_are_large(items,
         return
     with pytest.raises(CannotJudgeError, match=said):
         window.bound.comparable(observed)
-
-
-def test_a_gradient_that_is_finite_in_float16_alone_is_excused_where_the_numbers_are_large():
-    for excuse in ("comparable", "expect_computable", "_expect_finite_sums"):
-        window = _own("float16", [2000.0] * 6)
-        window.torch = np.array([np.inf])
-        observed = [np.array([1.0])] if excuse == "comparable" else []
-        with pytest.raises(CannotJudgeError):
-            getattr(window.bound, excuse)(*observed)
-
-
-@pytest.mark.parametrize(("value", "out"), [(1023.0, False), (1024.0, True)])
-@pytest.mark.parametrize(("dtype", "compute"), [("float16", None), ("float32", "float16"), ("float16", "bfloat16")])
-def test_numbers_are_out_of_range_from_a_64th_of_the_largest_on(value, out, dtype, compute):
-    window = _own(dtype, [value] * 6, compute=compute, reduction="mean")
-    assert window.bound.is_out_of_range() is out
-    assert not _own(dtype.replace("16", "32") if compute is None else "bfloat16", [value] * 6).bound.is_out_of_range()
-
-
-def test_one_part_that_is_not_finite_alone_is_not_judged_where_numbers_are_out_of_range():
-    """The large batch's gradient of 500 is finite in float16, and so is every part's."""
-    window = _own("float16", [500.0] * 6)
-    window.bound.__dict__["contributions"] = [np.array([1.0]), np.array([np.inf])]
-    window.bound.expect_computable()  # its numbers are in range, so that this is a fault
-    window = _own("float16", [2000.0] * 6)
-    window.bound.expect_computable()
-    window.bound.__dict__["contributions"] = [np.array([1.0]), np.array([np.inf])]
-    with pytest.raises(CannotJudgeError, match="the plain gradient of a batch is finite in float64 and not in float16"):
-        window.bound.expect_computable()
-    window = _own("float16", [2000.0] * 6)
-    window.bound.__dict__["large_batch"] = np.array([np.inf])
-    with pytest.raises(CannotJudgeError, match="the plain gradient of a batch is finite in float64 and not in float16"):
-        window.bound.expect_computable()
 
 
 # Up to where torch, JAX and a lower precision agree: at each bound itself, and on both sides of it.
@@ -554,25 +429,3 @@ def test_another_order_of_a_sum_is_no_randomness(apart, random):
     _answer(window, lambda *parts: window.torch + apart)
     window.__dict__["jax"] = window.torch + 4.0
     assert ("it is not deterministic" in disagreement(window)) is random
-
-
-def test_opinions_are_grouped_by_who_agrees_the_largest_group_first():
-    one = np.ones(1)
-    found = {"a": 0 * one, "b": 4 * one, "c": 5 * one, "d": 6 * one, "e": 4.5 * one}
-    # d agrees with c, and not with b, which the others of its group are held to
-    assert blame(found, one) == "b = c = e against a against d"
-
-
-def test_there_are_four_ways_to_a_gradient_and_three_for_a_users_problem():
-    window = Reference(generated_instance(Case(SPEC, PLAN, seed=3))).window(0)
-    ways = opinions(window, window.jax)
-    assert [*ways] == [
-        "torch large batch",
-        "torch accumulated",
-        "JAX large batch",
-        "JAX large batch in one piece",
-    ]
-    for gradient in ways.values():
-        assert gradient == pytest.approx(window.torch, rel=1e-12)
-    own = Reference(user_instance(Case("own", PLAN), OWN)).window(0)
-    assert [*opinions(own, own.torch)] == ["torch large batch", "torch accumulated", "JAX large batch"]

@@ -291,18 +291,6 @@ def test_a_global_whose_name_is_only_local_in_a_function_is_not_copied(mine):
     ]
 
 
-def test_a_definition_comes_after_what_it_needs_and_without_the_suites_decorators():
-    sources = Sources()
-    sources.add("gradcheck_suite.errors", "CannotRunHere")
-    sources.add("gradcheck_suite.loops.reset_modes", "summed")
-    sources.add("gradcheck_suite.run.observer", "Evaluation")
-    text = sources.take()
-    assert text.index("class UsageError(") < text.index("class CannotRunHere(UsageError)")
-    assert "training_loop" not in text
-    assert "@dataclass(frozen=True)\nclass Evaluation" in text
-    assert "from dataclasses import dataclass, field\n" in sources.import_text()
-
-
 def test_one_name_cannot_stand_for_two_things(mine):
     sources = Sources()
     mine.write_text(FAULTY)

@@ -29,7 +29,7 @@ from gradcheck_suite.catalogue.tables import (
     output_signal,
 )
 from gradcheck_suite.run.instance import generated_instance
-from gradcheck_suite.strategies.cases import MOVING_STEPS, RARE_INPUTS, SOMETIMES_MOVING, Focus, Limits, picked_layer
+from gradcheck_suite.strategies.cases import MOVING_STEPS, RARE_INPUTS, SOMETIMES_MOVING
 from gradcheck_suite.strategies.coverage import SPLITS, CaseCoverage
 from gradcheck_suite.strategies.drawing import AHEAD, draw_cases, run_on_cases
 from gradcheck_suite.strategies.plans import MAX_MICRO_BATCHES
@@ -223,13 +223,6 @@ def test_plans_keep_to_the_bounds_they_are_given(data):
     assert plan.masked == ()
 
 
-@pytest.mark.parametrize("sparse", [True, False])
-def test_a_focus_on_embeddings_gives_sparse_gradients_only_where_they_are_allowed(sparse):
-    tokens = input_signal(Input("tokens", length=3, padded=False, vocabulary=5))
-    picked = [picked_layer(Focus(layer="embedding"), tokens, Limits(sparse=sparse), number) for number in range(16)]
-    assert any(layer.o["sparse"] for layer in picked) == sparse
-
-
 @given(problems(min_layers=2, max_layers=3, sparse=False))
 def test_problems_keep_to_the_bounds_they_are_given(problem):
     assert 2 <= len(problem.layers) <= 3
@@ -419,9 +412,6 @@ def test_a_loss_shrinks_to_the_smallest_model_that_it_takes(kind):
 # Numbered cases: distinct, the same for the same seed whatever modules are loaded, and shrunk where one fails.
 
 
-ONE_WEIGHT = ProblemSpec(
-    Input("vector", size=1), (Layer("linear", bias=False, features=1),), Loss("mse", reduction="mean")
-)
 ODD = range(3_000_000_019, 3_001_000_019, 1000)
 """As many as Hypothesis takes of one module, so that they are not lost among those of the tests that are loaded."""
 
@@ -469,7 +459,7 @@ def test_another_seed_draws_other_cases_and_more_examples_begin_with_the_same():
 
 def test_no_case_is_drawn_twice_and_a_strategy_may_run_out():
     plan = st.sampled_from((Plan((1,), 1), Plan((2,), 1)))
-    found = draw_cases(st.builds(Case, st.just(ONE_WEIGHT), plan), examples=50, seed_value=0)
+    found = draw_cases(st.builds(Case, st.just(SMALLEST.problem), plan), examples=50, seed_value=0)
     assert sorted(case.plan.total_items for case in found) == [1, 2]
 
 
@@ -501,7 +491,7 @@ def test_case_that_is_refused_is_shrunk_and_its_exception_raised():
     with pytest.raises(_RefusedError):
         run_on_cases(refuse_two_windows, cases(), examples=50, seed_value=0)
     smallest = min((c for c in tried if len(c.plan.windows) >= 2), key=lambda c: len(repr(c)))
-    assert smallest.replace(plan=Plan((1, 1), 1)) == Case(ONE_WEIGHT, Plan((1, 1), 1))
+    assert smallest.replace(plan=Plan((1, 1), 1)) == Case(SMALLEST.problem, Plan((1, 1), 1))
     assert smallest.plan.total_items == 2
 
 
@@ -620,12 +610,3 @@ def test_layers_inside_others_count_and_each_case_counts_once():
 
 
 # What holds of every plan that the strategy draws.
-
-
-@given(plans(maskable=True))
-def test_windows_hold_every_item_once_in_order(plan):
-    members = [j for window in plan.windows for j in window]
-    assert members == list(range(len(plan.micro_batches)))
-    items = [i for w in range(len(plan.windows)) for i in plan.window_items(w)]
-    assert items == list(range(sum(plan.micro_batches)))
-    assert all(len(window) == plan.accumulation_steps for window in plan.windows[:-1])
