@@ -74,7 +74,6 @@ def test_every_item_weighs_exactly_one_over_the_count(name, reduction, device, p
 
 # two windows of K = 2 and a short one: items 0 | 1 2 3 // 4 5 | 6 7 // 8 9
 PLAN = Plan((1, 3, 2, 2, 2), 2)
-LAST = [*[0.0] * 8, 1 / 2, 1 / 2]
 
 
 def test_sound_weights_by_hand():
@@ -84,47 +83,5 @@ def test_sound_weights_by_hand():
     )
 
 
-ZEROS = [0.0] * 10
-WEIGHTS = {
-    # 1/(K n_j)
-    "mean-of-means": (PLAN, [[1 / 2, *[1 / 2 / 3] * 3, *ZEROS[4:]], [*ZEROS[:4], *[1 / 4] * 4, 0, 0], LAST]),
-    # 1/n_j
-    "no-divide": (PLAN, [[1.0, *[1 / 3] * 3, *ZEROS[4:]], [*ZEROS[:4], *[1 / 2] * 4, 0, 0], LAST]),
-    # 1/(K N), with N the count of the window
-    "double-divide": (
-        PLAN,
-        [[*[1 / 8] * 4, *ZEROS[4:]], [*ZEROS[:4], *[1 / 8] * 4, 0, 0], [*ZEROS[:8], 1 / 4, 1 / 4]],
-    ),
-    # 1/(K n_j) in the last window too, whose single micro-batch of two items should weigh 1/2 each
-    "tail-divided-by-steps": (
-        PLAN,
-        [[1 / 2, *[1 / 2 / 3] * 3, *ZEROS[4:]], [*ZEROS[:4], *[1 / 4] * 4, 0, 0], [*ZEROS[:8], 1 / 4, 1 / 4]],
-    ),
-    # 1/N, for the last micro-batch alone
-    "reset-per-micro-batch": (
-        PLAN,
-        [[0.0, *[1 / 4] * 3, *ZEROS[4:]], [*ZEROS[:6], 1 / 4, 1 / 4, 0, 0], LAST],
-    ),
-    # 1/N, for the first micro-batch alone
-    "first-only": (PLAN, [[1 / 4, *ZEROS[1:]], [*ZEROS[:4], 1 / 4, 1 / 4, *ZEROS[6:]], LAST]),
-    # every earlier window's weights remain
-    "no-reset": (PLAN, [[*[1 / 4] * 4, *ZEROS[4:]], [*[1 / 4] * 8, 0, 0], [*[1 / 4] * 8, 1 / 2, 1 / 2]]),
-    # divided by K after each backward: the first micro-batch K times
-    "rescaled-accumulator": (Plan((1, 1, 1, 1), 4), [[1 / 256, 1 / 64, 1 / 16, 1 / 4]]),
-}
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_weights_of_a_known_bug_by_hand(name, device):
-    plan, expected = WEIGHTS[name]
-    assert_weights(BUGS[name].loop, plan, expected, device=device)
-
-
 def test_no_reset_counts_a_second_epoch_twice():
     assert_weights(BUGS["no-reset"].loop, Plan((1, 1), 2, 2), [[0.5, 0.5], [1.0, 1.0]])
-
-
-def test_sums_need_no_division():
-    assert_weights(BUGS["no-divide"].loop, PLAN, weights(BUILT_IN["summed"], PLAN, "sum"), "sum")
-    assert_weights(BUILT_IN["summed"], Plan((1, 3), 2), [[1.0] * 4], "sum")
