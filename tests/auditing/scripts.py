@@ -657,13 +657,6 @@ loss = first + second""",
     ),
     "faulty_sparse": faulty("stale-window", **TABLE, step="optimizer.step()\nrows.step()\noptimizer.zero_grad()"),
     "faulty_sparse_alone": faulty("wrong-mode", **SPARSE_ALONE, first="model.train(index < 2)"),
-    "faulty_sum_of_means_scaler": faulty(
-        "wrong-scale",
-        setup='scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)',
-        loss=UNDIVIDED,
-        backward="scaler.scale(loss).backward()",
-        step=SCALER_STEP,
-    ),
     "faulty_sum_of_one_row": faulty(
         "unrecognised-weights",
         "4, 4, 7, 1, 5, 3, 4, 4, steps=2",
@@ -1281,18 +1274,7 @@ for x, y in toy.batches(*[4] * 6):
             "_in_place": NOISY_STEP.replace("grad = ", "grad.copy_(").replace("(total)", "(total))"),
         }.items()
     },
-    # The mean over each sequence, then over the sequences: what their weights should be, only the trainer knows.
     "unjudged_flat_copies": unjudged("parameters that no backward pass reaches (master copies, `torch.func`", **FLAT),
-    "sound_mean_of_each_sequence": sound(
-        text="""
-for x, y in toy.batches(*[6] * 6):
-    with toy.autocast():
-        losses = F.cross_entropy(model(x), y, reduction="none")
-        loss = (losses[:2].mean() + losses[2:].mean()) / 2
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()""",
-    ),
     # As an optimizer of an extension in C++: torch knows nothing of its steps.
     "unjudged_optimizer_of_its_own": unjudged(
         "no optimizer.step() was seen, and 3 call(s) of backward",

@@ -61,15 +61,8 @@ def test_a_file_that_a_rank_cannot_import_is_one_line(run, project):
     assert_one_line(run(*["verify", "late.py:train", "--ranks", "2", "--examples", "1"]), "no rank may import this")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--ranks two", "--ranks: expected an integer from 1 to 4, got 'two'"),
-        ("--ranks 2 --device cuda", "torch"),
-    ],
-)
-def test_ranks_that_cannot_start_are_one_line(run, arguments, said):
-    assert_one_line(run(*f"verify all_reduce/zero_ {arguments}".split()), said)
+def test_ranks_that_cannot_start_are_one_line(run):
+    assert_one_line(run(*["verify", "all_reduce/zero_", "--ranks", "2", "--device", "cuda"]), "torch")
 
 
 def test_a_backend_that_torch_lacks_is_one_line(run, monkeypatch):

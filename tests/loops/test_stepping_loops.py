@@ -14,6 +14,7 @@ import torch
 from gradcheck_suite import Plan, check, verify
 from gradcheck_suite.core.results import result_lines
 from gradcheck_suite.loops.reset_modes import backward_window, part_of_window, window_count, windows
+from studies.zoo.bug import window_losses
 from tests.faults.small_cases import CASES, REGRESSION
 from tests.training import trains
 
@@ -58,14 +59,14 @@ def scheduler_per_epoch(run):
 @faulty("step-per-micro-batch")
 def plateau_per_micro_batch(run):
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(run.optimizer)
-    for window in windows(run):
-        run.optimizer.zero_grad()
-        total = window_count(run, window)
+
+    def backward(run, window):
         for batch in window:
-            loss = part_of_window(run, batch, total)
+            loss = part_of_window(run, batch, window_count(run, window))
             loss.backward()
             scheduler.step(loss.detach())
-        run.optimizer.step()
+
+    trains(backward=backward)(run)
 
 
 @faulty("step-per-micro-batch")
@@ -116,9 +117,8 @@ def disabled_scaler_updated_per_micro_batch(run):
     scaler = torch.amp.GradScaler(run.device.type, enabled=False)
     for window in windows(run):
         run.optimizer.zero_grad()
-        total = window_count(run, window)
-        for batch in window:
-            scaler.scale(part_of_window(run, batch, total)).backward()
+        for part in window_losses(run, window):
+            scaler.scale(part).backward()
             scaler.update()
         scaler.step(run.optimizer)
 

@@ -142,8 +142,3 @@ def test_verify_opens_the_page_of_a_violation_and_none_where_all_holds(tmp_path,
     assert desktop() == []
     assert _at_a_terminal(*command, "my.py:halves") == 1
     assert desktop() == [(tmp_path / "page.html").as_uri()]
-
-
-def test_a_page_that_cannot_be_written_is_refused_before_the_work(tmp_path, capsys):
-    assert run(["verify", "zero_", "--html", str(tmp_path), "--reports", str(tmp_path)]) == 2
-    assert "--html" in capsys.readouterr().err

@@ -272,17 +272,6 @@ def test_a_reference_that_is_not_finite_is_not_judged_far_from_the_start(rate, s
 # Whom the references blame
 
 
-@pytest.mark.parametrize("shrinking", [False, True])
-def test_a_gradient_of_an_earlier_steps_parameters_is_named_outside_of_shrinking(shrinking):
-    """The slope of a square grows with the weight, which every step changes."""
-    problem = _problem(lambda model, batch: (model.weight**2 * batch).mean())
-    outcome = _ran(case=MOVING, problem=problem)
-    stale = _with_gradient(outcome, 2, torch.tensor([5.0], dtype=torch.float64))
-    violation = _judged(stale, MOVING, problem, shrinking=shrinking).violation
-    assert (violation.kind, violation.epoch, violation.window) == ("gradient", 1, 0)
-    assert violation.diagnosis == ("" if shrinking else "stale-parameters")
-
-
 @pytest.mark.parametrize("name", ["disagreement", "accumulation_fault", "precision_fault"])
 def test_a_fault_of_the_references_is_a_finding_and_no_violation(name, monkeypatch):
     """JAX is asked here of parameters that have moved, and by `check_run` of the initial ones."""

@@ -464,10 +464,6 @@ def test_without_time_left_one_window_is_answered_and_the_others_are_counted():
     assert "for the others the 0 s that this may take did not suffice" in opinion.summary()
 
 
-def test_without_a_window_jax_does_not_agree():
-    assert second_opinion([], PROBLEM).summary() == ("JAX gives no second opinion on the problem: no window was judged")
-
-
 def never_resets(run: Any) -> None:
     run.optimizer.zero_grad = lambda: None
     BUILT_IN["plain"](run)
