@@ -52,7 +52,8 @@ def usual(search: Search, place: int) -> Iterator[Hypothesis]:
     for i, ref in search.positions(place) if "embedding_bag" not in call.name else ():
         if not (value := run.get(ref)).is_floating_point():
             for cause, words, function in transforms(value):
-                yield Hypothesis(cause, f"{_named(search, ref)} {words}", {place: of_operand(i, function)})
+                named = _OTHERS.get(cause, cause) if ref.kind == "state" else _transformed_as(search, place, ref, cause)
+                yield Hypothesis(named, f"{_named(search, ref)} {words}", {place: of_operand(i, function)})
 
 
 def chosen_before(search: Search, place: int) -> Iterator[Hypothesis]:

@@ -269,13 +269,15 @@ class Judge:
             words = "expected no random numbers in evaluation, observed the port drawing some"
             self._add("forward", names[0] if names else "", "dropout-active", words, **numbers)
             return False
+        if self._row_explained(point, loss, numbers):
+            return True
         if not first:
             call = next((matching.program.calls[e.kind] for e in ends if isinstance(e.kind, int)), None)
             words = "expected torch's output, observed its numbers in another order or at other positions"
             where = call.where if call is not None else None
             self._add("forward", call.path if call else "", "order-of-elements", words, torch=where, **numbers)
             return False
-        return self._row_explained(point, loss, numbers) or self._unknown(search, region, first[0], numbers)
+        return self._unknown(search, region, first[0], numbers)
 
     def _row_explained(self, point: int, loss: bool, numbers: Mapping[str, Any]) -> bool:
         """Add a finding that explains all, where one row alone shows it; return whether there is one.
@@ -297,9 +299,10 @@ class Judge:
             program = self.sides.torch_program(alone)
             matching = Matching(program, self._run(alone, program), self.sides.side(alone))
             allowed = self.sides.bounds(alone).outputs
-            region, first = matching.region(matching.ends(loss, allowed))
+            ends = matching.ends(loss, allowed)
+            region, first = matching.region(ends)
             search = Search(program, matching, self.repairs, loss, allowed, tuple(self.sides.witnesses(alone)))
-            found = search.find(FAMILIES, region, first) if region else None
+            found = search.find(FAMILIES, region, first) if region else reordered(search, ends)
             whole = self.repairs.plus(found.hypothesis).run(out) if found is not None else None
         except (*RAISED, UsageError):
             return False

@@ -496,3 +496,27 @@ def test_a_state_that_starts_in_float32(fault):
     result = verdict(lambda: pair_of(Cell(), apply, (drawn(2, 4, 3),)))
     found = [f.cause for f in result.findings if f.kind != "precision"]
     assert found == ([] if fault is None else [fault]), str(result)
+
+
+class Places(torch.nn.Module):
+    """Embeddings of words and of positions that do not count padding, and an attention over all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = torch.nn.Embedding(6, 4), torch.nn.Embedding(6, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        kept = ids.ne(0).long()
+        x = self.words(ids) + self.places(kept.cumsum(1) * kept)
+        return (x @ x.mT).softmax(-1) @ x
+
+
+def test_a_number_that_is_wrong_in_one_row_and_right_in_another():
+    """Padding on the left has position 0 on both sides, that on the right in torch alone."""
+
+    def apply(p: Any, ids: Any) -> Any:
+        x = p["words.weight"][ids] + p["places.weight"][jnp.cumsum(ids != 0, 1)]
+        return jax.nn.softmax(x @ x.swapaxes(1, 2), -1) @ x
+
+    ids = np.array([[1, 2, 3, 0, 0], [0, 0, 4, 5, 1]])
+    is_one_finding(verdict(lambda: pair_of(Places(), apply, (ids,))), "forward", "", "missing-scale")
