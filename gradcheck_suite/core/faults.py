@@ -158,8 +158,9 @@ _ROWS = (
         "weights",
         "some micro-batches are in the gradient more than once",
         "call backward once per micro-batch, on its own loss and not on the running sum; look for closures that read a "
-        "loop's variable late",
-        jax="differentiate each loss once, and not the running sum; look for closures that read a loop's variable late",
+        "loop's variable late, and for losses that are multiplied",
+        jax="differentiate each loss once, and not the running sum; look for closures that read a loop's "
+        "variable late, and for losses that are multiplied",
     ),
     _gradient(
         "dropped-micro-batch",
