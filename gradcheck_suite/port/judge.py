@@ -33,7 +33,7 @@ from gradcheck_suite.port.result import Kind, PortFinding, PortResult
 from gradcheck_suite.port.running_statistics import statistic_faults
 from gradcheck_suite.port.search import RAISED, Found, Repairs, Search
 from gradcheck_suite.port.sides import Point, Sides
-from gradcheck_suite.port.torch_program import LOSS, Call, Change, TorchProgram, TorchRun, fill, flat
+from gradcheck_suite.port.torch_program import LOSS, Call, Change, Ref, TorchProgram, TorchRun, fill, flat
 from gradcheck_suite.port.updates import STEP, Updates
 
 MOST = 12
@@ -225,7 +225,7 @@ class Judge:
             if time.monotonic() > self._until:
                 self._skipped.append("what comes after")
                 return False
-            if not self._explain(point, Matching(program, run, self.sides.side(point)), loss, off):
+            if not self._explain(point, loss, off):
                 return False
         return False
 
@@ -249,16 +249,22 @@ class Judge:
         """Return whether torch gives NaN at a drawn input, which it does not at the given one."""
         return any(bool(torch.isnan(o).any()) for o in run.outs if o.is_floating_point())
 
-    def _explain(self, point: int, matching: Matching, loss: bool, off: float) -> bool:
-        """Add a finding; return whether it is repaired."""
-        allowed = self.sides.bounds(point).outputs
+    def _searched(self, point: int, loss: bool) -> tuple[Search, list[Ref], list[int], Found | None]:
+        """Return the search at a point, the ends that differ, the first lost calls, and what was found."""
+        program, allowed = self.sides.torch_program(point), self.sides.bounds(point).outputs
+        matching = Matching(program, self._run(point, program), self.sides.side(point))
         ends = matching.ends(loss, allowed)
         region, first = matching.region(ends)
         # the port's value in place of torch's, where the cause is unknown, is that of one point alone
         witnesses = () if self._opaque else tuple(self.sides.witnesses(point))
-        search = Search(matching.program, matching, self.repairs, loss, allowed, witnesses)
-        found = search.find(FAMILIES, region, first) if region else reordered(search, ends)
-        numbers: dict[str, Any] = {"error": off, "allowed": allowed}
+        search = Search(program, matching, self.repairs, loss, allowed, witnesses)
+        return search, ends, first, search.find(FAMILIES, region, first) if region else reordered(search, ends)
+
+    def _explain(self, point: int, loss: bool, off: float) -> bool:
+        """Add a finding; return whether it is repaired."""
+        search, ends, first, found = self._searched(point, loss)
+        matching = search.matching
+        numbers: dict[str, Any] = {"error": off, "allowed": self.sides.bounds(point).outputs}
         if self.sides.points[point].words:
             self.smallest = self.sides.points[point].words
         if found is not None:
@@ -277,7 +283,7 @@ class Judge:
             where = call.where if call is not None else None
             self._add("forward", call.path if call else "", "order-of-elements", words, torch=where, **numbers)
             return False
-        return self._unknown(search, region, first[0], numbers)
+        return self._unknown(search, first[0], numbers)
 
     def _row_explained(self, point: int, loss: bool, numbers: Mapping[str, Any]) -> bool:
         """Add a finding that explains all, where one row alone shows it; return whether there is one.
@@ -296,13 +302,7 @@ class Judge:
         )
         alone = len(self.sides.points) - 1
         try:
-            program = self.sides.torch_program(alone)
-            matching = Matching(program, self._run(alone, program), self.sides.side(alone))
-            allowed = self.sides.bounds(alone).outputs
-            ends = matching.ends(loss, allowed)
-            region, first = matching.region(ends)
-            search = Search(program, matching, self.repairs, loss, allowed, tuple(self.sides.witnesses(alone)))
-            found = search.find(FAMILIES, region, first) if region else reordered(search, ends)
+            search, _, _, found = self._searched(alone, loss)
             whole = self.repairs.plus(found.hypothesis).run(out) if found is not None else None
         except (*RAISED, UsageError):
             return False
@@ -310,7 +310,7 @@ class Judge:
             self.sides.forget(alone)
         if found is None or whole is None or self._off(point, whole, loss) > self.sides.bounds(point).outputs:
             return False
-        self._explained(matching, found, numbers)
+        self._explained(search.matching, found, numbers)
         return True
 
     def _explained(self, matching: Matching, found: Found, numbers: Mapping[str, Any]) -> None:
@@ -323,7 +323,7 @@ class Judge:
         self._add(kind, place, hypothesis.cause, words, torch=call.where or None, jax=jax_at or None, **numbers)
         self.repairs = self.repairs.plus(hypothesis)
 
-    def _unknown(self, search: Search, region: list[int], index: int, numbers: Mapping[str, Any]) -> bool:
+    def _unknown(self, search: Search, index: int, numbers: Mapping[str, Any]) -> bool:
         """Add a finding without a cause; return whether the port's value could be put in its place."""
         matching = search.matching
         call = matching.program.calls[index]
