@@ -768,8 +768,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             )
         if not recorder.steps_seen:
             return (
-                "no backward pass and no optimizer.step() was seen in this process: the script trains nothing here, or "
-                "in another process"
+                "no backward pass and no optimizer.step() was seen in this process: the script trains nothing, or it "
+                "trains in another process"
             )
         if windows:
             return None

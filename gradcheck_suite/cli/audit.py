@@ -122,7 +122,8 @@ def add_arguments(parser: parsers.Parser) -> None:
     add = parser.add_argument
     add("-m", dest="module", action="store_true", help="SCRIPT is a module, as for `python -m`")
     add("script", metavar="SCRIPT.py", help="the script, and its own arguments")
-    add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help=argparse.SUPPRESS)
+    rest = add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help=argparse.SUPPRESS)
+    rest.required = False  # before Python 3.12 argparse asks for them too, where the script is missing
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -232,10 +233,14 @@ def _finish(
         exit_status.fail(PROGRAM, line)
     if result.violations or stale:
         return exit_status.VIOLATED
+    if result.unjudged is not None:
+        # if the script failed before it trained, it may well train otherwise
+        early = status and not result.steps
+        why = f"the script ended with status {status} before its first step" if early else result.unjudged
+        failed = exit_status.fail(PROGRAM, f"{result.loop}: unjudged: {why}")
+        return status or failed
     if status:
         return status
-    if result.unjudged is not None:
-        return exit_status.fail(PROGRAM, f"{result.loop}: unjudged: {result.unjudged}")
     return exit_status.status_of(violated=False, findings=bool(result.disagreements))
 
 

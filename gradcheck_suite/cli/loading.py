@@ -91,7 +91,7 @@ def resolve_problem(text: str) -> Problem:
         UsageError: the name does not exist, or is neither a `Problem` nor a function that returns one.
     """
     if ":" not in text:
-        raise UsageError(f"--problem must be FILE.py:NAME or package.module:NAME, got {text!r}")
+        raise _without_name(text, "a problem")
     found, module = _find(text, "a problem")
     if issubclass(type(found), Problem):
         return cast("Problem", _noted(found, resolve_problem, text))
@@ -118,7 +118,7 @@ def resolve_function(text: str, what: str) -> Callable[[], Any]:
         UsageError: there is none of that name, or it takes arguments.
     """
     if ":" not in text:
-        raise UsageError(f"expected FILE.py:NAME or package.module:NAME of {what}, got {text!r}")
+        raise _without_name(text, what)
     found, module = _find(text, what)
     if not callable(found):
         raise UsageError(
@@ -128,7 +128,7 @@ def resolve_function(text: str, what: str) -> Callable[[], Any]:
         inspect.signature(found).bind()
     except TypeError:
         shown = f"{text.rpartition(':')[2]}{inspect.signature(found)}"
-        raise UsageError(f"{text} cannot be called without arguments: it is {shown}") from None
+        raise UsageError(f"{text} cannot be called without arguments, as {what} is: it is {shown}") from None
     function: Callable[[], Any] = found
     return function
 
@@ -143,15 +143,10 @@ def _noted(found: Any, resolve: Callable[[str], Any], text: str) -> Any:
 
 
 def _built_in(text: str) -> Loop:
-    path = Path(text)
-    if text and path.is_dir():
+    if text and Path(text).is_dir():
         raise UsageError(f"{text} is a folder: expected FILE.py:NAME, package.module:NAME or a built-in's name")
     if text.endswith(".py"):
-        if not path.is_file():
-            raise UsageError(no_file(path))
-        names = _functions_in(path)
-        listed = f"; it defines {_listed(names)}" if names else ""
-        raise UsageError(f"{text} names no loop: expected {text}:NAME{listed}")
+        raise _without_name(text, "a loop")
     if text in TRAINERS:
         return _noted(TRAINERS[text].load(), resolve_loop, text)
     from gradcheck_suite.loops.jax_modes import JAX_MODES
@@ -162,6 +157,18 @@ def _built_in(text: str) -> Loop:
     if text not in loops:
         raise UsageError(_no_built_in(text, [*loops, *TRAINERS]))
     return loops[text]
+
+
+def _without_name(text: str, what: str) -> UsageError:
+    """Return the error of a text without a colon; of a file it says what the file defines."""
+    path = Path(text)
+    if path.suffix != ".py":
+        return UsageError(f"expected FILE.py:NAME or package.module:NAME of {what}, got {text!r}")
+    if not path.is_file():
+        return UsageError(no_file(path))
+    names = _names_in(path)
+    listed = f"; it defines {_listed(names)}" if names else ""
+    return UsageError(f"{text} names no {what.removeprefix('a ')}: expected {text}:NAME{listed}")
 
 
 def _find(text: str, what: str) -> tuple[Any, ModuleType]:
@@ -292,12 +299,16 @@ def _put_on_path(folder: str) -> None:
         sys.path.insert(0, folder)
 
 
-def _functions_in(path: Path) -> list[str]:
+def _names_in(path: Path) -> list[str]:
+    """Return the public functions of a file, and the names of what it calls a function for."""
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return []
-    return [n.name for n in tree.body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")]
+    made = (n for n in tree.body if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call))
+    names = [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
+    names += [target.id for n in made for target in n.targets if isinstance(target, ast.Name)]
+    return [name for name in names if not name.startswith("_")]
 
 
 def _offer(module: ModuleType, wanted: Callable[[Any], bool] = callable) -> str:

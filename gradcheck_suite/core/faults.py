@@ -381,7 +381,7 @@ _ROWS = (
     _gradient(
         "wrong-backward",
         "elements",
-        "a `torch.autograd.Function` has another backward than the derivative of its forward",
+        "the backward of a `torch.autograd.Function` is not the derivative of its forward",
         "mend its backward, or accept it with `--accept wrong-backward` where it is meant, as a straight-through "
         "estimator is",
         command="audit",
@@ -480,7 +480,7 @@ _ROWS = (
     ),
     _parameters(
         "wrong-update",
-        "the step changes a parameter otherwise than the optimizer does on the same gradients",
+        "the step changes a parameter differently than the optimizer does for the same gradients",
         "look for a hook or a patch inside the step, and for state that the loop puts in",
         jax="look for what changes the result of `run.optimizer.update`, and for state that the loop puts in",
     ),

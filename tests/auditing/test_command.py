@@ -113,7 +113,12 @@ if __name__ == "__main__":
     [
         ("train()", "optimizer.zero_grad()", 0, "holds  2 steps judged of 2"),
         ("train()", "pass", 1, "gradient: stale-window at step 1"),
-        ("torch.multiprocessing.spawn(train, (), 1)", "pass", 2, "the script trains nothing here, or in another"),
+        (
+            "torch.multiprocessing.spawn(train, (), 1)",
+            "pass",
+            2,
+            "the script trains nothing, or it trains in another process",
+        ),
     ],
 )
 def test_workers_of_a_loader_change_nothing_and_training_in_another_process_is_unjudged(
@@ -133,6 +138,21 @@ def test_an_exception_of_the_script_keeps_its_traceback(script, capfd):
     assert "ValueError: own" in err
     assert "gradcheck_suite" not in err.split("ValueError: own")[0]
     assert "4 steps judged" in err
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ("import sys\nsys.exit(4)", 4, "the script ended with status 4 before its first step"),
+        ("raise ValueError('own')", 1, "the script ended with status 1 before its first step"),
+        ("", 2, "the script trains nothing, or it trains in another process"),
+    ],
+)
+def test_a_script_that_judges_nothing_says_why(body, status, said, tmp_path, capfd):
+    file = tmp_path / "train.py"
+    file.write_text(body)
+    assert main(["audit", str(file)]) == status
+    assert said in capfd.readouterr().err.splitlines()[-1]
 
 
 def test_after_an_interrupt_what_was_seen_stands(script, tmp_path):
@@ -155,7 +175,7 @@ def test_what_cannot_be_judged_has_status_2_and_one_line(script, tmp_path, capfd
         (["no_such.py"], "no_such.py: no such file"),
         (["-m", "no_such_module"], "-m no_such_module: no such module"),
         (["--json", str(tmp_path / "no" / "r.json"), sound], "make it first"),
-        ([], "SCRIPT.py"),
+        ([], "required: SCRIPT.py (see"),
     ):
         assert main(["audit", *arguments]) == 2, arguments
         last = capfd.readouterr().err.splitlines()[-1]

@@ -203,7 +203,8 @@ def test_a_problem_and_a_function_that_returns_one(folder):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("p.py", "--problem must be FILE.py:NAME or package.module:NAME, got 'p.py'"),
+        ("p.py", "p.py names no problem: expected p.py:NAME; it defines part, make, make_none, fails, PROBLEM"),
+        ("p", "expected FILE.py:NAME or package.module:NAME of a problem, got 'p'"),
         ("p.py:PROBLE", "p.py has no 'PROBLE' (did you mean 'PROBLEM'?)"),
         ("p.py:NUMBER", "p.py:NUMBER is of type int: expected a gradcheck_suite.Problem, or a function of no argument"),
         ("p.py:NUMBER", "; it defines PROBLEM"),
