@@ -315,7 +315,7 @@ def run_campaign(arguments: argparse.Namespace, kinds: Mapping[str, Kind], progr
     merge(shards, numbers, arguments.reports, found.copied)
     if found.record is not None:
         kind, data = found.record
-        command = shlex.join([program.name, FOLDER, arguments.what, *arguments.rest])
+        command = f"{program.name} {shlex.join([FOLDER, arguments.what, *arguments.rest])}"
         append_record(arguments.reports, kind, data, environment=about, command=command)
     write_document(arguments.json, about, found.document)
     shards.remove()
