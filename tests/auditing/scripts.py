@@ -1219,23 +1219,6 @@ rows.zero_grad()""",
         **TASKS | {"loss": TASKS["loss"].replace("torch.exp(-s)", "logits.softmax(1).mean(0)[:2]")},
     ),
     "sound_tied_and_frozen": sound(**TIED),
-    "sound_unfreeze": sound(
-        "number, window in enumerate(toy.windows(*[4] * 12))",
-        model="",
-        setup="""
-model = toy.classifier()
-first, last = list(model[0].parameters()), list(model[2].parameters())
-for parameter in first:
-    parameter.requires_grad_(False)
-optimizer = torch.optim.SGD(last, lr=0.1)""",
-        start="""
-if number == 1:
-    for parameter in first:
-        parameter.requires_grad_(True)
-    optimizer.add_param_group({"params": first})""",
-        loss=UNDIVIDED,
-        backward=QUARTER,
-    ),
     "sound_unfrozen_inside_a_window": sound(**UNFROZEN, first="seen += 1\nmodel[0].requires_grad_(seen > 6)"),
     "sound_schedule": sound(**_scheduled(batches=19)),
     # A warm-up of the loss, and windows that grow from 1 micro-batch to 4: the first factor is 1/4 by chance.
