@@ -489,7 +489,7 @@ class Judge:
         line = next(iter(lines_with("clip_grad_", window.step.place)), None)
         unscaled = lines_with("unscale_(", window.step.place)[:1]
         scaled = window.step.scale and not window.step.fused and window.step.trainer is None
-        edited = window.factor is None or abs(window.factor * (window.step.scale or 1.0) - 1) > 1e-3
+        edited = window.factor is None or abs(window.left - 1) > 1e-3
         if line and scaled and edited and (not unscaled or _number_of(unscaled[0]) > _number_of(line)):
             self._clipped.add(line)
 
@@ -629,11 +629,9 @@ class Judge:
             self._weigh(window.optimizer)
 
     def _pending_of(self, window: StepWindow, where: Place, used: Mapping[Source, float]) -> Pending:
-        scale = window.step.scale or 1.0
-        factor = (window.factor or 1.0) if self._judges_sums else 1.0 if window.step.fused else 1 / scale
         # what a GradScaler takes out again, before the step or inside of it, is no part of the weights
-        left = factor * (1.0 if window.step.fused else scale)
-        factors = [1.0] if abs(left - 1) < 1e-3 or window.factor is None else [left, 1.0]
+        scale, left = window.step.scale or 1.0, window.left if self._judges_sums and window.factor is not None else 1.0
+        factors = [1.0] if abs(left - 1) < 1e-3 else [left, 1.0]
         tasks = self._tasks_of(window)
         read_joined(window.passes, used)
         scaled = [{source: c * f / scale for source, c in used.items()} for f in factors]

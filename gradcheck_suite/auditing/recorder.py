@@ -140,6 +140,10 @@ class Engine(_engine_class):  # type: ignore[misc]
         running = recorder.begin(tensors, accumulates, inputs)
         try:
             result = super().run_backward(tensors, *args, **kwargs)
+        except BaseException:
+            if running is not None:
+                running.record.raised = True
+            raise
         finally:
             recorder.end(running)
         recorder.by_hand(running, inputs, result)

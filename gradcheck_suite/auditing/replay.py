@@ -207,6 +207,11 @@ class StepWindow:
         """The step, as the first rank has it."""
         return self.steps[0]
 
+    @property
+    def left(self) -> float:
+        """By what `.grad` was multiplied after the last pass, beside what a GradScaler takes out; 1 where none is."""
+        return (self.factor or 1.0) * (1.0 if self.step.fused else self.step.scale or 1.0)
+
     def of_pass(self, source: Source) -> float | None:
         """Return the coefficient of a pass, the median over the parameters that it reached; None where it has none."""
         found = [c for cs in self.coefficients.values() if abs(c := cs.get(source, 0.0)) > 1e-9]
@@ -605,7 +610,24 @@ class Replay:
         return largest ** max(number - 1, 0) <= ACCIDENT or all(one.event == SAME for one in found.values())
 
     def _fit(self, window: StepWindow, found: Mapping[int, Explanation], lost: Collection[int]) -> Fit | None:
-        """Fit a sum of what arrived in each pass to what stood in `.grad`, over some parameters.
+        """Fit a sum of what arrived in each pass, and of what the last step was given if need be, to a `.grad`.
+
+        That counts where it weighs as much as the passes do, or 1 and they less: they are added to it. In a running
+        average it weighs less than they do, or all together weigh 1.
+        """
+        passes = [i for i in window.passes if any((0, i, key) in self._arrived for key in found)]
+        fit = self._fit_of(passes, found, lost)
+        if fit is None or fit.is_exact:
+            return fit
+        leak = self._fit_of([*passes, EARLIER], found, lost)
+        if leak is None or not leak.is_exact or not (leak.coefficients > leak.bounds).all():
+            return fit
+        *own, earlier = leak.coefficients
+        stands = near(earlier, max(own), 1e-3) or near(earlier, max(*own, 1.0), 1e-3)
+        return leak if stands and not near(earlier + max(own), 1.0, 1e-3) else fit
+
+    def _fit_of(self, passes: Sequence[int], found: Mapping[int, Explanation], lost: Collection[int]) -> Fit | None:
+        """Fit a sum of what arrived in some passes to what stood in `.grad`, over some parameters.
 
         What the fit leaves over must be within the rounding of a sum of so many terms, else `.grad` is edited: an edit
         moves the coefficients by as much as it leaves over, so what is left over is also how well they are known.
@@ -616,7 +638,6 @@ class Replay:
         def column(values: Iterable[Vector]) -> Vector:
             return np.concatenate([(v if len(v) >= length else nothing)[:length] for v in values])
 
-        passes = [i for i in window.passes if any((0, i, key) in self._arrived for key in found)]
         if not passes:
             return None
         columns = [column(self._arrived.get((0, i, key), nothing) for key in found) for i in passes]
@@ -657,9 +678,11 @@ class Replay:
         for rank, step in enumerate(steps):
             for key in window.keys:
                 now = step.gradients.get(key)
+                self._arrived.pop((rank, EARLIER, key), None)
                 if not isinstance(now, np.ndarray):
                     self._states[rank][key] = State()
                     continue
+                self._arrived[rank, EARLIER, key] = now
                 coefficients = window.coefficients.get(key, {}) if size(now) or window.edit is None else {}
                 kept: Coefficients = {}
                 for (of, index), c in coefficients.items():
@@ -705,7 +728,7 @@ class Replay:
         for index in [i for i, seen in self.passes.items() if i < old or is_done(i, seen)]:
             del self.passes[index]
         kept = self.passes.keys()
-        self._arrived = {k: v for k, v in self._arrived.items() if k[1] in kept}
+        self._arrived = {k: v for k, v in self._arrived.items() if k[1] in kept or k[1] == EARLIER}
         self._null = {n for n in self._null if n[1] in kept}
         self._not_finite &= kept
         self._discarded = {one: cs for one, cs in self._discarded.items() if one <= kept}

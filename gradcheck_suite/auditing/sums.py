@@ -44,6 +44,11 @@ class StepFault:
 
 OF_SUMS = {
     "earlier window": StepFault("stale-window", "the gradient of an earlier step is still in it"),
+    "buffer": StepFault(
+        "stale-window",
+        "what the program has put into `.grad` has the gradient of an earlier step in it, too",
+        causes=("buffer",),
+    ),
     "empty window": StepFault(
         "stale-window",
         "nothing went backward since the last step, and `.grad` is not empty: the gradient of an earlier step is still "
@@ -66,6 +71,11 @@ OF_SUMS = {
     "written over": StepFault("reset-inside-window", "results of `torch.autograd.grad` are written over"),
     "dropped": StepFault("dropped-micro-batch", "some backward passes of the window are not in the gradient"),
     "repeated": StepFault("repeated-micro-batch", "a loss goes backward more than once in the window"),
+    "torn": StepFault(
+        "repeated-micro-batch",
+        "a backward pass ended with an exception, and what had arrived by then is in the gradient",
+        causes=("exception",),
+    ),
     "running sum": StepFault(
         "repeated-micro-batch",
         "earlier losses go backward several times, as when the running sum of the losses goes backward each time",
@@ -243,6 +253,8 @@ def judge_sums(members: Members, typical_k: int | None, longest: int, stepped_in
         return _fault("all reset")
     if others := _judge_others(members) or _judge_by_hand(members):
         return others
+    if torn := [i for i in members.own if members.is_in(i) and any(r.raised for r in window.passes[i].records)]:
+        return _fault("torn", keys=[key for key, c in members.by_parameter[torn[0]] if c])
     if window.edit == BY_HAND:
         return Sums(coefficients=_used(window))
     if any(source[1] == UNKNOWN for cs in window.coefficients.values() for source in cs):
@@ -270,7 +282,8 @@ def _judge_others(members: Members) -> Sums | None:
         # a copy of a parameter lacks the window as long as nobody writes to it
         of_copies = window.copies and all({i for _, i in window.coefficients[key]} == {EARLIER} for key in stale)
         some = stale if of_copies and len(stale) < len(window.coefficients) else ()
-        return _fault("handed over once" if of_copies else "earlier window", stale[0], keys=some)
+        seen = "handed over once" if of_copies else "buffer" if window.edit == BY_HAND else "earlier window"
+        return _fault(seen, stale[0], keys=some)
     left = [i for i in members.optional if members.is_in(i)]
     if left and not members.places(left) & members.places(members.own):
         return _fault("another optimizer's pass")
@@ -330,6 +343,8 @@ def _judge_lost(
         return Sums(excuse=f"{lines}: what goes backward here was reset, and is in no step{IF_WANTED}")
     if kept and typical_k and len(kept) == typical_k and len(lost) % typical_k == 0:
         return Sums(excuse="a whole window was reset without a step")
+    if any(r.raised for r in window.passes[max(lost)].records) and len(kept) == (typical_k or len(kept)):
+        return Sums(excuse="a window was begun anew after an exception in backward")
     begun, ended = (window.passes[i].records[0].loop for i in (max(lost), min(kept, default=max(lost))))
     if None not in (stepped_in, begun) and begun not in (stepped_in, ended) and max(lost) < min(kept):
         # no step came in this round of the outer loop: not the rest of an epoch, but a window that was given up

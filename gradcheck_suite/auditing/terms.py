@@ -313,6 +313,9 @@ class _Found:
         else:  # what goes backward is no scalar: its gradient was given
             given = _Weights(arrived)
             weight, counts["nonzero"] = given.largest, given.number
+            if given.smallest < given.largest * (1 - term.tolerance):
+                # as of representations that are computed once more, by chunks: it came back through another graph
+                term.opaque = "backward is given a gradient whose elements differ, which tells no weight"
         if (total := self.seen.get("total_weight")) is not None:
             counts["counted"] = float(total)
         if (valid := self.seen.get("valid")) is not None:

@@ -66,6 +66,12 @@ class Pending:
         """The number of passes that are in `.grad`."""
         return len({index for _, index in self.coefficients})
 
+    def taken_out(self, found: Sequence[Objective]) -> float:
+        """Return by what `.grad` was multiplied after the last pass, in a reading in which that is a weight; else 1."""
+        part = found[0].parts[0]
+        factor = part.coefficient * (self.window.step.scale or 1.0) / self.coefficients[part.source]
+        return float(f"{factor:.6g}")
+
 
 Repeated = tuple[Violation, set[int | None]]
 United = dict[tuple[str, str | None], Repeated]
@@ -116,8 +122,12 @@ def judge_weights(
     history: defaultdict[Key, list[Use]] = defaultdict(list)
     unequal: defaultdict[Key, list[tuple[Objective, StepWindow]]] = defaultdict(list)
     found_in = [_objectives_of(one, modes, typical_k) for one in pending]
-    if across_sites := {objective.key for found in found_in for objective in found if objective.key[2] == ACROSS_SITES}:
-        found_in = [_objectives_of(one, modes, typical_k, across_sites) for one in pending]
+    across_sites = {objective.key for found in found_in for objective in found if objective.key[2] == ACROSS_SITES}
+    # clipping makes no two windows right
+    right = [one.taken_out(found) for one, found in zip(pending, found_in, strict=True) if _are_right(found)]
+    taken_out = {factor for factor, times in Counter(right).items() if times > 1} - {1.0}
+    if across_sites or taken_out:
+        found_in = [_objectives_of(one, modes, typical_k, across_sites, taken_out) for one in pending]
     for one, found in zip(pending, found_in, strict=True):
         if fault := _repeated_losses(one):
             result.steps.add(one.window.number)
@@ -127,10 +137,11 @@ def judge_weights(
         if one.length == 1 or ((found or partial) and not unreadable):
             result.steps.add(one.window.number)
         _compare_within(one, found, history, unequal, result)
-    for several in unequal.values():
+    shown = {objective.key for found in found_in for objective in found if objective.is_right}
+    for key, several in unequal.items():
         unnamed = [objective for objective, _ in several if objective.comparison.named is None]
         general = _named(unnamed) if unnamed else None
-        result.violations += [_of_unequal(objective, window, general) for objective, window in several]
+        result.violations += [_of_unequal(o, window, general, is_shown=key in shown) for o, window in several]
     if pending:
 
         def note(sentence: str) -> None:
@@ -146,14 +157,27 @@ def _objectives_of(
     modes: Mapping[tuple[int, Key], Sequence[str]],
     typical_k: int | None,
     across_sites: Collection[Key] = frozenset(),
+    taken_out: Collection[float] = frozenset(),
 ) -> list[Objective]:
-    """Return the objectives of a window, the factor after its last pass taken as a part of them or not."""
+    """Return the objectives of a window, the factor after its last pass taken as a part of them or not.
+
+    Args:
+        one: the window.
+        modes: of each expression, the best one first.
+        typical_k: the most frequent number of passes.
+        across_sites: the keys of objectives that are right at several places together in some window.
+        taken_out: factors that are a part of the weights in other windows.
+    """
     own = {top: listed for (optimizer, top), listed in modes.items() if optimizer == one.window.optimizer}
     found = [reading_weights.objectives(reading, own, across_sites) for reading in one.readings]
-    right = bool(found[0]) and all(objective.is_right for objective in found[0])
     # a factor of 1/K after the last pass is the mean over K; any other one may be clipping, which is no weight
-    lengths = {1 / one.length, 1 / (typical_k or one.length)} - {1.0}
-    return found[0] if right or any(near(one.factor, share, 1e-5) for share in lengths) else found[-1]
+    shares = {1 / one.length, 1 / (typical_k or one.length), *taken_out} - {1.0}
+    is_part = _are_right(found[0]) or any(near(one.factor, share, 1e-5) for share in shares)
+    return found[0] if is_part else found[-1]
+
+
+def _are_right(found: Sequence[Objective]) -> bool:
+    return bool(found) and all(objective.is_right for objective in found)
 
 
 def _repeated_losses(one: Pending) -> StepFault | None:
@@ -201,7 +225,8 @@ def _note_unknown(
     for record in records.values():
         for term in record.terms:
             if term.opaque:
-                unreadable.add(Unknown("weights", str(record.place), term.opaque, DECLARE))
+                remedy = DECLARE if term.expression[0] != "given" else ""
+                unreadable.add(Unknown("weights", str(record.place), term.opaque, remedy))
             elif term.partial:
                 partial.add(Unknown("weights", str(record.place), PARTIAL))
         if not record.terms and record.unread:
@@ -262,6 +287,7 @@ def _compare_within(
                 objective,
                 length=len(passes),
                 whole={source[1] for source in sources} == passes,
+                taken_out=one.taken_out([objective]),
                 others_right=any(o.key != objective.key for o in right),
             )
         )
@@ -321,20 +347,21 @@ def _of_weights(fault: StepFault, objective: Objective, window: StepWindow, rows
     return replace(violation_of(fault, window, objective.place), error=error, allowed=allowed, weights=rows)
 
 
-def _of_unequal(objective: Objective, window: StepWindow, general: Diagnosis | None) -> Violation:
+def _of_unequal(objective: Objective, window: StepWindow, general: Diagnosis | None, *, is_shown: bool) -> Violation:
     """Return the violation of weights that differ within a window.
 
     Args:
         objective: whose weights they are.
         window: in which they differ.
         general: their name where no count explains them.
+        is_shown: whether other windows show that the loss has no coefficient.
     """
     comparison, own = objective.comparison, objective.parts[0].term.own
     named, count = comparison.named or general, comparison.count or own
     assert named is not None
     empty = _empty(objective, window) if named.name == MEAN_OF_MEANS else set()
     w = _weights(objective, count, empty)
-    whole = coefficient(w)
+    whole = 1.0 if is_shown else coefficient(w)
     sentence, causes = named.sentence, named.causes
     if named.name == MEAN_OF_MEANS:
         # with the share of those without items, and with a division that is left out

@@ -22,7 +22,7 @@ from gradcheck_suite.auditing.terms import Term
 from gradcheck_suite.core.faults import remedy_of
 from gradcheck_suite.core.text import counted
 from gradcheck_suite.judge.naming import diagnose, names_nothing
-from gradcheck_suite.judge.weights import Diagnosis, Weights
+from gradcheck_suite.judge.weights import ADDED, MOST_ADDED, Diagnosis, Weights
 
 EQUAL, UNEQUAL, UNEVEN = "equal", "unequal", "uneven"
 MEAN_OF_MEANS, WRONG_COUNT = "mean-of-means", "wrong-count"
@@ -432,6 +432,7 @@ class Use:
         length: the number of passes at the call sites that the objective comes from.
         whole: whether the objective is in every one of them.
         others_right: whether another objective of the same passes has right weights.
+        taken_out: by what `.grad` was multiplied after the last pass, where that is a part of the weights; else 1.
         own: C by the count that fits the run.
         total: C of all objectives of the window together, where they have the same passes.
         right: whether C is 1, of this objective or of all together.
@@ -442,6 +443,7 @@ class Use:
     length: int
     whole: bool
     others_right: bool
+    taken_out: float = 1.0
     count: str = ""
     own: float = 0.0
     total: float | None = None
@@ -453,9 +455,19 @@ class Use:
         return self.objective.comparison
 
     @property
+    def added(self) -> float:
+        """What is added to each count so that none divides by 0, where each micro-batch then weighs 1; else 0."""
+        weight, tolerance = self.comparison.weight, self.objective.tolerance
+        numbers = self.comparison.counts.get(self.count, ())
+        off = [1 - weight * n for n in numbers]
+        if not off or not tolerance < min(off) <= max(off) < MOST_ADDED:
+            return 0.0
+        return next((a for a in ADDED if all(near(weight * (n + a), 1.0, tolerance) for n in numbers)), 0.0)
+
+    @property
     def masses(self) -> list[float]:
         """The weight of each micro-batch: of an item, times its count."""
-        return [self.comparison.weight * n for n in self.comparison.counts.get(self.count, ())]
+        return [self.comparison.weight * (n + self.added) for n in self.comparison.counts.get(self.count, ())]
 
     @property
     def items(self) -> float:
@@ -515,7 +527,8 @@ def _choose_count(uses: Sequence[Use]) -> None:
 
     best = max(sorted(names), key=fits)
     for use in uses:
-        use.count, use.own = best, use.comparison.coefficients[best]
+        use.count = best
+        use.own = sum(use.masses) if use.added else use.comparison.coefficients[best]
         use.right = near(use.own, 1.0, use.objective.tolerance)
 
 
@@ -590,13 +603,16 @@ def _of_objective(
         if use.right:
             _note_other_count(use, note)
             continue
-        if not use.is_mean and near(use.comparison.weight, 1.0, use.objective.tolerance):
+        left_in = _left_in(use, uses)
+        if not left_in and not use.is_mean and near(use.comparison.weight, 1.0, use.objective.tolerance):
             continue  # a plain sum
         configured = _against_configured(use, declared_k)
         again = configured or _still_scaled(use) or _divided_again(use, uses, declared_k or typical_k)
         verdict = again or _against_other_lengths(use, uses, by_length, typical_k)
         if verdict is None:
             verdict = _by_itself(use, uses, ranks)
+        if left_in and not isinstance(verdict, Scale):
+            verdict = left_in
         # the number of micro-batches may be in the tensor of weights, too; where a window is right without, it is not
         if use.hides and isinstance(verdict, Scale) and not (configured or some_right):
             verdict = _either(verdict.note, verdict.cause, "the weights of the samples have its inverse")
@@ -678,6 +694,26 @@ def _still_scaled(use: Use) -> Scale | str | None:
         why = "the scale of a GradScaler: nothing divides by it before this step"
         return Scale(use, "wrong-scale", why, cause="loss-scale")
     return CLIPPED if window.factor * scale < 1 - 1e-3 else USERS
+
+
+def _left_in(use: Use, uses: Sequence[Use]) -> Scale | None:
+    """Recognise a number by which other steps divide `.grad` after the last pass, and this one does not, or only it.
+
+    No clipping makes the weights of two windows right.
+    """
+    tolerance, window = use.objective.tolerance, use.window
+    others = [u.taken_out for u in uses if u.right and not near(u.taken_out, 1.0, 1e-3)]
+    if len(others) < 2:
+        return None
+    if any(near(use.taken_out, other, 1e-5) for other in others) and near(use.own, use.taken_out, tolerance):
+        why = (
+            "`.grad` is multiplied by it after the last pass, and no loss is divided by it, as those of other steps are"
+        )
+    elif near(use.taken_out, 1.0, 1e-3) and window.edit is None and near(window.left, 1.0, 1e-3):
+        why = f"other steps multiply `.grad` by {others[0]:.6g} after the last pass, and this one does not"
+    else:
+        return None
+    return Scale(use, "wrong-scale", f"{use.own:.6g}: {why}", cause="loss-scale")
 
 
 def _divided_again(use: Use, uses: Sequence[Use], k: int) -> Scale | None:

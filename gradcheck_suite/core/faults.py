@@ -161,6 +161,12 @@ _ROWS = (
         "loop's variable late, and for losses that are multiplied",
         jax="differentiate each loss once, and not the running sum; look for closures that read a loop's "
         "variable late, and for losses that are multiplied",
+        causes={
+            "exception": Remedy(
+                "where an exception of backward is caught, reset the gradients and begin the window anew: a part of "
+                "the micro-batch has arrived"
+            )
+        },
     ),
     _gradient(
         "dropped-micro-batch",
@@ -210,6 +216,7 @@ _ROWS = (
         causes={
             "average": Remedy("reset once after every step, and leave moving averages to the optimizer"),
             "other-optimizer": Remedy("reset the gradients of this optimizer before its own backward passes"),
+            "buffer": Remedy("zero what the program adds gradients up in, such as `main_grad`, after every step"),
             "handed-over": Remedy(
                 "hand `.grad` over at every step: after `zero_grad` the next backward makes a new tensor"
             ),

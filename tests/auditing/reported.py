@@ -40,6 +40,70 @@ for step in range(4):
         if shared.grad is None: shared.grad = p.grad
     opt.step()
 """
+OWN_BUFFER = """\
+def add_up(p):
+    p.main_grad.add_(p.grad)
+    p.grad = None
+for p in net.parameters():
+    p.main_grad = torch.zeros_like(p)
+    p.register_post_accumulate_grad_hook(add_up)
+for step in range(5):
+    for _ in range(3):
+        (loss_of() / 3).backward()
+    for p in net.parameters(): p.grad = p.main_grad
+    opt.step()
+    for p in net.parameters(): p.grad = None
+"""
+SCALED_BY_HAND = """\
+for step in range(7):
+    for _ in range(3):
+        (loss_of() / 3 * SCALE).backward()
+    for p in net.parameters(): p.grad /= TAKEN
+    opt.step()
+    opt.zero_grad()
+"""
+IN_SOME = "(1024 if step % 3 else 1)"
+MASKED = """\
+for step in range(5):
+    for _ in range(3):
+        mask = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0])
+        losses = F.cross_entropy(net(torch.randn(5, 5)), torch.randint(0, 3, (5,)), reduction="none")
+        ((losses * mask).sum() / (mask.sum() + 1e-2)).backward()
+    opt.step()
+    opt.zero_grad()
+"""
+RETRIED = """\
+calls = 0
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+    @staticmethod
+    def backward(ctx, grad):
+        global calls
+        calls += 1
+        if calls % 7 == 0:
+            raise RuntimeError("out of memory")
+        return grad
+def micro_batch():
+    x, y = torch.randn(4, 5), torch.randint(0, 3, (4,))
+    (F.cross_entropy(net[2](Raises.apply(net[1](net[0](x)))), y) / 3).backward()
+"""
+CHUNKED = """\
+net = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 8))
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(4):
+    chunks = torch.randn(12, 5).split(4)
+    with torch.no_grad():
+        rows = torch.cat([net(x) for x in chunks])
+    rows.requires_grad_()
+    F.cross_entropy(rows @ rows.T, torch.arange(12)).backward()
+    for x, given in zip(chunks, rows.grad.split(4)):
+        net(x).backward(given)
+    opt.step()
+    opt.zero_grad()
+"""
+MEAN, SHARE = "(F.cross_entropy(net(x), y) / 3)", "(F.cross_entropy(net(x), y) * len(y) / 12)"
 
 
 OWN = """\
@@ -165,6 +229,55 @@ for step in range(4):
     ),
     "sound_handed_over_once": _script("holds", (), "", HANDED_OVER.replace("TO_NONE", "False")),
     "faulty_handed_over_once": _script("violated", ("stale-window",), "", HANDED_OVER.replace("TO_NONE", "True")),
+    "sound_own_buffer": _script(
+        "holds", (), "!put together again", OWN_BUFFER + "    for p in net.parameters(): p.main_grad.zero_()\n"
+    ),
+    "faulty_own_buffer_never_zeroed": _script("violated", ("stale-window",), "", OWN_BUFFER),
+    "sound_scaled_by_hand": _script(
+        "holds", (), "!coefficient", SCALED_BY_HAND.replace("SCALE", "1024").replace("TAKEN", "1024")
+    ),
+    "faulty_scaled_and_not_unscaled_in_some_steps": _script(
+        "violated", ("wrong-scale",), "", SCALED_BY_HAND.replace("SCALE", "1024").replace("TAKEN", IN_SOME)
+    ),
+    "faulty_unscaled_and_not_scaled_in_some_steps": _script(
+        "violated", ("wrong-scale",), "", SCALED_BY_HAND.replace("SCALE", IN_SOME).replace("TAKEN", "1024")
+    ),
+    "faulty_masked_means_undivided": _script("violated", ("wrong-scale",), "", MASKED),
+    "unjudged_given_gradients": _script("unjudged", ("given a gradient whose elements differ",), "", CHUNKED, HEAD),
+    "faulty_micro_batch_tried_again": _script(
+        "violated",
+        ("repeated-micro-batch",),
+        "",
+        RETRIED
+        + """\
+for step in range(6):
+    for _ in range(3):
+        try:
+            micro_batch()
+        except RuntimeError:
+            micro_batch()
+    opt.step()
+    opt.zero_grad()
+""",
+    ),
+    "sound_window_tried_again": _script(
+        "holds",
+        (),
+        "a window was begun anew after an exception",
+        RETRIED
+        + """\
+for step in range(6):
+    while True:
+        opt.zero_grad()
+        try:
+            for _ in range(3):
+                micro_batch()
+            break
+        except RuntimeError:
+            pass
+    opt.step()
+""",
+    ),
     "unjudged_optimizer_of_copies": _script(
         "unjudged",
         ("4 calls of backward were seen, and no parameter",),
