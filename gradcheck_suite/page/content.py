@@ -182,6 +182,12 @@ class Document:
     title: str
     markdown: str
 
+    @property
+    def parts(self) -> tuple[str, str]:
+        """What it is about, and what it says of it: the title's words before and after a colon."""
+        about, _, says = self.title.partition(": ")
+        return about, says
+
 
 @dataclass(frozen=True)
 class Section:

@@ -3,7 +3,9 @@
 (function () {
   function key(row, column) {
     const cell = row.cells[column];
-    return "value" in cell.dataset ? Number(cell.dataset.value) : cell.textContent.trim().toLowerCase();
+    const text = cell.textContent.trim();
+    if ("value" in cell.dataset) return Number(cell.dataset.value);
+    return cell.className === "number" && text !== "-" ? Number(text) : text.toLowerCase();
   }
 
   function compare(a, b) {
