@@ -610,10 +610,10 @@ class Replay:
         return largest ** max(number - 1, 0) <= ACCIDENT or all(one.event == SAME for one in found.values())
 
     def _fit(self, window: StepWindow, found: Mapping[int, Explanation], lost: Collection[int]) -> Fit | None:
-        """Fit a sum of what arrived in each pass, and of what the last step was given if need be, to a `.grad`.
+        """Fit a sum of what arrived in each pass to a `.grad`; if that fails, add what the last step was given.
 
-        That counts where it weighs as much as the passes do, or 1 and they less: they are added to it. In a running
-        average it weighs less than they do, or all together weigh 1.
+        The gradient of the last step is a leak if it weighs as much as the passes do, or if it weighs 1 and they weigh
+        less. In a running average it weighs less than they do, or the weights sum to 1.
         """
         passes = [i for i in window.passes if any((0, i, key) in self._arrived for key in found)]
         fit = self._fit_of(passes, found, lost)

@@ -184,9 +184,9 @@ class Document:
 
     @property
     def parts(self) -> tuple[str, str]:
-        """What it is about, and what it says of it: the title's words before and after a colon."""
-        about, _, says = self.title.partition(": ")
-        return about, says
+        """What the title is about, with its colon, and what it says of it; a title without a colon is all about."""
+        about, colon, says = self.title.partition(": ")
+        return about + colon, says
 
 
 @dataclass(frozen=True)
