@@ -55,7 +55,7 @@ def test_two_sparse_gradients_that_torch_cannot_add_are_no_fault_of_the_loop():
     )
     verdict = check(BUILT_IN["zero_"], Case(spec, Plan((1, 1), 2), dtype="float16"))
     assert verdict.violation is None
-    assert "adding up plain gradients fails in float16" in verdict.skipped
+    assert "accumulating plain gradients fails in float16" in verdict.skipped
     assert check(BUILT_IN["zero_"], Case(spec, Plan((1, 1), 1), dtype="float16")).holds
 
 

@@ -439,7 +439,12 @@ _ROWS = (
         "dropped-window",
         "some windows have no step",
         "look for a warm-up, or a range that ends early",
-        causes={"ranks": Remedy("let a rank that has run out of micro-batches add zeros, until no rank has any left")},
+        causes={
+            "ranks": Remedy("let a rank that has run out of micro-batches add zeros, until no rank has any left"),
+            "ignored-targets": Remedy(
+                "step also where the window's last micro-batch has no valid targets: look for a `continue`"
+            ),
+        },
         command="verify",
     ),
     _steps(

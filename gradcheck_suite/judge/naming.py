@@ -260,7 +260,8 @@ def _is_running_sum(w: Weights) -> bool:
 
 
 def _times_text(w: Weights, wrong: Steps) -> str:
-    if all(_is_running_sum(v) for v in wrong):
+    # of two micro-batches, the first may weigh twice as much for many reasons, such as its size
+    if all(map(_is_running_sum, wrong)) and any(map(_long, wrong)):
         number = len(w.inside)
         times = " and ".join(str(n) for n in range(number, 0, -1)) if number < 3 else f"{number}, {number - 1}, ..., 1"
         return (
@@ -270,11 +271,18 @@ def _times_text(w: Weights, wrong: Steps) -> str:
     return repeated_text(w, wrong)
 
 
+def _has_idle_rank(w: Weights) -> bool:
+    return len(set(_ranks(w))) < w.world_size
+
+
 def _missing_ranks(w: Weights) -> bool:
     """Whether micro-batches of some ranks are missing while another rank's are all there."""
     if not w.owners or not _own(w):
         return False
     gone, rank = w.ratio == 0, _ranks(w)
+    if gone.all():
+        # a rank that has none of the window's micro-batches has nothing of the other ranks' either
+        return _has_idle_rank(w) and not w.alike
     missing = {r: int(gone[rank == r].sum()) for r in set(rank)}
     partly = any(0 < number < (rank == r).sum() for r, number in missing.items())
     # what is missing in the same way on all ranks was added up, unless a whole rank is missing
@@ -284,6 +292,10 @@ def _missing_ranks(w: Weights) -> bool:
     # a gradient that DistributedDataParallel has not averaged weighs as many times too much as there are ranks
     whole = np.isclose(there, 1, rtol=w.tolerance, atol=0) | np.isclose(there, w.world_size, rtol=w.tolerance, atol=0)
     return bool(whole.all()) or (len({int(r) for r, number in missing.items() if not number}) == 1 and not partly)
+
+
+def _ranks_tell(w: Weights) -> bool:
+    return len(set(_ranks(w))) > 1 or _has_idle_rank(w)
 
 
 def _missing_ranks_text(w: Weights, wrong: Steps) -> str:
@@ -748,12 +760,12 @@ def _predicates(steps: Steps, wrong: Steps, *, known_only: bool) -> Iterator[Wei
         yield from _of_other_windows(wrong)
     yield WeightPredicate(
         "no-gradient",
-        lambda w: not w.foreign and not np.any(w.ratio),
+        lambda w: not w.foreign and not np.any(w.ratio) and not _missing_ranks(w),
         # what cannot be read may be there
         lambda w: not any(w.counts[j] for j in w.unread.intersection(w.window)),
         _no_gradient_text,
     )
-    yield WeightPredicate("not-reduced", _missing_ranks, lambda w: len(set(_ranks(w))) > 1, _missing_ranks_text)
+    yield WeightPredicate("not-reduced", _missing_ranks, _ranks_tell, _missing_ranks_text)
     yield WeightPredicate("rescaled-accumulator", _reduced_between, _falls, _rescaled_text)
     of_sum = ("sum",) if wrong[0].reduction == "sum" else ()
     yield WeightPredicate("mean-of-means", _plausible_means, _unequal, means_text, of_sum)

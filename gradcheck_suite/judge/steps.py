@@ -23,6 +23,7 @@ from gradcheck_suite.judge.probe import (
     expected_gradients,
     gradients_of_steps,
     held_by,
+    probes_of,
     ranges_text,
     separating_probe,
 )
@@ -357,6 +358,13 @@ def _explained(instance: Instance, outcome: Outcome, runner: LoopRunner, asked: 
         known = step_pattern(plan, outcome).name
         return Diagnosis(known, asked + (_never(outcome) if known == "never-stepped" else ""))
     if len(own.held) == plan.steps:
+        *_, counting = probes_of(instance)
+        if 0 in counting.counts:
+            # one run is made to tell whether micro-batches without valid targets are the cause, whatever is left
+            runner.runs_left = max(runner.runs_left, 1)
+            seen = _run_on(counting, runner)
+            if seen is not None and taken == len(seen.held) < plan.steps:
+                return Diagnosis("dropped-window", asked + NO_STEP_IF_IGNORED, causes=("ignored-targets",))
         return _by_values(instance, outcome, asked)
     if len(own.held) != taken:
         if _run_on(probe, runner) not in (own, None):
@@ -408,6 +416,12 @@ def _by_values(instance: Instance, outcome: Outcome, asked: str) -> Diagnosis:
 NO_STEP = Diagnosis(
     "skipped-non-finite",
     "the loop takes no step where a gradient is infinite or NaN, and the contract asks for one step per window",
+)
+
+
+NO_STEP_IF_IGNORED = (
+    "; on the weight probe, under the same plan, it takes the right number where every micro-batch has valid targets: "
+    "a micro-batch without is skipped together with its step"
 )
 
 

@@ -272,16 +272,14 @@ class LowPrecisionBound:
         name = self._window.reference.instance.case.dtype
         where = name if self._compute is None else f"{name} under autocast {self._compute}"
         try:
-            large, low = self.large_batch, self.contributions
+            large = self.large_batch
         except RuntimeError as error:
             raise CannotJudgeError(f"the plain large batch fails in {where}: {error}") from error
         try:
-            self._computation.gradient(*self._window.parts)
+            accumulated = self._computation.gradient(*self._window.parts)
         except RuntimeError as error:
             # torch has no sum of two sparse gradients in float16 on a CPU
-            raise CannotJudgeError(f"adding up plain gradients fails in {where}: {error}") from error
-        with np.errstate(invalid="ignore"):
-            accumulated = np.sum(low, axis=0)
+            raise CannotJudgeError(f"accumulating plain gradients fails in {where}: {error}") from error
         finite = np.isfinite(self._window.expected)
         if not any((np.isfinite(gradient) != finite).any() for gradient in (large, accumulated)):
             return

@@ -319,6 +319,10 @@ NAMED = {
         "all but the first of an epoch": of(_first_window_of_an_epoch, ONE_EACH[5]),
         "all but the first": of(_first_window_of_all),
         "all but the first of one epoch": of(_first_window_of_all, Plan((1, 2, 1), 2)),
+        "the last micro-batch without valid targets": of(
+            _skips_where(lambda run, window: not run.count(window[-1])),
+            Case(CLASSES, Plan((1, 1, 2), 2, masked=(1,))),
+        ),
     },
     "skipped-by-size": {
         # on the probe of this plan every element of the gradient is 1/4

@@ -264,23 +264,27 @@ def test_no_reduce_is_guessed_where_some_of_the_other_rank_arrived():
 
 
 @pytest.mark.parametrize(
-    ("observed", "alike", "name"),
+    ("observed", "window", "alike", "name"),
     [
-        ((1, 1, 1, 1, 0, 0), False, "not-reduced"),
-        ((1, 1, 1, 1, 0, 0), True, "not-reduced"),
-        ((1, 1, 0, 0, 0, 0), True, "not-reduced"),
-        ((1, 1, 0, 0, 0, 0), False, "not-reduced"),
-        ((1, 1, 1, 0, 1, 0), False, "not-reduced"),
-        ((1, 1, 1, 0, 1, 0), True, "dropped-micro-batch"),
-        ((1, 3, 1, 0, 1, 0), False, "not-reduced"),
-        ((1, 1, 1, 1, 0.5, 0.5), True, "wrong-scale"),
+        ((1, 1, 1, 1, 0, 0), 6, False, "not-reduced"),
+        ((1, 1, 1, 1, 0, 0), 6, True, "not-reduced"),
+        ((1, 1, 0, 0, 0, 0), 6, True, "not-reduced"),
+        ((1, 1, 0, 0, 0, 0), 6, False, "not-reduced"),
+        ((1, 1, 1, 0, 1, 0), 6, False, "not-reduced"),
+        ((1, 1, 1, 0, 1, 0), 6, True, "dropped-micro-batch"),
+        ((1, 3, 1, 0, 1, 0), 6, False, "not-reduced"),
+        ((1, 1, 1, 1, 0.5, 0.5), 6, True, "wrong-scale"),
+        # rank 2 has none of the window's micro-batches
+        ((0, 0, 0, 0, 0, 0), 4, False, "not-reduced"),
+        ((0, 0, 0, 0, 0, 0), 4, True, "no-gradient"),
+        ((0, 0, 0, 0, 0, 0), 6, False, "no-gradient"),
     ],
 )
-def test_the_weights_of_three_ranks_are_told_apart_by_whether_all_ranks_have_them(observed, alike, name):
+def test_the_weights_of_three_ranks_are_told_apart_by_whether_all_ranks_have_them(observed, window, alike, name):
     weights = Weights(
         observed=np.array(observed, float),
         counts=(1.0, 2.0, 3.0, 1.0, 2.0, 2.0),
-        window=(0, 1, 2, 3, 4, 5),
+        window=tuple(range(window)),
         accumulation_steps=2,
         epoch=0,
         reduction="sum",
