@@ -510,7 +510,7 @@ _ROWS = (
         "raised",
         "raised",
         "the loop raises an exception",
-        Remedy("fix it, or switch off what the case does not support"),
+        Remedy("fix it, or switch off what the case does not support; `--optimizer` gives it the one it needs"),
         "outcome",
         general=True,
         command="verify",

@@ -648,7 +648,10 @@ class Search:
             if verdict.skipped:
                 self.skipped[f"the weight probes: {verdict.skipped}"] += 1
                 return None, False
-            if (found := verdict.violation) and users is not None:
+            found = verdict.violation
+            if found and self._lacks_optimizer(found):
+                return None, False
+            if found and users is not None:
                 name = found.diagnosis
                 why = f"the weight probes: the loop fails on them ({name}), so its own problem alone was tried"
                 self.skipped[why] += 1
@@ -676,9 +679,23 @@ class Search:
             verdict = timed(case)
             if verdict.skipped:
                 self.skipped[f"a weight probe: {verdict.skipped}"] += 1
-            if verdict.violation:
-                return self._smallest_probe(verdict.violation, assumes), True
+            if (found := verdict.violation) and not self._lacks_optimizer(found):
+                return self._smallest_probe(found, assumes), True
         return None, False
+
+    def _lacks_optimizer(self, found: Violation) -> bool:
+        """Whether a loop raises on a weight probe alone, for want of the optimizer that was asked for; notes it."""
+        name, case = self._options.optimizer, found.case
+        if name is None or found.diagnosis != "raised" or case.optimizer is not None:
+            return False
+        # a vector is nothing that these train: drawn cases tell whether the loop raises
+        if name not in NEEDS:
+            with_it = self.check(case.replace(optimizer=name), shrinking=True).violation
+            if with_it is not None and with_it.diagnosis == "raised":
+                return False
+        why = f"a weight probe: its optimizer, whose step changes nothing, lacks what the loop uses of {name}"
+        self.skipped[why] += 1
+        return True
 
     def _smallest_probe(self, first: Violation, assumes: frozenset[str]) -> Violation:
         """Return the violation on the smallest probe that shows it, named there and on the first."""

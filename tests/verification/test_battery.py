@@ -355,6 +355,19 @@ def test_a_loop_that_is_made_for_its_problem_is_not_blamed_for_the_probes():
     ]
 
 
+@pytest.mark.parametrize("least", [0, 100])  # of micro-batches: every probe has 0, those of long plans alone have 100
+def test_a_loop_that_is_made_for_its_optimizer_is_not_blamed_for_one_that_rests(least):
+    def only_adamw(run):
+        assert len(run.loader) < least or isinstance(run.optimizer, torch.optim.AdamW)
+        BUILT_IN["zero_"](run)
+
+    found = battery(only_adamw, optimizer="adamw")
+    assert found.violation is None
+    assert "lacks what the loop uses of adamw" in found.skipped[0]
+    for optimizer in ("sgd", None):
+        assert battery(only_adamw, optimizer=optimizer).violation.diagnosis == "raised"
+
+
 def test_a_limit_that_only_an_infinite_norm_reaches_is_clipping():
     """`clip_grad_norm_` multiplies by the limit over the norm: the finite elements become 0, the infinite one NaN."""
     violation = battery(clips_to_a_limit_that_no_finite_gradient_reaches).violation
