@@ -249,17 +249,36 @@ def ratios(search: Search, place: int) -> Iterator[Hypothesis]:
 
 
 def constants(search: Search, place: int) -> Iterator[Hypothesis]:
-    """Yield that a table, which depends on neither parameters nor inputs, is one that the port alone has."""
-    numbers = search.matching.lost_numbers
+    """Yield that a table, which depends on neither parameters nor inputs, is one that the port has.
+
+    A table of other numbers is the port's alone. Of zeros and ones each side may have the other's.
+    """
+    numbers, tried = search.matching.lost_numbers, set[bytes]()
     for i, ref in search.positions(place):
         value = search.matching.run.get(ref)
-        for k in list(numbers.of_size(value.numel()))[:40] if _is_constant(search, ref) else ():
-            other = torch.as_tensor(np.array(aligned(numbers.arrays[k], array(value))))
+        if not isinstance(value, torch.Tensor) or not _is_constant(search, ref):
+            continue
+        mine = array(value)
+        for table in search.matching.side.values if _is_mask(mine) else ():
+            if table.size == mine.size and _is_mask(table):
+                theirs = aligned(table, mine).astype(mine.dtype)
+                off = int((theirs != mine).sum()) if theirs.shape == mine.shape else 0
+                if off and theirs.tobytes() not in tried:
+                    tried.add(theirs.tobytes())
+                    other = torch.as_tensor(theirs.copy())
+                    words = f"{_named(search, ref)} with {off} of its {mine.size} elements otherwise"
+                    yield Hypothesis("mask-elements", words, {place: of_operand(i, lambda v, o=other: o)})
+        for k in list(numbers.of_size(value.numel()))[:40]:
+            other = torch.as_tensor(np.array(aligned(numbers.arrays[k], mine)))
             if other.shape == value.shape:
                 at = int((other - value).abs().argmax())
                 words = f"{_named(search, ref)} with other numbers, such as {other.flatten()[at]:.6g}"
                 words += f" for {value.flatten()[at]:.6g}"
                 yield Hypothesis("constant", words, {place: of_operand(i, lambda v, o=other: o)})
+
+
+def _is_mask(table: Any) -> bool:
+    return bool(np.isin(table, (0, 1)).all()) and bool(table.any()) and not bool(table.all())
 
 
 def bases(search: Search, place: int) -> Iterator[Hypothesis]:
@@ -371,7 +390,7 @@ def chosen_of_others(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield that what tells nothing by itself, such as a count or an index, is of another value."""
     status = search.matching.status
     silent = (i for i in search.read_by([place], 4, lambda i: status[i] is None) if status[i] is None)
-    yield from _before(search, silent, other_values, rewired)
+    yield from _before(search, silent, constants, other_values, rewired)
 
 
 def _why_taken(search: Search, place: int, ref: Ref, other: Ref) -> str:
@@ -750,4 +769,6 @@ def reordered(search: Search, ends: list[Ref]) -> Found | None:
 def _named(search: Search, ref: Ref) -> str:
     if isinstance(ref.kind, int):
         return f"the result of {search.program.calls[ref.kind].name.strip('_')}"
+    if ref.kind == "constant":
+        return "a constant tensor"
     return str(ref.index) if ref.kind == "state" else f"{ref.kind} {ref.index}"

@@ -29,6 +29,8 @@ from gradcheck_suite.port.pair import (
     movable,
     moved,
     raised,
+    representable,
+    shaped_as,
     state_of,
 )
 from gradcheck_suite.port.result import MapRow
@@ -133,13 +135,21 @@ class StateMap:
 
     def _drawn(self, draw: Draw, names: set[str]) -> tuple[State, list[Any] | None]:
         """Return a state and the leaves that the author's code loads from it, if it can be called again."""
+        draw = representable(draw, self.model.leaves)
         if self.pair.load is not None:
-            state, load = drawn_state(self.base, names, draw), self.pair.load
-            return state, self.model.loaded(raised("load", lambda: load({n: v.copy() for n, v in state.items()})))
+            state = drawn_state(self.base, names, draw)
+            return state, self._loaded(state)
         if self._drawn_by_author:
             again, state = built_again(self.pair, draw)
             return state, self.model.loaded(again.params if again.params is not None else again.apply)
         return drawn_state(self.base, names, draw), None
+
+    def _loaded(self, state: State) -> list[Any]:
+        """Return the leaves that the author's code loads from a state."""
+        own, load = self.pair.module.state_dict(), self.pair.load
+        assert load is not None
+        given = {n: shaped_as(v, own[n]).numpy().copy() for n, v in state.items()}
+        return self.model.loaded(raised("load", lambda: load(given)))
 
     def moved(self, seed: int, much: float = 1.0) -> tuple[State, list[Any]]:
         """Return a state away from the initial one, and the leaves of the JAX parameters in float64."""
@@ -149,8 +159,7 @@ class StateMap:
     def params(self, state: State, loaded: list[Any] | None = None) -> list[Any]:
         """Return the leaves of a state: by the map where it is exact, otherwise as the author's code loads them."""
         if loaded is None and self.pair.load is not None and not self.exact:
-            load = self.pair.load
-            loaded = self.model.loaded(raised("load", lambda: load({n: v.copy() for n, v in state.items()})))
+            loaded = self._loaded(state)
         vector, found = self.flat(state), []
         for i, (leaf, fixed) in enumerate(zip(self.leaves, self.model.leaves, strict=True)):
             given = fixed if loaded is None else loaded[i]

@@ -176,13 +176,15 @@ class Matching:
 
     def ends(self, loss: bool, close: float) -> list[Ref]:
         """Return the loss, or the outputs that differ by more than a relative error."""
-        if loss:
-            return [self.program.loss] if isinstance(self.program.loss, Ref) else []
-        found = []
-        for ref, mine, other in zip(self.program.outs, self.run.outs, self.side.outs, strict=False):
-            if outputs_error([mine], [other]) > close and isinstance(ref, Ref):
-                found.append(ref)
-        return found + [e for e in self.program.ends[len(self.program.outs) + 1 :] if found]
+        outs, theirs = zip(self.program.outs, self.run.outs, strict=True), self.side.outs
+        found = [self.program.loss] if loss else [
+            ref for (ref, mine), other in zip(outs, theirs, strict=False) if outputs_error([mine], [other]) > close
+        ]  # fmt: skip
+        found = [ref for ref in found if isinstance(ref, Ref)]
+        for source in (s for ref in found if self.run.get(ref).numel() == 1 for s in self.sources(ref)):
+            if isinstance(source.kind, int):  # one number is in no other order: the port has it elsewhere, by chance
+                self.status[source.kind] = False
+        return found if loss else found + [e for e in self.program.ends[len(self.program.outs) + 1 :] if found]
 
     def where_in_jax(self, value: Any) -> str:
         """Return `file:line` of the port's equation that alone has a value."""

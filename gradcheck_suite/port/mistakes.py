@@ -409,6 +409,21 @@ def _reindexed(a: Given, by: int) -> Any:
     return a.out(indices=[i if i is None or i.dtype == torch.bool else (i + by) % n for i, n in indices])
 
 
+def _padded(x: Any, pad: Sequence[int], mode: str) -> Any:
+    """Return a padded tensor; with a negative number at one end, a circular kind rolls it."""
+    if mode == "constant":
+        return F.pad(x, list(pad))
+    for d, low, high in zip(range(x.dim() - 1, -1, -1), pad[::2], pad[1::2], strict=False):
+        n, at = x.shape[d], torch.arange(-low, x.shape[d] + high)
+        at = {
+            "circular": lambda at=at, n=n: at % n,
+            "replicate": lambda at=at, n=n: at.clamp(0, n - 1),
+            "reflect": lambda at=at, n=n: n - 1 - (at % max(2 * n - 2, 1) - (n - 1)).abs(),
+        }[mode]()
+        x = x.index_select(d, at)
+    return x
+
+
 def _other_pads(a: Given, out: Any) -> list[list[int]]:
     """Return as many elements of padding, split otherwise between the two ends of each axis; the other end first."""
     ends = [[n for i in range(0, len(a.pad), 2) for n in (a.pad[i + 1], a.pad[i])]]
@@ -546,8 +561,8 @@ FORMULAS = (
             lambda a, out: combinations(range(len(a.every())), 2)),
     Formula("roll-direction", "roll", "rolled the other way", lambda a, p: a.out(shifts=[-s for s in a.shifts])),
     Formula("padding", "constant_pad_nd", "padding {}", lambda a, pad: a.out(pad=pad), _other_pads),
-    Formula("padding-mode", "(constant|reflection|replication)_pad.*", "padding of the kind {}", lambda a, mode: F.pad(
-            a.self, a.values.get("pad") or a.padding, mode=mode), ("constant", *MODES)),
+    Formula("padding-mode", "(constant|reflection|replication)_pad.*", "padding of the kind {}", lambda a, mode: (
+            _padded(a.self, a.values.get("pad") or a.padding, mode)), ("constant", *MODES)),
     Formula("other-position", "select", "the mean instead of one element", lambda a, p: a.self.mean(a.dim)),
     Formula("other-slice", "slice", "elements from {} on", lambda a, b: a.self.narrow(a.dim, b, a.out().shape[a.dim]),
             lambda a, out: range(min(a.self.shape[a.dim] - out.shape[a.dim] + 1, 64))),

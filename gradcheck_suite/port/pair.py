@@ -30,7 +30,11 @@ from gradcheck_suite.run.environment import imported
 
 Array = npt.NDArray[Any]
 State = dict[str, Array]
-LOW = (torch.float32, torch.float16, torch.bfloat16)
+WIDE = {
+    **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64),
+    torch.complex64: torch.complex128,
+}
+"""Lower dtypes, each with the one that takes its place."""
 REQUIRED = ("module", "apply", "inputs")
 
 
@@ -125,16 +129,16 @@ def _expect_no_dropout(pair: Port) -> None:
 
 def to_double(module: nn.Module) -> None:
     """Convert a module's state, and tensors that it keeps without registering them, to float64."""
-    module.double()
+    module._apply(lambda tensor: tensor.to(WIDE.get(tensor.dtype, tensor.dtype)))
     for part in module.modules():
         for name, value in list(vars(part).items()):
-            if isinstance(value, torch.Tensor) and value.dtype in LOW:
-                setattr(part, name, value.double())
+            if isinstance(value, torch.Tensor) and value.dtype in WIDE:
+                setattr(part, name, value.to(WIDE[value.dtype]))
 
 
 def without_low(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments with float64 in place of a lower float dtype."""
-    return {k: torch.float64 if k == "dtype" and v in LOW else v for k, v in kwargs.items()}
+    """Return keyword arguments with the wide dtype in place of a lower one."""
+    return {k: WIDE.get(v, v) if k == "dtype" else v for k, v in kwargs.items()}
 
 
 class Mode(TorchDispatchMode):
@@ -206,6 +210,7 @@ class JaxModel:
         tree = self._tree(pair.params)
         found, self.structure = jax.tree_util.tree_flatten_with_path(tree)
         self.paths = [_path(keys) for keys, _ in found]
+        self._complex = [hasattr(leaf, "dtype") and jnp.iscomplexobj(leaf) for _, leaf in found]
         self.leaves = [_as_array(leaf) for _, leaf in found]
         if not any(map(is_float, self.leaves)):
             raise UsageError("params: expected a pytree with arrays of floats, which a port has loaded from the module")
@@ -252,6 +257,7 @@ class JaxModel:
 
     def call(self, leaves: Sequence[Any], inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Return the output, and the leaves of what the model updates in training (running statistics)."""
+        leaves = [x[..., 0] + 1j * x[..., 1] if c else x for x, c in zip(leaves, self._complex, strict=True)]
         params, how = jax.tree.unflatten(self.structure, leaves), self._pair.jax_kwargs
         if self.library == "linen":
             mutable = [name for name in params if name != "params"] if self._pair.train else []
@@ -276,7 +282,9 @@ class JaxModel:
 
 
 def _as_array(leaf: Any) -> Any:
-    """Return a number that an author's code has loaded, such as `float(state["scale"])`, as an array."""
+    """Return a leaf as an array: also a number, such as `float(state["scale"])`; complex numbers as pairs."""
+    if hasattr(leaf, "dtype") and jnp.iscomplexobj(leaf):
+        return np.stack([np.real(leaf), np.imag(leaf)], -1)
     return np.asarray(leaf) if isinstance(leaf, float) else leaf
 
 
@@ -311,16 +319,26 @@ def flat_output(out: Any) -> list[Any]:
 
 
 def state_of(module: nn.Module) -> State:
-    """Return all entries of a module's state, floats in float64; tied names share one array."""
+    """Return all entries of a module's state; tied names share one array.
+
+    Floats are in float64, complex numbers pairs of them.
+    """
     found: dict[Any, Array] = {}
     state: State = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor):
             key = (value.data_ptr() if value.numel() else id(value), tuple(value.shape))
             kept = value.detach().cpu()
+            kept = torch.view_as_real(kept.resolve_conj()) if kept.is_complex() else kept
             array = (kept.double() if kept.is_floating_point() else kept).numpy()
             state[name] = found.setdefault(key, array.copy())
     return state
+
+
+def shaped_as(value: Array, like: torch.Tensor) -> torch.Tensor:
+    """Return an entry of a state as a tensor, complex where another one is."""
+    found = torch.as_tensor(np.asarray(value))
+    return torch.view_as_complex(found.contiguous()) if like.is_complex() else found
 
 
 def set_state(module: nn.Module, state: State) -> None:
@@ -329,7 +347,7 @@ def set_state(module: nn.Module, state: State) -> None:
     with torch.no_grad():
         for name, value in state.items():
             if isinstance(own.get(name), torch.Tensor):
-                own[name].data.copy_(torch.as_tensor(np.asarray(value)))
+                own[name].data.copy_(shaped_as(value, own[name]))
 
 
 def is_statistic(name: str) -> bool:
@@ -369,6 +387,15 @@ def moved(rng: np.random.Generator, much: float = 1.0) -> Draw:
 def distinct(rng: np.random.Generator, high: bool) -> Draw:
     """Return a draw of distinct positive values, by which elements are told apart."""
     return lambda value, name: rng.uniform(0.5, 1.0, value.shape) + (0.75 if high else 0.0)
+
+
+def representable(draw: Draw, leaves: Sequence[Any]) -> Draw:
+    """Return a draw of values that a port does not round which keeps its parameters in 16 bits."""
+    low = [leaf.dtype for leaf in leaves if is_float(leaf) and leaf.dtype.itemsize < 4]
+    if not low:
+        return draw
+    coarsest = max(low, key=lambda dtype: float(jnp.finfo(dtype).eps))
+    return lambda value, name: np.asarray(draw(value, name)).astype(coarsest).astype(np.float64)
 
 
 def drawn_state(base: State, names: set[str], draw: Draw) -> State:

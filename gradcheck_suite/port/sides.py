@@ -364,7 +364,7 @@ class Sides:
         tensors = [run.leaves["state", n] for n in names]
         found = torch.autograd.grad(run.loss, tensors, allow_unused=True, retain_graph=True)
         return run, {
-            n: np.zeros(self.map.base[n].shape) if g is None else g.numpy() for n, g in zip(names, found, strict=True)
+            n: np.zeros(self.map.base[n].shape) if g is None else array(g) for n, g in zip(names, found, strict=True)
         }
 
     def pulled(self, gradients: Sequence[Any]) -> dict[str, Array]:

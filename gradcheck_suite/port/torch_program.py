@@ -308,6 +308,17 @@ def lookup(ref: Any, values: Sequence[Sequence[Any]], leaves: Mapping[Any, Any])
     return values[ref.kind][ref.index] if isinstance(ref.kind, int) else leaves[ref.kind, ref.index]
 
 
+def _hard_sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """Compute `hardsigmoid`, whose backward has 1/6 rounded to float32 in torch, whatever the dtype."""
+    return (x + 3).clamp(0, 6) / 6
+
+
+_EXACT: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.hardsigmoid.default: _hard_sigmoid,
+    torch.ops.aten.hardsigmoid_.default: lambda x: x.copy_(_hard_sigmoid(x)),
+}
+
+
 Change = Callable[[Call, Any, Any, Callable[[Any], Any]], Any]
 """(call, arguments, keyword arguments, get) -> results, in place of the call; `get` returns the tensor of a `Ref`."""
 
@@ -438,9 +449,10 @@ class TorchProgram:
                 args, kwargs = fill(call.args, get), fill(call.kwargs, get)
                 with torch.set_grad_enabled(grad and call.grad):
                     change = changes.get(index)
-                    made = (
-                        flat(call.op(*args, **kwargs)) if change is None else _changed(call, change, args, kwargs, get)
-                    )
+                    if change is None:
+                        made = flat(_EXACT.get(call.op, call.op)(*args, **kwargs))
+                    else:
+                        made = _changed(call, change, args, kwargs, get)
             values.append(made)
             copies = [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in made] if self.mutates else made
             seen.append(copies)

@@ -23,8 +23,9 @@ from torch import nn
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.port.jax_program import Interpreter, digest
 from gradcheck_suite.port.mapping import Leaf, StateMap
+from gradcheck_suite.port.matching import array
 from gradcheck_suite.port.number_sets import Array
-from gradcheck_suite.port.pair import JaxModel, is_float, raised
+from gradcheck_suite.port.pair import JaxModel, is_float, raised, shaped_as
 from gradcheck_suite.reference.programs import PROGRAMS, ProgramRequest
 
 NORMS = (10.0, 0.02, 3.0, 40.0)
@@ -73,14 +74,14 @@ def torch_steps(
     try:
         with torch.no_grad():
             for n, p in own.items():
-                p.copy_(torch.as_tensor(start[n]))
+                p.copy_(shaped_as(start[n], p))
         optimizer = make(module.parameters())
         optimizer = (change(optimizer) or optimizer) if change is not None else optimizer
         for step in gradients:
             for n, p in own.items():
-                p.grad = torch.as_tensor(step[n]).clone() if n in step else None
+                p.grad = shaped_as(step[n], p).clone() if n in step else None
             optimizer.step()
-            found.append({n: p.detach().numpy().copy() for n, p in own.items()})
+            found.append({n: array(p).copy() for n, p in own.items()})
     finally:
         with torch.no_grad():
             for n, p in own.items():

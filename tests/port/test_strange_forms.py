@@ -1,0 +1,126 @@
+"""Pairs of unusual forms: complex parameters, parameters of 16 bits, masked kernels, shifts, hard gates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - as torch's documents call it
+from torch import nn
+
+from tests.port.pairs import arrays, drawn, head, pair_of
+from tests.port.test_parts import is_one_finding, verdict
+
+
+class Filter(nn.Module):
+    """A filter with complex weights, and a projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4, dtype=torch.complex64))
+        self.last = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.fft.irfft(torch.fft.rfft(x, dim=-1) * self.weight, n=6))
+
+
+@pytest.mark.parametrize("fault", [None, "stop-gradient"])
+def test_complex_parameters_are_moved_and_their_gradients_compared(fault):
+    def apply(p: Any, x: Any) -> Any:
+        weight = jax.lax.stop_gradient(p["weight"]) if fault else p["weight"]
+        return jnp.fft.irfft(jnp.fft.rfft(x) * weight, n=6) @ p["last.weight"].T + p["last.bias"]
+
+    torch.manual_seed(0)
+    result = verdict(pair_of, Filter(), apply, (drawn(2, 3, 6),))
+    assert [row.how for row in result.map] == ["same"] * 3
+    assert [f.kind for f in result.findings] == ([] if fault is None else ["gradient"])
+
+
+def test_a_port_that_keeps_its_parameters_in_16_bits_holds():
+    def load(state: dict[str, Any]) -> Any:
+        return {name: jnp.asarray(value, jnp.bfloat16) for name, value in state.items()}
+
+    given = head()
+    result = verdict(pair_of, given["module"], lambda p, x: given["apply"](p, x), given["inputs"], load=load)
+    assert not [f for f in result.findings if f.kind != "precision"]
+
+
+class Masked(nn.Module):
+    """A convolution that does not see what comes later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(2, 3, 5, padding=2)
+        mask = torch.ones(3, 2, 5)
+        mask[..., 2:] = 0
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.conv1d(x, self.conv.weight * self.mask, self.conv.bias, padding=2)
+
+
+def test_a_masked_convolution_that_sees_the_present():
+    def apply(p: Any, x: Any) -> Any:
+        mask = jnp.array([1.0, 1, 1, 0, 0])[:, None, None] * jnp.ones((1, 2, 3))
+        kernel = p["conv.weight"].transpose(2, 1, 0) * mask
+        y = jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=("NCH", "HIO", "NCH"))
+        return y + p["conv.bias"][:, None]
+
+    is_one_finding(verdict(pair_of, Masked(), apply, (drawn(2, 2, 7),)), "forward", "", "mask-elements")
+
+
+class Shift(nn.Module):
+    """A mixture of each step with the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.shift = nn.Parameter(torch.rand(4)), nn.ZeroPad2d((0, 0, 1, -1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x * self.mix + self.shift(x) * (1 - self.mix))
+
+
+def test_a_shift_that_brings_the_last_step_to_the_front():
+    def apply(p: Any, x: Any) -> Any:
+        before = jnp.roll(x, 1, 1)
+        return jnp.tanh(before + (x - before) * p["mix"])
+
+    is_one_finding(verdict(pair_of, Shift(), apply, (drawn(2, 5, 4),)), "forward", "shift", "padding-mode")
+
+
+class Gate(nn.Module):
+    """A hard gate; the kernel of its backward has 1/6 in float32."""
+
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.map, self.gate = nn.Linear(4, 3), nn.Hardsigmoid(inplace)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gate(self.map(x))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_hard_gate_holds_although_its_backward_is_rounded(inplace):
+    result = verdict(pair_of, Gate(inplace), lambda p, x: jax.nn.hard_sigmoid(x @ p["map.weight"].T + p["map.bias"]),
+                     (drawn(3, 4),))  # fmt: skip
+    assert not result.findings
+
+
+def test_a_mean_of_a_divergence_in_place_of_a_sum():
+    """The plain sum is one of the port's numbers, and torch's loss: the temperature cancels the number of rows."""
+
+    def torch_loss(out: Any, y: Any) -> Any:
+        return F.kl_div(F.log_softmax(out / 2, -1), F.softmax(y / 2, -1), reduction="batchmean") * 4
+
+    def jax_loss(out: Any, y: Any) -> Any:
+        p, q = jax.nn.log_softmax(y / 2), jax.nn.log_softmax(out / 2)
+        return (jnp.exp(p) * (p - q)).mean() * 4
+
+    torch.manual_seed(0)
+    module = nn.Linear(3, 5)
+    more = {"targets": (drawn(4, 5),), "torch_loss": torch_loss, "jax_loss": jax_loss}
+    result = verdict(pair_of, module, lambda p, x: x @ p["weight"].T + p["bias"], (drawn(4, 3),), load=arrays, **more)
+    is_one_finding(result, "forward", "loss", "reduction")
