@@ -71,7 +71,7 @@ MINIMUM = {
     "hypothesis": "6.150",
     "rich": "14",
     "pytest": "8.4",
-    "pytest-benchmark": "5.1",
+    "pytest-benchmark": "5.3",
 }
 """Lowest version of each package the suite uses."""
 MAIN_JOB = tuple(package for package in MINIMUM if not package.startswith("pytest"))
