@@ -18,7 +18,7 @@ import torch
 
 from gradcheck_suite.port.changes import Hypothesis, dense
 from gradcheck_suite.port.matching import Matching, Side, array, outputs_error
-from gradcheck_suite.port.number_sets import aligned
+from gradcheck_suite.port.number_sets import aligned, variety
 from gradcheck_suite.port.torch_program import Call, Change, Ref, TorchProgram, TorchRun, fill, flat, lookup
 
 MORE_SECONDS = 2.0
@@ -30,7 +30,8 @@ STREAK = 5
 PASSED = 30
 """Hypotheses of a family with evidence at their place that are run to the end."""
 LEAST = 3
-"""Calls whose results a change has to explain where it does not explain all: fewer may be equal by chance."""
+"""Calls, and numbers in their results, that a change has to explain where it does not explain all: fewer may be equal
+by chance."""
 SPARE = 100
 """Changes that are run to the end on the evidence of numbers that both sides have."""
 SECONDS = 6.0
@@ -306,7 +307,7 @@ class Search:
     def _better(self, best: Found | None, place: int, hypothesis: Hypothesis) -> Found | None:
         found = self.test(place, hypothesis)
         found = found and self._everywhere(found)
-        if found is not None and found.error > self.close and self._hides(found):
+        if found is not None and found.error > self.close and (self._hides(found) or self._is_scanty(found)):
             found = None
         if found is None or (best is not None and self._rank(found) <= self._rank(best)):
             return best
@@ -327,6 +328,10 @@ class Search:
             if (calls[i].name, calls[i].where, calls[i].path) == (mine.name, mine.where, mine.path)
         )
         return any(i not in found.new for i in alike)
+
+    def _is_scanty(self, found: Found) -> bool:
+        """Return whether all that is explained is a number or two, which the port may have from another layer."""
+        return sum(variety(array(found.run.seen[i][0])) for i in found.new) < LEAST
 
     def is_confirmed(self, found: Found) -> bool:
         """Return whether a change gives the port's values at other parameters and inputs, too."""

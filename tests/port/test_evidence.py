@@ -133,6 +133,39 @@ def test_a_change_has_to_explain_another_state_too(factor, believed):
     assert search.is_confirmed(found) is believed
 
 
+class Gained(nn.Module):
+    """A linear map times a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map, self.gain = nn.Linear(4, 5).double(), nn.Parameter(torch.randn(1).double())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.map(x) * self.gain.exp()
+
+
+@pytest.mark.parametrize("explains", [False, True])
+def test_one_number_explains_nothing_where_the_outputs_still_differ(explains):
+    """The port may have the number from another layer."""
+    torch.manual_seed(0)
+    program = TorchProgram(Gained(), (X,), (), {}, lambda out: (out, out.sum()))
+    run = Repairs().run(program)
+    index = next(i for i, c in enumerate(program.calls) if c.name == "exp")
+    before = run.seen[next(i for i, c in enumerate(program.calls) if c.name == "addmm")][0]
+    out = before * 0.7123 if explains else before.cos()
+    values = [X, before.numpy(), np.array([0.7123]), out.numpy()]
+    matching = Matching(program, run, Side(values, [None] * 4, [out.numpy()], float(out.sum())))
+    search = Search(program, matching, Repairs(), False, 1e-9)
+
+    def other_number(search: Search, place: int) -> Any:
+        if place == index:
+            yield Hypothesis("constant", "", {index: of_result(lambda o: 0 * o + 0.7123)})
+
+    families = [(other_number, "order"), (lambda search, place: iter(()), "first")]
+    found = search.find(families, *matching.region(matching.ends(False, 1e-9)))
+    assert (found is not None) is explains
+
+
 def test_a_value_that_nothing_depends_on_is_no_evidence():
     """The port computes torch's value, and returns another one."""
 
