@@ -456,8 +456,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._judge = self._new_judge(1)
             self._judge.take_over(each)
             self._judge.note(
-                "gradients are not reduced between ranks and nothing wraps the model: each rank was judged by itself; "
-                "if they train one model, wrap it in DistributedDataParallel"
+                "the ranks do not step on the same gradients and nothing wraps the model: each rank was judged by "
+                "itself; if they train one model, each with all of it, wrap it in DistributedDataParallel"
             )
         for file in files:
             if file.fate is not None:

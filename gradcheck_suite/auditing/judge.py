@@ -21,7 +21,16 @@ from gradcheck_suite.auditing.events import BY_HAND, Event, Gap, PassRecord, Ste
 from gradcheck_suite.auditing.places import Loop, Place, lines_with
 from gradcheck_suite.auditing.replay import Replay, Source, StepWindow, near
 from gradcheck_suite.auditing.samples import size
-from gradcheck_suite.auditing.sums import IF_WANTED, OF_SUMS, Members, StepFault, is_alike, judge_sums, tail_dropped
+from gradcheck_suite.auditing.sums import (
+    IF_WANTED,
+    OF_SUMS,
+    Members,
+    StepFault,
+    is_alike,
+    judge_sums,
+    tail_dropped,
+    weigh_one,
+)
 from gradcheck_suite.auditing.weighing import (
     Pending,
     Repeated,
@@ -387,10 +396,10 @@ class Judge:
         self._last[optimizer] = window
         self._reached[optimizer] |= {key for key, now in window.step.gradients.items() if now is not None}
         self._reached[optimizer] |= {k for seen in window.passes.values() for r in seen.records for k in r.arrivals}
-        self._note_clocks(window)
         if window.step.steps is not None:
             self._configured[optimizer] = window.step.steps
         members = Members(window)
+        self._note_clocks(members)
         required = members.required or list(window.passes)
         self._windows[optimizer] += 1
         told = {index: seen for index, seen in window.passes.items() if not members.is_null(index)}
@@ -480,9 +489,10 @@ class Judge:
             sentence = "their `.grad` lie over the same memory, so that what arrives at one is added to the others"
             self._violate(replace(OF_SUMS["not a sum"], sentence=sentence, keys=overlapping), window, where)
 
-    def _note_clocks(self, window: StepWindow) -> None:
+    def _note_clocks(self, members: Members) -> None:
         """Note what moves with every micro-batch of a window, where the optimizer steps once per window."""
-        clocks = [seen.records[0].clocks for seen in window.passes.values() if not seen.by_hand]
+        window = members.window
+        clocks = [window.passes[index].records[0].clocks for index in members.required]
         for what in set.intersection(*map(set, clocks)) if len(clocks) > 1 else ():
             if all(one[what] != other[what] for one, other in pairwise(clocks)):
                 self._moving[what].append(window.number)
@@ -653,18 +663,10 @@ class Judge:
             return True
         # what weighs 1 in all is a mean over the window; means of tasks may as well be added up
         return all(
-            (np.ptp(each) <= 1e-2 * size(each) and is_alike(one.window) and self._weigh_one(one))
+            (np.ptp(each) <= 1e-2 * size(each) and is_alike(one.window) and weigh_one(one.window, one.coefficients))
             or self._are_right(one.window, one.coefficients)
             for one, each in zip(made, shares, strict=True)
         )
-
-    def _weigh_one(self, one: Pending) -> bool:
-        """Return whether some term of the losses weighs 1 in the whole window."""
-        weights = defaultdict[tuple[str, ...], float](float)
-        for (rank, index), c in one.coefficients.items():
-            for term in one.window.passes[index].records[rank].terms:
-                weights[term.expression] += c * abs(term.weight or 0.0) * term.counts.get(term.own, 0.0)
-        return any(near(abs(weight), one.window.step.scale or 1.0, 1e-2) for weight in weights.values())
 
     def _tasks_of(self, window: StepWindow) -> dict[int, str]:
         """Tell the tasks of a line apart by the parameters that only one of them reaches, such as its head.

@@ -45,7 +45,10 @@ from gradcheck_suite.core.comparison import FEW_DRAWS, FURTHER_ROUNDINGS, UNIT_R
 from gradcheck_suite.core.text import counted
 
 ONE_BATCH, BY_MICRO_BATCH = "in one batch", "micro-batch by micro-batch"
-UNSEEN = "a call as `model.forward(...)`, by another method, or with other tensors by `functional_call` is not seen"
+UNSEEN = (
+    "bare parameters have none, and a call as `model.forward(...)`, by another method, or with other tensors by "
+    "`functional_call` is not seen"
+)
 MOST_LINES = 3
 """Lines that a sentence names."""
 FULL_PRECISION = ("float32", "float64")

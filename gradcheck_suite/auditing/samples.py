@@ -66,6 +66,7 @@ def _on_device(device: torch.device) -> torch.Tensor:
     return torch.from_numpy(_SIGNS).to(device)
 
 
+@np.errstate(invalid="ignore")  # gradients may be infinite, and the script's output stays what it was
 def _projected(array: npt.NDArray[Any]) -> Vector:
     """Return the projections of flat numbers: the sign of a tile times the sign of a place in it."""
     whole = len(array) // TILE

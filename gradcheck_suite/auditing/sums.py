@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
@@ -354,6 +355,9 @@ def _judge_lost(
     if _is_rest_of_epoch(window, lost, kept, typical_k, longest):
         fault = tail_dropped(len(lost))
         return Sums(replace(fault, sentence=fault.sentence + _resets(members, lost)))
+    if len(kept) > 1 and max(lost) < min(kept) and weigh_one(window, _used(window)):
+        # what is left is a whole mean: the rest of a window that is reset inside would weigh less
+        return Sums(excuse=f"a window was begun anew{_resets(members, lost)}: what went backward before is in no step")
     hit = {k for i in lost for k, c in members.by_parameter[i] if abs(c) < NEGLIGIBLE}
     whole = all(abs(c) < NEGLIGIBLE for i in lost for _, c in members.by_parameter[i])
     seen = "dropped" if kept and max(lost) > min(kept) else "last passes"
@@ -387,6 +391,15 @@ def _judge_points(members: Members, first: Sequence[int], kept: Sequence[int]) -
         if len(first) > 1 and counts[0] == counts[1]
         else {},
     )
+
+
+def weigh_one(window: StepWindow, coefficients: Mapping[Source, float]) -> bool:
+    """Return whether some term of the losses weighs 1 in the whole window."""
+    weights = defaultdict[tuple[str, ...], float](float)
+    for (rank, index), c in coefficients.items():
+        for term in window.passes[index].records[rank].terms:
+            weights[term.expression] += c * abs(term.weight or 0.0) * term.counts.get(term.own, 0.0)
+    return any(near(abs(weight), window.step.scale or 1.0, 1e-2) for weight in weights.values())
 
 
 def items_of(seen: Seen) -> list[tuple[float, float]]:

@@ -73,6 +73,8 @@ class Pending:
         return float(f"{factor:.6g}")
 
 
+Unequal = tuple[Objective, StepWindow, Sequence[Objective]]
+"""An objective whose weights differ in a window, and the window's objectives that have right weights."""
 Repeated = tuple[Violation, set[int | None]]
 United = dict[tuple[str, str | None], Repeated]
 """Diagnosis and place -> the first of the violations, and the steps of all."""
@@ -120,7 +122,7 @@ def judge_weights(
     result = Weighed()
     modes = reading_weights.best_modes([(one.window, one.readings) for one in pending])
     history: defaultdict[Key, list[Use]] = defaultdict(list)
-    unequal: defaultdict[Key, list[tuple[Objective, StepWindow]]] = defaultdict(list)
+    unequal: defaultdict[Key, list[Unequal]] = defaultdict(list)
     found_in = [_objectives_of(one, modes, typical_k) for one in pending]
     across_sites = {objective.key for found in found_in for objective in found if objective.key[2] == ACROSS_SITES}
     # clipping makes no two windows right
@@ -139,9 +141,9 @@ def judge_weights(
         _compare_within(one, found, history, unequal, result)
     shown = {objective.key for found in found_in for objective in found if objective.is_right}
     for key, several in unequal.items():
-        unnamed = [objective for objective, _ in several if objective.comparison.named is None]
+        unnamed = [objective for objective, *_ in several if objective.comparison.named is None]
         general = _named(unnamed) if unnamed else None
-        result.violations += [_of_unequal(o, window, general, is_shown=key in shown) for o, window in several]
+        result.violations += [_of_unequal(*one, general, is_shown=key in shown) for one in several]
     if pending:
 
         def note(sentence: str) -> None:
@@ -253,7 +255,7 @@ def _compare_within(
     one: Pending,
     found: Sequence[Objective],
     history: defaultdict[Key, list[Use]],
-    unequal: defaultdict[Key, list[tuple[Objective, StepWindow]]],
+    unequal: defaultdict[Key, list[Unequal]],
     result: Weighed,
 ) -> None:
     """Judge the weights inside of a window; those that are equal are left for the run to judge."""
@@ -262,19 +264,20 @@ def _compare_within(
     right = [o for o in found if o.is_right and not o.parts[0].term.of_parameters]
     covered = {part.source for o in right if len(o.parts) > 1 for part in o.parts}
     for objective in found:
+        others = [o for o in right if o.key != objective.key]
         status, sources = objective.comparison.status, {part.source for part in objective.parts}
         if status == UNEVEN:
             continue
         # a micro-batch without valid items has no term, and its share of the mean is missing all the same
         if status == EQUAL and _are_means_beside_empty(objective, window):
             beside = TermComparison(UNEQUAL, named=Diagnosis(MEAN_OF_MEANS, ""))
-            unequal[objective.key].append((replace(objective, comparison=beside), window))
+            unequal[objective.key].append((replace(objective, comparison=beside), window, others))
             continue
         if status != EQUAL:
             if not objective.comparison.named and (covered >= sources or objective.parts[0].term.of_parameters):
                 result.notes[f"{objective.place}: a coefficient changes within a window"] += 1
             else:
-                unequal[objective.key].append((objective, window))
+                unequal[objective.key].append((objective, window, others))
             continue
         if not one.scaled:
             continue
@@ -288,7 +291,7 @@ def _compare_within(
                 length=len(passes),
                 whole={source[1] for source in sources} == passes,
                 taken_out=one.taken_out([objective]),
-                others_right=any(o.key != objective.key for o in right),
+                others=others,
             )
         )
 
@@ -338,21 +341,37 @@ def _rows(objective: Objective, count: str, expected: float) -> tuple[Weight, ..
     return tuple(rows[:MAX_ROWS])
 
 
-def _of_weights(fault: StepFault, objective: Objective, window: StepWindow, rows: tuple[Weight, ...]) -> Violation:
-    """Return the violation that a fault of an objective's weights is."""
+def _of_weights(
+    fault: StepFault,
+    objective: Objective,
+    window: StepWindow,
+    rows: tuple[Weight, ...],
+    others: Sequence[Objective],
+) -> Violation:
+    """Return the violation that a fault of an objective's weights is: at its own line where others are right."""
     error = max((abs(row.observed / row.expected - 1) for row in rows if row.count and row.expected), default=0.0)
     share = "less than 1%" if error < 0.01 else f"{100 * error:.3g}%"
     fault = replace(fault, sentence=f"{fault.sentence} (weights are off by up to {share})")
     allowed = max(part.tolerance for part in objective.parts)
-    return replace(violation_of(fault, window, objective.place), error=error, allowed=allowed, weights=rows)
+    violation = violation_of(fault, window, objective.place)
+    where = objective.line if others else violation.where
+    return replace(violation, where=where, error=error, allowed=allowed, weights=rows)
 
 
-def _of_unequal(objective: Objective, window: StepWindow, general: Diagnosis | None, *, is_shown: bool) -> Violation:
+def _of_unequal(
+    objective: Objective,
+    window: StepWindow,
+    others: Sequence[Objective],
+    general: Diagnosis | None,
+    *,
+    is_shown: bool,
+) -> Violation:
     """Return the violation of weights that differ within a window.
 
     Args:
         objective: whose weights they are.
         window: in which they differ.
+        others: the objectives of the window that have right weights.
         general: their name where no count explains them.
         is_shown: whether other windows show that the loss has no coefficient.
     """
@@ -371,7 +390,7 @@ def _of_unequal(objective: Objective, window: StepWindow, general: Diagnosis | N
         if count == "elements" and w.counts != _weights(objective, own, empty).counts:
             sentence = f"the mean divides by all elements of its micro-batch, padding included, and {sentence}"
     rows = _rows(objective, count, whole / (w.window_count or 1.0))
-    return _of_weights(StepFault(named.name, sentence, causes=causes), objective, window, rows)
+    return _of_weights(StepFault(named.name, sentence, causes=causes), objective, window, rows, others)
 
 
 def _are_means_beside_empty(objective: Objective, window: StepWindow) -> bool:
@@ -441,6 +460,4 @@ def _of_scale(scale: Scale) -> Violation:
         sentence += "; the gradient of micro-batches that belong to the window before is still in it"
     rows = _rows(use.objective, use.count, scale.expected / total)
     fault = StepFault(scale.name, sentence, causes=(scale.cause,) if scale.cause else ())
-    violation = _of_weights(fault, use.objective, use.window, rows)
-    line = use.objective.parts[0].term.line
-    return replace(violation, where=line) if use.others_right and line else violation
+    return _of_weights(fault, use.objective, use.window, rows, use.others)

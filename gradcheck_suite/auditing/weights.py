@@ -345,6 +345,11 @@ class Objective:
         return place
 
     @property
+    def line(self) -> str:
+        """The line of the loss, or else where it goes backward."""
+        return self.parts[0].term.line or str(self.place)
+
+    @property
     def term(self) -> str:
         """Its expression, such as `Mean(Abs)`."""
         *above, last = self.key[1][:-1]  # without the task
@@ -364,6 +369,10 @@ class Objective:
     def is_right(self) -> bool:
         """Whether its weights are 1/N in some way of counting."""
         return self.comparison.right(1e-4)
+
+    def is_divided_by(self, number: float) -> bool:
+        """Return whether every loss is seen to be divided by a number."""
+        return all(any(near(f, 1 / number, 1e-5) for f in part.term.factors) for part in self.parts)
 
 
 def objectives(
@@ -431,7 +440,7 @@ class Use:
         objective: in it.
         length: the number of passes at the call sites that the objective comes from.
         whole: whether the objective is in every one of them.
-        others_right: whether another objective of the same passes has right weights.
+        others: the objectives of the same window that have right weights.
         taken_out: by what `.grad` was multiplied after the last pass, where that is a part of the weights; else 1.
         own: C by the count that fits the run.
         total: C of all objectives of the window together, where they have the same passes.
@@ -442,7 +451,7 @@ class Use:
     objective: Objective
     length: int
     whole: bool
-    others_right: bool
+    others: Sequence[Objective]
     taken_out: float = 1.0
     count: str = ""
     own: float = 0.0
@@ -483,10 +492,6 @@ class Use:
     def is_mean(self) -> bool:
         """Whether the reduction itself divides."""
         return self.objective.parts[0].term.mean
-
-    def is_divided_by(self, number: float) -> bool:
-        """Return whether every loss is seen to be divided by a number."""
-        return all(any(near(f, 1 / number, 1e-5) for f in part.term.factors) for part in self.objective.parts)
 
 
 @dataclass(frozen=True)
@@ -603,14 +608,16 @@ def _of_objective(
         if use.right:
             _note_other_count(use, note)
             continue
-        left_in = _left_in(use, uses)
+        left_in, undivided = _left_in(use, uses), _not_divided_beside(use)
         if not left_in and not use.is_mean and near(use.comparison.weight, 1.0, use.objective.tolerance):
+            if undivided:
+                note(undivided)
             continue  # a plain sum
         configured = _against_configured(use, declared_k)
         again = configured or _still_scaled(use) or _divided_again(use, uses, declared_k or typical_k)
         verdict = again or _against_other_lengths(use, uses, by_length, typical_k)
         if verdict is None:
-            verdict = _by_itself(use, uses, ranks)
+            verdict = _begun_anew(use, uses) or _by_itself(use, uses, ranks)
         if left_in and not isinstance(verdict, Scale):
             verdict = left_in
         # the number of micro-batches may be in the tensor of weights, too; where a window is right without, it is not
@@ -623,8 +630,41 @@ def _of_objective(
             if verdict.cause == "short-window" and rare:
                 verdict = replace(verdict, name="tail-leak", cause="") if after else replace(verdict, provisional=True)
             yield verdict
+        elif undivided and verdict in (None, USERS):
+            note(undivided)
         elif verdict != USERS and (verdict or use.length > 1):
             note(f"{use.objective.place}: {verdict or COEFFICIENT}")
+
+
+def _not_divided_beside(use: Use) -> str | None:
+    """Say that no division of a loss by the window's length is seen, where another loss is a mean over the window.
+
+    This is no fault, since a coefficient may be meant for each micro-batch.
+    """
+    r, one = use.length, use.objective
+    has_no_count = use.is_mean or one.parts[0].term.of_parameters
+    beside = next((o for o in use.others if o.is_divided_by(r) or (has_no_count and not o.parts[0].term.mean)), None)
+    # by the window's count it may be divided, too, or multiplied by its share of it
+    divided = any(map(one.is_divided_by, (r, use.items))) or _spread(use.masses) > one.tolerance
+    if r < 2 or not use.whole or beside is None or divided:
+        return None
+    return (
+        f"{one.line}: no division of this term ({one.term}) by the number of micro-batches is seen, where the one at "
+        f"{beside.line} ({beside.term}) is a mean over the window: divide it, too, unless its coefficient is meant for "
+        "each micro-batch"
+    )
+
+
+def _begun_anew(use: Use, uses: Sequence[Use]) -> Scale | None:
+    """Recognise passes before a whole window, where other windows are right and shorter: it was begun anew."""
+    right, masses = [u for u in uses if u.right and u.length > 1], use.masses
+    if len(right) < 2 or use.length <= max(u.length for u in right):
+        return None
+    whole = next((k for k in range(1, len(masses)) if near(sum(masses[-k:]), 1.0, use.objective.tolerance)), None)
+    if whole is None:
+        return None
+    why = f"its last {counted(whole, 'micro-batch')} are a whole mean, and what went backward before was not reset"
+    return Scale(use, "repeated-micro-batch", f"1 + {use.own - 1:.6g}: {why}", cause="begun-anew")
 
 
 def _note_other_count(use: Use, note: Callable[[str], None]) -> None:
@@ -719,7 +759,7 @@ def _left_in(use: Use, uses: Sequence[Use]) -> Scale | None:
 def _divided_again(use: Use, uses: Sequence[Use], k: int) -> Scale | None:
     """Recognise a sum over the window's count that is divided once more by K, or by the window's length."""
     tolerance = use.objective.tolerance
-    if use.is_mean or use.others_right or use.length < 2 or not use.whole:
+    if use.is_mean or use.others or use.length < 2 or not use.whole:
         return None
     for number, lengths in ((k, [k] * len(uses)), (use.length, [u.length for u in uses])):
         if number > 2 and all(near(u.own, 1 / r, tolerance) for u, r in zip(uses, lengths, strict=True)):
@@ -766,7 +806,7 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
     Returns:
         a fault; what is worth knowing, where two readings fit; None where none does.
     """
-    whose = USERS if use.others_right else None
+    whose = USERS if use.others else None
     if not use.whole:
         return whose
     tolerance, r = use.objective.tolerance, use.length
@@ -779,7 +819,7 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
     by_hand = all(near(mass, 1.0, tolerance) for mass in masses) and use.items > len(masses)
     of_means = r > 1 and (use.is_mean or by_hand)
     # of a mean that is made by hand, the number may be its own count
-    is_divided = use.is_mean and use.is_divided_by(r)
+    is_divided = use.is_mean and use.objective.is_divided_by(r)
     twice = r > 2 and (use.is_mean or all(near(mass, 1 / r**2, tolerance) for mass in masses))
     again = f"divided twice by its {r} micro-batches"
     never = f"the sum of {r} means{{}}, never divided by their number"
@@ -795,7 +835,7 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
         (r == 2, lambda r: 1 / r, f"1/{r}", again, "divided-twice"),
     ]
     alone_or_together: list[tuple[str, Callable[[Use], float | None]]] = [("", lambda u: u.own)]
-    if use.total is not None and not use.others_right:
+    if use.total is not None and not use.others:
         alone_or_together.append((" (all losses together)", lambda u: u.total))
     if use.total is not None and near(use.total, 1.0, tolerance):
         alone_or_together = []
@@ -807,11 +847,11 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
             # of a coefficient that changes from step to step, one value may be any number
             changes = any(u.length == r and not u.right and u not in fitting for u in uses)
             unclear = is_small if why == again else is_divided and cause == "not-divided"
-            if use.others_right or changes or unclear:
+            if use.others or changes or unclear:
                 return _either(why, cause, "the objective has it")
             note = f"{number}{what}: {why}"
             return Scale(use, "wrong-scale", note, provisional=len(fitting) == 1, cause=cause)
-    if use.others_right:
+    if use.others:
         return USERS
     weight = use.comparison.weight
     if use.is_mean or r < 2 or not use.items or weight <= 0:

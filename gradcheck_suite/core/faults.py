@@ -165,7 +165,8 @@ _ROWS = (
             "exception": Remedy(
                 "where an exception of backward is caught, reset the gradients and begin the window anew: a part of "
                 "the micro-batch has arrived"
-            )
+            ),
+            "begun-anew": Remedy("reset the gradients before a window is begun anew, as after an exception"),
         },
     ),
     _gradient(

@@ -54,6 +54,32 @@ for step in range(5):
     opt.step()
     for p in net.parameters(): p.grad = None
 """
+BEGUN_ANEW = """\
+def window(x, y, size):
+    for m, rows in enumerate(x.split(size)):
+        if len(rows) > 4 and step == 3 and m == 1: raise MemoryError
+        (F.cross_entropy(net(rows), y[m * size : (m + 1) * size]) / (16 // size)).backward()
+size = 8
+for step in range(6):
+    x, y = torch.randn(16, 5), torch.randint(0, 3, (16,))
+    while True:
+        try:
+            window(x, y, size)
+            break
+        except MemoryError:
+            opt.zero_grad()  # anew
+            size //= 2
+    opt.step()
+    opt.zero_grad()
+"""
+PENALTY = """\
+for step in range(5):
+    for _ in range(4):
+        penalty = sum(p.norm() for p in net.parameters())
+        (loss_of() / 4 + 0.1 * penalty).backward()
+    opt.step()
+    opt.zero_grad()
+"""
 SCALED_BY_HAND = """\
 for step in range(7):
     for _ in range(3):
@@ -670,6 +696,55 @@ for step in range(4):
     opt.zero_grad()
 """,
         HEAD,
+    ),
+    "sound_begun_anew_by_less": _script("holds", (), "a window was begun anew (`.grad` was reset at", BEGUN_ANEW),
+    "faulty_begun_anew_by_less": _script(
+        "violated", ("repeated-micro-batch",), "", BEGUN_ANEW.replace("opt.zero_grad()  # anew", "pass")
+    ),
+    "finding_penalty_not_divided": _script(
+        "holds", (), "no division of this term (LinalgVectorNorm) by the number", PENALTY
+    ),
+    "finding_activations_not_divided": _script(
+        "holds",
+        (),
+        "no division of this term (Mean(Pow)) by the number",
+        PENALTY.replace("sum(p.norm() for p in net.parameters())", "net[0](torch.randn(4, 5)).pow(2).mean()"),
+    ),
+    "sound_penalty_divided": _script(
+        "holds", (), "!no division of this term", PENALTY.replace("/ 4 + 0.1 * penalty", "/ 4 + 0.1 * penalty / 4")
+    ),
+    "faulty_means_beside_a_sum": _script(
+        "violated",
+        ("mean-of-means",),
+        "",
+        """\
+for window in ((5, 3, 4, 6), (2, 3, 4, 7), (5, 1, 4)):
+    for n in window:
+        out = net(torch.randn(n, 5))
+        first = F.cross_entropy(out, torch.randint(0, 3, (n,)), reduction="sum") / sum(window)
+        second = F.l1_loss(out, torch.zeros(n, 3))  # means
+        (first + 0.02 * second).backward()
+    opt.step()
+    opt.zero_grad()
+""",
+    ),
+    "sound_average_between_two_optimizers": _script(
+        "holds",
+        (),
+        "!an average of the parameters",
+        AVERAGED
+        + """\
+policy = nn.Linear(5, 5)
+policy_opt = torch.optim.SGD(policy.parameters(), lr=0.1)
+for step in range(6):
+    opt.zero_grad()
+    loss_of().backward()
+    opt.step()
+    policy_opt.zero_grad()
+    (-net(policy(torch.randn(4, 5))).mean()).backward()
+    policy_opt.step()
+    update()
+""",
     ),
 }
 """Name -> a script, and what a finding of its audit says, or must not say where it begins with `!`."""
