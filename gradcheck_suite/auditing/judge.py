@@ -390,6 +390,8 @@ class Judge:
         where = window.passes[max(window.passes)].site if window.passes else window.step.place
         if optimizer not in self._last:
             self._note_listed(window, where)
+            # a program that has ended has let its modules go, and their names with them
+            self._names([key for key, now in window.step.gradients.items() if now is None])
         self._judge_replaced(window)
         if optimizer in self._emptied:
             self._judge_emptied(optimizer)

@@ -67,6 +67,13 @@ def test_a_fault_that_the_end_of_the_run_shows_is_explained(capfd, scripts):
     assert err.count("tail-dropped") == 2  # with the explanation, and at the end
 
 
+def test_parameters_without_a_gradient_are_named_when_the_script_has_let_its_model_go(script, capfd):
+    file = script("del model, optimizer")
+    Path(file).write_text(Path(file).read_text().replace("backward()", "backward(inputs=[model.weight])"))
+    assert main(["audit", file]) == 0
+    assert "1 of 2 parameters of the optimizer got no gradient in any step (bias)" in capfd.readouterr().err
+
+
 def test_the_scripts_arguments_output_and_status_are_its_own(script, capfd):
     file = script("print(__file__, sys.argv, __name__)\nsys.exit(3)")
     assert main(["audit", "--steps", "2", file, "--steps", "9", "-m"]) == 3
