@@ -162,6 +162,18 @@ def lines_with(call: str, place: Place) -> list[str]:
     return [line for line, text in lines if call in text.partition("#")[0]][:MOST_LINES]
 
 
+def is_tried(place: Place) -> bool:
+    """Return whether what runs at a place is tried in a loop, which may begin it anew after an exception."""
+    for file, _, number in (line.rpartition(":") for line in place.path):
+        with contextlib.suppress(SyntaxError):  # a command of the shell in a notebook
+            nodes = ast.walk(ast.parse("".join(linecache.getlines(file))))
+            loops = (loop for loop in nodes if isinstance(loop, ast.For | ast.While))
+            tried = (one for loop in loops for one in ast.walk(loop) if isinstance(one, ast.Try) and one.handlers)
+            if any(one.lineno <= int(number) < one.handlers[0].lineno for one in tried):
+                return True
+    return False
+
+
 def is_reset(node: ast.AST) -> bool:
     """Return whether a node may reset a `.grad`: `zero_grad()`, `.grad.zero_()`, `.grad = None`, a product with 0."""
     if isinstance(node, ast.Call):

@@ -11,7 +11,7 @@ from itertools import pairwise, product
 import numpy as np
 
 from gradcheck_suite.auditing.events import BY_HAND, PassRecord
-from gradcheck_suite.auditing.places import Loop, Place, is_edit, is_reset, lines_between
+from gradcheck_suite.auditing.places import Loop, Place, is_edit, is_reset, is_tried, lines_between
 from gradcheck_suite.auditing.replay import EARLIER, NEGLIGIBLE, UNKNOWN, Seen, Source, StepWindow, near
 from gradcheck_suite.core.text import counted
 
@@ -355,7 +355,8 @@ def _judge_lost(
     if _is_rest_of_epoch(window, lost, kept, typical_k, longest):
         fault = tail_dropped(len(lost))
         return Sums(replace(fault, sentence=fault.sentence + _resets(members, lost)))
-    if len(kept) > 1 and max(lost) < min(kept) and weigh_one(window, _used(window)):
+    anew = len(kept) > 1 and max(lost) < min(kept) and is_tried(window.passes[max(lost)].site)
+    if anew and weigh_one(window, _used(window)):
         # what is left is a whole mean: the rest of a window that is reset inside would weigh less
         return Sums(excuse=f"a window was begun anew{_resets(members, lost)}: what went backward before is in no step")
     hit = {k for i in lost for k, c in members.by_parameter[i] if abs(c) < NEGLIGIBLE}

@@ -701,6 +701,22 @@ for step in range(4):
     "faulty_begun_anew_by_less": _script(
         "violated", ("repeated-micro-batch",), "", BEGUN_ANEW.replace("opt.zero_grad()  # anew", "pass")
     ),
+    "faulty_tails_of_a_while_loop": _script(
+        "violated",
+        ("reset-inside-window", "tail-dropped"),
+        "",
+        """\
+epoch = 0
+while epoch < 3:
+    opt.zero_grad()
+    for i, n in enumerate((4,) * 8):
+        (loss_of() / 3).backward()
+        if i % 3 == 2:
+            opt.step()
+            opt.zero_grad()
+    epoch += 1
+""",
+    ),
     "finding_penalty_not_divided": _script(
         "holds", (), "no division of this term (LinalgVectorNorm) by the number", PENALTY
     ),
