@@ -722,6 +722,7 @@ FAMILIES: tuple[tuple[Family, str], ...] = (
     (reset_gates, "region"),
     (usual, "order"),
     (chosen_before, "order"),
+    (chosen_before, "last"),
     (weights, "order"),
     (exchanged_parameters, "first"),
     (swapped_blocks, "order"),

@@ -25,6 +25,8 @@ MORE_SECONDS = 2.0
 """CPU time in which a change that explains all is looked for, where one is known that explains a part."""
 PLACES = 16
 """Calls of the lost region that hypotheses are tried at."""
+LAST = 8
+"""Lost calls before the outputs that a change is tried at which has to explain all."""
 STREAK = 5
 """Calls in a row whose results the port has after a change only: no other change is then looked for."""
 PASSED = 30
@@ -182,16 +184,18 @@ class Search:
         """Return the best explanation, or None.
 
         Args:
-            families: with the calls that each is tried at: `region`, `order` (first lost calls, then their readers)
-                or `first`.
+            families: with the calls that each is tried at: `region`, `order` (first lost calls, then their readers),
+                `first`, or `last` (before the outputs, which may read another value than the lost ones).
             region: the lost calls that lead to the difference.
             first: those among them that read no lost result.
         """
         self.region, self._inside = region, set(region)
+        order = self._order(first)[:PLACES]
         places = {
             "region": [*self.read_by(first, 3), *region],
-            "order": self._order(first)[:PLACES],
+            "order": order,
             "first": first[:3],
+            "last": [i for i in reversed(region) if i not in order][:LAST],
         }
         late: list[tuple[int, Hypothesis]] = []
         best: Found | None = None
@@ -200,6 +204,8 @@ class Search:
             found = self._of_family(family, places[where], first, late)
             if found is not None and found.error <= self.close:
                 return found
+            if where == "last":
+                continue
             # a later family is less usual: it has to explain more, or all of it
             if found is not None and not enough and (best is None or self._rank(found) > self._rank(best, 1.5)):
                 best = found

@@ -124,3 +124,33 @@ def test_a_mean_of_a_divergence_in_place_of_a_sum():
     more = {"targets": (drawn(4, 5),), "torch_loss": torch_loss, "jax_loss": jax_loss}
     result = verdict(pair_of, module, lambda p, x: x @ p["weight"].T + p["bias"], (drawn(4, 3),), load=arrays, **more)
     is_one_finding(result, "forward", "loss", "reduction")
+
+
+class Reader(nn.Module):
+    """Two recurrent layers, of which the last state of the second is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.norm = nn.GRU(3, 4, num_layers=2, batch_first=True), nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.gru(x)[1][-1])
+
+
+@pytest.mark.full
+def test_the_state_of_the_first_of_two_layers():
+    """The whole second layer is lost, and nothing is wrong there: what reads it should be looked at before."""
+
+    def apply(p: Any, x: Any) -> Any:
+        h = jnp.zeros((x.shape[0], 4))
+        for step in jnp.swapaxes(x, 0, 1):
+            r, z, n = jnp.split(step @ p["gru.weight_ih_l0"].T + p["gru.bias_ih_l0"], 3, -1)
+            own = jnp.split(h @ p["gru.weight_hh_l0"].T + p["gru.bias_hh_l0"], 3, -1)
+            z = jax.nn.sigmoid(z + own[1])
+            h = (1 - z) * jnp.tanh(n + jax.nn.sigmoid(r + own[0]) * own[2]) + z * h
+        x = (h - h.mean(-1, keepdims=True)) / jnp.sqrt(h.var(-1, keepdims=True) + 1e-5)
+        return x * p["norm.weight"] + p["norm.bias"]
+
+    torch.manual_seed(0)
+    found = verdict(pair_of, Reader(), apply, (drawn(2, 5, 3),)).findings
+    assert "other-position" in [f.cause for f in found if f.kind == "forward"], str(found)
