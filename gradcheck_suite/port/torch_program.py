@@ -176,6 +176,11 @@ class _Recorder(Mode):
         template = pytree.tree_map_only(torch.Tensor, self.ref, (args, kwargs))
         out = func(*args, **kwargs)
         index, results = len(self.calls), flat(out)
+        before = template[0][0] if func is torch.ops.aten.detach.default else None
+        if isinstance(before, Ref) and isinstance(before.kind, int) and self.calls[before.kind].op is func:
+            # torch 2.9 makes two calls of one `detach()`
+            self._note(out, before, keyed=False)
+            return out
         path = self.stack[-1] if self.stack else None
         call = Call(func, template[0], template[1], path, _line(), torch.is_grad_enabled(), results, written)
         self.calls.append(call)
