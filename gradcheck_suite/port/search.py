@@ -337,6 +337,8 @@ class Search:
 
     def _is_scanty(self, found: Found) -> bool:
         """Return whether all that is explained is a number or two, which the port may have from another layer."""
+        if self.loss:  # the terms of a loss are single numbers
+            return False
         return sum(variety(array(found.run.seen[i][0])) for i in found.new) < LEAST
 
     def is_confirmed(self, found: Found) -> bool:
