@@ -720,12 +720,6 @@ while epoch < 3:
     "finding_penalty_not_divided": _script(
         "holds", (), "no division of this term (LinalgVectorNorm) by the number", PENALTY
     ),
-    "finding_activations_not_divided": _script(
-        "holds",
-        (),
-        "no division of this term (Mean(Pow)) by the number",
-        PENALTY.replace("sum(p.norm() for p in net.parameters())", "net[0](torch.randn(4, 5)).pow(2).mean()"),
-    ),
     "sound_penalty_divided": _script(
         "holds", (), "!no division of this term", PENALTY.replace("/ 4 + 0.1 * penalty", "/ 4 + 0.1 * penalty / 4")
     ),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
-import json
-import subprocess
 import sys
 from dataclasses import replace
 from importlib.metadata import entry_points
@@ -176,28 +174,6 @@ def test_it(verify_training_loop, failing):
     assert text.count("; JAX gave a second opinion on 1 of ") == 2
     assert "so that pytest shows what was logged" in text
     assert "torch.__trace" not in text
-
-
-@pytest.mark.full
-def test_the_lines_of_xdist_s_workers_are_gathered(tmp_path):
-    (tmp_path / "loops.py").write_text(LOOPS)
-    (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
-    (tmp_path / "test_user.py").write_text(
-        BEGINNING
-        + """
-@pytest.mark.parametrize("number", range(2))
-def test_faulty(verify_training_loop, number):
-    verify_training_loop(no_reset, examples=50, name=f"faulty{number}")
-"""
-    )
-    plugin = [] if _is_installed() else ["-p", "gradcheck_suite.pytest_plugin"]
-    command = [sys.executable, "-m", "pytest", "-q", *plugin, "-n", "2", "--gradcheck-reports", "kept"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 1
-    assert "faulty0: VIOLATED" in done.stdout
-    assert "faulty1: VIOLATED" in done.stdout
-    records = (tmp_path / "kept" / "records" / "verify.jsonl").read_text().splitlines()
-    assert {json.loads(record)["data"]["loop"] for record in records} == {"faulty0", "faulty1"}
 
 
 def _train(*, reset):

@@ -5,7 +5,6 @@ Shares are counted over seeded runs of `cases()`; each minimum is stated beside 
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 
@@ -378,26 +377,6 @@ def test_a_layer_that_cannot_stand_last_shrinks_to_one_before_the_smallest(kind)
     assert small.input == SMALLEST.problem.input
 
 
-LONG_TO_SHRINK = ("attention", "lstm", "mixture", "transformer")
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("conv2d", "embedding", "tied_linear"),
-        *(pytest.param(kind, marks=pytest.mark.full) for kind in LONG_TO_SHRINK),
-    ],
-)
-def test_a_trainable_layer_shrinks_to_the_only_one(kind):
-    def has_the_layer(case):
-        return any(layer.kind == kind for layer in case.problem.layers)
-
-    found = (_smallest(cases(), has_the_layer, start).problem for start in range(STARTS))
-    assert any(
-        [layer.kind for layer in small.layers] == [kind] and small.loss == SMALLEST.problem.loss for small in found
-    )
-
-
 @pytest.mark.parametrize("kind", ["cross_entropy", "bce_with_logits"])
 def test_a_loss_shrinks_to_the_smallest_model_that_it_takes(kind):
     def is_smallest(small):
@@ -409,46 +388,11 @@ def test_a_loss_shrinks_to_the_smallest_model_that_it_takes(kind):
     )
 
 
-# Numbered cases: distinct, the same for the same seed whatever modules are loaded, and shrunk where one fails.
-
-
-ODD = range(3_000_000_019, 3_001_000_019, 1000)
-"""As many as Hypothesis takes of one module, so that they are not lost among those of the tests that are loaded."""
+# Numbered cases: distinct, the same for the same seed, and shrunk where one fails.
 
 
 class _RefusedError(Exception):
     pass
-
-
-def _by_hypothesis(number: int) -> list[Case]:
-    found: list[Case] = []
-
-    @seed(number)
-    @settings(max_examples=300, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-    @given(cases(problem="model.py:PROBLEM"))
-    def note(case: Case) -> None:
-        found.append(case)
-
-    note()
-    return found
-
-
-@pytest.mark.full
-def test_constants_of_a_users_module_change_no_case(tmp_path):
-    """Hypothesis mixes constants of the loaded modules into what it draws; no drawn case of the suite has one."""
-    before = draw_cases(cases(), examples=100, seed_value=3)
-    path = tmp_path / "module_with_odd_constants.py"
-    path.write_text("".join(f"A{i} = {number}\n" for i, number in enumerate(ODD)))
-    spec = importlib.util.spec_from_file_location("module_with_odd_constants", path)
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(importlib.import_module("sys").modules, spec.name, module)
-        spec.loader.exec_module(module)
-        after = draw_cases(cases(), examples=100, seed_value=3)
-        with_constants = _by_hypothesis(3)
-    assert any(case.seed in ODD for case in with_constants), "the module's constants are not in Hypothesis's pool"
-    assert after == before
-    assert not any(case.seed in ODD for case in after)
 
 
 def test_another_seed_draws_other_cases_and_more_examples_begin_with_the_same():

@@ -60,20 +60,6 @@ def test_an_interrupt_keeps_the_smallest_case_so_far(seen):
     assert result.to_json()["shrinking"] == "shrinking was interrupted, so a smaller case may exist"
 
 
-@pytest.mark.full
-def test_a_second_interrupt_keeps_the_first_case(seen, monkeypatch):
-    _, note = seen
-    note.interrupt_at = 5
-
-    def interrupted(self, violation):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Search, "_named", interrupted)
-    result = verify(LOOP, examples=30)
-    assert result.interrupted
-    assert result.violation is not None
-
-
 @before_step
 def _doubles(run):
     for p in run.model.parameters():

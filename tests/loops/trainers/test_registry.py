@@ -176,24 +176,6 @@ def test_the_first_line_says_in_which_dtype_loops_of_jax_run(asked):
 
 
 @pytest.mark.full
-def test_the_console_says_who_holds_how_to_read_a_case_and_once_why_a_trainer_was_not_asked(asked):
-    status, out, _ = asked(GONE, SOUND, FAULTY)
-    header, first, second, sound, faulty, legend, why, summary = out.splitlines()
-    assert status == 1
-    assert header.startswith("gradcheck-suite ")
-    assert "up to 4 cases for each question, seed 0" in header
-    assert [line.split() for line in (first, second)] == [
-        ["gone", "pytest", GONE.version, *question.name.split(), "not", "asked"] for question in (EQUAL, UNEQUAL)
-    ]
-    assert sound.split() == ["sound", "pytest", SOUND.version, "unequal", "counts", "holds"]
-    assert "unequal counts" in faulty
-    assert re.search(r"VIOLATED  mean-of-means  \[(1 2|2 1)\] K=2", faulty)
-    assert "windows separated by |" in legend
-    assert why.startswith("gone was not asked: gone cannot be loaded with pytest")
-    assert summary == "1 of 2 trainers hold on every question: sound"
-
-
-@pytest.mark.full
 def test_a_violated_trainer_has_status_0_where_that_is_asked_for(asked):
     status, out, _ = asked(FAULTY, options=["--exit-zero"])
     assert status == 0
