@@ -372,7 +372,7 @@ class Objective:
 
     def is_divided_by(self, number: float) -> bool:
         """Return whether every loss is seen to be divided by a number."""
-        return all(any(near(f, 1 / number, 1e-5) for f in part.term.factors) for part in self.parts)
+        return all(any(near(f * number, 1.0, 1e-5) for f in part.term.factors) for part in self.parts)
 
 
 def objectives(

@@ -226,6 +226,17 @@ class ObservedState:
     def __init__(self, call: Any, inner: Any, observer: Any) -> None:
         self.call, self.inner, self.observer = call, inner, observer
 
+    def __getattr__(self, name: str) -> Any:
+        """Return what a loop reads of its optimizer's own state, such as `state.hyperparams`."""
+        # copying and unpickling ask before there is any state
+        if name.startswith("__") or "inner" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __getitem__(self, place: Any) -> Any:
+        """Return a part of the optimizer's own state, such as `state[0]` of a chain."""
+        return self.inner[place]
+
     def tree_flatten(self) -> tuple[tuple[Any, Any], Any]:
         """Return the leaves, and the observer."""
         self.observer.note(self.call, "in")

@@ -192,7 +192,8 @@ def _changed_settings(previous: Observation, observation: Observation, *, schedu
     for name, own in before.items():
         found = now.get(name, own)
         # a scheduler leaves its mark in the group (`initial_lr`), except for ReduceLROnPlateau
-        free = {key for key, mark in SCHEDULED.items() if scheduled or mark in found}
+        # and torch's compiler sets `capturable` (torch/_dynamo/variables/optimizer.py), which changes no value
+        free = {key for key, mark in SCHEDULED.items() if scheduled or mark in found} | {"capturable"}
         for key in sorted(map(str, own.keys() - free - {"initial_lr"})):
             if key not in found or not same_tree(own[key], found[key]):
                 sentence = f"the optimizer's {key} of {name} was {own[key]!r}, and is {found.get(key)!r} {when}"
@@ -307,6 +308,10 @@ def stepped(
         {**copied(settings), "params": [parameters[name] for name in names]}
         for settings, names in zip(observation.settings, observation.groups, strict=True)
     ]
+    for group in optimizer.param_groups:
+        # torch's compiler sets it, and uncompiled steps on a CPU refuse it
+        if group.get("capturable") and all(p.is_cpu for p in group["params"]):
+            group["capturable"] = False
     optimizer.state = defaultdict(dict, {parameters[name]: copied(kept) for name, kept in state.items()})
     evaluations = iter(observation.evaluations)
 

@@ -108,12 +108,6 @@ def test_a_campaign_refuses_what_it_would_leave_out(option) -> None:
         cut_up("verify", ["zero_", *option])
 
 
-@pytest.mark.full
-def test_another_seed_is_another_campaign() -> None:
-    keys = {cut_up("verify", ["zero_", "--seed", seed]).key for seed in ("0", "0", "1")}
-    assert len(keys) == 2
-
-
 def test_the_first_violation_is_the_loop_s_and_counts_go_on_over_shards() -> None:
     def part(cases: int, violation: dict[str, Any] | None, worst: float | str = 0.5) -> dict[str, Any]:
         return {
@@ -267,13 +261,6 @@ def test_a_cluster_of_ray_is_joined_and_no_process_of_one_s_own_is_left(tmp_path
         ray.shutdown()
     children = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False)
     assert not children.stdout
-
-
-@pytest.mark.full
-def test_what_a_shard_refuses_is_the_campaign_s_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["campaign", "--reports", str(tmp_path), "verify", "no_such_file.py:train"]) == 2
-    assert "no_such_file.py: no such file" in capsys.readouterr().err
-    assert not (tmp_path / "campaign").exists()
 
 
 def test_a_shard_that_meets_a_bug_is_named_and_costs_no_other_shard(

@@ -129,6 +129,9 @@ def test_a_step_in_another_implementation_gets_what_rounding_explains(name):
         for factor, found in ((0.8, False), (1.3, True), (-1.3, True)):
             fault = fault_of_step(make, before, _moved_by(compiled, "weight", factor * allowed))
             assert (fault is not None) is found, (dtype, factor)
+        # of torch's compiler, and of no other value
+        captured = replace(last, settings=[{**group, "capturable": True} for group in last.settings])
+        assert first_fault(make, before, [captured], last.after) is None
         # torch's own code gets nothing
         fault = fault_of_step(make, before, _moved_by(last, "weight", 0.8 * allowed))
         assert (fault.diagnosis, fault.parameter, fault.allowed) == ("wrong-update", "weight", 0)

@@ -33,7 +33,7 @@ from gradcheck_suite.core.faults import FAULTS
 from gradcheck_suite.loops.jax_modes import JAX_MODES
 from gradcheck_suite.loops.trainers.adapters.optax_loops import train_with_multi_steps
 from gradcheck_suite.run.instance import generated_instance
-from gradcheck_suite.run.jax_run import run_jax_loop
+from gradcheck_suite.run.jax_run import ObservedState, run_jax_loop
 from gradcheck_suite.script import script_text
 from gradcheck_suite.verification.verify import verify
 from studies.zoo import BUGS
@@ -419,3 +419,10 @@ def test_loops_on_two_devices_are_judged():
     assert verdicts["mean_of_devices"].startswith("mean-of-means: a window's items are in 2 parts")
     assert verdicts["local_counts_inside"].startswith("wrong-scale: on device 0 of 2: every item")
     assert "devices have different gradients" in verdicts["local_counts_inside"]
+
+
+def test_a_loop_may_read_the_state_of_its_optimizer():
+    own = optax.inject_hyperparams(optax.adam)(0.1).init({"w": jnp.ones(2)})
+    state = ObservedState(0, own, None)
+    assert state.hyperparams is own.hyperparams
+    assert state[0] is own[0]
