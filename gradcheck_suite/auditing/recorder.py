@@ -1035,7 +1035,14 @@ def _hide_from_dynamo() -> None:
     evaluation: Any = torch._C._dynamo.eval_frame
     action, own = evaluation._FrameAction, str(Path(__file__).parents[1])
     as_it_is = evaluation._FrameExecStrategy(action.SKIP, action.DEFAULT)
-    stack = [function.__code__ for function in living(FunctionType) if function.__code__.co_filename.startswith(own)]
+    # `gc.freeze()` hides functions from the collector, but not from their modules
+    modules = [vars(module) for name, module in list(sys.modules.items()) if name.startswith("gradcheck_suite.")]
+    named = [value for namespace in modules for value in list(namespace.values())]
+    named += [value for one in named if isinstance(one, type) for value in list(vars(one).values())]
+    functions = [getattr(value, "fget", None) or getattr(value, "__wrapped__", value) for value in named]
+    functions += living(FunctionType)
+    codes = [function.__code__ for function in functions if isinstance(function, FunctionType)]
+    stack = [code for code in codes if code.co_filename.startswith(own)]
     while stack:
         code = stack.pop()
         evaluation.set_code_exec_strategy(code, as_it_is)
