@@ -12,7 +12,11 @@ pytestmark = pytest.mark.full
 BOTH = pytest.mark.parametrize("name", ["report.html", KEPT], ids=["made-up", "kept"])
 TABLES = """() => [...document.querySelectorAll('details.table')].map(part => {
   const table = part.querySelector('table'), rows = () => [...table.tBodies[0].rows];
-  const own = cell => cell.dataset.value === undefined ? cell.textContent.trim().toLowerCase() : +cell.dataset.value;
+  const own = cell => {
+    const text = cell.textContent.trim();
+    if (cell.dataset.value !== undefined) return +cell.dataset.value;
+    return cell.className === 'number' && text !== '-' ? +text : text.toLowerCase();
+  };
   const inOrder = (a, b) => typeof a !== typeof b ? typeof a === 'number'
     : typeof a === 'number' ? a <= b : a.localeCompare(b, undefined, { numeric: true }) <= 0;
   const sorted = column => {
