@@ -162,15 +162,27 @@ def lines_with(call: str, place: Place) -> list[str]:
     return [line for line, text in lines if call in text.partition("#")[0]][:MOST_LINES]
 
 
+@lru_cache(maxsize=32)
+def _parsed(text: str) -> ast.Module | None:
+    """Return a file's program; None of a cell of a notebook that has a command of the shell."""
+    try:
+        return ast.parse(text)
+    except SyntaxError:
+        return None
+
+
+def _tree(file: str) -> ast.Module | None:
+    return _parsed("".join(linecache.getlines(file)))
+
+
 def is_tried(place: Place) -> bool:
-    """Return whether what runs at a place is tried in a loop, which may begin it anew after an exception."""
+    """Return whether a place lies in a `try` inside a loop, which may begin it anew after an exception."""
     for file, _, number in (line.rpartition(":") for line in place.path):
-        with contextlib.suppress(SyntaxError):  # a command of the shell in a notebook
-            nodes = ast.walk(ast.parse("".join(linecache.getlines(file))))
-            loops = (loop for loop in nodes if isinstance(loop, ast.For | ast.While))
-            tried = (one for loop in loops for one in ast.walk(loop) if isinstance(one, ast.Try) and one.handlers)
-            if any(one.lineno <= int(number) < one.handlers[0].lineno for one in tried):
-                return True
+        nodes = () if (tree := _tree(file)) is None else ast.walk(tree)
+        loops = (loop for loop in nodes if isinstance(loop, ast.For | ast.While))
+        tried = (one for loop in loops for one in ast.walk(loop) if isinstance(one, ast.Try) and one.handlers)
+        if any(one.lineno <= int(number) < one.handlers[0].lineno for one in tried):
+            return True
     return False
 
 
@@ -216,9 +228,7 @@ def lines_between(
         numbers = [
             [int(n) for f, _, n in (x.rpartition(":") for x in p.path) if f == file] for p in (first, last, step)
         ]
-        try:
-            tree = ast.parse("".join(linecache.getlines(file)))
-        except SyntaxError:  # a command of the shell in a notebook
+        if (tree := _tree(file)) is None:
             continue
         nodes = [*ast.walk(tree)]
         does_it = {

@@ -355,8 +355,8 @@ def _judge_lost(
     if _is_rest_of_epoch(window, lost, kept, typical_k, longest):
         fault = tail_dropped(len(lost))
         return Sums(replace(fault, sentence=fault.sentence + _resets(members, lost)))
-    anew = len(kept) > 1 and max(lost) < min(kept) and is_tried(window.passes[max(lost)].site)
-    if anew and weigh_one(window, _used(window)):
+    anew = len(kept) > 1 and max(lost) < min(kept) and weigh_one(window, _used(window))
+    if anew and is_tried(window.passes[max(lost)].site):
         # what is left is a whole mean: the rest of a window that is reset inside would weigh less
         return Sums(excuse=f"a window was begun anew{_resets(members, lost)}: what went backward before is in no step")
     hit = {k for i in lost for k, c in members.by_parameter[i] if abs(c) < NEGLIGIBLE}

@@ -511,7 +511,7 @@ _ROWS = (
         "raised",
         "raised",
         "the loop raises an exception",
-        Remedy("fix it, or switch off what the case does not support; `--optimizer` gives it the one it needs"),
+        Remedy("fix it, or switch off what the case does not support; `--optimizer` if it needs a certain one"),
         "outcome",
         general=True,
         command="verify",

@@ -175,11 +175,14 @@ class Matching:
         return sorted(seen), first
 
     def ends(self, loss: bool, close: float) -> list[Ref]:
-        """Return the loss, or the outputs that differ by more than a relative error."""
-        outs, theirs = zip(self.program.outs, self.run.outs, strict=True), self.side.outs
-        found = [self.program.loss] if loss else [
-            ref for (ref, mine), other in zip(outs, theirs, strict=False) if outputs_error([mine], [other]) > close
-        ]  # fmt: skip
+        """Return the loss, or the outputs that differ by more than a relative error.
+
+        What a single number of these comes from is noted as lost.
+        """
+        found = [self.program.loss]
+        if not loss:
+            outs = zip(self.program.outs, self.run.outs, self.side.outs, strict=False)
+            found = [ref for ref, mine, other in outs if outputs_error([mine], [other]) > close]
         found = [ref for ref in found if isinstance(ref, Ref)]
         for source in (s for ref in found if self.run.get(ref).numel() == 1 for s in self.sources(ref)):
             if isinstance(source.kind, int):  # one number is in no other order: the port has it elsewhere, by chance
