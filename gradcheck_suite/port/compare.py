@@ -8,7 +8,7 @@ from typing import Any
 from gradcheck_suite.core.options import PortOptions, options_of, takes
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.port.judge import judged
-from gradcheck_suite.port.pair import Port, as_port, in_double, raised, set_state, state_of
+from gradcheck_suite.port.pair import Port, as_port, in_double, raised
 from gradcheck_suite.port.result import PortResult
 from gradcheck_suite.run import environment
 
@@ -41,15 +41,7 @@ def compare_port(
         except TypeError as error:
             raise UsageError(f"compare_port: {error}") from None
     pair, notes = as_port(given)
-    return _judged(pair, notes, name or type(pair.module).__name__, chosen)
-
-
-def _judged(pair: Port, notes: list[str], label: str, options: PortOptions) -> PortResult:
-    before = state_of(pair.module)
-    try:
-        return judged(pair, notes, label, options)
-    finally:
-        set_state(pair.module, before)
+    return judged(pair, notes, name or type(pair.module).__name__, chosen)
 
 
 def judge_function(make: Callable[[], Any], label: str, options: PortOptions | None = None) -> PortResult:
@@ -64,10 +56,5 @@ def judge_function(make: Callable[[], Any], label: str, options: PortOptions | N
         UsageError: the pair cannot be judged.
     """
     environment.set_precision()
-
-    def built() -> Any:
-        with in_double():
-            return make()
-
-    pair, notes = as_port(raised(label, built), make)
-    return _judged(pair, notes, label, options or PortOptions())
+    pair, notes = as_port(raised(label, in_double()(make)), make)
+    return judged(pair, notes, label, options or PortOptions())

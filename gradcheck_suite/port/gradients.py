@@ -18,7 +18,7 @@ from gradcheck_suite.port.matching import array, only_moves
 from gradcheck_suite.port.mistakes import is_activation
 from gradcheck_suite.port.number_sets import Array, Numbers
 from gradcheck_suite.port.search import ALIKE, RAISED, Repairs, repeated
-from gradcheck_suite.port.sides import RESOLUTION, Sides
+from gradcheck_suite.port.sides import RESOLUTION, Point, Sides
 from gradcheck_suite.port.torch_program import Call, Change, Ref, TorchProgram, TorchRun, fill
 
 SECONDS = 8.0
@@ -47,7 +47,7 @@ class GradientFault:
     repairs: Repairs | None
 
 
-def wrong_gradients(sides: Sides, point: int, expected: Mapping[str, Array], skip: set[str]) -> dict[str, float]:
+def wrong_gradients(sides: Sides, point: Point, expected: Mapping[str, Array], skip: set[str]) -> dict[str, float]:
     """Return the parameters whose gradients differ by more than rounding, with the relative error of each."""
     theirs, allowed = sides.jax_run(point).gradients, sides.bounds(point).gradients
     pulled, unknown = sides.pulled(theirs), not sides.map.complete
@@ -95,7 +95,7 @@ def along_directions(sides: Sides, name: str, gradient: Array, theirs: list[Arra
 class _Backward:
     """The cotangents of both sides at one point."""
 
-    def __init__(self, sides: Sides, point: int, repairs: Repairs) -> None:
+    def __init__(self, sides: Sides, point: Point, repairs: Repairs) -> None:
         self.sides, self.point, self.repairs = sides, point, repairs
         self.program = sides.torch_program(point)
         theirs = [g for g in sides.jax_run(point).gradients if g is not None]
@@ -131,7 +131,7 @@ class _Backward:
 
 
 def place_gradient(
-    sides: Sides, point: int, repairs: Repairs, wrong: Mapping[str, float], skip: set[str]
+    sides: Sides, point: Point, repairs: Repairs, wrong: Mapping[str, float], skip: set[str]
 ) -> GradientFault:
     """Return where gradients part, and which change of torch's backward explains it."""
     program, jax_program = sides.torch_program(point), sides.jax_program(point)

@@ -59,7 +59,8 @@ def _is_low(value: Any) -> bool:
     return getattr(value, "dtype", None) in LOW
 
 
-def _up(value: Any) -> Any:
+def lifted(value: Any) -> Any:
+    """Return an array of float64 or complex numbers in place of one of a lower dtype; anything else as it is."""
     if getattr(value, "dtype", None) == np.dtype("complex64"):
         return value.astype(np.complex128)
     return value.astype(np.float64) if _is_low(value) else value
@@ -108,18 +109,16 @@ class Interpreter:
     Args:
         custom: whether functions with a rule for their derivative are entered; the rule is then not used.
         shift: unit roundoff by which rounded numbers are moved.
-        lift: whether lower dtypes become float64.
     """
 
-    def __init__(self, *, custom: bool, shift: Any = 0.0, lift: bool = True) -> None:
-        self._custom, self._shift, self._lift = custom, shift, lift
+    def __init__(self, *, custom: bool, shift: Any = 0.0) -> None:
+        self._custom, self._shift = custom, shift
         self.rounded = False
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], eps: Any = None) -> tuple[list[Any], Any]:
         """Return the results and, for each equation, what is inside and its float values; `eps` is added to these."""
-        up = _up if self._lift else (lambda value: value)
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, map(self._constant, consts), strict=True))
-        env |= dict(zip(jaxpr.invars, map(up, args), strict=True))
+        env |= dict(zip(jaxpr.invars, map(lifted, args), strict=True))
 
         def read(var: Any) -> Any:
             return self._constant(var.val) if isinstance(var, jex.Literal) else env[var]
@@ -139,8 +138,8 @@ class Interpreter:
 
     def _constant(self, value: Any) -> Any:
         is_plain = not hasattr(value, "dtype") or isinstance(value, jax.core.Tracer)
-        if not self._lift or is_plain or not (_is_low(value) or value.dtype == np.float64):
-            return _up(value) if self._lift else value
+        if is_plain or not (_is_low(value) or value.dtype == np.float64):
+            return lifted(value)
         number, move = table(value)
         if move is None:
             return number if np.ndim(number) else np.float64(number)
@@ -150,7 +149,7 @@ class Interpreter:
     def _equation(self, eqn: Any, values: list[Any], eps: Any) -> tuple[list[Any], Any]:
         name, inner = eqn.primitive.name, _inside(eqn, self._custom)
         low = any(_is_low(v.aval) for v in eqn.invars)
-        if inner is None and self._lift and low and name == "custom_jvp_call":
+        if inner is None and low and name == "custom_jvp_call":
             inner = eqn.params["call_jaxpr"]  # its rule is for float32
         if inner is not None:
             jaxpr, consts = _open(inner)
@@ -166,23 +165,23 @@ class Interpreter:
 
     def _bind(self, eqn: Any, values: list[Any]) -> list[Any]:
         params, name = dict(eqn.params), eqn.primitive.name
-        if self._lift and name == "reduce_precision":
+        if name == "reduce_precision":
             return values[:1]
         opaque = name in CUSTOM or any(isinstance(v, jex.Jaxpr | jex.ClosedJaxpr) for v in params.values())
-        if self._lift and opaque:
+        if opaque:
             self.rounded |= any(_is_low(v.aval) for v in eqn.invars)
             values = [_cast(v, var.aval) for v, var in zip(values, eqn.invars, strict=True)]
-        elif self._lift and name != "bitcast_convert_type":
+        elif name != "bitcast_convert_type":
             for key in DTYPES:
                 if params.get(key) is not None and jnp.dtype(params[key]) in LOW:
                     params[key] = np.dtype("float64")
-            values = [_up(v) for v in values]
+            values = [lifted(v) for v in values]
         given = eqn.primitive.get_bind_params(params)
         # JAX 0.9 gives the functions that come before the values apart from the parameters, later ones among them
         functions, given = given if isinstance(given, tuple) else ([], given)
         out = eqn.primitive.bind(*functions, *values, **given)
         outs = list(out) if eqn.primitive.multiple_results else [out]
-        return [_up(o) for o in outs] if self._lift else outs
+        return [lifted(o) for o in outs]
 
     def _scan(self, eqn: Any, values: list[Any], eps: Any) -> tuple[list[Any], Any]:
         p = eqn.params
@@ -194,7 +193,7 @@ class Interpreter:
             outs, inside = self.run(jaxpr, consts, [*fixed, *state, *given], off)
             return outs[: len(carry)], (outs[len(carry) :], inside)
 
-        start = [_up(jnp.asarray(c)) if self._lift and not _is_key(c) else c for c in carry]
+        start = [c if _is_key(c) else lifted(jnp.asarray(c)) for c in carry]
         end, (ys, inside) = jax.lax.scan(body, start, (xs, eps), length=p["length"], reverse=p["reverse"])
         return [*end, *ys], inside
 
@@ -206,7 +205,7 @@ class Interpreter:
             jax.lax.while_loop(
                 lambda c: self.run(*test, [*for_test, *c])[0][0],
                 lambda c: self.run(*body, [*for_body, *c])[0],
-                [_up(c) if self._lift else c for c in carry],
+                [lifted(c) for c in carry],
             )
         )
 
@@ -356,11 +355,11 @@ class JaxProgram:
     @cached_property
     def constants(self) -> list[Array]:
         """Arrays that the function closes over."""
-        return [_up(np.asarray(c)) for c in self._consts if is_number(c)]
+        return [lifted(np.asarray(c)) for c in self._consts if is_number(c)]
 
     @cached_property
     def equations(self) -> list[Equation]:
-        """An equation for each of `values`."""
+        """An equation for each of the values that `forward` returns."""
         found: list[Equation] = jax.tree.leaves(
             _described(self.jaxpr, custom=True), is_leaf=lambda e: isinstance(e, Equation)
         )
@@ -411,17 +410,11 @@ class JaxProgram:
             gradients[self._numbers[k]] = slope
         return JaxRun(rest[: self.outs], rest[self.outs :], float(total), gradients)
 
-    def forward(self, leaves: Any, inputs: Any, targets: Any) -> tuple[list[Array], float]:
-        """Return the outputs and the loss, without gradients."""
+    def forward(self, leaves: Any, inputs: Any, targets: Any) -> tuple[list[Array], float, list[Array]]:
+        """Return the outputs, the loss, and all intermediate float values."""
         arguments = self._arguments(leaves, inputs, targets)
-        outs = self._call("forward", lambda a: self._evaluate(a, custom=True)[0], arguments)
-        return outs[: self.outs], float(outs[-1])
-
-    def values(self, leaves: Any, inputs: Any, targets: Any) -> list[Array]:
-        """Return all intermediate float values."""
-        arguments = self._arguments(leaves, inputs, targets)
-        records = self._call("values", lambda a: self._evaluate(a, custom=True)[1], arguments)
-        return jax.tree.leaves(records)
+        outs, records = self._call("forward", lambda a: self._evaluate(a, custom=True), arguments)
+        return outs[: self.outs], float(outs[-1]), jax.tree.leaves(records)
 
     def cotangents(self, leaves: Any, inputs: Any, targets: Any) -> list[Array]:
         """Return the gradient of the loss by all intermediate float values."""

@@ -27,7 +27,7 @@ from gradcheck_suite.port.mapping import StateMap
 from gradcheck_suite.port.matching import Matching, array, outputs_error
 from gradcheck_suite.port.mistakes import mistakes
 from gradcheck_suite.port.number_sets import Array, aligned
-from gradcheck_suite.port.pair import JaxModel, Port, default_dtype, is_statistic, set_state
+from gradcheck_suite.port.pair import JaxModel, Port, default_dtype, is_statistic, set_state, state_of
 from gradcheck_suite.port.precision import precision_findings
 from gradcheck_suite.port.result import Kind, PortFinding, PortResult
 from gradcheck_suite.port.running_statistics import statistic_faults
@@ -64,7 +64,6 @@ class Judge:
         self.unjudged: str | None = None
         self.smallest: tuple[str, ...] = ()
         self.repairs = Repairs()
-        self.seconds: dict[str, float] = {}
         self._opaque = False
         self._skipped: list[str] = []
         self._until = time.monotonic() + SECONDS
@@ -105,13 +104,10 @@ class Judge:
 
     def _timed(self, what: str, act: Callable[[], Any]) -> Any:
         """Judge a stage, if there is time left."""
-        start = time.monotonic()
-        if start > self._until:
+        if time.monotonic() > self._until:
             self._skipped.append(what)
             return False
-        found = act()
-        self.seconds[what] = time.monotonic() - start
-        return found
+        return act()
 
     def _map(self) -> None:
         self.model = JaxModel(self.pair)
@@ -119,13 +115,12 @@ class Judge:
 
     def _both_sides(self) -> None:
         self.sides = Sides(self.pair, self.model, self.map, 101 + self._seed)
-        base, rng = self.sides.points[0], np.random.default_rng(7 + self._seed)
+        base, rng = self.sides.given, np.random.default_rng(7 + self._seed)
         for kind in ("other", "narrow"):
             inputs = tuple(resampled(x, rng, kind) for x in base.inputs)
             self.sides.points.append(Point(inputs, tuple(resampled(x, rng) for x in base.targets)))
         if self.pair.torch_loss is not None:
-            self.sides.points += binding_points(base, self.sides.torch_program(0), self.sides.points[1:], self._seed)
-        self.notes += self.sides.notes
+            self.sides.points += binding_points(base, self.sides.torch_program(base), self.sides.points[1:], self._seed)
 
     def _add(self, kind: Kind, place: str | None, cause: str, words: str, after: str = "", **more: Any) -> None:
         """Add a finding; what its cause means stands behind the words."""
@@ -140,7 +135,7 @@ class Judge:
 
     def _loading(self) -> None:
         """Judge that every tensor of torch that matters reaches a leaf."""
-        used, program, state_map = self.map.used(), self.sides.torch_program(0), self.map
+        used, program, state_map = self.map.used(), self.sides.torch_program(self.sides.given), self.map
         slopes: dict[str, Array] | None = None
         for name in state_map.names:
             mine = used[state_map.part(name)]
@@ -161,10 +156,10 @@ class Judge:
 
     def _matters(self, name: str) -> bool:
         """Return whether an output depends on a buffer."""
-        program = self.sides.torch_program(0)
+        program = self.sides.torch_program(self.sides.given)
         run = Repairs().run(program)
         moved = Repairs().run(program, inputs={("state", name): run.leaves["state", name] + 0.1})
-        return outputs_error(run.outs, moved.outs) > self.sides.bounds(0).outputs
+        return outputs_error(run.outs, moved.outs) > self.sides.bounds(self.sides.given).outputs
 
     def _not_loaded(self, name: str, gone: Array) -> None:
         own, constant = name.rpartition(".")[2], None
@@ -196,7 +191,7 @@ class Judge:
             if leaf is not None and leaf.known:
                 for start in {self.map.offsets[n] for n in self.map.sources(leaf)}:
                     copies.setdefault(start, []).append(leaf.path)
-        parameters = self.sides.torch_program(0).parameters
+        parameters = self.sides.torch_program(self.sides.given).parameters
         for start, paths in copies.items():
             names = [n for n in self.map.names if self.map.offsets[n] == start and n in parameters]
             if len(paths) > 1 and len(names) > 1 and (self.map.used()[self.map.part(names[0])] > 1).any():
@@ -208,19 +203,20 @@ class Judge:
 
     def _values(self, *, loss: bool) -> bool:
         """Compare outputs, or the loss, at every point, and name the differences. Return whether all is explained."""
-        return all(self._values_at(point, loss) for point in range(len(self.sides.points)))
+        return all(self._values_at(point, loss) for point in self.sides.points)
 
-    def _values_at(self, point: int, loss: bool) -> bool:
+    def _values_at(self, point: Point, loss: bool) -> bool:
         for _ in range(MOST):
             try:
                 program = self.sides.torch_program(point)
                 run = self._run(point, program)
             except RAISED:
-                if point == 0:
+                if point is self.sides.given:
                     raise
                 return True
             off = self._off(point, run, loss)
-            if off <= self.sides.bounds(point).outputs or (point and self._is_out_of_domain(point, run)):
+            is_drawn = point is not self.sides.given
+            if off <= self.sides.bounds(point).outputs or (is_drawn and self._is_out_of_domain(run)):
                 return True
             if time.monotonic() > self._until:
                 self._skipped.append("what comes after")
@@ -229,27 +225,22 @@ class Judge:
                 return False
         return False
 
-    def _run(self, point: int, program: TorchProgram) -> TorchRun:
-        """Return torch's run, repaired; repairs are by index of a call, so that the calls must be those of point 0."""
-        first = self.sides.torch_program(0).calls
-        if point and self.repairs.changes and [c.name for c in first] != [c.name for c in program.calls]:
+    def _run(self, point: Point, program: TorchProgram) -> TorchRun:
+        """Return torch's run, repaired; repairs are by index of a call: the calls must be those at the given inputs."""
+        first = self.sides.torch_program(self.sides.given).calls
+        if self.repairs.changes and [c.name for c in first] != [c.name for c in program.calls]:
             raise ValueError("another program at these inputs")
         return self.repairs.run(program)
 
-    def _off(self, point: int, run: TorchRun, loss: bool) -> float:
+    def _off(self, point: Point, run: TorchRun, loss: bool) -> float:
         theirs = self.sides.jax_run(point)
-        if not loss:
-            return outputs_error(run.outs, theirs.outs)
-        mine = float(run.loss)
-        if not np.isfinite(mine):
-            return 0.0
-        return abs(mine - theirs.loss) / max(abs(mine), 1e-300) if np.isfinite(theirs.loss) else float("inf")
+        return _loss_error(run, theirs.loss) if loss else outputs_error(run.outs, theirs.outs)
 
-    def _is_out_of_domain(self, point: int, run: TorchRun) -> bool:
+    def _is_out_of_domain(self, run: TorchRun) -> bool:
         """Return whether torch gives NaN at a drawn input, which it does not at the given one."""
         return any(bool(torch.isnan(o).any()) for o in run.outs if o.is_floating_point())
 
-    def _searched(self, point: int, loss: bool) -> tuple[Search, list[Ref], list[int], Found | None]:
+    def _searched(self, point: Point, loss: bool) -> tuple[Search, list[Ref], list[int], Found | None]:
         """Return the search at a point, the ends that differ, the first lost calls, and what was found."""
         program, allowed = self.sides.torch_program(point), self.sides.bounds(point).outputs
         matching = Matching(program, self._run(point, program), self.sides.side(point))
@@ -260,13 +251,13 @@ class Judge:
         search = Search(program, matching, self.repairs, loss, allowed, witnesses)
         return search, ends, first, search.find(FAMILIES, region, first) if region else reordered(search, ends)
 
-    def _explain(self, point: int, loss: bool, off: float) -> bool:
+    def _explain(self, point: Point, loss: bool, off: float) -> bool:
         """Add a finding; return whether it is repaired."""
         search, ends, first, found = self._searched(point, loss)
         matching = search.matching
         numbers: dict[str, Any] = {"error": off, "allowed": self.sides.bounds(point).outputs}
-        if self.sides.points[point].words:
-            self.smallest = self.sides.points[point].words
+        if point.words:
+            self.smallest = point.words
         if found is not None:
             self._explained(matching, found, numbers)
             return True
@@ -285,29 +276,24 @@ class Judge:
             return False
         return self._unknown(search, first[0], numbers)
 
-    def _row_explained(self, point: int, loss: bool, numbers: Mapping[str, Any]) -> bool:
+    def _row_explained(self, point: Point, loss: bool, numbers: Mapping[str, Any]) -> bool:
         """Add a finding that explains all, where one row alone shows it; return whether there is one.
 
         A number that is wrong in one row may be right in another one, so that the port seems to have it.
         """
-        base, out = self.sides.points[point], self.sides.torch_program(point)
-        rows = {len(x) if np.ndim(x) else 0 for x in (*base.inputs, *base.targets)}
+        out = self.sides.torch_program(point)
+        rows = {len(x) if np.ndim(x) else 0 for x in (*point.inputs, *point.targets)}
         mine = array(self._run(point, out).outs[0])
         theirs = aligned(self.sides.jax_run(point).outs[0], mine)
         if loss or rows != {len(mine) if mine.ndim else 0} or min(rows) < 2 or mine.shape != theirs.shape:
             return False
         row = int(np.abs(mine - theirs).reshape(len(mine), -1).max(1).argmax())
-        self.sides.points.append(
-            Point(*(tuple(x[row : row + 1] for x in part) for part in (base.inputs, base.targets)))
-        )
-        alone = len(self.sides.points) - 1
+        alone = Point(*(tuple(x[row : row + 1] for x in part) for part in (point.inputs, point.targets)))
         try:
             search, _, _, found = self._searched(alone, loss)
             whole = self.repairs.plus(found.hypothesis).run(out) if found is not None else None
         except (*RAISED, UsageError):
             return False
-        finally:
-            self.sides.forget(alone)
         if found is None or whole is None or self._off(point, whole, loss) > self.sides.bounds(point).outputs:
             return False
         self._explained(search.matching, found, numbers)
@@ -350,17 +336,17 @@ class Judge:
         return True
 
     def _statistics(self) -> None:
-        program = self.sides.torch_program(0)
+        program = self.sides.torch_program(self.sides.given)
         updated = [
             n for n, v in program.after.items() if is_statistic(n) and not np.array_equal(v, self.sides.state[n])
         ]
         if not updated:
             return
-        if not self.sides.jax_run(0).extras:
+        if not self.sides.jax_run(self.sides.given).extras:
             self.notes.append(f"running statistics are not compared: the port returns no update of {updated[0]}")
             return
         self.judged.append("running statistics")
-        allowed = self.sides.bounds(0).outputs
+        allowed = self.sides.bounds(self.sides.given).outputs
         for fault in statistic_faults(self.sides, allowed):
             words = f"expected {fault.name} after the step as torch has it, observed {fault.words}"
             place = fault.name.rpartition(".")[0]
@@ -373,13 +359,13 @@ class Judge:
             self.notes.append("gradients were not compared: an unknown difference of values comes before")
             return
         self.judged.append("gradients")
-        for point in range(len(self.sides.points)):
+        for point in self.sides.points:
             try:
                 program = self.sides.torch_program(point)
                 self._run(point, program)
                 run, expected = self.sides.slopes(program, self.repairs)
             except RAISED:
-                if point == 0:
+                if point is self.sides.given:
                     raise
                 continue
             if not torch.isfinite(run.loss):
@@ -392,7 +378,7 @@ class Judge:
             if self.findings:
                 return
 
-    def _gradient_fault(self, point: int, wrong: dict[str, float], skip: set[str]) -> dict[str, float]:
+    def _gradient_fault(self, point: Point, wrong: dict[str, float], skip: set[str]) -> dict[str, float]:
         fault = place_gradient(self.sides, point, self.repairs, wrong, skip)
         program = self.sides.torch_program(point)
         call = program.calls[fault.index] if fault.index is not None else None
@@ -415,7 +401,7 @@ class Judge:
         pair = self.pair
         if pair.torch_optimizer is None:
             return
-        _, gradient = self.sides.slopes(self.sides.torch_program(0), Repairs())
+        _, gradient = self.sides.slopes(self.sides.torch_program(self.sides.given), Repairs())
         set_state(pair.module, self.sides.state)
         updates = Updates(self.map, self.sides.state, self.sides.leaves, gradient)
         if not updates.leaves:
@@ -432,56 +418,43 @@ class Judge:
     # drawn inputs
 
     def _drawn(self) -> None:
-        base = self.sides.points[0]
-        asked: list[Point] = []
-
-        def differs(point: Point) -> bool:
-            self.sides.points.append(point)
-            at = len(self.sides.points) - 1
-            try:
-                return self._differs_at(at, asked)
-            finally:
-                self.sides.forget(at)
-
-        found = smallest_difference(base, differs, self.pair.draw, self._options, DRAWN_SECONDS)
+        base, shapes = self.sides.given, list[Any]()
+        found = smallest_difference(
+            base, lambda point: self._differs_at(point, shapes), self.pair.draw, self._options, DRAWN_SECONDS
+        )
         if found is not None:
             self.sides.points[1:] = [found]
-            self.sides.forget_all_but_given()
             explained = self._values(loss=False)
             same = found.shapes == base.shapes and self.pair.torch_loss is not None
             if explained and same and not self.findings:
                 self._values(loss=True)
-        elif asked:
-            shapes = {p.shapes for p in asked}
-            self.judged.append(f"{counted(len(asked), 'drawn input')} of {counted(len(shapes), 'shape')}")
+        elif shapes:
+            self.judged.append(f"{counted(len(shapes), 'drawn input')} of {counted(len(set(shapes)), 'shape')}")
 
-    def _differs_at(self, at: int, asked: list[Point]) -> bool:
-        """Return whether both sides run at a drawn input, are finite, and differ."""
-        point = self.sides.points[at]
+    def _differs_at(self, point: Point, shapes: list[Any]) -> bool:
+        """Return whether both sides run at a drawn input, are finite, and differ; note the shapes if they run."""
         try:
-            program = self.sides.torch_program(at)
-            run = Repairs().run(program)
+            run = Repairs().run(self.sides.torch_program(point))
         except Exception:  # the torch module takes no such input
             return False
         if any(not bool(torch.isfinite(o).all()) for o in run.outs if o.is_floating_point()):
             return False
         try:
-            outs, loss = self.sides.forward(at)
+            outs, loss, _ = self.sides.forward(point)
         except Exception as error:
             self._note(f"the JAX side raised {type(error).__name__} at inputs of other sizes, which torch takes")
             return False
         if [o.size for o in outs] != [o.numel() for o in run.outs]:
             self._note("the JAX side returns other shapes at inputs of other sizes")
             return False
-        asked.append(point)
+        shapes.append(point.shapes)
         off = outputs_error(run.outs, outs)
         # a loss may have the number of rows written in
-        given = point.shapes == self.sides.points[0].shapes
-        if given and self.pair.torch_loss is not None and np.isfinite(float(run.loss)):
-            off = max(off, abs(float(run.loss) - loss) / max(abs(float(run.loss)), 1e-300))
-        if off <= self.sides.bounds(0).outputs:
+        if point.shapes == self.sides.given.shapes and self.pair.torch_loss is not None:
+            off = max(off, _loss_error(run, loss))
+        if off <= self.sides.bounds(self.sides.given).outputs:
             return False
-        return bool(off > self.sides.bounds(at).outputs)
+        return bool(off > self.sides.bounds(point).outputs)
 
     def _precision(self) -> None:
         """Report what is computed in a lower precision; it changes no verdict."""
@@ -503,9 +476,9 @@ class Judge:
 
     def _plant(self) -> None:
         """Plant usual faults in the torch program, and say which of them was found by how much."""
-        program = self.sides.torch_program(0)
+        program = self.sides.torch_program(self.sides.given)
         run = self.repairs.run(program)
-        side, allowed = self.sides.jax_run(0).outs, self.sides.bounds(0).outputs
+        side, allowed = self.sides.jax_run(self.sides.given).outs, self.sides.bounds(self.sides.given).outputs
         calls = [i for i in sorted(program.needed) if program.calls[i].path != LOSS and not program.calls[i].mutates]
         least: tuple[float, str] | None = None
         rng = np.random.default_rng(self._seed)
@@ -533,6 +506,11 @@ class Judge:
         self.unjudged = self.unjudged or "no planted fault was found: the outputs do not depend on the parameters"
 
 
+def _loss_error(run: TorchRun, observed: float) -> float:
+    """Return the relative error of the port's loss; where torch's is no number, nothing is expected."""
+    return outputs_error([run.loss], [observed]) if torch.isfinite(run.loss) else 0.0
+
+
 def _named(call: Call) -> str:
     name = call.name.strip("_").removeprefix("native_")
     return f"{name} as at {call.where}" if call.where else name
@@ -547,7 +525,7 @@ def _shown(expected: Any, observed: Array | None) -> str:
 
 
 def judged(pair: Port, notes: list[str], label: str, options: PortOptions) -> PortResult:
-    """Return the verdict on a pair.
+    """Return the verdict on a pair; its module's state is put back.
 
     Args:
         pair: in float64.
@@ -558,7 +536,7 @@ def judged(pair: Port, notes: list[str], label: str, options: PortOptions) -> Po
     Raises:
         UsageError: the pair cannot be judged.
     """
-    start = time.monotonic()
+    start, state = time.monotonic(), state_of(pair.module)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the programs are small
     judge = Judge(pair, notes, options)
@@ -569,6 +547,7 @@ def judged(pair: Port, notes: list[str], label: str, options: PortOptions) -> Po
             judge.run()
     finally:
         torch.set_num_threads(threads)
+        set_state(pair.module, state)
     return PortResult(
         label, tuple(judge.findings), tuple(judge.accepted), judge.map.rows(), time.monotonic() - start,
         tuple(judge.judged), tuple(judge.notes), judge.planted, judge.unjudged, judge.smallest,

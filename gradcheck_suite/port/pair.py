@@ -206,12 +206,13 @@ class JaxModel:
     def __init__(self, pair: Port) -> None:
         self._model, self._pair = pair.apply, pair
         self.library = library_of(pair.apply)
+        self._has_module = "equinox" in (self.library, library_of(pair.params))
         self._graph: Any = None
         tree = self._tree(pair.params)
         found, self.structure = jax.tree_util.tree_flatten_with_path(tree)
         self.paths = [_path(keys) for keys, _ in found]
         self._complex = [hasattr(leaf, "dtype") and jnp.iscomplexobj(leaf) for _, leaf in found]
-        self.leaves = [_as_array(leaf) for _, leaf in found]
+        self.leaves = [self._as_array(leaf) for _, leaf in found]
         if not any(map(is_float, self.leaves)):
             raise UsageError("params: expected a pytree with arrays of floats, which a port has loaded from the module")
 
@@ -231,26 +232,33 @@ class JaxModel:
         if library_of(params) == "nnx":
             return self._nnx().split(params)[1]
         if self.library == "equinox":
-            own = self._arrays(self._model)
-            return own if params is None else self._in_structure(self._arrays(params), own)
+            return self._model if params is None else self._in_structure(params, self._model)
         if params is None:
             raise UsageError("the pair has no 'params': expected a pytree of arrays")
         if self.library == "linen" and not (isinstance(params, Mapping) and "params" in params):
             return {"params": params}
-        return self._arrays(params) if library_of(params) == "equinox" else params
-
-    def _arrays(self, tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tree)
+        return params
 
     def _in_structure(self, given: Any, own: Any) -> Any:
-        leaves, wanted = jax.tree.leaves(given), jax.tree.leaves(own)
-        if len(leaves) != len(wanted):
-            raise UsageError(f"params: expected {len(wanted)} arrays, as the model has, got {len(leaves)}")
-        return jax.tree.unflatten(jax.tree.structure(own), leaves)
+        """Return a model's own tree with given arrays in place of its arrays; an activation stays where it is."""
+        arrays, wanted = [[x for x in jax.tree.leaves(tree) if is_array(x)] for tree in (given, own)]
+        if len(arrays) != len(wanted):
+            raise UsageError(f"params: expected {len(wanted)} arrays, as the model has, got {len(arrays)}")
+        rest = iter(arrays)
+        return jax.tree.map(lambda leaf: next(rest) if is_array(leaf) else leaf, own)
+
+    def _as_array(self, leaf: Any) -> Any:
+        """Return a leaf as an array: also a number, such as `float(state["scale"])`; complex numbers as pairs.
+
+        A number in a module of Equinox is a setting.
+        """
+        if hasattr(leaf, "dtype") and jnp.iscomplexobj(leaf):
+            return np.stack([np.real(leaf), np.imag(leaf)], -1)
+        return np.asarray(leaf) if isinstance(leaf, float) and not self._has_module else leaf
 
     def loaded(self, params: Any) -> list[Any]:
         """Return the leaves of parameters that the author's code has loaded."""
-        leaves = list(map(_as_array, jax.tree.leaves(self._tree(params))))
+        leaves = list(map(self._as_array, jax.tree.leaves(self._tree(params))))
         if len(leaves) != len(self.leaves):
             raise UsageError(f"load: expected {len(self.leaves)} leaves, as params has, got {len(leaves)}")
         return leaves
@@ -272,20 +280,8 @@ class JaxModel:
             after = jax.tree.leaves(nnx.split(model)[1]) if self._pair.train else []
             return out, [a for a, b in zip(after, leaves, strict=False) if a is not b and is_float(a)]
         if self.library == "equinox":
-            static = jax.tree.map(lambda leaf: None if is_array(leaf) else leaf, self._model)
-            model = jax.tree.map(lambda a, b: b if a is None else a, params, static, is_leaf=lambda leaf: leaf is None)
-            return model(*inputs, **how), []
-        if library_of(self._pair.params) == "equinox":
-            static = jax.tree.map(lambda leaf: None if is_array(leaf) else leaf, self._pair.params)
-            params = jax.tree.map(lambda a, b: b if a is None else a, params, static, is_leaf=lambda leaf: leaf is None)
+            return params(*inputs, **how), []
         return self._model(params, *inputs, **how), []
-
-
-def _as_array(leaf: Any) -> Any:
-    """Return a leaf as an array: also a number, such as `float(state["scale"])`; complex numbers as pairs."""
-    if hasattr(leaf, "dtype") and jnp.iscomplexobj(leaf):
-        return np.stack([np.real(leaf), np.imag(leaf)], -1)
-    return np.asarray(leaf) if isinstance(leaf, float) else leaf
 
 
 def is_array(leaf: Any) -> bool:

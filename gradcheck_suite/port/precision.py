@@ -37,17 +37,17 @@ def precision_findings(sides: Sides, dtype: str) -> Iterator[tuple[str, float, f
         sides: of the pair.
         dtype: `float64` for the dtypes that the author's code chooses where it gets float64.
     """
-    point, program = sides.points[0], sides.jax_program(0)
-    exact = Repairs().run(sides.torch_program(0)).outs
+    point, program = sides.given, sides.jax_program(sides.given)
+    exact = Repairs().run(sides.torch_program(sides.given)).outs
     if dtype == "float64":
-        before = outputs_error(exact, sides.jax_run(0).outs)
-        if sides.bounds(0).rounded and before > RESOLUTION:
+        before = outputs_error(exact, sides.jax_run(sides.given).outs)
+        if sides.bounds(sides.given).rounded and before > RESOLUTION:
             yield "a table of numbers is rounded to float32 on one side at least", before, RESOLUTION, None
         if not program.is_low or program.random:
             return
-        leaves, inputs, targets = sides.arguments(0)
+        leaves, inputs, targets = sides.arguments(sides.given)
         written = program.as_written(leaves, inputs, targets)
-        off, allowed = outputs_error(exact, written), sides.bounds(0).outputs
+        off, allowed = outputs_error(exact, written), sides.bounds(sides.given).outputs
         if off > max(allowed, before):
             lines = _low_lines(program.jaxpr, np.dtype("float64"))
             yield (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from gradcheck_suite.core.formats import Notice
@@ -46,9 +46,13 @@ class PortFinding:
 
     def to_json(self) -> dict[str, Any]:
         """Return the finding as JSON-ready data."""
-        numbers = {"error": json_number(self.error), "allowed": json_number(self.allowed)}
-        named = {"kind": self.kind, "place": self.place, "cause": self.cause, "words": self.words}
-        return {**named, "torch": self.torch, "jax": self.jax, **numbers}
+        return {**asdict(self), "error": json_number(self.error), "allowed": json_number(self.allowed)}
+
+    @property
+    def notice(self) -> Notice:
+        """The finding as CI systems show it."""
+        level: Literal["warning", "error"] = "warning" if self.kind == "precision" else "error"
+        return Notice(level, self.cause, f"{self.place or 'the model'}: {self.words}", self.remedy, self.jax)
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,6 @@ class MapRow:
     leaf: str
     torch: tuple[str, ...]
     how: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the row as JSON-ready data."""
-        return {"leaf": self.leaf, "torch": list(self.torch), "how": self.how}
 
 
 @dataclass(frozen=True)
@@ -118,18 +118,8 @@ class PortResult:
     @property
     def notices(self) -> list[Notice]:
         """What the result says, as CI systems show it."""
-        found = [
-            Notice(
-                "warning" if one.kind == "precision" else "error",
-                one.cause,
-                f"{one.place or 'the model'}: {one.words}",
-                one.remedy,
-                one.jax,
-            )
-            for one in (*self.findings, *self.accepted)
-        ]
-        for j in range(len(self.findings), len(found)):
-            found[j] = replace(found[j], level="note", accepted="accept of the pair")
+        found = [one.notice for one in self.findings]
+        found += [replace(one.notice, level="note", accepted="accept of the pair") for one in self.accepted]
         unjudged = [Notice("error", "unjudged", self.unjudged)] if self.unjudged and not self.differences else []
         return [*found, *unjudged]
 
@@ -189,7 +179,7 @@ class PortResult:
             "verdict": self.verdict,
             "holds": self.holds,
             "seconds": round(self.seconds, 3),
-            "map": [row.to_json() for row in self.map],
+            "map": [{**asdict(row), "torch": list(row.torch)} for row in self.map],
             "findings": [finding.to_json() for finding in self.findings],
             "accepted": [finding.to_json() for finding in self.accepted],
             "judged": list(self.judged),

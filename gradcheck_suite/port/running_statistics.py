@@ -36,8 +36,8 @@ class StatisticFault:
 
 def statistic_faults(sides: Sides, allowed: float) -> Iterator[StatisticFault]:
     """Yield the running statistics that the port does not have after a forward in train mode."""
-    extras = sides.jax_run(0).extras
-    after = sides.torch_program(0).after
+    extras = sides.jax_run(sides.given).extras
+    after = sides.torch_program(sides.given).after
     for name, value in after.items():
         before = sides.state[name]
         if not is_statistic(name) or np.array_equal(before, value):
@@ -83,7 +83,7 @@ def _alternatives(sides: Sides, name: str, before: Array, after: Array) -> Itera
 
 def _count(sides: Sides, name: str, part: nn.Module) -> int:
     """Return the number of values of a channel in the batch."""
-    program = sides.torch_program(0)
+    program = sides.torch_program(sides.given)
     for call in program.calls:
         if "batch_norm" in call.name and any(r == Ref("state", name) for r in call.refs):
             x = Repairs().run(program).get(call.args[0])

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.port.jax_program import LOW, TABLE_MARGIN, JaxProgram, JaxRun, table
+from gradcheck_suite.port.jax_program import TABLE_MARGIN, JaxProgram, JaxRun, lifted, table
 from gradcheck_suite.port.mapping import StateMap
 from gradcheck_suite.port.matching import Side, array, outputs_error
-from gradcheck_suite.port.number_sets import Array, error, turn
+from gradcheck_suite.port.number_sets import Array, turn
 from gradcheck_suite.port.pair import (
     JaxModel,
     Port,
     flat_output,
-    is_float,
     is_number,
     raised,
     set_state,
@@ -43,11 +44,13 @@ class Point:
         inputs: arrays.
         targets: arrays of the loss.
         words: what the inputs are, where they are not the given ones.
+        kept: what `Sides` has computed there, by the name of the method.
     """
 
     inputs: tuple[Any, ...]
     targets: tuple[Any, ...]
     words: tuple[str, ...] = ()
+    kept: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def shapes(self) -> tuple[Any, ...]:
@@ -70,26 +73,36 @@ class Bounds:
     rounded: bool = False
 
 
+Value = TypeVar("Value")
+
+
+def once(compute: Callable[[Any, Point], Value]) -> Callable[[Any, Point], Value]:
+    """Keep what a method returns at a point for as long as there is the point."""
+
+    def kept(self: Any, point: Point) -> Value:
+        if compute.__name__ not in point.kept:
+            point.kept[compute.__name__] = compute(self, point)
+        found: Value = point.kept[compute.__name__]
+        return found
+
+    return wraps(compute)(kept)
+
+
 class Sides:
     """A pair at one state.
 
     Attributes:
         state: of the torch module, away from its initial one.
         leaves: of the JAX parameters.
-        points: inputs; the first are the given ones.
-        notes: what is worth knowing.
+        given: the inputs that the author gave.
+        points: these and others.
     """
 
     def __init__(self, pair: Port, model: JaxModel, state_map: StateMap, seed: int) -> None:
         self.pair, self.model, self.map = pair, model, state_map
-        self.points = [Point(pair.inputs, pair.targets)]
-        self.notes: list[str] = []
-        self._programs: dict[int, TorchProgram] = {}
+        self.given = Point(pair.inputs, pair.targets)
+        self.points = [self.given]
         self._jax: dict[Any, JaxProgram] = {}
-        self._runs: dict[int, JaxRun] = {}
-        self._sides: dict[int, Side] = {}
-        self._elsewhere: dict[int, Witness | None] = {}
-        self._bounds: dict[int, Bounds] = {}
         self._axes: dict[Any, tuple[int, ...]] = {}
         self._shapes: list[tuple[int, ...]] = []
         if not any(self._is_moved(seed, much) for much in (1.0, 0.1, 0.0)):
@@ -101,8 +114,8 @@ class Sides:
         self.state, self.leaves = self.map.moved(seed, much)
         self._other = seed + 1, much
         set_state(self.pair.module, self.state)
-        self._programs.clear()
-        outs = raised("the torch module", lambda: self._torch_outs(0))
+        self.given.kept.clear()
+        outs = raised("the torch module", lambda: self._torch_outs(self.given))
         return not any(bool(torch.isnan(o).any()) for o in outs)
 
     # outputs and loss of both sides
@@ -153,25 +166,22 @@ class Sides:
 
     # programs
 
-    def torch_program(self, point: int) -> TorchProgram:
+    @once
+    def torch_program(self, point: Point) -> TorchProgram:
         """Return the torch program of a point."""
-        if point not in self._programs:
-            self._programs[point] = self._recorded(point)
-        return self._programs[point]
+        return self._recorded(point)
 
-    def _recorded(self, point: int) -> TorchProgram:
-        p, pair = self.points[point], self.pair
+    def _recorded(self, point: Point) -> TorchProgram:
         torch.manual_seed(0)
-        return TorchProgram(pair.module, p.inputs, p.targets, pair.kwargs, self._torch_ends)
+        return TorchProgram(self.pair.module, point.inputs, point.targets, self.pair.kwargs, self._torch_ends)
 
-    def arguments(self, point: int) -> tuple[Any, Any, Any]:
+    def arguments(self, point: Point) -> tuple[Any, Any, Any]:
         """Return leaves, inputs and targets of the JAX side, floats in float64."""
-        p = self.points[point]
-        return self.leaves, [_wide(x) for x in p.inputs], [_wide(x) for x in p.targets]
+        return self.leaves, jax.tree.map(lifted, list(point.inputs)), jax.tree.map(lifted, list(point.targets))
 
-    def jax_program(self, point: int) -> JaxProgram:
+    def jax_program(self, point: Point) -> JaxProgram:
         """Return the JAX program of a point."""
-        shapes = self.points[point].shapes
+        shapes = point.shapes
         if shapes not in self._jax:
             self._shapes = [tuple(v.shape) for v in self._torch_outs(point)]
             self._jax[shapes] = raised(
@@ -179,69 +189,51 @@ class Sides:
             )
         return self._jax[shapes]
 
-    def _torch_outs(self, point: int) -> list[torch.Tensor]:
-        program = self.torch_program(point)
-        return Repairs().run(program).outs
+    def _torch_outs(self, point: Point) -> list[torch.Tensor]:
+        return Repairs().run(self.torch_program(point)).outs
 
-    def jax_run(self, point: int) -> JaxRun:
+    @once
+    def jax_run(self, point: Point) -> JaxRun:
         """Return outputs, loss and gradients of the port."""
-        if point not in self._runs:
-            self._runs[point] = self.jax_program(point).run(*self.arguments(point))
-        return self._runs[point]
+        return self.jax_program(point).run(*self.arguments(point))
 
-    def forward(self, point: int) -> tuple[list[Array], float]:
-        """Return the port's outputs and loss alone."""
+    @once
+    def forward(self, point: Point) -> tuple[list[Array], float, list[Array]]:
+        """Return the port's outputs, its loss and all its intermediate values."""
         return self.jax_program(point).forward(*self.arguments(point))
 
-    def forget(self, point: int) -> None:
-        """Drop the last point."""
-        assert point == len(self.points) - 1
-        self.points.pop()
-        for kept in (self._programs, self._runs, self._sides, self._elsewhere, self._bounds):
-            kept.pop(point, None)
-
-    def forget_all_but_given(self) -> None:
-        """Drop what was computed at other points than the given one."""
-        for kept in (self._programs, self._runs, self._sides, self._elsewhere, self._bounds):
-            for point in [p for p in kept if p]:
-                kept.pop(point)
-
-    def cotangents(self, point: int) -> list[Array]:
+    def cotangents(self, point: Point) -> list[Array]:
         """Return the gradient of the port's loss by all its values."""
         return self.jax_program(point).cotangents(*self.arguments(point))
 
-    def side(self, point: int) -> Side:
+    @once
+    def side(self, point: Point) -> Side:
         """Return all numbers of the port."""
-        if point not in self._sides:
-            run = self.jax_run(point)
-            self._sides[point] = self._numbers(point, self.arguments(point), run.outs, run.loss)
-        return self._sides[point]
+        return self._numbers(point, self.arguments(point), self.forward(point))
 
-    def _numbers(self, point: int, arguments: Any, outs: list[Array], loss: float) -> Side:
+    def _numbers(self, point: Point, arguments: Any, ran: tuple[list[Array], float, list[Array]]) -> Side:
         program, bounds = self.jax_program(point), self.bounds(point)
         given = [np.asarray(a) for part in arguments for a in part if is_number(a)]
         more = [a.astype(np.float64) if a.dtype.kind == "f" else a for a in (*program.constants, *given)]
         more = [a for a in more if a.dtype.kind in "fiub"]
         tolerance = max(RESOLUTION, bounds.outputs) if bounds.rounded else RESOLUTION
-        return Side(
-            [*program.values(*arguments), *more], [*program.equations, *[None] * len(more)], outs, loss, tolerance
-        )
+        outs, loss, values = ran
+        return Side([*values, *more], [*program.equations, *[None] * len(more)], outs, loss, tolerance)
 
-    def witnesses(self, point: int) -> Iterator[Witness]:
+    def witnesses(self, point: Point) -> Iterator[Witness]:
         """Yield other parameters at a point, and the other points: what is said of one holds at all of them."""
         names = [c.name for c in self.torch_program(point).calls]
-        if point not in self._elsewhere:
-            self._elsewhere[point] = self._at_other_state(point)
-        found = self._elsewhere[point]
-        if found is not None and [c.name for c in found.program.calls] == names:
+        found = self._at_other_state(point)
+        if [c.name for c in found.program.calls] == names:
             yield found
-        for other in range(len(self.points)):
-            if other != point and [c.name for c in self.torch_program(other).calls] == names:
+        for other in self.points:
+            if other is not point and [c.name for c in self.torch_program(other).calls] == names:
                 yield Witness(
                     self.torch_program(other), self.side(other), self.bounds(other).outputs, same_inputs=False
                 )
 
-    def _at_other_state(self, point: int) -> Witness | None:
+    @once
+    def _at_other_state(self, point: Point) -> Witness:
         state, leaves = self.map.moved(*self._other)
         set_state(self.pair.module, state)
         try:
@@ -249,8 +241,8 @@ class Sides:
         finally:
             set_state(self.pair.module, self.state)
         arguments = (leaves, *self.arguments(point)[1:])
-        outs, loss = self.jax_program(point).forward(*arguments)
-        return Witness(program, self._numbers(point, arguments, outs, loss), self.bounds(point).outputs)
+        ran = self.jax_program(point).forward(*arguments)
+        return Witness(program, self._numbers(point, arguments, ran), self.bounds(point).outputs)
 
     def _expect_outputs(self) -> None:
         """Run both sides on the given inputs.
@@ -258,10 +250,10 @@ class Sides:
         Raises:
             UsageError: one raises, their outputs cannot be compared, or both are NaN.
         """
-        outs = raised("the torch module", lambda: self._torch_outs(0))
+        outs = raised("the torch module", lambda: self._torch_outs(self.given))
         if not outs:
             raise UsageError("the torch module returns no tensor, or `outputs` keeps none")
-        run = raised("the JAX side", lambda: self.jax_run(0))
+        run = raised("the JAX side", lambda: self.jax_run(self.given))
         mine, theirs = [tuple(o.shape) for o in outs], [o.shape for o in run.outs]
         if len(theirs) < len(mine) or any(o.numel() != r.size for o, r in zip(outs, run.outs, strict=False)):
             raise UsageError(f"outputs of shapes that cannot match: torch returns {mine}, the JAX side {theirs}")
@@ -271,7 +263,7 @@ class Sides:
                 self._axes[r.shape, tuple(o.shape)] = axes
         if self._axes and self.pair.jax_loss is None:
             self._jax.clear()  # the loss is one of the outputs in torch's layout
-            self._runs.clear()
+            self.given.kept.pop("jax_run")
         floats = [(array(o), r) for o, r in zip(outs, run.outs, strict=False) if o.is_floating_point()]
         if floats and all(np.isnan(o).all() for o, _ in floats):
             empty = [(i, np.shape(x)) for i, x in enumerate(self.pair.inputs) if not np.size(x)]
@@ -282,13 +274,9 @@ class Sides:
 
     # bounds
 
-    def bounds(self, point: int) -> Bounds:
+    @once
+    def bounds(self, point: Point) -> Bounds:
         """Return what rounding explains: the effect of moving every number by about its rounding error."""
-        if point not in self._bounds:
-            self._bounds[point] = self._measured(point)
-        return self._bounds[point]
-
-    def _measured(self, point: int) -> Bounds:
         program, run = self.torch_program(point), self.jax_run(point)
         base, slopes = self.slopes(program, Repairs())
         bounds = Bounds(RESOLUTION)
@@ -310,10 +298,9 @@ class Sides:
         if kept or self.jax_program(point).rounded:
             leaves = [kept.get(i, leaf) for i, leaf in enumerate(self.leaves)]
             shifted = self.jax_program(point).run(leaves, *self.arguments(point)[1:], shift=unit)
-            worst = max((error(b, a) for a, b in zip(run.outs, shifted.outs, strict=True)), default=0.0)
-            loss = abs(shifted.loss - run.loss) / max(abs(run.loss), 1e-300)
+            off = outputs_error([*run.outs, run.loss], [*shifted.outs, shifted.loss])
             before, after = self.pulled(run.gradients), self.pulled(shifted.gradients)
-            self._add(bounds, max(worst, loss) + TABLE_MARGIN * unit, before, after, 1.0)
+            self._add(bounds, off + TABLE_MARGIN * unit, before, after, 1.0)
             bounds.rounded = True
         return bounds
 
@@ -377,13 +364,3 @@ def _cotangent(index: int, shape: tuple[int, ...]) -> Array:
     """Return what an output is multiplied by where there is no loss."""
     found: Array = np.random.default_rng(index).normal(size=shape)
     return found
-
-
-def _wide(value: Any) -> Any:
-    if isinstance(value, dict | list | tuple):
-        import jax
-
-        return jax.tree.map(_wide, value)
-    if is_float(value) or getattr(value, "dtype", None) in LOW:
-        return np.asarray(value, np.float64)
-    return value
