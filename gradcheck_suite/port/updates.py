@@ -6,13 +6,12 @@ are scaled so that a limit on their norm binds at some steps and not at others.
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, field, replace
+from itertools import combinations, product
 from typing import Any
 
 import jax
@@ -35,6 +34,7 @@ STEP = 1e-8
 PAIR_SECONDS = 10.0
 """CPU time in which two settings are tried together."""
 Steps = list[dict[str, Array]]
+BOTH = (True, False)
 Gradients = Sequence[Mapping[str, Array]]
 
 
@@ -57,29 +57,43 @@ def drawn_gradients(base: Mapping[str, Array], ties: Mapping[str, Any]) -> Steps
 
 
 def torch_steps(
-    module: nn.Module, make: Callable[..., Any], start: Mapping[str, Array], gradients: Gradients, change: Any = None
-) -> Steps:
-    """Return the parameters after each step of torch's optimizer.
+    module: nn.Module, make: Callable[..., Any], start: Mapping[str, Array], gradients: Gradients, rates: Any = None
+) -> tuple[Steps, Recipe]:
+    """Return the parameters after each step of torch's optimizer, and what it read.
 
     Args:
         module: whose parameters are stepped; they are restored.
         make: parameters -> optimizer.
         start: parameters to start at.
         gradients: of each step.
-        change: optimizer -> None, which changes its settings, or another optimizer.
+        rates: learning rate of each group at each step, None for the optimizer's own.
     """
     own = dict(module.named_parameters())
     before = {n: p.detach().clone() for n, p in own.items()}
-    found = []
+    found: Steps = []
     try:
         with torch.no_grad():
             for n, p in own.items():
                 p.copy_(shaped_as(start[n], p))
         optimizer = make(module.parameters())
-        optimizer = (change(optimizer) or optimizer) if change is not None else optimizer
-        for step in gradients:
+        recipe = Recipe(_class_of(optimizer), [dict(g) for g in optimizer.param_groups], [], [])
+
+        def note_gradients(o: Any, *_: Any) -> None:
+            recipe.gradients[len(found) :] = [{n: array(p.grad).copy() for n, p in own.items() if p.grad is not None}]
+
+        def note_rates(o: Any, *_: Any) -> None:
+            if len(recipe.rates) == len(found):
+                recipe.rates.append([float(g["lr"]) for g in o.param_groups])
+
+        # the `step` of a subclass and that of its base class may both call the hooks: the inner one is the step itself
+        optimizer.register_step_pre_hook(note_gradients)
+        handle = optimizer.register_step_post_hook(note_rates)
+        optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # a scheduler sets the next rate there
+        for i, step in enumerate(gradients):
             for n, p in own.items():
                 p.grad = shaped_as(step[n], p).clone() if n in step else None
+            for group, rate in zip(optimizer.param_groups, rates[i] if rates else [], strict=False):
+                group["lr"] = rate
             optimizer.step()
             found.append({n: array(p).copy() for n, p in own.items()})
     finally:
@@ -87,7 +101,7 @@ def torch_steps(
             for n, p in own.items():
                 p.copy_(before[n])
                 p.grad = None
-    return found
+    return found, recipe
 
 
 def jax_steps(optimizer: Any, model: JaxModel, leaves: Sequence[Any], gradients: Sequence[Sequence[Any]]) -> list[Any]:
@@ -130,18 +144,55 @@ def jax_steps(optimizer: Any, model: JaxModel, leaves: Sequence[Any], gradients:
 
 
 @dataclass(frozen=True)
+class Recipe:
+    """How an optimizer of torch steps.
+
+    Attributes:
+        cls: its class.
+        groups: its parameter groups, as they start.
+        rates: learning rate of each group at each step.
+        gradients: what each step reads, by the names of parameters.
+        form: what no class of torch's offers; see `_Written`.
+    """
+
+    cls: Any
+    groups: list[dict[str, Any]]
+    rates: list[list[float]]
+    gradients: Steps
+    form: Mapping[str, Any] = field(default_factory=dict)
+
+    def put(self, **values: Any) -> Recipe:
+        """Return this with other settings."""
+        return replace(self, groups=[{**g, **values} for g in self.groups])
+
+    def written(self, **form: Any) -> Recipe:
+        """Return this in another form."""
+        return replace(self, form={**self.form, **form})
+
+    def of_class(self, name: str) -> Recipe:
+        """Return this with another class of optimizer."""
+        groups = [{k: v for k, v in g.items() if k != "decoupled_weight_decay"} for g in self.groups]
+        return replace(self, cls=getattr(torch.optim, name), groups=groups)
+
+    def made(self) -> Any:
+        """Return an optimizer."""
+        groups = [dict(g) for g in self.groups]
+        return _Written(groups, self.cls.__name__, self.form) if self.form else self.cls(groups)
+
+
+@dataclass(frozen=True)
 class Setting:
     """A change of torch's optimizer.
 
     Attributes:
         cause: its name.
         words: what the port does.
-        change: optimizer -> None, or another optimizer.
+        change: of the recipe.
     """
 
     cause: str
     words: str
-    change: Callable[[Any], Any]
+    change: Callable[[Recipe], Recipe]
 
 
 _VALUES: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
@@ -174,203 +225,147 @@ _FORMS: tuple[tuple[tuple[str, ...], str, str, dict[str, Any]], ...] = (
     *((_ADAGRAD, "initial-accumulator", f"an accumulator from {start:g}, eps {'in' if inside else 'out'}side",
        {"start": start, "inside": inside}) for start in (0.1, 1.0, 0.0) for inside in (False, True)),
 )  # fmt: skip
-"""Optimizers of torch, cause, words, and what `_Written` does otherwise."""
+"""Optimizers of torch, cause, words, and form."""
 _KINDS = (("decoupled-decay", _ADAM), ("optimizer-kind", ("NAdam", "RAdam", "Adamax", "RMSprop", "SGD", "Adagrad")))
-_CLIPPINGS = (
-    ("clipping", "norm", "gradients clipped to a global norm of"),
-    ("clipping", "value", "gradients clipped, each element to"),
-    ("clipping", "each", "gradients clipped to a norm for each parameter of"),
-    ("clip-order", "update", "updates clipped to a global norm of"),
-)
 
 
-def _kind(optimizer: Any) -> str:
-    """Return the name of torch's class that an optimizer is of."""
-    return next(c.__name__ for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim"))
+def _class_of(optimizer: Any) -> Any:
+    """Return torch's class that an optimizer is of, or its own: a subclass may set its learning rate in `step`."""
+    own = [c for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim.")]
+    return own[0] if own and own[0] is not torch.optim.Optimizer else type(optimizer)
 
 
-def _put(**values: Any) -> Callable[[Any], None]:
-    def change(optimizer: Any) -> None:
-        for group in optimizer.param_groups:
-            group.update(values)
-
-    return change
-
-
-def _settings(optimizer: Any, rates: Sequence[Sequence[float]]) -> Iterator[Setting]:
-    """Yield changes of an optimizer, the most usual first; `rates` are its learning rates at each step."""
-    group, name = optimizer.param_groups[0], _kind(optimizer)
-    decays = {g.get("weight_decay", 0.0) for g in optimizer.param_groups}
-    if optimizer._optimizer_step_pre_hooks:
-        yield Setting("missing-clipping", "no clipping", lambda o: o._optimizer_step_pre_hooks.clear())
-        yield Setting("clip-epsilon", "clipping to the norm without 1e-6", _clipped_exactly)
+def _settings(mine: Recipe, raw: Steps) -> Iterator[Setting]:
+    """Yield changes of an optimizer, the most usual first; `raw` are the gradients before its hooks."""
+    group, name = mine.groups[0], mine.cls.__name__
+    decays = {g.get("weight_decay", 0.0) for g in mine.groups}
+    if any(_norm(a) != _norm(b) for a, b in zip(raw, mine.gradients, strict=True)):
+        yield Setting("missing-clipping", "no clipping", lambda r: replace(r, gradients=raw))
+        exact = [_exactly_clipped(a, b) for a, b in zip(raw, mine.gradients, strict=True)]
+        yield Setting("clip-epsilon", "clipping to the norm without 1e-6", lambda r: replace(r, gradients=exact))
     forms = [
-        Setting(cause, words, lambda o, h=how: _written(o, rates, **h))
-        for names, cause, words, how in _FORMS
+        Setting(cause, words, lambda r, form=form: r.written(**form))
+        for names, cause, words, form in _FORMS
         if name in names
     ]
     yield from forms[: 2 if group.get("momentum") else 0]
     for decay in sorted(decays, reverse=True) if len(decays) > 1 else ():
-        yield Setting("decay-mask", f"weight decay {decay:g} on all parameters", _put(weight_decay=decay))
+        yield Setting(
+            "decay-mask", f"weight decay {decay:g} on all parameters", lambda r, d=decay: r.put(weight_decay=d)
+        )
     if len(decays) == 1 and max(decays):
         yield Setting("decay-mask", "weight decay on matrices alone", _decayed_matrices)
     for cause, key, values in _VALUES:
         for value in values if key in group else ():
             if value != group[key] and isinstance(value, bool) == isinstance(group[key], bool):
-                yield Setting(cause, f"{key} {value} instead of {group[key]}", _put(**{key: value}))
+                words = f"{key} {value} instead of {group[key]}"
+                yield Setting(cause, words, lambda r, k=key, v=value: r.put(**{k: v}))
     yield from _other_betas(group.get("betas"))
     for decay in (0.0, 1e-2, 1e-4, 0.1, 5e-4, 1e-3, 0.05, 0.2):
         if decays != {decay} and "weight_decay" in group:
             cause = "missing-weight-decay" if decay == 0 else "weight-decay"
-            yield Setting(cause, f"weight decay {decay:g}", _put(weight_decay=decay))
-    yield from _other_rates(rates, [g["lr"] for g in optimizer.param_groups])
+            yield Setting(cause, f"weight decay {decay:g}", lambda r, d=decay: r.put(weight_decay=d))
+    yield from _other_rates(mine.rates, [g["lr"] for g in mine.groups])
     yield from forms
-    for rate in sorted({1.0, max(max(r) for r in rates)}) if max(decays) and name in (*_ADAM, *_SGD) else ():
+    for rate in sorted({1.0, max(max(r) for r in mine.rates)}) if max(decays) and name in (*_ADAM, *_SGD) else ():
         words = f"decoupled weight decay times {rate:g}, whatever the learning rate"
-        yield Setting("decay-place", words, lambda o, r=rate: _written(o, rates, late=True, decay_rate=r))
+        yield Setting("decay-place", words, lambda r, d=rate: r.written(late=True, decay_rate=d))
     for cause, names in _KINDS:
         for other in names:
             if other != name:
-                make = getattr(torch.optim, other)
-                yield Setting(cause, f"{other} instead of {name}", lambda o, m=make: _remade(o, m))
+                yield Setting(cause, f"{other} instead of {name}", lambda r, o=other: r.of_class(o))
+    yield from _clippings(raw)
+
+
+def _decayed_matrices(r: Recipe) -> Recipe:
+    groups = [
+        {**g, "params": [p for p in g["params"] if (p.dim() > 1) == decays], "weight_decay": g["weight_decay"] * decays}
+        for g in r.groups
+        for decays in BOTH
+    ]
+    return replace(r, groups=groups, rates=[[x for x in step for _ in BOTH] for step in r.rates])
+
+
+def _clippings(raw: Steps) -> Iterator[Setting]:
     for limit in (1.0, 0.5, 0.1, 5.0, 10.0, 2.0):
-        for cause, kind, words in _CLIPPINGS:
-            yield Setting(cause, f"{words} {limit:g}", lambda o, c=limit, k=kind: _Clipped(o, c, k))
+        for words, clipped in (
+            ("gradients clipped to a global norm of", [_limited(g, limit) for g in raw]),
+            ("gradients clipped, each element to", [{n: g.clip(-limit, limit) for n, g in s.items()} for s in raw]),
+            ("gradients clipped to a norm for each parameter of",
+             [{n: _limited({n: g}, limit)[n] for n, g in s.items()} for s in raw]),
+        ):  # fmt: skip
+            yield Setting("clipping", f"{words} {limit:g}", lambda r, c=clipped: replace(r, gradients=c))
+        words = f"updates clipped to a global norm of {limit:g}"
+        yield Setting("clip-order", words, lambda r, c=limit: replace(r, gradients=raw).written(limit=c))
+
+
+def _limited(gradients: Mapping[str, Array], limit: float) -> dict[str, Array]:
+    factor = min(1.0, limit / _norm(gradients))
+    return {n: g * factor for n, g in gradients.items()}
+
+
+def _exactly_clipped(raw: Mapping[str, Array], clipped: Mapping[str, Array]) -> dict[str, Array]:
+    """Undo the 1e-6 of torch's clipping."""
+    before = _norm(raw)
+    factor = (before + 1e-6) / before if _norm(clipped) < before else 1.0
+    return {n: g * factor for n, g in clipped.items()}
+
+
+def _norm(arrays: Mapping[str, Array]) -> float:
+    return math.sqrt(sum(float((a**2).sum()) for a in arrays.values()))
 
 
 def _other_betas(mine: tuple[float, float] | None) -> Iterator[Setting]:
     b1, b2 = mine or (0.0, 0.0)
     for betas in product((b1, 0.9, 0.95, 0.8, 0.0, 0.5, 0.99, b2), (b2, 0.999, 0.99, 0.95, 0.98, 0.9, b1)):
         if mine is not None and betas != mine:
-            yield Setting("betas", f"betas {betas} instead of {mine}", _put(betas=betas))
+            yield Setting("betas", f"betas {betas} instead of {mine}", lambda r, b=betas: r.put(betas=b))
 
 
-def _other_rates(rates: Sequence[Sequence[float]], start: Sequence[float]) -> Iterator[Setting]:
-    for factor in (0.1, 10.0, 0.5, 2.0, 0.01, 100.0):
-        words = f"{factor:g} times the learning rate"
-        yield Setting("learning-rate", words, lambda o, f=factor: _at_rates(o, [[f * x for x in r] for r in rates]))
+def _other_rates(rates: list[list[float]], start: list[float]) -> Iterator[Setting]:
     before = [2 * a - b for a, b in zip(rates[0], rates[1], strict=True)]  # a line goes on backwards
     for words, others in (
+        *((f"{f:g} times the learning rate", [[f * x for x in r] for r in rates])
+          for f in (0.1, 10.0, 0.5, 2.0, 0.01, 100.0)),
         ("a schedule one step ahead", rates[1:]),
         ("a schedule one step behind", [before, *rates]),
         ("no schedule", [rates[0]] * len(rates)),
         ("no schedule", [start] * len(rates)),
-    ):
-        yield Setting("learning-rate", words, lambda o, r=others: _at_rates(o, r))
+    ):  # fmt: skip
+        yield Setting("learning-rate", words, lambda r, o=others: replace(r, rates=o))
 
 
-def _at_rates(optimizer: Any, rates: Sequence[Sequence[float]]) -> None:
-    """Let an optimizer step with learning rates of its groups that are given for each step."""
-    left = iter(rates)
-    optimizer._optimizer_step_post_hooks.clear()
-    optimizer.param_groups[:] = [_Group(g) for g in optimizer.param_groups]
-
-    def set_rates(o: Any) -> None:
-        for group, rate in zip(o.param_groups, next(left), strict=True):
-            group.fixed = rate
-
-    _around_steps(optimizer, set_rates, lambda o: None)
-
-
-def _around_steps(optimizer: Any, before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
-    """Call functions once before and after each step.
-
-    The `step` of a subclass and that of its base class call the hooks each, once torch has made an optimizer of both.
-    """
-    depth = 0
-
-    def enter(o: Any, *_: Any) -> None:
-        nonlocal depth
-        depth += 1
-        if depth == 1:
-            before(o)
-
-    def leave(o: Any, *_: Any) -> None:
-        nonlocal depth
-        depth -= 1
-        if depth == 0:
-            after(o)
-
-    optimizer.register_step_pre_hook(enter)
-    optimizer.register_step_post_hook(leave)
-
-
-class _Group(dict[str, Any]):
-    """A parameter group whose learning rate may be fixed: some optimizers set their own in `step`.
-
-    Attributes:
-        fixed: the rate that is read whatever is set, None to read what is set.
-        read: the rate that was read last.
-    """
-
-    fixed: float | None = None
-    read: float | None = None
-
-    def __getitem__(self, key: str) -> Any:
-        found = super().__getitem__(key)
-        if key == "lr":
-            found = self.read = found if self.fixed is None else self.fixed
-        return found
-
-
-def _decayed_matrices(optimizer: Any) -> Any:
-    groups = []
-    for g in optimizer.param_groups:
-        for matrices in (True, False):
-            decay = g["weight_decay"] if matrices else 0.0
-            kept = [p for p in g["params"] if (p.dim() > 1) == matrices]
-            groups += [{**g, "params": kept, "weight_decay": decay}] if kept else []
-    return _remade(optimizer, type(optimizer), groups)
-
-
-def _remade(optimizer: Any, cls: Any, groups: Any = None) -> Any:
-    known = set(inspect.signature(cls).parameters) - {"foreach", "fused", "capturable", "differentiable"}
-    known -= {"decoupled_weight_decay"}
-    kept = [{k: v for k, v in g.items() if k == "params" or k in known} for g in groups or optimizer.param_groups]
-    made = cls(kept, **({} if "lr" in kept[0] else {"lr": 1e-3}))
-    made._optimizer_step_pre_hooks.update(optimizer._optimizer_step_pre_hooks)
-    return made
-
-
-class _Written:
+class _Written(torch.optim.Optimizer):
     """Adam, RMSprop, Adagrad and SGD written out, for what torch's do not offer."""
 
-    def __init__(self, optimizer: Any, **how: Any) -> None:
-        self.param_groups, self._n, self._how = optimizer.param_groups, 0, how
-        name, group = _kind(optimizer), optimizer.param_groups[0]
-        self._late = how.get("late", name == "AdamW" or bool(group.get("decoupled_weight_decay")))
-        self._correct = how.get("correct", (name in _ADAM, name in _ADAM))
-        self._kept: dict[int, dict[str, Any]] = {}
-        self._before = list(optimizer._optimizer_step_pre_hooks.values())
-        self._after = list(optimizer._optimizer_step_post_hooks.values())
+    def __init__(self, groups: list[dict[str, Any]], name: str, form: Mapping[str, Any]) -> None:
+        super().__init__(groups, {})
+        self._n, self._form = 0, form
+        self._late = form.get("late", name == "AdamW" or bool(groups[0].get("decoupled_weight_decay")))
+        self._correct = form.get("correct", (name in _ADAM, name in _ADAM))
 
-    def step(self) -> None:
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
         self._n += 1
-        for hook in self._before:
-            hook(self, (), {})
-        with torch.no_grad():
-            for g in self.param_groups:
-                for p in g["params"]:
-                    if p.grad is not None:
-                        self._one(p, p.grad, g, self._kept.setdefault(id(p), {}))
-        for hook in self._after:
-            hook(self, (), {})
+        every = [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        moves = [self._move(p, p.grad, g, self.state[p]) for p, g in every]
+        whole = math.sqrt(sum(float((m**2).sum()) for m in moves))
+        limit = self._form.get("limit", math.inf) * self.param_groups[0]["lr"]
+        for (p, _), move in zip(every, moves, strict=True):
+            p -= move * min(1.0, limit / max(whole, 1e-300))
 
-    def _one(self, p: Any, grad: Any, g: Mapping[str, Any], kept: dict[str, Any]) -> None:
-        rate, decay, how = g["lr"], g["weight_decay"], self._how
+    def _move(self, p: Any, grad: Any, g: Mapping[str, Any], kept: dict[str, Any]) -> Any:
+        rate, decay, form = g["lr"], g["weight_decay"], self._form
         out = self._direction(p, grad if self._late else grad + decay * p, g, kept)
-        rate_after = rate
+        inside, outside = (rate, 1.0) if form.get("rate_inside") and g.get("momentum") else (1.0, rate)
         if m := g.get("momentum"):
-            part = 1 - m if how.get("average") else 1.0
-            own = rate * out if how.get("rate_inside") else out
-            buffer = kept["b"] = m * kept.get("b", 0.0) + part * own
-            out = buffer / (1 - m**self._n) if how.get("unbiased") else buffer
-            out = part * own + m * out if g.get("nesterov") else out
-            rate_after = 1.0 if how.get("rate_inside") else rate
-        old = p.clone()
-        p -= rate_after * out
-        if self._late:
-            p -= how.get("decay_rate", rate) * decay * (p if how.get("after") else old)
+            own = (1 - m if form.get("average") else 1.0) * inside * out
+            buffer = kept["b"] = m * kept.get("b", 0.0) + own
+            out = buffer / (1 - m**self._n) if form.get("unbiased") else buffer
+            out = own + m * out if g.get("nesterov") else out
+        move = outside * out
+        at = p - move if form.get("after") else p
+        return move + (form.get("decay_rate", rate) * decay * at if self._late else 0.0)
 
     def _direction(self, p: Any, grad: Any, g: Mapping[str, Any], kept: dict[str, Any]) -> Any:
         """Return the gradient, for adaptive optimizers its moment over the root of the moment of its squares."""
@@ -378,67 +373,16 @@ class _Written:
             return grad
         b1, b2 = g.get("betas", (0.0, g.get("alpha", 1.0)))  # Adagrad adds up the squares
         m = kept["m"] = b1 * kept.get("m", 0.0) + (1 - b1) * grad
-        start = torch.full_like(p, self._how.get("start", 0.0))
+        start = torch.full_like(p, self._form.get("start", 0.0))
         v = kept["v"] = b2 * kept.get("v", start) + (1 - b2 or 1.0) * grad**2
         if g.get("centered"):
             mean = kept["mean"] = b2 * kept.get("mean", 0.0) + (1 - b2) * grad
             v = v - mean**2
         first, second = (1 - b**self._n if c else 1.0 for b, c in zip((b1, b2), self._correct, strict=True))
-        if self._how.get("eps_first"):
+        if self._form.get("eps_first"):
             return m / first / ((v.sqrt() + g["eps"]) / second**0.5)
         v = v / second
-        return m / first / ((v + g["eps"]).sqrt() if self._how.get("inside") else v.sqrt() + g["eps"])
-
-
-def _written(optimizer: Any, rates: Sequence[Sequence[float]], **how: Any) -> _Written:
-    _at_rates(optimizer, rates)
-    return _Written(optimizer, **how)
-
-
-class _Clipped:
-    """Clips what an optimizer reads, or what it does."""
-
-    def __init__(self, optimizer: Any, limit: float, kind: str) -> None:
-        optimizer._optimizer_step_pre_hooks.clear()
-        self._o, self._limit, self._kind, self.param_groups = optimizer, limit, kind, optimizer.param_groups
-
-    def step(self) -> None:
-        params = [p for g in self._o.param_groups for p in g["params"] if p.grad is not None]
-        if self._kind == "value":
-            nn.utils.clip_grad_value_(params, self._limit)
-        for together in {"norm": [params], "each": [[p] for p in params]}.get(self._kind, []):
-            if (norm := _norm(p.grad for p in together)) > self._limit:
-                for p in together:
-                    p.grad *= self._limit / norm
-        before = [p.detach().clone() for p in params]
-        self._o.step()
-        if self._kind == "update":
-            moves = [p.detach() - b for p, b in zip(params, before, strict=True)]
-            norm = _norm(moves) / self._o.param_groups[0]["lr"]
-            with torch.no_grad():
-                for p, b, m in zip(params, before, moves, strict=True):
-                    p.copy_(b + m * min(1.0, self._limit / norm))
-
-
-def _norm(tensors: Iterable[Any]) -> float:
-    return math.sqrt(sum(float((t**2).sum()) for t in tensors))
-
-
-def _clipped_exactly(optimizer: Any) -> None:
-    """Undo the 1e-6 of torch's clipping, which its hooks have scaled the gradients with."""
-    hooks = list(optimizer._optimizer_step_pre_hooks.values())
-    optimizer._optimizer_step_pre_hooks.clear()
-
-    def exactly(o: Any, args: Any, kwargs: Any) -> None:
-        params = [p for g in o.param_groups for p in g["params"] if p.grad is not None]
-        before = _norm(p.grad for p in params)
-        for hook in hooks:
-            hook(o, args, kwargs)
-        if before and _norm(p.grad for p in params) < before:
-            for p in params:
-                p.grad *= (before + 1e-6) / before
-
-    optimizer.register_step_pre_hook(exactly)
+        return m / first / ((v + g["eps"]).sqrt() if self._form.get("inside") else v.sqrt() + g["eps"])
 
 
 # The judgement.
@@ -485,10 +429,11 @@ class Updates:
         self._gradients = drawn_gradients(base, {n: state_map.offsets.get(n, n) for n in base})
         make = pair.torch_optimizer
         assert make is not None
-        self._module, self._make = pair.module, make
         pushed = [state_map.push(self._vector(step)) for step in self._gradients]
-        self.sample = raised("torch_optimizer", lambda: make(pair.module.parameters()))
-        self._rates: list[list[float]] = []
+        # one step more: of a schedule one step ahead
+        longer = [*self._gradients, self._gradients[-1]]
+        mine, recipe = raised("torch_optimizer", lambda: torch_steps(pair.module, make, self._start, longer))
+        self._mine, self._recipe = mine[:-1], replace(recipe, gradients=recipe.gradients[:-1])
         if not hasattr(pair.jax_optimizer, "update"):
             raise UsageError(f"jax_optimizer: expected an optax.GradientTransformation, got {pair.jax_optimizer!r}")
         self._theirs = raised("jax_optimizer", lambda: jax_steps(pair.jax_optimizer, state_map.model, leaves, pushed))
@@ -528,30 +473,9 @@ class Updates:
                 found[i] = max(found.get(i, 0.0), float(off.max(initial=0.0)))
         return {i: off / max(largest, 1e-300) for i, off in found.items() if off > STEP * max(largest, 1e-300)}
 
-    def run(self, change: Any = None, gradients: Gradients | None = None) -> Steps:
-        """Return torch's steps, with a changed optimizer."""
-        return torch_steps(self._module, self._make, self._start, gradients or self._gradients, change)
-
-    def _noted(self, optimizer: Any) -> None:
-        """Note the learning rate that each group has in each step."""
-        groups = [_Group(g) for g in optimizer.param_groups]
-        optimizer.param_groups[:] = groups
-        hooks, self._rates = list(optimizer._optimizer_step_post_hooks.values()), []
-        optimizer._optimizer_step_post_hooks.clear()  # a scheduler in a hook reads the next rate
-
-        def note(o: Any) -> None:
-            self._rates.append([float(g["lr"] if g.read is None else g.read) for g in groups])
-            for hook in hooks:
-                hook(o, (), {})
-
-        _around_steps(optimizer, lambda o: None, note)
-
     def fault(self) -> UpdateFault | None:
         """Return how updates differ, or None."""
-        # one step more: of a schedule one step ahead
-        longer = [*self._gradients, self._gradients[-1]]
-        mine = raised("torch_optimizer", lambda: self.run(self._noted, longer))
-        wrong = self.wrong(mine[: len(self._gradients)])
+        wrong = self.wrong(self._mine)
         if not wrong:
             return None
         at = max(wrong, key=lambda i: wrong[i])
@@ -559,37 +483,35 @@ class Updates:
         assert leaf is not None
         merged = all((one := self._map.leaves[i]) is not None and (one.second >= 0).any() for i in wrong)
         partial = len(wrong) <= len(self.leaves) / 2
-        expected = f"{type(self.sample).__name__} with {_shown(self.sample)}"
+        expected = f"{self._recipe.cls.__name__} with {_shown(self._recipe.groups[0])}"
         if merged:
             words = f"{leaf.path}, which is a sum of {' and '.join(self._map.sources(leaf))}, as one parameter"
             return UpdateFault("merged-biases", words, wrong[at], leaf, True, expected)
-        found = self._one_setting() or self._two_settings()
+        settings = list(_settings(self._recipe, self._gradients))
+        found = next((s for s in settings if self._explains(s)), None) or self._two_settings(settings)
         cause, words = (found.cause, found.words) if found else ("unknown", "other steps")
         return UpdateFault(cause, words, wrong[at], leaf, partial and found is None, expected)
 
-    def _explains(self, change: Callable[[Any], Any]) -> bool:
+    def _explains(self, *settings: Setting) -> bool:
+        recipe = self._recipe
         try:
-            return not self.wrong(self.run(change))
+            for setting in settings:
+                recipe = setting.change(recipe)
+            made = torch_steps(
+                self._map.pair.module, lambda _: recipe.made(), self._start, recipe.gradients, recipe.rates
+            )
         except Exception:  # an optimizer of another kind may take no such setting
             return False
+        return not self.wrong(made[0])
 
-    def _one_setting(self) -> Setting | None:
-        return next((s for s in _settings(self.sample, self._rates) if self._explains(s.change)), None)
-
-    def _two_settings(self) -> Setting | None:
-        simple = [s for s in _settings(self.sample, self._rates) if _SIMPLE.fullmatch(s.cause)][:60]
+    def _two_settings(self, settings: Iterable[Setting]) -> Setting | None:
+        simple = [s for s in settings if _SIMPLE.fullmatch(s.cause)][:60]
         until = time.process_time() + PAIR_SECONDS
-        for i, a in enumerate(simple):
-            for b in simple[i + 1 :]:
-                if time.process_time() > until:
-                    return None
-
-                def both(o: Any, a: Setting = a, b: Setting = b) -> Any:
-                    changed = a.change(o) or o
-                    return b.change(changed) or changed
-
-                if a.cause != b.cause and self._explains(both):
-                    return Setting(f"{a.cause} and {b.cause}", f"{a.words} and {b.words}", both)
+        for a, b in combinations(simple, 2):
+            if time.process_time() > until:
+                return None
+            if a.cause != b.cause and self._explains(a, b):
+                return Setting(f"{a.cause} and {b.cause}", f"{a.words} and {b.words}", a.change)
         return None
 
 
@@ -600,6 +522,6 @@ _SIMPLE = re.compile(
 """Causes of which two are tried together."""
 
 
-def _shown(optimizer: Any) -> str:
+def _shown(group: Mapping[str, Any]) -> str:
     keys = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "dampening", "alpha")
-    return ", ".join(f"{k}={v}" for k, v in optimizer.param_groups[0].items() if k in keys)
+    return ", ".join(f"{k}={v}" for k, v in group.items() if k in keys)
