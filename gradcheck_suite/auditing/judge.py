@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TypeVar
@@ -92,17 +92,13 @@ def _unite(united: United, violations: Iterable[Violation]) -> None:
     """Add violations: a run that is faulty at every step has a few entries, however long it is."""
     for violation in violations:
         key = violation.diagnosis, violation.where
-        if (known := united.get(key)) is not None:
-            known[1].add(violation.step)
-            united[key] = _first(known[0], violation), known[1]
-        else:
-            united[key] = violation, {violation.step}
+        first, steps = united.setdefault(key, (violation, set()))
+        steps.add(violation.step)
+        united[key] = min(first, violation, key=_order), steps
 
 
-def _first(*violations: Violation) -> Violation:
-    first, *later = sorted(violations, key=_order)
-    size = next((v.gradient_error for v in (first, *later) if v.gradient_error is not None), None)
-    return replace(first, gradient_error=size)
+def _first(ones: Sequence[Repeated]) -> Violation:
+    return min((violation for violation, _ in ones), key=_order)
 
 
 def _number(sets: Iterable[set[int | None]]) -> int:
@@ -193,7 +189,7 @@ class Judge:
         self._clipped: set[str] = set()
         self.skipped: dict[int, str] = {}
         self._removed: defaultdict[int, list[Sequence[int]]] = defaultdict(list)
-        self._emptied: dict[int, tuple[StepWindow, Place]] = {}
+        self._emptied: dict[int, StepWindow] = {}
         self._sizes: dict[int, float] = {}
         self._replay = Replay(ranks, dtypes)
         self._ranks, self._given = ranks, given
@@ -259,10 +255,11 @@ class Judge:
 
     def violations(self) -> list[Violation]:
         """Return the violations so far, one for each diagnosis and place, in the order of their steps."""
-        united = [
-            replace(_first(*(violation for violation, _ in ones)), occurrences=_number([steps for _, steps in ones]))
-            for ones in self._repeated().values()
-        ]
+        united = list[Violation]()
+        for ones in self._repeated().values():
+            of_steps = [steps for _, steps in ones]
+            error = next((e for step, e in self._sizes.items() if any(step in steps for steps in of_steps)), None)
+            united.append(replace(_first(ones), occurrences=_number(of_steps), gradient_error=error))
         return sorted(united, key=_order)
 
     def _repeated(self) -> Mapping[tuple[str, str | None], Sequence[Repeated]]:
@@ -322,7 +319,7 @@ class Judge:
         """
         repeated = [judge._repeated() for judge in of_ranks]
         for key, ranks in _ranks_of(repeated).items():
-            first = {rank: _first(*(violation for violation, _ in repeated[rank][key])) for rank in ranks}
+            first = {rank: _first(repeated[rank][key]) for rank in ranks}
             shown = min(ranks, key=lambda rank: _order(first[rank]))
             violation = replace(
                 first[shown],
@@ -348,16 +345,6 @@ class Judge:
     def note_size(self, step: int, error: float) -> None:
         """Note by how much the gradient of a violated step is off."""
         self._sizes[step] = error
-        _unite(self._united, [replace(v, gradient_error=error) for v in self._of_step])
-        for weighed in self._weighed.values():
-            self._unite_weighed(weighed)
-
-    def _unite_weighed(self, weighed: Weighed) -> None:
-        weighed.united = {}
-        _unite(weighed.united, self._sized(weighed.violations))
-
-    def _sized(self, violations: Iterable[Violation]) -> Iterator[Violation]:
-        return (replace(v, gradient_error=self._sizes[v.step]) if v.step in self._sizes else v for v in violations)
 
     @property
     def violated(self) -> set[int]:
@@ -365,12 +352,12 @@ class Judge:
         found = {v.step for weighed in self._weighed.values() for v in weighed.violations if v.step is not None}
         return self._violated | found
 
-    def _violate(self, fault: StepFault, window: StepWindow, where: Place) -> None:
+    def _violate(self, fault: StepFault, window: StepWindow, where: Place | None = None) -> None:
         name = None if fault.key is None else self._name_of(fault.key)
         if fault.keys:
             names = self._names([key for key in window.keys if key in fault.keys])
             fault = replace(fault, sentence=f"in {names}: {fault.sentence}")
-        self.add(violation_of(fault, window, where, name))
+        self.add(violation_of(fault, window, where or window.where, name))
 
     def _on_step(self, steps: Sequence[StepRecord]) -> None:
         window = self.window = self._replay.on_step(steps)
@@ -378,18 +365,15 @@ class Judge:
         if not window.passes and (window.edit == "all reset" or not any(window.coefficients.values())):
             given = [one for one in window.step.gradients.values() if isinstance(one, np.ndarray)]
             if any(map(size, given)):
-                of_zero = (window.step.trainer or "").startswith("deepspeed")
-                self._unknown[Unknown(BOTH, str(window.step.place), *(ZERO if of_zero else MASTERS))] += 1
-                self.skipped[window.number] = (ZERO if of_zero else MASTERS)[0]
+                self._skip(window, *(ZERO if (window.step.trainer or "").startswith("deepspeed") else MASTERS))
             elif given and any(isinstance(one, np.ndarray) and size(one) > 0 for one in window.step.moved.values()):
-                self._violate(OF_SUMS["step on zeros"], window, window.step.place)
+                self._violate(OF_SUMS["step on zeros"], window)
             else:
                 self._judge_idle(window)
             return
         optimizer = window.optimizer
-        where = window.passes[max(window.passes)].site if window.passes else window.step.place
         if optimizer not in self._last:
-            self._note_listed(window, where)
+            self._note_listed(window)
             # a program that has ended has let its modules go, and their names with them
             self._names([key for key, now in window.step.gradients.items() if now is None])
         self._judge_replaced(window)
@@ -423,19 +407,23 @@ class Judge:
             )
             lengths[number] += 1
         self._note_parts(window, members)
-        used = self._judge_sums(members, where) if self._judges_sums else self._assumed(window)
+        used = self._judge_sums(members) if self._judges_sums else self._assumed(window)
         if used is None:
             return
         self.used = used
         self._note_modes(window, used)
         if self._judges_weights:
-            self._read(window, where, used)
+            self._read(window, used)
         else:
             self._read_before |= 1 << window.number
         self._singles[optimizer] = self._singles[optimizer] + 1 if len(required) == 1 else 0
         if self._given is not None and self._given > 1 and self._singles[optimizer] == 3:
             fault = OF_SUMS["step per pass"]
-            self._violate(replace(fault, sentence=fault.sentence.format(steps=self._given)), window, where)
+            self._violate(replace(fault, sentence=fault.sentence.format(steps=self._given)), window)
+
+    def _skip(self, window: StepWindow, reason: str, remedy: str) -> None:
+        self._unknown[Unknown(BOTH, str(window.where), reason, remedy)] += 1
+        self.skipped[window.number] = reason
 
     def _on_first_step(self, steps: Sequence[StepRecord]) -> None:
         """Take an optimizer's first step after a gap: what stands in `.grad` is known from then on."""
@@ -476,7 +464,7 @@ class Judge:
             )
         return bool(replaced)
 
-    def _note_listed(self, window: StepWindow, where: Place) -> None:
+    def _note_listed(self, window: StepWindow) -> None:
         """Note parameters that an optimizer moves more than once in a step."""
         if twice := window.step.twice:
             self._notes[
@@ -489,7 +477,7 @@ class Judge:
             ] += 1
         if overlapping := window.step.overlapping:
             sentence = "their `.grad` lie over the same memory, so that what arrives at one is added to the others"
-            self._violate(replace(OF_SUMS["not a sum"], sentence=sentence, keys=overlapping), window, where)
+            self._violate(replace(OF_SUMS["not a sum"], sentence=sentence, keys=overlapping), window)
 
     def _note_clocks(self, members: Members) -> None:
         """Note what moves with every micro-batch of a window, where the optimizer steps once per window."""
@@ -531,7 +519,7 @@ class Judge:
         for place in {place for (place, _), modes in seen.items() if len(modes) > 1}:
             self._notes[f"{place}: {SEVERAL_MODES}"] += 1
 
-    def _judge_sums(self, members: Members, where: Place) -> Mapping[Source, float] | None:
+    def _judge_sums(self, members: Members) -> Mapping[Source, float] | None:
         """Judge a window's sums, and return the coefficients by which its weights are read, None where they are not."""
         window = members.window
         # without a wrapper, ranks that never reduce may train a model each, as in a sweep
@@ -554,21 +542,18 @@ class Judge:
             self._notes[found.excuse] += 1
         if found.first_point and self._judges_weights:
             # the gradient there gives a direction, in which the micro-batches weigh as in the step
-            self._pending[window.optimizer].append(
-                replace(self._pending_of(window, where, found.first_point), scaled=False)
-            )
+            self._pending[window.optimizer].append(replace(self._pending_of(window, found.first_point), scaled=False))
         if found.removed:
             self._removed[window.optimizer].append(found.removed)
         if fault is not None:
             others = {k for seen in window.passes.values() for r in seen.records for k in r.arrivals} - {*window.keys}
             if fault == OF_SUMS["all reset"] and others:
-                self._emptied[window.optimizer] = window, where
+                self._emptied[window.optimizer] = window
             else:
-                self._violate(fault, window, where)
+                self._violate(fault, window)
             return None
         if found.untold:
-            self._unknown[Unknown(BOTH, str(where), *UNTOLD)] += 1
-            self.skipped[window.number] = UNTOLD[0]
+            self._skip(window, *UNTOLD)
             return None
         by_grad = window.edit == "free" and any(seen.by_hand for seen in window.passes.values())
         if found.by_hand or by_grad:
@@ -589,20 +574,17 @@ class Judge:
             optimizer: whose window it is.
             seen_all: whether each step since then was recorded.
         """
-        window, where = self._emptied.pop(optimizer)
+        window = self._emptied.pop(optimizer)
         if any(seen.consumers for seen in window.passes.values()):
             self._removed[optimizer].append(window.keys)
         elif seen_all:
-            self._violate(OF_SUMS["all reset"], window, where)
+            self._violate(OF_SUMS["all reset"], window)
             return
         self.skipped[window.number] = "the gradients of its parameters were taken away before it"
 
     def _are_right(self, window: StepWindow, coefficients: Mapping[Source, float]) -> bool:
         """Return whether the losses weigh their items rightly with unequal coefficients of the passes."""
-        scale = window.step.scale or 1.0
-        coefficients = {s: c / scale for s, c in coefficients.items()}
-        reading = reading_weights.read(window.passes, coefficients, error=window.error)
-        objectives = reading_weights.objectives(reading, {})
+        objectives = reading_weights.objectives(self._pending_of(window, coefficients).readings[-1], {})
         unreadable = any(term.opaque for _, i in coefficients for r in window.passes[i].records for term in r.terms)
         return bool(objectives) and not unreadable and all(o.is_right and len(o.parts) > 1 for o in objectives)
 
@@ -627,11 +609,11 @@ class Judge:
             self._notes[f"a hook changes what arrives at {number}, by the same factors in each pass"] += 1
         return None
 
-    def _read(self, window: StepWindow, where: Place, used: Mapping[Source, float]) -> None:
+    def _read(self, window: StepWindow, used: Mapping[Source, float]) -> None:
         pending = self._pending[window.optimizer]
-        one = self._pending_of(window, where, used)
+        one = self._pending_of(window, used)
         if window.edit == BY_HAND:
-            one = replace(one, apart=[self._pending_of(window, where, kept) for kept in window.kept_apart])
+            one = replace(one, apart=[self._pending_of(window, kept) for kept in window.kept_apart])
         elif not used:
             return
         pending.append(one)
@@ -640,7 +622,7 @@ class Judge:
         if self._since[window.optimizer] >= min(EVERY, max(1, len(pending) // 4)):
             self._weigh(window.optimizer)
 
-    def _pending_of(self, window: StepWindow, where: Place, used: Mapping[Source, float]) -> Pending:
+    def _pending_of(self, window: StepWindow, used: Mapping[Source, float]) -> Pending:
         # what a GradScaler takes out again, before the step or inside of it, is no part of the weights
         scale, left = window.step.scale or 1.0, window.left if self._judges_sums and window.factor is not None else 1.0
         factors = [1.0] if abs(left - 1) < 1e-3 else [left, 1.0]
@@ -648,7 +630,7 @@ class Judge:
         read_joined(window.passes, used)
         scaled = [{source: c * f / scale for source, c in used.items()} for f in factors]
         readings = [reading_weights.read(window.passes, one, tasks, window.error) for one in scaled]
-        return Pending(window, where, used, readings, factors[0])
+        return Pending(window, used, readings, factors[0])
 
     def _is_sum(self, made: Sequence[Pending]) -> bool:
         """Return whether gradients that are put together by hand are sums over the micro-batches of a window.
@@ -695,7 +677,7 @@ class Judge:
         if made and optimizer not in self._composed and not self._is_sum(made):
             self._composed.add(optimizer)
         judged = [each for one in pending for each in (one.apart if optimizer in self._composed else ()) or (one,)]
-        self._by_hand |= {place_of_loss(one.window, one.where) for one in made if optimizer in self._composed}
+        self._by_hand |= {place_of_loss(one.window, one.window.where) for one in made if optimizer in self._composed}
         typical_k, declared_k = self.typical_k(optimizer), self._declared_k(optimizer)
         weighed = self._weighed[optimizer] = judge_weights(judged, typical_k, declared_k, self._ranks, self._name_of)
         self._since[optimizer] = 0
@@ -703,18 +685,17 @@ class Judge:
             weighed.violations += weighed.provisional
             weighed.provisional = []
         if made and optimizer in self._composed:
-            weighed.notes[f"{made[0].where}: {COMPOSED}"] += len(made)
-        self._unite_weighed(weighed)
+            weighed.notes[f"{made[0].window.where}: {COMPOSED}"] += len(made)
         if len(pending) > MOST_WINDOWS:
             # the first windows of a run and the last ones say most about it
             lost = {one.window.number for one in pending[EVERY : EVERY + len(pending) - MOST_WINDOWS]}
             forgotten = [violation for violation in weighed.violations if violation.step in lost]
             weighed.violations = [violation for violation in weighed.violations if violation.step not in lost]
-            self._unite_weighed(weighed)
-            _unite(self._united, self._sized(forgotten))
+            _unite(self._united, forgotten)
             self._violated |= {v.step for v in forgotten if v.step is not None}
             self._read_before |= _bits(weighed.steps & lost)
             self._pending[optimizer] = [one for one in pending if one.window.number not in lost]
+        _unite(weighed.united, weighed.violations)
 
     def end(self, *, complete: bool) -> None:
         """Judge what only the whole run shows.
@@ -805,5 +786,6 @@ class Judge:
             }
             # as many as a window may be one that was discarded on purpose: nothing after it tells
             if left and len(left) != typical_k:
-                violation = violation_of(tail_dropped(len(left)), replace(last, passes=left), left[max(left)].site)
+                window = replace(last, passes=left)
+                violation = violation_of(tail_dropped(len(left)), window, window.where)
                 self.add(replace(violation, window=None, found_after=None, step=None, stepped=None))

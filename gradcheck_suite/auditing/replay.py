@@ -12,11 +12,11 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
 
 import numpy as np
 
 from gradcheck_suite.auditing.events import BY_HAND, LATE, NONE, TOUCHED, Arrival, PassRecord, StepRecord
+from gradcheck_suite.auditing.places import Place
 from gradcheck_suite.auditing.samples import ELEMENTS, Vector, alike, distance, factor, is_finite, is_mostly, size
 from gradcheck_suite.core.comparison import FURTHER_ROUNDINGS, SMALLEST, UNIT_ROUNDOFF, growth
 
@@ -135,7 +135,7 @@ class Seen:
     reduced: bool = False
 
     @property
-    def site(self) -> Any:
+    def site(self) -> Place:
         """Where backward was called, as the first rank has it."""
         return self.records[0].place
 
@@ -208,6 +208,11 @@ class StepWindow:
         return self.steps[0]
 
     @property
+    def where(self) -> Place:
+        """Where its last pass went backward, or else the step."""
+        return self.passes[max(self.passes)].site if self.passes else self.step.place
+
+    @property
     def left(self) -> float:
         """By what `.grad` was multiplied after the last pass, beside what a GradScaler takes out; 1 where none is."""
         return (self.factor or 1.0) * (1.0 if self.step.fused else self.step.scale or 1.0)
@@ -256,7 +261,6 @@ class Replay:
         self._late: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         self._not_finite: set[int] = set()
         self._owners: defaultdict[int, set[int]] = defaultdict(set)
-        self._stepped: dict[int, int] = {}
         self._copies: dict[int, int] = {}
         self._discarded: dict[frozenset[int], Coefficients] = {}
 
@@ -720,10 +724,9 @@ class Replay:
 
         def is_done(index: int, seen: Seen) -> bool:
             keys = {key for record in seen.records for key in record.arrivals}
-            return index < self._before_call and all(index < self._stepped.get(key, 0) - 1 for key in keys)
+            return index < self._before_call and all(index < stepped.get(key, 0) - 1 for key in keys)
 
-        for key, steps in list(self._owners.items()):
-            self._stepped[key] = min(self.last[optimizer] for optimizer in steps)
+        stepped = {key: min(self.last[optimizer] for optimizer in of) for key, of in self._owners.items() if of}
         old = self.number_of_passes - MOST_PASSES
         for index in [i for i, seen in self.passes.items() if i < old or is_done(i, seen)]:
             del self.passes[index]

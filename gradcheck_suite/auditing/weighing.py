@@ -45,7 +45,6 @@ class Pending:
 
     Attributes:
         window: the window.
-        where: the place of its last pass.
         coefficients: of its passes.
         readings: the weights, with the factor by which `.grad` was multiplied after the last pass, and without it,
             where there is one: it may be a part of the loss (a mean over K at the end) or none (clipping).
@@ -54,7 +53,6 @@ class Pending:
     """
 
     window: StepWindow
-    where: Place
     coefficients: Mapping[Source, float]
     readings: Sequence[Reading]
     factor: float
@@ -133,7 +131,7 @@ def judge_weights(
     for one, found in zip(pending, found_in, strict=True):
         if fault := _repeated_losses(one):
             result.steps.add(one.window.number)
-            result.violations.append(violation_of(fault, one.window, one.where))
+            result.violations.append(violation_of(fault, one.window, one.window.where))
             continue  # of a loss that goes backward twice no weight says anything
         unreadable, partial = _note_unknown(one, found, result, name_of)
         if one.length == 1 or ((found or partial) and not unreadable):
@@ -144,13 +142,8 @@ def judge_weights(
         unnamed = [objective for objective, *_ in several if objective.comparison.named is None]
         general = _named(unnamed) if unnamed else None
         result.violations += [_of_unequal(*one, general, is_shown=key in shown) for one in several]
-    if pending:
-
-        def note(sentence: str) -> None:
-            result.notes[sentence] += 1
-
-        for scale in reading_weights.scales(history, ranks, declared_k, note):
-            (result.provisional if scale.provisional else result.violations).append(_of_scale(scale))
+    for scale in reading_weights.scales(history, ranks, declared_k, result.notes):
+        (result.provisional if scale.provisional else result.violations).append(_of_scale(scale))
     return result
 
 
@@ -240,7 +233,7 @@ def _note_unknown(
         if whole and len(set(places)) == one.length:
             names = ", ".join(sorted(str(name_of(key)) for key in whole))
             result.notes[
-                f"{one.where}: outside of the cached items, the gradient of {names} arrives from each of the "
+                f"{one.window.where}: outside of the cached items, the gradient of {names} arrives from each of the "
                 f"{one.length} passes over the same items: it is {one.length} times too large: divide it by "
                 f"{one.length} before the step"
             ] += 1
@@ -395,11 +388,11 @@ def _of_unequal(
 
 def _are_means_beside_empty(objective: Objective, window: StepWindow) -> bool:
     """Return whether equal weights are those of means of equal counts, of which one without items has its share."""
-    if objective.is_right or not objective.parts[0].term.mean:
+    first, empty = objective.parts[0].term, len(_empty(objective, window))
+    if objective.is_right or not first.mean or not empty:
         return False
-    number, masses = len(objective.parts), _counts_and_masses(objective, objective.parts[0].term.own)[1]
-    empty = len(_empty(objective, window))
-    return bool(empty) and near(masses[0] * (number + empty), 1.0, objective.tolerance)
+    mass = objective.weights[0] * first.counts.get(first.own, 0.0)
+    return near(mass * (len(objective.parts) + empty), 1.0, objective.tolerance)
 
 
 def _empty(objective: Objective, window: StepWindow) -> set[Source]:
@@ -412,12 +405,6 @@ def _empty(objective: Objective, window: StepWindow) -> set[Source]:
         for rank, record in enumerate(seen.records)
         if record.place in places and any(map(reading_weights.is_empty, record.terms))
     } - own
-
-
-def _counts_and_masses(objective: Objective, count: str) -> tuple[list[float], list[float]]:
-    """Return the count of each term, and what its items weigh together."""
-    numbers = [part.term.counts.get(count, 0.0) for part in objective.parts]
-    return numbers, [weight * number for weight, number in zip(objective.weights, numbers, strict=True)]
 
 
 def _named(objectives: Sequence[Objective]) -> Diagnosis:
@@ -444,10 +431,8 @@ def _named(objectives: Sequence[Objective]) -> Diagnosis:
 
 def _weights(objective: Objective, count: str, empty: Collection[Source] = ()) -> Weights:
     """Return the weights of an objective by what is counted, those of micro-batches without items among them."""
-    parts = objective.parts
-    tolerance = max(part.tolerance for part in parts)
-    numbers, _ = _counts_and_masses(objective, count)
-    return evidence(parts, objective.weights, numbers, tolerance, empty=empty)
+    numbers = [part.term.counts.get(count, 0.0) for part in objective.parts]
+    return evidence(objective.parts, objective.weights, numbers, empty=empty)
 
 
 def _of_scale(scale: Scale) -> Violation:

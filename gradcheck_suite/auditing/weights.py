@@ -139,7 +139,7 @@ def compare(parts: Sequence[Part]) -> TermComparison:
                 deeper = {f"{name}@{depth}": c for name, c in found.items()}
                 best = replace(best, coefficients={**best.coefficients, **deeper})
         else:
-            faults += _by_counts(parts, weights, counts, tolerance, outermost=depth == 0)
+            faults += _by_counts(parts, weights, counts, outermost=depth == 0)
     if best is not None:
         return best
     return min(faults, key=lambda fault: fault.named.name if fault.named else "", default=TermComparison(UNEQUAL))
@@ -149,7 +149,6 @@ def _by_counts(
     parts: Sequence[Part],
     weights: Sequence[float],
     counts: Mapping[str, Sequence[float]],
-    tolerance: float,
     *,
     outermost: bool,
 ) -> Iterator[TermComparison]:
@@ -157,7 +156,7 @@ def _by_counts(
     for name, count in counts.items():
         others = counts.keys() - {name} if outermost and name in ("counted", "valid", "nonzero") else ()
         beside = {f"the number of {WORDS[other]}, not of {WORDS[name]}": counts[other] for other in sorted(others)}
-        w = evidence(parts, weights, count, tolerance, beside=beside)
+        w = evidence(parts, weights, count, beside=beside)
         # whatever C is, these weigh C together
         whole = float(w.per_mean.sum()) or 1.0
         named = diagnose(replace(w, observed=w.observed / whole), only=(MEAN_OF_MEANS, WRONG_COUNT))
@@ -169,7 +168,6 @@ def evidence(
     parts: Sequence[Part],
     weights: Sequence[float],
     counts: Sequence[float],
-    tolerance: float,
     *,
     beside: Mapping[str, Sequence[float]] | None = None,
     empty: Collection[Source] = (),
@@ -180,7 +178,6 @@ def evidence(
         parts: of one objective.
         weights: of an item of each.
         counts: of each.
-        tolerance: relative error of the weights.
         beside: what else may be counted, in words -> the numbers.
         empty: micro-batches of the objective's lines without items.
     """
@@ -195,7 +192,7 @@ def evidence(
         epoch=0,
         reduction="mean",
         beside=beside or {},
-        tolerance=tolerance,
+        tolerance=max(part.tolerance for part in parts),
         owners=owners if ranks > 1 else (),
     )
 
@@ -570,16 +567,14 @@ MOST_CHOICES = 256
 """Ways of counting that are tried for the objectives of a window together."""
 
 
-def scales(
-    history: Mapping[Key, list[Use]], ranks: int, declared_k: int | None, note: Callable[[str], None]
-) -> list[Scale]:
+def scales(history: Mapping[Key, list[Use]], ranks: int, declared_k: int | None, notes: Counter[str]) -> list[Scale]:
     """Return the coefficients that follow from how windows are cut up.
 
     Args:
         history: the uses of each objective of one optimizer.
         ranks: number of ranks.
         declared_k: the accumulation steps that the user states or the trainer is configured with.
-        note: takes what is worth knowing and no fault.
+        notes: takes what is worth knowing and no fault.
     """
     for uses in history.values():
         _choose_count(uses)
@@ -593,12 +588,10 @@ def scales(
             together[tuple(use.objective.key for use in several)].append(several)
     for windows in together.values():
         _count_together(windows)
-    return [scale for uses in history.values() for scale in _of_objective(uses, ranks, declared_k, note)]
+    return [scale for uses in history.values() for scale in _of_objective(uses, ranks, declared_k, notes)]
 
 
-def _of_objective(
-    uses: Sequence[Use], ranks: int, declared_k: int | None, note: Callable[[str], None]
-) -> Iterator[Scale]:
+def _of_objective(uses: Sequence[Use], ranks: int, declared_k: int | None, notes: Counter[str]) -> Iterator[Scale]:
     by_length: defaultdict[int, list[Use]] = defaultdict(list)
     for use in uses:
         by_length[use.length].append(use)
@@ -606,12 +599,12 @@ def _of_objective(
     some_right = any(use.right and use.length > 1 for use in uses)
     for use in uses:
         if use.right:
-            _note_other_count(use, note)
+            _note_other_count(use, notes)
             continue
         left_in, undivided = _left_in(use, uses), _not_divided_beside(use)
         if not left_in and not use.is_mean and near(use.comparison.weight, 1.0, use.objective.tolerance):
             if undivided:
-                note(undivided)
+                notes[undivided] += 1
             continue  # a plain sum
         configured = _against_configured(use, declared_k)
         again = configured or _still_scaled(use) or _divided_again(use, uses, declared_k or typical_k)
@@ -631,9 +624,9 @@ def _of_objective(
                 verdict = replace(verdict, name="tail-leak", cause="") if after else replace(verdict, provisional=True)
             yield verdict
         elif undivided and verdict in (None, USERS):
-            note(undivided)
+            notes[undivided] += 1
         elif verdict != USERS and (verdict or use.length > 1):
-            note(f"{use.objective.place}: {verdict or COEFFICIENT}")
+            notes[f"{use.objective.place}: {verdict or COEFFICIENT}"] += 1
 
 
 def _not_divided_beside(use: Use) -> str | None:
@@ -667,16 +660,16 @@ def _begun_anew(use: Use, uses: Sequence[Use]) -> Scale | None:
     return Scale(use, "repeated-micro-batch", f"1 + {use.own - 1:.6g}: {why}", cause="begun-anew")
 
 
-def _note_other_count(use: Use, note: Callable[[str], None]) -> None:
+def _note_other_count(use: Use, notes: Counter[str]) -> None:
     own = use.objective.parts[0].term.own
     found = use.comparison.coefficients.get(own)
     if use.count != own and own in ("counted", "valid") and found and not near(found, 1.0, use.objective.tolerance):
         counted = WORDS.get(use.count.partition("@")[0], use.count)
-        note(
+        notes[
             f"{use.objective.place}: the loss is divided by {counted}, of which fewer are {WORDS[own]}: "
             "whatever the number of micro-batches, so this is no fault of accumulation; to leave the others out, "
             f"divide by {WORDS[own]}"
-        )
+        ] += 1
 
 
 USERS, COEFFICIENT = "the program's own", "the loss has a coefficient"
