@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import HealthCheck, Phase, errors, given, seed, settings
+from hypothesis import Phase, errors, find, settings
 from hypothesis import strategies as st
 
 from gradcheck_suite.core.options import PortOptions
@@ -183,7 +185,7 @@ def one_sided(program: TorchProgram, runs: Sequence[TorchRun]) -> list[int]:
     return found
 
 
-def binding_points(base: Point, program: TorchProgram, others: Sequence[Point], seed_: int) -> list[Point]:
+def binding_points(base: Point, program: TorchProgram, others: Sequence[Point], seed: int) -> list[Point]:
     """Return inputs that drive the hinges of a loss to the side on which none of the given inputs has them."""
 
     def run(point: Point) -> TorchRun:
@@ -192,7 +194,7 @@ def binding_points(base: Point, program: TorchProgram, others: Sequence[Point], 
         leaves = program.leaves()
         return program.run({}, leaves | {k: v for k, v in given.items() if k in leaves})
 
-    runs, found, rng = [run(p) for p in (base, *others)], list[Point](), np.random.default_rng(seed_)
+    runs, found, rng = [run(p) for p in (base, *others)], list[Point](), np.random.default_rng(seed)
     left = one_sided(program, runs)
     for number in range(BINDING_DRAWS if left else 0):
         point = _scaled(base, rng, number)
@@ -240,10 +242,6 @@ def described(point: Point) -> tuple[str, ...]:
     return tuple(lines)
 
 
-class _Differs(Exception):
-    pass
-
-
 def smallest_difference(
     base: Point, differs: Callable[[Point], bool], draw: Any, options: PortOptions, seconds: float
 ) -> Point | None:
@@ -258,10 +256,11 @@ def smallest_difference(
     """
     until, last = time.monotonic() + seconds, list[Point]()
 
-    def ask(point: Point) -> None:
-        if time.monotonic() < until and differs(point):
-            last[:] = [point]
-            raise _Differs
+    def asked(point: Point) -> bool:
+        if time.monotonic() >= until or not differs(point):
+            return False
+        last[:] = [point]
+        return True
 
     rows = np.shape(base.inputs[0])[0] if base.inputs and np.ndim(base.inputs[0]) else 0
     plans = st.builds(
@@ -271,29 +270,17 @@ def smallest_difference(
         kind=st.integers(0, len(KINDS) - 1),
         number=st.integers(0, 999),
     )
-    how = settings(
-        max_examples=options.examples, database=None, deadline=None, phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=list(HealthCheck), print_blob=False,
-    )  # fmt: skip
-
-    def run(strategy: Any, make: Callable[[Any], Point]) -> None:
-        @seed(options.seed)
-        @how
-        @given(strategy)
-        def search(drawn: Any) -> None:
-            ask(make(drawn))
-
-        search()
-
-    try:
-        if draw is None:
-            run(plans, lambda plan: drawn_point(base, plan))
-        elif isinstance(draw, st.SearchStrategy):
-            run(draw, lambda inputs: _split(base, inputs))
-        else:
-            run(st.integers(0, 10_000), lambda n: _split(base, draw(n)))
-    except (_Differs, errors.Flaky):  # flaky where the time was over while Hypothesis shrank
-        pass
+    if draw is None:
+        points = plans.map(lambda plan: drawn_point(base, plan))
+    elif isinstance(draw, st.SearchStrategy):
+        points = draw.map(lambda inputs: _split(base, inputs))
+    else:
+        points = st.integers(0, 10_000).map(lambda n: _split(base, draw(n)))
+    phases = (Phase.generate, Phase.shrink)
+    how = settings(max_examples=options.examples, database=None, deadline=None, phases=phases)
+    # flaky where the time was over while Hypothesis shrank
+    with suppress(errors.NoSuchExample, errors.Flaky):
+        find(points, asked, settings=how, random=Random(options.seed))
     return Point(last[0].inputs, last[0].targets, described(last[0])) if last else None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -42,6 +42,20 @@ class Equation:
 
     primitive: str
     where: str
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Result:
+    """One float result of an equation.
+
+    Attributes:
+        value: the number or array.
+        equation: that returns it.
+    """
+
+    value: Any
+    equation: Equation = field(metadata={"static": True})
 
 
 def _open(jaxpr: Any) -> tuple[Any, list[Any]]:
@@ -116,7 +130,7 @@ class Interpreter:
         self.rounded = False
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], eps: Any = None) -> tuple[list[Any], Any]:
-        """Return the results and, for each equation, what is inside and its float values; `eps` is added to these."""
+        """Return the results and, for each equation, what is inside and its `Result`s; those of `eps` are added."""
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, map(self._constant, consts), strict=True))
         env |= dict(zip(jaxpr.invars, map(lifted, args), strict=True))
 
@@ -127,11 +141,11 @@ class Interpreter:
         for i, eqn in enumerate(jaxpr.eqns):
             mine = None if eps is None else eps[i]
             outs, inside = self._equation(eqn, [read(v) for v in eqn.invars], None if mine is None else mine[0])
-            kept: list[Any] = []
+            kept: list[Result] = []
             for j, out in enumerate(outs):
                 if jnp.issubdtype(jnp.result_type(out), jnp.inexact):
-                    outs[j] = out if mine is None else out + mine[1][len(kept)]
-                    kept.append(outs[j])
+                    outs[j] = out if mine is None else out + mine[1][len(kept)].value
+                    kept.append(Result(outs[j], Equation(eqn.primitive.name, line_of(eqn))))
             records.append([inside, kept])
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars], records
@@ -230,23 +244,6 @@ def _cut(values: list[Any], first: int, second: int) -> tuple[list[Any], list[An
 
 def _cast(value: Any, aval: Any) -> Any:
     return jnp.asarray(value).astype(aval.dtype) if getattr(value, "dtype", None) != aval.dtype else value
-
-
-def _described(jaxpr: Any, custom: bool) -> Any:
-    """Return the equations in the structure of the interpreter's records."""
-    found = []
-    for eqn in jaxpr.eqns:
-        inner = _inside(eqn, custom)
-        inside: Any = []
-        if inner is not None:
-            inside = _described(_open(inner)[0], custom)
-        elif eqn.primitive.name == "scan":
-            inside = _described(_open(eqn.params["jaxpr"])[0], custom)
-        elif eqn.primitive.name == "cond":
-            inside = [_described(_open(branch)[0], custom) for branch in eqn.params["branches"]]
-        floats = [v for v in eqn.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
-        found.append([inside, [Equation(eqn.primitive.name, line_of(eqn)) for _ in floats]])
-    return found
 
 
 def line_of(eqn: Any) -> str:
@@ -357,14 +354,6 @@ class JaxProgram:
         """Arrays that the function closes over."""
         return [lifted(np.asarray(c)) for c in self._consts if is_number(c)]
 
-    @cached_property
-    def equations(self) -> list[Equation]:
-        """An equation for each of the values that `forward` returns."""
-        found: list[Equation] = jax.tree.leaves(
-            _described(self.jaxpr, custom=True), is_leaf=lambda e: isinstance(e, Equation)
-        )
-        return found
-
     def _evaluate(self, jaxpr_args: Any, *, custom: bool, shift: Any = 0.0, eps: Any = None) -> Any:
         interpreter = Interpreter(custom=custom, shift=shift)
         flat = jax.tree.leaves(jaxpr_args)
@@ -410,14 +399,15 @@ class JaxProgram:
             gradients[self._numbers[k]] = slope
         return JaxRun(rest[: self.outs], rest[self.outs :], float(total), gradients)
 
-    def forward(self, leaves: Any, inputs: Any, targets: Any) -> tuple[list[Array], float, list[Array]]:
-        """Return the outputs, the loss, and all intermediate float values."""
+    def forward(self, leaves: Any, inputs: Any, targets: Any) -> tuple[list[Array], float, list[Result]]:
+        """Return the outputs, the loss, and the results of all equations."""
         arguments = self._arguments(leaves, inputs, targets)
         outs, records = self._call("forward", lambda a: self._evaluate(a, custom=True), arguments)
-        return outs[: self.outs], float(outs[-1]), jax.tree.leaves(records)
+        results = jax.tree.leaves(records, is_leaf=lambda part: isinstance(part, Result))
+        return outs[: self.outs], float(outs[-1]), results
 
     def cotangents(self, leaves: Any, inputs: Any, targets: Any) -> list[Array]:
-        """Return the gradient of the loss by all intermediate float values."""
+        """Return the gradient of the loss by the results of all equations."""
         arguments = self._arguments(leaves, inputs, targets)
         shape = jax.eval_shape(lambda a: self._evaluate(a, custom=False)[1], arguments)
 

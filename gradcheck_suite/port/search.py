@@ -110,9 +110,9 @@ class Repairs:
                 leaves[key] = lambda v, f=function, b=before: f(b(v))
         return Repairs(changes, leaves)
 
-    def run(self, program: TorchProgram, *, state: Any = None, grad: bool = False, inputs: Any = None) -> TorchRun:
+    def run(self, program: TorchProgram, *, grad: bool = False, inputs: Any = None) -> TorchRun:
         """Run the program, changed."""
-        start = program.leaves(state, grad) | (inputs or {})
+        start = program.leaves(grad) | (inputs or {})
         leaves = dict(start)
         for key, function in self.leaves.items():
             if key not in start:

@@ -14,7 +14,7 @@ import torch
 
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.port.jax_program import TABLE_MARGIN, JaxProgram, JaxRun, lifted, table
+from gradcheck_suite.port.jax_program import TABLE_MARGIN, JaxProgram, JaxRun, Result, lifted, table
 from gradcheck_suite.port.mapping import StateMap
 from gradcheck_suite.port.matching import Side, array, outputs_error
 from gradcheck_suite.port.number_sets import Array, turn
@@ -73,6 +73,7 @@ class Bounds:
     rounded: bool = False
 
 
+Forward = tuple[list[Array], float, list[Result]]
 Value = TypeVar("Value")
 
 
@@ -198,8 +199,8 @@ class Sides:
         return self.jax_program(point).run(*self.arguments(point))
 
     @once
-    def forward(self, point: Point) -> tuple[list[Array], float, list[Array]]:
-        """Return the port's outputs, its loss and all its intermediate values."""
+    def forward(self, point: Point) -> Forward:
+        """Return the port's outputs, its loss and the results of all its equations."""
         return self.jax_program(point).forward(*self.arguments(point))
 
     def cotangents(self, point: Point) -> list[Array]:
@@ -211,14 +212,15 @@ class Sides:
         """Return all numbers of the port."""
         return self._numbers(point, self.arguments(point), self.forward(point))
 
-    def _numbers(self, point: Point, arguments: Any, ran: tuple[list[Array], float, list[Array]]) -> Side:
+    def _numbers(self, point: Point, arguments: Any, ran: Forward) -> Side:
         program, bounds = self.jax_program(point), self.bounds(point)
         given = [np.asarray(a) for part in arguments for a in part if is_number(a)]
         more = [a.astype(np.float64) if a.dtype.kind == "f" else a for a in (*program.constants, *given)]
         more = [a for a in more if a.dtype.kind in "fiub"]
         tolerance = max(RESOLUTION, bounds.outputs) if bounds.rounded else RESOLUTION
-        outs, loss, values = ran
-        return Side([*values, *more], [*program.equations, *[None] * len(more)], outs, loss, tolerance)
+        outs, loss, results = ran
+        values, equations = [r.value for r in results], [r.equation for r in results]
+        return Side([*values, *more], [*equations, *[None] * len(more)], outs, loss, tolerance)
 
     def witnesses(self, point: Point) -> Iterator[Witness]:
         """Yield other parameters at a point, and the other points: what is said of one holds at all of them."""
@@ -318,7 +320,7 @@ class Sides:
         generator = torch.Generator().manual_seed(draw)
         found: dict[Any, torch.Tensor] = {}
         tied: dict[int, torch.Tensor] = {}
-        for key, value in program.leaves(None).items():
+        for key, value in program.leaves().items():
             if value.is_floating_point():
                 if id(value) not in tied:
                     sign = torch.randint(0, 2, value.shape, generator=generator) * 2 - 1

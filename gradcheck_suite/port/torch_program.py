@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from gradcheck_suite.port.pair import Array, Mode, default_dtype, flat_output, is_author_file, without_low
+from gradcheck_suite.port.pair import Mode, default_dtype, flat_output, is_author_file, without_low
 
 LOSS = "loss"
 """The place of what the loss computes."""
@@ -422,13 +422,12 @@ class TorchProgram:
                 todo += [r.kind for r in self.calls[index].refs]
         return found
 
-    def leaves(self, state: Mapping[str, Array] | None = None, grad: bool = False) -> dict[Any, torch.Tensor]:
+    def leaves(self, grad: bool = False) -> dict[Any, torch.Tensor]:
         """Return fresh tensors of the state and the inputs; tied names share one."""
         found, made = dict(self.given), dict[Any, torch.Tensor]()
         for name in self.names:
-            value = self.state[name] if state is None else torch.as_tensor(np.asarray(state[name]))
             if self._memory[name] not in made:
-                made[self._memory[name]] = value.detach().clone()
+                made[self._memory[name]] = self.state[name].clone()
                 if grad and name in self.parameters:
                     made[self._memory[name]].requires_grad_()
             found["state", name] = made[self._memory[name]]
