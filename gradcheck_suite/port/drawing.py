@@ -48,14 +48,9 @@ def _mask(value: Array, rng: np.random.Generator) -> Array:
     if value.ndim >= 2 and n > 1 and ((steps <= 0).all() or (steps >= 0).all()):
         falls = bool((steps <= 0).all()) and bool((steps < 0).any() or (rows != 0).all())
         low, high = int(rows.sum(1).min()), int(rows.sum(1).max())
-        counts = rng.integers(min(low, 1) if low == 0 else 1, max(high, n - 1) + 1, len(rows))
-        counts = np.where(rows.sum(1) == 0, 0, np.maximum(counts, 1)) if low else counts
-        place = np.arange(n)
-        new = place < counts[:, None] if falls else place >= n - counts[:, None]
-        if not (new.any(1) if rows.any(1).all() else np.ones(1, bool)).all() or (
-            not (~new).any(1).all() and (rows == 0).any(1).all()
-        ):
-            return value
+        # no row is masked as a whole, or not at all, where none of the given ones is
+        counts = rng.integers(min(low, 1), max(high, n - 1) + 1, (len(rows), 1))
+        new = np.arange(n) < counts if falls else np.arange(n) >= n - counts
         return new.astype(value.dtype).reshape(value.shape)
     return rng.permutation(value.reshape(-1)).reshape(value.shape)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend import core as jex
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from gradcheck_suite.port.pair import Array, is_author_file, is_float, is_number
+from gradcheck_suite.port.pair import Array, first_of_author, is_float, is_number
 from gradcheck_suite.reference.programs import PROGRAMS, ProgramRequest
 
 LOW = (np.dtype("float32"), np.dtype("float16"), jnp.dtype("bfloat16"))
@@ -249,41 +249,33 @@ def _cast(value: Any, aval: Any) -> Any:
 def line_of(eqn: Any) -> str:
     """Return `file:line` of the innermost frame of the author's code that made an equation."""
     trace = eqn.source_info.traceback
-    for frame in trace.frames if trace is not None else ():
-        if is_author_file(frame.file_name):
-            return f"{frame.file_name.rpartition('/')[2]}:{frame.line_num}"
-    return ""
+    return first_of_author((frame.file_name, frame.line_num) for frame in (trace.frames if trace is not None else ()))
+
+
+def _with_inner(closed: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield a jaxpr and those inside of its equations, each with its constants."""
+    jaxpr, consts = _open(closed)
+    yield jaxpr, consts
+    for eqn in jaxpr.eqns:
+        for value in eqn.params.values():
+            for part in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
+                    yield from _with_inner(part)
 
 
 def equations_in(jaxpr: Any) -> list[Any]:
     """Return all equations, also those inside of others."""
-    found = []
-    for eqn in jaxpr.eqns:
-        found.append(eqn)
-        for value in eqn.params.values():
-            for part in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
-                    found += equations_in(_open(part)[0])
-    return found
+    return [eqn for inner, _ in _with_inner(jaxpr) for eqn in inner.eqns]
 
 
 def digest(closed: Any) -> str:
     """Return a name of what a jaxpr computes, the same in every process: its text and its constants."""
     digest = hashlib.sha256(re.sub(r"0x[0-9a-f]+|\bat \S+>", "", str(closed)).encode())
-
-    def add(part: Any) -> None:
-        jaxpr, consts = _open(part)
+    for jaxpr, consts in _with_inner(closed):
         arrays = [v.val for e in jaxpr.eqns for v in e.invars if isinstance(v, jex.Literal) and np.ndim(v.val)]
         for value in (*consts, *arrays):
             if is_number(value):
                 digest.update(np.ascontiguousarray(np.asarray(value)).tobytes())
-        for eqn in jaxpr.eqns:
-            for value in eqn.params.values():
-                for inner in value if isinstance(value, tuple | list) else (value,):
-                    if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                        add(inner)
-
-    add(closed)
     return digest.hexdigest()
 
 

@@ -7,8 +7,10 @@ default dtype, so that tables that it computes are not rounded either.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -487,12 +489,12 @@ def is_author_file(name: str) -> bool:
     return not (name.startswith(_OWN) or _LIBRARY.search(name))
 
 
+def first_of_author(frames: Iterable[tuple[str, int | None]]) -> str:
+    """Return `file:line` of the first of some frames that is the author's, or nothing."""
+    return next((f"{os.path.basename(file)}:{line}" for file, line in frames if is_author_file(file)), "")
+
+
 def author_line(error: BaseException) -> str:
     """Return `file:line` of the innermost frame of an exception that is the author's."""
-    found, frame = "", error.__traceback__
-    while frame is not None:
-        name = frame.tb_frame.f_code.co_filename
-        if is_author_file(name):
-            found = f"{name.rpartition('/')[2]}:{frame.tb_lineno}"
-        frame = frame.tb_next
-    return found
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    return first_of_author((frame.filename, frame.lineno) for frame in frames)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from gradcheck_suite.port.pair import Mode, default_dtype, flat_output, is_author_file, without_low
+from gradcheck_suite.port.pair import Mode, default_dtype, first_of_author, flat_output, without_low
 
 LOSS = "loss"
 """The place of what the loss computes."""
@@ -198,13 +199,8 @@ class _Recorder(Mode):
 
 
 def _line() -> str:
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if is_author_file(name):
-            return f"{name.rpartition('/')[2]}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+    stack = traceback.walk_stack(sys._getframe(2))
+    return first_of_author((frame.f_code.co_filename, line) for frame, line in stack)
 
 
 # Attention in steps, each of which has a result to compare.
@@ -364,7 +360,7 @@ class TorchProgram:
         given = [("input", i, as_tensor(x)) for i, x in enumerate(inputs)]
         given += [("target", i, as_tensor(x)) for i, x in enumerate(targets)]
         self.given: dict[Any, torch.Tensor] = {(kind, i): v for kind, i, v in given if isinstance(v, torch.Tensor)}
-        before = {n: v.detach().clone() for n, v in own.items()}
+        self.state = {n: v.detach().clone() for n, v in own.items()}
         self._recorder = _Recorder({("state", n): v for n, v in own.items()} | self.given)
         with ExitStack() as stack:
             stack.enter_context(self._modules(module))
@@ -378,7 +374,7 @@ class TorchProgram:
         self.after = {n: v.detach().clone().numpy() for n, v in own.items() if n not in self.parameters}
         with torch.no_grad():
             for n, v in own.items():
-                v.copy_(before[n])
+                v.copy_(self.state[n])
         self.calls = self._recorder.calls
         tensors = [t for t in flat_output(kept) if isinstance(t, torch.Tensor)]
         self.outs = [self._recorder.ref(t) for t in tensors]
@@ -388,7 +384,6 @@ class TorchProgram:
         self.ends = [r for r in (*self.outs, self.loss) if isinstance(r, Ref)]
         self.ends += [w for t, r in zip(tensors, self.outs, strict=True) for w in self._recorder.writers(t, r)]
         self.needed = self._needed()
-        self.state = {n: v.detach().clone() for n, v in own.items()}
         self._memory = {n: (v.data_ptr(), tuple(v.shape)) for n, v in own.items()}
 
     @contextmanager
