@@ -279,6 +279,42 @@ def digest(closed: Any) -> str:
     return digest.hexdigest()
 
 
+class Stored:
+    """A function of trees of arrays, compiled once and kept on disk under what it computes.
+
+    Args:
+        function: returns a tree of arrays.
+        arguments: with the shapes of those that it is called with.
+        store: whether it is kept on disk.
+    """
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any, store: bool = True) -> None:
+        flat, tree = jax.tree.flatten(arguments)
+        arrays = tuple(np.asarray(a) for a in flat)
+        trace = jax.make_jaxpr(lambda *a: function(*jax.tree.unflatten(tree, a)), return_shape=True)
+        closed, shape = trace(*arrays)
+        run = jex.jaxpr_as_fun(closed)
+        self._request = ProgramRequest.of(("port", digest(closed)), lambda *a: tuple(run(*a)), *arrays)
+        self._structure, self._store = jax.tree.structure(shape), store
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Return what the function returns, in numpy arrays."""
+        arrays = [np.asarray(a) for a in jax.tree.leaves(arguments)]
+        out = PROGRAMS.run(self._request, *arrays, store=self._store, few=True)
+        return jax.tree.unflatten(self._structure, [np.asarray(o) for o in out])
+
+
+def in_double(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of trees of arrays that computes in float64 whatever dtype it names."""
+
+    def double(*arguments: Any) -> Any:
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        outs, _ = Interpreter(custom=False).run(closed.jaxpr, closed.consts, jax.tree.leaves(arguments))
+        return jax.tree.unflatten(jax.tree.structure(shape), outs)
+
+    return double
+
+
 @dataclass
 class JaxRun:
     """What one evaluation gives.
@@ -354,19 +390,9 @@ class JaxProgram:
         return outs, records
 
     def _call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a function, compiled once and kept on disk under what it computes."""
-        flat, tree = jax.tree.flatten(arguments)
-        arrays = tuple(np.asarray(a) for a in flat)
         if name not in self._made:
-            closed, shape = jax.make_jaxpr(lambda *a: function(*jax.tree.unflatten(tree, a)), return_shape=True)(
-                *arrays
-            )
-            run = jex.jaxpr_as_fun(closed)
-            key = ("port", digest(closed))
-            self._made[name] = ProgramRequest.of(key, lambda *a: tuple(run(*a)), *arrays), jax.tree.structure(shape)
-        request, structure = self._made[name]
-        out = PROGRAMS.run(request, *arrays, store="callback" not in "".join(self.primitives), few=True)
-        return jax.tree.unflatten(structure, [np.asarray(o) for o in out])
+            self._made[name] = Stored(function, *arguments, store="callback" not in "".join(self.primitives))
+        return self._made[name](*arguments)
 
     def run(self, leaves: Any, inputs: Any, targets: Any, shift: float = 0.0) -> JaxRun:
         """Return outputs, loss and gradients, by the author's own rules for derivatives."""

@@ -20,12 +20,11 @@ import torch
 from torch import nn
 
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.port.jax_program import Interpreter, digest
+from gradcheck_suite.port.jax_program import Stored, in_double
 from gradcheck_suite.port.mapping import Leaf, StateMap
 from gradcheck_suite.port.matching import array
 from gradcheck_suite.port.number_sets import Array
 from gradcheck_suite.port.pair import JaxModel, is_float, raised, shaped_as
-from gradcheck_suite.reference.programs import PROGRAMS, ProgramRequest
 
 NORMS = (10.0, 0.02, 3.0, 40.0)
 """Norm of all gradients at each step."""
@@ -120,22 +119,16 @@ def jax_steps(optimizer: Any, model: JaxModel, leaves: Sequence[Any], gradients:
         found = iter(jax.tree.leaves(values))
         return [next(found) if f else leaf for leaf, f in zip(leaves, floats, strict=True)]
 
+    def step(given: Any, state: Any, params: Any) -> Any:
+        moves, state = optimizer.update(given, state, params)
+        return jax.tree.map(lambda p, m: p if m is None else p + m, params, moves, is_leaf=lambda x: x is None), state
+
     params = tree(leaves)
-    state = optimizer.init(params)
-    closed, shape = jax.make_jaxpr(optimizer.update, return_shape=True)(tree(gradients[0]), state, params)
-    structure, key = jax.tree.structure(shape), ("update", digest(closed))
-
-    def lifted(*given: Any) -> Any:
-        return tuple(Interpreter(custom=False).run(closed.jaxpr, closed.consts, given)[0])
-
-    def update(*given: Any) -> Any:
-        arrays = [np.asarray(value) for value in jax.tree.leaves(given)]
-        return jax.tree.unflatten(structure, PROGRAMS.run(ProgramRequest.of(key, lifted, *arrays), *arrays, few=True))
-
+    state = Stored(in_double(optimizer.init), params)(params)
+    run = Stored(in_double(step), tree(gradients[0]), state, params)
     found = []
-    for step in gradients:
-        moves, state = update(tree(step), state, params)
-        params = jax.tree.map(lambda p, m: p if m is None else p + m, params, moves, is_leaf=lambda x: x is None)
+    for given in gradients:
+        params, state = run(tree(given), state, params)
         found.append([np.asarray(v) if is_float(v) else v for v in put_back(params)])
     return found
 
