@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -114,23 +113,6 @@ def _real_numbers(old: Array, rng: np.random.Generator, kind: str) -> Array:
     return found
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A drawn input as data that shrinks.
-
-    Attributes:
-        rows: number of rows, or 0 for the given number.
-        length: change of the second axis.
-        kind: place in `KINDS`.
-        number: seed of the draw.
-    """
-
-    rows: int
-    length: int
-    kind: int
-    number: int
-
-
 def _resized(value: Any, axis_of: Callable[[Array], list[tuple[int, int]]]) -> Any:
     if not hasattr(value, "dtype") or not np.ndim(value):
         return value
@@ -147,22 +129,29 @@ def _resized(value: Any, axis_of: Callable[[Array], list[tuple[int, int]]]) -> A
     return old
 
 
-def drawn_point(base: Point, plan: Plan) -> Point:
-    """Return the input of a plan."""
+def drawn_point(base: Point, rows: int, length: int, kind: str, number: int) -> Point:
+    """Return another input; the smaller the numbers, the smaller it is.
+
+    Args:
+        base: the given one.
+        rows: number of rows, or 0 for the given number.
+        length: change of the second axis.
+        kind: of `KINDS`.
+        number: seed of the draw.
+    """
     arrays = [np.asarray(x) for x in (*base.inputs, *base.targets) if hasattr(x, "dtype") and np.ndim(x)]
     sizes = [a.shape[0] for a in arrays]
-    rows = max(set(sizes), key=sizes.count) if sizes else 0
+    given_rows = max(set(sizes), key=sizes.count) if sizes else 0
     lengths = [a.shape[1] for a in arrays if (a.dtype.kind in "iub" and a.ndim == 2) or (a.ndim == 3)]
-    length = max(set(lengths), key=lengths.count) if lengths else 0
+    given_length = max(set(lengths), key=lengths.count) if lengths else 0
 
     def axes(a: Array) -> list[tuple[int, int]]:
-        found = [(0, plan.rows)] if plan.rows and a.shape[0] == rows else []
-        if plan.length and length:
-            found += [(i, max(length + plan.length, 1)) for i in range(1, a.ndim) if a.shape[i] == length]
+        found = [(0, rows)] if rows and a.shape[0] == given_rows else []
+        if length and given_length:
+            found += [(i, max(given_length + length, 1)) for i in range(1, a.ndim) if a.shape[i] == given_length]
         return found
 
-    rng = np.random.default_rng(plan.number)
-    kind = KINDS[plan.kind]
+    rng = np.random.default_rng(number)
     inputs = tuple(resampled(_resized(x, axes), rng, kind) for x in base.inputs)
     targets = tuple(resampled(_resized(x, axes), rng, "given" if kind == "given" else "other") for x in base.targets)
     return Point(inputs, targets)
@@ -258,18 +247,17 @@ def smallest_difference(
         return True
 
     rows = np.shape(base.inputs[0])[0] if base.inputs and np.ndim(base.inputs[0]) else 0
-    plans = st.builds(
-        Plan,
+    points: Any = st.builds(
+        drawn_point,
+        st.just(base),
         rows=st.sampled_from([0, 1, rows + 1] if rows else [0]),
         length=st.sampled_from([0, -1, 2]),
-        kind=st.integers(0, len(KINDS) - 1),
+        kind=st.sampled_from(KINDS),
         number=st.integers(0, 999),
     )
-    if draw is None:
-        points = plans.map(lambda plan: drawn_point(base, plan))
-    elif isinstance(draw, st.SearchStrategy):
+    if isinstance(draw, st.SearchStrategy):
         points = draw.map(lambda inputs: _split(base, inputs))
-    else:
+    elif draw is not None:
         points = st.integers(0, 10_000).map(lambda n: _split(base, draw(n)))
     phases = (Phase.generate, Phase.shrink)
     how = settings(max_examples=options.examples, database=None, deadline=None, phases=phases)
