@@ -414,8 +414,10 @@ class _Writing(Mode):
         self._draw = draw
         self._known: dict[int, tuple[torch.Tensor, str]] = {}
 
-    def note(self, tensor: Any, name: str) -> None:
-        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.numel():
+    def note(self, _: nn.Module, name: str, tensor: Any) -> None:
+        """Follow what a module registers: a parameter, or a buffer of running statistics."""
+        is_followed = isinstance(tensor, nn.Parameter) or is_statistic(name)
+        if is_followed and isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.numel():
             key = tensor.untyped_storage().data_ptr()
             self._known[key] = (tensor.detach(), name)
             self._write(key)
@@ -437,25 +439,14 @@ class _Writing(Mode):
 def built_again(pair: Port, draw: Draw) -> tuple[Port, State]:
     """Call the author's function again with drawn values in its module; return the new pair and its state."""
     assert pair.rebuild is not None
-    writing = _Writing(draw)
-    parameter, buffer = nn.Module.register_parameter, nn.Module.register_buffer
-
-    def noted_parameter(self: nn.Module, name: str, param: Any) -> None:
-        parameter(self, name, param)
-        writing.note(param, name)
-
-    def noted_buffer(self: nn.Module, name: str, tensor: Any, persistent: bool = True) -> None:
-        buffer(self, name, tensor, persistent)
-        if is_statistic(name):
-            writing.note(tensor, name)
-
-    changed: Any = nn.Module
-    changed.register_parameter, changed.register_buffer = noted_parameter, noted_buffer
-    try:
-        with default_dtype(), writing:
-            again, _ = as_port(pair.rebuild(), pair.rebuild)
-    finally:
-        changed.register_parameter, changed.register_buffer = parameter, buffer
+    writing, hooks = _Writing(draw), nn.modules.module
+    with (
+        hooks.register_module_parameter_registration_hook(writing.note),
+        hooks.register_module_buffer_registration_hook(writing.note),
+        default_dtype(),
+        writing,
+    ):
+        again, _ = as_port(pair.rebuild(), pair.rebuild)
     return again, state_of(again.module)
 
 

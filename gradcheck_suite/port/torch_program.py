@@ -397,15 +397,8 @@ class TorchProgram:
         def leave(*_: Any) -> None:
             stack.pop()
 
-        handles = [
-            hooks.register_module_forward_pre_hook(enter),
-            hooks.register_module_forward_hook(leave, always_call=True),
-        ]
-        try:
+        with hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave, always_call=True):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _needed(self) -> set[int]:
         todo = [r.kind for r in self.ends] + [i for i, c in enumerate(self.calls) if c.mutates]
