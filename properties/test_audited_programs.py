@@ -387,8 +387,8 @@ def _blind(members, *_):
     ("owner", "name", "broken", "faulty"),
     [
         (judge, "judge_sums", _blind, True),
-        (weights, "scales", lambda *_: [], True),
-        (sums.Members, "moved", lambda *_: True, False),
+        pytest.param(weights, "scales", lambda *_: [], True, marks=pytest.mark.full),
+        pytest.param(sums.Members, "moved", lambda *_: True, False, marks=pytest.mark.full),
     ],
 )
 def test_a_fault_of_the_audit_is_found_by_the_property(monkeypatch, owner, name, broken, faulty):

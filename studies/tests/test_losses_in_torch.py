@@ -76,6 +76,7 @@ def test_probabilities_cannot_be_ignored():
 # Slopes at kinks and far out
 
 
+@pytest.mark.full
 def test_the_cosine_of_nothing_is_zero_and_its_slope_a_million():
     # sqrt(0 + eps) stands for the norm of the zero vector; eps is 1e-12 rounded to float32, in float64 too
     other = torch.tensor([[3.0, 4.0]], dtype=torch.float64)

@@ -13,6 +13,8 @@ from jax.experimental import serialize_executable
 
 from tests.reference.test_programs import with_jaxs_cache
 
+pytestmark = pytest.mark.full
+
 LOAD = """
 import pickle, sys, jax.numpy as jnp
 from jax.experimental import serialize_executable

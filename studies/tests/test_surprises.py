@@ -15,6 +15,7 @@ from jax.scipy import special
 
 from gradcheck_suite.bridge.op_table import absolute, lowering_of
 
+pytestmark = pytest.mark.full
 aten = torch.ops.aten
 
 

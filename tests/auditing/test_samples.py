@@ -105,7 +105,7 @@ FOUND = {
 """The sizes of edits of whole gradients that are seen beside rounding."""
 
 
-@pytest.mark.parametrize("passes", [2, 3, 8])
+@pytest.mark.parametrize("passes", [3, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 8))])
 @pytest.mark.parametrize(
     ("dtype", "edit", "share"),
     [(dtype, edit, share) for dtype, edits in FOUND.items() for edit, shares in edits.items() for share in shares],
@@ -116,7 +116,7 @@ def test_an_edit_of_whole_gradients_after_the_last_pass_is_a_finding(dtype, edit
     assert any("`.grad` is edited" in finding for finding in result.findings), result
 
 
-@pytest.mark.parametrize("passes", [2, 8])
+@pytest.mark.parametrize("passes", [8, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("share", [1e-2, 4e-2])
 def test_an_edit_near_the_rounding_of_bfloat16_is_not_taken_for_weights(share, passes):
     for seed in range(4):
@@ -172,7 +172,7 @@ def test_weights_of_a_sum_made_by_hand_are_judged_within_the_rounding_of_its_dty
     assert found((2, 7, 3, 4), 4) == (["mean-of-means"], "violated")
 
 
-@pytest.mark.parametrize("dtype", FOUND)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("shape", "passes", "spread", "verdict"),
     [

@@ -114,9 +114,8 @@ DECOMPOSED: dict[str, list[Any]] = {
 """Functions of corners, of pairs of them and of rows with ties that the table leaves to torch's decomposition."""
 
 
-@pytest.mark.parametrize(
-    "kind", ["reductions", *(pytest.param(k, marks=pytest.mark.full) for k in ("unary", "binary"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("kind", DECOMPOSED)
 def test_what_torch_decomposes(kind):
     given = {"unary": [CORNERS], "binary": list(zip(*PAIRS, strict=True)), "reductions": [TIES]}[kind]
 

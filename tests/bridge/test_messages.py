@@ -96,7 +96,6 @@ def test_a_malformed_operation_name_is_refused(name):
 
 RANDOM = {
     "dropout": lambda model, batch: torch.nn.functional.dropout(model(batch), 0.5).mean(),
-    "rand": lambda model, batch: (model(batch) * torch.rand(4)).mean(),
     "randn_like": lambda model, batch: (model(batch) + torch.randn_like(batch)).mean(),
     "bernoulli": lambda model, batch: (model(batch) * torch.bernoulli(batch * 0 + 0.5)).mean(),
     "attention": lambda model, batch: torch.nn.functional.scaled_dot_product_attention(

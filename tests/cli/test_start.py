@@ -110,9 +110,9 @@ def test_of_a_script_that_ends_the_process_the_verdict_stands(tmp_path, reset, s
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--help"],
-        ["verify", "--help"],
         ["verify", "--list"],
+        pytest.param(["--help"], marks=pytest.mark.full),
+        pytest.param(["verify", "--help"], marks=pytest.mark.full),
         pytest.param(
             ["audit", "--json", "r.json", "--reports", "r", "--html", "r.html", "train.py"], marks=pytest.mark.full
         ),

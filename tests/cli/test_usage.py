@@ -96,7 +96,7 @@ def test_version(run):
     ("optimizer", "says"),
     [
         ("lbfgs", "it needs a loop that calls run.optimizer.step(closure)"),
-        ("muon", "optimizer muon trains parameters with two dimensions alone"),
+        pytest.param("muon", "optimizer muon trains parameters with two dimensions alone", marks=pytest.mark.full),
         ("sparseadam", "optimizer sparseadam trains sparse gradients alone"),
     ],
 )

@@ -25,7 +25,7 @@ SPEC = ProblemSpec(
 )
 CASE = Case(SPEC, Plan((1, 3, 2, 2, 1), 2, epochs=2), seed=3)
 DTYPES = ("float64", "float32", "bfloat16")
-EACH_DTYPE = pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+EACH_DTYPE = pytest.mark.parametrize("dtype", ["float64", pytest.param("bfloat16", marks=pytest.mark.full)])
 
 
 def _last_bit(p):

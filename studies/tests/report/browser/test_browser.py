@@ -252,6 +252,7 @@ def test_on_paper_the_first_screen_is_a_few_pages_with_its_plots(open_page):
     assert 1 <= len(re.findall(rb"/Type\s*/Page[^s]", pdf)) <= 8
 
 
+@pytest.mark.full
 def test_every_plot_of_a_telephone_is_drawn_at_its_own_width(open_page):
     page = open_page(width=390, height=844)
     page.wait_for_timeout(500)
