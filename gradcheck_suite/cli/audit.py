@@ -14,7 +14,7 @@ import sys
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,12 +25,11 @@ from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.arguments import OutputOptions
 from gradcheck_suite.cli.loading import no_file
-from gradcheck_suite.cli.progress import StandardOutput
+from gradcheck_suite.cli.progress import Output
 from gradcheck_suite.core.counterexamples import places_source
-from gradcheck_suite.core.formats import rendered
 from gradcheck_suite.core.options import LIVE_DIAGNOSES, AuditOptions
-from gradcheck_suite.core.records import KINDS, append_record, write_json, write_text
-from gradcheck_suite.core.results import Result, no_longer_found, notices_of, result_lines, results_to_json
+from gradcheck_suite.core.records import KINDS, append_record
+from gradcheck_suite.core.results import Result, Violation, no_longer_found, result_lines
 from gradcheck_suite.core.text import say
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run import environment
@@ -128,11 +127,10 @@ def add_arguments(parser: parsers.Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the script under an audit; print and store the result."""
-    output = parsers.parsed(arguments, OutputOptions)
-    output.expect_writable()
-    output = output.absolute()  # the script may change its working directory
+    wanted = parsers.parsed(arguments, OutputOptions)
+    wanted.expect_writable()
     options = parsers.parsed(arguments, AuditOptions)
-    live = tuple(str(one) for one in output.baseline if one.fault in LIVE_DIAGNOSES)
+    live = tuple(str(one) for one in wanted.baseline if one.fault in LIVE_DIAGNOSES)
     options = options.replace(accept=(*options.accept, *live))
     runner = (module_runner if arguments.module else script_runner)(arguments.script, arguments.arguments)
     from gradcheck_suite.auditing.context import StoppedOnViolation, audit
@@ -145,15 +143,14 @@ def run(arguments: argparse.Namespace) -> int:
     if "RANK" in os.environ and terminated is signal.SIG_DFL:
         # a launcher ends the other ranks so when one has failed: what was seen is still to be written
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    folder = Path.cwd()
     name = f"-m {arguments.script}" if arguments.module else arguments.script
-    standard_output = StandardOutput(keep=output.output_format != "text")
-    audited = audit(options, name=name, quiet=output.quiet).open()
+    output = Output(wanted)
+    audited = audit(options, name=name, quiet=wanted.quiet).open()
 
     def finished(error: BaseException | None, status: int) -> int:
         result = audited.close(error, summary=False)  # `_finish` prints it
-        with contextlib.redirect_stderr(audited.standard_error), standard_output:
-            return _finish(arguments.arguments, output, result, status, folder, standard_output)
+        with contextlib.redirect_stderr(audited.standard_error), output:
+            return _finish(arguments.arguments, output, result, status)
 
     error: BaseException | None = None
     status = 0
@@ -175,62 +172,38 @@ def run(arguments: argparse.Namespace) -> int:
     return finished(error, status)
 
 
-def _write_page(
-    path: Path, result: Result, sources: Sequence[Mapping[str, Any] | None], lines: Sequence[str], folder: Path
-) -> None:
-    """Write the page of the run, print its name, and open it if there is a violation."""
-    from gradcheck_suite.page.render import open_page, violations_html
+def _page(violations: Sequence[Violation], loop: str, lines: Sequence[str]) -> str:
+    from gradcheck_suite.page.render import violations_html
     from gradcheck_suite.page.violation import violation_page
 
-    found = (replace(v, source=source) for v, source in zip(result.violations, sources, strict=True))
-    pages = [violation_page(violation, loop=result.loop, name=str(i)) for i, violation in enumerate(found)]
-    write_text(path, violations_html(pages, lines))
-    say([f"page    {os.path.relpath(path, folder)}"], sys.stderr)
-    if pages:
-        open_page(path)
+    return violations_html([violation_page(v, loop=loop, name=str(i)) for i, v in enumerate(violations)], lines)
 
 
-def _finish(
-    arguments: list[str],
-    output: OutputOptions,
-    result: Result,
-    status: int,
-    folder: Path,
-    standard_output: StandardOutput,
-) -> int:
+def _finish(arguments: list[str], output: Output, result: Result, status: int) -> int:
     """Print and write the result; return the exit status, also if a file cannot be written.
 
     Args:
         arguments: of the script.
-        output: what is printed and written.
+        output: where the result goes.
         result: of the audit.
         status: of the script.
-        folder: in which the script began.
-        standard_output: where a document goes.
     """
     if result.is_another_ranks:
         return status
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
-    result = result.accepting(output.baseline)
-    stale = no_longer_found(output.baseline, [result])
+    options = output.options
+    result = result.accepting(options.baseline)
+    stale = no_longer_found(options.baseline, [result])
     lines = result_lines(result, shown=True)
     with contextlib.suppress(OSError, ValueError):  # a script may close its standard error
-        say(lines[:1] if output.quiet else ["", *lines], sys.stderr)
+        say(lines[:1] if options.quiet else ["", *lines], sys.stderr)
     about = environment.environment()
-    sources = [places_source(violation.places, folder) for violation in result.violations]
-    violations = [{**v.to_json(), "source": source} for v, source in zip(result.violations, sources, strict=True)]
+    found = [replace(v, source=places_source(v.places, output.folder)) for v in result.violations]
+    output.deliver(PROGRAM, [result], about, lambda: _page(found, result.loop, lines), stale, sys.stderr)
+    violations = [{**violation.to_json(), "source": violation.source} for violation in found]
     data = {**result.to_json(), "arguments": arguments, "violations": violations}
-    document = results_to_json([result], about, stale)
-    if (json := output.json) is not None:
-        exit_status.attempt(PROGRAM, lambda: write_json(json, document))
-    exit_status.attempt(PROGRAM, lambda: append_record(output.reports, KINDS["audit"], data, environment=about))
-    if (html := output.html) is not None:
-        exit_status.attempt(PROGRAM, lambda: _write_page(html, result, sources, lines, folder))
-    if output.output_format != "text":
-        standard_output.document = rendered(output.output_format, document, notices_of([result], stale), folder)
-    for line in stale:
-        exit_status.fail(PROGRAM, line)
+    exit_status.attempt(PROGRAM, lambda: append_record(options.reports, KINDS["audit"], data, environment=about))
     if result.violations or stale:
         return exit_status.VIOLATED
     if result.unjudged is not None:

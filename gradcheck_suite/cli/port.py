@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
-from gradcheck_suite.cli.arguments import OutputOptions, expect_writable
+from gradcheck_suite.cli.arguments import OutputOptions
 from gradcheck_suite.cli.loading import expect_found, resolve_function
-from gradcheck_suite.cli.progress import StandardOutput
-from gradcheck_suite.core.formats import rendered
+from gradcheck_suite.cli.progress import Output
 from gradcheck_suite.core.options import PortOptions, options_of
-from gradcheck_suite.core.records import write_json, write_text
-from gradcheck_suite.core.results import notices_of, results_to_json
 from gradcheck_suite.core.text import say
 from gradcheck_suite.run import environment
 
@@ -35,14 +31,14 @@ def add_arguments(parser: parsers.Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Judge the pair, and print and write the verdict."""
     options = parsers.parsed(arguments, PortOptions)
-    expect_writable(None, json=arguments.json, html=arguments.html)
+    parsers.expect_writable(None, json=arguments.json, html=arguments.html)
     environment.expect_main_job()
     expect_found(arguments.pair)
-    with StandardOutput(keep=arguments.output_format != "text") as standard_output:
-        return _judge(arguments, options, standard_output)
+    with Output(OutputOptions(**{name: getattr(arguments, name) for name in OUTPUTS})) as output:
+        return _judge(arguments, options, output)
 
 
-def _judge(arguments: argparse.Namespace, options: PortOptions, standard_output: StandardOutput) -> int:
+def _judge(arguments: argparse.Namespace, options: PortOptions, output: Output) -> int:
     environment.prepare()
     from gradcheck_suite.port.compare import judge_function
     from gradcheck_suite.port.pair import in_double
@@ -54,15 +50,7 @@ def _judge(arguments: argparse.Namespace, options: PortOptions, standard_output:
     say(lines[:1] if arguments.quiet else lines)
     if options.show_map:
         say(["", "map:", *(f"  {line}" for line in result.map_lines)])
-    document = results_to_json([result], environment.environment(PACKAGES))
-    form, folder = arguments.output_format, Path.cwd()
-    if form != "text":
-        standard_output.document = rendered(form, document, notices_of([result]), folder)
-    if arguments.json is not None:
-        exit_status.attempt(PROGRAM, lambda: write_json(arguments.json, document))
-    if arguments.html is not None:
-        exit_status.attempt(PROGRAM, lambda: write_text(arguments.html, result.to_html()))
-        say([f"page    {arguments.html}"])
+    output.deliver(PROGRAM, [result], environment.environment(PACKAGES), result.to_html)
     if result.verdict == "unjudged":
         return exit_status.fail(PROGRAM, f"{arguments.pair}: {result.unjudged}")
     sys.stdout.flush()

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from gradcheck_suite.core.results import Verdict
+from gradcheck_suite.cli.arguments import OutputOptions
+from gradcheck_suite.cli.exit_status import attempt, fail
+from gradcheck_suite.core.formats import rendered
+from gradcheck_suite.core.records import write_json, write_text
+from gradcheck_suite.core.results import ToJson, Verdict, notices_of, results_to_json
+from gradcheck_suite.core.text import say
 
 
 class Progress:
@@ -79,16 +87,22 @@ class Progress:
         self._bar = self._task = None
 
 
-class StandardOutput:
-    """Standard output, kept for a document where one is wanted: what the code under test prints, too, goes elsewhere.
+class Output:
+    """What a command hands over beside its lines: the files that its options name, and a document where one is wanted.
 
-    It goes to standard error, also that of child processes and of C.
+    Standard output is then kept for the document. What the code under test prints goes to standard error, also that of
+    child processes and of C.
+
+    Attributes:
+        options: with absolute paths, since the code under test may change the working directory.
+        folder: in which the command began; messages name files as seen from it.
     """
 
-    def __init__(self, *, keep: bool) -> None:
-        """Keep it from now on."""
-        self._stdout, self._kept, self._keeps, self.document = sys.stdout, -1, keep, ""
-        if not keep:
+    def __init__(self, options: OutputOptions) -> None:
+        """Keep standard output from now on, where a document is wanted."""
+        self.options, self.folder = options.absolute(), Path.cwd()
+        self._stdout, self._kept, self._keeps, self._document = sys.stdout, -1, options.output_format != "text", ""
+        if not self._keeps:
             return
         with suppress(OSError, ValueError):
             sys.stdout.flush()
@@ -102,8 +116,50 @@ class StandardOutput:
         if not own:
             sys.stdout = sys.stderr
 
-    def __enter__(self) -> StandardOutput:
+    def __enter__(self) -> Output:
         return self
+
+    def seen(self, path: Path) -> Path:
+        """Return a path as messages have it."""
+        return path.relative_to(self.folder) if path.is_relative_to(self.folder) else path
+
+    def deliver(
+        self,
+        program: str,
+        results: Sequence[ToJson],
+        about: dict[str, Any],
+        page: Callable[[], str],
+        stale: Sequence[str] = (),
+        file: TextIO | None = None,
+    ) -> None:
+        """Write the results to the files that are asked for; if a file cannot be written, a message says so.
+
+        Args:
+            program: the command.
+            results: that it found.
+            about: the environment.
+            page: returns the page of the results, as HTML.
+            stale: a line for each accepted fault that was not found again.
+            file: where the name of the page is printed; standard output if None.
+        """
+        document = results_to_json(results, about, stale)
+        if (json := self.options.json) is not None:
+            attempt(program, lambda: write_json(json, document))
+        if self._keeps:
+            self._document = rendered(self.options.output_format, document, notices_of(results, stale), self.folder)
+        if (html := self.options.html) is not None and results:
+            violated = any(result["verdict"] == "violated" for result in document["results"])
+            attempt(program, lambda: self._write_page(html, page(), file, opens=violated))
+        for line in stale:
+            fail(program, line)
+
+    def _write_page(self, path: Path, text: str, file: TextIO | None, *, opens: bool) -> None:
+        from gradcheck_suite.page.render import open_page
+
+        write_text(path, text)
+        say([f"page    {self.seen(path)}"], file)
+        if opens:
+            open_page(path)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         """Print to it again, first of all the document."""
@@ -117,7 +173,7 @@ class StandardOutput:
         sys.stdout = self._stdout
         with suppress(OSError):  # the command says so at its end
             try:
-                print(self.document, end="", flush=True)
+                print(self._document, end="", flush=True)
             except ValueError:  # the code under test has closed it
                 with open(1, "w", encoding="utf-8", closefd=False) as output:
-                    output.write(self.document)
+                    output.write(self._document)

@@ -52,7 +52,7 @@ def run(arguments: Namespace) -> int:
     environment.prepare()
     note_untested_trainers(trainer.name for trainer in trainers)
     from gradcheck_suite.cli.loading import libraries_of, resolve_problem
-    from gradcheck_suite.cli.verdict_text import subjects
+    from gradcheck_suite.cli.verify import subjects
     from gradcheck_suite.loops.trainers.trainer import model_questions, on_problem
     from gradcheck_suite.verification.trainers import ask, closing, line
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.arguments import OutputOptions, add_options, parsed
 from gradcheck_suite.cli.exit_status import noted_interrupts
-from gradcheck_suite.cli.loading import expect_found, note_untested_trainers
-from gradcheck_suite.cli.progress import Progress, StandardOutput
+from gradcheck_suite.cli.loading import expect_found, libraries_of, note_untested_trainers
+from gradcheck_suite.cli.progress import Output, Progress
 from gradcheck_suite.core.contract import (
+    DEFAULT_TIME_LIMIT,
     Loop,
     Problem,
     assumptions_of,
@@ -26,25 +28,10 @@ from gradcheck_suite.core.contract import (
 )
 from gradcheck_suite.core.counterexamples import FOLDER as COUNTEREXAMPLES
 from gradcheck_suite.core.counterexamples import Counterexample, loop_source, store_counterexample
-from gradcheck_suite.core.formats import rendered
-from gradcheck_suite.core.options import VerifyOptions
-from gradcheck_suite.core.records import (
-    KINDS,
-    append_record,
-    expect_writable_folder,
-    judge_digest,
-    write_json,
-    write_text,
-)
-from gradcheck_suite.core.results import (
-    Result,
-    Verdict,
-    no_longer_found,
-    notices_of,
-    result_lines,
-    results_to_json,
-)
-from gradcheck_suite.core.text import aligned, say
+from gradcheck_suite.core.options import ChosenOptions, VerifyOptions
+from gradcheck_suite.core.records import KINDS, append_record, expect_writable_folder, judge_digest, write_text
+from gradcheck_suite.core.results import Result, Verdict, no_longer_found, result_lines
+from gradcheck_suite.core.text import aligned, counted, say
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.trainers import PACKAGES, TRAINERS
 from gradcheck_suite.run import environment
@@ -175,6 +162,92 @@ def record(
     append_record(reports, KINDS["verify"], data, environment=environment)
 
 
+# What a run prints: its first lines, the files of a violation, the summary.
+
+
+def header(
+    loops: Iterable[str],
+    chosen: Mapping[bool, ChosenOptions],
+    problem: str | None,
+    about: Mapping[str, Any],
+    libraries: Iterable[str] = (),
+) -> list[str]:
+    """Return the first lines of a run of `verify`: versions, options and precision flags.
+
+    Args:
+        loops: the names of the loops, as the command line has them.
+        chosen: whether loops are of JAX -> the options of these loops.
+        problem: the name of the user's problem, None for generated ones.
+        about: the environment.
+        libraries: the distributions that the loops import.
+    """
+    versions, flags = about["versions"], about["precision"]
+    options = next(iter(chosen.values()))
+    optimizer = "" if options.optimizer is None else f", optimizer {options.optimizer}"
+    others = "".join(f"; of JAX {counted(o.examples, 'case')}, {o.dtype}" for o in chosen.values() if o != options)
+    lines = [
+        f"{subjects(loops, versions, libraries)}: {counted(options.examples, 'case')} per loop, seed {options.seed}, "
+        f"{options.dtype} on {options.device}{optimizer}{others}",
+        f"matmul precision: torch {flags.get('torch_float32_matmul_precision')} "
+        f"(TF32 {_on(flags.get('torch_cuda_matmul_allow_tf32'))}, "
+        f"cuDNN TF32 {_on(flags.get('torch_cudnn_allow_tf32'))}), "
+        f"jax {flags.get('jax_default_matmul_precision')}",
+    ]
+    if problem is not None:
+        lines.append(f"problem {problem}: only plans are drawn")
+    return lines
+
+
+def subjects(names: Iterable[str], versions: Mapping[str, str | None], libraries: Iterable[str] = ()) -> str:
+    """Return the versions on which a verdict depends: of the suite, the frameworks and the loops' libraries."""
+    packages = dict.fromkeys(package for name in names if name in TRAINERS for package in TRAINERS[name].packages)
+    packages |= dict.fromkeys(libraries)
+    return ", ".join(f"{name} {versions[name]}" for name in ("gradcheck-suite", "torch", "jax", *packages))
+
+
+def file_lines(stored: Counterexample, options: VerifyOptions, seen: Callable[[Path], Path]) -> list[str]:
+    """Return the files of a violation in words.
+
+    Args:
+        stored: the files.
+        options: of the verification.
+        seen: returns a path as messages have it.
+    """
+    further = "" if options.time_limit_s == DEFAULT_TIME_LIMIT else f" --time-limit {options.time_limit_s:g}"
+    further += "" if options.autocast is None else f" --autocast {options.autocast}"
+    not_so = "" if stored.unrepeatable is None else f"  (not repeatable: {stored.unrepeatable})"
+    lines = [f"    stored  {seen(stored.case)}"]
+    if stored.script is not None:
+        lines.append(f"    script  python {shlex.quote(str(seen(stored.script)))}{not_so}")
+    return [*lines, f"    replay  gradcheck-suite replay {shlex.quote(str(seen(stored.case)))}{further}"]
+
+
+def summary(results: Sequence[Result], asked: int, *, interrupted: bool) -> str:
+    """Return the last line: how many loops hold."""
+    violated = [result.loop for result in results if result.violations]
+    complete = [result for result in results if not result.interrupted]
+    if violated:
+        text = f"{len(violated)} of {counted(asked, 'loop')} violated: {', '.join(violated)}"
+    elif interrupted:
+        text = f"no violation so far in {counted(asked, 'loop')}"
+    else:
+        text = f"all {asked} loops hold" if asked > 1 else "the loop holds"
+    if accepted := sum(len(result.accepted) for result in results):
+        text += f"; {counted(accepted, 'fault')} accepted"
+    if found := sum(len(result.findings) for result in results):
+        text += f"; torch and JAX disagree: {counted(found, 'finding')} above"
+    if interrupted:
+        text += f"; interrupted, {len(complete)} of {counted(asked, 'loop')} went to the end"
+    return text
+
+
+def _on(flag: Any) -> str:
+    return ("on" if flag else "off") if isinstance(flag, bool) else str(flag)
+
+
+# The command.
+
+
 FEW_CASES = 50
 """Cases of all loops below which a second process would hardly have started."""
 
@@ -213,21 +286,20 @@ def run(arguments: argparse.Namespace) -> int:
     environment.expect_main_job()
     if arguments.list:
         return _list(arguments.ranks)
-    output = parsed(arguments, OutputOptions)
-    output.expect_writable()
-    shown = output.reports or DEFAULT_REPORTS
+    wanted = parsed(arguments, OutputOptions)
+    wanted.expect_writable()
+    shown = wanted.reports or DEFAULT_REPORTS
     expect_writable_folder(shown / COUNTEREXAMPLES, f"--reports {shown}")
     for text in (*arguments.loops, *filter(None, [arguments.problem])):
         expect_found(text)
     options = parsed(arguments, VerifyOptions)
-    keep = output.output_format != "text"
     with (
-        StandardOutput(keep=keep) as standard_output,
+        Output(wanted) as output,
         template_ahead(wanted=options.ranks > 1),
         second_process(wanted=_is_worth_a_process(arguments, options)),
     ):
         environment.prepare()
-        return _verify(arguments, options, output, standard_output)
+        return _verify(arguments, options, output)
 
 
 def _is_worth_a_process(arguments: argparse.Namespace, options: VerifyOptions) -> bool:
@@ -237,13 +309,9 @@ def _is_worth_a_process(arguments: argparse.Namespace, options: VerifyOptions) -
     return (options.examples or FEW_CASES) * max(len(arguments.loops), 1) >= FEW_CASES
 
 
-def _verify(
-    arguments: argparse.Namespace, options: VerifyOptions, output: OutputOptions, standard_output: StandardOutput
-) -> int:
+def _verify(arguments: argparse.Namespace, options: VerifyOptions, output: Output) -> int:
     subjects = _subjects(arguments, options)
 
-    from gradcheck_suite.cli import verdict_text
-    from gradcheck_suite.cli.loading import libraries_of
     from gradcheck_suite.run.instance import checked_device
     from gradcheck_suite.run.ranks import expect_ranks
 
@@ -254,50 +322,46 @@ def _verify(
     libraries = dict.fromkeys(name for subject in subjects for name in libraries_of(subject.loop))
     about = environment.environment((*PACKAGES, *libraries))
     chosen = {is_jax(subject.loop): options.of(subject.loop) for subject in subjects}
-    header = verdict_text.header(arguments.loops, chosen, arguments.problem, about, libraries)
-    if not output.quiet:
-        say(header.splitlines())
-    done = _Run(output, Path.cwd(), header.splitlines(), arguments.stop_on_violation)
+    lines = header(arguments.loops, chosen, arguments.problem, about, libraries)
+    quiet = output.options.quiet
+    if not quiet:
+        say(lines)
+    done = _Run(output, lines, arguments.stop_on_violation)
     try:
         _verify_all(subjects, options, about, done)
     finally:
         results = [verified.result for verified in done.verified]
-        stale = no_longer_found(output.baseline, results)
-        document = results_to_json(results, about, stale)
+        stale = no_longer_found(output.options.baseline, results)
         # bad input stops the work before any result: then nothing is written
-        if (json := output.json) is not None and (results or done.interrupted):
-            exit_status.attempt(PROGRAM, lambda: write_json(done.folder / json, document))
-        if output.output_format != "text" and (results or done.interrupted):
-            notices = notices_of(results, stale)
-            standard_output.document = rendered(output.output_format, document, notices, done.folder)
-        if (html := output.html) is not None and results:
-            exit_status.attempt(PROGRAM, lambda: _write_page(html, done))
-    for line in stale:
-        exit_status.fail(PROGRAM, line)
+        if results or done.interrupted:
+            output.deliver(PROGRAM, results, about, done.page, stale)
     violated = bool(stale) or any(result.violations for result in results)
     unjudged = [f"{result.loop}: {result.unjudged}" for result in results if result.unjudged]
     if unjudged and not violated and not done.interrupted:
         raise UsageError(unjudged[0])
-    if not output.quiet:
-        say([verdict_text.summary(results, len(subjects), interrupted=done.interrupted)])
+    if not quiet:
+        say([summary(results, len(subjects), interrupted=done.interrupted)])
     findings = any(result.findings for result in results)
     return exit_status.status_of(violated=violated, findings=findings, interrupted=done.interrupted)
 
 
 @dataclass
 class _Run:
-    """The verifications so far, what was printed on them and stored, and whether Ctrl-C has stopped them.
+    """The verifications so far, what was printed on them and stored, and whether Ctrl-C has stopped them."""
 
-    Paths of the arguments are relative to the folder in which the command began: a loop may leave it.
-    """
-
-    output: OutputOptions
-    folder: Path
+    output: Output
     lines: list[str]
     stop_on_violation: bool = False
     verified: list[Verified] = field(default_factory=list)
-    stored: list[tuple[Path, Path]] = field(default_factory=list)
+    stored: list[Path] = field(default_factory=list)
     interrupted: bool = False
+
+    def page(self) -> str:
+        """Return the page of the run and its violations."""
+        from gradcheck_suite.page.render import violations_html
+        from gradcheck_suite.page.violation import read_violation
+
+        return violations_html([read_violation(path, self.output.seen(path)) for path in self.stored], self.lines)
 
 
 def _verify_all(subjects: list[Subject], options: VerifyOptions, about: dict[str, Any], done: _Run) -> None:
@@ -319,7 +383,7 @@ def _verify_all(subjects: list[Subject], options: VerifyOptions, about: dict[str
                 chosen = options.of(subject.loop)
                 progress.start(subject.name, chosen.examples)
                 found = verify_subject(subject, chosen, advance)
-                verified = replace(found, result=found.result.accepting(done.output.baseline))
+                verified = replace(found, result=found.result.accepting(done.output.options.baseline))
                 done.verified.append(verified)
                 _keep(subject, chosen, verified, about, done, width, progress.stop)
                 if verified.result.interrupted or pressed:
@@ -345,19 +409,17 @@ def _keep(
     If a file cannot be written, the message follows the verdict, and the exit status stays. The script runs after the
     verdict, too: it imports torch, which takes seconds.
     """
-    from gradcheck_suite.cli.verdict_text import file_lines
-
-    result, reports = verified.result, done.output.reports
-    shown = DEFAULT_REPORTS if reports is None else reports
+    result, output, quiet = verified.result, done.output, done.output.options.quiet
+    reports = output.options.reports
     refusal: UsageError | None = None
     stored = None
     try:
-        stored = store(subject, options, verified, done.folder / shown, about)
+        stored = store(subject, options, verified, reports or output.folder / DEFAULT_REPORTS, about)
     except UsageError as error:
         refusal = error
     before()
     lines = result_lines(result, width=width)
-    if done.output.quiet:
+    if quiet:
         say(["  ".join([lines[0], *(violation.title for violation in result.violations)])])
     else:
         say(lines)
@@ -366,27 +428,14 @@ def _keep(
 
         why = unrepeatable(stored.script, result.violation, options.time_limit_s)
         stored = replace(stored, unrepeatable=why)
-    files = stored and stored.seen_from(done.folder / shown, shown)
-    if files and not done.output.quiet:
-        say(file_lines(files, options))
     done.lines.append(lines[0])
-    done.stored += [(stored.case, files.case)] if stored and files else []
+    if stored is not None:
+        done.stored.append(stored.case)
+        if not quiet:
+            say(file_lines(stored, options, output.seen))
     if refusal is not None:
         exit_status.fail(PROGRAM, str(refusal))
-    folder = None if reports is None else done.folder / reports
-    exit_status.attempt(PROGRAM, lambda: record(subject, options, verified, folder, about, stored))
-
-
-def _write_page(html: Path, done: _Run) -> None:
-    """Write the page of the run and its violations, print its name, and open it if there is a violation."""
-    from gradcheck_suite.page.render import open_page, violations_html
-    from gradcheck_suite.page.violation import read_violation
-
-    path = done.folder / html
-    write_text(path, violations_html([read_violation(*paths) for paths in done.stored], done.lines))
-    say([f"page    {html}"])
-    if done.stored:
-        open_page(path)
+    exit_status.attempt(PROGRAM, lambda: record(subject, options, verified, reports, about, stored))
 
 
 def _list(ranks: int) -> int:

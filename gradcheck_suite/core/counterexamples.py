@@ -300,9 +300,3 @@ class Counterexample:
     case: Path
     script: Path | None
     unrepeatable: str | None = None
-
-    def seen_from(self, folder: Path, shown: Path) -> Counterexample:
-        """Return the same files with the paths that a user knows: `shown` in place of the folder that has them."""
-        case, script = (path and shown / path.relative_to(folder) for path in (self.case, self.script))
-        assert case is not None
-        return Counterexample(case, script, self.unrepeatable)
