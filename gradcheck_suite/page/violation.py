@@ -124,26 +124,6 @@ class Block:
 
 
 @dataclass(frozen=True)
-class SourceLines:
-    """Lines of the user's source.
-
-    Attributes:
-        file: as the user names it.
-        lines: number, text, and `loss`, `backward`, `step` or nothing.
-    """
-
-    file: str
-    lines: tuple[tuple[int, str, str], ...]
-
-
-def source_lines(data: Mapping[str, Any] | None) -> SourceLines | None:
-    """Return the lines of a record, as `core.counterexamples` writes them; None where there are none."""
-    if data is None:
-        return None
-    return SourceLines(str(data["file"]), tuple((int(n), str(text), str(mark)) for n, text, mark in data["lines"]))
-
-
-@dataclass(frozen=True)
 class ViolationPage:
     """What the page of a violation shows.
 
@@ -155,7 +135,7 @@ class ViolationPage:
         facts: pairs of a name and a value: parameter, error and so on.
         figures: the weights as bars, the elements as heat maps.
         weights: the same weights as a table, or None.
-        source: the user's lines, with loss, backward and step marked; None where they are unknown.
+        source: the user's lines, as `core.counterexamples` writes them; None where they are unknown.
         windows: the micro-batches of each window of an epoch; empty for a live run.
         wrong: index of the window in which the gradient is wrong, or None.
         details: further lines, as the console has them.
@@ -174,7 +154,7 @@ class ViolationPage:
     facts: tuple[tuple[str, str], ...]
     figures: tuple[Figure, ...]
     weights: Table | None
-    source: SourceLines | None = None
+    source: Mapping[str, Any] | None = None
     windows: tuple[tuple[Block, ...], ...] = ()
     wrong: int | None = None
     details: tuple[str, ...] = ()
@@ -266,7 +246,7 @@ def violation_page(
         replay=replay,
         script=script,
         machine=machine,
-        source=source_lines(violation.source),
+        source=violation.source,
     )
 
 

@@ -1,4 +1,9 @@
-"""A violation as one Python file that needs torch alone: model, data, loop, right gradient, and the check."""
+"""Stand-alone scripts: a violation as one Python file that needs torch alone, to send to whoever mends the loop.
+
+A script reads from top to bottom: model, data, loop, expected gradient, comparison. The numbers come from the
+violation's evidence; no loop is run to write it. It is run once before it is announced. That of a loop of JAX needs jax
+and optax alone. It has no model: the loss of each item is linear, with the gradient that the item has in the case.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ import builtins
 import importlib
 import inspect
 import re
+import subprocess
 import symtable
 import sys
 import textwrap
@@ -25,7 +31,7 @@ from torch.nn.utils import parametrize
 from gradcheck_suite.catalogue import tables
 from gradcheck_suite.catalogue.definitions import Signal, feature_axis
 from gradcheck_suite.catalogue.description import describe_case
-from gradcheck_suite.core.case import Case, Layer
+from gradcheck_suite.core.case import Case, Layer, is_probe, slopes_of
 from gradcheck_suite.core.contract import DEFAULT_TIME_LIMIT as LIMIT
 from gradcheck_suite.core.contract import (
     EDITS_PARAMETERS,
@@ -34,14 +40,18 @@ from gradcheck_suite.core.contract import (
     Loop,
     Problem,
     assumptions_of,
+    is_jax,
 )
 from gradcheck_suite.core.results import Violation, is_endless
 from gradcheck_suite.core.text import error_text, violation_title
 from gradcheck_suite.loops.trainers import TRAINERS
+from gradcheck_suite.reference.large_batch import Reference, gradients_of
+from gradcheck_suite.run import jax_run
 from gradcheck_suite.run.instance import Instance, Pairs, epoch_of, instance_of, leaves, loader_over, map_leaves
 from gradcheck_suite.run.observer import Observer, recorded_calls, structure, structure_changes
 from gradcheck_suite.run.optimizers import OPTIMIZERS, fault_before, fault_between, fault_of_step, in_groups
 from gradcheck_suite.run.torch_state import changes_undone
+from gradcheck_suite.verification.check import of_torch
 from gradcheck_suite.verification.separability import adds_up
 
 PACKAGE = __name__.partition(".")[0]
@@ -510,10 +520,10 @@ def script_text(
     problem: Problem | None = None,
     time_limit_s: float | None = LIMIT,
     assumes: Iterable[str] = (),
-) -> str:
+) -> str | None:
     """Return the text of a script that shows a violation: exit status 1 while it is there, 0 when it is gone.
 
-    The numbers come from the violation's evidence; the loop is not run.
+    None where the script of a loop of JAX would not show the fault, or be too long.
 
     Args:
         loop: the subject.
@@ -525,6 +535,8 @@ def script_text(
         time_limit_s: seconds that the loop may take, which the script repeats for a loop that took longer.
         assumes: what the loop assumes beside what it declares itself.
     """
+    if is_jax(loop):
+        return _jax_script(loop, name, violation, problem)
     assumed = {*assumes, *assumptions_of(loop)}
     try:
         return _script(loop, name, violation, problem, time_limit_s, assumed, copied=True)
@@ -612,3 +624,96 @@ def _head(name: str, violation: Violation, needs: Sequence[str]) -> dict[str, st
     }
     texts = {key: "\n".join(line.rstrip() for line in lines) for key, lines in paragraphs.items()}
     return {key: text.replace("\\", "\\\\").replace('"""', '\\"\\"\\"') for key, text in texts.items()}
+
+
+# The script of a loop of JAX.
+
+
+JAX_TEMPLATE = (Path(__file__).parent / "jax_template.txt").read_text(encoding="utf-8")
+SHOWN_OF_JAX = ("gradient", "non-finite", "step-count", "raised")
+"""Kinds of violation that the script of a loop of JAX shows."""
+MOST_NUMBERS = 100_000
+"""Numbers that the script of a loop of JAX may contain."""
+
+
+def _jax_script(loop: Loop, name: str, violation: Violation, problem: Problem | None) -> str | None:
+    case = violation.case
+    source = inspect.getsourcefile(inspect.unwrap(loop))
+    if violation.kind not in SHOWN_OF_JAX or violation.moved or source is None or ":" not in name:
+        return None
+    instance = instance_of(case, of_torch(loop, problem))
+    reference = Reference(instance)
+    model = reference.model(None, None)
+    # the leaves of a dict are sorted by name
+    names = sorted(reference.layout.names)
+
+    def ordered(vector: Any) -> Any:
+        return np.concatenate([reference.layout.part(vector, parameter).ravel() for parameter in names])
+
+    items = range(case.plan.total_items)
+    rows = [reference.flat(gradients_of(instance, model, range(i, i + 1), summed=True)) for i in items]
+    gradients = np.array([ordered(row) for row in rows])
+    if is_probe(case):
+        gradients = np.diag(np.resize(slopes_of(case), len(items)))
+    if gradients.size > MOST_NUMBERS:
+        return None
+    evidence, windows = violation.evidence, len(case.plan.windows)
+    step = None if violation.window is None else (violation.epoch or 0) * windows + violation.window
+    parameters = sorted((n, p.detach().double().numpy()) for n, p in model.named_parameters() if n in names)
+    with np.printoptions(threshold=2 * MOST_NUMBERS, floatmode="unique", linewidth=110):
+        return Template(JAX_TEMPLATE).substitute(
+            title=violation_title(violation.kind, violation.diagnosis),
+            explanation=violation.explanation,
+            case="\n".join(describe_case(case)),
+            dtype=case.dtype,
+            params=repr(dict(parameters)),
+            gradients=repr(gradients),
+            counts=repr(np.array([float(instance.count(instance.batch(range(i, i + 1)))) for i in items])),
+            micro_batches=repr(case.plan.micro_batches),
+            steps=case.plan.steps,
+            step=step,
+            expected=None if evidence is None else repr(ordered(evidence.expected)),
+            allowed=None if evidence is None else repr(ordered(np.nan_to_num(evidence.allowed))),
+            file=Path(source).name,
+            source=repr(Path(source).read_text(encoding="utf-8")).replace("\\n", "\\n'\n    '").join("()"),
+            name=name.rpartition(":")[2],
+            observer="\n\n".join(inspect.getsource(part) for part in jax_run.OBSERVER),
+            is_sum=instance.problem.reduction == "sum",
+            accumulation_steps=case.plan.accumulation_steps,
+            epochs=case.plan.epochs,
+            reduction=instance.problem.reduction,
+            kind=violation.kind,
+        )
+
+
+# A script is run before it is announced.
+
+
+START_S = 120.0
+"""Seconds that a script may take beside the time limit of its loop: it imports torch and what the loop needs."""
+
+
+def unrepeatable(script: Path, violation: Violation, time_limit_s: float | None) -> str | None:
+    """Run a script in a process of its own, in the working directory; return why it does not show the fault, or None.
+
+    Args:
+        script: the script of the violation.
+        violation: what the script is to show.
+        time_limit_s: seconds that the loop may take.
+    """
+    longest = None if time_limit_s is None else START_S + time_limit_s
+    command = [sys.executable, str(script)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=longest, check=False)
+    except subprocess.TimeoutExpired:
+        return f"it did not end within {longest:g} s"
+    except (KeyboardInterrupt, OSError) as error:
+        return f"it could not be run: {error}" if str(error) else "it was not run to its end: interrupted"
+    # a loop that hangs ends the process, so nothing more is printed
+    shown = is_endless(violation) or done.stdout.endswith("the fault is there\n")
+    if done.returncode == 1 and shown:
+        return None
+    if done.returncode == 0:
+        return "in a process of its own the loop does not show the fault (status 0)"
+    errors = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith((" ", "Traceback"))]
+    return f"it ends with status {done.returncode}: {errors[0] if errors else 'no message'}"

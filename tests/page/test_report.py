@@ -74,7 +74,7 @@ def test_the_violation_of_an_audit_has_a_page_with_its_lines(tmp_path):
            violation=found, violations=[found])  # fmt: skip
     (page,) = build(tmp_path).violations
     assert (page.loop, page.title) == ("train.py", "gradient: mean-of-means at step 0")
-    assert page.source.lines[1] == (9, "    (loss / 4).backward()", "backward")
+    assert page.source["lines"][1] == [9, "    (loss / 4).backward()", "backward"]
 
 
 TRAINER = {"trainer": "mine", "about": "", "package": None, "version": None, "problem": "", "why": ""}

@@ -315,7 +315,7 @@ SCRIPTS = [
 
 @pytest.mark.parametrize(("text", "diagnosis", "said"), SCRIPTS)
 def test_only_a_script_that_shows_the_fault_repeats_it(tmp_path, text, diagnosis, said, monkeypatch):
-    monkeypatch.setattr("gradcheck_suite.script.START_S", 0.2 if text and "sleep" in text else 60.0)
+    monkeypatch.setattr("gradcheck_suite.script.writer.START_S", 0.2 if text and "sleep" in text else 60.0)
     script = tmp_path / "script.py"
     if text:
         script.write_text(text)
