@@ -21,7 +21,6 @@ from gradcheck_suite.core.options import VerifyOptions, options_of
 from gradcheck_suite.core.text import of_bound
 
 if TYPE_CHECKING:
-    from gradcheck_suite.cli.verify import Verified
     from gradcheck_suite.core.contract import Loop, Problem
     from gradcheck_suite.core.counterexamples import Counterexample
     from gradcheck_suite.core.results import Result
@@ -83,24 +82,24 @@ def verify_training_loop(request: pytest.FixtureRequest) -> Callable[..., Result
         refusal = ""
         try:
             chosen = _options(request.node, loop, options)
-            verified = verify_subject(subject, chosen, lambda verdict: None)
+            result, reached = verify_subject(subject, chosen, lambda verdict: None)
         except UsageError as error:
             refusal = str(error)
         if refusal:
             # outside of the handler, or pytest would print the message twice
             pytest.fail(f"gradcheck-suite: {refusal}", pytrace=False)
-        config.stash[_LINES].append(_line(verified.result))
+        config.stash[_LINES].append(_line(result))
         reports = config.getoption("--gradcheck-reports")
         stored = None
         if reports is not None:
             about = environment.environment(PACKAGES)
-            stored = store(subject, chosen, verified, reports, about)
-            record(subject, chosen, verified, reports, about, stored)
-        if verified.result.interrupted:
+            stored = store(subject, chosen, result, reports, about)
+            record(subject, chosen, result, reached, reports, about, stored)
+        if result.interrupted:
             raise KeyboardInterrupt
-        if message := _failure(verified, stored):
+        if message := _failure(result, stored):
             pytest.fail(message, pytrace=False)
-        return verified.result
+        return result
 
     return verify_loop
 
@@ -179,8 +178,7 @@ def _line(result: Result) -> str:
     return f"{result.loop}: {verdict}, {result.cases} cases, {result.seconds:.1f} s{worst}{opinion}"
 
 
-def _failure(verified: Verified, stored: Counterexample | None) -> str | None:
-    result = verified.result
+def _failure(result: Result, stored: Counterexample | None) -> str | None:
     if result.violation is None:
         if result.findings and not result.unjudged:
             return "\n".join([f"{result.loop} holds, but torch and JAX disagree:", *result.findings])

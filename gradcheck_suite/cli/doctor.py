@@ -55,8 +55,6 @@ def capabilities() -> list[Capability]:
     found.append(Capability("--time-limit", alarm))
     cache = "jax cannot be imported" if isinstance(jax, str) else _cannot_run(_write_to_cache)
     found.append(Capability("compiled programs kept between runs", cache))
-    tested = [f"{p} is not installed" for p in ("pytest", "pytest-benchmark") if environment.versions()[p] is None]
-    found.append(Capability("pytest properties/", tested[0] if tested else None))
     return found
 
 

@@ -14,7 +14,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -73,12 +73,7 @@ def resolve_loop(text: str, framework: str | None = None) -> Loop:
         BY_IMPORT[module.__name__] = changed
     if issubclass(type(loop), Problem):  # isinstance would ask a lazy object for its class
         raise UsageError(f"{text} is a Problem, not a loop: pass it as --problem {text}")
-    if not callable(loop):
-        raise UsageError(
-            f"{text} is of type {type(loop).__name__}, which cannot be called: a loop is a function of one "
-            f"argument, the TrainingRun{_offer(module, callable)}"
-        )
-    _expect_one_argument(loop, text)
+    _expect_function(loop, text, module, "a function of one argument, the TrainingRun", object())
     if framework == "jax" and not is_jax(loop):
         loop = jax_training_loop(loop)
     return _noted(loop, resolve_loop, text)
@@ -95,12 +90,7 @@ def resolve_problem(text: str) -> Problem:
     found, module = _find(text, "a problem")
     if issubclass(type(found), Problem):
         return cast("Problem", _noted(found, resolve_problem, text))
-    if not callable(found):
-        offer = _offer(module, lambda value: issubclass(type(value), Problem))
-        raise UsageError(
-            f"{text} is of type {type(found).__name__}: expected a gradcheck_suite.Problem, "
-            f"or a function of no argument that returns one{offer}"
-        )
+    _expect_function(found, text, module, "a gradcheck_suite.Problem, or a function of no argument that returns one")
     try:
         problem = found()
     except Exception as error:
@@ -120,15 +110,7 @@ def resolve_function(text: str, what: str) -> Callable[[], Any]:
     if ":" not in text:
         raise _without_name(text, what)
     found, module = _find(text, what)
-    if not callable(found):
-        raise UsageError(
-            f"{text} is of type {type(found).__name__}: expected a function of no argument{_offer(module)}"
-        )
-    try:
-        inspect.signature(found).bind()
-    except TypeError:
-        shown = f"{text.rpartition(':')[2]}{inspect.signature(found)}"
-        raise UsageError(f"{text} cannot be called without arguments, as {what} is: it is {shown}") from None
+    _expect_function(found, text, module, "a function of no argument")
     function: Callable[[], Any] = found
     return function
 
@@ -166,9 +148,7 @@ def _without_name(text: str, what: str) -> UsageError:
         return UsageError(f"expected FILE.py:NAME or package.module:NAME of {what}, got {text!r}")
     if not path.is_file():
         return UsageError(no_file(path))
-    names = _names_in(path)
-    listed = f"; it defines {_listed(names)}" if names else ""
-    return UsageError(f"{text} names no {what.removeprefix('a ')}: expected {text}:NAME{listed}")
+    return UsageError(f"{text} names no {what.removeprefix('a ')}: expected {text}:NAME{_offer(_import_file(path))}")
 
 
 def _find(text: str, what: str) -> tuple[Any, ModuleType]:
@@ -275,23 +255,30 @@ def _line_in(error: BaseException, file: str | None) -> str:
     return f" ({own[-1].filename}, line {own[-1].lineno})" if own and file is None else ""
 
 
-def _expect_one_argument(loop: Any, text: str) -> None:
-    if inspect.iscoroutinefunction(loop) or inspect.isasyncgenfunction(loop):
+def _expect_function(found: Any, text: str, module: ModuleType, expected: str, *arguments: object) -> None:
+    """Refuse what is no plain function of so many arguments.
+
+    Args:
+        found: what the name stands for.
+        text: that the command line has.
+        module: that has the name.
+        expected: the function in words.
+        arguments: as many as the function is called with.
+    """
+    if not callable(found):
+        raise UsageError(f"{text} is of type {type(found).__name__}: expected {expected}{_offer(module)}")
+    if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found):
         raise UsageError(f"{text} is an async function, and calling it runs nothing: expected a plain function")
-    if inspect.isgeneratorfunction(loop):
+    if inspect.isgeneratorfunction(found):
         raise UsageError(f"{text} is a generator (it contains yield), and calling it runs nothing: remove the yield")
     try:
-        signature = inspect.signature(loop)
+        signature = inspect.signature(found)
     except (TypeError, ValueError):
         return  # some callables written in C have no signature: the call itself will fail
     try:
-        signature.bind(object())
+        signature.bind(*arguments)
     except TypeError:
-        shown = f"{text.rpartition(':')[2]}{signature}"
-        raise UsageError(
-            f"{text} cannot be called with one argument: expected a function of one argument, the TrainingRun, "
-            f"got {shown}"
-        ) from None
+        raise UsageError(f"{text} is {text.rpartition(':')[2]}{signature}: expected {expected}") from None
 
 
 def _put_on_path(folder: str) -> None:
@@ -299,38 +286,21 @@ def _put_on_path(folder: str) -> None:
         sys.path.insert(0, folder)
 
 
-def _names_in(path: Path) -> list[str]:
-    """Return the public functions of a file, and the names of what it calls a function for."""
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return []
-    made = (n for n in tree.body if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call))
-    names = [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
-    names += [target.id for n in made for target in n.targets if isinstance(target, ast.Name)]
-    return [name for name in names if not name.startswith("_")]
-
-
-def _offer(module: ModuleType, wanted: Callable[[Any], bool] = callable) -> str:
-    """List a module's public names for the end of a message; of callables only those that it defines."""
+def _offer(module: ModuleType) -> str:
+    """List a module's problems, and the functions and classes that it defines, for the end of a message."""
+    public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     names = [
         name
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-        and wanted(value)
-        and (wanted is not callable or _place_of(value) == module.__name__)
+        for name, value in public.items()
+        if issubclass(type(value), Problem) or (callable(value) and _place_of(value) == module.__name__)
     ]
-    return f"; it defines {_listed(names)}" if names else ""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"; it defines {', '.join(names[:_SHOWN])}{more}" if names else ""
 
 
 def _place_of(value: Any) -> Any:
     """Return the name of the module that defines an object; a lazy object is not asked, which would import it."""
     return (value if issubclass(type(value), type | FunctionType) else type(value)).__module__
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def no_file(path: Path) -> str:
@@ -353,7 +323,7 @@ def libraries_of(loop: Loop) -> tuple[str, ...]:
     file = getattr(module, "__file__", None)
     if file is None or module.__name__.partition(".")[0] == "gradcheck_suite":  # type: ignore[union-attr]
         return ()
-    imported = dict.fromkeys(_imports(Path(file), set()))
+    imported = _imports(Path(file))
     if not imported:
         return ()
     distributions = packages_distributions()
@@ -361,32 +331,25 @@ def libraries_of(loop: Loop) -> tuple[str, ...]:
     return tuple(name for name in found if name not in ALWAYS_NAMED)
 
 
-def _imports(file: Path, seen: set[Path]) -> Iterator[str]:
-    """Yield the top-level names that a file imports from elsewhere, and those that files beside it import."""
-    if file in seen or file.suffix != ".py":
-        return
-    seen.add(file)
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return
-    for node in ast.walk(tree):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module or ""] if node.module or not node.level else [alias.name for alias in node.names]
-        for name in names:
-            yield from _imports_of(name.split("."), file.parent, seen)
-
-
-def _imports_of(parts: list[str], folder: Path, seen: set[Path]) -> Iterator[str]:
-    beside = folder.joinpath(*parts)
-    local = [path for path in (beside.with_suffix(".py"), beside / "__init__.py") if path.is_file()]
-    if local:
-        yield from _imports(local[0], seen)
-    elif parts[0] and parts[0] not in sys.stdlib_module_names and not (folder / parts[0]).is_dir():
-        yield parts[0]
+def _imports(file: Path) -> list[str]:
+    """Return the top-level names that a file, and the files beside it that it imports, take from elsewhere."""
+    files, found = [file], list[str]()
+    for path in files:  # it grows
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            continue
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module]
+            for name in names:
+                top, beside = name.partition(".")[0], path.parent.joinpath(*name.split("."))
+                local = [each for each in (beside.with_suffix(".py"), beside / "__init__.py") if each.is_file()]
+                files += [each for each in local[:1] if each not in files]
+                if not local and top not in sys.stdlib_module_names and not (path.parent / top).is_dir():
+                    found.append(top)
+    return found
 
 
 # Notes on standard error beside the result, one line each.

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
 from gradcheck_suite.cli.arguments import OutputOptions
@@ -22,7 +21,7 @@ from gradcheck_suite.core.results import ToJson, Verdict, notices_of, results_to
 from gradcheck_suite.core.text import say
 
 
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """One bar on standard error for the loop at work; gone once its line is printed."""
 
     def __init__(self, *, examples: int = 0, then: str | None = None) -> None:
@@ -32,22 +31,16 @@ class Progress:
             examples: cases of each loop.
             then: what happens after the last case, shown while it runs; None if nothing takes long.
         """
-        self._then, self._cases = then, 0
+        self._then, self._examples, self._name = then, examples, ""
         self._bar: Bar | None = None
-        self._task: TaskID | None = None
-        self._examples = examples
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.stop()
 
     def start(self, name: str, examples: int | None = None) -> None:
         """Show a new bar for a loop with `examples` cases."""
         self.stop()
-        self._examples = examples or self._examples
-        self._cases = 0
+        self._name, self._examples = name, examples or self._examples
         if not sys.stderr.isatty():
             return
         self._bar = Bar(
@@ -61,33 +54,31 @@ class Progress:
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=True,
         )
-        self._task = self._bar.add_task(name, total=self._examples)
+        self._bar.add_task(name, total=self._examples)
         self._bar.start()
-        self._name = name
 
     def advance(self, verdict: Verdict) -> None:
         """Count a case."""
-        if self._bar is not None and self._task is not None:
-            self._bar.advance(self._task)
-            self._cases += 1
+        self.count(1)
+        for task in self._bar.tasks if self._bar is not None else ():
             if not verdict.holds:
-                self._bar.update(self._task, description=f"{self._name}: violated, looking for a smaller case")
-            elif self._then is not None and self._cases == self._examples:
-                self._bar.update(self._task, description=f"{self._name}: {self._then}")
+                task.description = f"{self._name}: violated, looking for a smaller case"
+            elif self._then is not None and task.completed == task.total:
+                task.description = f"{self._name}: {self._then}"
 
     def count(self, more: int) -> None:
         """Advance the bar by `more` cases."""
-        if self._bar is not None and self._task is not None:
-            self._bar.advance(self._task, more)
+        if self._bar is not None:
+            self._bar.advance(self._bar.task_ids[0], more)
 
     def stop(self) -> None:
         """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
-        self._bar = self._task = None
+        self._bar = None
 
 
-class Output:
+class Output(AbstractContextManager["Output"]):
     """What a command hands over beside its lines: the files that its options name, and a document where one is wanted.
 
     Standard output is then kept for the document. What the code under test prints goes to standard error, also that of
@@ -115,9 +106,6 @@ class Output:
             own = False
         if not own:
             sys.stdout = sys.stderr
-
-    def __enter__(self) -> Output:
-        return self
 
     def seen(self, path: Path) -> Path:
         """Return a path as messages have it."""
@@ -161,7 +149,7 @@ class Output:
         if opens:
             open_page(path)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *raised: object) -> None:
         """Print to it again, first of all the document."""
         if not self._keeps:
             return

@@ -14,7 +14,6 @@ from gradcheck_suite.cli.loading import expect_found, note_untested_trainers
 from gradcheck_suite.core.contract import Loop, Problem, is_jax
 from gradcheck_suite.core.counterexamples import StoredCase, loop_places, read_case_file
 from gradcheck_suite.core.options import VerifyOptions, options_of
-from gradcheck_suite.core.results import Violation
 from gradcheck_suite.core.text import of_bound, say
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.run import environment
@@ -73,20 +72,13 @@ def run(arguments: argparse.Namespace) -> int:
     lines += [f"finding, for which no loop is to blame: {finding}" for finding in findings]
     if verdict.violation is not None:
         shown = replace(with_case_described(verdict.violation), **loop_places(loop))
-        lines += [*shown.words, *_named_before(stored, shown)]
+        lines += shown.words
     else:
         lines += [] if verdict.finding else [f"worst error {of_bound(verdict.ratio)}"]
         lines += describe_case(case)
     first = f"{name}  {'holds' if verdict.holds else 'VIOLATED'}  on case {case.digest}"
     say([first, *(f"    {line}".rstrip() for line in lines)])
     return exit_status.status_of(violated=not verdict.holds, findings=bool(findings))
-
-
-def _named_before(stored: StoredCase, violation: Violation) -> list[str]:
-    """Return a line with the stored diagnosis, if it differs because it came from a larger case."""
-    if stored.kind != violation.kind or stored.diagnosis in ("", violation.diagnosis):
-        return []
-    return [f"stored as {stored.diagnosis}: {stored.explanation}"]
 
 
 def _subjects(arguments: argparse.Namespace, stored: StoredCase, name: str) -> tuple[Loop, Problem | None]:

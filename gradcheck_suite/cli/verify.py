@@ -6,6 +6,7 @@ import argparse
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,21 +64,10 @@ class Subject:
     importable: bool = True
 
 
-@dataclass(frozen=True)
-class Verified:
-    """The result of one verification.
-
-    Attributes:
-        result: the verdict.
-        reached: how many judged cases had each layer, loss and kind of split.
-    """
-
-    result: Result
-    reached: Coverage
-
-
-def verify_subject(subject: Subject, options: VerifyOptions, progress: Callable[[Verdict], None]) -> Verified:
-    """Verify a loop, and note what its cases reached.
+def verify_subject(
+    subject: Subject, options: VerifyOptions, progress: Callable[[Verdict], None]
+) -> tuple[Result, Coverage]:
+    """Verify a loop; return the result, and how many judged cases had each layer, loss and kind of split.
 
     Args:
         subject: the loop.
@@ -102,20 +92,20 @@ def verify_subject(subject: Subject, options: VerifyOptions, progress: Callable[
         progress=note,
         quiet=True,
     )
-    return Verified(result, reach.to_json())
+    return result, reach.to_json()
 
 
 def store(
-    subject: Subject, options: VerifyOptions, verified: Verified, reports: Path, environment: Mapping[str, Any]
+    subject: Subject, options: VerifyOptions, result: Result, reports: Path, environment: Mapping[str, Any]
 ) -> Counterexample | None:
     """Store a violation under a reports folder; return its files, or None if the loop holds.
 
     Raises:
         UsageError: a file cannot be written.
     """
-    violation, stored = verified.result.violation, None
+    violation, stored = result.violation, None
     if violation is not None:
-        case = store_counterexample(reports, verified.result, environment, loop_source(subject.loop))
+        case = store_counterexample(reports, result, environment, loop_source(subject.loop))
         stored = Counterexample(case, None)
         # a script is one process
         if subject.importable and not violation.case.plan.ranks:
@@ -130,7 +120,7 @@ def store(
                 violation,
                 problem=problem,
                 time_limit_s=limit,
-                assumes=verified.result.assumes,
+                assumes=result.assumes,
             )
             if text is not None:
                 write_text(script, text)
@@ -141,7 +131,8 @@ def store(
 def record(
     subject: Subject,
     options: VerifyOptions,
-    verified: Verified,
+    result: Result,
+    reached: Coverage,
     reports: Path | None,
     environment: Mapping[str, Any],
     stored: Counterexample | None,
@@ -153,9 +144,9 @@ def record(
     """
     data = {
         **asdict(options),
-        **verified.result.to_json(),
+        **result.to_json(),
         "problem": subject.problem_name,
-        "reached": verified.reached,
+        "reached": reached,
         "stored": stored and stored.case.name,
         "unrepeatable": stored and stored.unrepeatable,
     }
@@ -330,7 +321,7 @@ def _verify(arguments: argparse.Namespace, options: VerifyOptions, output: Outpu
     try:
         _verify_all(subjects, options, about, done)
     finally:
-        results = [verified.result for verified in done.verified]
+        results = done.results
         stale = no_longer_found(output.options.baseline, results)
         # bad input stops the work before any result: then nothing is written
         if results or done.interrupted:
@@ -352,7 +343,7 @@ class _Run:
     output: Output
     lines: list[str]
     stop_on_violation: bool = False
-    verified: list[Verified] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
     stored: list[Path] = field(default_factory=list)
     interrupted: bool = False
 
@@ -382,60 +373,46 @@ def _verify_all(subjects: list[Subject], options: VerifyOptions, about: dict[str
             for subject in subjects:
                 chosen = options.of(subject.loop)
                 progress.start(subject.name, chosen.examples)
-                found = verify_subject(subject, chosen, advance)
-                verified = replace(found, result=found.result.accepting(done.output.options.baseline))
-                done.verified.append(verified)
-                _keep(subject, chosen, verified, about, done, width, progress.stop)
-                if verified.result.interrupted or pressed:
+                found, reached = verify_subject(subject, chosen, advance)
+                progress.stop()
+                result = found.accepting(done.output.options.baseline)
+                done.results.append(result)
+                stored = _keep(subject, chosen, result, about, done, width)
+                reports = done.output.options.reports
+                exit_status.attempt(PROGRAM, partial(record, subject, chosen, result, reached, reports, about, stored))
+                if result.interrupted or pressed:
                     done.interrupted = True
                     return
-                if done.stop_on_violation and verified.result.violations:
+                if done.stop_on_violation and result.violations:
                     return
         except KeyboardInterrupt:
             done.interrupted = True
 
 
 def _keep(
-    subject: Subject,
-    options: VerifyOptions,
-    verified: Verified,
-    about: dict[str, Any],
-    done: _Run,
-    width: int,
-    before: Callable[[], None],
-) -> None:
-    """Store a violation, print the verdict and the names of its files, then append the record if one is wanted.
+    subject: Subject, options: VerifyOptions, result: Result, about: dict[str, Any], done: _Run, width: int
+) -> Counterexample | None:
+    """Print the verdict, then store a violation and print the names of its files; return these.
 
-    If a file cannot be written, the message follows the verdict, and the exit status stays. The script runs after the
-    verdict, too: it imports torch, which takes seconds.
+    If a file cannot be written, a message says so, and the exit status stays. The script runs after the verdict, too:
+    it imports torch, which takes seconds.
     """
-    result, output, quiet = verified.result, done.output, done.output.options.quiet
-    reports = output.options.reports
-    refusal: UsageError | None = None
-    stored = None
-    try:
-        stored = store(subject, options, verified, reports or output.folder / DEFAULT_REPORTS, about)
-    except UsageError as error:
-        refusal = error
-    before()
+    output, quiet = done.output, done.output.options.quiet
     lines = result_lines(result, width=width)
-    if quiet:
-        say(["  ".join([lines[0], *(violation.title for violation in result.violations)])])
-    else:
-        say(lines)
-    if stored is not None and stored.script is not None and result.violation is not None:
+    done.lines.append(lines[0])
+    say(["  ".join([lines[0], *(violation.title for violation in result.violations)])] if quiet else lines)
+    reports = output.options.reports or output.folder / DEFAULT_REPORTS
+    stored = exit_status.attempt(PROGRAM, lambda: store(subject, options, result, reports, about))
+    if stored is None:
+        return None
+    if stored.script is not None and result.violation is not None:
         from gradcheck_suite.script import unrepeatable
 
-        why = unrepeatable(stored.script, result.violation, options.time_limit_s)
-        stored = replace(stored, unrepeatable=why)
-    done.lines.append(lines[0])
-    if stored is not None:
-        done.stored.append(stored.case)
-        if not quiet:
-            say(file_lines(stored, options, output.seen))
-    if refusal is not None:
-        exit_status.fail(PROGRAM, str(refusal))
-    exit_status.attempt(PROGRAM, lambda: record(subject, options, verified, reports, about, stored))
+        stored = replace(stored, unrepeatable=unrepeatable(stored.script, result.violation, options.time_limit_s))
+    done.stored.append(stored.case)
+    if not quiet:
+        say(file_lines(stored, options, output.seen))
+    return stored
 
 
 def _list(ranks: int) -> int:

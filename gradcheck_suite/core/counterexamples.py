@@ -180,17 +180,11 @@ class StoredCase:
         case: to run again.
         loop: that it violated, as the user named it; None for a bare case.
         assumes: what the loop was said to assume.
-        kind: of its violation; empty for a bare case, as are the next two.
-        diagnosis: the name of its fault.
-        explanation: of the fault.
     """
 
     case: Case
     loop: str | None
     assumes: tuple[str, ...] = ()
-    kind: str = ""
-    diagnosis: str = ""
-    explanation: str = ""
 
 
 def counterexample_path(reports: Path, loop: str, case: Case) -> Path:
@@ -281,10 +275,7 @@ def _named(case: Any, about: Mapping[str, Any]) -> StoredCase:
     read, name = case_from_json(case), about.get("loop")
     if name is not None and not isinstance(name, str):
         raise UsageError(f"loop must be a string, got {name!r}")
-    assumes = tuple(sorted(checked_assumptions(about.get("assumes", ()))))
-    found = about.get("violation") or {}
-    kind, diagnosis, explanation = (str(found.get(field) or "") for field in ("kind", "diagnosis", "explanation"))
-    return StoredCase(read, name, assumes, kind, diagnosis, explanation)
+    return StoredCase(read, name, tuple(sorted(checked_assumptions(about.get("assumes", ())))))
 
 
 @dataclass(frozen=True)

@@ -124,30 +124,18 @@ def made_from(records: Records, make: Callable[[Records], Made]) -> tuple[Made, 
     try:
         return make(records), records
     except UNREADABLE:
-        kept, problems = {}, list(records.problems)
+        kept: dict[str, list[Record]] = {kind: [] for kind in records.by_kind}
+        problems = list(records.problems)
         for kind, found in records.by_kind.items():
-            kept[kind], trouble = _readable(replace(records, problems=(), beside={}), kind, found, 1, make)
-            problems += trouble
+            for number, record in enumerate(found, 1):
+                try:
+                    make(replace(records, by_kind={kind: [record]}, problems=(), beside={}))
+                    kept[kind].append(record)
+                except UNREADABLE as error:
+                    why = f"{type(error).__name__}: {error}"
+                    problems.append(f"{kind}, record {number}: cannot be read ({why}); left out")
     records = replace(records, by_kind=kept, problems=tuple(problems))
     return make(records), records
-
-
-def _readable(
-    records: Records, kind: str, found: list[Record], first: int, make: Callable[[Records], object]
-) -> tuple[list[Record], list[str]]:
-    """Return the records that can be read, and one line on each other; `first` is the number of the first of them."""
-    try:
-        make(replace(records, by_kind={kind: found}))
-    except UNREADABLE as error:
-        if len(found) == 1:
-            return [], [f"{kind}, record {first}: cannot be read ({type(error).__name__}: {error}); left out"]
-        half = len(found) // 2
-        before, after = (
-            _readable(records, kind, part, start, make)
-            for part, start in ((found[:half], first), (found[half:], first + half))
-        )
-        return before[0] + after[0], before[1] + after[1]
-    return found, []
 
 
 def current(records: Iterable[Record], measures: Sequence[str] = ()) -> list[Record]:

@@ -86,16 +86,12 @@ def test_whatever_takes_one_argument(folder, definition):
 @pytest.mark.parametrize(
     ("source", "text", "said"),
     [
-        (
-            "def f(): ...",
-            "a.py:f",
-            "a.py:f cannot be called with one argument: expected a function of one",
-        ),
-        ("def f(a, b): ...", "a.py:f", "got f(a, b)"),
-        ("def f(*, run): ...", "a.py:f", "got f(*, run)"),
+        ("def f(): ...", "a.py:f", "a.py:f is f(): expected a function of one argument, the TrainingRun"),
+        ("def f(a, b): ...", "a.py:f", "is f(a, b)"),
+        ("def f(*, run): ...", "a.py:f", "is f(*, run)"),
         ("async def f(run): ...", "a.py:f", "a.py:f is an async function"),
         ("def f(run): yield", "a.py:f", "a.py:f is a generator (it contains yield)"),
-        ("f = 3\ndef g(run): ...", "a.py:f", "a.py:f is of type int, which cannot be called: a loop is a function of "),
+        ("f = 3\ndef g(run): ...", "a.py:f", "a.py:f is of type int: expected a function of one argument"),
         ("f = 3\ndef g(run): ...", "a.py:f", "the TrainingRun; it defines g"),
         ("def train(run): ...", "a.py:tran", "a.py has no 'tran' (did you mean 'train'?); it defines train"),
         ("import os", "a.py:train", "a.py has no 'train'"),
@@ -156,7 +152,7 @@ def train(run): ...
     ("text", "said"),
     [
         ("a.py:trian", "a.py has no 'trian' (did you mean 'train'?); it defines Lazy, train"),
-        ("a.py:heavy", "a.py:heavy is of type Lazy, which cannot be called"),
+        ("a.py:heavy", "a.py:heavy is of type Lazy: expected a function of one argument"),
         ("a.py:heavy.train", "cannot look up heavy.train in a.py: RuntimeError: no backend for train"),
     ],
 )
@@ -203,11 +199,11 @@ def test_a_problem_and_a_function_that_returns_one(folder):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("p.py", "p.py names no problem: expected p.py:NAME; it defines part, make, make_none, fails, PROBLEM"),
+        ("p.py", "p.py names no problem: expected p.py:NAME; it defines part, PROBLEM, make, make_none, fails"),
         ("p", "expected FILE.py:NAME or package.module:NAME of a problem, got 'p'"),
         ("p.py:PROBLE", "p.py has no 'PROBLE' (did you mean 'PROBLEM'?)"),
         ("p.py:NUMBER", "p.py:NUMBER is of type int: expected a gradcheck_suite.Problem, or a function of no argument"),
-        ("p.py:NUMBER", "; it defines PROBLEM"),
+        ("p.py:NUMBER", "; it defines part, PROBLEM, make"),
         ("p.py:make_none", "p.py:make_none returned NoneType: expected a gradcheck_suite.Problem"),
         ("p.py:fails", "p.py:fails failed (line 7): OSError: no data"),
         ("q.py:x", "q.py: no such file (did you mean p.py?)"),

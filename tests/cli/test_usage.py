@@ -28,7 +28,7 @@ def assert_one_line(outcome, *said):
         ("--json loops.py", "--json loops.py: expected a path for the results, such as results.json, got a script"),
         ("--reports loops.py", "--reports loops.py: loops.py is not a folder"),
         ("--problem loops.py", "loops.py names no problem: expected loops.py:NAME; it defines "),
-        ("--problem loops.py:model", "loops.py:model failed: TypeError"),
+        ("--problem loops.py:model", "loops.py:model is model(seed): expected a gradcheck_suite.Problem"),
         ("loops.py:soud", "loops.py has no 'soud' (did you mean 'sound'?)"),
         ("loops.py:PROBLEM", "loops.py:PROBLEM is a Problem, not a loop: pass it as --problem loops.py:PROBLEM"),
         ("loops.py:summed --problem loops.py:PROBLEM", "loops.py:summed assumes sum-reduction, but the reduction of"),
