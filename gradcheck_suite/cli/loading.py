@@ -235,12 +235,6 @@ def _guarded(load: Callable[[], Any], shown: str, file: str | None) -> Any:
             f"{shown} ends the program when it is imported{where}: "
             'put what should only run as a script under `if __name__ == "__main__":`'
         ) from None
-    except SyntaxError as error:
-        other = "" if file is None or error.filename in (file, None) else f" ({error.filename})"
-        message = " ".join(str(error.msg).split())
-        raise UsageError(
-            f"cannot import {shown}: line {error.lineno}{other}: {type(error).__name__}: {message}"
-        ) from None
     except Exception as error:
         raise UsageError(f"cannot import {shown}{_line_in(error, file)}: {one_line(error)}") from None
 

@@ -72,10 +72,10 @@ def cut_text(plan: Plan) -> str:
     return f"{split_text(plan)} K={plan.accumulation_steps}{epochs}"
 
 
-def suggestion(name: str, names: Iterable[str], *, most: int = 1) -> str:
+def suggestion(name: str, names: Iterable[str]) -> str:
     """Return ` (did you mean 'verify'?)` where a name is close to one that exists, else nothing."""
-    close = get_close_matches(name, [n for n in names if not n.startswith("__")], n=most)
-    return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
+    close = get_close_matches(name, [n for n in names if not n.startswith("__")], n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def file_text(filename: str) -> str:

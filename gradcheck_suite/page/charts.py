@@ -110,18 +110,17 @@ def name(field: str, title: str | None = None, **options: Any) -> Spec:
     return {"field": field, "type": "nominal", "title": title, "sort": None, **options}
 
 
-def colours(field: str, names: Mapping[str, str] | Sequence[str], *, legend: bool = True) -> Spec:
+def colours(field: str, names: Mapping[str, str] | Sequence[str]) -> Spec:
     """Return the colour channel of a series.
 
     Args:
         field: of the rows.
         names: series -> colour of the palette, or the series in the order of the palette.
-        legend: whether the plot says which colour is which.
     """
     if not isinstance(names, Mapping):
         names = {series: SERIES[i % len(SERIES)] for i, series in enumerate(names)}
     scale = {"domain": list(names), "range": [colour(shade) for shade in names.values()]}
-    return {"field": field, "type": "nominal", "scale": scale, "legend": {"title": None} if legend else None}
+    return {"field": field, "type": "nominal", "scale": scale, "legend": {"title": None}}
 
 
 def shades(modes: Sequence[str]) -> dict[str, str]:
