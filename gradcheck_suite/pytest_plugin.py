@@ -33,8 +33,8 @@ OVERRIDES = (OPTIONS["examples"], OPTIONS["seed"])
 """The options that pytest's command line has too, such as `--gradcheck-examples`; they override marker and call."""
 SECOND_OPINION_S = 10.0
 """The default of `second_opinion_s` in a test, shorter than that of the command."""
-_LINES = pytest.StashKey[list[str]]()
-_OUTPUT = "gradcheck_suite_lines"
+_PROPERTY = "gradcheck-suite"
+"""The property of a test's report that has the line of a verified loop; pytest-xdist hands it to the main process."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,7 +56,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", f"{MARKER}({', '.join(OPTIONS)}): how `verify_training_loop` verifies in this test"
     )
-    config.stash[_LINES] = []
 
 
 @pytest.fixture
@@ -88,7 +87,7 @@ def verify_training_loop(request: pytest.FixtureRequest) -> Callable[..., Result
         if refusal:
             # outside of the handler, or pytest would print the message twice
             pytest.fail(f"gradcheck-suite: {refusal}", pytrace=False)
-        config.stash[_LINES].append(_line(result))
+        request.node.user_properties.append((_PROPERTY, _line(result)))
         reports = config.getoption("--gradcheck-reports")
         stored = None
         if reports is not None:
@@ -187,25 +186,14 @@ def _failure(result: Result, stored: Counterexample | None) -> str | None:
     return "\n".join(lines if stored is None else [*lines, f"stored  {stored.case}"])
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Hand the lines of a pytest-xdist worker to the main process."""
-    output = getattr(session.config, "workeroutput", None)
-    if output is not None:
-        output[_OUTPUT] = session.config.stash[_LINES]
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """Take the lines of a pytest-xdist worker."""
-    node.config.stash[_LINES].extend(getattr(node, "workeroutput", {}).get(_OUTPUT, ()))
-
-
 @pytest.hookimpl(wrapper=True)
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Iterator[None]:
+def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
     """Print one line for each verified loop."""
     result = yield
-    if lines := config.stash[_LINES]:
+    reports = [report for each in terminalreporter.stats.values() for report in each]
+    calls = [report for report in reports if getattr(report, "when", None) == "call"]
+    if lines := sorted(line for call in calls for name, line in call.user_properties if name == _PROPERTY):
         terminalreporter.section("training loops verified")
-        for line in sorted(lines):
+        for line in lines:
             terminalreporter.write_line(line)
     return result

@@ -9,7 +9,6 @@ import platform
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,39 +21,24 @@ from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.loops.trainers import PACKAGES
 from gradcheck_suite.run import environment
 
-
-@dataclass(frozen=True)
-class Capability:
-    """One thing that the suite can do on some machines.
-
-    Attributes:
-        name: such as `"--device cuda"`.
-        reason: why it cannot run here; None if it can.
-        main: whether it is the suite's main job, verifying on the CPU.
-    """
-
-    name: str
-    reason: str | None
-    main: bool = False
+MAIN = "verify and replay on the CPU"
+"""The suite's main job."""
 
 
-def capabilities() -> list[Capability]:
-    """Try each capability, and return them with the reasons of those that cannot run here."""
+def capabilities() -> dict[str, str | None]:
+    """Try what the suite can do on some machines; return why it cannot run here, None where it can."""
     reasons = environment.missing()
-    found = [Capability("verify and replay on the CPU", reasons[0] if reasons else _cannot_run(_small_job), main=True)]
+    found = {MAIN: reasons[0] if reasons else _cannot_run(_small_job)}
     torch, jax = environment.imported("torch"), environment.imported("jax")
-    without = torch if isinstance(torch, str) else None
-    found += [Capability(f"--dtype {name}", without or _cannot_run(partial(_backward, name, "cpu"))) for name in DTYPES]
-    no_cuda = without
+    no_torch = no_cuda = torch if isinstance(torch, str) else None
     if no_cuda is None and not torch.cuda.is_available():
         no_cuda = f"torch {torch.__version__} sees no CUDA device"
-    found.append(Capability("--device cuda", no_cuda or _cannot_run(partial(_backward, "float32", "cuda"))))
-    alarm = (
-        None if hasattr(signal, "setitimer") else f"{sys.platform} has no SIGALRM: a loop that hangs hangs the suite"
-    )
-    found.append(Capability("--time-limit", alarm))
-    cache = "jax cannot be imported" if isinstance(jax, str) else _cannot_run(_write_to_cache)
-    found.append(Capability("compiled programs kept between runs", cache))
+    found |= {f"--dtype {name}": no_torch or _cannot_run(partial(_backward, name, "cpu")) for name in DTYPES}
+    found["--device cuda"] = no_cuda or _cannot_run(partial(_backward, "float32", "cuda"))
+    no_alarm = f"{sys.platform} has no SIGALRM: a loop that hangs hangs the suite"
+    found["--time-limit"] = None if hasattr(signal, "setitimer") else no_alarm
+    no_jax = "jax cannot be imported" if isinstance(jax, str) else None
+    found["compiled programs kept between runs"] = no_jax or _cannot_run(_write_to_cache)
     return found
 
 
@@ -116,10 +100,10 @@ def run(arguments: argparse.Namespace) -> int:
     _section("devices", {name: ", ".join(listed) or "none" for name, listed in devices.items()})
     _section("precision flags, as verify sets them", {name: str(value) for name, value in flags.items()})
     _section("compiled programs", {"kept in": str(environment.cache_directory() or "nowhere")})
-    _section("can run here", {a.name: f"no: {a.reason}" if a.reason else "yes" for a in found})
+    _section("can run here", {name: f"no: {reason}" if reason else "yes" for name, reason in found.items()})
     if len(reasons) > 1:
         _section("to install", {str(number): reason for number, reason in enumerate(reasons, start=1)})
-    able = all(capability.reason is None for capability in found if capability.main)
+    able = found[MAIN] is None
     print("the main job can run here" if able else "the main job cannot run here")
     return exit_status.HOLDS if able else exit_status.VIOLATED
 
