@@ -7,7 +7,6 @@ script. Every error becomes one line: the file, the line number, what was expect
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -299,10 +298,8 @@ def _place_of(value: Any) -> Any:
 
 def no_file(path: Path) -> str:
     """Return the message for a missing file, with a similar name if there is one."""
-    folder = path.parent
-    near = difflib.get_close_matches(path.name, [p.name for p in folder.glob("*.py")], n=1) if folder.is_dir() else []
-    hint = f" (did you mean {folder / near[0]}?)" if near else ""
-    return f"{path}: no such file{hint}"
+    beside = [each.name for each in path.parent.glob("*.py")]
+    return f"{path}: no such file{suggestion(path.name, beside)}"
 
 
 # The installed libraries that a user's loop imports: a verdict on a trainer is about their versions.

@@ -6,6 +6,7 @@ import ast
 import hashlib
 import json
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -51,7 +52,6 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         UsageError: the file cannot be written; nothing of it remains.
     """
-    temporary: str | None = None
     try:
         if path.exists() and not path.is_file():
             # a pipe or a device, such as /dev/stdout: renaming a file over it would replace it
@@ -59,19 +59,14 @@ def write_text(path: Path, text: str) -> None:
             return
         path = path.resolve()
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name[:40]}-", suffix=".tmp", delete=False
-        ) as file:
-            temporary = file.name
-            file.write(text)
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-        temporary = None
+        temporary = path.with_name(f".{path.name[:40]}-{secrets.token_hex(4)}.tmp")
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
-    finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
 
 
 def append_line(path: Path, document: Any) -> None:
@@ -87,9 +82,9 @@ def append_line(path: Path, document: Any) -> None:
     line = json.dumps(document, allow_nan=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
+        with path.open("ab+") as file:
             # a torn line at the end, left by a run that was killed, must not swallow this one
-            torn = file.tell() > 0 and not _ends_with_newline(path)
+            torn = file.tell() > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
             file.write((("\n" if torn else "") + line).encode())
             file.flush()
             os.fsync(file.fileno())
@@ -137,18 +132,6 @@ def expect_writable_folder(folder: Path, what: str) -> None:
         raise UsageError(
             f"{what}: cannot write into {existing} ({error.strerror or error}); choose another path"
         ) from None
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 # Digests of the suite's sources, by which a record is known to come from another version of the code that judges.

@@ -108,7 +108,7 @@ def test_whatever_takes_one_argument(folder, definition):
         ("raise ValueError('two\\nlines')", "a.py:f", "cannot import a.py (line 1): ValueError: two lines"),
         ("import sys\nsys.exit(0)", "a.py:f", "a.py ends the program when it is imported (line 2): put what should"),
         ("x = '\0'", "a.py:f", "cannot import a.py"),
-        ("x", "b.py:f", "b.py: no such file (did you mean a.py?)"),
+        ("x", "b.py:f", "b.py: no such file (did you mean 'a.py'?)"),
         ("x", "nowhere/b.py:f", "nowhere/b.py: no such file"),
         ("x", "sub:f", "sub is a folder: expected a Python file in it, sub/FILE.py:NAME"),
         ("x", "./sub:f", "./sub is a folder: expected a Python file in it, sub/FILE.py:NAME"),
@@ -210,7 +210,7 @@ def test_a_problem_and_a_function_that_returns_one(folder):
         ("p.py:NUMBER", "; it defines part, PROBLEM, make"),
         ("p.py:make_none", "p.py:make_none returned NoneType: expected a gradcheck_suite.Problem"),
         ("p.py:fails", "p.py:fails failed (line 7): OSError: no data"),
-        ("q.py:x", "q.py: no such file (did you mean p.py?)"),
+        ("q.py:x", "q.py: no such file (did you mean 'p.py'?)"),
     ],
 )
 def test_what_goes_wrong_with_a_problem_is_one_line(folder, text, said):
