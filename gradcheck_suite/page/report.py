@@ -82,7 +82,7 @@ def own_verdicts(records: Records) -> tuple[Answer, ...]:
         "violations" if violated else "verification",
         matrix=matrix_of(
             "The verdict at each commit, the newest first", "loop or script", columns,
-            {name: found[name] for name in order}, verdicts.own_cell,
+            {name: found[name] for name in order}, verdicts.verdict_cell,
         ),
         sources=sources(record for _, _, record in judged),
     )  # fmt: skip

@@ -239,21 +239,15 @@ def _audits(newest: list[Record]) -> Section:
                 "script",
                 {n: counted(n, "rank") for n in sorted({ranks for row in runs.values() for ranks in row})},
                 runs,
-                _audit_cell,
+                verdict_cell,
             ),
         ),
         tables=(table("Every script and its verdict", rows),),
     )
 
 
-def own_cell(data: Data | None) -> Tone:
-    """Return the verdict on a loop or script at a commit."""
-    if data is None:
-        return "none", ("-",)
-    return _audit_cell(data)
-
-
-def _audit_cell(data: Data | None) -> Tone:
+def verdict_cell(data: Data | None) -> Tone:
+    """Return the verdict on a loop or script as a cell of a matrix."""
     if data is None:
         return "none", ("not run",)
     result = result_from_json(data)
