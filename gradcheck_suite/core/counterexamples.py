@@ -226,17 +226,14 @@ def read_case_file(path: Path) -> StoredCase:
     Raises:
         UsageError: there is no such file, it is truncated or foreign, or the case was edited.
     """
-    if path.is_dir():
-        raise UsageError(f"{path} is a folder: expected the JSON file of one case")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such file; `verify` prints where it stores a counterexample") from None
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        where = f"line {error.lineno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else type(error).__name__
-        raise UsageError(f"{path} is not valid JSON ({where}): it is truncated or no case file") from None
+        raise UsageError(
+            f"cannot read {path} ({error.strerror or error}): expected the JSON file of one case, which `verify` stores"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not valid JSON ({error}): it is truncated or no case file") from None
     try:
         return _stored(data)
     except UsageError as error:

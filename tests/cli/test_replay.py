@@ -71,8 +71,11 @@ def test_a_result_file_with_another_number_is_not(run, project, stored, count):
     ("edit", "said"),
     [
         (lambda data: json.dumps(data)[:200], "is not valid JSON"),
-        (lambda data: "", "is not valid JSON (line 1: Expecting value): it is truncated or no case file"),
-        (lambda data: "[" * 100000, "is not valid JSON (RecursionError)"),
+        (
+            lambda data: "",
+            "is not valid JSON (Expecting value: line 1 column 1",
+        ),
+        (lambda data: "[" * 100000, "is not valid JSON (maximum recursion depth exceeded"),
         (lambda data: [1, 2], "expected a JSON object that holds a case, got list"),
         (lambda data: {**data, "schema": 9}, "schema must be 1, got 9: the file comes from another version"),
         (lambda data: {**data, "loop": 5}, "loop must be a string, got 5"),
@@ -101,7 +104,10 @@ def test_a_layer_that_does_not_exist(run, project):
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["none.json"], "none.json: no such file"), (["."], ". is a folder: expected the JSON file of one case")],
+    [
+        (["none.json"], "cannot read none.json (No such file or directory): expected the JSON file of one case"),
+        (["."], "cannot read . (Is a directory)"),
+    ],
 )
 def test_wrong_paths(run, arguments, said):
     outcome = run("replay", *arguments)

@@ -31,7 +31,7 @@ BOTH = ("torch", "jax")
 
 SLIPS = [
     (["verify", "mien.py:train"], "mien.py: no such file (did you mean 'mine.py'?)"),
-    (["replay", "case.json", "mine.py:trian"], "case.json: no such file"),
+    (["replay", "case.json", "mine.py:trian"], "cannot read case.json (No such file or directory)"),
     (["audit", "folder"], "folder is a folder: expected a Python script in it, such as folder/train.py"),
     (["audit", "run.ipynb"], "run.ipynb is a notebook: expected a script; put `with gradcheck_suite.audit"),
     (["audit", "mien.py"], "did you mean 'mine.py'?"),
