@@ -78,15 +78,11 @@ def verify_training_loop(request: pytest.FixtureRequest) -> Callable[..., Result
         subject = Subject(
             label, loop, problem, None if problem is None else f"{label}'s problem", importable=":" in label
         )
-        refusal = ""
         try:
             chosen = _options(request.node, loop, options)
             result, reached = verify_subject(subject, chosen, lambda verdict: None)
         except UsageError as error:
-            refusal = str(error)
-        if refusal:
-            # outside of the handler, or pytest would print the message twice
-            pytest.fail(f"gradcheck-suite: {refusal}", pytrace=False)
+            raise pytest.fail.Exception(f"gradcheck-suite: {error}", pytrace=False) from None
         request.node.user_properties.append((_PROPERTY, _line(result)))
         reports = config.getoption("--gradcheck-reports")
         stored = None
@@ -133,14 +129,12 @@ def assert_same_port() -> Callable[..., PortResult]:
         from gradcheck_suite.errors import UsageError
         from gradcheck_suite.port.compare import compare_port
 
-        result, message = None, ""
         try:
             result = compare_port(module, jax_model, *inputs, **options)
         except UsageError as error:
-            message = f"gradcheck-suite: {error}"
-        if result is None or not result.holds:
-            # outside of the handler, or pytest would print the message twice
-            pytest.fail(message or str(result), pytrace=False)
+            raise pytest.fail.Exception(f"gradcheck-suite: {error}", pytrace=False) from None
+        if not result.holds:
+            pytest.fail(str(result), pytrace=False)
         return result
 
     return assert_same
