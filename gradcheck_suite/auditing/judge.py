@@ -586,7 +586,7 @@ class Judge:
         """Return whether the losses weigh their items rightly with unequal coefficients of the passes."""
         objectives = reading_weights.objectives(self._pending_of(window, coefficients).readings[-1], {})
         unreadable = any(term.opaque for _, i in coefficients for r in window.passes[i].records for term in r.terms)
-        return bool(objectives) and not unreadable and all(o.is_right and len(o.parts) > 1 for o in objectives)
+        return bool(objectives) and not unreadable and all(o.right() and len(o.parts) > 1 for o in objectives)
 
     def _assumed(self, window: StepWindow) -> Mapping[Source, float]:
         """Return the coefficients where sums are not judged: 1 for each pass that has no other consumer."""

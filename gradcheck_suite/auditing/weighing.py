@@ -22,7 +22,6 @@ from gradcheck_suite.auditing.weights import (
     Objective,
     Reading,
     Scale,
-    TermComparison,
     Use,
     coefficient,
     evidence,
@@ -137,9 +136,9 @@ def judge_weights(
         if one.length == 1 or ((found or partial) and not unreadable):
             result.steps.add(one.window.number)
         _compare_within(one, found, history, unequal, result)
-    shown = {objective.key for found in found_in for objective in found if objective.is_right}
+    shown = {objective.key for found in found_in for objective in found if objective.right()}
     for key, several in unequal.items():
-        unnamed = [objective for objective, *_ in several if objective.comparison.named is None]
+        unnamed = [objective for objective, *_ in several if objective.named is None]
         general = _named(unnamed) if unnamed else None
         result.violations += [_of_unequal(*one, general, is_shown=key in shown) for one in several]
     for scale in reading_weights.scales(history, ranks, declared_k, result.notes):
@@ -172,7 +171,7 @@ def _objectives_of(
 
 
 def _are_right(found: Sequence[Objective]) -> bool:
-    return bool(found) and all(objective.is_right for objective in found)
+    return bool(found) and all(objective.right() for objective in found)
 
 
 def _repeated_losses(one: Pending) -> StepFault | None:
@@ -237,7 +236,7 @@ def _note_unknown(
                 f"{one.length} passes over the same items: it is {one.length} times too large: divide it by "
                 f"{one.length} before the step"
             ] += 1
-    uneven = [objective for objective in found if objective.comparison.status == UNEVEN]
+    uneven = [objective for objective in found if objective.status == UNEVEN]
     for objective in uneven:
         reason = "the number of terms differs between micro-batches"
         result.unknown[Unknown("weights", str(objective.place), reason, DECLARE)] += 1
@@ -254,20 +253,20 @@ def _compare_within(
     """Judge the weights inside of a window; those that are equal are left for the run to judge."""
     window = one.window
     site = {source: window.passes[source[1]].records[source[0]].place for source in one.coefficients}
-    right = [o for o in found if o.is_right and not o.parts[0].term.of_parameters]
+    right = [o for o in found if o.right() and not o.parts[0].term.of_parameters]
     covered = {part.source for o in right if len(o.parts) > 1 for part in o.parts}
     for objective in found:
         others = [o for o in right if o.key != objective.key]
-        status, sources = objective.comparison.status, {part.source for part in objective.parts}
+        status, sources = objective.status, {part.source for part in objective.parts}
         if status == UNEVEN:
             continue
         # a micro-batch without valid items has no term, and its share of the mean is missing all the same
         if status == EQUAL and _are_means_beside_empty(objective, window):
-            beside = TermComparison(UNEQUAL, named=Diagnosis(MEAN_OF_MEANS, ""))
-            unequal[objective.key].append((replace(objective, comparison=beside), window, others))
+            beside = replace(objective, status=UNEQUAL, named=Diagnosis(MEAN_OF_MEANS, ""))
+            unequal[objective.key].append((beside, window, others))
             continue
         if status != EQUAL:
-            if not objective.comparison.named and (covered >= sources or objective.parts[0].term.of_parameters):
+            if not objective.named and (covered >= sources or objective.parts[0].term.of_parameters):
                 result.notes[f"{objective.place}: a coefficient changes within a window"] += 1
             else:
                 unequal[objective.key].append((objective, window, others))
@@ -368,8 +367,8 @@ def _of_unequal(
         general: their name where no count explains them.
         is_shown: whether other windows show that the loss has no coefficient.
     """
-    comparison, own = objective.comparison, objective.parts[0].term.own
-    named, count = comparison.named or general, comparison.count or own
+    own = objective.parts[0].term.own
+    named, count = objective.named or general, objective.count or own
     assert named is not None
     empty = _empty(objective, window) if named.name == MEAN_OF_MEANS else set()
     w = _weights(objective, count, empty)
@@ -389,7 +388,7 @@ def _of_unequal(
 def _are_means_beside_empty(objective: Objective, window: StepWindow) -> bool:
     """Return whether equal weights are those of means of equal counts, of which one without items has its share."""
     first, empty = objective.parts[0].term, len(_empty(objective, window))
-    if objective.is_right or not first.mean or not empty:
+    if objective.right() or not first.mean or not empty:
         return False
     mass = objective.weights[0] * first.counts.get(first.own, 0.0)
     return near(mass * (len(objective.parts) + empty), 1.0, objective.tolerance)

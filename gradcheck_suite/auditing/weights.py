@@ -58,10 +58,12 @@ class Part:
 
 
 @dataclass(frozen=True)
-class TermComparison:
-    """How the terms of one objective in one window compare.
+class Objective:
+    """One objective in one window, and how its terms compare.
 
     Attributes:
+        key: site, expression, mode and ordinal.
+        parts: its terms.
         status: `equal`, `unequal`, or `uneven` where they cannot be compared.
         coefficients: what may be counted -> C, the weight of an item times the window's count.
         weight: of each item, where they are equal.
@@ -70,6 +72,8 @@ class TermComparison:
         count: what is counted there.
     """
 
+    key: Key
+    parts: Sequence[Part]
     status: str
     coefficients: Mapping[str, float] = field(default_factory=dict)
     weight: float = 0.0
@@ -77,15 +81,47 @@ class TermComparison:
     named: Diagnosis | None = None
     count: str = ""
 
-    def right(self, tolerance: float) -> bool:
+    @property
+    def place(self) -> Place:
+        """Where it goes backward."""
+        place: Place = self.key[0]
+        return place
+
+    @property
+    def line(self) -> str:
+        """The line of the loss, or else where it goes backward."""
+        return self.parts[0].term.line or str(self.place)
+
+    @property
+    def term(self) -> str:
+        """Its expression, such as `Mean(Abs)`."""
+        *above, last = self.key[1][:-1]  # without the task
+        return "(".join((*above, last)) + ")" * len(above)
+
+    @property
+    def tolerance(self) -> float:
+        """Relative, of its C."""
+        return max(10 * max((part.tolerance for part in self.parts), default=0.0), 1e-5)
+
+    @property
+    def weights(self) -> list[float]:
+        """The weight of an item of each part; negative where its sign is not that of the most."""
+        return with_common_sign([part.weight for part in self.parts])
+
+    def right(self, tolerance: float = 1e-4) -> bool:
         """Return whether some way of counting makes C equal to 1."""
         return self.status == EQUAL and any(near(c, 1.0, tolerance) for c in self.coefficients.values())
 
-    def cost(self, tolerance: float) -> float:
-        """Return how badly a reading fits: right weights, equal ones, a fault with a count, any other."""
+    @property
+    def cost(self) -> float:
+        """How badly a reading fits: right weights, equal ones, a fault with a count, any other."""
         if self.status == EQUAL:
-            return 0.0 if self.right(tolerance) else 1.0
+            return 0.0 if self.right(self.tolerance) else 1.0
         return 2.5 if self.named else 3.0
+
+    def is_divided_by(self, number: float) -> bool:
+        """Return whether every loss is seen to be divided by a number."""
+        return all(any(near(f * number, 1.0, 1e-5) for f in part.term.factors) for part in self.parts)
 
 
 def _levels(term: Term, *, with_factor: bool) -> list[tuple[float, Mapping[str, float]]]:
@@ -119,13 +155,13 @@ def with_common_sign(weights: Sequence[float]) -> list[float]:
 
 
 @np.errstate(all="ignore")
-def compare(parts: Sequence[Part]) -> TermComparison:
+def compare(parts: Sequence[Part], key: Key = ()) -> Objective:
     """Compare the terms of one objective: the same weight at some level, else whether counts make them unequal."""
     tolerance, own = max(part.tolerance for part in parts), parts[0].term.own
     with_factor = any(part.term.factor != 1 for part in parts)
     levels = [_levels(part.term, with_factor=with_factor) for part in parts]
-    best: TermComparison | None = None
-    faults: list[TermComparison] = []
+    best: Objective | None = None
+    faults: list[Objective] = []
     for depth in range(min(map(len, levels))):
         weights = [level[depth][0] * part.coefficient for level, part in zip(levels, parts, strict=True)]
         weights = with_common_sign(weights)
@@ -134,24 +170,26 @@ def compare(parts: Sequence[Part]) -> TermComparison:
         if _spread(weights) <= tolerance:
             found = {name: weights[0] * sum(count) for name, count in counts.items()}
             if best is None:
-                best = TermComparison(EQUAL, found, weights[0], counts)
+                best = Objective(key, parts, EQUAL, found, weights[0], counts)
             else:
                 deeper = {f"{name}@{depth}": c for name, c in found.items()}
                 best = replace(best, coefficients={**best.coefficients, **deeper})
         else:
-            faults += _by_counts(parts, weights, counts, outermost=depth == 0)
+            faults += _by_counts(key, parts, weights, counts, outermost=depth == 0)
     if best is not None:
         return best
-    return min(faults, key=lambda fault: fault.named.name if fault.named else "", default=TermComparison(UNEQUAL))
+    unnamed = Objective(key, parts, UNEQUAL)
+    return min(faults, key=lambda fault: fault.named.name if fault.named else "", default=unnamed)
 
 
 def _by_counts(
+    key: Key,
     parts: Sequence[Part],
     weights: Sequence[float],
     counts: Mapping[str, Sequence[float]],
     *,
     outermost: bool,
-) -> Iterator[TermComparison]:
+) -> Iterator[Objective]:
     """Yield what counts say of unequal weights: means that weigh the same, or that are weighted by another count."""
     for name, count in counts.items():
         others = counts.keys() - {name} if outermost and name in ("counted", "valid", "nonzero") else ()
@@ -161,7 +199,7 @@ def _by_counts(
         whole = float(w.per_mean.sum()) or 1.0
         named = diagnose(replace(w, observed=w.observed / whole), only=(MEAN_OF_MEANS, WRONG_COUNT))
         if not names_nothing(named):
-            yield TermComparison(UNEQUAL, named=named, count=name)
+            yield Objective(key, parts, UNEQUAL, named=named, count=name)
 
 
 def evidence(
@@ -255,8 +293,8 @@ def _merged(mode: str, terms: Sequence[Term]) -> list[Term] | None:
 
 Key = tuple[Any, ...]
 """Of an objective: the call site of backward and the expression; in a reading also the mode and the ordinal."""
-Reading = dict[Key, dict[str, list[tuple[TermComparison, list[Part]]]]]
-"""Of a window: site and expression -> mode -> the comparisons of its objectives."""
+Reading = dict[Key, dict[str, list[Objective]]]
+"""Of a window: site and expression -> mode -> its objectives."""
 
 
 def is_read(term: Term) -> bool:
@@ -295,7 +333,7 @@ def read(
         numbers = {len(terms) for terms in by_pass.values()}
         # one term for each item of a micro-batch, stacked: they are chunks of one item
         single = max(numbers) > 1 and all(t.counts.get(t.own) == 1 for terms in by_pass.values() for t in terms)
-        modes: dict[str, list[tuple[TermComparison, list[Part]]]] = {}
+        modes: dict[str, list[Objective]] = {}
         for mode in MODES:
             if (mode == BLEND and len(numbers) > 1) or (single and mode in (EACH, BLEND)):
                 continue
@@ -303,73 +341,25 @@ def read(
             columns = {len(terms) for terms in table.values() if terms is not None}
             if len(columns) != 1 or None in table.values():
                 continue
-            parts = [
-                [Part(s, terms[k], coefficients[s], error) for s, terms in table.items() if terms is not None]
+            modes[mode] = [
+                compare(
+                    [Part(s, terms[k], coefficients[s], error) for s, terms in table.items() if terms is not None],
+                    (*top, mode, k),
+                )
                 for k in range(columns.pop())
             ]
-            modes[mode] = [(compare(column), column) for column in parts]
-            if mode == BATCH and modes[mode][0][0].status == UNEQUAL and modes[mode][0][0].named is None:
+            first = modes[mode][0]
+            if mode == BATCH and first.status == UNEQUAL and first.named is None:
                 # heads of a detector, some without items in some passes: each may be a mean of its own
                 every = [Part(s, term, coefficients[s], error) for s, terms in by_pass.items() for term in terms]
-                found_of_all = compare(every)
-                if found_of_all.named and found_of_all.named.name == MEAN_OF_MEANS:
-                    modes[mode] = [(found_of_all, every)]
+                of_all = compare(every, first.key)
+                if of_all.named and of_all.named.name == MEAN_OF_MEANS:
+                    modes[mode] = [of_all]
                 elif len(numbers) > 1:
                     # they may be terms of several losses, of which some micro-batches have more than others
-                    modes[mode] = [(TermComparison(UNEVEN), every)]
+                    modes[mode] = [Objective(first.key, every, UNEVEN)]
         found[top] = modes
     return found
-
-
-@dataclass(frozen=True)
-class Objective:
-    """One objective in one window.
-
-    Attributes:
-        key: site, expression, mode and ordinal.
-        comparison: of its terms.
-        parts: its terms.
-    """
-
-    key: Key
-    comparison: TermComparison
-    parts: Sequence[Part] = ()
-
-    @property
-    def place(self) -> Place:
-        """Where it goes backward."""
-        place: Place = self.key[0]
-        return place
-
-    @property
-    def line(self) -> str:
-        """The line of the loss, or else where it goes backward."""
-        return self.parts[0].term.line or str(self.place)
-
-    @property
-    def term(self) -> str:
-        """Its expression, such as `Mean(Abs)`."""
-        *above, last = self.key[1][:-1]  # without the task
-        return "(".join((*above, last)) + ")" * len(above)
-
-    @property
-    def tolerance(self) -> float:
-        """Relative, of its C."""
-        return max(10 * max((part.tolerance for part in self.parts), default=0.0), 1e-5)
-
-    @property
-    def weights(self) -> list[float]:
-        """The weight of an item of each part; negative where its sign is not that of the most."""
-        return with_common_sign([part.weight for part in self.parts])
-
-    @property
-    def is_right(self) -> bool:
-        """Whether its weights are 1/N in some way of counting."""
-        return self.comparison.right(1e-4)
-
-    def is_divided_by(self, number: float) -> bool:
-        """Return whether every loss is seen to be divided by a number."""
-        return all(any(near(f * number, 1.0, 1e-5) for f in part.term.factors) for part in self.parts)
 
 
 def objectives(
@@ -382,13 +372,10 @@ def objectives(
         modes: of each expression, the best one first.
         across_sites: the keys of those that are right at several places together in some window.
     """
-    found = []
+    found = list[Objective]()
     for top, results in reading.items():
-        mode = next((mode for mode in modes.get(top, MODES) if mode in results), None)
-        if mode is None:
-            found.append(Objective((*top, "", 0), TermComparison(UNEVEN)))
-            continue
-        found += [Objective((*top, mode, k), comparison, parts) for k, (comparison, parts) in enumerate(results[mode])]
+        none = [Objective((*top, "", 0), (), UNEVEN)]
+        found += next((results[mode] for mode in modes.get(top, MODES) if mode in results), none)
     # one expression at several places, as with the last micro-batch unrolled or in a closure: one objective where
     # that is exactly right, in this window or in another one
     by_expression: defaultdict[Any, list[Objective]] = defaultdict(list)
@@ -398,8 +385,8 @@ def objectives(
         if len({one.place for one in several}) > 1 and all(one.parts for one in several):
             parts = [part for one in several for part in one.parts]
             place = min((one.place for one in several), key=str)
-            together = Objective((place, expression, ACROSS_SITES, 0), compare(parts), parts)
-            right = together.is_right or (together.key in across_sites and together.comparison.status == EQUAL)
+            together = compare(parts, (place, expression, ACROSS_SITES, 0))
+            right = together.right() or (together.key in across_sites and together.status == EQUAL)
             if right and len({part.source for part in parts}) == len(parts):
                 found = [one for one in found if one.key[1] != expression] + [together]
     return found
@@ -412,9 +399,7 @@ def best_modes(readings: Sequence[tuple[StepWindow, Sequence[Reading]]]) -> dict
         for top in {top for reading in alternatives for top in reading}:
             for mode in MODES:
                 costs = [
-                    sum(c.cost(10 * max(p.tolerance for p in parts)) for c, parts in found) / len(found)
-                    if (found := reading[top].get(mode))
-                    else 5.0
+                    sum(one.cost for one in found) / len(found) if (found := reading[top].get(mode)) else 5.0
                     for reading in alternatives
                     if top in reading
                 ]
@@ -456,15 +441,10 @@ class Use:
     right: bool = False
 
     @property
-    def comparison(self) -> TermComparison:
-        """Of its terms."""
-        return self.objective.comparison
-
-    @property
     def added(self) -> float:
         """What is added to each count so that none divides by 0, where each micro-batch then weighs 1; else 0."""
-        weight, tolerance = self.comparison.weight, self.objective.tolerance
-        numbers = self.comparison.counts.get(self.count, ())
+        weight, tolerance = self.objective.weight, self.objective.tolerance
+        numbers = self.objective.counts.get(self.count, ())
         off = [1 - weight * n for n in numbers]
         if not off or not tolerance < min(off) <= max(off) < MOST_ADDED:
             return 0.0
@@ -473,12 +453,12 @@ class Use:
     @property
     def masses(self) -> list[float]:
         """The weight of each micro-batch: of an item, times its count."""
-        return [self.comparison.weight * (n + self.added) for n in self.comparison.counts.get(self.count, ())]
+        return [self.objective.weight * (n + self.added) for n in self.objective.counts.get(self.count, ())]
 
     @property
     def items(self) -> float:
         """The window's count."""
-        return sum(self.comparison.counts.get(self.count, ()))
+        return sum(self.objective.counts.get(self.count, ()))
 
     @property
     def hides(self) -> bool:
@@ -514,14 +494,14 @@ class Scale:
 
 def _choose_count(uses: Sequence[Use]) -> None:
     """Choose one way of counting for the whole run: the one that is right most often."""
-    names = set.intersection(*(set(use.comparison.coefficients) for use in uses))
+    names = set.intersection(*(set(use.objective.coefficients) for use in uses))
     first = uses[0]
     own = first.objective.parts[0].term.own
     tolerance = first.objective.tolerance
 
     def fits(name: str) -> tuple[int, bool, bool]:
-        right = sum(near(use.comparison.coefficients[name], 1.0, use.objective.tolerance) for use in uses)
-        masses = [use.comparison.weight * n for use in uses for n in use.comparison.counts.get(name, ())]
+        right = sum(near(use.objective.coefficients[name], 1.0, use.objective.tolerance) for use in uses)
+        masses = [use.objective.weight * n for use in uses for n in use.objective.counts.get(name, ())]
         by_hand = (
             not first.is_mean and bool(masses) and near(masses[0], 1.0, tolerance) and _spread(masses) <= tolerance
         )
@@ -530,7 +510,7 @@ def _choose_count(uses: Sequence[Use]) -> None:
     best = max(sorted(names), key=fits)
     for use in uses:
         use.count = best
-        use.own = sum(use.masses) if use.added else use.comparison.coefficients[best]
+        use.own = sum(use.masses) if use.added else use.objective.coefficients[best]
         use.right = near(use.own, 1.0, use.objective.tolerance)
 
 
@@ -542,13 +522,13 @@ def _count_together(windows: Sequence[Sequence[Use]]) -> None:
     """
     if not any(use.right for several in windows for use in several):
         names = [
-            set.intersection(*({*use.comparison.coefficients} for use in uses)) for uses in zip(*windows, strict=True)
+            set.intersection(*({*use.objective.coefficients} for use in uses)) for uses in zip(*windows, strict=True)
         ]
 
         def fits(chosen: tuple[str, ...]) -> tuple[int, int, int]:
             right = summed = 0
             for several in windows:
-                total = sum(u.comparison.coefficients[n] for u, n in zip(several, chosen, strict=True))
+                total = sum(u.objective.coefficients[n] for u, n in zip(several, chosen, strict=True))
                 right += near(total, 1.0, several[0].objective.tolerance)
                 summed += near(total, several[0].length, several[0].objective.tolerance)
             return right, summed, sum(n == use.count for n, use in zip(chosen, windows[0], strict=True))
@@ -556,7 +536,7 @@ def _count_together(windows: Sequence[Sequence[Use]]) -> None:
         chosen = max(islice(product(*map(sorted, names)), MOST_CHOICES), key=fits)
         for several in windows if any(fits(chosen)[:2]) else ():
             for use, name in zip(several, chosen, strict=True):
-                use.count, use.own = name, use.comparison.coefficients[name]
+                use.count, use.own = name, use.objective.coefficients[name]
     for several in windows:
         for use in several:
             use.total = sum(other.own for other in several)
@@ -602,7 +582,7 @@ def _of_objective(uses: Sequence[Use], ranks: int, declared_k: int | None, notes
             _note_other_count(use, notes)
             continue
         left_in, undivided = _left_in(use, uses), _not_divided_beside(use)
-        if not left_in and not use.is_mean and near(use.comparison.weight, 1.0, use.objective.tolerance):
+        if not left_in and not use.is_mean and near(use.objective.weight, 1.0, use.objective.tolerance):
             if undivided:
                 notes[undivided] += 1
             continue  # a plain sum
@@ -662,7 +642,7 @@ def _begun_anew(use: Use, uses: Sequence[Use]) -> Scale | None:
 
 def _note_other_count(use: Use, notes: Counter[str]) -> None:
     own = use.objective.parts[0].term.own
-    found = use.comparison.coefficients.get(own)
+    found = use.objective.coefficients.get(own)
     if use.count != own and own in ("counted", "valid") and found and not near(found, 1.0, use.objective.tolerance):
         counted = WORDS.get(use.count.partition("@")[0], use.count)
         notes[
@@ -775,7 +755,7 @@ def _against_other_lengths(
     right = next((u for u in uses if u.right and u.length > 1), None)
     base = right.own if right else by_length[typical_k][0].own if steady[typical_k] else 0.0
     # a sum times a constant weighs the same whatever the window
-    constant = not use.is_mean and near(use.comparison.weight, uses[0].comparison.weight, tolerance)
+    constant = not use.is_mean and near(use.objective.weight, uses[0].objective.weight, tolerance)
     divisor = use.length * base / use.own if use.own else 0.0
     whole = round(divisor)
     fits = abs(divisor - whole) < 1e-3 and 1 <= whole <= max(by_length) and whole != use.length
@@ -804,7 +784,7 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
         return whose
     tolerance, r = use.objective.tolerance, use.length
     others = {u.items for u in uses if u.items != use.items}
-    if not use.is_mean and others and all(near(u.comparison.weight, use.comparison.weight, tolerance) for u in uses):
+    if not use.is_mean and others and all(near(u.objective.weight, use.objective.weight, tolerance) for u in uses):
         # a sum times a constant: that it fits the count of one window may be chance
         planned = Counter(u.items for u in uses if u.right and u.length > 1).most_common(1)
         return PLANNED.format(planned[0][0], use.items) if r > 1 and planned and planned[0][1] > 1 else whose
@@ -846,7 +826,7 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
             return Scale(use, "wrong-scale", note, provisional=len(fitting) == 1, cause=cause)
     if use.others:
         return USERS
-    weight = use.comparison.weight
+    weight = use.objective.weight
     if use.is_mean or r < 2 or not use.items or weight <= 0:
         return None
     divisor = 1 / weight
