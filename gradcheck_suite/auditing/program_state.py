@@ -123,19 +123,9 @@ class _State:
         self._undo.close()
 
     def _keep_attributes(self, part: torch.nn.Module) -> None:
-        kept = {name: value for name, value in vars(part).items() if name not in _PLAIN}
-        training = part.training
-
-        def undo() -> None:
-            part.training = training  # `training` is an attribute of every module, and so none of `kept`
-            for name in [name for name in vars(part) if name not in _PLAIN]:
-                if name not in kept:
-                    del vars(part)[name]
-            vars(part).update(kept)
-
-        self._undo.callback(undo)
+        self._undo.callback(_refill, vars(part), _content(vars(part)))
         self._keep_slots(part, library=False)
-        self._walk_all(kept.values())
+        self._walk_all(value for name, value in vars(part).items() if name not in _PLAIN)
 
     def _walk_class(self, kind: type) -> None:
         for base in kind.__mro__:
