@@ -107,14 +107,6 @@ def _number(sets: Iterable[set[int | None]]) -> int:
     return len(largest) + len(set().union(*others) - largest)
 
 
-def _bits(steps: set[int]) -> int:
-    """Return a number with a bit for each step: a set takes 60 bytes for one, and a run may have millions."""
-    marks = bytearray(max(steps, default=0) // 8 + 1)
-    for step in steps:
-        marks[step // 8] |= 1 << step % 8
-    return int.from_bytes(marks, "little")
-
-
 def _order(violation: Violation) -> float:
     return math.inf if violation.step is None else violation.step
 
@@ -207,7 +199,7 @@ class Judge:
         self._tasks: dict[tuple[int, str], Counter[frozenset[int]]] = {}
         self._united: United = {}
         self._violated: set[int] = set()
-        self._read_before = 0
+        self._read_before = bytearray()
         self._of_step: list[Violation] = []
         self._notes: Counter[str] = Counter()
         self._unknown: Counter[Unknown] = Counter()
@@ -236,7 +228,7 @@ class Judge:
             if self._known is None or steps[0].optimizer in self._known:
                 self._on_step(steps)
                 assert self.window is not None
-                self.window.steps = [replace(step, gradients={}) for step in self.window.steps]
+                self.window.step = replace(self.window.step, gradients={})
             else:
                 self._on_first_step(steps)
         else:
@@ -295,7 +287,7 @@ class Judge:
     @property
     def weighed(self) -> set[int]:
         """The steps whose weights were judged or, without that instrument, whose sums were."""
-        before = {step for step, bit in enumerate(bin(self._read_before)[:1:-1]) if bit == "1"}
+        before = {step for step, is_read in enumerate(self._read_before) if is_read}
         return before.union(*(weighed.steps for weighed in self._weighed.values()))
 
     def add(self, violation: Violation) -> None:
@@ -334,7 +326,7 @@ class Judge:
             limited = replace(part, reason=_on(ranks, of_ranks, part.reason))
             self._unknown[limited] = max(unknown[rank][part] for rank in ranks)
         self.counted = [each for judge in of_ranks[:1] for each in judge.counted]
-        self._read_before = _bits(set.intersection(*(judge.weighed | judge.violated for judge in of_ranks)))
+        self._mark_read(set.intersection(*(judge.weighed | judge.violated for judge in of_ranks)))
 
     def of_last_step(self) -> Violation | None:
         """Return the violation of the last step, or None."""
@@ -415,7 +407,7 @@ class Judge:
         if self._judges_weights:
             self._read(window, used)
         else:
-            self._read_before |= 1 << window.number
+            self._mark_read({window.number})
         self._singles[optimizer] = self._singles[optimizer] + 1 if len(required) == 1 else 0
         if self._given is not None and self._given > 1 and self._singles[optimizer] == 3:
             fault = OF_SUMS["step per pass"]
@@ -486,11 +478,10 @@ class Judge:
         for what in set.intersection(*map(set, clocks)) if len(clocks) > 1 else ():
             if all(one[what] != other[what] for one, other in pairwise(clocks)):
                 self._moving[what].append(window.number)
-        line = next(iter(lines_with("clip_grad_", window.step.place)), None)
-        unscaled = lines_with("unscale_(", window.step.place)[:1]
+        line, unscaled = (next(iter(lines_with(call, window.step.place)), None) for call in ("clip_grad_", "unscale_("))
         scaled = window.step.scale and not window.step.fused and window.step.trainer is None
         edited = window.factor is None or abs(window.left - 1) > 1e-3
-        if line and scaled and edited and (not unscaled or _number_of(unscaled[0]) > _number_of(line)):
+        if line and scaled and edited and (not unscaled or _number_of(unscaled) > _number_of(line)):
             self._clipped.add(line)
 
     def _note_parts(self, window: StepWindow, members: Members) -> None:
@@ -622,6 +613,12 @@ class Judge:
         if self._since[window.optimizer] >= min(EVERY, max(1, len(pending) // 4)):
             self._weigh(window.optimizer)
 
+    def _mark_read(self, steps: set[int]) -> None:
+        """Mark steps whose weights were judged: a set would take 60 bytes for one, and a run may have millions."""
+        self._read_before.extend(bytes(max(0, max(steps, default=0) + 1 - len(self._read_before))))
+        for step in steps:
+            self._read_before[step] = 1
+
     def _pending_of(self, window: StepWindow, used: Mapping[Source, float]) -> Pending:
         # what a GradScaler takes out again, before the step or inside of it, is no part of the weights
         scale, left = window.step.scale or 1.0, window.left if self._judges_sums and window.factor is not None else 1.0
@@ -693,7 +690,7 @@ class Judge:
             weighed.violations = [violation for violation in weighed.violations if violation.step not in lost]
             _unite(self._united, forgotten)
             self._violated |= {v.step for v in forgotten if v.step is not None}
-            self._read_before |= _bits(weighed.steps & lost)
+            self._mark_read(weighed.steps & lost)
             self._pending[optimizer] = [one for one in pending if one.window.number not in lost]
         _unite(weighed.united, weighed.violations)
 

@@ -163,7 +163,7 @@ class StepWindow:
     Attributes:
         optimizer: its index.
         number: of the program's call of a step among those of all optimizers.
-        steps: the records of the step, one for each rank.
+        step: as the first rank has it.
         passes: index -> pass, of those that reached its parameters since its last step.
         keys: of its parameters.
         coefficients: key -> of which passes its `.grad` is made.
@@ -184,7 +184,7 @@ class StepWindow:
 
     optimizer: int
     number: int
-    steps: Sequence[StepRecord]
+    step: StepRecord
     passes: dict[int, Seen]
     keys: list[int]
     coefficients: dict[int, Coefficients]
@@ -201,11 +201,6 @@ class StepWindow:
     removed: Sequence[int] = ()
     kept_apart: Sequence[Coefficients] = ()
     error: float = 0.0
-
-    @property
-    def step(self) -> StepRecord:
-        """The step, as the first rank has it."""
-        return self.steps[0]
 
     @property
     def where(self) -> Place:
@@ -478,7 +473,7 @@ class Replay:
                 found[key] = replace(one, event=SAME, factor=1.0, coefficients={(0, EARLIER): 1.0})
         late = [(rank, key) for rank, key in self._late if key in steps[0].gradients]
         window = StepWindow(
-            optimizer, steps[0].call, steps, members, keys, {}, 1.0, None,
+            optimizer, steps[0].call, steps[0], members, keys, {}, 1.0, None,
             {i: dict(p.consumers) for i, p in members.items()}, optimizer not in self.last, before,
             bool(late) or (not reduced and self.ranks > 1 and self._differ(steps)),
             {n for n in self._null if n[1] in members}, self._not_finite & members.keys(), copies,

@@ -14,7 +14,6 @@ from gradcheck_suite.auditing.replay import Seen, Source, StepWindow, near
 from gradcheck_suite.auditing.sums import OF_SUMS, StepFault
 from gradcheck_suite.auditing.weights import (
     ACROSS_SITES,
-    EQUAL,
     MEAN_OF_MEANS,
     UNEQUAL,
     UNEVEN,
@@ -255,17 +254,10 @@ def _compare_within(
     site = {source: window.passes[source[1]].records[source[0]].place for source in one.coefficients}
     right = [o for o in found if o.right() and not o.parts[0].term.of_parameters]
     covered = {part.source for o in right if len(o.parts) > 1 for part in o.parts}
-    for objective in found:
+    for objective in (_beside_empty(one, window) for one in found if one.status != UNEVEN):
         others = [o for o in right if o.key != objective.key]
-        status, sources = objective.status, {part.source for part in objective.parts}
-        if status == UNEVEN:
-            continue
-        # a micro-batch without valid items has no term, and its share of the mean is missing all the same
-        if status == EQUAL and _are_means_beside_empty(objective, window):
-            beside = replace(objective, status=UNEQUAL, named=Diagnosis(MEAN_OF_MEANS, ""))
-            unequal[objective.key].append((beside, window, others))
-            continue
-        if status != EQUAL:
+        sources = {part.source for part in objective.parts}
+        if objective.status == UNEQUAL:
             if not objective.named and (covered >= sources or objective.parts[0].term.of_parameters):
                 result.notes[f"{objective.place}: a coefficient changes within a window"] += 1
             else:
@@ -385,13 +377,18 @@ def _of_unequal(
     return _of_weights(StepFault(named.name, sentence, causes=causes), objective, window, rows, others)
 
 
-def _are_means_beside_empty(objective: Objective, window: StepWindow) -> bool:
-    """Return whether equal weights are those of means of equal counts, of which one without items has its share."""
+def _beside_empty(objective: Objective, window: StepWindow) -> Objective:
+    """Return an objective as unequal where it is of means of equal counts, and a micro-batch is without items.
+
+    Such a micro-batch has no term, and its share of the mean is missing all the same.
+    """
     first, empty = objective.parts[0].term, len(_empty(objective, window))
-    if objective.right() or not first.mean or not empty:
-        return False
+    if objective.status == UNEQUAL or objective.right() or not first.mean or not empty:
+        return objective
     mass = objective.weights[0] * first.counts.get(first.own, 0.0)
-    return near(mass * (len(objective.parts) + empty), 1.0, objective.tolerance)
+    if not near(mass * (len(objective.parts) + empty), 1.0, objective.tolerance):
+        return objective
+    return replace(objective, status=UNEQUAL, named=Diagnosis(MEAN_OF_MEANS, ""))
 
 
 def _empty(objective: Objective, window: StepWindow) -> set[Source]:
