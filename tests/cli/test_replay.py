@@ -104,10 +104,7 @@ def test_a_layer_that_does_not_exist(run, project):
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [
-        (["none.json"], "cannot read none.json (No such file or directory): expected the JSON file of one case"),
-        (["."], "cannot read . (Is a directory)"),
-    ],
+    [(["none.json"], "cannot read none.json (No such file or directory)"), (["."], "cannot read . (Is a directory)")],
 )
 def test_wrong_paths(run, arguments, said):
     outcome = run("replay", *arguments)
