@@ -116,7 +116,7 @@ def judge_weights(
         name_of: the name of a parameter.
     """
     result = Weighed()
-    modes = reading_weights.best_modes([(one.window, one.readings) for one in pending])
+    modes = reading_weights.best_modes([one.readings for one in pending])
     history: defaultdict[Key, list[Use]] = defaultdict(list)
     unequal: defaultdict[Key, list[Unequal]] = defaultdict(list)
     found_in = [_objectives_of(one, modes, typical_k) for one in pending]
@@ -147,7 +147,7 @@ def judge_weights(
 
 def _objectives_of(
     one: Pending,
-    modes: Mapping[tuple[int, Key], Sequence[str]],
+    modes: Mapping[Key, Sequence[str]],
     typical_k: int | None,
     across_sites: Collection[Key] = frozenset(),
     taken_out: Collection[float] = frozenset(),
@@ -161,8 +161,7 @@ def _objectives_of(
         across_sites: the keys of objectives that are right at several places together in some window.
         taken_out: factors that are a part of the weights in other windows.
     """
-    own = {top: listed for (optimizer, top), listed in modes.items() if optimizer == one.window.optimizer}
-    found = [reading_weights.objectives(reading, own, across_sites) for reading in one.readings]
+    found = [reading_weights.objectives(reading, modes, across_sites) for reading in one.readings]
     # a factor of 1/K after the last pass is the mean over K; any other one may be clipping, which is no weight
     shares = {1 / one.length, 1 / (typical_k or one.length), *taken_out} - {1.0}
     is_part = _are_right(found[0]) or any(near(one.factor, share, 1e-5) for share in shares)
@@ -295,7 +294,7 @@ def violation_of(fault: StepFault, window: StepWindow, where: Place, parameter: 
         step=window.number,
         command="audit",
         where=place_of_loss(window, where),
-        backward=str(window.passes[max(window.passes)].site) if window.passes else None,
+        backward=str(window.where) if window.passes else None,
         stepped=str(window.step.place),
         parameter=parameter,
     )

@@ -392,10 +392,10 @@ def objectives(
     return found
 
 
-def best_modes(readings: Sequence[tuple[StepWindow, Sequence[Reading]]]) -> dict[tuple[int, Key], list[str]]:
-    """Return the modes of each expression of each optimizer, the one that fits the whole run best first."""
-    fits: defaultdict[tuple[int, Key], Counter[str]] = defaultdict(Counter)
-    for window, alternatives in readings:
+def best_modes(readings: Sequence[Sequence[Reading]]) -> dict[Key, list[str]]:
+    """Return the modes of each expression of an optimizer, the one that fits the whole run best first."""
+    fits: defaultdict[Key, Counter[str]] = defaultdict(Counter)
+    for alternatives in readings:
         for top in {top for reading in alternatives for top in reading}:
             for mode in MODES:
                 costs = [
@@ -403,7 +403,7 @@ def best_modes(readings: Sequence[tuple[StepWindow, Sequence[Reading]]]) -> dict
                     for reading in alternatives
                     if top in reading
                 ]
-                fits[window.optimizer, top][mode] += min(costs) + 0.5 * (mode == BATCH)  # type: ignore[assignment]
+                fits[top][mode] += min(costs) + 0.5 * (mode == BATCH)  # type: ignore[assignment]
     return {key: sorted(MODES, key=costs.__getitem__) for key, costs in fits.items()}
 
 
