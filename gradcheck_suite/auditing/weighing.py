@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -69,8 +69,6 @@ class Pending:
         return float(f"{factor:.6g}")
 
 
-Unequal = tuple[Objective, StepWindow, Sequence[Objective]]
-"""An objective whose weights differ in a window, and the window's objectives that have right weights."""
 Repeated = tuple[Violation, set[int | None]]
 United = dict[tuple[str, str | None], Repeated]
 """Diagnosis and place -> the first of the violations, and the steps of all."""
@@ -118,7 +116,7 @@ def judge_weights(
     result = Weighed()
     modes = reading_weights.best_modes([one.readings for one in pending])
     history: defaultdict[Key, list[Use]] = defaultdict(list)
-    unequal: defaultdict[Key, list[Unequal]] = defaultdict(list)
+    unequal: defaultdict[Key, list[Use]] = defaultdict(list)
     found_in = [_objectives_of(one, modes, typical_k) for one in pending]
     across_sites = {objective.key for found in found_in for objective in found if objective.key[2] == ACROSS_SITES}
     # clipping makes no two windows right
@@ -134,12 +132,18 @@ def judge_weights(
         unreadable, partial = _note_unknown(one, found, result, name_of)
         if one.length == 1 or ((found or partial) and not unreadable):
             result.steps.add(one.window.number)
-        _compare_within(one, found, history, unequal, result)
+        for use in _uses(one, found):
+            if use.objective.status == UNEQUAL and _is_coefficient(use):
+                result.notes[f"{use.objective.place}: a coefficient changes within a window"] += 1
+            elif use.objective.status == UNEQUAL:
+                unequal[use.objective.key].append(use)
+            elif one.scaled:
+                history[use.objective.key].append(use)
     shown = {objective.key for found in found_in for objective in found if objective.right()}
     for key, several in unequal.items():
-        unnamed = [objective for objective, *_ in several if objective.named is None]
+        unnamed = [use.objective for use in several if use.objective.named is None]
         general = _named(unnamed) if unnamed else None
-        result.violations += [_of_unequal(*one, general, is_shown=key in shown) for one in several]
+        result.violations += [_of_unequal(use, general, is_shown=key in shown) for use in several]
     for scale in reading_weights.scales(history, ranks, declared_k, result.notes):
         (result.provisional if scale.provisional else result.violations).append(_of_scale(scale))
     return result
@@ -241,42 +245,31 @@ def _note_unknown(
     return bool(unreadable or uneven), bool(partial)
 
 
-def _compare_within(
-    one: Pending,
-    found: Sequence[Objective],
-    history: defaultdict[Key, list[Use]],
-    unequal: defaultdict[Key, list[Unequal]],
-    result: Weighed,
-) -> None:
-    """Judge the weights inside of a window; those that are equal are left for the run to judge."""
+def _uses(one: Pending, found: Sequence[Objective]) -> Iterator[Use]:
+    """Yield each objective of a window whose terms can be compared."""
     window = one.window
     site = {source: window.passes[source[1]].records[source[0]].place for source in one.coefficients}
     right = [o for o in found if o.right() and not o.parts[0].term.of_parameters]
-    covered = {part.source for o in right if len(o.parts) > 1 for part in o.parts}
-    for objective in (_beside_empty(one, window) for one in found if one.status != UNEVEN):
-        others = [o for o in right if o.key != objective.key]
+    for objective in (_beside_empty(o, window) for o in found if o.status != UNEVEN):
         sources = {part.source for part in objective.parts}
-        if objective.status == UNEQUAL:
-            if not objective.named and (covered >= sources or objective.parts[0].term.of_parameters):
-                result.notes[f"{objective.place}: a coefficient changes within a window"] += 1
-            else:
-                unequal[objective.key].append((objective, window, others))
-            continue
-        if not one.scaled:
-            continue
         # the window's length is that of the call sites that this objective comes from
         here = {site[source] for source in sources}
         passes = {source[1] for source in one.coefficients if site[source] in here}
-        history[objective.key].append(
-            Use(
-                window,
-                objective,
-                length=len(passes),
-                whole={source[1] for source in sources} == passes,
-                taken_out=one.taken_out([objective]),
-                others=others,
-            )
+        yield Use(
+            window,
+            objective,
+            length=len(passes),
+            whole={source[1] for source in sources} == passes,
+            taken_out=one.taken_out([objective]),
+            others=[o for o in right if o.key != objective.key],
         )
+
+
+def _is_coefficient(use: Use) -> bool:
+    """Return whether unequal weights are a coefficient that changes: other losses of the same passes are right."""
+    sources = {part.source for part in use.objective.parts}
+    covered = {part.source for o in use.others if len(o.parts) > 1 for part in o.parts}
+    return not use.objective.named and (covered >= sources or use.objective.parts[0].term.of_parameters)
 
 
 # Violations, in words.
@@ -324,44 +317,29 @@ def _rows(objective: Objective, count: str, expected: float) -> tuple[Weight, ..
     return tuple(rows[:MAX_ROWS])
 
 
-def _of_weights(
-    fault: StepFault,
-    objective: Objective,
-    window: StepWindow,
-    rows: tuple[Weight, ...],
-    others: Sequence[Objective],
-) -> Violation:
+def _of_weights(fault: StepFault, use: Use, rows: tuple[Weight, ...]) -> Violation:
     """Return the violation that a fault of an objective's weights is: at its own line where others are right."""
     error = max((abs(row.observed / row.expected - 1) for row in rows if row.count and row.expected), default=0.0)
     share = "less than 1%" if error < 0.01 else f"{100 * error:.3g}%"
     fault = replace(fault, sentence=f"{fault.sentence} (weights are off by up to {share})")
-    allowed = max(part.tolerance for part in objective.parts)
-    violation = violation_of(fault, window, objective.place)
-    where = objective.line if others else violation.where
+    allowed = max(part.tolerance for part in use.objective.parts)
+    violation = violation_of(fault, use.window, use.objective.place)
+    where = use.objective.line if use.others else violation.where
     return replace(violation, where=where, error=error, allowed=allowed, weights=rows)
 
 
-def _of_unequal(
-    objective: Objective,
-    window: StepWindow,
-    others: Sequence[Objective],
-    general: Diagnosis | None,
-    *,
-    is_shown: bool,
-) -> Violation:
+def _of_unequal(use: Use, general: Diagnosis | None, *, is_shown: bool) -> Violation:
     """Return the violation of weights that differ within a window.
 
     Args:
-        objective: whose weights they are.
-        window: in which they differ.
-        others: the objectives of the window that have right weights.
+        use: the window.
         general: their name where no count explains them.
         is_shown: whether other windows show that the loss has no coefficient.
     """
-    own = objective.parts[0].term.own
+    objective, own = use.objective, use.objective.parts[0].term.own
     named, count = objective.named or general, objective.count or own
     assert named is not None
-    empty = _empty(objective, window) if named.name == MEAN_OF_MEANS else set()
+    empty = _empty(objective, use.window) if named.name == MEAN_OF_MEANS else set()
     w = _weights(objective, count, empty)
     whole = 1.0 if is_shown else coefficient(w)
     sentence, causes = named.sentence, named.causes
@@ -373,7 +351,7 @@ def _of_unequal(
         if count == "elements" and w.counts != _weights(objective, own, empty).counts:
             sentence = f"the mean divides by all elements of its micro-batch, padding included, and {sentence}"
     rows = _rows(objective, count, whole / (w.window_count or 1.0))
-    return _of_weights(StepFault(named.name, sentence, causes=causes), objective, window, rows, others)
+    return _of_weights(StepFault(named.name, sentence, causes=causes), use, rows)
 
 
 def _beside_empty(objective: Objective, window: StepWindow) -> Objective:
@@ -440,4 +418,4 @@ def _of_scale(scale: Scale) -> Violation:
         sentence += "; the gradient of micro-batches that belong to the window before is still in it"
     rows = _rows(use.objective, use.count, scale.expected / total)
     fault = StepFault(scale.name, sentence, causes=(scale.cause,) if scale.cause else ())
-    return _of_weights(fault, use.objective, use.window, rows, use.others)
+    return _of_weights(fault, use, rows)

@@ -415,7 +415,7 @@ def best_modes(readings: Sequence[Sequence[Reading]]) -> dict[Key, list[str]]:
 
 @dataclass
 class Use:
-    """One window of an objective whose items weigh the same.
+    """One objective in one window, for the run to judge.
 
     Attributes:
         window: the window.
