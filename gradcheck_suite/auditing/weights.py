@@ -477,19 +477,19 @@ class Scale:
 
     Attributes:
         use: where.
-        name: the name of the fault.
         note: what the factor is, in words.
+        cause: of the fault, where the table of faults has a remedy for it; else empty.
+        name: the name of the fault.
         expected: the coefficient that would be right.
         provisional: whether other windows may still show something else: that comes out when the run is over.
-        cause: of the fault, where the table of faults has a remedy for it; else empty.
     """
 
     use: Use
-    name: str
     note: str
+    cause: str
+    name: str = "wrong-scale"
     expected: float = 1.0
     provisional: bool = False
-    cause: str = ""
 
 
 def _choose_count(uses: Sequence[Use]) -> None:
@@ -637,7 +637,7 @@ def _begun_anew(use: Use, uses: Sequence[Use]) -> Scale | None:
     if whole is None:
         return None
     why = f"its last {counted(whole, 'micro-batch')} are a whole mean, and what went backward before was not reset"
-    return Scale(use, "repeated-micro-batch", f"1 + {use.own - 1:.6g}: {why}", cause="begun-anew")
+    return Scale(use, f"1 + {use.own - 1:.6g}: {why}", "begun-anew", "repeated-micro-batch")
 
 
 def _note_other_count(use: Use, notes: Counter[str]) -> None:
@@ -680,20 +680,11 @@ PLANNED = (
 
 def _against_configured(use: Use, declared_k: int | None) -> Scale | None:
     """Compare C with r/K: nothing in the run shows K where every window is shorter."""
-    r = use.length
-    if (
-        declared_k is None
-        or r >= declared_k
-        or not near(use.own, r / declared_k, use.objective.tolerance)
-        or not use.whole
-    ):
+    r, k = use.length, declared_k
+    if k is None or r >= k or not use.whole or not near(use.own, r / k, use.objective.tolerance):
         return None
-    return Scale(
-        use,
-        "wrong-scale",
-        f"{r}/{declared_k}: divided by {declared_k}, where the window has {counted(r, 'micro-batch')}",
-        cause="short-window",
-    )
+    note = f"{r}/{k}: divided by {k}, where the window has {counted(r, 'micro-batch')}"
+    return Scale(use, note, "short-window")
 
 
 def _still_scaled(use: Use) -> Scale | str | None:
@@ -705,7 +696,7 @@ def _still_scaled(use: Use) -> Scale | str | None:
     # no clipping makes a gradient larger: where more is left than there should be, nothing has divided by the scale
     if window.factor * scale > 1 + 1e-3:
         why = "the scale of a GradScaler: nothing divides by it before this step"
-        return Scale(use, "wrong-scale", why, cause="loss-scale")
+        return Scale(use, why, "loss-scale")
     return CLIPPED if window.factor * scale < 1 - 1e-3 else USERS
 
 
@@ -726,7 +717,7 @@ def _left_in(use: Use, uses: Sequence[Use]) -> Scale | None:
         why = f"other steps multiply `.grad` by {others[0]:.6g} after the last pass, and this one does not"
     else:
         return None
-    return Scale(use, "wrong-scale", f"{use.own:.6g}: {why}", cause="loss-scale")
+    return Scale(use, f"{use.own:.6g}: {why}", "loss-scale")
 
 
 def _divided_again(use: Use, uses: Sequence[Use], k: int) -> Scale | None:
@@ -737,7 +728,7 @@ def _divided_again(use: Use, uses: Sequence[Use], k: int) -> Scale | None:
     for number, lengths in ((k, [k] * len(uses)), (use.length, [u.length for u in uses])):
         if number > 2 and all(near(u.own, 1 / r, tolerance) for u, r in zip(uses, lengths, strict=True)):
             note = f"1/{number}: divided twice, by the window's count and by {number}, its micro-batches"
-            return Scale(use, "wrong-scale", note, provisional=len(uses) == 1, cause="divided-twice")
+            return Scale(use, note, "divided-twice", provisional=len(uses) == 1)
     return None
 
 
@@ -769,7 +760,7 @@ def _against_other_lengths(
             weight = use.own / use.length
             what = f"each micro-batch of the term {use.objective.term} weighs {weight:.6g} as in windows of {typical_k}"
         note = f"{use.length}/{whole}: {what}, where the window has {counted(use.length, 'micro-batch')}"
-        return Scale(use, "wrong-scale", note, base, cause="short-window")
+        return Scale(use, note, "short-window", expected=base)
     return None
 
 
@@ -799,13 +790,14 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
     # a small coefficient is a common one, of one loss beside a larger one above all
     is_small = r == 2 or (use.total or 0.0) > 2 * use.own
     of_ranks, by_all = never.format(f", times the {ranks} ranks"), "each loss is divided by the count of all ranks"
-    readings: list[tuple[bool, Callable[[int], float], str, str, str]] = [
-        (of_means, lambda r: r, f"{r}", never.format(""), "not-divided"),
-        (of_means and ranks > 1, lambda r: r * ranks, f"{r * ranks}", of_ranks, "not-divided"),
-        (twice, lambda r: 1 / r, f"1/{r}", again, "divided-twice"),
-        (ranks > 1, lambda _: ranks, f"{ranks}", "the sum of the ranks' means", "ranks"),
-        (ranks > 1, lambda _: 1 / ranks, f"1/{ranks}", by_all, "ranks"),
-        (r == 2, lambda r: 1 / r, f"1/{r}", again, "divided-twice"),
+    # by which powers of the window's length and of the number of ranks the weights are too large
+    readings = [
+        (of_means, 1, 0, never.format(""), "not-divided"),
+        (of_means and ranks > 1, 1, 1, of_ranks, "not-divided"),
+        (twice, -1, 0, again, "divided-twice"),
+        (ranks > 1, 0, 1, "the sum of the ranks' means", "ranks"),
+        (ranks > 1, 0, -1, by_all, "ranks"),
+        (r == 2, -1, 0, again, "divided-twice"),
     ]
     alone_or_together: list[tuple[str, Callable[[Use], float | None]]] = [("", lambda u: u.own)]
     if use.total is not None and not use.others:
@@ -813,8 +805,9 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
     if use.total is not None and near(use.total, 1.0, tolerance):
         alone_or_together = []
     for what, of in alone_or_together:
-        for applies, factor, number, why, cause in readings:
-            fitting = [u for u in uses if (c := of(u)) is not None and near(c, factor(u.length), tolerance)]
+        for applies, power, power_of_ranks, why, cause in readings:
+            times = float(ranks) ** power_of_ranks
+            fitting = [u for u in uses if (c := of(u)) is not None and near(c, times * u.length**power, tolerance)]
             if not applies or use not in fitting:
                 continue
             # of a coefficient that changes from step to step, one value may be any number
@@ -822,8 +815,9 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
             unclear = is_small if why == again else is_divided and cause == "not-divided"
             if use.others or changes or unclear:
                 return _either(why, cause, "the objective has it")
-            note = f"{number}{what}: {why}"
-            return Scale(use, "wrong-scale", note, provisional=len(fitting) == 1, cause=cause)
+            times *= r**power
+            note = f"{times:g}{what}: {why}" if times > 1 else f"1/{1 / times:g}{what}: {why}"
+            return Scale(use, note, cause, provisional=len(fitting) == 1)
     if use.others:
         return USERS
     weight = use.objective.weight
@@ -837,6 +831,5 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
     shown = len({u.items for u in uses if u.right and u.length > 1}) > 1
     if not integer or divisor <= 2 or not varies:
         return None
-    return (
-        Scale(use, WRONG_COUNT, f"each weighs 1/{round(divisor)}, where {use.items:g} count") if shown else MISCOUNTED
-    )
+    note = f"each weighs 1/{round(divisor)}, where {use.items:g} count"
+    return Scale(use, note, "", WRONG_COUNT) if shown else MISCOUNTED
