@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
-from gradcheck_suite.cli.loading import expect_found, note_untested_trainers
+from gradcheck_suite.cli.loading import expect_found, note_untested_trainers, resolve_loop, resolve_problem
 from gradcheck_suite.core.contract import Loop, Problem, is_jax
 from gradcheck_suite.core.counterexamples import StoredCase, loop_places, read_case_file
 from gradcheck_suite.core.options import VerifyOptions, options_of
@@ -82,8 +82,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _subjects(arguments: argparse.Namespace, stored: StoredCase, name: str) -> tuple[Loop, Problem | None]:
-    from gradcheck_suite.cli.loading import resolve_loop, resolve_problem
-
     asked, named = arguments.problem, stored.case.problem
     if asked is not None and not isinstance(named, str):
         raise UsageError(f"--problem {asked}: case {stored.case.digest} has its own generated problem; drop --problem")

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
-from gradcheck_suite.cli.loading import note_untested_trainers
+from gradcheck_suite.cli.loading import libraries_of, note_untested_trainers, resolve_loop, resolve_problem
 from gradcheck_suite.core.contract import is_jax
 from gradcheck_suite.core.options import VerifyOptions
 from gradcheck_suite.core.records import KINDS, append_record, write_document
@@ -51,7 +51,6 @@ def run(arguments: Namespace) -> int:
     parsers.expect_writable(arguments.reports, json=arguments.json)
     environment.prepare()
     note_untested_trainers(trainer.name for trainer in trainers)
-    from gradcheck_suite.cli.loading import libraries_of, resolve_problem
     from gradcheck_suite.cli.verify import subjects
     from gradcheck_suite.loops.trainers.trainer import model_questions, on_problem
     from gradcheck_suite.verification.trainers import ask, closing, line
@@ -96,8 +95,6 @@ def _models_only(arguments: Namespace) -> list[str]:
 
 
 def _named(name: str) -> Trainer:
-    from gradcheck_suite.cli.loading import resolve_loop
-
     if name in TRAINERS:
         return TRAINERS[name]
     if ":" in name:

@@ -110,14 +110,6 @@ def _heading(reports: Path, answers: tuple[Answer, ...]) -> Heading:
     return f"{project}: {said}", project, "verdicts of gradcheck-suite"
 
 
-def _nothing(_: Path) -> dict[str, list[Record]]:
-    return {}
-
-
-def _unchanged(records: Records) -> Records:
-    return records
-
-
 @dataclass(frozen=True)
 class Contents:
     """What a report is made of.
@@ -137,8 +129,8 @@ class Contents:
     answers: Callable[[Records], tuple[Answer, ...]]
     heading: Callable[[Path, tuple[Answer, ...]], Heading]
     violations: Callable[[Records], Iterable[ViolationPage]] = lambda _: ()
-    prepared: Callable[[Records], Records] = _unchanged
-    beside: Callable[[Path], Mapping[str, list[Record]]] = _nothing
+    prepared: Callable[[Records], Records] = lambda records: records
+    beside: Callable[[Path], Mapping[str, list[Record]]] = lambda _: {}
 
 
 OWN = Contents(
