@@ -115,15 +115,10 @@ def _key(tensor: torch.Tensor) -> Any:
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors of one storage share elements."""
-    if max(a.numel(), b.numel()) > 100_000:
-        return True
-    places = []
-    for t in (a, b):
-        grid = np.zeros((1,) * t.dim(), int) + t.storage_offset()
-        for axis, (n, step) in enumerate(zip(t.shape, t.stride(), strict=True)):
-            grid = grid + (np.arange(n) * step).reshape([-1 if i == axis else 1 for i in range(t.dim())])
-        places.append(grid.reshape(-1))
-    return bool(np.intersect1d(places[0], places[1]).size)
+    size = a.untyped_storage().nbytes() // min(a.element_size(), b.element_size())
+    first = torch.zeros(size, dtype=torch.bool)
+    first.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
+    return bool(first.as_strided(b.shape, b.stride(), b.storage_offset()).any())
 
 
 class _Recorder(Mode):
