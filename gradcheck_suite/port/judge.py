@@ -33,7 +33,7 @@ from gradcheck_suite.port.result import Kind, PortFinding, PortResult
 from gradcheck_suite.port.running_statistics import statistic_faults
 from gradcheck_suite.port.search import RAISED, Found, Repairs, Search
 from gradcheck_suite.port.sides import Point, Sides
-from gradcheck_suite.port.torch_program import LOSS, Call, Change, Ref, TorchProgram, TorchRun, fill, flat
+from gradcheck_suite.port.torch_program import LOSS, Call, Change, Ref, TorchRun, fill, flat
 from gradcheck_suite.port.updates import STEP, Updates
 
 MOST = 12
@@ -199,8 +199,7 @@ class Judge:
     def _values_at(self, point: Point, loss: bool) -> bool:
         for _ in range(MOST):
             try:
-                program = self.sides.torch_program(point)
-                run = self._run(point, program)
+                run = self._run(point)
             except RAISED:
                 if point is self.sides.given:
                     raise
@@ -216,9 +215,9 @@ class Judge:
                 return False
         return False
 
-    def _run(self, point: Point, program: TorchProgram) -> TorchRun:
+    def _run(self, point: Point) -> TorchRun:
         """Return torch's run, repaired; repairs are by index of a call: the calls must be those at the given inputs."""
-        first = self.sides.torch_program(self.sides.given).calls
+        first, program = self.sides.torch_program(self.sides.given).calls, self.sides.torch_program(point)
         if self.repairs.changes and [c.name for c in first] != [c.name for c in program.calls]:
             raise ValueError("another program at these inputs")
         return self.repairs.run(program)
@@ -234,7 +233,7 @@ class Judge:
     def _searched(self, point: Point, loss: bool) -> tuple[Search, list[Ref], list[int], Found | None]:
         """Return the search at a point, the ends that differ, the first lost calls, and what was found."""
         program, allowed = self.sides.torch_program(point), self.sides.bounds(point).outputs
-        matching = Matching(program, self._run(point, program), self.sides.side(point))
+        matching = Matching(program, self._run(point), self.sides.side(point))
         ends = matching.ends(loss, allowed)
         region, first = matching.region(ends)
         # the port's value in place of torch's, where the cause is unknown, is that of one point alone
@@ -274,7 +273,7 @@ class Judge:
         """
         out = self.sides.torch_program(point)
         rows = {len(x) if np.ndim(x) else 0 for x in (*point.inputs, *point.targets)}
-        mine = array(self._run(point, out).outs[0])
+        mine = array(self._run(point).outs[0])
         theirs = aligned(self.sides.jax_run(point).outs[0], mine)
         if loss or rows != {len(mine) if mine.ndim else 0} or min(rows) < 2 or mine.shape != theirs.shape:
             return False
@@ -353,7 +352,7 @@ class Judge:
         for point in self.sides.points:
             try:
                 program = self.sides.torch_program(point)
-                self._run(point, program)
+                self._run(point)
                 run, expected = self.sides.slopes(program, self.repairs)
             except RAISED:
                 if point is self.sides.given:
