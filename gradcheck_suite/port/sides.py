@@ -50,7 +50,7 @@ class Point:
     inputs: tuple[Any, ...]
     targets: tuple[Any, ...]
     words: tuple[str, ...] = ()
-    kept: dict[str, Any] = field(default_factory=dict, repr=False)
+    kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def shapes(self) -> tuple[Any, ...]:
