@@ -380,7 +380,7 @@ def test_a_sound_program_is_not_blamed_and_the_fault_of_a_faulty_one_is_named(pr
 
 
 def _blind(members, *_):
-    return sums.Sums(coefficients={(0, index): 1.0 for index in members.window.passes})
+    return sums.Sums()
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from gradcheck_suite.auditing.sums import (
     is_alike,
     judge_sums,
     tail_dropped,
+    used_of,
     weigh_one,
 )
 from gradcheck_suite.auditing.weighing import (
@@ -398,7 +399,7 @@ class Judge:
                 number if number >= max(lengths, default=0) and self._grown.get(optimizer, 1) else 0
             )
             lengths[number] += 1
-        self._note_parts(window, members)
+        self._note_parts(members)
         used = self._judge_sums(members) if self._judges_sums else self._assumed(window)
         if used is None:
             return
@@ -484,8 +485,9 @@ class Judge:
         if line and scaled and edited and (not unscaled or _number_of(unscaled) > _number_of(line)):
             self._clipped.add(line)
 
-    def _note_parts(self, window: StepWindow, members: Members) -> None:
+    def _note_parts(self, members: Members) -> None:
         """Note parameters that get a gradient in some passes of a line and in others none."""
+        window = members.window
         by_site: defaultdict[str, list[set[int]]] = defaultdict(list)
         for index in members.required:
             keys = {key for record in window.passes[index].records for key in record.arrivals} & set(window.keys)
@@ -521,14 +523,10 @@ class Judge:
         found = judge_sums(members, typical_k, longest, self._stepped_in.get(window.optimizer))
         if window.passes:
             self._stepped_in[window.optimizer] = window.passes[max(window.passes)].records[0].loop
+        coefficients = used_of(window)
+        if found.may_be_right and self._are_right(window, coefficients):
+            return coefficients
         fault = found.fault or self._of_hooks(window)
-        if (
-            found.fault is not None
-            and found.coefficients
-            and not found.excuse
-            and self._are_right(window, found.coefficients)
-        ):
-            return found.coefficients
         if found.excuse:
             self._notes[found.excuse] += 1
         if found.first_point and self._judges_weights:
@@ -546,15 +544,14 @@ class Judge:
         if found.untold:
             self._skip(window, *UNTOLD)
             return None
-        by_grad = window.edit == "free" and any(seen.by_hand for seen in window.passes.values())
-        if found.by_hand or by_grad:
+        if found.by_hand or (window.edit == "free" and any(seen.by_hand for seen in window.passes.values())):
             window.edit = BY_HAND
             return {}
         if window.edit == "free":
             self._notes[
                 "`.grad` is edited between the last backward pass and the step, which is the program's decision"
             ] += 1
-        return found.coefficients
+        return coefficients
 
     def _judge_emptied(self, optimizer: int, *, seen_all: bool = True) -> None:
         """Judge a window whose gradients were all reset, where its passes reached other optimizers' parameters, too.

@@ -138,7 +138,7 @@ class Sums:
         fault: what is wrong, or None.
         excuse: why passes that are missing are no fault, or None.
         removed: parameters whose gradient was taken away after the last pass.
-        coefficients: of each pass that is in it.
+        may_be_right: whether the passes have unequal coefficients, with which the losses may weigh rightly.
         by_hand: whether the program put it together itself, from what arrived and was kept elsewhere.
         untold: whether it cannot be told if it did, or reset and edited it.
         first_point: where the same micro-batches went backward at two points, as of SAM, the passes at the first one.
@@ -147,7 +147,7 @@ class Sums:
     fault: StepFault | None = None
     excuse: str | None = None
     removed: Sequence[int] = ()
-    coefficients: Mapping[Source, float] = field(default_factory=dict)
+    may_be_right: bool = False
     by_hand: bool = False
     untold: bool = False
     first_point: Mapping[Source, float] = field(default_factory=dict)
@@ -257,7 +257,7 @@ def judge_sums(members: Members, typical_k: int | None, longest: int, stepped_in
     if torn := [i for i in members.own if members.is_in(i) and any(r.raised for r in window.passes[i].records)]:
         return _fault("torn", keys=[key for key, c in members.by_parameter[torn[0]] if c])
     if window.edit == BY_HAND:
-        return Sums(coefficients=_used(window))
+        return Sums()
     if any(source[1] == UNKNOWN for cs in window.coefficients.values() for source in cs):
         return _fault("not a sum", where=_edits(members))
     lost = [i for i in members.required if not members.is_in(i)]
@@ -266,14 +266,13 @@ def judge_sums(members: Members, typical_k: int | None, longest: int, stepped_in
         return Sums(by_hand=True)
     if lost:
         found = _judge_lost(members, lost, typical_k, longest, stepped_in)
-        if found.fault is None:
-            return replace(found, coefficients=_used(window))
-        return Sums(untold=True) if edited is not None and (edited.is_blank or not edited.tells) else found
+        is_untold = found.fault and edited and (edited.is_blank or not edited.tells)
+        return Sums(untold=True) if is_untold else found
     if unequal := _judge_parameters(members):
         return unequal
     if len(members.required) > 1 and any(members.moved(i) for i in members.required):
         return _fault("moved")
-    return Sums(coefficients=_used(window))
+    return Sums()
 
 
 def _judge_others(members: Members) -> Sums | None:
@@ -355,7 +354,7 @@ def _judge_lost(
     if _is_rest_of_epoch(window, lost, kept, typical_k, longest):
         fault = tail_dropped(len(lost))
         return Sums(replace(fault, sentence=fault.sentence + _resets(members, lost)))
-    anew = len(kept) > 1 and max(lost) < min(kept) and weigh_one(window, _used(window))
+    anew = len(kept) > 1 and max(lost) < min(kept) and weigh_one(window, used_of(window))
     if anew and is_tried(window.passes[max(lost)].site):
         # what is left is a whole mean: the rest of a window that is reset inside would weigh less
         return Sums(excuse=f"a window was begun anew{_resets(members, lost)}: what went backward before is in no step")
@@ -459,7 +458,7 @@ def _judge_parameters(members: Members) -> Sums | None:
     # what was set to None after the last pass lacks all passes alike, as what was zeroed there does
     missing = members.missing_parameters()
     if missing or members.window.removed:
-        return Sums(removed=[*missing, *members.window.removed], coefficients=_used(members.window))
+        return Sums(removed=[*missing, *members.window.removed])
     values = [members.mean[i] for i in members.required if members.by_parameter[i]]
     if values and max(values) - min(values) > 1e-3 * max(map(abs, values)):
         ratios = [a / b for a, b in pairwise(values)]
@@ -467,11 +466,11 @@ def _judge_parameters(members: Members) -> Sums | None:
         fault = OF_SUMS["rescaled" if max(ratios) - min(ratios) < 2e-3 * max(ratios) else "not a sum"]
         sentence = f"{fault.sentence} (factors between the passes: {listed}){_edits(members)}"
         # a running mean rescales the sum on purpose: what the losses weigh together decides
-        return Sums(replace(fault, sentence=sentence), coefficients=_used(members.window))
+        return Sums(replace(fault, sentence=sentence), may_be_right=True)
     return None
 
 
-def _used(window: StepWindow) -> dict[Source, float]:
+def used_of(window: StepWindow) -> dict[Source, float]:
     """Return the coefficient of each pass, the factor of the program's own hooks on parameters included."""
     found = {
         (rank, index): window.of_pass((rank, index))
