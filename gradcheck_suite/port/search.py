@@ -27,8 +27,6 @@ PLACES = 16
 """Calls of the lost region that hypotheses are tried at."""
 LAST = 8
 """Lost calls before the outputs that a change is tried at which has to explain all."""
-STREAK = 5
-"""Calls in a row whose results the port has after a change only: no other change is then looked for."""
 PASSED = 30
 """Hypotheses of a family with evidence at their place that are run to the end."""
 LEAST = 3
@@ -56,8 +54,6 @@ class Found:
         error: of the outputs, or of the loss, after the change.
         new: calls whose results the port has after the change only.
         run: torch, changed.
-        streak: number of those that follow each other from the place on.
-        direct: whether the place's own result is one of them.
     """
 
     hypothesis: Hypothesis
@@ -65,13 +61,11 @@ class Found:
     error: float
     new: list[int]
     run: TorchRun
-    streak: int = 0
-    direct: bool = False
 
     @property
     def gained(self) -> int:
         """The number of calls that are explained: the port has their results after the change only, or needs none."""
-        return len(self.new) + (len(self.hypothesis.instead) if self.direct else 0)
+        return len(self.new) + (len(self.hypothesis.instead) if self.place in self.new else 0)
 
 
 def both(first: Change, second: Change) -> Change:
@@ -199,37 +193,21 @@ class Search:
         }
         late: list[tuple[int, Hypothesis]] = []
         best: Found | None = None
-        enough = False
         for family, where in families:
             found = self._of_family(family, places[where], first, late)
             if found is not None and found.error <= self.close:
                 return found
-            if where == "last":
+            if found is None or where == "last":
                 continue
-            # a later family is less usual: it has to explain more, or all of it
-            if found is not None and not enough and (best is None or self._rank(found) > self._rank(best, 1.5)):
-                best = found
-            if best is not None and not enough and self._is_enough(best, where):
-                enough = True
+            if best is None:
                 self._until = min(self._until, time.process_time() + MORE_SECONDS)
-        if enough:
-            return best
-        if best is not None and best.gained >= LEAST and best.streak > 1:
-            return best
-        best = None
-        for place, hypothesis in late:
+            # a later family is less usual: it has to explain more, or all of it
+            if best is None or self._rank(found) > self._rank(best, 1.5):
+                best = found
+        for place, hypothesis in late if best is None else ():
             if not self.late:
                 best = self._better(best, place, hypothesis)
-        return best if best and (best.gained >= 2 or best.error <= self.close) else None
-
-    def _is_enough(self, best: Found, where: str) -> bool:
-        """Return whether no further family need be tried: results follow each other from the place on."""
-        if where == "order":
-            return self._is_sure(best) or best.streak >= min(3, sum(i >= best.place for i in self.region))
-        return self._is_sure(best) or best.gained > 0
-
-    def _is_sure(self, found: Found) -> bool:
-        return found.error <= self.close or (found.streak >= STREAK and found.direct)
+        return best
 
     def _rank(self, found: Found, factor: float = 1.0) -> tuple[bool, float]:
         return found.error <= self.close, factor * found.gained
@@ -246,7 +224,7 @@ class Search:
                 if self._has_evidence(at, hypothesis):
                     passed += 1
                     best = self._better(best, at, hypothesis)
-                    if best is not None and self._is_sure(best):
+                    if best is not None and best.error <= self.close:
                         return best
                 elif place in hypothesis.changes and place in first and len(late) < 40:
                     late.append((place, hypothesis))
@@ -374,14 +352,7 @@ class Search:
         error = self._off(run, side)
         looked = sorted({place, *self.region[:60]})
         new = {i: self.matching.is_new(run.seen[i], self.matching.run.seen[i]) for i in looked}
-        streak = 0
-        for i in looked:
-            if i >= place:
-                if not new[i] and i != place:
-                    break
-                streak += new[i]
-        gained = [i for i in looked if new[i]]
-        return Found(hypothesis, place, error, gained, run, streak, new.get(place, False))
+        return Found(hypothesis, place, error, [i for i in looked if new[i]], run)
 
     def _everywhere(self, found: Found) -> Found:
         """Return a change also at the other calls of its line: those of other time steps, and of repeated modules."""
