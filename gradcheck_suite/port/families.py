@@ -18,8 +18,8 @@ from gradcheck_suite.port.changes import Hypothesis, of_operand, of_result, othe
 from gradcheck_suite.port.matching import array
 from gradcheck_suite.port.mistakes import BASES, NORMS, REDUCING, is_activation, mistakes, smoothed
 from gradcheck_suite.port.number_sets import aligned
-from gradcheck_suite.port.search import Family, Found, Search
-from gradcheck_suite.port.torch_program import LOSS, Call, Change, Ref, TorchProgram, fill, flat
+from gradcheck_suite.port.search import Family, Found, Search, behind, recomputed
+from gradcheck_suite.port.torch_program import LOSS, Call, Change, Ref, TorchProgram, fill
 from gradcheck_suite.port.transforms import (
     PERMUTING,
     Transform,
@@ -678,8 +678,8 @@ def swapped_blocks(search: Search, place: int) -> Iterator[Hypothesis]:
             if run.shape(end) == run.shape(block[-1]) and not calls[end].mutates and calls[end].path != LOSS:
 
                 def exchanged(c: Call, a: Any, k: Any, get: Any, x: Ref = before, y: Ref = after, z: int = end) -> Any:
-                    moved = replayed(program, Ref(z, 0), {y: get(x)}, get)
-                    return [replayed(program, y, {x: moved}, get)]
+                    moved = _with_others(program, z, {y: get(x)}, get)
+                    return [_with_others(program, y.kind, {x: moved}, get)]
 
                 first, second = calls[block[0]], calls[end]
                 named = first.path if len(block) > 1 else first.name.strip("_")
@@ -693,28 +693,13 @@ def _adds_little(call: Call) -> bool:
     return call.name in ("add", "add_") and isinstance(call.args[1], float) and 0 < call.args[1] < 1e-2
 
 
-def replayed(program: TorchProgram, ref: Ref, instead: Mapping[Ref, Any], get: Any) -> Any:
-    """Return a tensor of a program, computed again with other tensors in place of some."""
-    made: dict[int, Any] = {}
-    oldest = min((r.kind for r in instead if isinstance(r.kind, int)), default=-1)
-
-    def value(wanted: Any) -> Any:
-        if wanted in instead:
-            return instead[wanted]
-        index = wanted.kind
-        if not isinstance(index, int) or index < oldest:
-            return get(wanted)
-        if index not in made:
-            call = program.calls[index]
-            given = {r: value(r) for r in call.refs}
-            same = all(given[r] is get(r) for r in call.refs)
-            if same:
-                made[index] = None
-            else:
-                made[index] = flat(call.op(*fill(call.args, given.get), **fill(call.kwargs, given.get)))
-        return get(wanted) if made[index] is None else made[index][wanted.index]
-
-    return value(ref)
+def _with_others(program: TorchProgram, wanted: int, instead: Mapping[Ref, Any], get: Callable[[Any], Any]) -> Any:
+    """Return the first result of a call, computed again with other tensors in place of some."""
+    given = [r.kind for r in instead]
+    affected = behind(program, (k for k in given if isinstance(k, int)), [(r.kind, r.index) for r in instead])
+    return recomputed(
+        program, wanted, affected.difference(given), lambda r: instead[r] if r in instead else get(r), {}
+    )[0]
 
 
 FAMILIES: tuple[tuple[Family, str], ...] = (

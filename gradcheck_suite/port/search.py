@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from gradcheck_suite.port.changes import Hypothesis, dense
 from gradcheck_suite.port.matching import Matching, Side, array, outputs_error
 from gradcheck_suite.port.number_sets import aligned, variety
-from gradcheck_suite.port.torch_program import Call, Change, Ref, TorchProgram, TorchRun, fill, flat, lookup
+from gradcheck_suite.port.torch_program import Call, Change, Ref, TorchProgram, TorchRun, fill, flat
 
 MORE_SECONDS = 2.0
 """CPU time in which a change that explains all is looked for, where one is known that explains a part."""
@@ -411,35 +411,18 @@ class Search:
 
     def local(self, place: int, hypothesis: Hypothesis) -> list[Any] | None:
         """Return a call's results under a hypothesis, or None where it does not fit."""
-        run, calls = self.matching.run, self.program.calls
-        affected = self._affected_by(hypothesis)
-        made: dict[int, list[Any]] = {}
+        run = self.matching.run
 
-        def get(ref: Any) -> Any:
-            if not isinstance(ref, Ref):
-                return ref
-            if isinstance(ref.kind, int):
-                return (evaluate(ref.kind) if ref.kind in affected else run.seen[ref.kind])[ref.index]
+        def get(ref: Ref) -> Any:
             function = hypothesis.leaves.get((ref.kind, ref.index))
             if isinstance(function, Ref):
-                return lookup(function, run.seen, run.leaves)
-            value = lookup(ref, run.seen, run.leaves)
-            return value if function is None else dense(function(value))
+                return run.get(function)
+            return run.get(ref) if function is None else dense(function(run.get(ref)))
 
-        def evaluate(index: int) -> list[Any]:
-            if index not in made:
-                call = calls[index]
-                args, kwargs = fill(call.args, get), fill(call.kwargs, get)
-                if call.mutates:
-                    args = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
-                old, new = self.repairs.changes.get(index), hypothesis.changes.get(index)
-                change = both(old, new) if old is not None and new is not None else new or old
-                made[index] = flat(call.op(*args, **kwargs) if change is None else change(call, args, kwargs, get))
-            return made[index]
-
+        changes = self.repairs.plus(hypothesis).changes
         try:
             with torch.no_grad():
-                return evaluate(place)
+                return recomputed(self.program, place, self._affected_by(hypothesis), get, changes)
         except (*RAISED, RecursionError):
             return None
 
@@ -447,20 +430,7 @@ class Search:
         """Return the calls that a hypothesis changes, or that read what is changed."""
         key = (*hypothesis.changes, *hypothesis.leaves)
         if key not in self._affected:
-            values, readers = self.matching.run.values, self.program.readers
-
-            def after(index: int) -> list[int]:
-                return [r for j in range(max(len(values[index]), 1)) for r in readers.get(Ref(index, j), [])]
-
-            found = set(hypothesis.changes)
-            todo = [r for k in hypothesis.leaves for r in readers.get(Ref(*k), [])]
-            todo += [r for i in hypothesis.changes for r in after(i)]
-            while todo:
-                index = todo.pop()
-                if index not in found:
-                    found.add(index)
-                    todo += after(index)
-            self._affected[key] = found
+            self._affected[key] = behind(self.program, hypothesis.changes, hypothesis.leaves)
         return self._affected[key]
 
     def positions(self, place: int) -> Iterator[tuple[int, Ref]]:
@@ -468,6 +438,51 @@ class Search:
         for i, arg in enumerate(self.program.calls[place].args):
             if isinstance(arg, Ref):
                 yield i, arg
+
+
+def behind(program: TorchProgram, calls: Iterable[int], leaves: Collection[Any] = ()) -> set[int]:
+    """Return some calls, and those that read their results, or some leaves, directly or through others."""
+    found = set(calls)
+    for index, call in enumerate(program.calls):
+        if any(r.kind in found or (r.kind, r.index) in leaves for r in call.refs):
+            found.add(index)
+    return found
+
+
+def recomputed(
+    program: TorchProgram,
+    index: int,
+    affected: Collection[int],
+    get: Callable[[Ref], Any],
+    changes: Mapping[int, Change],
+) -> list[Any]:
+    """Return the results of a call, for which calls are run again.
+
+    Args:
+        program: whose call it is.
+        index: of the call.
+        affected: calls that are run again; all other results are kept.
+        get: Ref -> the tensor that is kept.
+        changes: index of a call -> what is done in its place.
+    """
+    made: dict[int, list[Any]] = {}
+
+    def value(ref: Any) -> Any:
+        if not isinstance(ref, Ref):
+            return ref
+        return results(ref.kind)[ref.index] if ref.kind in affected else get(ref)
+
+    def results(i: int) -> list[Any]:
+        if i not in made:
+            call = program.calls[i]
+            args, kwargs = fill(call.args, value), fill(call.kwargs, value)
+            if call.mutates:
+                args = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+            change = changes.get(i)
+            made[i] = flat(call.op(*args, **kwargs) if change is None else change(call, args, kwargs, value))
+        return made[i]
+
+    return results(index)
 
 
 def _role(program: TorchProgram, index: int) -> Any:
