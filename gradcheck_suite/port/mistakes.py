@@ -1,4 +1,4 @@
-"""The usual mistakes with one operation, as a table: other values of an argument, and other formulas.
+"""The usual mistakes with one operation, as a table of formulas; of most, an argument has another value.
 
 A row names a cause, the ATen operations that it is of, and the values to try. A formula reads its operands from the
 arguments alone, never from the run in which it is tried, so that it can be tried again elsewhere.
@@ -23,17 +23,11 @@ Values = Callable[[Given, Any], Iterable[Any]] | Iterable[Any]
 """Values of a parameter, or a function of (given, result) that returns them."""
 
 
-class Argument(NamedTuple):
-    """An argument that has another value: its cause, a pattern of operations, its name, the values."""
-
-    cause: str
-    operations: str
-    name: str
-    values: Values
-
-
 class Formula(NamedTuple):
-    """Another formula: its cause, a pattern of operations, words with `{}` for the parameter, the formula, values."""
+    """Another formula: its cause, a pattern of operations, words with `{}` for the parameter, the formula, values.
+
+    The words may have `{given}`, the arguments of the call.
+    """
 
     cause: str
     operations: str
@@ -447,31 +441,42 @@ def _axes(a: Given, out: Any) -> list[int]:
     return [d for d in range(out.dim()) if d != a.dim % out.dim()]
 
 
-ARGUMENTS = (
-    Argument("eps", ".*norm.*", "eps", EPS),
-    Argument("gelu-approximation", "gelu_?", "approximate", ("tanh", "none")),
-    Argument("align-corners", "_?upsample.*", "align_corners", BOTH),
-    Argument("average-window", "avg_pool.*", "count_include_pad", BOTH),
-    Argument("average-window", ".*pool.*", "ceil_mode", BOTH),
-    Argument("average-window", "avg_pool.*", "divisor_override", lambda a, out: [math.prod(a.kernel_size)]),
-    Argument("missing-bias", "convolution", "bias", (None,)),
-    Argument("constant", "leaky_relu_?", "negative_slope", (0.01, 0.2, 0.1, 0.3, 0.02, 0.05)),
-    Argument("constant", "elu_?|celu_?", "alpha", (1.0, 0.5, 0.1, 1.6732632423543772)),
-    Argument("constant", "softplus", "beta", (1, 2, 0.5, 10)),
-    Argument("mask-diagonal", "tril_?|triu_?", "diagonal", _near("diagonal")),
-    Argument("mask-window", "(gt|ge|lt|le|eq|ne)_?", "other", _near("other")),
-    Argument("other-position", "select", "index", lambda a, out: range(min(a.self.shape[a.dim], 64))),
-    Argument("top-k", "topk", "k", lambda a, out: range(1, a.self.shape[a.dim] + 1)),
-    Argument("axis", "cumsum|cumprod", "dim", _axes),
-    Argument("class-weights", "nll_loss.*|binary_cross_entropy.*", "weight", (None,)),
-    Argument("class-weights", "binary_cross_entropy.*", "pos_weight", (None,)),
-    Argument("ignore-index", "nll_loss.*", "ignore_index", (0, 1, -1, -100, -1000)),
-    Argument("reduction", _LOSS, "reduction", (1, 2)),
-    Argument("reversed", "sort", "descending", BOTH),
-    Argument("loss-threshold", "smooth_l1_loss", "beta", (1.0, 0.5, 2.0, 0.1, 1 / 9)),
-    Argument("loss-threshold", "huber_loss", "delta", (1.0, 0.5, 2.0, 0.1, 1.35)),
-)
+def _argument(cause: str, operations: str, name: str, values: Values) -> Formula:
+    """Return that an argument has another value."""
+
+    def others(a: Given, out: Any) -> list[Any]:
+        mine = a.values[name]
+        every = values(a, out) if callable(values) else values
+        return [v for v in every if v is not mine and (v is None or isinstance(mine, torch.Tensor) or v != mine)]
+
+    words = f"no {name}" if values == (None,) else f"{name} {{}} instead of {{given.{name}}}"
+    return Formula(cause, operations, words, lambda a, value: a.every(**{name: value}), others)
+
+
 FORMULAS = (
+    # arguments
+    _argument("eps", ".*norm.*", "eps", EPS),
+    _argument("gelu-approximation", "gelu_?", "approximate", ("tanh", "none")),
+    _argument("align-corners", "_?upsample.*", "align_corners", BOTH),
+    _argument("average-window", "avg_pool.*", "count_include_pad", BOTH),
+    _argument("average-window", ".*pool.*", "ceil_mode", BOTH),
+    _argument("average-window", "avg_pool.*", "divisor_override", lambda a, out: [math.prod(a.kernel_size)]),
+    _argument("missing-bias", "convolution", "bias", (None,)),
+    _argument("constant", "leaky_relu_?", "negative_slope", (0.01, 0.2, 0.1, 0.3, 0.02, 0.05)),
+    _argument("constant", "elu_?|celu_?", "alpha", (1.0, 0.5, 0.1, 1.6732632423543772)),
+    _argument("constant", "softplus", "beta", (1, 2, 0.5, 10)),
+    _argument("mask-diagonal", "tril_?|triu_?", "diagonal", _near("diagonal")),
+    _argument("mask-window", "(gt|ge|lt|le|eq|ne)_?", "other", _near("other")),
+    _argument("other-position", "select", "index", lambda a, out: range(min(a.self.shape[a.dim], 64))),
+    _argument("top-k", "topk", "k", lambda a, out: range(1, a.self.shape[a.dim] + 1)),
+    _argument("axis", "cumsum|cumprod", "dim", _axes),
+    _argument("class-weights", "nll_loss.*|binary_cross_entropy.*", "weight", (None,)),
+    _argument("class-weights", "binary_cross_entropy.*", "pos_weight", (None,)),
+    _argument("ignore-index", "nll_loss.*", "ignore_index", (0, 1, -1, -100, -1000)),
+    _argument("reduction", _LOSS, "reduction", (1, 2)),
+    _argument("reversed", "sort", "descending", BOTH),
+    _argument("loss-threshold", "smooth_l1_loss", "beta", (1.0, 0.5, 2.0, 0.1, 1 / 9)),
+    _argument("loss-threshold", "huber_loss", "delta", (1.0, 0.5, 2.0, 0.1, 1.35)),
     # convolution, pooling, resizing
     Formula("padding", "convolution", "{} elements of padding in front", _convolution, _lows),
     Formula("kernel-flipped", "convolution", "the kernel flipped", lambda a, p: _convolution(a, a.padding, flip=True)),
@@ -614,11 +619,11 @@ FORMULAS = (
 
 
 @cache
-def _fitting(operation: str, activates: bool) -> tuple[tuple[Argument, ...], tuple[Formula, ...]]:
+def _fitting(operation: str, activates: bool) -> tuple[Formula, ...]:
     def fits(pattern: str) -> bool:
         return activates if pattern == ACTIVATION else re.fullmatch(pattern, operation) is not None
 
-    return tuple(r for r in ARGUMENTS if fits(r.operations)), tuple(r for r in FORMULAS if fits(r.operations))
+    return tuple(r for r in FORMULAS if fits(r.operations))
 
 
 def _each_value(values: Values, given: Given, out: Any) -> list[Any]:
@@ -632,19 +637,10 @@ def mistakes(index: int, call: Call, args: Sequence[Any], kwargs: Any, out: Any)
     """Yield the usual mistakes with one operation, by the table and by its numbers."""
     given = Given(call, args, kwargs)
     yield from _other_numbers(index, call, given)
-    arguments, formulas = _fitting(call.name, is_activation(call))
-    for one in arguments:
-        mine = given.values.get(one.name, one)
-        for value in _each_value(one.values, given, out) if mine is not one else ():
-            if value is not mine and (value is None or isinstance(mine, torch.Tensor) or value != mine):
-                shown = mine if isinstance(mine, int | float | str) else "torch's"
-                words = f"{one.name} {value} instead of {shown}"
-                change = in_place_of(lambda a, n=one.name, v=value: a.every(**{n: v}))
-                yield Hypothesis(one.cause, words, {index: change})
-    for row in formulas:
+    for row in _fitting(call.name, is_activation(call)):
         for value in _each_value(row.values, given, out):
             change = in_place_of(lambda a, f=row.value, v=value: f(a, v))
-            yield Hypothesis(row.cause, row.words.format(value), {index: change})
+            yield Hypothesis(row.cause, row.words.format(value, given=given), {index: change})
 
 
 _NUMBERS = (0.0, 1.0, 2.0, 0.5, -1.0, 3.0, 4.0, 0.1, 0.2, 0.3, 0.01)

@@ -13,7 +13,7 @@ from gradcheck_suite.port.causes import CAUSES
 from gradcheck_suite.port.changes import Hypothesis, of_result
 from gradcheck_suite.port.jax_program import JaxProgram
 from gradcheck_suite.port.matching import Matching, Side, only_moves
-from gradcheck_suite.port.mistakes import ARGUMENTS, FORMULAS
+from gradcheck_suite.port.mistakes import FORMULAS
 from gradcheck_suite.port.number_sets import Numbers, error
 from gradcheck_suite.port.search import Repairs, Search, Witness, in_every_layer
 from gradcheck_suite.port.torch_program import Ref, TorchProgram
@@ -106,7 +106,7 @@ def test_a_change_of_one_layer_is_that_of_all():
 
 
 def test_every_cause_that_is_tried_is_in_the_table():
-    tried = {r.cause for r in (*ARGUMENTS, *FORMULAS)} | {cause for cause, *_ in _VALUES} | {f[1] for f in _FORMS}
+    tried = {r.cause for r in FORMULAS} | {cause for cause, *_ in _VALUES} | {f[1] for f in _FORMS}
     assert {part for cause in tried for part in cause.split(" and ")} <= CAUSES.keys()
     assert all(cause.meaning and cause.remedy for cause in CAUSES.values())
 
