@@ -23,7 +23,6 @@ class Hypothesis:
         at: index of the call that is the place, where it is not the one at which the difference is seen.
         kind: `load` for a change of a parameter.
         path: the place, where it is not that of a call.
-        instead: calls whose results the port need not have: the change computes what comes behind them otherwise.
     """
 
     cause: str
@@ -33,7 +32,6 @@ class Hypothesis:
     at: int | None = None
     kind: str = "forward"
     path: str | None = None
-    instead: tuple[int, ...] = ()
 
     def further_on(self, by: int) -> Hypothesis:
         """Return the same change of calls further on in the program."""

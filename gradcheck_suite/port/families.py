@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import chain, combinations, islice
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from gradcheck_suite.port.changes import Hypothesis, of_operand, of_result, othe
 from gradcheck_suite.port.matching import array
 from gradcheck_suite.port.mistakes import BASES, NORMS, REDUCING, is_activation, mistakes, smoothed
 from gradcheck_suite.port.number_sets import aligned
-from gradcheck_suite.port.search import Family, Found, Search, behind, recomputed
+from gradcheck_suite.port.search import Family, Found, Search, behind, recomputed, walked
 from gradcheck_suite.port.torch_program import LOSS, Call, Change, Ref, TorchProgram, fill
 from gradcheck_suite.port.transforms import (
     PERMUTING,
@@ -171,12 +171,10 @@ def _left_out(search: Search, index: int) -> Iterator[Hypothesis]:
 
 def _is_reduction_of(search: Search, ref: Any, whole: Ref) -> bool:
     """Return whether a tensor is computed from another one alone, by some reduction."""
-    todo, near = [ref], list[int]()
-    for _ in range(6):
-        near += [r.kind for r in todo if isinstance(r, Ref) and isinstance(r.kind, int)]
-        todo = [r for i in near for r in search.program.calls[i].refs if r != whole and r.kind not in near]
-    read = {r for i in near for r in search.program.calls[i].refs}
-    return whole in read and any(re.fullmatch(REDUCING, search.program.calls[i].name) for i in near)
+    if not isinstance(ref, Ref) or not isinstance(ref.kind, int):
+        return False
+    near = [search.program.calls[i] for i in (ref.kind, *search.read_by([ref.kind], 5, lambda i: i != whole.kind))]
+    return any(whole in c.refs for c in near) and any(re.fullmatch(REDUCING, c.name) for c in near)
 
 
 def missing(call: Call, kept: int) -> str:
@@ -216,12 +214,6 @@ def scaled(search: Search, place: int) -> Iterator[Hypothesis]:
             for a, b in _affine(search, run.get(source)) if source != ref and isinstance(source.kind, int) else ():
                 words, change = _linear(_named(search, source), a, b), of_result(lambda v, a=a, b=b: a * v + b)
                 yield Hypothesis("scale", words, {source.kind: change}, at=source.kind)
-        if call.name in ("_softmax", "_log_softmax", "sigmoid", "exp"):
-            sizes = {d for n in _sizes_near(search, place) for d in (float(n), n**0.5)} | {2.0, 4.0}
-            for f in sorted({f for s in sizes if s not in (0.0, 1.0) for f in (s, 1 / s)}):
-                yield Hypothesis(
-                    "scale", f"{_named(search, ref)} times {f:.6g}", {place: of_operand(i, lambda v, f=f: f * v)}
-                )
 
 
 def ratios(search: Search, place: int) -> Iterator[Hypothesis]:
@@ -485,11 +477,7 @@ def _transformed_as(search: Search, place: int, ref: Ref, cause: str) -> str:
 
 def weights(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield that a parameter which the call reads is transposed, permuted, or left at zeros or ones."""
-    for _, ref in search.positions(place):
-        for source in search.matching.sources(ref):
-            if source.kind == "state":
-                for transform in transforms(search.matching.run.get(source)):
-                    yield _of(search, place, source, transform)
+    yield from _sources_transformed(search, place, lambda source: source.kind == "state")
 
 
 def altered(search: Search, place: int) -> Iterator[Hypothesis]:
@@ -501,13 +489,14 @@ def transformed(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield that an operand, or what it is moved from, is transformed."""
     yield from _operands(search, place, exchanges)
     yield from _operands(search, place, functions)
-    done = set[Ref]()
-    for _, ref in search.positions(place):
-        for source in search.matching.sources(ref):
-            if source != ref and source not in done:
-                done.add(source)
-                for transform in transforms(search.matching.run.get(source)):
-                    yield _of(search, place, source, transform)
+    operands = [ref for _, ref in search.positions(place)]
+    yield from _sources_transformed(search, place, lambda source: source not in operands)
+
+
+def _sources_transformed(search: Search, place: int, which: Callable[[Ref], bool]) -> Iterator[Hypothesis]:
+    for source in dict.fromkeys(s for _, ref in search.positions(place) for s in search.matching.sources(ref)):
+        for transform in transforms(search.matching.run.get(source)) if which(source) else ():
+            yield _of(search, place, source, transform)
 
 
 def _operands(search: Search, place: int, how: Callable[[Any], Iterator[Transform]]) -> Iterator[Hypothesis]:
@@ -533,13 +522,9 @@ def _readers_of_a_line(search: Search, place: int, ref: Ref) -> list[int]:
 
 def _up(search: Search, place: int) -> list[Ref]:
     """Return what a call depends on, the nearest first."""
-    found: dict[Ref, None] = {}
-    level = list(search.program.calls[place].refs)
-    while level and len(found) < 60:
-        new = [r for r in dict.fromkeys(level) if r not in found]
-        found |= dict.fromkeys(new)
-        level = [r for ref in new if isinstance(ref.kind, int) for r in search.program.calls[ref.kind].refs]
-    return list(found)
+    calls = search.program.calls
+    near = chain([place], search.read_by([place], len(calls)))
+    return list(dict.fromkeys(islice((r for i in near for r in calls[i].refs), 90)))
 
 
 def deep(search: Search, place: int) -> Iterator[Hypothesis]:
@@ -670,11 +655,7 @@ def swapped_blocks(search: Search, place: int) -> Iterator[Hypothesis]:
         if not whole:
             continue
         before, after = whole[0], Ref(block[-1], 0)
-        level, behind = [block[-1]], dict[int, None]()
-        while level and len(behind) < 16:
-            level = [r for i in level for r in program.readers.get(Ref(i, 0), []) if r not in behind]
-            behind |= dict.fromkeys(level)
-        for end in behind:
+        for end in islice(walked(block[-1:], lambda i: program.readers.get(Ref(i, 0), []), 16), 20):
             if run.shape(end) == run.shape(block[-1]) and not calls[end].mutates and calls[end].path != LOSS:
 
                 def exchanged(c: Call, a: Any, k: Any, get: Any, x: Ref = before, y: Ref = after, z: int = end) -> Any:
@@ -685,8 +666,7 @@ def swapped_blocks(search: Search, place: int) -> Iterator[Hypothesis]:
                 named = first.path if len(block) > 1 else first.name.strip("_")
                 cause = "eps-place" if _adds_little(second) and "sqrt" in first.name else "order"
                 words = f"{second.name.strip('_')} before {named}"
-                inside = tuple(i for i in (*block, *behind) if i < end and i in search.region)
-                yield Hypothesis(cause, words, {end: exchanged}, at=place, instead=inside)
+                yield Hypothesis(cause, words, {end: exchanged}, at=place)
 
 
 def _adds_little(call: Call) -> bool:

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -64,8 +65,8 @@ class Found:
 
     @property
     def gained(self) -> int:
-        """The number of calls that are explained: the port has their results after the change only, or needs none."""
-        return len(self.new) + (len(self.hypothesis.instead) if self.place in self.new else 0)
+        """The number of calls that are explained."""
+        return len(self.new)
 
 
 def both(first: Change, second: Change) -> Change:
@@ -202,15 +203,14 @@ class Search:
             if best is None:
                 self._until = min(self._until, time.process_time() + MORE_SECONDS)
             # a later family is less usual: it has to explain more, or all of it
-            if best is None or self._rank(found) > self._rank(best, 1.5):
+            if best is None or found.gained > 1.5 * best.gained:
                 best = found
-        for place, hypothesis in late if best is None else ():
+        if best is not None:
+            return best
+        for place, hypothesis in late:
             if not self.late:
                 best = self._better(best, place, hypothesis)
-        return best
-
-    def _rank(self, found: Found, factor: float = 1.0) -> tuple[bool, float]:
-        return found.error <= self.close, factor * found.gained
+        return best if best and (best.gained >= 2 or best.error <= self.close) else None
 
     def _of_family(
         self, family: Family, places: list[int], first: list[int], late: list[tuple[int, Hypothesis]]
@@ -269,31 +269,28 @@ class Search:
     def _flattens(self, hypothesis: Hypothesis) -> bool:
         """Return whether a change gives one number everywhere, of whatever it reads: it explains no more than that."""
         for index in hypothesis.changes:
-            before = next(iter(self.matching.run.seen[index]), None)
-            after = self.local(index, hypothesis)
-            if after and isinstance(before, torch.Tensor) and before.is_floating_point() and before.numel() > 1:
-                if bool((before == before.reshape(-1)[0]).all()):
-                    continue
-                if isinstance(after[0], torch.Tensor) and bool((after[0] == after[0].reshape(-1)[0]).all()):
-                    return True
+            before, after = self.matching.run.seen[index], self.local(index, hypothesis)
+            was_many = (
+                before and torch.is_tensor(before[0]) and before[0].is_floating_point() and not _is_flat(before[0])
+            )
+            if was_many and after and _is_flat(after[0]):
+                return True
         return False
 
     def _lost_readers(self, place: int) -> list[int]:
         """Return the lost calls that read a result, directly or through a call or two that are matched."""
-        found: dict[int, None] = {}
-        level = [place]
-        for _ in range(3):
-            readers = dict.fromkeys(r for i in level for r in self.readers(i))
-            found |= {r: None for r in readers if r in self._inside}
-            level = [r for r in readers if r not in self._inside]
-        return list(found)
+
+        def behind_matched(i: int) -> Iterator[int]:
+            return self.readers(i) if i == place or i not in self._inside else iter(())
+
+        return [i for i in walked([place], behind_matched, 3) if i in self._inside]
 
     def _better(self, best: Found | None, place: int, hypothesis: Hypothesis) -> Found | None:
         found = self.test(place, hypothesis)
         found = found and self._everywhere(found)
         if found is not None and found.error > self.close and (self._hides(found) or self._is_scanty(found)):
             found = None
-        if found is None or (best is not None and self._rank(found) <= self._rank(best)):
+        if found is None or (best is not None and found.error > self.close and found.gained <= best.gained):
             return best
         return found if self.is_confirmed(found) else best
 
@@ -379,24 +376,18 @@ class Search:
 
     def read_by(self, todo: list[int], depth: int, through: Callable[[int], bool] = lambda i: True) -> Iterator[int]:
         """Yield the calls that some calls read, directly or through others, where a rule lets them through."""
-        seen: set[int] = set()
-        for _ in range(depth):
-            read = dict.fromkeys(r.kind for i in todo for r in self.program.calls[i].refs)
-            todo = [k for k in read if isinstance(k, int) and k not in seen and through(k)]
-            seen.update(todo)
-            yield from todo
+        calls = self.program.calls
+        yield from walked(
+            todo, lambda i: (r.kind for r in calls[i].refs if isinstance(r.kind, int) and through(r.kind)), depth
+        )
 
     def _order(self, first: list[int]) -> list[int]:
         """Return the calls to look at: the first lost ones in turn, each with those that read it."""
-        inside = set(self.region)
-        chains = []
-        for start in first[:PLACES]:
-            seen, level = [start], [start]
-            while level and len(seen) < PLACES:
-                readers = dict.fromkeys(r for i in level for r in self.readers(i))
-                level = [r for r in readers if r in inside and r not in seen]
-                seen += level
-            chains.append(seen)
+
+        def lost_readers(i: int) -> Iterator[int]:
+            return (r for r in self.readers(i) if r in self._inside)
+
+        chains = [[start, *islice(walked([start], lost_readers, PLACES), PLACES)] for start in first[:PLACES]]
         turns = (chain[n] for n in range(PLACES) for chain in chains if n < len(chain))
         return list(dict.fromkeys(turns))
 
@@ -438,6 +429,19 @@ class Search:
         for i, arg in enumerate(self.program.calls[place].args):
             if isinstance(arg, Ref):
                 yield i, arg
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() > 1 and bool((value == value.reshape(-1)[0]).all())
+
+
+def walked(start: list[int], following: Callable[[int], Iterable[int]], depth: int) -> Iterator[int]:
+    """Yield the calls that follow some calls, the nearest first."""
+    seen, level = set(start), start
+    for _ in range(depth):
+        level = [k for k in dict.fromkeys(k for i in level for k in following(i)) if k not in seen]
+        seen.update(level)
+        yield from level
 
 
 def behind(program: TorchProgram, calls: Iterable[int], leaves: Collection[Any] = ()) -> set[int]:
@@ -504,12 +508,16 @@ def _parameters(program: TorchProgram, index: int) -> Any:
     return frozenset()
 
 
+def _line(program: TorchProgram, index: int) -> Any:
+    return None  # calls of one line are looked at, no others
+
+
 Alike = Callable[[TorchProgram, int], Any]
-ALIKE: tuple[tuple[Alike, ...], ...] = ((_parameters, _path), (_path, _role), (_path,), (_role,), ())
+ALIKE: tuple[Alike, ...] = (_parameters, _path, _role, _line)
 """What calls of one line have in common where the same change is made at all of them."""
 
 
-def repeated(program: TorchProgram, hypothesis: Hypothesis, alike: tuple[Alike, ...] = (_role,)) -> dict[int, Change]:
+def repeated(program: TorchProgram, hypothesis: Hypothesis, alike: Alike = _role) -> dict[int, Change]:
     """Return the changes of a hypothesis, made at all calls of their line that have something in common."""
     if not hypothesis.changes:
         return {}
@@ -521,7 +529,7 @@ def repeated(program: TorchProgram, hypothesis: Hypothesis, alike: tuple[Alike, 
             continue
         moved = [i + by for i in hypothesis.changes]
         fits = all(0 <= i < len(calls) and calls[i].name == calls[i - by].name for i in moved)
-        fits = fits and all(what(program, index) == what(program, mine) for what in alike)
+        fits = fits and alike(program, index) == alike(program, mine)
         if fits and not any(i in together.changes for i in moved):
             together = together.plus(hypothesis.further_on(by))
     return together.changes
