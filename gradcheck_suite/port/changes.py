@@ -81,11 +81,11 @@ class Given:
         """The second argument."""
         return self._args[1]
 
-    def out(self, **others: Any) -> Any:
+    def out(self, /, **others: Any) -> Any:
         """Return the first result, with other values for some arguments."""
         return self.every(**others)[0]
 
-    def every(self, **others: Any) -> list[Any]:
+    def every(self, /, **others: Any) -> list[Any]:
         """Return all results, with other values for some arguments."""
         args, kwargs = list(self._args), dict(self._kwargs)
         schema = self.call.op._schema.arguments

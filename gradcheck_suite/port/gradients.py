@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import combinations, count
+from itertools import chain, combinations, count
 from typing import Any
 
 import numpy as np
@@ -139,24 +139,24 @@ def place_gradient(
     frontier = backward.frontier(wrong)
     best: GradientFault | None = None
     until = time.process_time() + SECONDS
-    for index in (-1, *frontier):
-        for hypothesis in _with_more(program) if index < 0 else _at_call(program, backward.run, index):
-            if time.process_time() > until:
-                break
-            at = hypothesis.at if hypothesis.at is not None else index
-            scopes = [hypothesis.changes, *(repeated(program, hypothesis, alike) for alike in ALIKE[-2:])]
-            for changes in {tuple(changes): changes for changes in scopes}.values():
-                try:
-                    changed = repairs.plus(replace(hypothesis, changes=changes))
-                    _, slopes = sides.slopes(program, changed)
-                    left = wrong_gradients(sides, point, slopes, skip)
-                except RAISED:
-                    continue
-                if not left:
-                    at = min(at, *changes) if len(changes) > len(hypothesis.changes) else at
-                    return GradientFault(at, hypothesis.cause, hypothesis.words, {}, changed)
-                if len(left) < len(wrong) and set(left) <= set(wrong) and (best is None or len(left) < len(best.left)):
-                    best = GradientFault(at, hypothesis.cause, hypothesis.words, left, changed)
+    at_calls = (h for index in frontier for h in _at_call(program, backward.run, index))
+    for hypothesis in chain(_with_more(program), at_calls):
+        if time.process_time() > until:
+            break
+        at = min(hypothesis.changes) if hypothesis.at is None else hypothesis.at
+        scopes = [hypothesis.changes, *(repeated(program, hypothesis, alike) for alike in ALIKE[-2:])]
+        for changes in {tuple(changes): changes for changes in scopes}.values():
+            try:
+                changed = repairs.plus(replace(hypothesis, changes=changes))
+                _, slopes = sides.slopes(program, changed)
+                left = wrong_gradients(sides, point, slopes, skip)
+            except RAISED:
+                continue
+            if not left:
+                at = min(at, *changes) if len(changes) > len(hypothesis.changes) else at
+                return GradientFault(at, hypothesis.cause, hypothesis.words, {}, changed)
+            if len(left) < len(wrong) and set(left) <= set(wrong) and (best is None or len(left) < len(best.left)):
+                best = GradientFault(at, hypothesis.cause, hypothesis.words, left, changed)
     if best is not None:
         return best
     theirs = sides.pulled(sides.jax_run(point).gradients)

@@ -261,10 +261,6 @@ VARIANCES: dict[str, Reduction] = {
     "unbiased standard deviation": lambda x, d, k: x.std(d, correction=1, keepdim=k),
 }
 REDUCING = "mean|sum|var|std|amax|amin|logsumexp|prod|norm|linalg_vector_norm|max|min|var_mean|std_mean"
-_OWN = {
-    "mean": "mean", "sum": "sum", "amax": "maximum", "amin": "minimum", "norm": "norm", "linalg_vector_norm": "norm",
-    "logsumexp": "logarithm of the sum of exponentials", "var": "variance", "std": "standard deviation",
-}  # fmt: skip
 
 
 def _over(a: Given) -> list[int]:
@@ -275,15 +271,14 @@ def _over(a: Given) -> list[int]:
     return sorted(d % n for d in (dim if isinstance(dim, list | tuple) else [dim]))
 
 
-def _reduced(a: Given, kind: str = "", over: Any = None, x: Any = None, keep: bool = False) -> Any:
-    """Return another reduction of a call's operand, of its own kind if none is given.
+def _reduced(a: Given, kind: str) -> Any:
+    return {**REDUCTIONS, **VARIANCES}[kind](a.first, _over(a), False).reshape(a.out().shape)
 
-    It has the shape of the call's result, or keeps the axes.
-    """
-    name = _OWN.get(a.call.name, "")
-    own = f"{'biased' if a.values.get('correction', 1) == 0 else 'unbiased'} {name}"
-    function = {**REDUCTIONS, **VARIANCES}[kind or (own if own in VARIANCES else name)]
-    found = function(a.first if x is None else x, _over(a) if over is None else over, keep)
+
+def _along(a: Given, over: list[int], *, keep: bool = False) -> Any:
+    """Return the call's own reduction, over other axes."""
+    more = {name: v for name, v in a.values.items() if name not in ("self", "dim", "keepdim")}
+    found = a.call.op.overloadpacket(a.first, dim=over, keepdim=keep, **more)
     return found if keep else found.reshape(a.out().shape)
 
 
@@ -301,7 +296,7 @@ def _parts_of_axis(a: Given, out: Any) -> list[tuple[int, int]]:
 
 
 def _of_part(a: Given, part: tuple[int, int]) -> Any:
-    return _reduced(a, x=a.first.narrow(_over(a)[0], *part))
+    return a.out(self=a.first.narrow(_over(a)[0], *part))
 
 
 LOSSES: dict[str, Callable[[Any, Any], Any]] = {
@@ -575,8 +570,8 @@ FORMULAS = (
     Formula("missing-root", "std|norm|linalg_vector_norm", "the square", lambda a, p: a.out() ** 2),
     Formula("variance-correction", "var|std|var_mean|std_mean", "the {}", _reduced, VARIANCES),
     Formula("reduction", REDUCING, "the {}", _reduced, REDUCTIONS),
-    Formula("axis", REDUCING, "axes {}", lambda a, over: _reduced(a, over=over), _other_axes),
-    Formula("axis", REDUCING, "axes {}, which are kept", lambda a, over: _reduced(a, over=over, keep=True),
+    Formula("axis", REDUCING, "axes {}", _along, _other_axes),
+    Formula("axis", REDUCING, "axes {}, which are kept", lambda a, over: _along(a, over, keep=True),
             lambda a, out: [*([d] for d in range(a.first.dim())), list(range(a.first.dim())), *_other_axes(a, out)]),
     Formula("count", "mean", "the mean over a count of {:+d}",
             lambda a, p: a.out() * (n := a.first.numel() // max(a.out().numel(), 1)) / (n + p), (1, -1)),
