@@ -219,7 +219,7 @@ _FORMS: tuple[tuple[tuple[str, ...], str, str, dict[str, Any]], ...] = (
        {"start": start, "inside": inside}) for start in (0.1, 1.0, 0.0) for inside in (False, True)),
 )  # fmt: skip
 """Optimizers of torch, cause, words, and form."""
-_KINDS = (("decoupled-decay", _ADAM), ("optimizer-kind", ("NAdam", "RAdam", "Adamax", "RMSprop", "SGD", "Adagrad")))
+_CLASSES = (*_ADAM, "NAdam", "RAdam", "Adamax", "RMSprop", "SGD", "Adagrad")
 
 
 def _class_of(optimizer: Any) -> Any:
@@ -263,10 +263,9 @@ def _settings(mine: Recipe, raw: Steps) -> Iterator[Setting]:
     for rate in sorted({1.0, max(max(r) for r in mine.rates)}) if max(decays) and name in (*_ADAM, *_SGD) else ():
         words = f"decoupled weight decay times {rate:g}, whatever the learning rate"
         yield Setting("decay-place", words, lambda r, d=rate: r.written(late=True, decay_rate=d))
-    for cause, names in _KINDS:
-        for other in names:
-            if other != name:
-                yield Setting(cause, f"{other} instead of {name}", lambda r, o=other: r.of_class(o))
+    for other in (c for c in _CLASSES if c != name):
+        cause = "decoupled-decay" if name in _ADAM and other in _ADAM else "optimizer-kind"
+        yield Setting(cause, f"{other} instead of {name}", lambda r, o=other: r.of_class(o))
     yield from _clippings(raw)
 
 
@@ -293,7 +292,7 @@ def _clippings(raw: Steps) -> Iterator[Setting]:
 
 
 def _limited(gradients: Mapping[str, Array], limit: float) -> dict[str, Array]:
-    factor = min(1.0, limit / _norm(gradients))
+    factor = limit / max(_norm(gradients), limit)  # no elements have no norm
     return {n: g * factor for n, g in gradients.items()}
 
 
@@ -418,7 +417,7 @@ class Updates:
         self._map, pair = state_map, state_map.pair
         own = dict(pair.module.named_parameters())
         self._start = {n: state[n] for n in own}
-        base = {n: gradient.get(n, np.zeros(state[n].shape)) for n, p in own.items() if p.requires_grad}
+        base = {n: gradient.get(n, np.zeros(state[n].shape)) for n, p in own.items() if p.requires_grad and p.numel()}
         self._gradients = drawn_gradients(base, {n: state_map.offsets.get(n, n) for n in base})
         make = pair.torch_optimizer
         assert make is not None

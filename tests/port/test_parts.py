@@ -143,6 +143,7 @@ exact_clip = optax.GradientTransformation(
         (lambda p: torch.optim.Adam(p, 1e-3, weight_decay=0.1), optax.adamw(1e-3, weight_decay=0.1), "decoupled-decay"),
         (lambda p: torch.optim.Adam(p, 1e-3), optax.adam(1e-3, eps=0, eps_root=1e-8), "eps-inside-root"),
         (lambda p: torch.optim.Adam(p, 1e-3), optax.adam(1e-3, b2=0.99), "betas"),
+        (lambda p: torch.optim.NAdam(p, 0.1), optax.adam(0.1), "optimizer-kind"),
         (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), optax.sgd(0.1, momentum=0.9), None),
         (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), optax.sgd(0.1, momentum=0.9, nesterov=True), "nesterov"),
         (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), averaged, "momentum-convention"),
@@ -182,6 +183,27 @@ def test_a_schedule_of_a_subclass_whose_base_class_calls_the_hooks_too():
     }
     result = verdict(head, **made)
     is_one_finding(result, "update", "optimizer", "learning-rate")
+
+
+class Without(torch.nn.Module):
+    """A linear map, and a parameter of no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map, self.none = torch.nn.Linear(4, 3), torch.nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.map(x) + self.none.sum()
+
+
+def test_the_steps_of_a_parameter_without_elements():
+    def apply(p: Any, x: Any) -> Any:
+        return x @ p["map.weight"].T + p["map.bias"]
+
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+    made: dict[str, Any] = {"torch_optimizer": lambda p: torch.optim.Adam(p, 1e-2), "jax_optimizer": clipped}
+    result = verdict(lambda: pair_of(Without(), apply, (drawn(5, 4),), **made))
+    is_one_finding(result, "update", "optimizer", "clipping")
 
 
 def test_faults_behind_a_fault_are_found_too():
