@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, count
 from typing import Any
@@ -92,42 +92,33 @@ def along_directions(sides: Sides, name: str, gradient: Array, theirs: list[Arra
     return worst
 
 
-class _Backward:
-    """The cotangents of both sides at one point."""
-
-    def __init__(self, sides: Sides, point: Point, repairs: Repairs) -> None:
-        self.sides, self.point, self.repairs = sides, point, repairs
-        self.program = sides.torch_program(point)
-        theirs = [g for g in sides.jax_run(point).gradients if g is not None]
-        bounds = sides.bounds(point)
-        tolerance = max(10 * RESOLUTION, bounds.outputs if bounds.rounded else 0.0)
-        numbers = Numbers([*sides.cotangents(point), *theirs], tolerance)
-        self.run, _ = sides.slopes(self.program, repairs)
-        keys, tensors = [], []
-        for i, values in enumerate(self.run.values):
-            for j, v in enumerate(values):
-                if isinstance(v, torch.Tensor) and v.requires_grad and v.is_floating_point():
-                    keys.append((i, j))
-                    tensors.append(v)
-        grads = torch.autograd.grad(self.run.loss, tensors, allow_unused=True, retain_graph=True)
-        self.status = {k: numbers.holds(array(g)) for k, g in zip(keys, grads, strict=True) if g is not None}
-
-    def frontier(self, names: Mapping[str, float]) -> list[int]:
-        """Return the calls through which wrong gradients come from right cotangents, the last ones first."""
-        found, seen = set[int](), set[Ref]()
-        todo = [Ref("state", n) for n in names]
-        while todo:
-            ref = todo.pop()
-            if ref in seen:
-                continue
-            seen.add(ref)
-            for reader in self.program.readers.get(ref, []):
-                outs = [(reader, j) for j in range(len(self.run.values[reader])) if (reader, j) in self.status]
-                if any(self.status[o] is False for o in outs):
-                    todo += [Ref(*o) for o in outs]
-                elif outs:
-                    found.add(reader)
-        return sorted(found, reverse=True)
+def _frontier(sides: Sides, point: Point, run: TorchRun, names: Iterable[str]) -> list[int]:
+    """Return the calls through which wrong gradients come from right cotangents, the last ones first."""
+    program, bounds = sides.torch_program(point), sides.bounds(point)
+    theirs = [g for g in sides.jax_run(point).gradients if g is not None]
+    tolerance = max(10 * RESOLUTION, bounds.outputs if bounds.rounded else 0.0)
+    numbers = Numbers([*sides.cotangents(point), *theirs], tolerance)
+    tensors = {
+        Ref(i, j): v
+        for i, values in enumerate(run.values)
+        for j, v in enumerate(values)
+        if isinstance(v, torch.Tensor) and v.requires_grad and v.is_floating_point()
+    }
+    grads = torch.autograd.grad(run.loss, list(tensors.values()), allow_unused=True, retain_graph=True)
+    status = {ref: numbers.holds(array(g)) for ref, g in zip(tensors, grads, strict=True) if g is not None}
+    found, seen, todo = set[int](), set[Ref](), [Ref("state", n) for n in names]
+    while todo:
+        ref = todo.pop()
+        if ref in seen:
+            continue
+        seen.add(ref)
+        for reader in program.readers.get(ref, []):
+            outs = [out for j in range(len(run.values[reader])) if (out := Ref(reader, j)) in status]
+            if any(status[out] is False for out in outs):
+                todo += outs
+            elif outs:
+                found.add(reader)
+    return sorted(found, reverse=True)
 
 
 def place_gradient(
@@ -135,11 +126,11 @@ def place_gradient(
 ) -> GradientFault:
     """Return where gradients part, and which change of torch's backward explains it."""
     program, jax_program = sides.torch_program(point), sides.jax_program(point)
-    backward = _Backward(sides, point, repairs)
-    frontier = backward.frontier(wrong)
+    run, _ = sides.slopes(program, repairs)
+    frontier = _frontier(sides, point, run, wrong)
     best: GradientFault | None = None
     until = time.process_time() + SECONDS
-    at_calls = (h for index in frontier for h in _at_call(program, backward.run, index))
+    at_calls = (h for index in frontier for h in _at_call(program, run, index))
     for hypothesis in chain(_with_more(program), at_calls):
         if time.process_time() > until:
             break

@@ -50,12 +50,8 @@ def precision_findings(sides: Sides, dtype: str) -> Iterator[tuple[str, float, f
         off, allowed = outputs_error(exact, written), sides.bounds(sides.given).outputs
         if off > max(allowed, before):
             lines = _low_lines(program.jaxpr, np.dtype("float64"))
-            yield (
-                f"the port computes in a lower precision than float64{_at(lines)}",
-                off,
-                allowed,
-                next(iter(lines), None),
-            )
+            words = f"the port computes in a lower precision than float64{_at(lines)}"
+            yield words, off, allowed, next(iter(lines), None)
         return
     low = jnp.dtype(dtype)
     module = copy.deepcopy(sides.pair.module).to(getattr(torch, dtype))
