@@ -107,7 +107,7 @@ class Matching:
     def _status(self, index: int) -> bool | None:
         if index not in self.program.needed or only_moves(self.program.calls[index], self.run.seen[index], self.run):
             return None
-        return self.has(self.run.seen[index])
+        return self.side.has(self.run.seen[index])
 
     def _inside_of_calls(self) -> list[Array]:
         """Return values inside of fused calls: products without their bias, norms without their scale."""
@@ -118,10 +118,6 @@ class Matching:
                 args, _ = fill((call.args, call.kwargs), self.run.get)
                 found += [array(v) for v in _inside(call, args, outs[0])]
         return found
-
-    def has(self, outs: Sequence[Any]) -> bool | None:
-        """Return whether the port has the first of some results; None where it tells nothing."""
-        return self.side.has(outs)
 
     def is_new(self, outs: Sequence[Any], before: Sequence[Any]) -> bool:
         """Return whether a changed result is one that the port alone had.

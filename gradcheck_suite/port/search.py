@@ -251,12 +251,12 @@ class Search:
             return False
         if self.matching.is_new(value, self.matching.run.seen[place]):
             return True
-        has = self.matching.has(value) is not False
+        has = self.matching.side.has(value) is not False
         if has and (self._spare > 0 or len(self.region) < 4 or place in self.region[-4:]):
             # numbers that both sides have explain nothing by themselves, unless they explain all
             self._spare -= 1
             found = self.test(place, hypothesis)
-            if found is not None and self.matching.has(value) is None:
+            if found is not None and self.matching.side.has(value) is None:
                 found = self._everywhere(found)  # of a state that starts at zero the first step tells nothing
             if found is not None and found.error <= self.close:
                 return True
