@@ -198,13 +198,9 @@ class Search:
             found = self._of_family(family, places[where], first, late)
             if found is not None and found.error <= self.close:
                 return found
-            if found is None or where == "last":
-                continue
-            if best is None:
+            if found is not None and best is None and where != "last":
+                best = found  # a later family is less usual: it has to explain all
                 self._until = min(self._until, time.process_time() + MORE_SECONDS)
-            # a later family is less usual: it has to explain more, or all of it
-            if best is None or found.gained > 1.5 * best.gained:
-                best = found
         if best is not None:
             return best
         for place, hypothesis in late:
