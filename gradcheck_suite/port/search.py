@@ -23,7 +23,9 @@ from gradcheck_suite.port.number_sets import aligned, variety
 from gradcheck_suite.port.torch_program import Call, Change, Ref, TorchProgram, TorchRun, fill, flat
 
 MORE_SECONDS = 2.0
-"""CPU time in which a change that explains all is looked for, where one is known that explains a part."""
+"""CPU time in which a change that explains all is looked for, where one is known that explains much."""
+MANY = 5
+"""Calls that a change explains where it explains much."""
 PLACES = 16
 """Calls of the lost region that hypotheses are tried at."""
 LAST = 8
@@ -200,7 +202,8 @@ class Search:
                 return found
             if found is not None and best is None and where != "last":
                 best = found  # a later family is less usual: it has to explain all
-                self._until = min(self._until, time.process_time() + MORE_SECONDS)
+                if best.gained >= MANY:
+                    self._until = min(self._until, time.process_time() + MORE_SECONDS)
         if best is not None:
             return best
         for place, hypothesis in late:
