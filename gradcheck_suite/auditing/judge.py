@@ -524,7 +524,7 @@ class Judge:
         if window.passes:
             self._stepped_in[window.optimizer] = window.passes[max(window.passes)].records[0].loop
         coefficients = used_of(window)
-        if found.may_be_right and self._are_right(window, coefficients):
+        if found.may_be_right and self._pending_of(window, coefficients).is_right:
             return coefficients
         fault = found.fault or self._of_hooks(window)
         if found.excuse:
@@ -569,12 +569,6 @@ class Judge:
             self._violate(OF_SUMS["all reset"], window)
             return
         self.skipped[window.number] = "the gradients of its parameters were taken away before it"
-
-    def _are_right(self, window: StepWindow, coefficients: Mapping[Source, float]) -> bool:
-        """Return whether the losses weigh their items rightly with unequal coefficients of the passes."""
-        objectives = reading_weights.objectives(self._pending_of(window, coefficients).readings[-1], {})
-        unreadable = any(term.opaque for _, i in coefficients for r in window.passes[i].records for term in r.terms)
-        return bool(objectives) and not unreadable and all(o.right() and len(o.parts) > 1 for o in objectives)
 
     def _assumed(self, window: StepWindow) -> Mapping[Source, float]:
         """Return the coefficients where sums are not judged: 1 for each pass that has no other consumer."""
@@ -642,7 +636,7 @@ class Judge:
         # what weighs 1 in all is a mean over the window; means of tasks may as well be added up
         return all(
             (np.ptp(each) <= 1e-2 * size(each) and is_alike(one.window) and weigh_one(one.window, one.coefficients))
-            or self._are_right(one.window, one.coefficients)
+            or one.is_right
             for one, each in zip(made, shares, strict=True)
         )
 

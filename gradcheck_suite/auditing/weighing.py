@@ -62,6 +62,13 @@ class Pending:
         """The number of passes that are in `.grad`."""
         return len({index for _, index in self.coefficients})
 
+    @property
+    def is_right(self) -> bool:
+        """Whether the losses weigh their items rightly with the coefficients of the passes, as far as all are read."""
+        found = reading_weights.objectives(self.readings[-1], {})
+        terms = [t for _, i in self.coefficients for r in self.window.passes[i].records for t in r.terms]
+        return _are_right(found) and not any(t.opaque for t in terms) and all(len(o.parts) > 1 for o in found)
+
     def taken_out(self, found: Sequence[Objective]) -> float:
         """Return by what `.grad` was multiplied after the last pass, in a reading in which that is a weight; else 1."""
         part = found[0].parts[0]
