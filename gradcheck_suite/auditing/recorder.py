@@ -97,8 +97,7 @@ class Known:
         reference: to the parameter.
         dtype: of its gradient.
         gradient: a reference to `.grad`, its version and some elements to the bit, as the last arrival left them.
-        heard: the hook that tells of its gradients: none can be set on a parameter that is frozen.
-        waits: whether its `.grad` is sampled when the pass has ended, with all others.
+        heard: the hook that tells of its gradients, where what stands in `.grad` when a pass has ended does not.
         hooks: around those of the program on this parameter.
         raw: what arrived before the program's hooks.
         ratio: by which these changed it in the last pass.
@@ -109,7 +108,6 @@ class Known:
     dtype: str
     gradient: tuple[Any, int, bytes | None] | None = None
     heard: Any = None
-    waits: bool = False
     hooks: tuple[Any, Any] | None = None
     raw: torch.Tensor | None = None
     ratio: torch.Tensor | None = None
@@ -197,7 +195,7 @@ class Running:
         outer: the outermost pass, or None where this is it.
         tasks: the ids that autograd gave it.
         forwards: recorded calls of modules -> index of an output -> the gradient that arrived there.
-        waiting: parameters whose `.grad` is sampled when the pass has ended; None where nothing tells its end.
+        reached: key of a parameter -> its `.grad`, and the version of that, before anything arrived.
     """
 
     record: PassRecord
@@ -205,7 +203,7 @@ class Running:
     outer: Running | None = None
     tasks: list[int] = field(default_factory=list)
     forwards: dict[Any, dict[int, torch.Tensor]] = field(default_factory=dict)
-    waiting: dict[int, torch.Tensor] | None = field(default_factory=dict)
+    reached: dict[int, tuple[torch.Tensor | None, int]] = field(default_factory=dict)
 
 
 PASSES, WEIGHTS, SUMS, STEPS = "backward passes", "weights", "sums", "steps"
@@ -306,6 +304,7 @@ class Recorder:
         self._checks: bool | None = None
         self._before: dict[int, tuple[str, Raw | None]] = {}
         self._shards: set[int] = set()
+        self._listens = False
         self._groups: dict[int, weakref.ref[Any]] | None = None
         self._late: list[PassRecord] = []
         self._reset: Place | None = None
@@ -498,8 +497,10 @@ class Recorder:
             for group in (group for one in living(torch.optim.Optimizer) for group in one.param_groups):
                 for parameter in group["params"]:
                     self._watch(parameter)
+        reached = (running.outer or running).reached
         for leaf in leaves:
-            key = self._watch(leaf)
+            key, gradient = self._watch(leaf), leaf.grad
+            reached.setdefault(key, (gradient, -1 if gradient is None else gradient._version))
             if not getattr(leaf, "_fsdp_flattened", False):
                 self._shards.discard(key)  # tensor parallelism: a shard that goes backward itself
         if self.steps_seen < 2 and self._full():  # nodes keep their stacks until then
@@ -514,13 +515,15 @@ class Recorder:
                 found.term.partial = joined_share(own[0])
                 inside = {id(leaf) for leaf in leaves_below(own)[0]}
                 running.record.whole = sorted(self._keys[i] for i in outside - inside if i in self._keys)
-        apart = _is_distributed() or bool(self._shards)
+        self._listens |= _is_distributed() or bool(self._shards)
         for key, known in self.parameters.items():
             parameter = known.reference()
-            if parameter is not None and parameter._backward_hooks and parameter.requires_grad and self._sums:
+            if parameter is None:
+                continue
+            if parameter._backward_hooks and parameter.requires_grad and self._sums:
                 self._surround(key, known, parameter)
-            # a hook after ours may change `.grad` in this pass, as DDP and an optimizer in backward do
-            known.waits = not apart and parameter is not None and len(parameter._post_accumulate_grad_hooks or ()) == 1
+            if self._listens or parameter._post_accumulate_grad_hooks:
+                self._listen(key, known, parameter)
 
     @_guarded(PASSES)
     def end(self, running: Running | None) -> None:
@@ -628,7 +631,7 @@ class Recorder:
         if running is None:
             record = PassRecord(NOWHERE, True, unread="autograd was not entered from Python")
             self.passes_seen += 1
-            running = self._running[task] = Running(record, Reader(), waiting=None)
+            running = self._running[task] = Running(record, Reader())
             self.last = running
             self._receive(record)
         return running
@@ -643,21 +646,15 @@ class Recorder:
             self.parameters[key] = Known(weakref.ref(parameter), str(parameter.dtype)[6:])
             if samples.is_shard(parameter):
                 self._shards.add(key)
-        known = self.parameters[key]
-        if not known.heard and parameter.requires_grad and parameter.is_leaf:
-
-            def hear(parameter: torch.Tensor) -> None:
-                # between two kernels Python is several times as slow: what can be done at the end of the pass is
-                running = self._running.get(_task()) if known.waits else None
-                if running is not None and running.waiting is not None and running.record.accumulates:
-                    running.waiting[key] = parameter
-                else:
-                    self._accumulated(parameter, key)
-
-            found = known.heard = parameter.register_post_accumulate_grad_hook(hear)
-            self._handles.append(found)
-            _arrange(parameter._post_accumulate_grad_hooks, [found.id], [])
         return key
+
+    def _listen(self, key: int, known: Known, parameter: torch.Tensor) -> None:
+        """Look at a gradient when it arrives, before hooks that change it in this pass, as DDP's and optimizers' do."""
+        if known.heard is None and parameter.requires_grad and parameter.is_leaf:
+            known.heard = parameter.register_post_accumulate_grad_hook(lambda p: self._accumulated(p, key))
+            self._handles.append(known.heard)
+        if known.heard is not None:
+            _arrange(parameter._post_accumulate_grad_hooks, [known.heard.id], [])
 
     def _points(self) -> dict[int, int]:
         """Return a checksum of each parameter's values, or its version where they lie on a device.
@@ -750,9 +747,11 @@ class Recorder:
 
     @_guarded(SUMS)
     def _arrive_all(self, running: Running) -> None:
-        if running.waiting:
-            self._arrived(running.record, running.waiting)
-        running.waiting = None
+        if running.record.accumulates:
+            found = {key: self.parameters[key] for key in running.reached}
+            live = {key: p for key, known in found.items() if not known.heard and (p := known.reference()) is not None}
+            self._arrived(running.record, {k: p for k, p in live.items() if _is_written(p.grad, *running.reached[k])})
+        running.reached.clear()
         if self._shards:
             self._arrive_at_shards(running.record)
 
@@ -960,6 +959,10 @@ class Recorder:
             gradients[key] = None
             if gradient is not None and self._sums:
                 given[key] = gradient
+        # a backward that is entered from C++ is seen by hooks alone
+        self._listens |= bool(given) and not self.passes_seen
+        for key in gradients if self._listens else ():
+            self._listen(key, known := self.parameters[key], known.reference())
         before = {key: self.parameters[key].gradient for key in given}
         gradients |= self._taken(given, whole=idle)
         if self._schedules is None and self.passes_seen > 1:
@@ -999,6 +1002,10 @@ class Recorder:
             self._idle[index] = step  # until it has ended: only then is it known whether it has moved anything
         else:
             self._receive(step)
+
+
+def _is_written(gradient: torch.Tensor | None, was: torch.Tensor | None, version: int) -> bool:
+    return gradient is not None and (gradient is not was or gradient._version != version)
 
 
 def _is_unwritten(was: Any, now: Any) -> bool:
