@@ -620,7 +620,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if self._recorder.records and not self._recorder.muted:
             self._recorder.running().forwards.setdefault(forward, {})[index] = cotangent
 
-    def _keep_mode(self, module: int, training: bool) -> None:
+    def _keep_mode(self, module: int, training: bool, _: torch.Tensor) -> None:
         if self._recorder.records and not self._recorder.muted:
             self._recorder.running().record.modes.add((module, training))
 

@@ -96,7 +96,7 @@ class ModuleCalls:
     Args:
         wanted: whether calls are recorded in full, or their mode alone; None for neither.
         receive: called with a call that is recorded in full, the index of an output, and the gradient that reached it.
-        ran: called with the id of a module and its mode, when a gradient has reached an output of such a call.
+        ran: called with the id of a module, its mode, and the gradient that has reached an output of such a call.
         failed: called with an error of the suite's own.
 
     Attributes:
@@ -107,7 +107,7 @@ class ModuleCalls:
         self,
         wanted: Callable[[], bool | None],
         receive: Callable[[ModuleCall, int, torch.Tensor], None],
-        ran: Callable[[int, bool], None],
+        ran: Callable[[int, bool, torch.Tensor], None],
         failed: Callable[[Exception], None],
     ) -> None:
         self.copies = False
@@ -172,15 +172,17 @@ class ModuleCalls:
                 self._record(module, begun, keywords, output)
             else:
                 for tensor in filter(has_values, differentiable(output)):
-                    tensor.register_hook(self._hook_of_mode(id(module), module.training))
+                    tensor.register_hook(self._hook(self._ran, id(module), module.training))
         except Exception as error:
             self._failed(error)
 
-    def _hook_of_mode(self, module: int, training: bool) -> Callable[[torch.Tensor], None]:
+    def _hook(self, told: Callable[..., None], *about: Any) -> Callable[[torch.Tensor], None]:
+        """Return a hook that tells of the gradient of an output, and raises nothing into the program's backward."""
+
         @unserializable_hook  # type: ignore[untyped-decorator]
-        def hook(_: torch.Tensor) -> None:
+        def hook(cotangent: torch.Tensor) -> None:
             try:
-                self._ran(module, training)
+                told(*about, cotangent.detach())
             except Exception as error:
                 self._failed(error)
 
@@ -210,22 +212,12 @@ class ModuleCalls:
             forward.scalars.append(tensor.dim() == 0)
             if id(tensor) not in seen:  # a tensor that is returned twice receives one gradient
                 seen.add(id(tensor))
-                tensor.register_hook(self._hook(forward, index))
+                tensor.register_hook(self._hook(self._receive, forward, index))
 
     def _kept(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         return value.detach().clone() if self.copies else value.detach()
-
-    def _hook(self, forward: ModuleCall, index: int) -> Callable[[torch.Tensor], None]:
-        @unserializable_hook  # type: ignore[untyped-decorator]
-        def hook(cotangent: torch.Tensor) -> None:
-            try:
-                self._receive(forward, index, cotangent.detach())
-            except Exception as error:  # autograd would raise it in the program's backward
-                self._failed(error)
-
-        return hook
 
 
 def leaves_of(output: Any) -> list[Any]:

@@ -310,7 +310,7 @@ class Recorder:
         self._reset: Place | None = None
         self._schedules: list[weakref.ref[Any]] | None = None
         self._averages: list[weakref.ref[torch.Tensor]] = []
-        self._marks = samples.Marks()
+        self._values_of, self._gradients_of = samples.Together(), samples.Together()
         self._scalers: list[weakref.ref[torch.amp.GradScaler]] = []
         self._handles: list[Any] = []
         self._engine: Any = None
@@ -507,11 +507,11 @@ class Recorder:
             lines = used_at(edge_of(root)[0] for root in roots)
             self.used_at |= {self._keys[i]: line for i, line in lines.items() if i in self._keys}
         for found in running.reader.found if joins else ():
-            reached, own = leaves_below([found.node])
+            below, own = leaves_below([found.node])
             outside = {id(leaf) for leaf in leaves_below([found.node], own)[0]}
             # what makes cached items is reached through a join alone; a recurrent layer, which joins the states of some
             # rows with the first state of others, computes on with the parameters of these states
-            if {id(leaf) for leaf in reached} - outside:
+            if {id(leaf) for leaf in below} - outside:
                 found.term.partial = joined_share(own[0])
                 inside = {id(leaf) for leaf in leaves_below(own)[0]}
                 running.record.whole = sorted(self._keys[i] for i in outside - inside if i in self._keys)
@@ -572,7 +572,7 @@ class Recorder:
         rates = [rate._version if isinstance(rate, torch.Tensor) else rate for rate in rates]
         clocks = {SCHEDULE: zlib.crc32(repr((rates, epochs)).encode())}
         averages = [average for of in self._averages if (average := of()) is not None]
-        for average, some in zip(averages, map(samples.mark, averages), strict=True):
+        for average, some in zip(averages, samples.Together().bits(averages), strict=True):
             clocks[AVERAGE] = zlib.crc32(some or b"", average._version + clocks.get(AVERAGE, 0))
         return clocks
 
@@ -617,12 +617,8 @@ class Recorder:
         if running.record.arrivals:
             self._finish(running)
 
-    def current(self) -> PassRecord:
-        """Return the pass that runs; one that was entered from C++ is seen by the hooks of parameters alone."""
-        return self.running().record
-
     def running(self) -> Running:
-        """Return the pass that runs."""
+        """Return the pass that runs; one that was entered from C++ is seen by the hooks of parameters alone."""
         task = _task()
         if task not in self._running and len(self._unbound) == 1:
             # a hook on the tensor that goes backward comes before those of its node
@@ -666,7 +662,7 @@ class Recorder:
             for key, known in self.parameters.items()
             if (p := known.reference()) is not None and p.requires_grad  # a frozen copy may follow the trained ones
         }
-        marks = self._marks.of([*own.values()])
+        marks = self._values_of.bits([*own.values()])
         return {
             key: p._version if some is None else zlib.crc32(some)
             for (key, p), some in zip(own.items(), marks, strict=True)
@@ -679,22 +675,15 @@ class Recorder:
         given = {key: gradient for key, gradient in found.items() if gradient is not None}
         self._before = dict.fromkeys(found, (NONE, None))
         # what is seen by its version alone is read once
-        same = [key for key, gradient in given.items() if self._is_same(self.parameters[key], gradient)]
-        for key, (_, bits) in zip(same, samples.taken_together([given[k] for k in same], whole=False), strict=True):
+        same = {key: gradient for key, gradient in given.items() if _is_same(self.parameters[key], gradient)}
+        now = self._gradients_of.bits([*same.values()]) if same else []
+        for key, bits in zip(same, now, strict=True):
             self._before[key] = KEPT, None
             if bits == self.parameters[key].gradient[2]:  # type: ignore[index]
                 del given[key]
-        for key, (now, _) in zip(given, samples.taken_together([*given.values()], whole=self._full()), strict=True):
-            self._before[key] = TOUCHED, now
-
-    def _is_same(self, known: Known, gradient: torch.Tensor) -> bool:
-        """Return whether nothing but its values tells that a gradient is another one than the last arrival left."""
-        if known.gradient is None or known.gradient[2] is None:
-            return False
-        return known.gradient[0]() is gradient and known.gradient[1] == gradient._version
-
-    def _is_kept(self, known: Known, gradient: torch.Tensor) -> bool:
-        return self._is_same(known, gradient) and known.gradient[2] == samples.mark(gradient)  # type: ignore[index]
+        if given:
+            touched = samples.Together().taken([*given.values()], whole=self._full())
+            self._before |= {key: (TOUCHED, now) for key, (now, _) in zip(given, touched, strict=True)}
 
     @_guarded(SUMS)
     def _accumulated(self, parameter: torch.Tensor, key: int) -> None:
@@ -726,7 +715,7 @@ class Recorder:
 
     def _taken(self, gradients: Mapping[int, torch.Tensor], *, whole: bool = False) -> dict[int, Raw]:
         """Sample the gradients of some parameters, and note that this is how they stand."""
-        found = samples.taken_together([*gradients.values()], whole=whole or self._full())
+        found = self._gradients_of.taken([*gradients.values()], whole=whole or self._full())
         for (key, gradient), (_, bits) in zip(gradients.items(), found, strict=True):
             known = self.parameters[key]
             reference = known.gradient[0] if known.gradient is not None else None
@@ -767,7 +756,8 @@ class Recorder:
             if parameter is None or (gradient := parameter.grad) is None or parameter.is_leaf is False:
                 continue
             before, was = self._before.get(key, (NONE, None))
-            if before == KEPT and self._is_kept(known, gradient):
+            same = before == KEPT and _is_same(known, gradient)
+            if same and samples.taken(gradient, whole=False)[1] == known.gradient[2]:  # type: ignore[index]
                 continue
             if before == TOUCHED and _equal(was, samples.sample(gradient, whole=self._full())):
                 continue
@@ -826,7 +816,7 @@ class Recorder:
             fixed = bool(torch.allclose(ratio[both], last[both], rtol=1e-3 if ratio.element_size() > 2 else 2e-2))
         if fixed and unchanged:
             return
-        record = self.current()
+        record = self.running().record
         record.hooked[key] = fixed
         parameter = known.reference()
         hooks = () if parameter is None else (parameter._backward_hooks or {}).values()
@@ -964,7 +954,7 @@ class Recorder:
         for key in gradients if self._listens else ():
             self._listen(key, known := self.parameters[key], known.reference())
         before = {key: self.parameters[key].gradient for key in given}
-        gradients |= self._taken(given, whole=idle)
+        gradients |= self._taken(dict(sorted(given.items())), whole=idle)
         if self._schedules is None and self.passes_seen > 1:
             with contextlib.suppress(Exception):  # no finding is worth the judgement of the sums
                 self._find_clocks()
@@ -1002,6 +992,12 @@ class Recorder:
             self._idle[index] = step  # until it has ended: only then is it known whether it has moved anything
         else:
             self._receive(step)
+
+
+def _is_same(known: Known, gradient: torch.Tensor) -> bool:
+    """Return whether nothing but its values tells that a gradient is another one than the last arrival left."""
+    was = known.gradient
+    return was is not None and was[2] is not None and was[0]() is gradient and was[1] == gradient._version
 
 
 def _is_written(gradient: torch.Tensor | None, was: torch.Tensor | None, version: int) -> bool:

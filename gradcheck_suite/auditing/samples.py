@@ -149,33 +149,65 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous() if tensor.is_cpu and tensor.layout == torch.strided else tensor
 
 
-def taken_together(gradients: Sequence[torch.Tensor], *, whole: bool) -> list[tuple[Raw, bytes | None]]:
-    """Return `taken` of each gradient; those in the memory of the process are read at once."""
-    found: list[Any] = [None] * len(gradients)
-    rows: dict[Any, list[tuple[int, int, int]]] = {}
-    kept = list(gradients)  # until they are read
-    for i, gradient in enumerate(gradients):
-        at = _address(gradient)
-        if at is None:
-            kept[i] = _plain(gradient)
-            at = _address(kept[i])
-        if at is None:
+class Together:
+    """Reads tensors at once; where the elements of those that it reads again and again lie is computed once."""
+
+    def __init__(self) -> None:
+        self._known: list[Any] | None = None
+        self._where: dict[Any, tuple[list[int], npt.NDArray[Any], npt.NDArray[np.bool_], list[tuple[int, int]]]] = {}
+
+    def _find(self, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], list[int]]:
+        """Find where the elements of tensors lie; return what is to be read, and which are not in memory in a row."""
+        known = None
+        if all(map(is_plain, tensors)):
+            known = [(t.data_ptr(), t.numel(), t.dtype, t.is_contiguous()) for t in tensors]
+            if known == self._known:
+                return tensors, []
+        addresses, kept, elsewhere = list(map(_address, tensors)), list(tensors), list[int]()
+        rows: dict[Any, list[tuple[int, int, int]]] = {}
+        for i, at in enumerate(addresses):
+            if at is None:
+                known, kept[i] = None, _plain(tensors[i])
+                at = _address(kept[i])
+            if at is None:
+                elsewhere.append(i)
+            else:
+                rows.setdefault(at[0], []).append((i, at[1], at[2]))
+        self._known, self._where = known, {}
+        for dtype, of in rows.items():
+            indices, first, numbers = zip(*of, strict=True)
+            places, exist = _places(numbers)
+            spans = list(zip(first, numbers, strict=True))
+            self._where[dtype] = list(indices), np.array(first)[:, None] + places, exist, spans
+        return kept, elsewhere
+
+    def bits(self, tensors: Sequence[torch.Tensor]) -> list[bytes | None]:
+        """Return the bits of `taken` alone, None for a tensor whose elements are not in the memory of the process."""
+        found: list[bytes | None] = [None] * len(tensors)
+        kept, elsewhere = self._find(tensors)
+        for i in elsewhere:
+            if kept[i].is_cpu and kept[i].layout == torch.strided:
+                found[i] = _taken_elsewhere(kept[i], whole=False)[1]
+        for dtype, (rows, where, _, _) in self._where.items():
+            for i, some in zip(rows, _memory(dtype)[where], strict=True):
+                found[i] = some.tobytes()
+        return found
+
+    def taken(self, tensors: Sequence[torch.Tensor], *, whole: bool) -> list[tuple[Raw, bytes | None]]:
+        """Return `taken` of each tensor."""
+        found: list[Any] = [None] * len(tensors)
+        kept, elsewhere = self._find(tensors)
+        for i in elsewhere:
             found[i] = _taken_elsewhere(kept[i], whole=whole)
-        else:
-            rows.setdefault(at[0], []).append((i, at[1], at[2]))
-    for dtype, of in rows.items():
-        _, first, numbers = zip(*of, strict=True)
-        places, exist = _places(numbers)
-        memory = _memory(dtype)
-        some = memory[np.array(first)[:, None] + places]
-        elements, bits = np.where(exist, _numbers(some), 0.0).astype(np.float64), some.tobytes()
-        length = ELEMENTS * some.itemsize
-        for row, (i, begin, number) in enumerate(of):
-            sampled: Vector = elements[row]
-            if whole:
-                sampled = np.concatenate([sampled, _projected(memory[begin : begin + number])])
-            found[i] = sampled, bits[row * length : (row + 1) * length]
-    return found
+        for dtype, (rows, where, exist, spans) in self._where.items():
+            memory = _memory(dtype)
+            some = memory[where]
+            elements = np.where(exist, _numbers(some), 0.0).astype(np.float64)
+            for i, sampled, bits, (begin, number) in zip(rows, elements, some, spans, strict=True):
+                if whole:
+                    sampled = np.concatenate([sampled, _projected(memory[begin : begin + number])])
+                found[i] = sampled, bits.tobytes()
+        return found
 
 
 def taken(gradient: torch.Tensor, *, whole: bool) -> tuple[Raw, bytes | None]:
@@ -188,7 +220,7 @@ def taken(gradient: torch.Tensor, *, whole: bool) -> tuple[Raw, bytes | None]:
         gradient: of any shape, layout, dtype or device; of a distributed tensor the local shard is read.
         whole: whether the projections are taken.
     """
-    return taken_together([gradient], whole=whole)[0]
+    return Together().taken([gradient], whole=whole)[0]
 
 
 def _taken_elsewhere(tensor: torch.Tensor, *, whole: bool) -> tuple[Raw, bytes | None]:
@@ -209,41 +241,6 @@ def _taken_elsewhere(tensor: torch.Tensor, *, whole: bool) -> tuple[Raw, bytes |
 def sample(gradient: torch.Tensor, *, whole: bool) -> Raw:
     """Return the linear functions of `taken` alone."""
     return taken(gradient, whole=whole)[0]
-
-
-class Marks:
-    """Reads the same tensors again and again: where their elements lie is computed once."""
-
-    def __init__(self) -> None:
-        self._known: list[tuple[int, int, int]] = []
-        self._where: dict[Any, tuple[list[int], npt.NDArray[np.intp]]] = {}
-
-    def of(self, tensors: Sequence[torch.Tensor]) -> list[bytes | None]:
-        """Return the bits of `taken` alone, None for a tensor whose elements are not in the memory of the process."""
-        if not all(map(is_plain, tensors)):
-            return [mark(tensor) for tensor in tensors]
-        known = [(id(tensor), tensor.data_ptr(), tensor.numel()) for tensor in tensors]
-        if known != self._known:
-            places = list(map(_address, tensors))
-            if None in places:
-                return [bits for _, bits in taken_together(tensors, whole=False)]
-            self._known, self._where = known, {}
-            for dtype in {at[0] for at in places if at is not None}:
-                rows = [i for i, at in enumerate(places) if at is not None and at[0] == dtype]
-                first = np.array([places[i][1] for i in rows])  # type: ignore[index]
-                self._where[dtype] = rows, first[:, None] + _places(tuple(known[i][2] for i in rows))[0]
-        found: list[bytes | None] = [None] * len(tensors)
-        for dtype, (rows, where) in self._where.items():
-            some = _memory(dtype)[where]
-            for i, bits in zip(rows, some, strict=True):
-                found[i] = bits.tobytes()
-        return found
-
-
-def mark(tensor: torch.Tensor) -> bytes | None:
-    """Return the bits of `taken` alone, None for a tensor whose elements are not in the memory of the process."""
-    here = tensor.device.type == "cpu" and tensor.layout == torch.strided
-    return taken(tensor, whole=False)[1] if here else None
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,8 @@ from gradcheck_suite.auditing import (
 
 PLANTED = [
     (samples, "taken"),
-    (samples.Marks, "of"),
+    (samples.Together, "bits"),
+    (samples.Together, "taken"),
     (samples, "read"),
     (recorder, "here"),
     (recorder, "leaves_below"),
