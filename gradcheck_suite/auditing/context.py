@@ -617,12 +617,16 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         return None if self._recorder.muted else self._is_full()
 
     def _keep_cotangent(self, forward: ModuleCall, index: int, cotangent: torch.Tensor) -> None:
-        if self._recorder.records and not self._recorder.muted:
-            self._recorder.running().forwards.setdefault(forward, {})[index] = cotangent
+        if (running := self._observed()) is not None:
+            running.forwards.setdefault(forward, {})[index] = cotangent
 
     def _keep_mode(self, module: int, training: bool, _: torch.Tensor) -> None:
-        if self._recorder.records and not self._recorder.muted:
-            self._recorder.running().record.modes.add((module, training))
+        if (running := self._observed()) is not None:
+            running.record.modes.add((module, training))
+
+    def _observed(self) -> Running | None:
+        recorder = self._recorder
+        return recorder.running() if recorder.records and not recorder.muted else None
 
     def _forwards_failed(self, error: Exception) -> None:
         self._recorder.switch_off("the window again", error)

@@ -50,7 +50,6 @@ class PassRecord:
         factors: key of a parameter -> the one factor by which these hooks multiply its gradient.
         modes: id of a module and whether it trained, of the calls that a gradient came through and that are not kept.
         whole: keys of the parameters that get the gradient of all items of a loss that sees items without a gradient.
-        unread: why its terms were not read.
         raised: whether it ended with an exception.
         loop: where the program was in the loops around the innermost one; None where that is not known.
         reset: where the first gradient was let go since the last pass; None where none was.
@@ -67,7 +66,6 @@ class PassRecord:
     factors: dict[int, float] = field(default_factory=dict)
     modes: set[tuple[int, bool]] = field(default_factory=set)
     whole: list[int] = field(default_factory=list)
-    unread: str | None = None
     raised: bool = False
     loop: Loop | None = None
     reset: Place | None = None

@@ -617,20 +617,13 @@ class Recorder:
         if running.record.arrivals:
             self._finish(running)
 
-    def running(self) -> Running:
-        """Return the pass that runs; one that was entered from C++ is seen by the hooks of parameters alone."""
+    def running(self) -> Running | None:
+        """Return the pass that runs; None for one that is not recorded, as one that is entered from C++."""
         task = _task()
         if task not in self._running and len(self._unbound) == 1:
             # a hook on the tensor that goes backward comes before those of its node
             self._bind(self._unbound[0])
-        running = self._running.get(task)
-        if running is None:
-            record = PassRecord(NOWHERE, True, unread="autograd was not entered from Python")
-            self.passes_seen += 1
-            running = self._running[task] = Running(record, Reader())
-            self.last = running
-            self._receive(record)
-        return running
+        return self._running.get(task)
 
     # Parameters
 
@@ -690,7 +683,7 @@ class Recorder:
         if self.muted:
             return
         running = self.running()
-        if not running.record.accumulates or parameter.grad is None:
+        if running is None or not running.record.accumulates or parameter.grad is None:
             return
         if key in self._shards:
             if running.record not in self._late:
@@ -814,9 +807,9 @@ class Recorder:
         if last is not None:
             both = ~(ratio.isnan() | last.isnan())
             fixed = bool(torch.allclose(ratio[both], last[both], rtol=1e-3 if ratio.element_size() > 2 else 2e-2))
-        if fixed and unchanged:
+        if (fixed and unchanged) or (running := self.running()) is None:
             return
-        record = self.running().record
+        record = running.record
         record.hooked[key] = fixed
         parameter = known.reference()
         hooks = () if parameter is None else (parameter._backward_hooks or {}).values()
@@ -949,10 +942,6 @@ class Recorder:
             gradients[key] = None
             if gradient is not None and self._sums:
                 given[key] = gradient
-        # a backward that is entered from C++ is seen by hooks alone
-        self._listens |= bool(given) and not self.passes_seen
-        for key in gradients if self._listens else ():
-            self._listen(key, known := self.parameters[key], known.reference())
         before = {key: self.parameters[key].gradient for key in given}
         gradients |= self._taken(dict(sorted(given.items())), whole=idle)
         if self._schedules is None and self.passes_seen > 1:

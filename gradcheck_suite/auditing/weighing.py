@@ -232,8 +232,6 @@ def _note_unknown(
                 unreadable.add(Unknown("weights", str(record.place), term.opaque, remedy))
             elif term.partial:
                 partial.add(Unknown("weights", str(record.place), PARTIAL))
-        if not record.terms and record.unread:
-            unreadable.add(Unknown("weights", str(record.place), record.unread))
     if one.length > 1:
         result.unknown.update(unreadable | partial)
         whole = {key for record in records.values() for key in record.whole if key in window.keys}
