@@ -57,7 +57,7 @@ SEVERAL_MODES = (
 
 MASTERS = (
     "the gradients of this step were written by hand to parameters that no backward pass reaches (master copies, "
-    "`torch.func`, forward mode)",
+    "`torch.func`, forward mode, a backward that is called in C++)",
     "where they are copies, give each one the gradient of one parameter (`copy.grad = p.grad.float()`), or step on the "
     "module's own parameters while the script is audited; in place of `torch.func.grad` call `torch.autograd.grad`",
 )

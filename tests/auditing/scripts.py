@@ -369,6 +369,10 @@ for thread in threads:
     thread.join()
 model, other = models""",
 }
+SCRIPTED = (
+    "import warnings\nwarnings.simplefilter('ignore')\n@torch.jit.script\ndef back(x: torch.Tensor):\n    x.backward()"
+)
+
 FLAT = {
     "setup": """
 flat = torch.nn.utils.parameters_to_vector(model.parameters()).detach().requires_grad_()
@@ -1258,6 +1262,8 @@ for x, y in toy.batches(*[4] * 6):
         }.items()
     },
     "unjudged_flat_copies": unjudged("parameters that no backward pass reaches (master copies, `torch.func`", **FLAT),
+    # TorchScript enters autograd from C++.
+    "unjudged_scripted_backward": unjudged("no backward pass reaches", before=SCRIPTED, backward="back(loss)"),
     # As an optimizer of an extension in C++: torch knows nothing of its steps.
     "unjudged_optimizer_of_its_own": unjudged(
         "no optimizer.step() was seen, and 3 call(s) of backward",

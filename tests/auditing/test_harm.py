@@ -38,7 +38,6 @@ from gradcheck_suite.auditing import (
 PLANTED = [
     (samples, "taken"),
     (samples.Together, "bits"),
-    (samples.Together, "taken"),
     (samples, "read"),
     (recorder, "here"),
     (recorder, "leaves_below"),
