@@ -36,8 +36,7 @@ from gradcheck_suite.auditing import (
 )
 
 PLANTED = [
-    (samples, "taken"),
-    (samples.Together, "bits"),
+    (samples.Together, "_find"),
     (samples, "read"),
     (recorder, "here"),
     (recorder, "leaves_below"),
