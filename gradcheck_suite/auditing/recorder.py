@@ -97,7 +97,8 @@ class Known:
         reference: to the parameter.
         dtype: of its gradient.
         gradient: a reference to `.grad`, its version and some elements to the bit, as the last arrival left them.
-        heard: the hook that tells of its gradients, where what stands in `.grad` when a pass has ended does not.
+        heard: the hook that tells of its gradients: none can be set on a parameter that is frozen.
+        waits: whether its `.grad` is sampled when the pass has ended, with all others.
         hooks: around those of the program on this parameter.
         raw: what arrived before the program's hooks.
         ratio: by which these changed it in the last pass.
@@ -108,6 +109,7 @@ class Known:
     dtype: str
     gradient: tuple[Any, int, bytes | None] | None = None
     heard: Any = None
+    waits: bool = False
     hooks: tuple[Any, Any] | None = None
     raw: torch.Tensor | None = None
     ratio: torch.Tensor | None = None
@@ -195,7 +197,7 @@ class Running:
         outer: the outermost pass, or None where this is it.
         tasks: the ids that autograd gave it.
         forwards: recorded calls of modules -> index of an output -> the gradient that arrived there.
-        reached: key of a parameter -> its `.grad`, and the version of that, before anything arrived.
+        waiting: parameters whose `.grad` is sampled when the pass has ended; None where nothing tells its end.
     """
 
     record: PassRecord
@@ -203,7 +205,7 @@ class Running:
     outer: Running | None = None
     tasks: list[int] = field(default_factory=list)
     forwards: dict[Any, dict[int, torch.Tensor]] = field(default_factory=dict)
-    reached: dict[int, tuple[torch.Tensor | None, int]] = field(default_factory=dict)
+    waiting: dict[int, torch.Tensor] | None = field(default_factory=dict)
 
 
 PASSES, WEIGHTS, SUMS, STEPS = "backward passes", "weights", "sums", "steps"
@@ -304,7 +306,6 @@ class Recorder:
         self._checks: bool | None = None
         self._before: dict[int, tuple[str, Raw | None]] = {}
         self._shards: set[int] = set()
-        self._listens = False
         self._groups: dict[int, weakref.ref[Any]] | None = None
         self._late: list[PassRecord] = []
         self._reset: Place | None = None
@@ -497,10 +498,8 @@ class Recorder:
             for group in (group for one in living(torch.optim.Optimizer) for group in one.param_groups):
                 for parameter in group["params"]:
                     self._watch(parameter)
-        reached = (running.outer or running).reached
         for leaf in leaves:
-            key, gradient = self._watch(leaf), leaf.grad
-            reached.setdefault(key, (gradient, -1 if gradient is None else gradient._version))
+            key = self._watch(leaf)
             if not getattr(leaf, "_fsdp_flattened", False):
                 self._shards.discard(key)  # tensor parallelism: a shard that goes backward itself
         if self.steps_seen < 2 and self._full():  # nodes keep their stacks until then
@@ -515,15 +514,13 @@ class Recorder:
                 found.term.partial = joined_share(own[0])
                 inside = {id(leaf) for leaf in leaves_below(own)[0]}
                 running.record.whole = sorted(self._keys[i] for i in outside - inside if i in self._keys)
-        self._listens |= _is_distributed() or bool(self._shards)
+        apart = _is_distributed() or bool(self._shards)
         for key, known in self.parameters.items():
             parameter = known.reference()
-            if parameter is None:
-                continue
-            if parameter._backward_hooks and parameter.requires_grad and self._sums:
+            if parameter is not None and parameter._backward_hooks and parameter.requires_grad and self._sums:
                 self._surround(key, known, parameter)
-            if self._listens or parameter._post_accumulate_grad_hooks:
-                self._listen(key, known, parameter)
+            # a hook after ours may change `.grad` in this pass, as DDP and an optimizer in backward do
+            known.waits = not apart and parameter is not None and len(parameter._post_accumulate_grad_hooks or ()) == 1
 
     @_guarded(PASSES)
     def end(self, running: Running | None) -> None:
@@ -635,15 +632,21 @@ class Recorder:
             self.parameters[key] = Known(weakref.ref(parameter), str(parameter.dtype)[6:])
             if samples.is_shard(parameter):
                 self._shards.add(key)
-        return key
+        known = self.parameters[key]
+        if not known.heard and parameter.requires_grad and parameter.is_leaf:
 
-    def _listen(self, key: int, known: Known, parameter: torch.Tensor) -> None:
-        """Look at a gradient when it arrives, before hooks that change it in this pass, as DDP's and optimizers' do."""
-        if known.heard is None and parameter.requires_grad and parameter.is_leaf:
-            known.heard = parameter.register_post_accumulate_grad_hook(lambda p: self._accumulated(p, key))
-            self._handles.append(known.heard)
-        if known.heard is not None:
-            _arrange(parameter._post_accumulate_grad_hooks, [known.heard.id], [])
+            def hear(parameter: torch.Tensor) -> None:
+                # between two kernels Python is several times as slow: what can be done at the end of the pass is
+                running = self._running.get(_task()) if known.waits else None
+                if running is not None and running.waiting is not None and running.record.accumulates:
+                    running.waiting[key] = parameter
+                else:
+                    self._accumulated(parameter, key)
+
+            found = known.heard = parameter.register_post_accumulate_grad_hook(hear)
+            self._handles.append(found)
+            _arrange(parameter._post_accumulate_grad_hooks, [found.id], [])
+        return key
 
     def _points(self) -> dict[int, int]:
         """Return a checksum of each parameter's values, or its version where they lie on a device.
@@ -729,11 +732,9 @@ class Recorder:
 
     @_guarded(SUMS)
     def _arrive_all(self, running: Running) -> None:
-        if running.record.accumulates:
-            found = {key: self.parameters[key] for key in running.reached}
-            live = {key: p for key, known in found.items() if not known.heard and (p := known.reference()) is not None}
-            self._arrived(running.record, {k: p for k, p in live.items() if _is_written(p.grad, *running.reached[k])})
-        running.reached.clear()
+        if running.waiting:
+            self._arrived(running.record, running.waiting)
+        running.waiting = None
         if self._shards:
             self._arrive_at_shards(running.record)
 
@@ -987,10 +988,6 @@ def _is_same(known: Known, gradient: torch.Tensor) -> bool:
     """Return whether nothing but its values tells that a gradient is another one than the last arrival left."""
     was = known.gradient
     return was is not None and was[2] is not None and was[0]() is gradient and was[1] == gradient._version
-
-
-def _is_written(gradient: torch.Tensor | None, was: torch.Tensor | None, version: int) -> bool:
-    return gradient is not None and (gradient is not was or gradient._version != version)
 
 
 def _is_unwritten(was: Any, now: Any) -> bool:
