@@ -124,7 +124,11 @@ def jax_steps(optimizer: Any, model: JaxModel, leaves: Sequence[Any], gradients:
         return jax.tree.map(lambda p, m: p if m is None else p + m, params, moves, is_leaf=lambda x: x is None), state
 
     params = tree(leaves)
-    state = Stored(in_double(optimizer.init), params)(params)
+    try:
+        state = Stored(in_double(optimizer.init), params)(params)
+    except jax.errors.JAXTypeError:
+        # it reads its parameters with numpy: people call `init` outside of jit
+        state = optimizer.init(params)
     run = Stored(in_double(step), tree(gradients[0]), state, params)
     found = []
     for given in gradients:
