@@ -130,6 +130,10 @@ def decays(params: Any) -> Any:
 
 
 averaged = optax.chain(optax.ema(0.9, debias=False), optax.sgd(0.1))
+momentum = optax.sgd(0.1, momentum=0.9)
+read_by_numpy = optax.GradientTransformation(
+    lambda params: momentum.init(jax.tree.map(np.asarray, params)), momentum.update
+)
 exact_clip = optax.GradientTransformation(
     lambda params: optax.EmptyState(),
     lambda u, s, p=None: (jax.tree.map(lambda g: g * jnp.minimum(1, 1 / (optax.tree.norm(u) + 1e-6)), u), s),
@@ -144,7 +148,8 @@ exact_clip = optax.GradientTransformation(
         (lambda p: torch.optim.Adam(p, 1e-3), optax.adam(1e-3, eps=0, eps_root=1e-8), "eps-inside-root"),
         (lambda p: torch.optim.Adam(p, 1e-3), optax.adam(1e-3, b2=0.99), "betas"),
         (lambda p: torch.optim.NAdam(p, 0.1), optax.adam(0.1), "optimizer-kind"),
-        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), optax.sgd(0.1, momentum=0.9), None),
+        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), momentum, None),
+        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), read_by_numpy, None),
         (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), optax.sgd(0.1, momentum=0.9, nesterov=True), "nesterov"),
         (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), averaged, "momentum-convention"),
         (clipped, optax.adam(1e-2), "missing-clipping"),
