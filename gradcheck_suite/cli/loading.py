@@ -147,7 +147,19 @@ def _without_name(text: str, what: str) -> UsageError:
         return UsageError(f"expected FILE.py:NAME or package.module:NAME of {what}, got {text!r}")
     if not path.is_file():
         return UsageError(no_file(path))
-    return UsageError(f"{text} names no {what.removeprefix('a ')}: expected {text}:NAME{_offer(_import_file(path))}")
+    # a script that was meant for `audit` is not run only to say what it defines
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        tree = ast.Module([], [])
+    names: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            names.append(node.name)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            names += [target.id for target in node.targets if isinstance(target, ast.Name)]
+    listed = _listed([name for name in names if not name.startswith("_")])
+    return UsageError(f"{text} names no {what.removeprefix('a ')}: expected {text}:NAME{listed}")
 
 
 def _find(text: str, what: str) -> tuple[Any, ModuleType]:
@@ -287,6 +299,10 @@ def _offer(module: ModuleType) -> str:
         for name, value in public.items()
         if issubclass(type(value), Problem) or (callable(value) and _place_of(value) == module.__name__)
     ]
+    return _listed(names)
+
+
+def _listed(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"; it defines {', '.join(names[:_SHOWN])}{more}" if names else ""
 

@@ -94,7 +94,8 @@ def test_whatever_takes_one_argument(folder, definition):
         ("f = 3\ndef g(run): ...", "a.py:f", "the TrainingRun; it defines g"),
         ("def train(run): ...", "a.py:tran", "a.py has no 'tran' (did you mean 'train'?); it defines train"),
         ("import os", "a.py:train", "a.py has no 'train'"),
-        ("def train(run): ...", "a.py", "a.py names no loop: expected a.py:NAME; it defines train"),
+        # what would run as a script is not run
+        ("def train(run): ...\nraise SystemExit", "a.py", "a.py names no loop: expected a.py:NAME; it defines train"),
         ("x = 1\ndef (", "a.py:f", "cannot import a.py: SyntaxError: invalid syntax (a.py, line 2)"),
         ("x = 1\n\n1 / 0", "a.py:f", "cannot import a.py (line 3): ZeroDivisionError: division by zero"),
         ("import nowhere_to_be_found", "a.py:f", "cannot import a.py (line 1): ModuleNotFoundError: No module named"),
