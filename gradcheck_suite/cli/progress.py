@@ -136,7 +136,7 @@ class Output(AbstractContextManager["Output"]):
         if self._keeps:
             self._document = rendered(self.options.output_format, document, notices_of(results, stale), self.folder)
         if (html := self.options.html) is not None and results:
-            violated = any(result["verdict"] == "violated" for result in document["results"])
+            violated = any(result["verdict"] in ("violated", "differs") for result in document["results"])
             attempt(program, lambda: self._write_page(html, page(), file, opens=violated))
         for line in stale:
             fail(program, line)
