@@ -148,12 +148,8 @@ def _without_name(text: str, what: str) -> UsageError:
     if not path.is_file():
         return UsageError(no_file(path))
     # a script that was meant for `audit` is not run only to say what it defines
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        tree = ast.Module([], [])
     names: list[str] = []
-    for node in tree.body:
+    for node in _parsed(path).body:
         if isinstance(node, ast.FunctionDef):
             names.append(node.name)
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
@@ -312,6 +308,14 @@ def _place_of(value: Any) -> Any:
     return (value if issubclass(type(value), type | FunctionType) else type(value)).__module__
 
 
+def _parsed(path: Path) -> ast.Module:
+    """Return what a file says; nothing where it cannot be read."""
+    try:
+        return ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
 def no_file(path: Path) -> str:
     """Return the message for a missing file, with a similar name if there is one."""
     beside = [each.name for each in path.parent.glob("*.py")]
@@ -342,11 +346,7 @@ def _imports(file: Path) -> list[str]:
     """Return the top-level names that a file, and the files beside it that it imports, take from elsewhere."""
     files, found = [file], list[str]()
     for path in files:  # it grows
-        try:
-            tree = ast.parse(path.read_bytes())
-        except (OSError, SyntaxError, ValueError):
-            continue
-        for node in ast.walk(tree):
+        for node in ast.walk(_parsed(path)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
             if isinstance(node, ast.ImportFrom) and node.module:
                 names = [node.module]

@@ -484,8 +484,9 @@ class Updates:
             words = f"{leaf.path}, which is a sum of {' and '.join(self._map.sources(leaf))}, as one parameter"
             return UpdateFault("merged-biases", words, wrong[at], leaf, True, expected)
         settings = list(_settings(self._recipe, self._gradients))
-        found = next((s for s in settings if self._explains(s)), None) or self._two_settings(settings)
-        cause, words = (found.cause, found.words) if found else ("unknown", "other steps")
+        alone = next(((s.cause, s.words) for s in settings if self._explains(s)), None)
+        found = alone or self._two_settings(settings)
+        cause, words = found or ("unknown", "other steps")
         return UpdateFault(cause, words, wrong[at], leaf, partial and found is None, expected)
 
     def _explains(self, *settings: Setting) -> bool:
@@ -500,14 +501,15 @@ class Updates:
             return False
         return not self.wrong(made[0])
 
-    def _two_settings(self, settings: Iterable[Setting]) -> Setting | None:
+    def _two_settings(self, settings: Iterable[Setting]) -> tuple[str, str] | None:
+        """Return the causes of two settings that explain the steps together, and what they are in words."""
         simple = [s for s in settings if _SIMPLE.fullmatch(s.cause)][:60]
         until = time.process_time() + PAIR_SECONDS
         for a, b in combinations(simple, 2):
             if time.process_time() > until:
                 return None
             if a.cause != b.cause and self._explains(a, b):
-                return Setting(f"{a.cause} and {b.cause}", f"{a.words} and {b.words}", a.change)
+                return f"{a.cause} and {b.cause}", f"{a.words} and {b.words}"
         return None
 
 
