@@ -7,7 +7,6 @@ author's code is for.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from random import Random
@@ -19,6 +18,7 @@ from hypothesis import Phase, errors, find, settings
 from hypothesis import strategies as st
 
 from gradcheck_suite.core.options import PortOptions
+from gradcheck_suite.port.budget import Budget
 from gradcheck_suite.port.number_sets import Array
 from gradcheck_suite.port.sides import Point
 from gradcheck_suite.port.torch_program import LOSS, TorchProgram, TorchRun, as_tensor
@@ -27,6 +27,8 @@ KINDS = ("given", "other", "narrow", "wide", "ends")
 """What drawn numbers are: the given ones, others like them, close together, twice as large, or at the ends of their
 range."""
 SHOWN = 8
+SHRINKS = 60
+"""Inputs that are asked about to make one smaller."""
 BINDING_DRAWS = 60
 """Inputs that are drawn to find some at which a hinge of the loss binds."""
 
@@ -227,7 +229,7 @@ def described(point: Point) -> tuple[str, ...]:
 
 
 def smallest_difference(
-    base: Point, differs: Callable[[Point], bool], draw: Any, options: PortOptions, seconds: float
+    base: Point, differs: Callable[[Point], bool], draw: Any, options: PortOptions, budget: Budget
 ) -> Point | None:
     """Return the smallest input that Hypothesis finds on which the two sides differ, or None.
 
@@ -236,12 +238,12 @@ def smallest_difference(
         differs: the question; it decides which inputs cannot be asked about.
         draw: the author's strategy, or `draw(seed) -> inputs`, or None.
         options: number of inputs, and seed of the search.
-        seconds: wall-clock time after which no further input is asked about.
+        budget: of the judgement.
     """
-    until, last = time.monotonic() + seconds, list[Point]()
+    budget, last = budget.of(options.examples + SHRINKS), list[Point]()
 
     def asked(point: Point) -> bool:
-        if time.monotonic() >= until or not differs(point):
+        if not budget.spend() or not differs(point):
             return False
         last[:] = [point]
         return True
@@ -261,7 +263,7 @@ def smallest_difference(
         points = st.integers(0, 10_000).map(lambda n: _split(base, draw(n)))
     phases = (Phase.generate, Phase.shrink)
     how = settings(max_examples=options.examples, database=None, deadline=None, phases=phases)
-    # flaky where the time was over while Hypothesis shrank
+    # flaky where the budget was spent while Hypothesis shrank
     with suppress(errors.NoSuchExample, errors.Flaky):
         find(points, asked, settings=how, random=Random(options.seed))
     return Point(last[0].inputs, last[0].targets, described(last[0])) if last else None

@@ -718,15 +718,16 @@ def reordered(search: Search, ends: list[Ref]) -> Found | None:
     last = [e.kind for e in ends if isinstance(e.kind, int)]
     moved = [*last, *search.read_by(last, 6, lambda i: search.matching.status[i] is None)]
     for hypothesis in (h for i in moved for h in usual(search, i)):
-        found = None if search.late else search.test(next(iter(hypothesis.changes)), hypothesis)
+        found = search.test(next(iter(hypothesis.changes)), hypothesis) if search.budget.spend() else None
         if found is not None and found.error < min(0.5 * before.error, best.error if best else 1.0):
             best = found
             if best.error <= search.close:
                 return best
+    best = None if search.budget.stopped else best
     for end in ends if best is None else ():
         for source in dict.fromkeys([end, *search.matching.sources(end)]):
             for transform in transforms(search.matching.run.get(source)):
-                found = None if search.late else search.test(0, _of(search, 0, source, transform))
+                found = search.test(0, _of(search, 0, source, transform)) if search.budget.spend() else None
                 if found is not None and found.error <= search.close:
                     return found
     return best

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, count
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from gradcheck_suite.port.budget import Budget
 from gradcheck_suite.port.changes import Hypothesis, of_operand, of_result
 from gradcheck_suite.port.jax_program import CUSTOM, JaxProgram, line_of
 from gradcheck_suite.port.matching import array, only_moves
@@ -21,8 +21,8 @@ from gradcheck_suite.port.search import ALIKE, RAISED, Repairs, repeated
 from gradcheck_suite.port.sides import RESOLUTION, Point, Sides
 from gradcheck_suite.port.torch_program import Call, Change, Ref, TorchProgram, TorchRun, fill
 
-SECONDS = 8.0
-"""CPU time in which a cause is looked for."""
+CANDIDATES = 400
+"""Changes that are tried. The zoo of ports needs up to 35."""
 DETACHED = 6
 """Calls that read a detached tensor, of which up to two may have another operand detached."""
 FACTORS = (2.0, 0.5, -1.0, 0.1, 10.0)
@@ -122,17 +122,17 @@ def _frontier(sides: Sides, point: Point, run: TorchRun, names: Iterable[str]) -
 
 
 def place_gradient(
-    sides: Sides, point: Point, repairs: Repairs, wrong: Mapping[str, float], skip: set[str]
+    sides: Sides, point: Point, repairs: Repairs, wrong: Mapping[str, float], skip: set[str], budget: Budget
 ) -> GradientFault:
     """Return where gradients part, and which change of torch's backward explains it."""
     program, jax_program = sides.torch_program(point), sides.jax_program(point)
     run, _ = sides.slopes(program, repairs)
     frontier = _frontier(sides, point, run, wrong)
     best: GradientFault | None = None
-    until = time.process_time() + SECONDS
+    budget = budget.of(CANDIDATES)
     at_calls = (h for index in frontier for h in _at_call(program, run, index))
     for hypothesis in chain(_with_more(program), at_calls):
-        if time.process_time() > until:
+        if not budget.spend():
             break
         at = min(hypothesis.changes) if hypothesis.at is None else hypothesis.at
         scopes = [hypothesis.changes, *(repeated(program, hypothesis, alike) for alike in ALIKE[-2:])]
@@ -148,7 +148,7 @@ def place_gradient(
                 return GradientFault(at, hypothesis.cause, hypothesis.words, {}, changed)
             if len(left) < len(wrong) and set(left) <= set(wrong) and (best is None or len(left) < len(best.left)):
                 best = GradientFault(at, hypothesis.cause, hypothesis.words, left, changed)
-    if best is not None:
+    if best is not None and not budget.stopped:
         return best
     theirs = sides.pulled(sides.jax_run(point).gradients)
     last = max([i for i in frontier if i not in repairs.changes] or frontier, default=None)
@@ -156,7 +156,7 @@ def place_gradient(
         return GradientFault(last, "no-gradient", f"no gradient of {_some(wrong)} at all", {}, None)
     if rule := own_rule(jax_program):
         return GradientFault(last, "custom-gradient", f"a rule of its own at {rule}", {}, None)
-    return GradientFault(last, "unknown", "another gradient", {}, None)
+    return GradientFault(last, "unknown", f"another gradient{budget.words}", {}, None)
 
 
 def _some(names: Mapping[str, float]) -> str:

@@ -18,6 +18,7 @@ import torch
 from gradcheck_suite.core.options import PortOptions
 from gradcheck_suite.core.text import counted, suggestion
 from gradcheck_suite.errors import UsageError
+from gradcheck_suite.port.budget import SECONDS, Budget
 from gradcheck_suite.port.causes import CAUSES, meaning
 from gradcheck_suite.port.changes import Hypothesis
 from gradcheck_suite.port.drawing import binding_points, resampled, smallest_difference
@@ -38,10 +39,6 @@ from gradcheck_suite.port.updates import STEP, Updates
 
 MOST = 12
 """Findings at most."""
-DRAWN_SECONDS = 6.0
-"""Wall-clock time in which inputs are drawn."""
-SECONDS = 150.0
-"""Wall-clock time after which no further stage is begun, and no further difference explained."""
 OPTIMIZER = "optimizer"
 """The place of a difference between optimizers."""
 
@@ -66,7 +63,7 @@ class Judge:
         self.repairs = Repairs()
         self._opaque = False
         self._skipped: list[str] = []
-        self._until = time.monotonic() + SECONDS
+        self._budget = Budget.of_judgement()
         self._unloaded: set[str] = set()
         for name in pair.accept:
             if not set(name.split(" and ")) <= CAUSES.keys():
@@ -104,7 +101,7 @@ class Judge:
 
     def _timed(self, what: str, act: Callable[[], Any]) -> Any:
         """Judge a stage, if there is time left."""
-        if time.monotonic() > self._until:
+        if self._budget.late:
             self._skipped.append(what)
             return False
         return act()
@@ -208,7 +205,7 @@ class Judge:
             is_drawn = point is not self.sides.given
             if off <= self.sides.bounds(point).outputs or (is_drawn and self._is_out_of_domain(run)):
                 return True
-            if time.monotonic() > self._until:
+            if self._budget.late:
                 self._skipped.append("what comes after")
                 return False
             if not self._explain(point, loss, off):
@@ -238,7 +235,7 @@ class Judge:
         region, first = matching.region(ends)
         # the port's value in place of torch's, where the cause is unknown, is that of one point alone
         witnesses = () if self._opaque else tuple(self.sides.witnesses(point))
-        search = Search(program, matching, self.repairs, loss, allowed, witnesses)
+        search = Search(program, matching, self.repairs, loss, allowed, self._budget, witnesses)
         return search, ends, first, search.find(FAMILIES, region, first) if region else reordered(search, ends)
 
     def _explain(self, point: Point, loss: bool, off: float) -> bool:
@@ -305,6 +302,7 @@ class Judge:
         call = matching.program.calls[index]
         where, value = matching.nearest_in_jax(index)
         words = f"expected {_named(call)}, observed other numbers{_shown(matching.run.seen[index][0], value)}"
+        words += search.budget.words
         self._add("forward", call.path, "unknown", words, torch=call.where or None, jax=where or None, **numbers)
         out, best = matching.run.seen[index][0], None
         for i in matching.lost_numbers.of_size(out.numel())[:40]:
@@ -369,7 +367,7 @@ class Judge:
                 return
 
     def _gradient_fault(self, point: Point, wrong: dict[str, float], skip: set[str]) -> dict[str, float]:
-        fault = place_gradient(self.sides, point, self.repairs, wrong, skip)
+        fault = place_gradient(self.sides, point, self.repairs, wrong, skip, self._budget)
         program = self.sides.torch_program(point)
         call = program.calls[fault.index] if fault.index is not None else None
         names = ", ".join(sorted(wrong, key=lambda n: -wrong[n])[:3])
@@ -393,7 +391,7 @@ class Judge:
             return
         _, gradient = self.sides.slopes(self.sides.torch_program(self.sides.given), Repairs())
         set_state(pair.module, self.sides.state)
-        updates = Updates(self.map, self.sides.state, self.sides.leaves, gradient)
+        updates = Updates(self.map, self.sides.state, self.sides.leaves, gradient, self._budget)
         if not updates.leaves:
             self.unjudged = "the updates could not be judged: no leaf is a copy of a parameter that torch trains"
             return
@@ -410,7 +408,7 @@ class Judge:
     def _drawn(self) -> None:
         base, shapes = self.sides.given, list[Any]()
         found = smallest_difference(
-            base, lambda point: self._differs_at(point, shapes), self.pair.draw, self._options, DRAWN_SECONDS
+            base, lambda point: self._differs_at(point, shapes), self.pair.draw, self._options, self._budget
         )
         if found is not None:
             self.sides.points[1:] = [found]

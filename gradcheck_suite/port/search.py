@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -17,13 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from gradcheck_suite.port.budget import Budget
 from gradcheck_suite.port.changes import Hypothesis, dense
 from gradcheck_suite.port.matching import Matching, Side, array, outputs_error
 from gradcheck_suite.port.number_sets import aligned, variety
 from gradcheck_suite.port.torch_program import Call, Change, Ref, TorchProgram, TorchRun, fill, flat
 
-MORE_SECONDS = 2.0
-"""CPU time in which a change that explains all is looked for, where one is known that explains much."""
+MORE = 1500
+"""Candidates among which a change that explains all is looked for, where one is known that explains much."""
 MANY = 5
 """Calls that a change explains where it explains much."""
 PLACES = 16
@@ -37,8 +37,8 @@ LEAST = 3
 by chance."""
 SPARE = 100
 """Changes that are run to the end on the evidence of numbers that both sides have."""
-SECONDS = 6.0
-"""CPU time of one search."""
+CANDIDATES = 10_000
+"""Candidates of one search. The zoo of ports needs up to 5,000."""
 FLAT = frozenset(
     ["zeros", "constant", "count", "missing-bias", "missing-mask", "missing-scale", "missing-term", "unused-parameter"]
 )
@@ -156,26 +156,22 @@ class Search:
         repairs: the changes found before.
         loss: whether the loss is compared, not the outputs.
         close: relative error of the ends that needs no explanation.
+        budget: of the judgement.
         witnesses: what a change has to explain besides.
     """
 
     def __init__(
         self, program: TorchProgram, matching: Matching, repairs: Repairs, loss: bool, close: float,
-        witnesses: Iterable[Witness] = (),
+        budget: Budget, witnesses: Iterable[Witness] = (),
     ) -> None:  # fmt: skip
         self.program, self.matching, self.repairs, self.loss, self.close = program, matching, repairs, loss, close
         self._witnesses = witnesses
-        self._until = time.process_time() + SECONDS
+        self.budget = budget.of(CANDIDATES)
         self._affected: dict[Any, set[int]] = {}
         self._spare = SPARE
         self.region: list[int] = []
         self._inside: set[int] = set()
         self._runs_before: dict[int, TorchRun | None] = {}
-
-    @property
-    def late(self) -> bool:
-        """Whether the time is over."""
-        return time.process_time() > self._until
 
     def find(self, families: Sequence[tuple[Family, str]], region: list[int], first: list[int]) -> Found | None:
         """Return the best explanation, or None.
@@ -203,13 +199,13 @@ class Search:
             if found is not None and best is None and where != "last":
                 best = found  # a later family is less usual: it has to explain all
                 if best.gained >= MANY:
-                    self._until = min(self._until, time.process_time() + MORE_SECONDS)
-        if best is not None:
-            return best
-        for place, hypothesis in late:
-            if not self.late:
-                best = self._better(best, place, hypothesis)
-        return best if best and (best.gained >= 2 or best.error <= self.close) else None
+                    self.budget.left = min(self.budget.left, MORE)
+        if best is None:
+            for place, hypothesis in late:
+                if self.budget.spend():
+                    best = self._better(best, place, hypothesis)
+            best = best if best and (best.gained >= 2 or best.error <= self.close) else None
+        return None if self.budget.stopped else best
 
     def _of_family(
         self, family: Family, places: list[int], first: list[int], late: list[tuple[int, Hypothesis]]
@@ -217,7 +213,7 @@ class Search:
         passed, best = 0, None
         for place in places:
             for hypothesis in self._hypotheses(family, place):
-                if self.late or passed >= PASSED:
+                if passed >= PASSED or not self.budget.spend():
                     return best
                 at = self._seen_at(place, hypothesis)
                 if self._has_evidence(at, hypothesis):

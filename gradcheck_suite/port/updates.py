@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 
 from gradcheck_suite.errors import UsageError
+from gradcheck_suite.port.budget import Budget
 from gradcheck_suite.port.jax_program import Stored, in_double
 from gradcheck_suite.port.mapping import Leaf, StateMap
 from gradcheck_suite.port.matching import array
@@ -30,8 +30,8 @@ NORMS = (10.0, 0.02, 3.0, 40.0)
 """Norm of all gradients at each step."""
 STEP = 1e-8
 """Difference relative to the largest movement that is not looked at. Clipping without torch's 1e-6 makes 1e-7."""
-PAIR_SECONDS = 10.0
-"""CPU time in which two settings are tried together."""
+CANDIDATES = 2000
+"""Settings, and pairs of settings, that are tried."""
 Steps = list[dict[str, Array]]
 BOTH = (True, False)
 Gradients = Sequence[Mapping[str, Array]]
@@ -413,11 +413,14 @@ class Updates:
         state: where the steps start.
         leaves: of the JAX parameters there.
         gradient: parameter -> gradient of torch.
+        budget: of the judgement.
     """
 
     def __init__(
-        self, state_map: StateMap, state: Mapping[str, Array], leaves: Sequence[Any], gradient: Mapping[str, Array]
-    ) -> None:
+        self, state_map: StateMap, state: Mapping[str, Array], leaves: Sequence[Any], gradient: Mapping[str, Array],
+        budget: Budget,
+    ) -> None:  # fmt: skip
+        self._budget = budget.of(CANDIDATES)
         self._map, pair = state_map, state_map.pair
         own = dict(pair.module.named_parameters())
         self._start = {n: state[n] for n in own}
@@ -486,11 +489,13 @@ class Updates:
         settings = list(_settings(self._recipe, self._gradients))
         alone = next(((s.cause, s.words) for s in settings if self._explains(s)), None)
         found = alone or self._two_settings(settings)
-        cause, words = found or ("unknown", "other steps")
+        cause, words = found or ("unknown", f"other steps{self._budget.words}")
         return UpdateFault(cause, words, wrong[at], leaf, partial and found is None, expected)
 
     def _explains(self, *settings: Setting) -> bool:
         recipe = self._recipe
+        if not self._budget.spend():
+            return False
         try:
             for setting in settings:
                 recipe = setting.change(recipe)
@@ -504,10 +509,7 @@ class Updates:
     def _two_settings(self, settings: Iterable[Setting]) -> tuple[str, str] | None:
         """Return the causes of two settings that explain the steps together, and what they are in words."""
         simple = [s for s in settings if _SIMPLE.fullmatch(s.cause)][:60]
-        until = time.process_time() + PAIR_SECONDS
         for a, b in combinations(simple, 2):
-            if time.process_time() > until:
-                return None
             if a.cause != b.cause and self._explains(a, b):
                 return f"{a.cause} and {b.cause}", f"{a.words} and {b.words}"
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from gradcheck_suite.port import search as searching
+from gradcheck_suite.port.budget import Budget
 from gradcheck_suite.port.causes import CAUSES
 from gradcheck_suite.port.changes import Hypothesis, of_result
+from gradcheck_suite.port.compare import judge_function
 from gradcheck_suite.port.jax_program import JaxProgram
 from gradcheck_suite.port.matching import Matching, Side, only_moves
 from gradcheck_suite.port.mistakes import FORMULAS
@@ -18,7 +22,9 @@ from gradcheck_suite.port.number_sets import Numbers, error
 from gradcheck_suite.port.search import Repairs, Search, Witness, in_every_layer
 from gradcheck_suite.port.torch_program import Ref, TorchProgram
 from gradcheck_suite.port.updates import _FORMS, _VALUES
+from tests.port.pairs import rotary
 
+WHOLE = Budget.of_judgement()
 X = np.random.default_rng(0).normal(size=(3, 4))
 
 
@@ -125,7 +131,9 @@ def test_a_change_has_to_explain_another_state_too(factor, believed):
         sides.append((program, run, Side(values, [None] * 3, [out.numpy()], float(out.sum()))))
     (program, run, side), (other, _, elsewhere) = sides
     index = next(i for i, c in enumerate(program.calls) if c.name == "addmm")
-    search = Search(program, Matching(program, run, side), Repairs(), False, 1e-9, [Witness(other, elsewhere, 1e-9)])
+    search = Search(
+        program, Matching(program, run, side), Repairs(), False, 1e-9, WHOLE, [Witness(other, elsewhere, 1e-9)]
+    )
     hypothesis = Hypothesis("constant", "", {index: of_result(lambda o: o + 0.3)})
     found = search.test(index, hypothesis)
     assert found is not None
@@ -155,7 +163,7 @@ def test_one_number_explains_nothing_where_the_outputs_still_differ(explains):
     out = before * 0.7123 if explains else before.cos()
     values = [X, before.numpy(), np.array([0.7123]), out.numpy()]
     matching = Matching(program, run, Side(values, [None] * 4, [out.numpy()], float(out.sum())))
-    search = Search(program, matching, Repairs(), False, 1e-9)
+    search = Search(program, matching, Repairs(), False, 1e-9, WHOLE)
 
     def other_number(search: Search, place: int) -> Any:
         if place == index:
@@ -164,6 +172,44 @@ def test_one_number_explains_nothing_where_the_outputs_still_differ(explains):
     families = [(other_number, "order"), (lambda search, place: iter(()), "first")]
     found = search.find(families, *matching.region(matching.ends(False, 1e-9)))
     assert (found is not None) is explains
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_search_that_the_clock_stops_names_nothing(stopped):
+    """What explains most depends on what was tried until then."""
+    torch.manual_seed(0)
+    program = TorchProgram(Gained(), (X,), (), {}, lambda out: (out, out.sum()))
+    run = Repairs().run(program)
+    index = next(i for i, c in enumerate(program.calls) if c.name == "exp")
+    before = run.seen[next(i for i, c in enumerate(program.calls) if c.name == "addmm")][0]
+    middle = before * 0.7123
+    values = [X, before.numpy(), np.array([0.7123]), middle.numpy(), middle.numpy() + 1]
+    matching = Matching(program, run, Side(values, [None] * 5, [values[-1]], float(values[-1].sum())))
+    search = Search(program, matching, Repairs(), False, 1e-9, WHOLE)
+
+    def other_number(search: Search, place: int) -> Any:
+        if place == index:
+            yield Hypothesis("constant", "", {index: of_result(lambda o: 0 * o + 0.7123)})
+            search.budget.until *= not stopped
+            yield Hypothesis("constant", "", {index: of_result(lambda o: 0 * o + 0.5)})
+
+    found = search.find([(other_number, "order")], *matching.region(matching.ends(False, 1e-9)))
+    assert (found is None) is stopped
+    assert ("stopped after 150 s" in search.budget.words) is stopped
+
+
+def test_a_slow_machine_names_what_a_fast_one_does(monkeypatch):
+    """The search takes half a second, and half a minute by this clock."""
+    clock = time.process_time
+    monkeypatch.setattr(time, "process_time", lambda: 100 * clock())
+    assert [f.cause for f in judge_function(lambda: rotary("base"), "pair").findings] == ["constant"]
+
+
+def test_a_search_that_has_tried_all_that_it_may_says_so(monkeypatch):
+    monkeypatch.setattr(searching, "CANDIDATES", 5)
+    (finding,) = judge_function(lambda: rotary("base"), "pair").findings
+    assert finding.cause == "unknown"
+    assert "before all candidates were tried" in finding.words
 
 
 def test_a_value_that_nothing_depends_on_is_no_evidence():
