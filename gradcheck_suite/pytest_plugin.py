@@ -69,7 +69,6 @@ def verify_training_loop(request: pytest.FixtureRequest) -> Callable[..., Result
 
     def verify_loop(loop: Loop, *, problem: Problem | None = None, name: str | None = None, **options: Any) -> Result:
         from gradcheck_suite.cli.verify import Subject, record, store, verify_subject
-        from gradcheck_suite.errors import UsageError
         from gradcheck_suite.loops.trainers import PACKAGES
         from gradcheck_suite.run import environment
 
@@ -78,11 +77,9 @@ def verify_training_loop(request: pytest.FixtureRequest) -> Callable[..., Result
         subject = Subject(
             label, loop, problem, None if problem is None else f"{label}'s problem", importable=":" in label
         )
-        try:
+        with _bad_input_fails():
             chosen = _options(request.node, loop, options)
             result, reached = verify_subject(subject, chosen, lambda verdict: None)
-        except UsageError as error:
-            raise pytest.fail.Exception(f"gradcheck-suite: {error}", pytrace=False) from None
         request.node.user_properties.append((_PROPERTY, _line(result)))
         reports = config.getoption("--gradcheck-reports")
         stored = None
@@ -110,7 +107,9 @@ def audit_training() -> Callable[..., AbstractContextManager[Any]]:
     def audited(**options: Any) -> Iterator[Any]:
         from gradcheck_suite.auditing.context import audit
 
-        with audit(**{"name": "this test", "quiet": True, **options}) as opened:
+        with _bad_input_fails():
+            auditing = audit(**{"name": "this test", "quiet": True, **options})
+        with auditing as opened:
             yield opened
         if not opened.holds:
             pytest.fail(str(opened.result), pytrace=False)
@@ -126,18 +125,26 @@ def assert_same_port() -> Callable[..., PortResult]:
     """
 
     def assert_same(module: Any, jax_model: Any = None, *inputs: Any, **options: Any) -> PortResult:
-        from gradcheck_suite.errors import UsageError
         from gradcheck_suite.port.compare import compare_port
 
-        try:
+        with _bad_input_fails():
             result = compare_port(module, jax_model, *inputs, **options)
-        except UsageError as error:
-            raise pytest.fail.Exception(f"gradcheck-suite: {error}", pytrace=False) from None
         if not result.holds:
             pytest.fail(str(result), pytrace=False)
         return result
 
     return assert_same
+
+
+@contextmanager
+def _bad_input_fails() -> Iterator[None]:
+    """Fail the test with one line where the input is bad, without the suite's own frames."""
+    from gradcheck_suite.errors import UsageError
+
+    try:
+        yield
+    except UsageError as error:
+        raise pytest.fail.Exception(f"gradcheck-suite: {error}", pytrace=False) from None
 
 
 def _flag(name: str) -> str:

@@ -767,7 +767,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                 else ""
             )
             return (
-                f"no optimizer.step() was seen, and {recorder.passes_seen} call(s) of backward were: "
+                f"no optimizer.step() was seen in {counted(recorder.passes_seen, 'backward pass')}: "
                 f"{made or 'the script trains without a torch.optim optimizer'}"
             )
         if not recorder.steps_seen:

@@ -646,9 +646,8 @@ def _note_other_count(use: Use, notes: Counter[str]) -> None:
     if use.count != own and own in ("counted", "valid") and found and not near(found, 1.0, use.objective.tolerance):
         counted = WORDS.get(use.count.partition("@")[0], use.count)
         notes[
-            f"{use.objective.place}: the loss is divided by {counted}, of which fewer are {WORDS[own]}: "
-            "whatever the number of micro-batches, so this is no fault of accumulation; to leave the others out, "
-            f"divide by {WORDS[own]}"
+            f"{use.objective.place}: the loss is divided by {counted}, more than {WORDS[own]}: the accumulation is "
+            f"right, since the whole window has one denominator; for a mean over {WORDS[own]}, divide by their number"
         ] += 1
 
 
@@ -673,8 +672,8 @@ CLIPPED = (
     "clipping: where nothing else divides by the scale, call `scaler.unscale_(optimizer)` before"
 )
 PLANNED = (
-    "the loss is divided by {:g}, the count of other windows, where this one has {:g}: whatever the number of "
-    "micro-batches, so this is no fault of accumulation; for a mean over each window, divide by its own count"
+    "the loss is divided by {:g}, the count of other windows, where this one has {:g}: the accumulation is "
+    "right, since the whole window has one denominator; for a mean over each window, divide by its own count"
 )
 
 

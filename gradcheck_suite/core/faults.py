@@ -417,7 +417,7 @@ _ROWS = (
         "switch off clipping and noise; check hooks, custom backwards, buffers and casts",
         jax="switch off clipping and noise; check each `custom_vjp`, buffers and casts",
         general=True,
-        causes={"between-passes": Remedy("do it once, to `.grad`, before the step")},
+        causes={"between-passes": Remedy("change `.grad` once, after the window's last backward pass")},
     ),
     _steps(
         "step-per-micro-batch",

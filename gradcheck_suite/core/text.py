@@ -27,7 +27,7 @@ def aligned(pairs: Iterable[tuple[str, str]]) -> list[str]:
 
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, such as `1 window` or `2 micro-batches`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('batch') else 's'}"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith(('batch', 'pass')) else 's'}"
 
 
 MOST_SHOWN = 24

@@ -93,7 +93,8 @@ def as_port(given: Any, rebuild: Callable[[], Any] | None = None) -> tuple[Port,
     if isinstance(given, Mapping):
         known = [f.name for f in dataclasses.fields(Port) if f.name != "rebuild"]
         if lacking := [name for name in REQUIRED if name not in given]:
-            raise UsageError(f"the pair has no {lacking[0]!r}: expected a Port or a dict with {', '.join(known)}")
+            lacks = "".join([f"no {lacking[0]!r}", *(f", but {k!r}" for k in given if k not in known)])
+            raise UsageError(f"the pair has {lacks}: expected a Port or a dict with {', '.join(known)}")
         notes = [f"the key {k!r} is not used{suggestion(str(k), known)}" for k in given if k not in known]
         given = Port(**{k: v for k, v in given.items() if k in known and v is not None})
     if not isinstance(given, Port):
@@ -102,9 +103,8 @@ def as_port(given: Any, rebuild: Callable[[], Any] | None = None) -> tuple[Port,
         raise UsageError(f"module: expected a torch.nn.Module, got {type(given.module).__name__}")
     if not callable(given.apply):
         raise UsageError(f"apply: expected a function or a model, got {type(given.apply).__name__}")
-    pair = dataclasses.replace(
-        given, inputs=_tuple(given.inputs), targets=_tuple(given.targets), accept=_tuple(given.accept), rebuild=rebuild
-    )
+    inputs, targets = _arrays(given.inputs), _arrays(given.targets)
+    pair = dataclasses.replace(given, inputs=inputs, targets=targets, accept=_tuple(given.accept), rebuild=rebuild)
     if (pair.torch_loss is None) != (pair.jax_loss is None):
         raise UsageError("expected both torch_loss and jax_loss, or neither")
     if (pair.torch_optimizer is None) != (pair.jax_optimizer is None):
@@ -117,6 +117,14 @@ def as_port(given: Any, rebuild: Callable[[], Any] | None = None) -> tuple[Port,
 
 def _tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def _arrays(values: Any) -> tuple[Any, ...]:
+    """Return inputs or targets, with arrays of numpy in place of tensors."""
+    found: tuple[Any, ...] = jax.tree.map(
+        lambda x: x.numpy(force=True) if isinstance(x, torch.Tensor) else x, _tuple(values)
+    )
+    return found
 
 
 def _expect_no_dropout(pair: Port) -> None:
@@ -463,7 +471,7 @@ def raised(side: str, call: Callable[[], Any]) -> Any:
     except Exception as error:
         place = ""
         with suppress(Exception):
-            place = f" at {author_line(error)}"
+            place = f" at {line}" if (line := author_line(error)) else ""
         said = next(iter(str(error).strip().splitlines()), "")
         raise UsageError(f"{side} raised {type(error).__name__}{place}: {said}"[:400]) from error
 

@@ -1266,7 +1266,7 @@ for x, y in toy.batches(*[4] * 6):
     "unjudged_scripted_backward": unjudged("no backward pass reaches", before=SCRIPTED, backward="back(loss)"),
     # As an optimizer of an extension in C++: torch knows nothing of its steps.
     "unjudged_optimizer_of_its_own": unjudged(
-        "no optimizer.step() was seen, and 3 call(s) of backward",
+        "no optimizer.step() was seen in 3 backward passes",
         before="""
 class Descent:
     def __init__(self, parameters):

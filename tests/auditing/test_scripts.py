@@ -107,8 +107,8 @@ def test_without_an_instrument_the_others_find_what_they_find(off, scripts):
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        ("finding_declared_denominator", "is divided by all its elements, of which fewer are its targets"),
-        ("finding_declared_denominator_of_chunks", "is divided by all its elements, of which fewer are its targets"),
+        ("finding_declared_denominator", "is divided by all its elements, more than its targets"),
+        ("finding_declared_denominator_of_chunks", "is divided by all its elements, more than its targets"),
         ("finding_miscounted", "none of what it may count"),
         ("sound_boxes", "none of what it may count"),
         ("finding_autoencoder_undivided", "nothing is to be done; else it is the sum of 4 means, never divided"),

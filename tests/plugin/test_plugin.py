@@ -194,3 +194,5 @@ def test_the_fixture_fails_a_test_whose_training_is_violated_or_not_seen(audit_t
         _train(reset=False)
     with pytest.raises(pytest.fail.Exception, match=r"no optimizer\.step\(\) was seen"), audit_training():
         pass
+    with pytest.raises(pytest.fail.Exception, match="steps: expected a positive integer"), audit_training(steps=0):
+        pass

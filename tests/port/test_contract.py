@@ -284,6 +284,11 @@ def test_the_map_has_the_whole_path_of_a_module_named_value():
     assert "value.kernel" in {row.leaf for row in result.map}
 
 
+def test_inputs_may_be_tensors():
+    result = judge_function(lambda: {**head(), "inputs": (torch.as_tensor(drawn(6, 4)),)}, "pair")
+    assert result.verdict == "holds", str(result)
+
+
 # Bad pairs.
 
 
@@ -317,8 +322,10 @@ def sgd(parameters: Any) -> Any:
 BAD: dict[str, tuple[Any, str]] = {
     "shapes": (lambda: bad(apply=lambda p, x: x[:, :2] + p["last.bias"][0]), "outputs of shapes that cannot match"),
     "key": (lambda: bad(module=None), "the pair has no 'module'"),
+    "misspelt": (lambda: {"input" if k == "inputs" else k: v for k, v in head().items()}, "no 'inputs', but 'input':"),
     "kind": (lambda: bad(module=3), "module: expected a torch.nn.Module, got int"),
     "torch raises": (lambda: bad(module=Fails()), "the torch module raised ValueError"),
+    "no line": (lambda: bad(apply=jax.nn.relu), "the JAX side raised TypeError: The input"),
     "jax raises": (lambda: bad(apply=no_apply), "the JAX side raised KeyError"),
     "load raises": (lambda: bad(load=lambda s: s["nothing"]), "load raised KeyError"),
     "NaN": (lambda: bad(inputs=(drawn(6, 4) * np.nan,)), "both sides are NaN"),
