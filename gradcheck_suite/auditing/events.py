@@ -104,6 +104,7 @@ class StepRecord:
             last step of the same optimizer.
         passed_by: where no GradScaler takes this step, the scales of those that there are.
         unwritten: keys of parameters whose `.grad` is the tensor that was last looked at, with nothing written to it.
+        has_unseen: whether gradients arrived since the last step from a pass that was not entered from Python.
     """
 
     optimizer: int
@@ -122,6 +123,7 @@ class StepRecord:
     moved: dict[int, Raw] = field(default_factory=dict)
     passed_by: list[float] = field(default_factory=list)
     unwritten: Sequence[int] = ()
+    has_unseen: bool = False
 
     def raws(self) -> list[tuple[Any, Any]]:
         """Return the holders and names of fields that may lie on a device."""

@@ -61,6 +61,11 @@ MASTERS = (
     "where they are copies, give each one the gradient of one parameter (`copy.grad = p.grad.float()`), or step on the "
     "module's own parameters while the script is audited; in place of `torch.func.grad` call `torch.autograd.grad`",
 )
+UNSEEN = (
+    "`.grad` has a gradient that no backward pass started from Python has brought: it came from C++ (TorchScript, an "
+    "extension), or stood there when the audit began",
+    "call `backward` from Python, and open the audit before the first pass",
+)
 ZERO = (
     "DeepSpeed's ZeRO steps on flat copies of its own, which no backward pass reaches",
     "audit the script with `zero_optimization.stage` 0: the losses weigh the same there",
@@ -355,16 +360,15 @@ class Judge:
     def _on_step(self, steps: Sequence[StepRecord]) -> None:
         window = self.window = self._replay.on_step(steps)
         self.used, self._of_step = {}, []
-        if not window.passes and (window.edit == "all reset" or not any(window.coefficients.values())):
-            given = [one for one in window.step.gradients.values() if isinstance(one, np.ndarray)]
-            if any(map(size, given)):
-                self._skip(window, *(ZERO if (window.step.trainer or "").startswith("deepspeed") else MASTERS))
-            elif given and any(isinstance(one, np.ndarray) and size(one) > 0 for one in window.step.moved.values()):
-                self._violate(OF_SUMS["step on zeros"], window)
-            else:
-                self._judge_idle(window)
-            return
         optimizer = window.optimizer
+        self._reached[optimizer] |= {key for key, now in window.step.gradients.items() if now is not None}
+        self._reached[optimizer] |= {k for seen in window.passes.values() for r in seen.records for k in r.arrivals}
+        if any(step.has_unseen for step in steps):
+            self._skip(window, *UNSEEN)
+            return
+        if not window.passes and (window.edit == "all reset" or not any(window.coefficients.values())):
+            self._judge_without_passes(window)
+            return
         if optimizer not in self._last:
             self._note_listed(window)
             # a program that has ended has let its modules go, and their names with them
@@ -373,8 +377,6 @@ class Judge:
         if optimizer in self._emptied:
             self._judge_emptied(optimizer)
         self._last[optimizer] = window
-        self._reached[optimizer] |= {key for key, now in window.step.gradients.items() if now is not None}
-        self._reached[optimizer] |= {k for seen in window.passes.values() for r in seen.records for k in r.arrivals}
         if window.step.steps is not None:
             self._configured[optimizer] = window.step.steps
         members = Members(window)
@@ -427,6 +429,16 @@ class Judge:
             follows = self.counted[-1].stop == number
             begin = self.counted.pop().start if follows else number
             self.counted.append(range(begin, number + 1))
+
+    def _judge_without_passes(self, window: StepWindow) -> None:
+        """Judge a step to which nothing went backward."""
+        given = [one for one in window.step.gradients.values() if isinstance(one, np.ndarray)]
+        if any(map(size, given)):
+            self._skip(window, *(ZERO if (window.step.trainer or "").startswith("deepspeed") else MASTERS))
+        elif given and any(isinstance(one, np.ndarray) and size(one) > 0 for one in window.step.moved.values()):
+            self._violate(OF_SUMS["step on zeros"], window)
+        else:
+            self._judge_idle(window)
 
     def _judge_idle(self, window: StepWindow) -> None:
         """Say why a step has nothing to be judged: it has no pass, and no gradient."""

@@ -305,6 +305,7 @@ class Recorder:
         self._lines: dict[tuple[str, ...], dict[Place, str]] = {}
         self._checks: bool | None = None
         self._before: dict[int, tuple[str, Raw | None]] = {}
+        self._unseen: set[int] = set()
         self._shards: set[int] = set()
         self._groups: dict[int, weakref.ref[Any]] | None = None
         self._late: list[PassRecord] = []
@@ -352,6 +353,7 @@ class Recorder:
         for known in self.parameters.values():
             known.gradient = known.heard = known.hooks = known.raw = known.ratio = None
         self._before.clear()
+        self._unseen.clear()
         self._late.clear()
         self.last = self._reset = None
 
@@ -667,9 +669,9 @@ class Recorder:
     @_guarded(SUMS)
     def _look_at_gradients(self) -> None:
         """See at the beginning of a pass what stands in each `.grad`: what the last arrival left, or something else."""
-        found = {key: p.grad for key, known in self.parameters.items() if (p := known.reference()) is not None}
-        given = {key: gradient for key, gradient in found.items() if gradient is not None}
-        self._before = dict.fromkeys(found, (NONE, None))
+        own = {key: p.grad for key, known in self.parameters.items() if (p := known.reference()) is not None}
+        given = {key: gradient for key, gradient in own.items() if gradient is not None}
+        self._before = dict.fromkeys(own, (NONE, None))
         # what is seen by its version alone is read once
         same = {key: gradient for key, gradient in given.items() if _is_same(self.parameters[key], gradient)}
         now = self._gradients_of.bits([*same.values()]) if same else []
@@ -679,13 +681,21 @@ class Recorder:
                 del given[key]
         if given:
             touched = samples.Together().taken([*given.values()], whole=self._full())
-            self._before |= {key: (TOUCHED, now) for key, (now, _) in zip(given, touched, strict=True)}
+            found = {key: now for key, (now, _) in zip(given, touched, strict=True)}
+            self._before |= {key: (TOUCHED, now) for key, now in found.items()}
+            # it was there before the first pass that is known to reach its parameter
+            new = {key: now for key, now in found.items() if self.parameters[key].gradient is None}
+            read = samples.read([*new.values()]) if new else []
+            self._unseen |= {key for key, now in zip(new, read, strict=True) if now.any()}
+        self._unseen -= {key for key, (before, _) in self._before.items() if before == NONE}
 
     @_guarded(SUMS)
     def _accumulated(self, parameter: torch.Tensor, key: int) -> None:
         if self.muted:
             return
         running = self.running()
+        if running is None:
+            self._unseen.add(key)
         if running is None or not running.record.accumulates or parameter.grad is None:
             return
         if key in self._shards:
@@ -968,7 +978,9 @@ class Recorder:
             trainer,
             self._wrapped.get(index, False) or bool(self._late),
             unwritten=[key for key, was in before.items() if _is_unwritten(was, self.parameters[key].gradient)],
+            has_unseen=not self._unseen.isdisjoint(gradients),
         )
+        self._unseen -= gradients.keys()
         self._late.clear()
         if step.scale is None:
             self._find_scale(step, optimizer)

@@ -1264,6 +1264,16 @@ for x, y in toy.batches(*[4] * 6):
     "unjudged_flat_copies": unjudged("parameters that no backward pass reaches (master copies, `torch.func`", **FLAT),
     # TorchScript enters autograd from C++.
     "unjudged_scripted_backward": unjudged("no backward pass reaches", before=SCRIPTED, backward="back(loss)"),
+    "unjudged_scripted_before": unjudged(
+        "no backward pass started from Python has brought",
+        before=SCRIPTED,
+        backward="back(loss) if x is window[0][0] else loss.backward()",
+    ),
+    "unjudged_scripted_after": unjudged(
+        "no backward pass started from Python has brought",
+        before=SCRIPTED,
+        backward="loss.backward() if x is window[0][0] else back(loss)",
+    ),
     # As an optimizer of an extension in C++: torch knows nothing of its steps.
     "unjudged_optimizer_of_its_own": unjudged(
         "no optimizer.step() was seen in 3 backward passes",
