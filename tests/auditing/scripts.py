@@ -501,6 +501,16 @@ if index == 1:
     "faulty_hook_set_again": faulty(
         "wrong-scale", "*[4] * 12", start="next(model.parameters()).register_hook(lambda gradient: gradient / 2)"
     ),
+    # The scaler steps one optimizer, and forgets the other one.
+    "faulty_left_scaled": faulty(
+        "wrong-scale",
+        setup="""
+optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+other = torch.optim.Adam(model[2].parameters())
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)""",
+        backward="scaler.scale(loss).backward()",
+        step=SCALER_STEP + "\nother.step()\nother.zero_grad()",
+    ),
     "faulty_loss_of_each_layer": faulty("mean-of-means", UNEQUAL, **EACH_LAYER),
     "faulty_loss_scale_moves": faulty(
         "weighted-by-place",
