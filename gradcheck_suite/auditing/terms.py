@@ -528,7 +528,7 @@ class Reader:
                 break  # what is broadcast counts once for each element that it becomes
             node, index = inputs[0]
         term = found.term
-        term.expression = (*term.expression, name)
+        term.expression = (*term.expression, "parameter" if term.of_parameters and is_leaf(node) else name)
         if (shape := _shape(node, index)) and not term.mean:
             term.counts["rows"] = shape[0]
         if (valid := _valid(node)) is not None:

@@ -718,7 +718,7 @@ while epoch < 3:
 """,
     ),
     "finding_penalty_not_divided": _script(
-        "holds", (), "no division of this term (LinalgVectorNorm) by the number", PENALTY
+        "holds", (), "no division of this term (Sum(parameter)) by the number", PENALTY.replace("norm", "sum")
     ),
     "sound_penalty_divided": _script(
         "holds", (), "!no division of this term", PENALTY.replace("/ 4 + 0.1 * penalty", "/ 4 + 0.1 * penalty / 4")

@@ -1279,11 +1279,6 @@ for x, y in toy.batches(*[4] * 6):
         before=SCRIPTED,
         backward="back(loss) if x is window[0][0] else loss.backward()",
     ),
-    "unjudged_scripted_after": unjudged(
-        "no backward pass started from Python has brought",
-        before=SCRIPTED,
-        backward="loss.backward() if x is window[0][0] else back(loss)",
-    ),
     # As an optimizer of an extension in C++: torch knows nothing of its steps.
     "unjudged_optimizer_of_its_own": unjudged(
         "no optimizer.step() was seen in 3 backward passes",
