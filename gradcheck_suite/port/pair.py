@@ -103,8 +103,9 @@ def as_port(given: Any, rebuild: Callable[[], Any] | None = None) -> tuple[Port,
         raise UsageError(f"module: expected a torch.nn.Module, got {type(given.module).__name__}")
     if not callable(given.apply):
         raise UsageError(f"apply: expected a function or a model, got {type(given.apply).__name__}")
-    inputs, targets = _arrays(given.inputs), _arrays(given.targets)
-    pair = dataclasses.replace(given, inputs=inputs, targets=targets, accept=_tuple(given.accept), rebuild=rebuild)
+    pair = dataclasses.replace(
+        given, inputs=_tuple(given.inputs), targets=_tuple(given.targets), accept=_tuple(given.accept), rebuild=rebuild
+    )
     if (pair.torch_loss is None) != (pair.jax_loss is None):
         raise UsageError("expected both torch_loss and jax_loss, or neither")
     if (pair.torch_optimizer is None) != (pair.jax_optimizer is None):
@@ -116,15 +117,9 @@ def as_port(given: Any, rebuild: Callable[[], Any] | None = None) -> tuple[Port,
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, list | tuple) else (value,)
-
-
-def _arrays(values: Any) -> tuple[Any, ...]:
-    """Return inputs or targets, with arrays of numpy in place of tensors."""
-    found: tuple[Any, ...] = jax.tree.map(
-        lambda x: x.numpy(force=True) if isinstance(x, torch.Tensor) else x, _tuple(values)
-    )
-    return found
+    """Return a tuple of what an author gave as one or alone, with arrays of numpy in place of tensors."""
+    values = tuple(value) if isinstance(value, list | tuple) else (value,)
+    return tuple(jax.tree.map(lambda x: x.numpy(force=True) if isinstance(x, torch.Tensor) else x, values))
 
 
 def _expect_no_dropout(pair: Port) -> None:
