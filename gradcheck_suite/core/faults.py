@@ -325,7 +325,7 @@ _ROWS = (
     _gradient(
         "clipped",
         "sizes",
-        "large gradients alone are wrong: they are too small",
+        "large gradients are too small, and small ones are right",
         "clip once, after the window's last micro-batch; switch it off for the verification",
         command="verify",
     ),
@@ -333,7 +333,7 @@ _ROWS = (
         "normalised",
         "sizes",
         "the gradient does not change with the size of the loss",
-        "do not divide the gradient by its size, or reduce it to signs",
+        "do not divide the gradient by its size or reduce it to signs",
         command="verify",
     ),
     _gradient(
@@ -413,7 +413,7 @@ _ROWS = (
     _gradient(
         "not-linear",
         "elements",
-        "the gradient is no weighted sum of the micro-batches' own, and no other fault fits",
+        "the gradient is not a weighted sum of those of the micro-batches, and no other fault fits",
         "switch off clipping and noise; check hooks, custom backwards, buffers and casts",
         jax="switch off clipping and noise; check each `custom_vjp`, buffers and casts",
         general=True,
