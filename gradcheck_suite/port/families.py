@@ -217,21 +217,22 @@ def scaled(search: Search, place: int) -> Iterator[Hypothesis]:
 
 
 def ratios(search: Search, place: int) -> Iterator[Hypothesis]:
-    """Yield that a scalar is divided by another count: the quotient of the two losses is one of sizes."""
+    """Yield that a sum is divided by another count, the same for all of it, or a scalar multiplied by one of sizes."""
     out = search.matching.run.seen[place][0]
-    if not isinstance(out, torch.Tensor) or out.numel() != 1 or not float(out):
+    if not isinstance(out, torch.Tensor) or not out.any():
         return
     sizes = {1.0, 2.0} | {float(n) for n in _sizes_near(search, place)}
     sizes |= {a * b for a in sizes for b in sizes}
     call, run = search.program.calls[place], search.matching.run
-    for i in search.matching.lost_numbers.of_size(1):
-        if call.name == "div" and isinstance(call.args[1], Ref):
-            theirs = float(search.matching.lost_numbers.arrays[i].reshape(()))
-            count = float(run.get(call.args[0])) / theirs if theirs else 0.0
+    for i in search.matching.lost_numbers.of_size(out.numel()):
+        theirs = search.matching.lost_numbers.arrays[i].reshape(-1)
+        most = np.abs(theirs).argmax()
+        if call.name == "div" and isinstance(call.args[1], Ref) and theirs[most]:
+            count = float(array(run.get(call.args[0])).reshape(-1)[most] / theirs[most])
             if abs(count - round(count)) < 1e-9 * count and round(count) in sizes:
                 words = f"{_named(search, call.args[1])} is {count:.9g}"
                 yield Hypothesis("count", words, {place: of_operand(1, lambda v, n=count: 0 * v + n)})
-        factor = float(search.matching.lost_numbers.arrays[i].reshape(())) / float(out)
+        factor = float(theirs[0]) / float(out) if out.numel() == 1 else 1.0
         for a in sorted(sizes):
             b = a / factor if factor else 0.0
             if abs(b - round(b)) < 1e-9 * abs(b) and round(b) in sizes and abs(factor - 1) > 1e-9:

@@ -547,3 +547,19 @@ def test_a_number_that_is_wrong_in_one_row_and_right_in_another():
 
     ids = np.array([[1, 2, 3, 0, 0], [0, 0, 4, 5, 1]])
     is_one_finding(verdict(lambda: pair_of(Places(), apply, (ids,))), "forward", "", "missing-scale")
+
+
+class Pooled(torch.nn.Linear):
+    """The mean of the features that are not padded."""
+
+    def forward(self, x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        kept = kept[..., None].to(x.dtype)
+        return (super().forward(x) * kept).sum(1) / kept.sum(1)
+
+
+def test_a_mean_that_counts_padding():
+    def apply(p: Any, x: Any, kept: Any) -> Any:
+        return ((x @ p["weight"].T + p["bias"]) * kept[..., None]).mean(1)
+
+    inputs = drawn(3, 5, 4), np.arange(5) < np.array([[5], [2], [3]])
+    is_one_finding(verdict(lambda: pair_of(Pooled(4, 2), apply, inputs)), "forward", "", "count")
