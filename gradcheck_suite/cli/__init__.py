@@ -141,7 +141,7 @@ PROGRAM = Program(
             "say what is installed and what can run here",
             "gradcheck_suite.cli.doctor",
             ("doctor",),
-            {HOLDS: "the main job can run here", VIOLATED: "it cannot", BAD_USAGE: "bad usage"},
+            {HOLDS: "verify and replay can run here", VIOLATED: "they cannot", BAD_USAGE: "bad usage"},
         ),
     },
 )

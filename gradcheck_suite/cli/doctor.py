@@ -86,7 +86,7 @@ def add_arguments(parser: parsers.Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the diagnosis; return 0 if the suite's main job can run here, else 1."""
+    """Print the diagnosis; return 0 if `verify` and `replay` can run here, else 1."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     reasons = environment.missing()
     with contextlib.suppress(CannotRunHere):
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     if len(reasons) > 1:
         _section("to install", {str(number): reason for number, reason in enumerate(reasons, start=1)})
     able = found[MAIN] is None
-    print("the main job can run here" if able else "the main job cannot run here")
+    print("verify and replay can run here" if able else "verify and replay cannot run here")
     return exit_status.HOLDS if able else exit_status.VIOLATED
 
 

@@ -14,7 +14,7 @@ def test_where_everything_is_there(run):
         assert text in outcome.out
     for package in ("torch", "jax", "jaxlib", "numpy", "hypothesis", "pytest", "pytest-benchmark", "python"):
         assert f"  {package} " in outcome.out
-    assert outcome.out.endswith("the main job can run here\n")
+    assert outcome.out.endswith("verify and replay can run here\n")
 
 
 def test_where_a_package_is_too_old(run, monkeypatch):
@@ -22,7 +22,7 @@ def test_where_a_package_is_too_old(run, monkeypatch):
     outcome = run("doctor")
     assert outcome.status == 1
     assert "is too old: expected 99.0 or later; pip install 'jax>=99.0'" in outcome.out
-    assert outcome.out.endswith("the main job cannot run here\n")
+    assert outcome.out.endswith("verify and replay cannot run here\n")
 
 
 def test_where_the_main_job_fails(run, monkeypatch):
