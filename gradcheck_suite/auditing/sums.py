@@ -84,8 +84,7 @@ OF_SUMS = {
     "rescaled": StepFault("rescaled-accumulator", "the running sum itself is rescaled at every micro-batch"),
     "not a sum": StepFault(
         "not-linear",
-        "the gradient is not a weighted sum of what arrived in the window: something else writes to `.grad` between "
-        "the backward passes, such as clipping, noise or a shared buffer",
+        "something else changes `.grad` between the backward passes, such as clipping, noise or a shared buffer",
         causes=("between-passes",),
     ),
     "hook": StepFault(
