@@ -500,8 +500,12 @@ class Recorder:
             for group in (group for one in living(torch.optim.Optimizer) for group in one.param_groups):
                 for parameter in group["params"]:
                     self._watch(parameter)
+        first = self._next_key
         for leaf in leaves:
             key = self._watch(leaf)
+            stands = leaf.grad if key >= first else None  # before the first pass that is known to reach it
+            if stands is not None and samples.read([samples.sample(stands, whole=False)])[0].any():
+                self._unseen.add(key)
             if not getattr(leaf, "_fsdp_flattened", False):
                 self._shards.discard(key)  # tensor parallelism: a shard that goes backward itself
         if self.steps_seen < 2 and self._full():  # nodes keep their stacks until then
@@ -669,9 +673,9 @@ class Recorder:
     @_guarded(SUMS)
     def _look_at_gradients(self) -> None:
         """See at the beginning of a pass what stands in each `.grad`: what the last arrival left, or something else."""
-        own = {key: p.grad for key, known in self.parameters.items() if (p := known.reference()) is not None}
-        given = {key: gradient for key, gradient in own.items() if gradient is not None}
-        self._before = dict.fromkeys(own, (NONE, None))
+        found = {key: p.grad for key, known in self.parameters.items() if (p := known.reference()) is not None}
+        given = {key: gradient for key, gradient in found.items() if gradient is not None}
+        self._before = dict.fromkeys(found, (NONE, None))
         # what is seen by its version alone is read once
         same = {key: gradient for key, gradient in given.items() if _is_same(self.parameters[key], gradient)}
         now = self._gradients_of.bits([*same.values()]) if same else []
@@ -681,12 +685,7 @@ class Recorder:
                 del given[key]
         if given:
             touched = samples.Together().taken([*given.values()], whole=self._full())
-            found = {key: now for key, (now, _) in zip(given, touched, strict=True)}
-            self._before |= {key: (TOUCHED, now) for key, now in found.items()}
-            # it was there before the first pass that is known to reach its parameter
-            new = {key: now for key, now in found.items() if self.parameters[key].gradient is None}
-            read = samples.read([*new.values()]) if new else []
-            self._unseen |= {key for key, now in zip(new, read, strict=True) if now.any()}
+            self._before |= {key: (TOUCHED, now) for key, (now, _) in zip(given, touched, strict=True)}
         self._unseen -= {key for key, (before, _) in self._before.items() if before == NONE}
 
     @_guarded(SUMS)

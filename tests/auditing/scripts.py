@@ -611,11 +611,11 @@ optimizer = torch.optim.SGD([weight], lr=0.1)""",
     ),
     "faulty_overwritten": faulty(
         "reset-inside-window",
-        "*[4] * 12",
+        "*[4] * 4",
         setup="parameters = list(model.parameters())",
         backward="""
-for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-    parameter.grad = gradient""",
+parameters[0].grad, parameters[1].grad = torch.autograd.grad(loss, parameters[:2], retain_graph=True)
+loss.backward(inputs=parameters[2:])""",
     ),
     # Gradients are summed by hand, with weights that have nothing to do with their micro-batches.
     "faulty_own_buffer_weights": faulty(
@@ -1275,9 +1275,7 @@ for x, y in toy.batches(*[4] * 6):
     # TorchScript enters autograd from C++.
     "unjudged_scripted_backward": unjudged("no backward pass reaches", before=SCRIPTED, backward="back(loss)"),
     "unjudged_scripted_before": unjudged(
-        "no backward pass started from Python has brought",
-        before=SCRIPTED,
-        backward="back(loss) if x is window[0][0] else loss.backward()",
+        "started from Python", before=SCRIPTED, backward="back(loss) if x is window[0][0] else loss.backward()"
     ),
     # As an optimizer of an extension in C++: torch knows nothing of its steps.
     "unjudged_optimizer_of_its_own": unjudged(
