@@ -719,8 +719,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         until = self._recorder.recorded_until
         skipped = self._judge.unjudged(until) if whole else []
         passed_by = 0 if self._is_off else sum(map(len, self._judge.counted)) + self._recorder.steps_seen - until
-        if self._judge.weighed | self._judge.violated:  # else it is said why none was
-            findings.update(skipped)
+        if skipped and self._judge.weighed | self._judge.violated:  # else it is said why none was
+            findings = Counter(skipped) + (findings - Counter(self._judge.skipped.values()))
         said = [f"{text} ({n} times)" if n > 1 else text for text, n in findings.items()]
         disagreements = tuple(self._opinion.findings) if self._opinion else ()
         if self._recorder.off or self._recorder.concurrent:
@@ -751,7 +751,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             files=tuple((file, None) for file in sorted(files)),
         )
 
-    def _why_unjudged(self, windows: int, findings: Mapping[str, int]) -> str | None:
+    def _why_unjudged(self, windows: int, findings: Counter[str]) -> str | None:
         """Return why nothing could be judged, and what to do; None where something was."""
         recorder = self._recorder
         if recorder.off:
@@ -777,10 +777,10 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             )
         if windows:
             return None
-        reasons = {*self._judge.skipped.values()}
-        if reasons == {ORPHANS}:
+        reasons = Counter(self._judge.skipped.values())
+        if {*reasons} == {ORPHANS}:
             return f"{recorder.passes_seen} calls of backward were seen, and {ORPHANS}"
-        return f"no step could be judged: {'; '.join([*findings, *reasons][:2]) or 'no loss went backward'}"
+        return f"no step could be judged: {'; '.join([*(findings | reasons)][:2]) or 'no loss went backward'}"
 
 
 def _is_rescaled_each_time(window: StepWindow) -> bool:

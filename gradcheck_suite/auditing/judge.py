@@ -417,8 +417,9 @@ class Judge:
             self._violate(replace(fault, sentence=fault.sentence.format(steps=self._given)), window)
 
     def _skip(self, window: StepWindow, reason: str, remedy: str) -> None:
-        self._unknown[Unknown(BOTH, str(window.where), reason, remedy)] += 1
-        self.skipped[window.number] = reason
+        part = Unknown(BOTH, str(window.where), reason, remedy)
+        self._unknown[part] += 1
+        self.skipped[window.number] = str(part)
 
     def _on_first_step(self, steps: Sequence[StepRecord]) -> None:
         """Take an optimizer's first step after a gap: what stands in `.grad` is known from then on."""
@@ -437,13 +438,11 @@ class Judge:
             self._skip(window, *(ZERO if (window.step.trainer or "").startswith("deepspeed") else MASTERS))
         elif given and any(isinstance(one, np.ndarray) and size(one) > 0 for one in window.step.moved.values()):
             self._violate(OF_SUMS["step on zeros"], window)
-        else:
-            self._judge_idle(window)
+        elif not self._judge_replaced(window):
+            self._note_idle(window)
 
-    def _judge_idle(self, window: StepWindow) -> None:
+    def _note_idle(self, window: StepWindow) -> None:
         """Say why a step has nothing to be judged: it has no pass, and no gradient."""
-        if self._judge_replaced(window):
-            return
         since = [seen for index, seen in self._replay.passes.items() if index >= window.before]
         keys = {key for seen in since for key in seen.records[0].arrivals}
         if window.step.frozen.issuperset(window.keys):

@@ -313,8 +313,8 @@ def _judge_by_hand(members: Members) -> Sums | None:
     places = {True: set[Place](), False: set[Place]()}
     for i in members.by_hand:
         places[abs(members.mean[i]) > 1e-3].add(members.window.passes[i].site)
-    if places[True] & places[False]:
-        return _fault("written over")
+    if both := places[True] & places[False]:
+        return _fault("written over", where=f" ({', '.join(sorted(map(str, both)))})")
     return None
 
 
