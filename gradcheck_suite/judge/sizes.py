@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from gradcheck_suite.core.case import SMALL_SCALE
 from gradcheck_suite.core.comparison import Vector, other_infinity
+from gradcheck_suite.judge.elements import format_of, relative_error
 from gradcheck_suite.judge.weights import Diagnosis, not_linear
 
 EXACT = 1e-9
@@ -104,6 +105,10 @@ def _not_finite(s: Sizes) -> str | None:
 
 
 def _narrower(s: Sizes) -> str | None:
+    # float16 loses what is below 2**-24, so that a smaller loss does not give a smaller gradient
+    if s.small is not None and (form := format_of(s.expected, s.observed)):
+        error = f"the gradient has a relative error of {relative_error(s.expected, s.observed):.1g}"
+        return f"{error}, and all its elements are exactly representable in {form}"
     sentence = _not_finite(s)
     if sentence is None or s.dtype != "float64":
         return None

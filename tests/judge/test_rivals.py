@@ -42,6 +42,7 @@ SPEC = ProblemSpec(
 CASE = Case(SPEC, Plan((1, 3, 2), 2, 2), seed=3)
 PROBE = probe_case(Plan((1, 3, 2), 2))
 MOVING = Case(SPEC, Plan((2, 3), 1, 2), seed=3, optimizer="sgd")
+TWO_SUMS = Case(dataclasses.replace(SPEC, loss=Loss("mse", reduction="sum")), Plan((1, 1), 2))
 SIGNS = [[100, -50.0], [1, 20], [-30, 2], [1, -90], [50, 8], [3, 9], [-80, 4], [7, 7]]
 
 # Weights of micro-batches
@@ -187,6 +188,15 @@ def _by_elements(combine):
             )
 
     return loop
+
+
+def _as_means(run):
+    """Weigh each loss by the share of its items, as is right for means."""
+    for window in windows(run):
+        for batch in window:
+            (run.loss(run.model, batch) * run.count(batch) / window_count(run, window)).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
 
 
 def _combined(combine, *sizes):
@@ -387,6 +397,8 @@ NAMED = {
     "unrecognised-weights": {
         # the probe's only parameter is a vector, so that it shows this factor of every item
         "of vectors": told(then(_vectors), plan=Plan((1,), 1), model=_one_bias, y=DATA["y"][:, :1]),
+        # the mean of two is their median, and their sum over the number of those that are not 0
+        "a mean of two sums": told(_as_means, TWO_SUMS),
     },
     "mean-of-means": {
         "of two tasks": told(_two_tasks),
@@ -433,6 +445,8 @@ NAMED = {
         "without means of columns": told(then(of_weight(lambda g: g.sub_(g.mean(0, keepdim=True)))), y=SIGNS),
     },
     "low-precision": {
+        # what float16 loses of small gradients makes the loop no linear one
+        "float16": told(then(every(lambda g, p: g.copy_(g.half()))), TWO_SUMS.replace(plan=Plan((1,), 1))),
         "quantised": told(
             then(of_weight(lambda g: g.copy_((g * 127 / g.abs().max()).round() * g.abs().max() / 127))), y=SIGNS
         ),
