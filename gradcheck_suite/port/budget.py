@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 SECONDS = 150.0
 """Wall-clock time after which a judgement stops, and says so. No name is given that depends on when it stopped."""
@@ -12,7 +12,7 @@ SECONDS = 150.0
 
 @dataclass
 class Budget:
-    """What may still be tried.
+    """What may still be tried: without arguments, by a judgement that begins now.
 
     Attributes:
         left: number of candidates.
@@ -20,14 +20,9 @@ class Budget:
         stopped: whether that was before the candidates were tried.
     """
 
-    left: float
-    until: float
+    left: float = math.inf
+    until: float = field(default_factory=lambda: time.monotonic() + SECONDS)
     stopped: bool = False
-
-    @classmethod
-    def of_judgement(cls) -> Budget:
-        """Return that of a judgement that begins now."""
-        return cls(math.inf, time.monotonic() + SECONDS)
 
     @property
     def late(self) -> bool:

@@ -86,12 +86,12 @@ def _before(search: Search, indices: Iterable[int], *families: Family) -> Iterat
 def smoothings(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield other label smoothings, at the sum of the two terms of a smoothed cross entropy."""
     calls = search.program.calls
-    if calls[place].path != LOSS or calls[place].name not in ("add", "nll_loss_forward"):
+    if calls[place].path != LOSS or not re.match("add$|nll_loss", calls[place].name):
         return
     near = [place, *search.read_by([place], 6)]
     losses = [i for i in near if calls[i].name.startswith("nll_loss")]
     is_smoothed = any(calls[r].name == "mul" for i in losses for r in search.program.readers.get(Ref(i, 0), []))
-    if len(losses) != 1 or (losses[0] == place and is_smoothed):
+    if len(losses) != 1 or (losses[0] == place) == is_smoothed:  # another sum has more than the two terms
         return
     logp, target, weight, _, ignore = [*calls[losses[0]].args, None, 1, -100][:5]
     for share in (0.0, 0.1, 0.05, 0.2, 0.01, 0.15, 0.3, 0.02):
@@ -163,6 +163,8 @@ def _left_out(search: Search, index: int) -> Iterator[Hypothesis]:
             cause = missing(call, i)
             if call.name.startswith("div") and i == 0 and _is_reduction_of(search, call.args[1], ref):
                 cause = "missing-norm"
+            elif call.name.startswith("mul") and any(r != ref and _is_mask(array(run.get(r))) for r in call.refs):
+                cause = "missing-mask"
             yield Hypothesis(cause, words, {index: lambda c, a, k, g, i=i: [a[i]]}, at=index)
             if isinstance(ref.kind, int) and _adds_little(calls[ref.kind]):  # the epsilon goes with what it is for
                 before = calls[ref.kind].args[0]

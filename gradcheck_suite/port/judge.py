@@ -63,7 +63,7 @@ class Judge:
         self.repairs = Repairs()
         self._opaque = False
         self._skipped: list[str] = []
-        self._budget = Budget.of_judgement()
+        self._budget = Budget()
         self._unloaded: set[str] = set()
         for name in pair.accept:
             if not set(name.split(" and ")) <= CAUSES.keys():
@@ -292,6 +292,7 @@ class Judge:
         jax_at = matching.where_in_jax(found.run.seen[found.place][0]) or matching.nearest_in_jax(found.place)[0]
         place = call.path if hypothesis.path is None else hypothesis.path
         words = f"expected {_named(call)}, observed {hypothesis.words}"
+        words += " beside what is said above" if hypothesis.changes.keys() & self.repairs.changes.keys() else ""
         kind: Kind = "load" if hypothesis.kind == "load" else "forward"
         self._add(kind, place, hypothesis.cause, words, torch=call.where or None, jax=jax_at or None, **numbers)
         self.repairs = self.repairs.plus(hypothesis)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import combinations
@@ -221,7 +222,7 @@ ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "hardswish": F.hardswish, "hardsigmoid": F.hardsigmoid, "hardtanh": F.hardtanh, "softsign": F.softsign,
     "logsigmoid": F.logsigmoid, "squared relu": lambda x: F.relu(x) ** 2, "abs": torch.abs, "square": torch.square,
     "hard sigmoid (0.2x + 0.5)": lambda x: (0.2 * x + 0.5).clamp(0, 1), "exp": torch.exp, "sin": torch.sin,
-    "log(1 + x)": torch.log1p, "expm1": torch.expm1, "rsqrt": torch.rsqrt, "sqrt": torch.sqrt, "cos": torch.cos,
+    "expm1": torch.expm1, "rsqrt": torch.rsqrt, "sqrt": torch.sqrt, "cos": torch.cos,
     "elu (0.5)": lambda x: F.elu(x, 0.5), "softplus minus log 2": lambda x: F.softplus(x) - math.log(2),
     "reciprocal": torch.reciprocal, "log": torch.log, "negative": torch.neg,
 }  # fmt: skip
@@ -635,7 +636,9 @@ def mistakes(index: int, call: Call, args: Sequence[Any], kwargs: Any, out: Any)
     for row in _fitting(call.name, is_activation(call)):
         for value in _each_value(row.values, given, out):
             change = in_place_of(lambda a, f=row.value, v=value: f(a, v))
-            yield Hypothesis(row.cause, row.words.format(value, given=given), {index: change})
+            # a tensor in words is of many lines
+            words = textwrap.shorten(row.words.format(value, given=given), 160, placeholder=" ...")
+            yield Hypothesis(row.cause, words, {index: change})
 
 
 _NUMBERS = (0.0, 1.0, 2.0, 0.5, -1.0, 3.0, 4.0, 0.1, 0.2, 0.3, 0.01)

@@ -232,8 +232,14 @@ def _class_of(optimizer: Any) -> Any:
     return own[0] if own and own[0] is not torch.optim.Optimizer else type(optimizer)
 
 
-def _settings(mine: Recipe, raw: Steps) -> Iterator[Setting]:
-    """Yield changes of an optimizer, the most usual first; `raw` are the gradients before its hooks."""
+def _settings(mine: Recipe, raw: Steps, wrong: Mapping[Any, str]) -> Iterator[Setting]:
+    """Yield changes of an optimizer, the most usual first.
+
+    Args:
+        mine: the optimizer.
+        raw: gradients before its hooks.
+        wrong: parameters that step otherwise, with their names.
+    """
     group, name = mine.groups[0], mine.cls.__name__
     decays = {g.get("weight_decay", 0.0) for g in mine.groups}
     if any(_norm(a) != _norm(b) for a, b in zip(raw, mine.gradients, strict=True)):
@@ -251,7 +257,12 @@ def _settings(mine: Recipe, raw: Steps) -> Iterator[Setting]:
             "decay-mask", f"weight decay {decay:g} on all parameters", lambda r, d=decay: r.put(weight_decay=d)
         )
     if len(decays) == 1 and max(decays):
-        yield Setting("decay-mask", "weight decay on matrices alone", _decayed_matrices)
+        yield Setting("decay-mask", "weight decay on matrices alone", lambda r: _decaying(r, lambda p: p.dim() > 1))
+    decayed = {p for g in mine.groups if g.get("weight_decay") for p in g["params"]}
+    if decayed ^ wrong.keys():
+        each = [f"{'no ' * (p in decayed)}weight decay on {name}" for p, name in wrong.items()]
+        words = ", ".join(each[:3]) + ", ..." * (len(each) > 3)
+        yield Setting("decay-mask", words, lambda r: _decaying(r, lambda p: (p in decayed) != (p in wrong)))
     for cause, key, values in _VALUES:
         for value in values if key in group else ():
             if value != group[key] and isinstance(value, bool) == isinstance(group[key], bool):
@@ -273,9 +284,10 @@ def _settings(mine: Recipe, raw: Steps) -> Iterator[Setting]:
     yield from _clippings(raw)
 
 
-def _decayed_matrices(r: Recipe) -> Recipe:
+def _decaying(r: Recipe, decayed: Callable[[Any], bool]) -> Recipe:
+    decay = max(g["weight_decay"] for g in r.groups)
     groups = [
-        {**g, "params": [p for p in g["params"] if (p.dim() > 1) == decays], "weight_decay": g["weight_decay"] * decays}
+        {**g, "params": [p for p in g["params"] if decayed(p) == decays], "weight_decay": decay * decays}
         for g in r.groups
         for decays in BOTH
     ]
@@ -486,7 +498,9 @@ class Updates:
         if merged:
             words = f"{leaf.path}, which is a sum of {' and '.join(self._map.sources(leaf))}, as one parameter"
             return UpdateFault("merged-biases", words, wrong[at], leaf, True, expected)
-        settings = list(_settings(self._recipe, self._gradients))
+        own, leaves = dict(self._map.pair.module.named_parameters()), [self._map.leaves[i] for i in wrong]
+        names = {own[n]: n for one in leaves if one is not None for n in self._map.sources(one) if n in own}
+        settings = list(_settings(self._recipe, self._gradients, names))
         alone = next(((s.cause, s.words) for s in settings if self._explains(s)), None)
         found = alone or self._two_settings(settings)
         cause, words = found or ("unknown", f"other steps{self._budget.words}")
