@@ -190,26 +190,18 @@ class Search:
             "first": first[:3],
             "last": [i for i in reversed(region) if i not in order][:LAST],
         }
-        late: list[tuple[int, Hypothesis]] = []
         best: Found | None = None
         for family, where in families:
-            found = self._of_family(family, places[where], first, late)
+            found = self._of_family(family, places[where])
             if found is not None and found.error <= self.close:
                 return found
             if found is not None and best is None and where != "last":
                 best = found  # a later family is less usual: it has to explain all
                 if best.gained >= MANY:
                     self.budget.left = min(self.budget.left, MORE)
-        if best is None:
-            for place, hypothesis in late:
-                if self.budget.spend():
-                    best = self._better(best, place, hypothesis)
-            best = best if best and (best.gained >= 2 or best.error <= self.close) else None
         return None if self.budget.stopped else best
 
-    def _of_family(
-        self, family: Family, places: list[int], first: list[int], late: list[tuple[int, Hypothesis]]
-    ) -> Found | None:
+    def _of_family(self, family: Family, places: list[int]) -> Found | None:
         passed, best = 0, None
         for place in places:
             for hypothesis in self._hypotheses(family, place):
@@ -221,8 +213,6 @@ class Search:
                     best = self._better(best, at, hypothesis)
                     if best is not None and best.error <= self.close:
                         return best
-                elif place in hypothesis.changes and place in first and len(late) < 40:
-                    late.append((place, hypothesis))
         return best
 
     def _seen_at(self, place: int, hypothesis: Hypothesis) -> int:
