@@ -475,7 +475,9 @@ def _transformed_as(search: Search, place: int, ref: Ref, cause: str) -> str:
         return "index-offset"
     if cause == "zeros" and name in ("add", "sub"):
         return "missing-term"
-    return "missing-scale" if cause == "ones" and name in ("mul", "div") else _OTHERS.get(cause, cause)
+    if cause == "ones" and name in ("mul", "div"):
+        return "missing-mask" if _is_mask(array(search.matching.run.get(ref))) else "missing-scale"
+    return _OTHERS.get(cause, cause)
 
 
 def weights(search: Search, place: int) -> Iterator[Hypothesis]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
@@ -62,7 +62,6 @@ class Judge:
         self.smallest: tuple[str, ...] = ()
         self.repairs = Repairs()
         self._opaque = False
-        self._skipped: list[str] = []
         self._budget = Budget()
         self._unloaded: set[str] = set()
         for name in pair.accept:
@@ -75,36 +74,16 @@ class Judge:
         Raises:
             UsageError: it cannot be judged.
         """
-        self._timed("map", self._map)
-        self._timed("sides", self._both_sides)
-        self._timed("load", self._loading)
-        explained = self._timed("outputs", lambda: self._values(loss=False))
-        self.judged.append("outputs")
-        if self.pair.train:
-            self._timed("statistics", self._statistics)
-        if explained and self.pair.torch_loss is not None:
-            explained = self._timed("loss", lambda: self._values(loss=True))
-            self.judged.append("loss")
-        if explained:
-            self._timed("gradients", self._gradients)
-        self._timed("tied", self._untied)
-        self._timed("updates", self._updates)
-        if not self.findings and not self.accepted:
-            self._timed("drawn", self._drawn)
-        if not self.findings:
-            self._timed("planted", self._plant)
-            self._timed("precision", self._precision)
-        if self._skipped:
-            late = f"{', '.join(self._skipped)} not judged: {SECONDS:.0f} s were over"
-            self.notes.append(late)
-            self.unjudged = self.unjudged or late
-
-    def _timed(self, what: str, act: Callable[[], Any]) -> Any:
-        """Judge a stage, if there is time left."""
-        if self._budget.late:
-            self._skipped.append(what)
-            return False
-        return act()
+        for stage in (
+            self._map, self._both_sides, self._loading, self._outputs, self._statistics, self._loss, self._gradients,
+            self._untied, self._updates, self._drawn, self._plant, self._precision,
+        ):  # fmt: skip
+            if self._budget.late:
+                late = f"not judged from {stage.__name__[1:]} on: {SECONDS:.0f} s were over"
+                self.notes.append(late)
+                self.unjudged = self.unjudged or late
+                return
+            stage()
 
     def _map(self) -> None:
         self.model = JaxModel(self.pair)
@@ -189,6 +168,15 @@ class Judge:
 
     # outputs and loss
 
+    def _outputs(self) -> None:
+        self._is_explained = self._values(loss=False)
+        self.judged.append("outputs")
+
+    def _loss(self) -> None:
+        if self._is_explained and self.pair.torch_loss is not None:
+            self._is_explained = self._values(loss=True)
+            self.judged.append("loss")
+
     def _values(self, *, loss: bool) -> bool:
         """Compare outputs, or the loss, at every point, and name the differences. Return whether all is explained."""
         return all(self._values_at(point, loss) for point in self.sides.points)
@@ -205,10 +193,7 @@ class Judge:
             is_drawn = point is not self.sides.given
             if off <= self.sides.bounds(point).outputs or (is_drawn and self._is_out_of_domain(run)):
                 return True
-            if self._budget.late:
-                self._skipped.append("what comes after")
-                return False
-            if not self._explain(point, loss, off):
+            if self._budget.late or not self._explain(point, loss, off):
                 return False
         return False
 
@@ -325,6 +310,8 @@ class Judge:
         return True
 
     def _statistics(self) -> None:
+        if not self.pair.train:
+            return
         program = self.sides.torch_program(self.sides.given)
         updated = [
             n for n, v in program.after.items() if is_statistic(n) and not np.array_equal(v, self.sides.state[n])
@@ -344,6 +331,8 @@ class Judge:
     # gradients and updates
 
     def _gradients(self) -> None:
+        if not self._is_explained:
+            return
         if self._opaque:
             self.notes.append("gradients were not compared: an unknown difference of values comes before")
             return
@@ -407,6 +396,8 @@ class Judge:
     # drawn inputs
 
     def _drawn(self) -> None:
+        if self.findings or self.accepted:
+            return
         base, shapes = self.sides.given, list[Any]()
         found = smallest_difference(
             base, lambda point: self._differs_at(point, shapes), self.pair.draw, self._options, self._budget
@@ -447,6 +438,8 @@ class Judge:
 
     def _precision(self) -> None:
         """Report what is computed in a lower precision; it changes no verdict."""
+        if self.findings:
+            return
         dtype = self._options.dtype
         try:
             for words, error, allowed, where in precision_findings(self.sides, dtype):
@@ -465,6 +458,8 @@ class Judge:
 
     def _plant(self) -> None:
         """Plant usual faults in the torch program, and say which of them was found by how much."""
+        if self.findings:
+            return
         program = self.sides.torch_program(self.sides.given)
         run = self.repairs.run(program)
         side, allowed = self.sides.jax_run(self.sides.given).outs, self.sides.bounds(self.sides.given).outputs

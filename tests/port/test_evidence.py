@@ -16,6 +16,7 @@ from gradcheck_suite.port.causes import CAUSES
 from gradcheck_suite.port.changes import Hypothesis, of_result
 from gradcheck_suite.port.compare import judge_function
 from gradcheck_suite.port.jax_program import JaxProgram
+from gradcheck_suite.port.judge import Judge
 from gradcheck_suite.port.matching import Matching, Side, only_moves
 from gradcheck_suite.port.mistakes import FORMULAS
 from gradcheck_suite.port.number_sets import Numbers, error
@@ -203,6 +204,13 @@ def test_a_slow_machine_names_what_a_fast_one_does(monkeypatch):
     clock = time.process_time
     monkeypatch.setattr(time, "process_time", lambda: 100 * clock())
     assert [f.cause for f in judge_function(lambda: rotary("base"), "pair").findings] == ["constant"]
+
+
+def test_a_judgement_that_the_clock_stops_says_what_was_not_judged(monkeypatch):
+    monkeypatch.setattr(Judge, "_loading", lambda judge: setattr(judge._budget, "until", 0.0))
+    result = judge_function(rotary, "pair")
+    assert (result.verdict, result.judged) == ("unjudged", ())
+    assert result.unjudged == "not judged from outputs on: 150 s were over"
 
 
 def test_a_search_that_has_tried_all_that_it_may_says_so(monkeypatch):

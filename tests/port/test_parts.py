@@ -94,6 +94,7 @@ def off_diagonal(out: Any, y: Any) -> Any:
         (lambda o, y: F.cross_entropy(o, y, label_smoothing=0.1), lambda o, y: entropy(o, y, smooth=0.1), None),
         (lambda o, y: F.cross_entropy(o, y, label_smoothing=0.1), entropy, "label-smoothing"),
         (of_pixels, lambda o, y: 1 + entropy(o, y, smooth=0.1), "label-smoothing"),
+        (lambda o, y: (o * (y >= 0)[:, None]).square().mean(), lambda o, y: (o**2).mean(), "missing-mask"),
         (off_diagonal, lambda o, y: jax.nn.logsumexp(o, 1).mean(), "missing-mask"),
         (lambda o, y: o.square().mean(), lambda o, y: (o**2).sum() / 6, "reduction"),
         (lambda o, y: F.huber_loss(o, 0 * o), lambda o, y: optax.huber_loss(o, delta=0.5).mean(), "loss-threshold"),
@@ -562,7 +563,7 @@ def test_a_number_that_is_wrong_in_one_row_and_right_in_another():
         return jax.nn.softmax(x @ x.swapaxes(1, 2), -1) @ x
 
     ids = np.array([[1, 2, 3, 0, 0], [0, 0, 4, 5, 1]])
-    is_one_finding(verdict(lambda: pair_of(Places(), apply, (ids,))), "forward", "", "missing-scale")
+    is_one_finding(verdict(lambda: pair_of(Places(), apply, (ids,))), "forward", "", "missing-mask")
 
 
 class Pooled(torch.nn.Linear):
