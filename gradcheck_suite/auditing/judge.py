@@ -19,7 +19,7 @@ import numpy as np
 from gradcheck_suite.auditing import weights as reading_weights
 from gradcheck_suite.auditing.events import BY_HAND, Event, Gap, PassRecord, StepRecord
 from gradcheck_suite.auditing.places import Loop, Place, lines_with
-from gradcheck_suite.auditing.replay import Replay, Source, StepWindow, near
+from gradcheck_suite.auditing.replay import Replay, Seen, Source, StepWindow, near
 from gradcheck_suite.auditing.samples import size
 from gradcheck_suite.auditing.sums import (
     IF_WANTED,
@@ -766,6 +766,13 @@ class Judge:
         named = [str(self._name_of(key)) for key in keys[:MOST_NAMES]]
         return ", ".join(named) + (f" and {len(keys) - MOST_NAMES} more" if len(keys) > MOST_NAMES else "")
 
+    def _is_of_steps(self, optimizer: int, seen: Seen) -> bool:
+        """Return whether the optimizer has stepped on passes of that place, or of its line in a loop as deep."""
+        used = {place for (one, place), (_, times, _) in self._places.items() if one == optimizer and times}
+        here, there = seen.records[0].loop, self._stepped_in.get(optimizer)
+        alike = here is not None and there is not None and len(here) == len(there)
+        return seen.site in used or (alike and str(seen.site) in map(str, used))
+
     def _tails(self) -> None:
         """Find what went backward after an optimizer's last step, stands in `.grad`, and is never stepped on."""
         for optimizer, before in self._replay.last.items():
@@ -781,7 +788,7 @@ class Judge:
                 and index in standing
                 and not seen.consumers
                 and seen.has(set(last.keys))
-                and self._places.get((optimizer, seen.site), [0, 0])[1]
+                and self._is_of_steps(optimizer, seen)
             }
             # as many as a window may be one that was discarded on purpose: nothing after it tells
             if left and len(left) != typical_k:

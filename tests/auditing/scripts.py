@@ -326,6 +326,15 @@ tags = torch.where(torch.arange(5)[:, None] < 5 - y, (x.T > 0).long(), -100)
 loss = F.cross_entropy(model[1](hidden).flatten(0, 1), tags.flatten(), reduction="sum")""",
 }
 UNFROZEN = {"windows": "*[4] * 12", "setup": "seen = 0"}
+HELPER = """
+data = iter(toy.batches(*[4] * 12))
+def back():
+    x, y = next(data)
+    F.cross_entropy(model(x), y).backward()
+def step():
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 ON_ZEROS = {"step": "optimizer.step()\noptimizer.zero_grad(set_to_none=False)", "tail": "optimizer.step()"}
 DISTILLED = {
     "setup": "teacher = toy.classifier()",
@@ -685,6 +694,13 @@ loss = first + second""",
         setup="data = toy.batches(*[4] * 11)",
         text=TWICE.replace("2):", "2):\n    optimizer.zero_grad()"),
     ),
+    # Fabric's trainer counts steps where it means micro-batches: another line calls the backward that leads to no step
+    "faulty_tail_of_a_helper": faulty(
+        "tail-dropped",
+        setup=HELPER,
+        text="for n in range(12):\n    if n < 3:\n        back()\n        step()\n    else:\n        back()",
+    ),
+    "sound_helper_after_the_loop": sound(setup=HELPER, text="for n in range(5):\n    back()\n    step()\nback()"),
     "faulty_tail_leaks": faulty(("tail-leak", "tail-dropped"), setup="data = toy.batches(*[4] * 11)", text=TWICE),
     "faulty_tied_parameter_reset": faulty(
         "reset-inside-window",
