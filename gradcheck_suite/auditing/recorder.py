@@ -742,8 +742,7 @@ class Recorder:
     @_guarded(SUMS)
     def _arrive_all(self, running: Running) -> None:
         if running.waiting:
-            # in the order in which they are read at the beginning of a pass, and so found where they were then
-            self._arrived(running.record, dict(sorted(running.waiting.items())))
+            self._arrived(running.record, running.waiting)
         running.waiting = None
         if self._shards:
             self._arrive_at_shards(running.record)
