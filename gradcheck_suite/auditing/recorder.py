@@ -131,7 +131,7 @@ class Engine(_engine_class):  # type: ignore[misc]
         """Run a pass; the arguments are those of torch's `_engine_run_backward`."""
         recorder = self.recorder
         # dynamo traces Python that runs while it compiles, and a window that is computed again is nobody's pass
-        if recorder is None or recorder.muted or torch.compiler.is_dynamo_compiling():
+        if recorder is None or recorder.is_silent or torch.compiler.is_dynamo_compiling():
             return super().run_backward(tensors, *args, **kwargs)
         inputs, accumulates = (args[3] if len(args) > 3 else ()), bool(kwargs.get("accumulate_grad", False))
         if not recorder.records:
@@ -384,6 +384,14 @@ class Recorder:
         self.last = None
         self._running.clear()
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing is recorded: a window is computed again, or threads train at once.
+
+        To read a gradient to which torch writes in another thread, without Python's lock, can end the process.
+        """
+        return self.muted or self.concurrent
+
     def is_off(self, instrument: str) -> bool:
         """Return whether an instrument is switched off by an error."""
         return PASSES in self.off or instrument in self.off
@@ -411,6 +419,8 @@ class Recorder:
         if outer is None:
             if task == -1:  # a hook runs in the thread of a device
                 self._note_thread()
+                if self.concurrent:
+                    return None
             # what a pass computes itself, as an adjoint does, would take ten times as long with stacks
             self._end_of_stacks()
             if accumulates or any(isinstance(p, torch.nn.Parameter) for p in inputs):
@@ -690,7 +700,7 @@ class Recorder:
 
     @_guarded(SUMS)
     def _accumulated(self, parameter: torch.Tensor, key: int) -> None:
-        if self.muted:
+        if self.is_silent:
             return
         running = self.running()
         if running is None:
@@ -731,7 +741,7 @@ class Recorder:
 
     def _let_go(self, _: Any) -> None:
         # called for each gradient, of which the first one tells
-        if self._reset is None and not self.muted and self._handles:
+        if self._reset is None and not self.is_silent and self._handles:
             self._note_reset()
 
     @_guarded(SUMS)
@@ -855,7 +865,7 @@ class Recorder:
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         stepping = _optimizers_on_the_stack()
         # a step of a subclass that calls the one of its base class is one step
-        if self.muted or sum(one is optimizer for one in stepping) > 1:
+        if self.is_silent or sum(one is optimizer for one in stepping) > 1:
             return None
         self.steps_seen += len(stepping) == 1
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
