@@ -159,23 +159,25 @@ for step in range(4):
 OF_FOUR = OWN.replace("K = 1", "K = 4")
 
 
-def _script(verdict: str, said: tuple[str, ...], finding: str, text: str, head: str = NET) -> tuple[Script, str]:
+def _script(
+    verdict: str, text: str, said: tuple[str, ...] = (), finding: str = "", head: str = NET
+) -> tuple[Script, str]:
     return Script(head + text, verdict, said), finding
 
 
 REPORTED = {
-    "sound_own_gradient": _script("holds", (), "adds a gradient of its own", OWN),
+    "sound_own_gradient": _script("holds", OWN, finding="adds a gradient of its own"),
     "sound_own_gradient_divided": _script(
-        "holds", (), "adds a gradient of its own", OF_FOUR.replace("torch.ones(())", "torch.ones(()) / K")
+        "holds", OF_FOUR.replace("torch.ones(())", "torch.ones(()) / K"), finding="adds a gradient of its own"
     ),
     "sound_own_gradient_of_a_divided_loss": _script(
-        "holds", (), "adds a gradient of its own", OF_FOUR.replace("h.square().mean()", "h.square().mean() / K")
+        "holds", OF_FOUR.replace("h.square().mean()", "h.square().mean() / K"), finding="adds a gradient of its own"
     ),
-    "faulty_own_gradient_undivided": _script("violated", ("wrong-scale",), "adds a gradient of its own", OF_FOUR),
+    "faulty_own_gradient_undivided": _script(
+        "violated", OF_FOUR, said=("wrong-scale",), finding="adds a gradient of its own"
+    ),
     "sound_shared_trunk_and_own_heads": _script(
         "holds",
-        (),
-        "put together again by the program",
         """\
 trunk, heads = nn.Sequential(nn.Linear(6, 8), nn.Tanh()), nn.ModuleList(nn.Linear(8, k) for k in (3, 2))
 params = [*trunk.parameters(), *heads.parameters()]
@@ -191,12 +193,11 @@ for step in range(6):
         p.grad = a if b is None else b if a is None else (a + b) / 2
     opt.step()
 """,
-        HEAD,
+        finding="put together again by the program",
+        head=HEAD,
     ),
     "sound_signs_that_agree": _script(
         "holds",
-        (),
-        "put together again by the program",
         """\
 model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
 opt = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -214,12 +215,11 @@ for step in range(6):
         p.grad = mask * g.mean(0)
     opt.step()
 """,
-        HEAD,
+        finding="put together again by the program",
+        head=HEAD,
     ),
     "sound_difference_of_two_results": _script(
         "holds",
-        (),
-        "",
         """\
 one, two, alpha = nn.Linear(6, 3), nn.Linear(6, 3), nn.Parameter(torch.zeros(2))
 ow = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)
@@ -236,12 +236,10 @@ for step in range(6):
     loss_of().backward()
     ow.step()
 """,
-        HEAD,
+        head=HEAD,
     ),
     "sound_gradient_equal_to_its_parameter": _script(
         "holds",
-        (),
-        "!moves with every micro-batch",
         """\
 w = nn.Parameter(torch.ones(20))
 opt = torch.optim.SGD([w], lr=0.1)
@@ -251,29 +249,30 @@ for step in range(4):
     opt.step()
     opt.zero_grad(set_to_none=False)
 """,
-        HEAD,
+        finding="!moves with every micro-batch",
+        head=HEAD,
     ),
-    "sound_handed_over_once": _script("holds", (), "", HANDED_OVER.replace("TO_NONE", "False")),
-    "faulty_handed_over_once": _script("violated", ("stale-window",), "", HANDED_OVER.replace("TO_NONE", "True")),
+    "sound_handed_over_once": _script("holds", HANDED_OVER.replace("TO_NONE", "False")),
+    "faulty_handed_over_once": _script("violated", HANDED_OVER.replace("TO_NONE", "True"), said=("stale-window",)),
     "sound_own_buffer": _script(
-        "holds", (), "!put together again", OWN_BUFFER + "    for p in net.parameters(): p.main_grad.zero_()\n"
+        "holds", OWN_BUFFER + "    for p in net.parameters(): p.main_grad.zero_()\n", finding="!put together again"
     ),
-    "faulty_own_buffer_never_zeroed": _script("violated", ("stale-window",), "", OWN_BUFFER),
+    "faulty_own_buffer_never_zeroed": _script("violated", OWN_BUFFER, said=("stale-window",)),
     "sound_scaled_by_hand": _script(
-        "holds", (), "!coefficient", SCALED_BY_HAND.replace("SCALE", "1024").replace("TAKEN", "1024")
+        "holds", SCALED_BY_HAND.replace("SCALE", "1024").replace("TAKEN", "1024"), finding="!coefficient"
     ),
     "faulty_scaled_and_not_unscaled_in_some_steps": _script(
-        "violated", ("wrong-scale",), "", SCALED_BY_HAND.replace("SCALE", "1024").replace("TAKEN", IN_SOME)
+        "violated", SCALED_BY_HAND.replace("SCALE", "1024").replace("TAKEN", IN_SOME), said=("wrong-scale",)
     ),
     "faulty_unscaled_and_not_scaled_in_some_steps": _script(
-        "violated", ("wrong-scale",), "", SCALED_BY_HAND.replace("SCALE", IN_SOME).replace("TAKEN", "1024")
+        "violated", SCALED_BY_HAND.replace("SCALE", IN_SOME).replace("TAKEN", "1024"), said=("wrong-scale",)
     ),
-    "faulty_masked_means_undivided": _script("violated", ("wrong-scale",), "", MASKED),
-    "unjudged_given_gradients": _script("unjudged", ("given a gradient whose elements differ",), "", CHUNKED, HEAD),
+    "faulty_masked_means_undivided": _script("violated", MASKED, said=("wrong-scale",)),
+    "unjudged_given_gradients": _script(
+        "unjudged", CHUNKED, said=("given a gradient whose elements differ",), head=HEAD
+    ),
     "faulty_micro_batch_tried_again": _script(
         "violated",
-        ("repeated-micro-batch",),
-        "",
         RETRIED
         + """\
 for step in range(6):
@@ -285,11 +284,10 @@ for step in range(6):
     opt.step()
     opt.zero_grad()
 """,
+        said=("repeated-micro-batch",),
     ),
     "sound_window_tried_again": _script(
         "holds",
-        (),
-        "a window was begun anew after an exception",
         RETRIED
         + """\
 for step in range(6):
@@ -303,11 +301,10 @@ for step in range(6):
             pass
     opt.step()
 """,
+        finding="a window was begun anew after an exception",
     ),
     "unjudged_optimizer_of_copies": _script(
         "unjudged",
-        ("4 calls of backward were seen, and no parameter",),
-        "",
         """\
 import copy
 model = torch.nn.Linear(3, 1)
@@ -317,12 +314,11 @@ for step in range(4):
     optimizer.step()
     optimizer.zero_grad()
 """,
-        HEAD,
+        said=("4 calls of backward were seen, and no parameter",),
+        head=HEAD,
     ),
     "unjudged_all_frozen": _script(
         "unjudged",
-        ("every parameter of the optimizer is frozen",),
-        "",
         """\
 for p in net.parameters(): p.requires_grad_(False)
 for step in range(4):
@@ -330,22 +326,20 @@ for step in range(4):
     if loss.requires_grad: loss.backward()
     opt.step()
 """,
+        said=("every parameter of the optimizer is frozen",),
     ),
     "unjudged_never_stepped": _script(
         "unjudged",
-        ("that was made is never called",),
-        "",
         """\
 for step in range(4):
     loss_of().backward()
     with torch.no_grad():
         for p in net.parameters(): p -= 0.1 * p.grad; p.grad = None
 """,
+        said=("that was made is never called",),
     ),
     "sound_frozen_later": _script(
         "holds",
-        (),
-        "3 of 8 steps not judged (5, 6, 7): every parameter",
         """\
 for step in range(8):
     if step == 5: net.requires_grad_(False)
@@ -354,11 +348,10 @@ for step in range(8):
     opt.step()
     opt.zero_grad()
 """,
+        finding="3 of 8 steps not judged (5, 6, 7): every parameter",
     ),
     "finding_detached_body": _script(
         "holds",
-        (),
-        "2 of 4 parameters of the optimizer got no gradient",
         """\
 body, head = nn.Linear(3, 3), nn.Linear(3, 1)
 optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
@@ -367,12 +360,11 @@ for step in range(4):
     optimizer.step()
     optimizer.zero_grad()
 """,
-        HEAD,
+        finding="2 of 4 parameters of the optimizer got no gradient",
+        head=HEAD,
     ),
     "finding_listed_twice": _script(
         "holds",
-        (),
-        "lists 2.weight more than once",
         """\
 net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
 opt = torch.optim.SGD([*net.parameters(), net[2].weight], lr=0.1)
@@ -387,12 +379,11 @@ for step in range(6):
     opt.step()
     opt.zero_grad()
 """,
-        HEAD,
+        finding="lists 2.weight more than once",
+        head=HEAD,
     ),
     "finding_overlaid": _script(
         "holds",
-        (),
-        "over one memory",
         """\
 emb, head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
 head.weight = nn.Parameter(emb.weight.data)
@@ -403,12 +394,11 @@ for step in range(4):
     opt.step()
     opt.zero_grad()
 """,
-        HEAD,
+        finding="over one memory",
+        head=HEAD,
     ),
     "finding_schedule": _script(
         "holds",
-        (),
-        "a schedule of the learning rate moves",
         """\
 sched = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 50)
 
@@ -420,11 +410,10 @@ for step in range(6):
     opt.step()
     opt.zero_grad()
 """,
+        finding="a schedule of the learning rate moves",
     ),
     "finding_average": _script(
         "holds",
-        (),
-        "an average of the parameters moves",
         AVERAGED
         + """\
 for step in range(6):
@@ -435,11 +424,10 @@ for step in range(6):
     opt.step()
     opt.zero_grad()
 """,
+        finding="an average of the parameters moves",
     ),
     "sound_schedule_and_average": _script(
         "holds",
-        (),
-        "!moves",
         AVERAGED
         + """\
 for step in range(6):
@@ -451,11 +439,10 @@ for step in range(6):
     opt.zero_grad()
     update()
 """,
+        finding="!moves",
     ),
     "finding_clipped_scaled": _script(
         "holds",
-        (),
-        "scaler.unscale_(optimizer)",
         """\
 scaler = torch.amp.GradScaler('cpu', init_scale=1024.0)
 
@@ -467,11 +454,10 @@ for step in range(4):
     scaler.update()
     opt.zero_grad()
 """,
+        finding="scaler.unscale_(optimizer)",
     ),
     "sound_clipped_unscaled": _script(
         "holds",
-        (),
-        "!unscale_",
         """\
 scaler = torch.amp.GradScaler('cpu', init_scale=1024.0)
 
@@ -484,11 +470,10 @@ for step in range(4):
     scaler.update()
     opt.zero_grad()
 """,
+        finding="!unscale_",
     ),
     "faulty_skipped_and_reset": _script(
         "violated",
-        ("reset-inside-window",),
-        "",
         """\
 model = torch.nn.Linear(3, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -502,12 +487,11 @@ for i in range(12):
         optimizer.step()
         optimizer.zero_grad()
 """,
-        HEAD,
+        said=("reset-inside-window",),
+        head=HEAD,
     ),
     "sound_window_given_up": _script(
         "holds",
-        (),
-        "a window was given up before its end",
         """\
 model = torch.nn.Linear(3, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -522,12 +506,11 @@ for window in range(4):
         optimizer.step()
         optimizer.zero_grad()
 """,
-        HEAD,
+        finding="a window was given up before its end",
+        head=HEAD,
     ),
     "faulty_rest_counted_on": _script(
         "violated",
-        ("tail-dropped",),
-        "",
         """\
 step = 0
 for epoch in range(3):
@@ -539,11 +522,10 @@ for epoch in range(3):
             opt.step()
             opt.zero_grad()
 """,
+        said=("tail-dropped",),
     ),
     "finding_warm_up": _script(
         "holds",
-        (),
-        "before the first step and never again",
         """\
 def train_step(scale):
     (loss_of() / scale).backward()
@@ -554,11 +536,10 @@ for step in range(5):
     opt.step()
     opt.zero_grad()
 """,
+        finding="before the first step and never again",
     ),
     "faulty_count_and_k_beside_a_short_window": _script(
         "violated",
-        ("wrong-scale",),
-        "",
         """\
 for window in ((5,3,4,6),(2,3,4,7),(5,1,4)):
     items = sum(window)
@@ -567,11 +548,10 @@ for window in ((5,3,4,6),(2,3,4,7),(5,1,4)):
     opt.step()
     opt.zero_grad()
 """,
+        said=("wrong-scale",),
     ),
     "finding_always_removed": _script(
         "holds",
-        (),
-        "the gradient of 2.weight, 2.bias was taken away between backward and the step in 5 of 5 steps",
         """\
 for step in range(5):
     opt.zero_grad()
@@ -580,11 +560,10 @@ for step in range(5):
     torch._foreach_zero_([p.grad for p in net[2].parameters()])
     opt.step()
 """,
+        finding="the gradient of 2.weight, 2.bias was taken away between backward and the step in 5 of 5 steps",
     ),
     "faulty_zeroed_in_place": _script(
         "violated",
-        ("reset-inside-window",),
-        "",
         """\
 for step in range(4):
     opt.zero_grad(set_to_none=False)
@@ -595,11 +574,10 @@ for step in range(4):
                 p.grad.zero_()
     opt.step()
 """,
+        said=("reset-inside-window",),
     ),
     "faulty_clipped_inside": _script(
         "violated",
-        ("not-linear",),
-        "",
         """\
 def clip():
     nn.utils.clip_grad_value_(net.parameters(), 0.001)
@@ -610,11 +588,10 @@ for step in range(4):
     opt.step()
     opt.zero_grad()
 """,
+        said=("not-linear",),
     ),
     "faulty_zeroed_together": _script(
         "violated",
-        ("reset-inside-window",),
-        "",
         """\
 for step in range(4):
     for i in range(4):
@@ -624,11 +601,10 @@ for step in range(4):
     opt.step()
     opt.zero_grad(set_to_none=False)
 """,
+        said=("reset-inside-window",),
     ),
     "finding_called_with_other_tensors": _script(
         "holds",
-        (),
-        "the model is called with other tensors than its parameters at",
         """\
 for step in range(3):
     for _ in range(2):
@@ -638,11 +614,10 @@ for step in range(3):
     opt.step()
     opt.zero_grad()
 """,
+        finding="the model is called with other tensors than its parameters at",
     ),
     "faulty_most_parameters_reset": _script(
         "violated",
-        ("reset-inside-window",),
-        "",
         """\
 for step in range(4):
     for i in range(3):
@@ -654,11 +629,10 @@ for step in range(4):
     opt.step()
     opt.zero_grad()
 """,
+        said=("reset-inside-window",),
     ),
     "sound_curvature_last": _script(
         "holds",
-        (),
-        "",
         """\
 for step in range(7):
     if step % 3 == 0:
@@ -673,8 +647,6 @@ loss_of(6).backward()
     ),
     "sound_called_by_a_method": _script(
         "holds",
-        (),
-        "1 parameter had no part in a window computed again (used at",
         """\
 class Net(nn.Module):
     def __init__(self):
@@ -695,16 +667,15 @@ for step in range(4):
     opt.step()
     opt.zero_grad()
 """,
-        HEAD,
+        finding="1 parameter had no part in a window computed again (used at",
+        head=HEAD,
     ),
-    "sound_begun_anew_by_less": _script("holds", (), "a window was begun anew (`.grad` was reset at", BEGUN_ANEW),
+    "sound_begun_anew_by_less": _script("holds", BEGUN_ANEW, finding="a window was begun anew (`.grad` was reset at"),
     "faulty_begun_anew_by_less": _script(
-        "violated", ("repeated-micro-batch",), "", BEGUN_ANEW.replace("opt.zero_grad()  # anew", "pass")
+        "violated", BEGUN_ANEW.replace("opt.zero_grad()  # anew", "pass"), said=("repeated-micro-batch",)
     ),
     "faulty_tails_of_a_while_loop": _script(
         "violated",
-        ("reset-inside-window", "tail-dropped"),
-        "",
         """\
 epoch = 0
 while epoch < 3:
@@ -716,17 +687,16 @@ while epoch < 3:
             opt.zero_grad()
     epoch += 1
 """,
+        said=("reset-inside-window", "tail-dropped"),
     ),
     "finding_penalty_not_divided": _script(
-        "holds", (), "no division of this term (Sum(parameter)) by the number", PENALTY.replace("norm", "sum")
+        "holds", PENALTY.replace("norm", "sum"), finding="no division of this term (Sum(parameter)) by the number"
     ),
     "sound_penalty_divided": _script(
-        "holds", (), "!no division of this term", PENALTY.replace("/ 4 + 0.1 * penalty", "/ 4 + 0.1 * penalty / 4")
+        "holds", PENALTY.replace("/ 4 + 0.1 * penalty", "/ 4 + 0.1 * penalty / 4"), finding="!no division of this term"
     ),
     "faulty_means_beside_a_sum": _script(
         "violated",
-        ("mean-of-means",),
-        "",
         """\
 for window in ((5, 3, 4, 6), (2, 3, 4, 7), (5, 1, 4)):
     for n in window:
@@ -737,11 +707,10 @@ for window in ((5, 3, 4, 6), (2, 3, 4, 7), (5, 1, 4)):
     opt.step()
     opt.zero_grad()
 """,
+        said=("mean-of-means",),
     ),
     "sound_average_between_two_optimizers": _script(
         "holds",
-        (),
-        "!an average of the parameters",
         AVERAGED
         + """\
 policy = nn.Linear(5, 5)
@@ -755,6 +724,7 @@ for step in range(6):
     policy_opt.step()
     update()
 """,
+        finding="!an average of the parameters",
     ),
 }
 """Name -> a script, and what a finding of its audit says, or must not say where it begins with `!`."""
