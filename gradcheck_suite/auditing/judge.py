@@ -771,7 +771,9 @@ class Judge:
         used = {place for (one, place), (_, times, _) in self._places.items() if one == optimizer and times}
         here, there = seen.records[0].loop, self._stepped_in.get(optimizer)
         alike = here is not None and there is not None and len(here) == len(there)
-        return seen.site in used or (alike and str(seen.site) in map(str, used))
+        # of a place that windows have seen, it is known whether they step on it
+        is_new = (optimizer, seen.site) not in self._places
+        return seen.site in used or (is_new and alike and str(seen.site) in map(str, used))
 
     def _tails(self) -> None:
         """Find what went backward after an optimizer's last step, stands in `.grad`, and is never stepped on."""

@@ -699,6 +699,9 @@ loss = first + second""",
         setup=HELPER,
         text="for n in range(12):\n    if n < 3:\n        back()\n        step()\n    else:\n        back()",
     ),
+    "sound_helper_to_look_at": sound(
+        setup=HELPER, text="for n in range(5):\n    optimizer.zero_grad()\n    back()\n    step()\n    back()"
+    ),
     "sound_helper_after_the_loop": sound(setup=HELPER, text="for n in range(5):\n    back()\n    step()\nback()"),
     "faulty_tail_leaks": faulty(("tail-leak", "tail-dropped"), setup="data = toy.batches(*[4] * 11)", text=TWICE),
     "faulty_tied_parameter_reset": faulty(
