@@ -90,7 +90,7 @@ def test_the_commands_of_the_workflow_run_in_an_empty_folder(folder):
     Path("gradcheck-suite").write_text(called)
     Path("gradcheck-suite").chmod(0o755)
     (install, *commands) = re.findall(r"- run: (.*)", text)
-    assert install == "pip install gradcheck-suite"
+    assert install.partition("  #")[0] == "pip install gradcheck-suite"
     assert len(commands) == 3
     paths = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     for command in commands:
