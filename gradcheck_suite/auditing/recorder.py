@@ -696,7 +696,7 @@ class Recorder:
         if given:
             touched = samples.Together().taken([*given.values()], whole=self._full())
             self._before |= {key: (TOUCHED, now) for key, (now, _) in zip(given, touched, strict=True)}
-        self._unseen -= {key for key, (before, _) in self._before.items() if before == NONE}
+        self._unseen = {key for key in self._unseen if self._before.get(key, (TOUCHED,))[0] != NONE}
 
     @_guarded(SUMS)
     def _accumulated(self, parameter: torch.Tensor, key: int) -> None:

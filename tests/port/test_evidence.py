@@ -21,7 +21,7 @@ from gradcheck_suite.port.matching import Matching, Side, only_moves
 from gradcheck_suite.port.mistakes import FORMULAS
 from gradcheck_suite.port.number_sets import Numbers, error
 from gradcheck_suite.port.search import Repairs, Search, Witness, in_every_layer
-from gradcheck_suite.port.torch_program import Ref, TorchProgram
+from gradcheck_suite.port.torch_program import Ref, TorchProgram, TorchRun
 from gradcheck_suite.port.updates import _FORMS, _VALUES
 from tests.port.pairs import rotary
 
@@ -153,14 +153,19 @@ class Gained(nn.Module):
         return self.map(x) * self.gain.exp()
 
 
-@pytest.mark.parametrize("explains", [False, True])
-def test_one_number_explains_nothing_where_the_outputs_still_differ(explains):
-    """The port may have the number from another layer."""
+def gained() -> tuple[TorchProgram, TorchRun, int, torch.Tensor]:
+    """Return a program and its run, the index of the number in it, and what the number multiplies."""
     torch.manual_seed(0)
     program = TorchProgram(Gained(), (X,), (), {}, lambda out: (out, out.sum()))
     run = Repairs().run(program)
-    index = next(i for i, c in enumerate(program.calls) if c.name == "exp")
-    before = run.seen[next(i for i, c in enumerate(program.calls) if c.name == "addmm")][0]
+    names = [call.name for call in program.calls]
+    return program, run, names.index("exp"), run.seen[names.index("addmm")][0]
+
+
+@pytest.mark.parametrize("explains", [False, True])
+def test_one_number_explains_nothing_where_the_outputs_still_differ(explains):
+    """The port may have the number from another layer."""
+    program, run, index, before = gained()
     out = before * 0.7123 if explains else before.cos()
     values = [X, before.numpy(), np.array([0.7123]), out.numpy()]
     matching = Matching(program, run, Side(values, [None] * 4, [out.numpy()], float(out.sum())))
@@ -178,11 +183,7 @@ def test_one_number_explains_nothing_where_the_outputs_still_differ(explains):
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_search_that_the_clock_stops_names_nothing(stopped):
     """What explains most depends on what was tried until then."""
-    torch.manual_seed(0)
-    program = TorchProgram(Gained(), (X,), (), {}, lambda out: (out, out.sum()))
-    run = Repairs().run(program)
-    index = next(i for i, c in enumerate(program.calls) if c.name == "exp")
-    before = run.seen[next(i for i, c in enumerate(program.calls) if c.name == "addmm")][0]
+    program, run, index, before = gained()
     middle = before * 0.7123
     values = [X, before.numpy(), np.array([0.7123]), middle.numpy(), middle.numpy() + 1]
     matching = Matching(program, run, Side(values, [None] * 5, [values[-1]], float(values[-1].sum())))
