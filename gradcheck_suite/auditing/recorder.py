@@ -717,7 +717,8 @@ class Recorder:
 
     def _arrived(self, record: PassRecord, parameters: Mapping[int, torch.Tensor]) -> None:
         """Note what has arrived at some parameters."""
-        given = {key: gradient for key, p in parameters.items() if (gradient := p.grad) is not None}
+        # in the order in which all other looks at them are, so that their places are found once
+        given = {key: gradient for key, p in sorted(parameters.items()) if (gradient := p.grad) is not None}
         if not self._sums:
             record.arrivals |= {key: Arrival(NONE, None, samples.NOTHING) for key in given}
             return
