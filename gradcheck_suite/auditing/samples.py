@@ -78,7 +78,7 @@ def _projected(array: npt.NDArray[Any]) -> Vector:
     columns[: len(rest)] += rest
     # small gradients are many: a tile that has no other element is not read to its end
     used = TILE if whole else len(rest)
-    return (columns[:used] * _SIGNS[:, :used]).sum(1)
+    return np.einsum("ij,j->i", _SIGNS[:, :used], columns[:used])
 
 
 def _projected_on_device(flat: torch.Tensor) -> torch.Tensor:
