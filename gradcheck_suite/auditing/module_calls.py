@@ -46,7 +46,6 @@ class ModuleCall:
         trained: whether each parameter required a gradient.
         autocast: device type, dtype, and whether autocast was on.
         point: fingerprint of the module's parameters.
-        compiled: whether the module is compiled.
         lent: where it was called with other tensors than its parameters, as by `functional_call`; else empty.
         outputs: a sample of each output tensor through which a gradient may come.
         scalars: which outputs have no dimension.
@@ -62,7 +61,6 @@ class ModuleCall:
     trained: tuple[bool, ...]
     autocast: tuple[str, torch.dtype, bool]
     point: tuple[Any, ...]
-    compiled: bool = False
     lent: str = ""
     outputs: list[Raw] = field(default_factory=list)
     scalars: list[bool] = field(default_factory=list)
@@ -203,7 +201,6 @@ class ModuleCalls:
             trained=trained,
             autocast=autocast,
             point=point,
-            compiled=hasattr(module, "_orig_mod"),
             lent=here().line if any(not p.is_leaf for p in module.parameters()) else "",
         )
         seen = set[int]()
@@ -245,10 +242,6 @@ def differentiable(output: Any) -> list[torch.Tensor]:
 Gradients = dict[int, torch.Tensor]
 """The id of a parameter -> a gradient."""
 
-SCALE = 8.0
-"""A power of two, by which the gradients of outputs are multiplied and what follows is divided. A backward pass that is
-linear gives the same bits."""
-
 
 @dataclass(frozen=True)
 class How:
@@ -257,7 +250,8 @@ class How:
     Attributes:
         modes: `training` of each submodule, in place of the recorded ones.
         hooks: whether the backward hooks of modules run.
-        scale: by which the gradients of outputs are multiplied.
+        scale: by which the gradients of outputs are multiplied and what follows is divided: a power of two, with which
+            a backward pass that is linear gives the same bits.
         seed: of a relative change of each parameter and input by one unit roundoff; None for no change.
         received: whether the gradients that are given are all that the outputs receive, what comes from other outputs
             included.
@@ -266,7 +260,7 @@ class How:
 
     modes: tuple[bool, ...] | None = None
     hooks: bool = False
-    scale: float = SCALE
+    scale: float = 8.0
     seed: int | None = None
     received: bool = False
     own: bool = False
@@ -396,6 +390,18 @@ def quiet() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _eagerly() -> Iterator[None]:
+    """Compile nothing, and use nothing that is: with other parameters, Dynamo would compile the model once more."""
+    dynamo: Any = torch._C._dynamo.eval_frame
+    before = dynamo.set_eval_frame(None)  # a step in a compiled function, where no stance can be set
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        dynamo.set_eval_frame(before)
+
+
 def replay(forward: ModuleCall, arguments: list[Any], cotangents: dict[int, torch.Tensor], how: How) -> Replayed:
     """Compute a call again, and the gradients of the parameters.
 
@@ -457,7 +463,7 @@ def replay(forward: ModuleCall, arguments: list[Any], cotangents: dict[int, torc
     handle = register_module_forward_hook(lambda part, _, output: seen.append(output) if part is module else None)
     hooks = contextlib.nullcontext() if how.hooks else _without_hooks(module)
     try:
-        with unchanged(module), hooks, quiet(), torch.enable_grad(), _replaced(module, replacing):
+        with unchanged(module), hooks, quiet(), torch.enable_grad(), _replaced(module, replacing), _eagerly():
             compute()
     finally:
         handle.remove()

@@ -51,7 +51,6 @@ UNSEEN = (
 )
 MOST_LINES = 3
 """Lines that a sentence names."""
-FULL_PRECISION = ("float32", "float64")
 
 
 class InputsChanged(NotRecomputed):
@@ -84,7 +83,7 @@ def parts_of(passes: Sequence[Running], weights: Sequence[float], unseen: str = 
         unseen: why a call may not be recorded.
 
     Raises:
-        NotRecomputed: no call was recorded in some pass, a module is compiled, or an input was changed in place.
+        NotRecomputed: no call was recorded in some pass, or an input was changed in place.
     """
     parts = []
     for index, (one, weight) in enumerate(zip(passes, weights, strict=True)):
@@ -93,8 +92,6 @@ def parts_of(passes: Sequence[Running], weights: Sequence[float], unseen: str = 
         for forward, received in one.forwards.items():
             if forward.lent:
                 raise NotRecomputed(f"the model is called with other tensors than its parameters at {forward.lent}")
-            if forward.compiled:
-                raise NotRecomputed("the model is compiled")
             if forward.changed:
                 raise InputsChanged("an input of the model was changed in place before the step")
             parts.append(Part(forward, dict(received), index, weight))
@@ -226,7 +223,7 @@ def _fits(column: Sequence[torch.Tensor], rows: Sequence[int]) -> bool:
 
 def _low_precision(parts: Sequence[Part]) -> bool:
     low = any(p.forward.autocast[2] for p in parts)
-    return low or any(dtype_of(g) not in FULL_PRECISION for p in parts for g in p.cotangents.values())
+    return low or any(dtype_of(g) not in ("float32", "float64") for p in parts for g in p.cotangents.values())
 
 
 def in_one_batch(parts: Sequence[Part]) -> Total | None:
@@ -239,12 +236,8 @@ def in_one_batch(parts: Sequence[Part]) -> Total | None:
         return None
     arguments, cotangents, rows = concatenated
     first = parts[0].forward
-
-    def computed(seed: int | None) -> Replayed:
-        return replay(first, arguments, cotangents, How(seed=seed))
-
     try:
-        found = computed(None)
+        found = replay(first, arguments, cotangents, How())
     except Exception:
         return None  # the model takes no batch of this size
     if found.random or not _same_outputs(parts, found, rows):
@@ -453,10 +446,6 @@ def _computed(asked: Asked, parts: Sequence[Part], how: How) -> tuple[Difference
     return compare(asked.observed, total, asked.factor, lambda seed: each(seed)[0]), total, replayed
 
 
-def _recomputed_call(part: Part, seed: int | None = None) -> Replayed:
-    return replay(part.forward, part.forward.arguments, part.cotangents, How(seed=seed))
-
-
 def _common_modes(parts: Sequence[Part], passes: Sequence[Running]) -> dict[Part, tuple[bool, ...]]:
     """Return the parts that ran in another mode than the same call of most passes, with the mode of those."""
     by_pass: dict[tuple[Any, int], list[Part]] = {}
@@ -519,7 +508,10 @@ def _expect_reproduced(parts: Sequence[Part], replayed: Sequence[Replayed]) -> N
     if lost and any(part.forward.point != point_of(part.forward.module) for part in parts):
         raise NotRecomputed("parameters were written between the window's calls of the model and the step")
     if lost:
-        raise NotRecomputed("the model gives other outputs when it is called again: it has a state of its own")
+        raise NotRecomputed(
+            "the model gives other outputs when it is called again: it has a state of its own, or is compiled, which "
+            "draws other random numbers than eager code"
+        )
 
 
 def _judge_backward(asked: Asked, received: Sequence[Part], result: Recomputed) -> None:
@@ -533,7 +525,9 @@ def _judge_backward(asked: Asked, received: Sequence[Part], result: Recomputed) 
     difference, _, _ = _computed(asked, parts, How())
     exact, _, replayed = _computed(asked, parts, How(hooks=True, scale=1.0))
     if exact.worst is not None:
-        raise NotRecomputed("parameters get gradients from outside of the recorded calls of modules")
+        raise NotRecomputed(
+            "parameters get gradients from outside of the recorded calls of modules, or compiled ones round otherwise"
+        )
     scaled, _, _ = _computed(asked, parts, How(hooks=True))
     names = ", ".join(hooked[:3])
     if scaled.worst is None:
@@ -603,7 +597,8 @@ def _judge_functions(asked: Asked, parts: Sequence[Part], kinds: Set[type], resu
     with first_calls(new.keys()) as calls:
         for part in parts:
             if any({kind, made}.isdisjoint(calls) for kind, made in new.items()):
-                _recomputed_call(part, 0)  # a number that a forward computes is another one then
+                # a number that a forward computes is another one then
+                replay(part.forward, part.forward.arguments, part.cotangents, How(seed=0))
     missed = {made: kind for kind, made in new.items() if {kind, made}.isdisjoint(calls)}
     # a class that is made anew each time may hold tensors: its statement is known in its place
     asked.known.update(calls, missed)

@@ -20,6 +20,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -160,31 +161,29 @@ def expect_supported() -> None:
     leaf.register_hook(lambda gradient: None)
     loss = torch.nn.functional.nll_loss(torch.cat([leaf * 1]), torch.tensor([0])).grad_fn
     node: Any = loss.next_functions[0][0] if loss is not None else None
-    saved = "_raw_saved_target", "_saved_target", "_saved_total_weight", "_saved_reduction", "_saved_ignore_index"
-    needed: dict[str, tuple[Any, tuple[str, ...]]] = {
-        "torch.autograd.Variable": (torch.autograd.Variable, ("_execution_engine",)),
-        "torch._C": (torch._C, ("_current_graph_task_id",)),
-        "torch._C._functorch": (torch._C._functorch, ("is_functorch_wrapped_tensor", "peek_interpreter_stack")),
-        "torch.compiler": (torch.compiler, ("is_dynamo_compiling", "set_stance")),
-        "Node": (node, ("_input_metadata", "_saved_dim", "metadata", "register_prehook", "next_functions")),
-        "NllLossBackward0": (loss, saved),
-        "Tensor": (leaf, ("_backward_hooks", "_post_accumulate_grad_hooks", "_version")),
-        "torch.nn.modules.module": (
-            torch.nn.modules.module,
-            ("_has_any_global_hook", "_global_forward_hooks_with_kwargs"),
-        ),
-        "Module": (torch.nn.Identity(), ("_forward_hooks", "_forward_pre_hooks")),
-        "torch._C._dynamo.eval_frame": (
-            torch._C._dynamo.eval_frame,
-            ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction"),
-        ),
-    }
-    for name, (holder, attributes) in needed.items():
-        if lacking := [attribute for attribute in attributes if not hasattr(holder, attribute)]:
+    holders = {"torch": torch, "Node": node, "NllLossBackward0": loss, "Tensor": leaf, "Module": torch.nn.Identity()}
+    for name in NEEDED.split():
+        holder, _, attribute = name.partition(".")
+        try:
+            attrgetter(attribute)(holders[holder])
+        except AttributeError:
             raise CannotRunHere(
-                f"audit: torch {torch.__version__} has no {name}.{lacking[0]}: "
-                "the audit runs with torch 2.9.1 to 2.13.0"
-            )
+                f"audit: torch {torch.__version__} has no {name}: the audit runs with torch 2.9.1 to 2.13.0"
+            ) from None
+
+
+NEEDED = """
+torch.autograd.Variable._execution_engine torch._C._current_graph_task_id torch.compiler.is_dynamo_compiling
+torch._C._functorch.is_functorch_wrapped_tensor torch._C._functorch.peek_interpreter_stack torch.compiler.set_stance
+torch._C._dynamo.eval_frame.set_code_exec_strategy torch._C._dynamo.eval_frame._FrameExecStrategy
+torch._C._dynamo.eval_frame._FrameAction torch._C._dynamo.eval_frame.set_eval_frame
+torch.nn.modules.module._has_any_global_hook torch.nn.modules.module._global_forward_hooks_with_kwargs
+Node._input_metadata Node._saved_dim Node.metadata Node.register_prehook Node.next_functions
+NllLossBackward0._raw_saved_target NllLossBackward0._saved_target NllLossBackward0._saved_total_weight
+NllLossBackward0._saved_reduction NllLossBackward0._saved_ignore_index Module._forward_hooks Module._forward_pre_hooks
+Tensor._backward_hooks Tensor._post_accumulate_grad_hooks Tensor._version
+"""
+"""What torch does not document."""
 
 
 @dataclass

@@ -417,15 +417,6 @@ with torch.no_grad():
         setup="from torch.utils.checkpoint import checkpoint",
         text=CHECKPOINTED.replace("*[4] * 8", "4, 2, 7, 1"),
     ),
-    "faulty_compiled_loss": faulty(
-        "stale-window",
-        setup='c = torch.compile(lambda x, y: F.cross_entropy(model(x), y), backend="aot_eager")',
-        text="""
-for window in toy.windows(*[4] * 12):
-    for i, (x, y) in enumerate(window):
-        (c(x, y) / 4).backward()
-    optimizer.step()""",
-    ),
     "faulty_compiled_model": faulty(
         "mean-of-means",
         "4, 2, 7, 1, 3, 3, 2, 6",

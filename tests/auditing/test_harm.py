@@ -536,6 +536,24 @@ def test_dynamo_does_not_compile_an_audit_below_a_compiled_function(capfd):
     assert "recompile_limit" not in capfd.readouterr().err
 
 
+def test_a_window_that_is_computed_again_compiles_nothing_also_where_it_raises():
+    torch.compiler.reset()  # other tests may have used up the limit of compilations
+    compiled, steps, inner = [], [], torch.nn.Linear(4, 2)
+    weight, optimizer = inner.weight, torch.optim.SGD(inner.parameters(), lr=0.1)
+    model = torch.nn.Sequential(torch.compile(inner, backend=lambda graph, _: compiled.append(graph) or graph))
+    # raises in the first window
+    model.register_forward_pre_hook(lambda *_: None if steps or inner.weight is weight else steps[0])
+    with gradcheck_suite.audit() as audit:
+        for _ in range(3):
+            for _ in range(2):
+                (model(torch.randn(8, 4)).square().mean() / 2).backward()
+            optimizer.step()
+            steps.append(optimizer.zero_grad())
+        assert len(compiled) == 1
+        model(torch.randn(8, 4, requires_grad=True))  # the program compiles as before
+    assert (audit.result.again, len(compiled)) == ({"in one batch": 2}, 2), audit.result
+
+
 class _Frozen(collections.OrderedDict):
     """A dict that refuses to be written to, as the configuration of a diffusers model does."""
 

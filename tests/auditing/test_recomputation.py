@@ -26,14 +26,13 @@ HOW = {
     "sound_shared_module": {"in one batch": 1},
     "sound_sparse_alone": {"micro-batch by micro-batch": 1},
     "sound_averaged_weights_swapped_back": {"in one batch": 1},
-    "sound_compiled_model": {},
+    "sound_compiled_model": {"in one batch": 1},
     "sound_sharpness_aware": {},
     "sound_tied_and_frozen": {},
 }
 """Script -> how its windows are computed again, and how many."""
 REASONS = {
     "sound_inputs_in_one_buffer": "changed in place",
-    "sound_compiled_model": "the model is compiled",
     "sound_sharpness_aware": "parameters were written",
     "sound_tied_and_frozen": "outside of the recorded calls",
 }
