@@ -76,11 +76,6 @@ class Given:
         found: torch.Tensor = next(v for v in self.values.values() if isinstance(v, torch.Tensor))
         return found
 
-    @property
-    def second(self) -> Any:
-        """The second argument."""
-        return self._args[1]
-
     def out(self, /, **others: Any) -> Any:
         """Return the first result, with other values for some arguments."""
         return self.every(**others)[0]

@@ -38,6 +38,12 @@ def _is_symmetric(value: Array) -> bool:
     return bool(square and np.array_equal(value, value.swapaxes(-1, -2)))
 
 
+def _is_one_sided(rows: Array) -> bool:
+    """Return whether all rows of a mask are padded at their ends, or all at their starts."""
+    steps = np.diff(rows.astype(int), axis=1)
+    return bool((steps <= 0).all() or (steps >= 0).all())
+
+
 def _mask(value: Array, rng: np.random.Generator) -> Array:
     """Return another mask: of rows that are padded on one side, on that side, with at least one element as before."""
     flat = value.reshape(-1, value.shape[-1]) if value.ndim else value.reshape(1, 1)
@@ -45,8 +51,8 @@ def _mask(value: Array, rng: np.random.Generator) -> Array:
     n = rows.shape[1]
     if n > 1 and (rows.sum(1) == 1).all() and value.dtype.kind != "b":
         return np.stack([rng.permutation(row) for row in flat]).reshape(value.shape)  # one-hot
-    steps = np.diff(rows, axis=1)
-    if value.ndim >= 2 and n > 1 and ((steps <= 0).all() or (steps >= 0).all()):
+    if value.ndim >= 2 and n > 1 and _is_one_sided(rows):
+        steps = np.diff(rows, axis=1)
         falls = bool((steps <= 0).all()) and bool((steps < 0).any() or (rows != 0).all())
         low, high = int(rows.sum(1).min()), int(rows.sum(1).max())
         # no row is masked as a whole, or not at all, where none of the given ones is
@@ -88,9 +94,11 @@ def _whole_numbers(old: Array, rng: np.random.Generator, kind: str) -> Array:
     low, high = old.min(), old.max()
     if low < 0:
         return rng.choice(old.reshape(-1), old.shape)
-    if kind == "ends":
-        return rng.choice(np.array([low, high], old.dtype), old.shape)
-    return rng.integers(int(low), int(high) + 1, old.shape).astype(old.dtype)
+    kept = old != low
+    is_padded = old.ndim > 1 and bool(kept.any()) and _is_one_sided(kept.reshape(rows.shape))
+    least = int(low) + is_padded  # ids that are padded with the smallest one stay so, at the same end
+    new = rng.choice([least, int(high)], old.shape) if kind == "ends" else rng.integers(least, int(high) + 1, old.shape)
+    return (np.where(_mask(kept, rng), new, low) if is_padded else new).astype(old.dtype)
 
 
 def _real_numbers(old: Array, rng: np.random.Generator, kind: str) -> Array:

@@ -417,6 +417,12 @@ class JaxProgram:
             gradients[self._numbers[k]] = slope
         return JaxRun(rest[: self.outs], rest[self.outs :], float(total), gradients)
 
+    def ends(self, leaves: Any, inputs: Any, targets: Any) -> tuple[list[Array], float]:
+        """Return the outputs and the loss."""
+        given = self._arguments(leaves, inputs, targets)
+        outs = self._call("ends", lambda a: self._evaluate(a, custom=False)[0], given)
+        return outs[: self.outs], float(outs[-1])
+
     def forward(self, leaves: Any, inputs: Any, targets: Any) -> tuple[list[Array], float, list[Result]]:
         """Return the outputs, the loss, and the results of all equations."""
         arguments = self._arguments(leaves, inputs, targets)

@@ -86,7 +86,7 @@ def _norm(
 ) -> Any:
     """Return the result of a norm of another form; `groups` and `apart` are of group norm, `running` of batch norm."""
     x, eps = a.first, a.values.get("eps") or torch.finfo(torch.float64).eps
-    if "group" in a.values:
+    if groups or "group" in a.values:
         n, inside = groups or a.group, x.shape[1] // (groups or a.group)
         parts = x.unflatten(1, (inside, n)).transpose(1, 2).flatten(1, 2) if apart else x
         parts = plain_norm(parts.reshape(len(x), n, -1), (2,), eps, **how).reshape(x.shape)
@@ -187,6 +187,24 @@ def _pooled(a: Given, low: int, kind: str) -> Any:
     if kind.startswith("maximum"):
         return parts.amax(over)
     return parts.sum(over) / (math.prod(kernel) if kind == "average" else inside.sum(over))
+
+
+BINS: dict[str, Callable[[int, int, int], tuple[int, int]]] = {
+    "without overlap": lambda n, k, i: (i * n // k, (i + 1) * n // k),
+    "without overlap, the larger ones first": lambda n, k, i: (
+        i * (n // k) + min(i, n % k), (i + 1) * (n // k) + min(i + 1, n % k)),
+    "of one size and stride": lambda n, k, i: (i * (n // k), n - (k - 1 - i) * (n // k)),
+}  # fmt: skip
+"""Window i of k over n elements, its start and its end, as people pool to a given size."""
+
+
+def _binned(a: Given, kind: str) -> Any:
+    """Return an adaptive pooling with other windows."""
+    x, reduced = a.first, torch.mean if "avg" in a.call.name else torch.amax
+    for axis, k in enumerate(a.out().shape[2:], 2):
+        spans = [BINS[kind](x.shape[axis], k, i) for i in range(k)]
+        x = torch.stack([reduced(x.narrow(axis, low, high - low), axis) for low, high in spans], axis)
+    return x
 
 
 def _resized(a: Given, mode: str) -> Any:
@@ -334,14 +352,6 @@ def smoothed(logp: Any, target: Any, eps: float, *, others: bool, weight: Any, i
     return (item * counted).sum() / counted.sum()
 
 
-def _sizes(a: Given, out: Any) -> list[int]:
-    shape = a.first.shape
-    found = {*shape, a.first.numel(), *(shape[0] * s for s in shape[1:])} if shape else {1}
-    if isinstance(target := a.values.get("target"), torch.Tensor):
-        found.add(target.numel())
-    return sorted(s for s in found if s > 1)
-
-
 # Masks.
 
 
@@ -370,12 +380,6 @@ def _added(a: Given, value: float, *, invert: bool = False, replace: bool = Fals
         raise ValueError("no mask")
     put = torch.as_tensor(value, dtype=other.dtype)
     return torch.where(mask, put, other) if replace else other + torch.where(mask, put, 0.0)
-
-
-def _softmax_plus_one(x: Any, dim: int) -> Any:
-    top = x.amax(dim, keepdim=True).clamp_min(0)
-    e = (x - top).exp()
-    return e / (e.sum(dim, keepdim=True) + (-top).exp())
 
 
 # The table.
@@ -495,6 +499,7 @@ FORMULAS = (
             _pooled(a, max(a.padding), "maximum with zeros"))),
     Formula("pool-kind", "_?adaptive_(avg|max)_pool.*", "the {}", lambda a, kind: getattr(
             F, f"adaptive_{kind}_pool{a.first.dim() - 2}d")(a.first, a.out().shape[2:]), ("max", "avg")),
+    Formula("average-window", "_?adaptive_(avg|max)_pool.*", "windows {}", _binned, BINS),
     Formula("resize-mode", "_?upsample.*", "resizing by {}", _resized, (
             "nearest", "nearest-exact", "area", "linear", "bicubic", "jax.image's cubic kernel",
             "linear with antialias")),
@@ -507,6 +512,9 @@ FORMULAS = (
             a.v * a.g / a.v.pow(2).sum(over, keepdim=True).sqrt()), lambda a, out: (
             [o for d in range(out.dim()) for o in ([d], [i for i in range(out.dim()) if i != d])])),
     Formula("groups", ".*group_norm", "{} groups", lambda a, n: _norm(a, groups=n), _group_counts),
+    Formula("norm-axis", ".*batch_norm", "{} channels normalized together", lambda a, d: (
+            _norm(a, groups=a.first.shape[1] // d)), lambda a, out: (
+            [d for d in range(2, out.shape[1] + 1) if out.shape[1] % d == 0 and _trains(a)])),
     Formula("missing-norm", NORMS, "no normalization, scale and bias alone", lambda a, p: _scaled(a, a.first)),
     Formula("missing-activation", ACTIVATION, "no activation", lambda a, p: a.first + 0.0),
     Formula("sign", "neg", "the sign not exchanged", lambda a, p: a.first + 0.0),
@@ -517,16 +525,16 @@ FORMULAS = (
             lambda a, d: getattr(a.self.clamp_min(-1e30), a.call.name.strip("_"))(d), _axes),
     Formula("softmax-kind", SOFTMAX, "{}", lambda a, name: getattr(a.self, name)(*[a.dim][: name != "sigmoid"]),
             ("log_softmax", "softmax", "sigmoid")),
-    Formula("softmax-plus-one", SOFTMAX, "softmax with one more in the sum",
-            lambda a, p: _softmax_plus_one(a.self, a.dim)),
     Formula("mask-value", SOFTMAX, "rows that see nothing as {:.6g}", lambda a, p: torch.where(
             a.self.amax(a.dim, keepdim=True) < -1e4, p, a.out()), lambda a, out: [1 / out.shape[a.dim], 0.0]),
     # embeddings, masks
-    Formula("index-offset", "embedding", "rows {:+d} away",
-            lambda a, p: a.weight[(a.indices + p).clamp(0, len(a.weight) - 1)], (1, -1, 2, -2)),
-    Formula("index-offset", "embedding", "rows {:+d} away, around the end",
-            lambda a, p: a.weight[(a.indices + p) % len(a.weight)], (1, -1)),
+    # an array of JAX has its last row beyond its end, and counts negative indices from there
+    Formula("index-offset", "embedding", "rows {:+d} away", lambda a, p: a.weight[
+            (a.indices + p).clamp_max(len(a.weight) - 1) % len(a.weight)], (1, -1, 2, -2)),
     Formula("index-offset", "index", "indices {:+d} away, around the end", _reindexed, (1, -1)),
+    Formula("other-position", "index", "position {} of every row",
+            lambda a, p: a.out(indices=[*a.indices[:-1], torch.full_like(a.indices[-1], p)]),
+            lambda a, out: [-1, 0] if a.indices[-1].dtype == torch.int64 else []),
     Formula("padding-row", "embedding", "row {} taken as zeros",
             lambda a, p: a.weight[a.indices] * (a.indices != p)[..., None],
             lambda a, out: sorted({0, 1, len(a.weight) - 1, *([a.padding_idx] if a.padding_idx >= 0 else [])})),
@@ -580,7 +588,6 @@ FORMULAS = (
     Formula("cumulative-sum", "cumsum", "a sum without the element itself", lambda a, p: a.self.cumsum(a.dim) - a.self),
     Formula("cumulative-sum", "cumsum", "a sum from the other end",
             lambda a, p: a.self.flip(a.dim).cumsum(a.dim).flip(a.dim)),
-    Formula("operands-swapped", "mm|bmm|matmul", "the operands in the other order", lambda a, p: a.second @ a.first),
     Formula("missing-bias", "addmm", "no bias", lambda a, p: a.mat1 @ a.mat2),
     Formula("eps-place", "add", "{:g} added to the square, inside of the root", lambda a, p: (a.self**2 + p).sqrt(),
             lambda a, out: [] if isinstance(a.other, torch.Tensor) or not 0 < a.other < 1e-2 else [a.other]),
@@ -608,7 +615,6 @@ FORMULAS = (
             lambda a, p: a.out(target=torch.where(a.target == a.ignore_index, 0, a.target))),
     Formula("class-weights", "nll_loss.*", "weighted losses divided by their number",
             lambda a, p: _each(a).sum() / (a.target != a.ignore_index).sum()),
-    Formula("reduction", _LOSS, "the sum divided by {}", lambda a, n: a.out(reduction=2) / n, _sizes),
     Formula("loss-kind", "smooth_l1_loss|huber_loss|mse_loss|l1_loss", "{}",
             lambda a, kind: LOSSES[kind](a.self, a.target), LOSSES),
 )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from torch import nn
@@ -17,24 +16,12 @@ from gradcheck_suite.port.torch_program import Ref
 MOMENTA = (0.1, 0.01, 0.05, 0.5, 0.001, 0.9, 0.99, 0.999)
 
 
-@dataclass
-class StatisticFault:
-    """A running statistic that the port has not.
-
-    Attributes:
-        name: of torch's buffer.
-        cause: its name.
-        words: what the port has.
-        error: relative difference from the nearest array of its size.
-    """
-
-    name: str
-    cause: str
-    words: str
-    error: float
+Fault = tuple[str, str, str, float]
+"""A running statistic that the port has not: torch's buffer, the cause, what the port has, the relative difference from
+the nearest array of its size."""
 
 
-def statistic_faults(sides: Sides, allowed: float) -> Iterator[StatisticFault]:
+def statistic_faults(sides: Sides, allowed: float) -> Iterator[Fault]:
     """Yield the running statistics that the port does not have after a forward in train mode."""
     extras = sides.jax_run(sides.given).extras
     after = sides.torch_program(sides.given).after
@@ -47,10 +34,10 @@ def statistic_faults(sides: Sides, allowed: float) -> Iterator[StatisticFault]:
             continue
         for cause, words, other in _alternatives(sides, name, np.asarray(before), value):
             if _nearest(other, extras) <= allowed:
-                yield StatisticFault(name, cause, words, nearest)
+                yield name, cause, words, nearest
                 break
         else:
-            yield StatisticFault(name, "unknown", "other values", nearest)
+            yield name, "unknown", "other values", nearest
 
 
 def _nearest(value: Array, extras: Sequence[Array]) -> float:

@@ -6,11 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - as torch's documents call it
 from torch import nn
 
+from gradcheck_suite.port.drawing import resampled
 from tests.port.pairs import arrays, drawn, head, pair_of
 from tests.port.test_parts import is_one_finding, verdict
 
@@ -154,3 +156,72 @@ def test_the_state_of_the_first_of_two_layers():
     torch.manual_seed(0)
     found = verdict(pair_of, Reader(), apply, (drawn(2, 5, 3),)).findings
     assert "other-position" in [f.cause for f in found if f.kind == "forward"], str(found)
+
+
+def mixed(p: Any, x: Any) -> Any:
+    return jnp.einsum("oi,nihw->nohw", p["0.weight"][..., 0, 0], x) + p["0.bias"][:, None, None]
+
+
+def pooled(x: Any, spans: Any) -> Any:
+    rows = jnp.stack([x[:, :, a:b].mean(2) for a, b in spans], 2)
+    return jnp.stack([rows[..., a:b].mean(3) for a, b in spans], 3)
+
+
+@pytest.mark.parametrize(
+    ("spans", "cause"),
+    [
+        (((0, 3), (2, 5), (4, 7)), None),
+        (((0, 2), (2, 4), (4, 7)), "average-window"),
+        (((0, 3), (3, 5), (5, 7)), "average-window"),
+    ],
+)
+def test_windows_of_a_pooling_to_a_size_that_does_not_divide(spans, cause):
+    module = nn.Sequential(nn.Conv2d(2, 3, 1), nn.AdaptiveAvgPool2d(3))
+    result = verdict(pair_of, module, lambda p, x: pooled(mixed(p, x), spans), (drawn(2, 2, 7, 7),))
+    if cause is None:
+        assert result.verdict == "holds", str(result)
+        return
+    is_one_finding(result, "forward", "1", cause)
+
+
+def test_an_instance_norm_over_all_channels():
+    def apply(p: Any, x: Any) -> Any:
+        x = mixed(p, x)
+        x = (x - x.mean((1, 2, 3), keepdims=True)) / jnp.sqrt(x.var((1, 2, 3), keepdims=True) + 1e-5)
+        return x * p["1.weight"][:, None, None] + p["1.bias"][:, None, None]
+
+    module = nn.Sequential(nn.Conv2d(2, 3, 1), nn.InstanceNorm2d(3, affine=True))
+    is_one_finding(verdict(pair_of, module, apply, (drawn(2, 2, 4, 4),)), "forward", "1", "norm-axis")
+
+
+class LastWord(nn.Module):
+    """What is said of the last word that is no padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.last = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.last(self.words(ids))[torch.arange(len(ids)), (ids != 0).sum(1) - 1]
+
+
+@pytest.mark.parametrize("pads", [True, False])
+def test_the_last_position_in_place_of_the_last_word(pads):
+    def apply(p: Any, ids: Any) -> Any:
+        out = p["words.weight"][ids] @ p["last.weight"].T + p["last.bias"]
+        return out[jnp.arange(len(ids)), (ids != 0).sum(1) - 1] if pads else out[:, -1]
+
+    result = verdict(pair_of, LastWord(), apply, (np.array([[3, 7, 0, 0], [5, 2, 8, 1], [4, 6, 2, 0]]),))
+    if pads:
+        assert result.verdict == "holds", str(result)
+        return
+    is_one_finding(result, "forward", "", "other-position")
+
+
+@pytest.mark.parametrize("kind", ["other", "ends"])
+@pytest.mark.parametrize("step", [1, -1])
+def test_drawn_ids_are_padded_as_the_given_ones(kind, step):
+    given, rng = np.array([[3, 5, 0, 0], [2, 4, 6, 1]])[:, ::step], np.random.default_rng(0)
+    found = [resampled(given, rng, kind)[:, ::step] for _ in range(20)]
+    assert any((ids == 0).any() for ids in found)
+    assert all((np.diff((ids == 0).astype(int), axis=1) >= 0).all() and ids.max() <= 6 for ids in found)
