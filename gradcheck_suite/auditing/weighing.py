@@ -266,7 +266,8 @@ def _uses(one: Pending, found: Sequence[Objective]) -> Iterator[Use]:
             length=len(passes),
             whole={source[1] for source in sources} == passes,
             taken_out=one.taken_out([objective]),
-            others=[o for o in right if o.key != objective.key],
+            others=(others := [o for o in right if o.key != objective.key]),
+            apart=bool(others) or any(o.status != objective.status == UNEQUAL for o in found),
         )
 
 
@@ -329,7 +330,7 @@ def _of_weights(fault: StepFault, use: Use, rows: tuple[Weight, ...]) -> Violati
     fault = replace(fault, sentence=f"{fault.sentence} (weights are off by up to {share})")
     allowed = max(part.tolerance for part in use.objective.parts)
     violation = violation_of(fault, use.window, use.objective.place)
-    where = use.objective.line if use.others else violation.where
+    where = use.objective.line if use.apart else violation.where
     return replace(violation, where=where, error=error, allowed=allowed, weights=rows)
 
 

@@ -53,8 +53,8 @@ def test_the_parameters_that_were_hit_are_named(name, hit, tmp_path):
     assert f"in {hit}: only" in audited(path)[0].violation.explanation
 
 
-def test_the_line_of_a_term_beside_a_right_one_is_its_own(tmp_path):
-    path = tmp_path / "beside.py"
-    path.write_text(REPORTED["faulty_means_beside_a_sum"][0].text)
-    number = 1 + path.read_text()[: path.read_text().index("# means")].count("\n")
-    assert audited(path)[0].violation.where == f"{path}:{number}"
+@pytest.mark.parametrize("coefficient", ["", "3 * "])
+def test_the_line_of_a_term_beside_a_right_one_is_its_own(coefficient, tmp_path):
+    text, path = REPORTED["faulty_means_beside_a_sum"][0].text, tmp_path / "beside.py"
+    path.write_text(text.replace("F.cross", f"{coefficient}F.cross"))
+    assert audited(path)[0].violation.where == f"{path}:{1 + text.partition('# means')[0].count(chr(10))}"
