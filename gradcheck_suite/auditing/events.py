@@ -100,6 +100,7 @@ class StepRecord:
         twice: at the optimizer's first step, keys of parameters that it lists more than once.
         overlaid: at that step, keys of parameters that lie over one memory, and are not one.
         overlapping: at that step, keys of parameters whose `.grad` do.
+        values: at that step of several ranks, key of a parameter -> a sample of its values.
         moved: key of a parameter -> a sample of its change by the step, where nothing at all went backward since the
             last step of the same optimizer.
         passed_by: where no GradScaler takes this step, the scales of those that there are.
@@ -120,6 +121,7 @@ class StepRecord:
     twice: list[int] = field(default_factory=list)
     overlaid: list[int] = field(default_factory=list)
     overlapping: list[int] = field(default_factory=list)
+    values: dict[int, Raw] = field(default_factory=dict)
     moved: dict[int, Raw] = field(default_factory=dict)
     passed_by: list[float] = field(default_factory=list)
     unwritten: Sequence[int] = ()
@@ -127,8 +129,8 @@ class StepRecord:
 
     def raws(self) -> list[tuple[Any, Any]]:
         """Return the holders and names of fields that may lie on a device."""
-        both: tuple[Any, ...] = self.gradients, self.moved
-        return [(one, key) for one in both for key, raw in one.items() if raw is not None]
+        all_of: tuple[Any, ...] = self.gradients, self.values, self.moved
+        return [(one, key) for one in all_of for key, raw in one.items() if raw is not None]
 
 
 @dataclass(frozen=True)

@@ -474,6 +474,11 @@ class Judge:
             self._notes[
                 f"the optimizer lists {self._names(twice)} more than once, and moves it once for each: list it once"
             ] += 1
+        if own := sorted(self._replay.of_rank & window.step.values.keys()):
+            self._notes[
+                f"{self._names(own)} began with other values on each rank: right for experts that each rank has for "
+                "itself; else broadcast them before the first step"
+            ] += 1
         if overlaid := window.step.overlaid:
             self._notes[
                 f"{self._names(overlaid)} are different parameters over one memory, each with a part of the gradient, "
@@ -527,7 +532,7 @@ class Judge:
         """Judge a window's sums, and return the coefficients by which its weights are read, None where they are not."""
         window = members.window
         # without a wrapper, ranks that never reduce may train a model each, as in a sweep
-        if window.local and not window.step.wrapped:
+        if window.local and not window.step.wrapped and not window.is_reduced:
             self.ranks_train_apart = True
             return None
         typical_k, longest = self.typical_k(window.optimizer), max(self._lengths[window.optimizer], default=0)

@@ -998,6 +998,7 @@ class Recorder:
             step.twice = sorted({self._keys[i] for i, times in Counter(map(id, own)).items() if times > 1})
             step.overlaid = self._overlaid({self._keys[id(p)]: p for p in own})
             step.overlapping = self._overlaid(given)
+            step.values = self._values(gradients) if _is_distributed() else {}
         if idle:
             step.moved = self._values(gradients)
             self._idle[index] = step  # until it has ended: only then is it known whether it has moved anything

@@ -17,7 +17,7 @@ import numpy as np
 
 from gradcheck_suite.auditing.events import BY_HAND, LATE, NONE, TOUCHED, Arrival, PassRecord, StepRecord
 from gradcheck_suite.auditing.places import Place
-from gradcheck_suite.auditing.samples import ELEMENTS, Vector, alike, distance, factor, is_finite, is_mostly, size
+from gradcheck_suite.auditing.samples import ELEMENTS, Raw, Vector, alike, distance, factor, is_finite, is_mostly, size
 from gradcheck_suite.core.comparison import FURTHER_ROUNDINGS, SMALLEST, UNIT_ROUNDOFF, growth
 
 RELATIVE = {"float64": 1e-10, "float32": 3e-5, "bfloat16": 3e-2, "float16": 4e-3}
@@ -172,7 +172,7 @@ class StepWindow:
         seen: index of a pass -> its consumers when this step came.
         first: whether it is the optimizer's first step.
         before: the number of passes at the optimizer's last step.
-        local: whether the last passes in `.grad` are the rank's own, where there are several ranks.
+        local: parameters in whose `.grad` the last passes are the rank's own, where there are several ranks.
         null: what arrived there was exactly 0: it tells nothing.
         not_finite: the passes with an arrival that was not finite.
         copies: whether the optimizer steps on copies of the parameters (master weights), for which these stand here.
@@ -193,7 +193,7 @@ class StepWindow:
     seen: dict[int, dict[int, int]]
     first: bool
     before: int
-    local: bool
+    local: Collection[int]
     null: set[tuple[int, int, int]]
     not_finite: set[int]
     copies: bool = False
@@ -206,6 +206,11 @@ class StepWindow:
     def where(self) -> Place:
         """Where its last pass went backward, or else the step."""
         return self.passes[max(self.passes)].site if self.passes else self.step.place
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether passes of several ranks stand in some `.grad`."""
+        return any(len({rank for rank, _ in cs}) > 1 for cs in self.coefficients.values())
 
     @property
     def left(self) -> float:
@@ -241,6 +246,7 @@ class Replay:
     Attributes:
         passes: index -> pass, of those that may still matter.
         last: index of an optimizer -> the number of passes at its last step.
+        of_rank: parameters that had other values on each rank at the first step.
     """
 
     def __init__(self, ranks: int, dtypes: dict[int, str]) -> None:
@@ -248,6 +254,7 @@ class Replay:
         self.passes: dict[int, Seen] = {}
         self.number_of_passes = 0
         self.last: dict[int, int] = {}
+        self.of_rank: set[int] = set()
         self._call, self._before_call, self._at_last_step = -1, 0, 0
         self._dtypes = dtypes
         self._states: list[defaultdict[int, State]] = [defaultdict(State) for _ in range(ranks)]
@@ -352,17 +359,24 @@ class Replay:
         """Explain a state as the sum or the mean of the states of all ranks; covers a reduction at every pass, too."""
         states = [ranked[key] for ranked in self._states]
         total = np.sum([s.sample[: len(now)] for s in states], axis=0)
-        found = factor(now, total, 20 * tolerance)
-        if found is None or size(total) < 1e-30:
+        found, off = factor(now, total, 20 * tolerance), 1e-3
+        if found is None:
+            # a hook of DDP may compress what it reduces to 16 bits
+            found, off = factor(now, total, RELATIVE["bfloat16"]), 1e-2
+        divisor = None if found is None else next((d for d in (self.ranks, 1) if near(found, 1 / d, off)), None)
+        if found is None or size(total) < 1e-30 or (divisor is None and off > 1e-3):
             return None
         if not sure and factor(now, then, tolerance) is not None and not near(found, 1 / self.ranks, 1e-3):
             return None
-        divisor = next((d for d in (self.ranks, 1) if near(found, 1 / d, 1e-4)), None)
+        return (1.0 if divisor else found * self.ranks), self._united(key, divisor or self.ranks)
+
+    def _united(self, key: int, divisor: float) -> Coefficients:
+        """Return of which passes the `.grad` of all ranks are made together, divided by a number."""
         united: defaultdict[Source, float] = defaultdict(float)
-        for state in states:
+        for state in (ranked[key] for ranked in self._states):
             for source, coefficient in state.coefficients.items():
-                united[source] += coefficient / (divisor or self.ranks)
-        return (1.0 if divisor else found * self.ranks), dict(united)
+                united[source] += coefficient / divisor
+        return dict(united)
 
     def on_pass(self, records: Sequence[PassRecord]) -> int:
         """Take a pass of all ranks, and return its index."""
@@ -460,22 +474,29 @@ class Replay:
                 replace(step, gradients={self._copies.get(key, key): now for key, now in step.gradients.items()})
                 for step in steps
             ]
-        optimizer, keys = steps[0].optimizer, list(steps[0].gradients)
-        before = self.last.get(optimizer, 0)
-        members = {i: p for i, p in self.passes.items() if i >= before and p.has(set(keys))}
-        measured = {key: now for key in keys if isinstance(now := steps[0].gradients[key], np.ndarray)}
+        optimizer, before = steps[0].optimizer, self.last.get(steps[0].optimizer, 0)
+        measured = {key: now for key, now in steps[0].gradients.items() if isinstance(now, np.ndarray)}
         found = self._explain_all(0, measured, inside=False)
         reduced = any(one.event == REDUCED for one in found.values())
+        self.of_rank |= self._apart([step.values for step in steps])
+        apart = self._apart([step.gradients for step in steps])
+        own = apart & self.of_rank if reduced else set()
+        keys = [key for key in steps[0].gradients if key not in own]
+        found = {key: found[key] for key in keys if key in found}
+        members = {i: p for i, p in self.passes.items() if i >= before and p.has(set(keys))}
         for key, one in found.items():
             if one.event == WRITTEN:  # what it replaces is in no step
                 self._states[0][key] = State(one.now, dict(one.coefficients))
+            elif one.event == EDITED and reduced and key not in apart:
+                # compressed to less than 16 bits, or to a matrix of low rank
+                self._states[0][key].coefficients = self._united(key, self.ranks)
             elif one.event in (EDITED, FACTOR) and key in unwritten:
                 found[key] = replace(one, event=SAME, factor=1.0, coefficients={(0, EARLIER): 1.0})
         late = [(rank, key) for rank, key in self._late if key in steps[0].gradients]
         window = StepWindow(
             optimizer, steps[0].call, steps[0], members, keys, {}, 1.0, None,
             {i: dict(p.consumers) for i, p in members.items()}, optimizer not in self.last, before,
-            bool(late) or (not reduced and self.ranks > 1 and self._differ(steps)),
+            [key for _, key in late] or apart - own,
             {n for n in self._null if n[1] in members}, self._not_finite & members.keys(), copies,
         )  # fmt: skip
         for place in late:
@@ -506,17 +527,15 @@ class Replay:
                 self._copies[key] = found
         return given
 
-    def _differ(self, steps: Sequence[StepRecord]) -> bool:
-        """Return whether the ranks have different gradients."""
-        for key, own in steps[0].gradients.items():
-            if self._states[0][key].shard:
-                continue  # each rank has a part of its own
-            for other in (step.gradients.get(key) for step in steps[1:]):
+    def _apart(self, of_ranks: Sequence[Mapping[int, Raw | None]]) -> set[int]:
+        """Return the parameters of which the ranks have different samples; of a shard each has a part of its own."""
+        found = set[int]()
+        for key, own in of_ranks[0].items():
+            for other in (one.get(key) for one in of_ranks[1:] if not self._states[0][key].shard):
                 if isinstance(own, np.ndarray) and isinstance(other, np.ndarray):
                     now, then = alike(own, other)
-                    if size(now - then) > self.tolerance(key) * size(now):
-                        return True
-        return False
+                    found |= {key} if size(now - then) > self.tolerance(key) * size(now) else set()
+        return found
 
     def _fill(self, window: StepWindow, found: Mapping[int, Explanation]) -> None:
         """Set the coefficients, the common factor and the edit of a window."""

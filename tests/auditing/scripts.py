@@ -1425,17 +1425,6 @@ ON_TWO_RANKS = {
         | {"windows": "window in toy.windows_of_rank((((3, 3), (3, 3)),) * 2)"},
     ),
     # The ranks train models of their own, as in a search over seeds: nothing is reduced.
-    "sound_each_rank_alone": sound(
-        **BY_HAND,
-        text="""
-for window in toy.windows_of_rank():
-    count = sum(len(y) for _, y in window)
-    for x, y in window:
-        (F.cross_entropy(model(x), y, reduction="sum") / count).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-dist.destroy_process_group()""",
-    ),
     "faulty_each_rank_alone": faulty(
         ("reset-inside-window", "mean-of-means", "stale-window"),
         **BY_HAND,
@@ -1457,28 +1446,8 @@ for window in toy.windows_of_rank():
     optimizer.step()
 dist.destroy_process_group()""",
     ),
-    "sound_reduced_by_hand": sound(
-        **BY_HAND,
-        text="""
-for window in toy.windows_of_rank():
-    for x, y in window:
-        F.cross_entropy(model(x), y, reduction="sum").backward()
-    count = toy.count_of(window)
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= count
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    optimizer.step()
-    optimizer.zero_grad()
-dist.destroy_process_group()""",
-    ),
     "faulty_gathered_count": faulty(
         "wrong-scale", **_replicas('F.cross_entropy(model(x), y, reduction="sum") * 1 / count')
-    ),
-    "faulty_mean_of_means": faulty(
-        "mean-of-means",
-        **_replicas("F.cross_entropy(model(x), y) / len(window)", count=""),
-        then="torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)",
     ),
     "faulty_mean_of_ranks_means": faulty(
         "mean-of-means", **_replicas('F.cross_entropy(model(x), y, reduction="sum") * 1 / count', count=COUNT)

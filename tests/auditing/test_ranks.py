@@ -39,8 +39,15 @@ SIZES = ((4, 2), (3, 1))
 """The sizes of the micro-batches of each rank."""
 
 
-def _of_two_ranks(monkeypatch, weight, *, reduced=True):
-    """Train one window of two ranks, one after the other, with averaged gradients; return rank 0's result."""
+def _of_two_ranks(monkeypatch, weight=lambda rank, n: 2 / 10, *, reduce=lambda name, mean, own: mean, apart=()):
+    """Train one window of two ranks, one after the other, and return rank 0's result.
+
+    Args:
+        monkeypatch: pytest's.
+        weight: of the sum of a micro-batch's losses, by its rank and its size.
+        reduce: makes of the mean of a parameter's gradients, and of the rank's own one, what the rank steps on.
+        apart: names of parameters that the second rank has by itself.
+    """
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_PORT", str(os.getpid()))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
@@ -50,7 +57,7 @@ def _of_two_ranks(monkeypatch, weight, *, reduced=True):
         for sizes in SIZES
     ]
     models = [torch.nn.Linear(5, 3) for _ in SIZES]
-    models[1].load_state_dict(models[0].state_dict())
+    models[1].load_state_dict({k: v for k, v in models[0].state_dict().items() if k not in apart}, strict=False)
 
     def backward(rank):
         models[rank].zero_grad()
@@ -65,17 +72,20 @@ def _of_two_ranks(monkeypatch, weight, *, reduced=True):
         backward(1 - rank)
         with gradcheck_suite.audit() as audit:
             backward(rank)
-            for own, other in zip(models[rank].parameters(), models[1 - rank].parameters(), strict=True):
-                if reduced:
-                    own.grad = (own.grad + other.grad) / 2
+            for (name, own), other in zip(models[rank].named_parameters(), models[1 - rank].parameters(), strict=True):
+                own.grad = reduce(name, (own.grad + other.grad) / 2, own.grad)
             optimizer.step()
         audits.append(audit)
     assert audits[0].result.unjudged == "rank 1 of 2: rank 0 judges the steps of all ranks"
     return audits[1].result
 
 
+def _alone(name, mean, own):
+    return own
+
+
 def test_the_lines_of_all_ranks_are_judged_together(monkeypatch):
-    sound = _of_two_ranks(monkeypatch, lambda rank, n: 2 / 10)
+    sound = _of_two_ranks(monkeypatch)
     assert (sound.verdict, sound.windows, sound.ranks) == ("holds", 1, 2), sound
     for weight, diagnosis, part in (
         (lambda rank, n: 1 / 10, "wrong-scale", "1/2: each loss is divided by the count of all ranks"),
@@ -85,7 +95,7 @@ def test_the_lines_of_all_ranks_are_judged_together(monkeypatch):
         assert violation.diagnosis == diagnosis, violation
         assert part in violation.explanation
         assert [(row.rank, row.count) for row in violation.weights] == [(0, 4), (1, 3), (0, 2), (1, 1)]
-    alone = _of_two_ranks(monkeypatch, lambda rank, n: 1 / sum(SIZES[rank]), reduced=False)
+    alone = _of_two_ranks(monkeypatch, lambda rank, n: 1 / sum(SIZES[rank]), reduce=_alone)
     assert alone.verdict == "holds", alone
     assert any("each rank was judged by itself" in finding for finding in alone.findings)
 
@@ -95,11 +105,40 @@ def test_what_a_rank_that_trains_alone_shows_is_said_of_it_and_what_all_show_onc
         result = _of_two_ranks(
             monkeypatch,
             lambda rank, n, faulty=faulty: 1 / (2 * n) if rank in faulty else 1 / sum(SIZES[rank]),
-            reduced=False,
+            reduce=_alone,
         )
         assert [one.diagnosis for one in result.violations] == ["mean-of-means"], result
         assert result.violation.explanation.startswith(said)
         assert [(row.rank, row.count) for row in result.violation.weights] == [(shown, n) for n in SIZES[shown]]
+
+
+@pytest.mark.parametrize(
+    ("compress", "finding"),
+    [
+        (lambda mean: mean.half().float(), False),
+        (lambda mean: mean.bfloat16().float(), False),
+        (lambda mean: mean if mean.dim() == 1 else mean.clamp(-0.01, 0.01), True),
+        (lambda mean: mean * (1 + 0.1 * torch.linspace(-1, 1, mean.numel()).view_as(mean)), True),
+    ],
+    ids=["float16", "bfloat16", "in part", "off by a tenth"],
+)
+def test_what_ranks_compress_and_reduce_is_their_sum(monkeypatch, compress, finding):
+    result = _of_two_ranks(monkeypatch, reduce=lambda name, mean, own: compress(mean))
+    assert (result.verdict, result.windows) == ("holds", 1), result
+    assert any("`.grad` is edited" in said for said in result.findings) is finding
+
+
+def test_parameters_whose_gradients_alone_are_not_reduced_are_named(monkeypatch):
+    def reduce(name, mean, own):
+        return own if name == "bias" else mean
+
+    violation = _of_two_ranks(monkeypatch, reduce=reduce).violation
+    assert violation.diagnosis == "not-reduced", violation
+    assert violation.explanation.startswith("in bias: only each rank's own gradient")
+    # experts that each rank has for itself have other values there
+    result = _of_two_ranks(monkeypatch, reduce=reduce, apart=("bias",))
+    assert (result.verdict, result.windows) == ("holds", 1), result
+    assert any(said.startswith("bias began with other values on each rank") for said in result.findings), result
 
 
 def test_an_instrument_that_failed_on_another_rank_judges_nothing(monkeypatch):
@@ -109,7 +148,7 @@ def test_an_instrument_that_failed_on_another_rank_judges_nothing(monkeypatch):
         return [found.numbers() for found in reader.found]
 
     monkeypatch.setattr(Reader, "terms", numbers)
-    result = _of_two_ranks(monkeypatch, lambda rank, n: 2 / 10)
+    result = _of_two_ranks(monkeypatch)
     assert result.unjudged.endswith(", on rank 1)"), result
 
 
