@@ -418,7 +418,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         complete = self._observing and error is None
         if not self._recorder.records and not self._is_off:
             self._recorder.resume(self._recorder.steps_seen)
-            if complete and (tail := self._schedule.since_step(self._recorder.passes_seen)):
+            if complete and (tail := self._recorder.since_step):
                 self._judge.note(
                     f"{counted(tail, 'call')} of backward after the last step, in a window that was only counted: what "
                     "they add to `.grad` is in no step (`--budget none` judges them)"

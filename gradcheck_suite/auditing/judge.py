@@ -646,7 +646,9 @@ class Judge:
         if not all(map(len, shares)):
             return False
         first, places = shares[0], {one.window.passes[i].site for one in made for _, i in one.coefficients}
-        are_shares = len(first) > FEWEST_SHARES and len(places) == 1 and near(float(first.sum()), 1.0, 1e-2)
+        running = first[-1] * np.arange(len(first), 0, -1)  # what stands in `.grad` is added up after each pass
+        known = near(float(first.sum()), 1.0, 1e-2) or np.allclose(first, running, rtol=1e-2)
+        are_shares = len(first) > FEWEST_SHARES and len(places) == 1 and known
         if are_shares and all(len(each) == len(first) and np.allclose(each, first, rtol=1e-2) for each in shares):
             return True
         # what weighs 1 in all is a mean over the window; means of tasks may as well be added up

@@ -56,14 +56,10 @@ def _of_transformers(trainer: Any) -> Any:
     return steps if getattr(trainer, "current_gradient_accumulation_steps", steps) == steps else None
 
 
-def _of_lightning(trainer: Any) -> Any:
-    return trainer.accumulate_grad_batches
-
-
 TRAINERS: dict[str, Callable[[Any], Any]] = {
     "accelerate.optimizer": lambda optimizer: optimizer.gradient_state.num_steps,
-    "lightning.pytorch.trainer.trainer": _of_lightning,
-    "pytorch_lightning.trainer.trainer": _of_lightning,
+    "lightning.pytorch.trainer.trainer": attrgetter("accumulate_grad_batches"),
+    "pytorch_lightning.trainer.trainer": attrgetter("accumulate_grad_batches"),
     "transformers.trainer": _of_transformers,
     "deepspeed.runtime.zero.stage_1_and_2": lambda optimizer: None,
     "deepspeed.runtime.zero.stage3": lambda optimizer: None,
@@ -368,6 +364,11 @@ class Recorder:
         return self.steps_seen if self._paused_at is None else self._paused_at
 
     @property
+    def since_step(self) -> int:
+        """The number of passes that have gone backward since the last step."""
+        return self.passes_seen - max(self._passes_at_step.values(), default=0)
+
+    @property
     def seconds(self) -> float:
         """Seconds in which this recorder, and what it calls, has kept the program waiting."""
         return self._spent + (time.perf_counter() - self._begun if self._begun else 0.0)
@@ -468,8 +469,8 @@ class Recorder:
         """Declare the count of a loss that goes backward at a line for which the user has given an expression."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            place = f"{shown(frame.f_code.co_filename)}:{frame.f_lineno}"
-            expression = next((e for where, e in self._objectives.items() if _names_place(where, place)), None)
+            place = f"{shown(frame.f_code.co_filename)}:{frame.f_lineno}"  # given with or without its folder
+            expression = next((e for at, e in self._objectives.items() if (os.sep + place).endswith(os.sep + at)), None)
             if expression is not None:
                 with torch.no_grad():
                     count = eval(expression, frame.f_globals, frame.f_locals)
@@ -870,10 +871,7 @@ class Recorder:
         self.steps_seen += len(stepping) == 1
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not self.records:
-            index = self.index(optimizer)
-            if len(stepping) > 1 or not self._resumes(index):
-                if index in self._passes_at_step:
-                    self._passes_at_step[index] = self.passes_seen
+            if len(stepping) > 1 or not self._resumes(self.index(optimizer)):
                 return None
             self.resume(self.steps_seen - 1)
         if not callable(closure):
@@ -889,8 +887,10 @@ class Recorder:
 
     @_guarded(STEPS)
     def _step_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        step = self._idle.pop(self.index(optimizer), None)
-        if step is None:
+        index = self.index(optimizer)
+        if index in self._passes_at_step:  # those of a closure, too
+            self._passes_at_step[index] = self.passes_seen
+        if (step := self._idle.pop(index, None)) is None:
             return
         with np.errstate(invalid="ignore"):
             for key, now in self._values(step.moved).items():
@@ -1058,11 +1058,6 @@ def _hide_from_dynamo() -> None:
         code = stack.pop()
         evaluation.set_code_exec_strategy(code, as_it_is)
         stack += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-
-
-def _names_place(given: str, place: str) -> bool:
-    """Return whether `file:line`, with or without its folder, is this place."""
-    return place == given or place.endswith(os.sep + given)
 
 
 def _optimizers_on_the_stack() -> list[Any]:

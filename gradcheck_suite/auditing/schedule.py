@@ -62,10 +62,6 @@ class Schedule:
             self._odd, period = self._windows, self._windows - self._odd
             self._expected = self._windows + period if period > RECENT else 0
 
-    def since_step(self, passes: int) -> int:
-        """Return how many of so many passes have gone backward since the last step."""
-        return passes - self._passes
-
     def after(self, optimizer: int, passes: int, spent: float, *, was_full: bool) -> bool:
         """Count a window that was judged, and return whether the next one is.
 

@@ -603,7 +603,10 @@ def _of_objective(uses: Sequence[Use], ranks: int, declared_k: int | None, notes
             rare = len(by_length[use.length]) < len(by_length[typical_k]) and typical_k < use.length < 2 * typical_k
             after = any(u.window.number > use.window.number for u in by_length[typical_k])
             if verdict.cause == "short-window" and rare:
-                verdict = replace(verdict, name="tail-leak", cause="") if after else replace(verdict, provisional=True)
+                # a step that is left out in the middle of a loop ends no epoch
+                loops = {seen.records[0].loop for seen in use.window.passes.values()}
+                name = verdict.name if len(loops) == 1 and None not in loops else "tail-leak"
+                verdict = replace(verdict, name=name, cause="") if after else replace(verdict, provisional=True)
             yield verdict
         elif undivided and verdict in (None, USERS):
             notes[undivided] += 1

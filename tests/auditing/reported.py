@@ -257,6 +257,11 @@ for step in range(4):
     "sound_own_buffer": _script(
         "holds", OWN_BUFFER + "    for p in net.parameters(): p.main_grad.zero_()\n", finding="!put together again"
     ),
+    "faulty_own_buffer_of_running_sums": _script(
+        "violated",
+        OWN_BUFFER.replace("    p.grad = None\nfor", "for") + "    for p in net.parameters(): p.main_grad.zero_()\n",
+        said=("repeated-micro-batch",),
+    ),
     "faulty_own_buffer_never_zeroed": _script("violated", OWN_BUFFER, said=("stale-window",)),
     "sound_scaled_by_hand": _script(
         "holds", SCALED_BY_HAND.replace("SCALE", "1024").replace("TAKEN", "1024"), finding="!coefficient"

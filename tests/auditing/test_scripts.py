@@ -192,15 +192,16 @@ def test_what_only_later_windows_show_is_told_under_no_other_name_before(script,
     assert "wrong-scale" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("reset", ["", "optimizer.zero_grad()"])
-def test_a_step_that_leaks_is_told_from_a_factor_where_gradients_are_parallel(tmp_path, reset):
+def test_a_step_that_leaks_is_told_from_a_factor_where_gradients_are_parallel(tmp_path, reset, size):
     script = tmp_path / "parallel.py"
     script.write_text(
         "import torch\n"
-        "model = torch.nn.Linear(3, 1, bias=False)\n"
+        f"model = torch.nn.Linear({size}, 1, bias=False)\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
         "for _ in range(2):\n"
-        "    loss = torch.nn.functional.l1_loss(model(torch.ones(4, 3)), torch.full((4, 1), 9.0))\n"
+        f"    loss = torch.nn.functional.l1_loss(model(torch.ones(4, {size})), torch.full((4, 1), 9.0))\n"
         "    loss.backward()\n"
         "    optimizer.step()\n"
         f"    {reset}\n"
