@@ -10,14 +10,16 @@ import contextlib
 import functools
 import io
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.nn.modules import module as module_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.hooks import unserializable_hook
 
 from gradcheck_suite.auditing.places import here
@@ -26,9 +28,6 @@ from gradcheck_suite.auditing.samples import Raw, has_values, sample
 from gradcheck_suite.auditing.terms import elements, factors_below, is_leaf, live
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
 from gradcheck_suite.run.functions import kinds_of
-
-TRANSPARENT = ("DistributedDataParallel", "DataParallel")
-"""Wrappers whose inner module is recorded instead: to call them again would start a collective."""
 
 
 @dataclass(eq=False)
@@ -143,7 +142,8 @@ class ModuleCalls:
             return
         if (in_full := self._wanted()) is None:
             return
-        if type(module).__name__ in TRANSPARENT or not torch.is_grad_enabled():
+        # their inner module is recorded instead: to call them again would start a collective
+        if type(module).__name__ in ("DistributedDataParallel", "DataParallel") or not torch.is_grad_enabled():
             return
         if torch._C._current_graph_task_id() != -1 or torch._C._functorch.peek_interpreter_stack() is not None:
             return
@@ -248,7 +248,6 @@ class How:
     """How calls are computed again.
 
     Attributes:
-        modes: `training` of each submodule, in place of the recorded ones.
         hooks: whether the backward hooks of modules run.
         scale: by which the gradients of outputs are multiplied and what follows is divided: a power of two, with which
             a backward pass that is linear gives the same bits.
@@ -258,7 +257,6 @@ class How:
         own: whether the outputs receive zeros: what arrives is the own gradient of custom functions.
     """
 
-    modes: tuple[bool, ...] | None = None
     hooks: bool = False
     scale: float = 8.0
     seed: int | None = None
@@ -275,6 +273,7 @@ class Replayed:
         outputs: the output tensors through which a gradient may come, in the order of the recorded ones.
         functions: classes of custom `torch.autograd.Function`s on the way.
         random: whether random numbers were drawn.
+        redrawn: whether a module that ran again inside of the backward, as in a checkpoint, drew other ones.
         inside: index of an output -> what it received from the other outputs, where that was asked for.
         injected: losses of one element into which custom functions put a gradient of their own.
     """
@@ -283,6 +282,7 @@ class Replayed:
     outputs: list[torch.Tensor] = field(default_factory=list)
     functions: frozenset[type] = frozenset()
     random: bool = False
+    redrawn: bool = False
     inside: dict[int, torch.Tensor] = field(default_factory=dict)
     injected: list[Injected] = field(default_factory=list)
 
@@ -321,11 +321,6 @@ def _injected(outputs: Sequence[torch.Tensor]) -> Iterator[Injected]:
 def _receive(one: Injected, index: int, gradients: Sequence[torch.Tensor | None]) -> None:
     if (given := gradients[index]) is not None:
         one.weight += float(given)
-
-
-def functions_of(outputs: Sequence[torch.Tensor]) -> frozenset[type]:
-    """Return the classes of custom functions, other than torch's own, in the graph of some tensors."""
-    return frozenset(kind for kind in kinds_of(outputs) if not kind.__module__.startswith("torch."))
 
 
 _HOOKS = ("_backward_hooks", "_backward_pre_hooks")
@@ -390,13 +385,19 @@ def quiet() -> Iterator[None]:
         yield
 
 
+def _generators() -> bytes:
+    now = RandomState.now()
+    return b"".join(bytes(each.numpy()) for each in (now.cpu, *now.devices))
+
+
 @contextlib.contextmanager
 def _eagerly() -> Iterator[None]:
     """Compile nothing, and use nothing that is: with other parameters, Dynamo would compile the model once more."""
     dynamo: Any = torch._C._dynamo.eval_frame
     before = dynamo.set_eval_frame(None)  # a step in a compiled function, where no stance can be set
     try:
-        with torch.compiler.set_stance("force_eager"):
+        # what a checkpoint computes again runs to its end, so that hooks see it
+        with torch.compiler.set_stance("force_eager"), set_checkpoint_early_stop(False):
             yield
     finally:
         dynamo.set_eval_frame(before)
@@ -415,6 +416,8 @@ def replay(forward: ModuleCall, arguments: list[Any], cotangents: dict[int, torc
         Exception: whatever the user's module raises.
     """
     module = forward.module
+    if any(given.dtype == torch.float16 for given in cotangents.values()):
+        how = replace(how, scale=1.0)  # a larger number may overflow
     generator = None if how.seed is None else torch.Generator().manual_seed(how.seed)
     parameters = list(zip(module.parameters(), forward.trained, strict=True))
     real = [p for p, trained in parameters if trained]
@@ -429,7 +432,12 @@ def replay(forward: ModuleCall, arguments: list[Any], cotangents: dict[int, torc
     ]
     positional, keywords = pytree.tree_unflatten(values, forward.structure)
     device, dtype, enabled = forward.autocast
-    result, seen = Replayed(), list[Any]()
+    result, seen, states = Replayed(), list[Any](), defaultdict[bool, set[bytes]](set)
+
+    def see(part: torch.nn.Module, _: Any, output: Any) -> None:
+        states[torch._C._current_graph_task_id() == -1].add(_generators())
+        if part is module:
+            seen.append(output)
 
     def receive(index: int, given: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
         result.inside[index] = arrived
@@ -437,13 +445,12 @@ def replay(forward: ModuleCall, arguments: list[Any], cotangents: dict[int, torc
 
     def compute() -> None:
         forward.random.set()
-        for each, training in zip(module.modules(), how.modes or forward.modes, strict=True):
+        states[True].add(_generators())
+        for each, training in zip(module.modules(), forward.modes, strict=True):
             each.training = training
         with torch.autocast(device, dtype=dtype, enabled=enabled):
             module(*positional, **keywords)
-        now = RandomState.now()
-        states = zip((now.cpu, *now.devices), (forward.random.cpu, *forward.random.devices), strict=True)
-        result.random = not all(torch.equal(a, b) for a, b in states)
+        result.random = len(states[True]) > 1
         outputs = differentiable(seen[-1])
         scaled = [g * how.scale for g in cotangents.values()]
         found = [outputs[index] for index in cotangents]
@@ -455,12 +462,14 @@ def replay(forward: ModuleCall, arguments: list[Any], cotangents: dict[int, torc
                 outputs[index].register_hook(functools.partial(receive, index, given))
             scaled = [torch.zeros_like(given) for given in scaled]
         gradients = torch.autograd.grad(found, leaves, scaled, allow_unused=True)
+        result.redrawn = not states[False] <= states[True]
         both = zip(real, gradients, strict=True)
         result.gradients = {id(p): g / how.scale for p, g in both if g is not None}
         result.outputs = [output.detach() for output in outputs]
-        result.functions = functions_of(outputs)
+        # other than torch's own
+        result.functions = frozenset(kind for kind in kinds_of(outputs) if not kind.__module__.startswith("torch."))
 
-    handle = register_module_forward_hook(lambda part, _, output: seen.append(output) if part is module else None)
+    handle = register_module_forward_hook(see)
     hooks = contextlib.nullcontext() if how.hooks else _without_hooks(module)
     try:
         with unchanged(module), hooks, quiet(), torch.enable_grad(), _replaced(module, replacing), _eagerly():

@@ -165,14 +165,14 @@ class Total:
             self.sizes[key] = self.sizes.get(key, 0.0) + norm(scaled)
 
 
-def by_micro_batch(parts: Sequence[Part], how: Callable[[Part], How]) -> tuple[Total, list[Replayed]]:
+def by_micro_batch(parts: Sequence[Part], how: How) -> tuple[Total, list[Replayed]]:
     """Compute each call again and return the weighted sum of the gradients."""
     total, replayed = Total(), []
     if len({part.index for part in parts}) < len(parts):
         # under autocast, the calls of one pass share a cast parameter, and their gradients are added up in its dtype
         total.dtype = next((str(p.forward.autocast[1])[6:] for p in parts if p.forward.autocast[2]), None)
     for part in parts:
-        found = replay(part.forward, part.forward.arguments, part.cotangents, how(part))
+        found = replay(part.forward, part.forward.arguments, part.cotangents, how)
         total.add(found, part.weight)
         replayed.append(replace(found, gradients={}))
     return total, replayed
@@ -254,7 +254,7 @@ def _same_outputs(parts: Sequence[Part], found: Replayed, rows: Sequence[int]) -
         if i >= len(found.outputs) or not found.outputs[i].dim() or found.outputs[i].shape[0] != sum(rows):
             return False
         for part, piece in zip(parts, found.outputs[i].split(list(rows)), strict=True):
-            if _apart(part.forward.outputs[i], piece) > ONE_BATCH_OUTPUTS * UNIT_ROUNDOFF[dtype_of(piece)]:
+            if _is_other(part.forward.outputs[i], piece):
                 return False
     return True
 
@@ -264,19 +264,10 @@ ONE_BATCH_OUTPUTS = 2.0**12
 decides no verdict: the window is then computed micro-batch by micro-batch."""
 
 
-def _apart(recorded: Any, output: torch.Tensor) -> float:
+def _is_other(recorded: Any, output: torch.Tensor) -> bool:
+    """Return whether an output is another one than it was, but for rounding."""
     then, now = read([recorded, sample(output, whole=True)])
-    return distance(now, then)
-
-
-def reproduced(part: Part, found: Replayed) -> bool:
-    """Return whether a call's outputs are what they were, but for rounding."""
-    return all(
-        i < len(found.outputs)
-        and _apart(part.forward.outputs[i], found.outputs[i])
-        <= ONE_BATCH_OUTPUTS * UNIT_ROUNDOFF[dtype_of(found.outputs[i])]
-        for i in part.cotangents
-    )
+    return not distance(now, then) <= ONE_BATCH_OUTPUTS * UNIT_ROUNDOFF[dtype_of(output)]
 
 
 @dataclass(frozen=True)
@@ -356,6 +347,7 @@ SENTENCES = {
     "micro-batches do not add up to one batch (it ignores the gradient, clips or normalizes it)",
     "own term": "the term that custom function {name} adds by itself has weight 1 in each of {number} micro-batches, "
     "and not 1/{number}",
+    "redrawn": "a checkpoint draws other random numbers in backward than in the forward (`preserve_rng_state=False`?)",
     "wrong-backward": "the backward of custom function {name} is wrong: {fault} of its forward",
 }
 NOT_CALLED = "its backward was not checked, since no call of it was seen when the window was computed again"
@@ -431,19 +423,11 @@ def recompute(asked: Asked) -> Recomputed:
     return result
 
 
-def _scale_of(part: Part) -> float:
-    # a larger float16 number may overflow
-    return 1.0 if any(g.dtype == torch.float16 for g in part.cotangents.values()) else How.scale
-
-
 def _computed(asked: Asked, parts: Sequence[Part], how: How) -> tuple[Difference, Total, list[Replayed]]:
     """Return how `.grad` differs from the window that is computed again micro-batch by micro-batch."""
-
-    def each(seed: int | None) -> tuple[Total, list[Replayed]]:
-        return by_micro_batch(parts, lambda part: replace(how, seed=seed, scale=min(how.scale, _scale_of(part))))
-
-    total, replayed = each(None)
-    return compare(asked.observed, total, asked.factor, lambda seed: each(seed)[0]), total, replayed
+    total, replayed = by_micro_batch(parts, how)
+    found = compare(asked.observed, total, asked.factor, lambda n: by_micro_batch(parts, replace(how, seed=n))[0])
+    return found, total, replayed
 
 
 def _common_modes(parts: Sequence[Part], passes: Sequence[Running]) -> dict[Part, tuple[bool, ...]]:
@@ -493,7 +477,13 @@ def _compute(asked: Asked, result: Recomputed) -> None:
     if difference.worst is not None:
         _judge_backward(asked, received, result)
     elif modes:
-        _judge_modes(asked, parts, modes, result)
+        parts = [replace(p, forward=replace(p.forward, modes=modes.get(p, p.forward.modes))) for p in parts]
+        difference, _, _ = _computed(asked, parts, How())
+        if difference.worst is not None:
+            numbers = ", ".join(str(index) for index in sorted({part.index for part in modes}))
+            _blame("wrong-mode", SENTENCES["wrong-mode"].format(numbers=numbers), difference, result)
+    elif any(found.random and found.redrawn for found in replayed):
+        _blame("wrong-backward", SENTENCES["redrawn"], difference, result)
     if result.name is None:
         _judge_functions(asked, parts, total.functions, result)
 
@@ -504,7 +494,11 @@ def _expect_reproduced(parts: Sequence[Part], replayed: Sequence[Replayed]) -> N
     Raises:
         NotRecomputed: some do.
     """
-    lost = [part for part, found in zip(parts, replayed, strict=True) if not reproduced(part, found)]
+    lost = any(
+        i >= len(found.outputs) or _is_other(part.forward.outputs[i], found.outputs[i])
+        for part, found in zip(parts, replayed, strict=True)
+        for i in part.cotangents
+    )
     if lost and any(part.forward.point != point_of(part.forward.module) for part in parts):
         raise NotRecomputed("parameters were written between the window's calls of the model and the step")
     if lost:
@@ -570,16 +564,6 @@ def _judge_own_terms(asked: Asked, parts: Sequence[Part], names: str, result: Re
             result.name, result.error, result.allowed = "wrong-scale", number - 1.0, LEAST
             result.sentence = SENTENCES["own term"].format(name=names, number=number)
     return True
-
-
-def _judge_modes(
-    asked: Asked, parts: Sequence[Part], modes: Mapping[Part, tuple[bool, ...]], result: Recomputed
-) -> None:
-    total, _ = by_micro_batch(parts, lambda part: How(modes=modes.get(part), scale=_scale_of(part)))
-    difference = compare(asked.observed, total, asked.factor, lambda seed: total)
-    if difference.worst is not None:
-        numbers = ", ".join(str(index) for index in sorted({part.index for part in modes}))
-        _blame("wrong-mode", SENTENCES["wrong-mode"].format(numbers=numbers), difference, result)
 
 
 def _blame(name: str, sentence: str, difference: Difference, result: Recomputed) -> None:

@@ -389,9 +389,9 @@ _ROWS = (
     _gradient(
         "wrong-backward",
         "elements",
-        "the backward of a `torch.autograd.Function` is not the derivative of its forward",
-        "mend its backward, or accept it with `--accept wrong-backward` where it is meant, as a straight-through "
-        "estimator is",
+        "the backward of a `torch.autograd.Function`, or of a checkpoint, is not the derivative of its forward",
+        "mend its backward, let a checkpoint preserve the random state, or accept it with `--accept wrong-backward` if "
+        "it is meant, as a straight-through estimator is",
         command="audit",
     ),
     _gradient(

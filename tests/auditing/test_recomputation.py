@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812 - as everyone calls it
+from torch.utils.checkpoint import checkpoint
 
 import gradcheck_suite
 from gradcheck_suite.__main__ import main
@@ -172,6 +173,19 @@ def test_a_small_change_by_a_backward_hook_is_found_and_rounding_is_not(dtype):
             optimizer.step()
         said = [finding for finding in audit.result.findings if "a backward hook on a module (1)" in finding]
         assert (audit.result.verdict, bool(said)) == ("holds", found), (factor, audit.result)
+
+
+@pytest.mark.parametrize(("preserves", "found"), [(False, ["wrong-backward"]), (True, [])])
+def test_a_checkpoint_that_draws_other_random_numbers_in_the_backward_is_named(preserves, found):
+    block = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Dropout(0.5))
+    model, optimizer = torch.nn.ModuleList([block]), torch.optim.SGD(block.parameters(), lr=0.1)
+    model.forward = lambda x: checkpoint(block, x, use_reentrant=False, preserve_rng_state=preserves)
+    with gradcheck_suite.audit() as audit:
+        model(torch.randn(4, 5)).square().mean().backward()
+        optimizer.step()
+    assert ([v.diagnosis for v in audit.result.violations], sum(audit.result.again.values())) == (found, 1), (
+        audit.result
+    )
 
 
 def test_hooks_of_the_user_do_not_run_again_and_nothing_is_printed(capsys):
