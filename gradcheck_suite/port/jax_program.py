@@ -419,8 +419,7 @@ class JaxProgram:
 
     def ends(self, leaves: Any, inputs: Any, targets: Any) -> tuple[list[Array], float]:
         """Return the outputs and the loss."""
-        given = self._arguments(leaves, inputs, targets)
-        outs = self._call("ends", lambda a: self._evaluate(a, custom=False)[0], given)
+        outs = self._call("ends", lambda a: self._evaluate(a, custom=True)[0], self._arguments(leaves, inputs, targets))
         return outs[: self.outs], float(outs[-1])
 
     def forward(self, leaves: Any, inputs: Any, targets: Any) -> tuple[list[Array], float, list[Result]]:

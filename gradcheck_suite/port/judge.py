@@ -238,7 +238,7 @@ class Judge:
             words = "expected no random numbers in evaluation, observed the port drawing some"
             self._add("forward", names[0] if names else "", "dropout-active", words, **numbers)
             return False
-        if self._row_explained(point, loss, numbers):
+        if search.budget.left >= 0 and self._row_explained(point, loss, numbers):
             return True
         if not first:
             call = next((matching.program.calls[e.kind] for e in ends if isinstance(e.kind, int)), None)
@@ -260,7 +260,8 @@ class Judge:
         if loss or rows != {len(mine) if mine.ndim else 0} or min(rows) < 2 or mine.shape != theirs.shape:
             return False
         row = int(np.abs(mine - theirs).reshape(len(mine), -1).max(1).argmax())
-        alone = Point(*(tuple(x[row : row + 1] for x in part) for part in (point.inputs, point.targets)))
+        # in all rows, so that the programs are the same
+        alone = Point(*(tuple(x[[row] * len(x)] for x in part) for part in (point.inputs, point.targets)))
         try:
             search, _, _, found = self._searched(alone, loss)
             whole = self.repairs.plus(found.hypothesis).run(out) if found is not None else None

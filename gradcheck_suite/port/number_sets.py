@@ -73,8 +73,7 @@ def telling(value: Array) -> Array:
     with np.errstate(invalid="ignore"):
         size = np.abs(flat)
         keep = np.isfinite(flat) & (size < 1e8) & (size > 1e-200) & (flat * 4 != np.round(flat * 4))
-    found: Array = flat[keep]
-    return found
+    return np.asarray(flat[keep])
 
 
 def variety(value: Array) -> int:
@@ -93,8 +92,8 @@ class Numbers:
     def __init__(self, arrays: Iterable[Array], tolerance: float = SAME) -> None:
         self.arrays, self.tolerance = list(arrays), tolerance
         parts = [telling(a) for a in self.arrays]
-        owner = np.repeat(np.arange(len(parts)), [len(p) for p in parts])
-        flat = np.concatenate([*parts, np.zeros(0)])
+        owner = np.repeat(np.arange(len(parts) + 1), [*(len(p) for p in parts), 1])
+        flat = np.concatenate([*parts, [np.inf]])  # there is a number behind all others
         order = np.argsort(flat, kind="stable")
         self._flat, self._owner = flat[order], owner[order]
         self._sorted: dict[int, Array] = {}
@@ -103,15 +102,15 @@ class Numbers:
             if a.dtype.kind == "f":
                 self._by_size.setdefault(a.size, []).append(i)
 
-    def _places(self, wanted: Array) -> tuple[Array, Array]:
+    def _span(self, wanted: Array) -> tuple[Array, Array]:
+        """Return where the numbers begin that are as large as wanted ones, and how large they are at most."""
         allowed = self.tolerance * (np.abs(wanted) + NEAR_ZERO * np.abs(wanted).max(initial=0.0))
-        return np.searchsorted(self._flat, wanted - allowed), np.searchsorted(self._flat, wanted + allowed, "right")
+        return np.searchsorted(self._flat, wanted - allowed), wanted + allowed
 
     def has(self, numbers: Array) -> Array:
         """Return which numbers are here."""
-        low, high = self._places(numbers)
-        found: Array = high > low
-        return found
+        low, most = self._span(numbers)
+        return np.asarray(self._flat[low] <= most)
 
     def holds(self, value: Array) -> bool | None:
         """Return whether every telling number of an array is here; None where it has none."""
@@ -124,7 +123,8 @@ class Numbers:
 
     def owner_of(self, value: Array) -> int | None:
         """Return the index of the array that has most of the first numbers of a value."""
-        low, high = self._places(telling(value)[:16])
+        low, most = self._span(telling(value)[:16])
+        high = np.searchsorted(self._flat, most, "right")
         owners = [set(self._owner[a:b].tolist()) for a, b in zip(low, high, strict=True)]
         every = [o for found in owners for o in found]
         return max(sorted(set(every)), key=every.count) if every else None

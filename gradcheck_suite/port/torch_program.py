@@ -40,13 +40,17 @@ class Ref:
     index: Any
 
 
+FILLED = frozenset([Ref, list, tuple, dict])
+"""Types of arguments that are, or may have, references."""
+
+
 def fill(template: Any, get: Callable[[Ref], Any]) -> Any:
     """Return arguments with tensors in place of references."""
     kind = type(template)
     if kind is Ref:
         return get(template)
     if kind is list or kind is tuple:
-        return kind([fill(part, get) for part in template])
+        return kind([fill(part, get) if type(part) in FILLED else part for part in template])
     return {k: fill(v, get) for k, v in template.items()} if kind is dict else template
 
 
