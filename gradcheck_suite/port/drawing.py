@@ -52,8 +52,7 @@ def _mask(value: Array, rng: np.random.Generator) -> Array:
     if n > 1 and (rows.sum(1) == 1).all() and value.dtype.kind != "b":
         return np.stack([rng.permutation(row) for row in flat]).reshape(value.shape)  # one-hot
     if value.ndim >= 2 and n > 1 and _is_one_sided(rows):
-        steps = np.diff(rows, axis=1)
-        falls = bool((steps <= 0).all()) and bool((steps < 0).any() or (rows != 0).all())
+        falls = bool((rows[:, :1] >= rows).all())
         low, high = int(rows.sum(1).min()), int(rows.sum(1).max())
         # no row is masked as a whole, or not at all, where none of the given ones is
         counts = rng.integers(min(low, 1), max(high, n - 1) + 1, (len(rows), 1))
@@ -119,8 +118,7 @@ def _real_numbers(old: Array, rng: np.random.Generator, kind: str) -> Array:
         new[..., np.arange(old.shape[-1]), np.arange(old.shape[-1])] = np.diagonal(old, axis1=-2, axis2=-1)
     elif old.ndim and old.shape[-1] > 1 and np.allclose(np.linalg.norm(old.astype(float), axis=-1), 1, atol=1e-5):
         new = new / np.maximum(np.linalg.norm(new, axis=-1, keepdims=True), 1e-12)
-    found: Array = new.astype(old.dtype)
-    return found
+    return np.asarray(new, old.dtype)
 
 
 def _resized(value: Any, axis_of: Callable[[Array], list[tuple[int, int]]]) -> Any:

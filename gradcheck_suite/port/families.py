@@ -204,6 +204,10 @@ def scaled(search: Search, place: int) -> Iterator[Hypothesis]:
             # x + eps with another eps: the sum has another number, and nothing is scaled
             cause, words = "eps" if 0 < added < 1e-2 else "constant", f"{added + b:.6g} instead of {added:g}"
         yield Hypothesis(cause, words, {place: of_result(lambda o, a=a, b=b: a * o + b)})
+    if call.name == "pow" and isinstance(call.args[1], int | float):
+        for a, _ in _affine(search, run.get(call.args[0]).log(), np.log):
+            words = f"the exponent {a:.9g} instead of {call.args[1]:g}"
+            yield Hypothesis("constant", words, {place: of_operand(1, lambda v, a=a: a)})
     for i, ref in search.positions(place):
         value = run.get(ref)
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
@@ -332,8 +336,8 @@ def _sizes_near(search: Search, place: int) -> set[int]:
     return found
 
 
-def _affine(search: Search, value: Any) -> Iterator[tuple[float, float]]:
-    """Yield a and b such that a * x + b are the numbers of a value that the port alone has."""
+def _affine(search: Search, value: Any, of: Callable[[Any], Any] = np.array) -> Iterator[tuple[float, float]]:
+    """Yield a and b such that a * x + b is a function of the numbers of a value that the port alone has."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.numel() < 3:
         return
     mine = np.sort(array(value).reshape(-1))
@@ -341,7 +345,7 @@ def _affine(search: Search, value: Any) -> Iterator[tuple[float, float]]:
         return
     numbers = search.matching.lost_numbers
     for i in numbers.of_size(mine.size):
-        theirs = numbers.sorted(i)
+        theirs = of(numbers.sorted(i))
         largest = np.abs(theirs).max()
         if not np.isfinite(largest) or theirs[-1] == theirs[0]:
             continue
@@ -611,7 +615,8 @@ def rewired(search: Search, place: int) -> Iterator[Hypothesis]:
         if tensors and x.shape == y.shape and x.dtype == y.dtype and {u.kind, v.kind} != {"state"}:
             change = _reading({u: v, v: u})
             changes = {i: change for i in line if not {u, v}.isdisjoint(calls[i].refs)}
-            cause = "other-input" if "input" in (u.kind, v.kind) else "operands-swapped"
+            exchanged = "order-of-parts" if own.name in ("cat", "stack") else "operands-swapped"
+            cause = "other-input" if "input" in (u.kind, v.kind) else exchanged
             yield Hypothesis(cause, f"{_named(search, u)} and {_named(search, v)} exchanged", changes)
 
 

@@ -118,10 +118,6 @@ NORM_FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 NORMS = ".*(layer|group|batch|rms)_norm.*"
 
 
-def _group_counts(a: Given, out: Any) -> list[int]:
-    return [g for g in range(1, out.shape[1] + 1) if out.shape[1] % g == 0 and g != a.group]
-
-
 # Convolution and pooling.
 
 
@@ -472,6 +468,8 @@ FORMULAS = (
     _argument("axis", "cumsum|cumprod", "dim", _axes),
     _argument("class-weights", "nll_loss.*|binary_cross_entropy.*", "weight", (None,)),
     _argument("class-weights", "binary_cross_entropy.*", "pos_weight", (None,)),
+    Formula("class-weights", "binary_cross_entropy_with_logits", "the weights of the positive targets on all",
+            lambda a, p: a.out(weight=a.pos_weight, pos_weight=None)),
     _argument("ignore-index", "nll_loss.*", "ignore_index", (0, 1, -1, -100, -1000)),
     _argument("reduction", _LOSS, "reduction", (1, 2)),
     _argument("reversed", "sort", "descending", BOTH),
@@ -511,7 +509,8 @@ FORMULAS = (
     Formula("norm-axis", "_weight_norm.*", "the norm over axes {}", lambda a, over: (
             a.v * a.g / a.v.pow(2).sum(over, keepdim=True).sqrt()), lambda a, out: (
             [o for d in range(out.dim()) for o in ([d], [i for i in range(out.dim()) if i != d])])),
-    Formula("groups", ".*group_norm", "{} groups", lambda a, n: _norm(a, groups=n), _group_counts),
+    Formula("groups", ".*group_norm", "{} groups", lambda a, n: _norm(a, groups=n), lambda a, out: (
+            [g for g in range(1, out.shape[1] + 1) if out.shape[1] % g == 0 and g != a.group])),
     Formula("norm-axis", ".*batch_norm", "{} channels normalized together", lambda a, d: (
             _norm(a, groups=a.first.shape[1] // d)), lambda a, out: (
             [d for d in range(2, out.shape[1] + 1) if out.shape[1] % d == 0 and _trains(a)])),
@@ -552,8 +551,6 @@ FORMULAS = (
             lambda a, p: _filled(a, p, invert=True), (-1e30, -1e9, -1e4, -1e10)),
     Formula("mask-value", "where|masked_fill_?", "{:g} added where masked",
             lambda a, p: _masked(a)[2] + p * _masked(a)[0].double(), [f for f in FILLS if -math.inf < f < -1]),
-    Formula("mask-value", "where|masked_fill_?", "masked elements times 0",
-            lambda a, p: _masked(a)[2] * ~_masked(a)[0]),
     *(Formula("mask-polarity" if invert else "mask-value", "add",
               "the mask inverted ({:g})" if invert else "{:g} where masked",
               lambda a, p, i=invert, r=put: _added(a, p, invert=i, replace=r),

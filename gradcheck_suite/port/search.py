@@ -241,8 +241,8 @@ class Search:
             # numbers that both sides have explain nothing by themselves, unless they explain all
             self._spare -= 1
             found = self.test(place, hypothesis)
-            if found is not None and self.matching.side.has(value) is None:
-                found = self._everywhere(found)  # of a state that starts at zero the first step tells nothing
+            if found is not None:  # of a state that starts at zero the first step tells nothing
+                found = self._everywhere(found)
             if found is not None and found.error <= self.close:
                 return True
         for reader in self._lost_readers(place)[: 3 if has else 1]:

@@ -364,5 +364,4 @@ class Sides:
 
 def _cotangent(index: int, shape: tuple[int, ...]) -> Array:
     """Return what an output is multiplied by where there is no loss."""
-    found: Array = np.random.default_rng(index).normal(size=shape)
-    return found
+    return np.asarray(np.random.default_rng(index).normal(size=shape))

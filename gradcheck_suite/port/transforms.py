@@ -36,18 +36,19 @@ def _of_mask(x: Any) -> Iterator[Transform]:
     for d in range(max(x.dim() - 2, 0), x.dim()):
         for s in (1, -1):
             yield "mask-window", f"moved by {s:+d} along axis {d}", lambda v, s=s, d=d: v.roll(s, d)
-    if x.dim() < 2 or x.shape[-1] != x.shape[-2] or x.shape[-1] < 2:
+    if x.dim() < 2 or min(x.shape[-2:]) < 2:
         return
-    yield "mask-transposed", "transposed", lambda v: v.mT
-    n = x.shape[-1]
+    n, m = x.shape[-2:]
+    if n == m:
+        yield "mask-transposed", "transposed", lambda v: v.mT
     for k in (0, -1, 1, 2):
         for side in ("triu", "tril"):
             yield "mask-diagonal", f"true from diagonal {k} on ({side})", lambda v, k=k, s=side: _band(v, s, k)
-    corner = torch.zeros(n, n, dtype=torch.bool)
+    corner = torch.zeros(n, m, dtype=torch.bool)
     corner[0, 0] = True
     yield "mask-diagonal", "true from the diagonal on but for the first", lambda v: _band(v, "triu", 0) & ~corner
-    for k in range(1 - n, n):
-        diagonal = torch.ones(n, n, dtype=torch.bool).triu(k).tril(k)
+    for k in range(1 - n, m):
+        diagonal = torch.ones(n, m, dtype=torch.bool).triu(k).tril(k)
         yield "mask-window", f"false on diagonal {k}", lambda v, d=diagonal: v & ~d
         yield "mask-window", f"true on diagonal {k}", lambda v, d=diagonal: v | d
 

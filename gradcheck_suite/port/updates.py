@@ -33,7 +33,6 @@ STEP = 1e-8
 CANDIDATES = 2000
 """Settings, and pairs of settings, that are tried."""
 Steps = list[dict[str, Array]]
-BOTH = (True, False)
 Gradients = Sequence[Mapping[str, Array]]
 
 
@@ -289,9 +288,9 @@ def _decaying(r: Recipe, decayed: Callable[[Any], bool]) -> Recipe:
     groups = [
         {**g, "params": [p for p in g["params"] if decayed(p) == decays], "weight_decay": decay * decays}
         for g in r.groups
-        for decays in BOTH
+        for decays in (True, False)
     ]
-    return replace(r, groups=groups, rates=[[x for x in step for _ in BOTH] for step in r.rates])
+    return replace(r, groups=groups, rates=[[x for x in step for _ in (1, 2)] for step in r.rates])
 
 
 def _clippings(raw: Steps) -> Iterator[Setting]:

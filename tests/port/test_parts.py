@@ -86,6 +86,22 @@ def off_diagonal(out: Any, y: Any) -> Any:
     return (out.exp() * (1 - torch.eye(6, 3))).sum(1).log().mean()
 
 
+EVERY_OTHER, RARE = np.arange(18.0).reshape(6, 3) % 2, np.array([2.0, 0.5, 3.0])
+
+
+def multilabel(out: Any, y: Any) -> Any:
+    return F.binary_cross_entropy_with_logits(out, torch.tensor(EVERY_OTHER), pos_weight=torch.tensor(RARE))
+
+
+def triplets(out: Any, y: Any) -> Any:
+    return F.triplet_margin_loss(out[:2], out[2:4], out[4:], margin=99.0)
+
+
+def squared_triplets(out: Any, y: Any) -> Any:
+    one, other = (((out[:2] - far + 1e-6) ** 2).sum(1) for far in (out[2:4], out[4:]))
+    return jax.nn.relu(one - other + 99).mean()
+
+
 @pytest.mark.parametrize(
     ("torch_loss", "jax_loss", "cause"),
     [
@@ -97,6 +113,9 @@ def off_diagonal(out: Any, y: Any) -> Any:
         (lambda o, y: (o * (y >= 0)[:, None]).square().mean(), lambda o, y: (o**2).mean(), "missing-mask"),
         (off_diagonal, lambda o, y: jax.nn.logsumexp(o, 1).mean(), "missing-mask"),
         (lambda o, y: o.square().mean(), lambda o, y: (o**2).sum() / 6, "reduction"),
+        (lambda o, y: (o.sigmoid() ** 2.0).mean(), lambda o, y: (jax.nn.sigmoid(o) ** 2.7).mean(), "constant"),
+        (triplets, squared_triplets, "missing-root"),
+        (multilabel, lambda o, y: (RARE * optax.sigmoid_binary_cross_entropy(o, EVERY_OTHER)).mean(), "class-weights"),
         (lambda o, y: F.huber_loss(o, 0 * o), lambda o, y: optax.huber_loss(o, delta=0.5).mean(), "loss-threshold"),
     ],
 )  # fmt: skip

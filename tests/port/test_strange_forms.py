@@ -225,3 +225,49 @@ def test_drawn_ids_are_padded_as_the_given_ones(kind, step):
     found = [resampled(given, rng, kind)[:, ::step] for _ in range(20)]
     assert any((ids == 0).any() for ids in found)
     assert all((np.diff((ids == 0).astype(int), axis=1) >= 0).all() and ids.max() <= 6 for ids in found)
+
+
+class Continued(nn.Module):
+    """Scores of the last two positions for all of five: a query sees what is before it, and itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = torch.arange(5) <= torch.arange(3, 5)[:, None]
+        return (self.query(x)[:, 3:] @ x.mT).masked_fill(~seen, -1e9).softmax(-1) @ x
+
+
+@pytest.mark.parametrize(("diagonal", "cause"), [(3, None), (0, "mask-diagonal")])
+def test_a_triangle_that_is_no_square(diagonal, cause):
+    def apply(p: Any, x: Any) -> Any:
+        scores = (x @ p["query.weight"].T + p["query.bias"])[:, 3:] @ x.swapaxes(1, 2)
+        return jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((2, 5)), diagonal) > 0, scores, -1e9)) @ x
+
+    result = verdict(pair_of, Continued(), apply, (drawn(2, 5, 4),))
+    if cause is None:
+        assert result.verdict == "holds", str(result)
+        return
+    is_one_finding(result, "forward", "", cause)
+
+
+class Merged(nn.Module):
+    """Four neighbours side by side, column by column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(torch.cat([x[:, i::2, j::2] for j in (0, 1) for i in (0, 1)], -1))
+
+
+def test_neighbours_that_are_joined_row_by_row():
+    def apply(p: Any, x: Any) -> Any:
+        rows = jnp.concatenate([x[:, i::2, j::2] for i in (0, 1) for j in (0, 1)], -1)
+        rows = (rows - rows.mean(-1, keepdims=True)) / jnp.sqrt(rows.var(-1, keepdims=True) + 1e-5)
+        return rows * p["norm.weight"] + p["norm.bias"]
+
+    result = verdict(pair_of, Merged(), apply, (drawn(2, 4, 4, 2),))
+    is_one_finding(result, "forward", "", "order-of-parts")
