@@ -482,7 +482,7 @@ def _compute(asked: Asked, result: Recomputed) -> None:
         if difference.worst is not None:
             numbers = ", ".join(str(index) for index in sorted({part.index for part in modes}))
             _blame("wrong-mode", SENTENCES["wrong-mode"].format(numbers=numbers), difference, result)
-    elif any(found.random and found.redrawn for found in replayed):
+    elif any(found.random and found.redrawn and not found.functions for found in replayed):  # those draw on purpose
         _blame("wrong-backward", SENTENCES["redrawn"], difference, result)
     if result.name is None:
         _judge_functions(asked, parts, total.functions, result)
