@@ -246,7 +246,8 @@ def judge_sums(members: Members, typical_k: int | None, longest: int, stepped_in
     if window.local:
         reduced = [str(j) for j, seen in enumerate(window.passes.values()) if seen.reduced]
         which = f": micro-batch {', '.join(reduced)} of the window was, and the later ones were not"
-        return _fault("local", keys=[*window.local] if window.is_reduced else (), where=which if reduced else "")
+        some = window.is_reduced and window.coefficients.keys() - {*window.local}
+        return _fault("local", keys=[*window.local] if some else (), where=which if reduced else "")
     if not window.passes and any(window.coefficients.values()):
         return _fault("empty window")
     if window.edit == "all reset" or (members.required and not window.coefficients):

@@ -124,13 +124,13 @@ def judge_weights(
     modes = reading_weights.best_modes([one.readings for one in pending])
     history: defaultdict[Key, list[Use]] = defaultdict(list)
     unequal: defaultdict[Key, list[Use]] = defaultdict(list)
-    found_in = [_objectives_of(one, modes, typical_k) for one in pending]
+    found_in = [_objectives_of(one, modes, (typical_k, ranks)) for one in pending]
     across_sites = {objective.key for found in found_in for objective in found if objective.key[2] == ACROSS_SITES}
     # clipping makes no two windows right
     right = [one.taken_out(found) for one, found in zip(pending, found_in, strict=True) if _are_right(found)]
     taken_out = {factor for factor, times in Counter(right).items() if times > 1} - {1.0}
     if across_sites or taken_out:
-        found_in = [_objectives_of(one, modes, typical_k, across_sites, taken_out) for one in pending]
+        found_in = [_objectives_of(one, modes, (typical_k, ranks), across_sites, taken_out) for one in pending]
     for one, found in zip(pending, found_in, strict=True):
         if fault := _repeated_losses(one):
             result.steps.add(one.window.number)
@@ -159,7 +159,7 @@ def judge_weights(
 def _objectives_of(
     one: Pending,
     modes: Mapping[Key, Sequence[str]],
-    typical_k: int | None,
+    divisors: Sequence[int | None],
     across_sites: Collection[Key] = frozenset(),
     taken_out: Collection[float] = frozenset(),
 ) -> list[Objective]:
@@ -168,15 +168,18 @@ def _objectives_of(
     Args:
         one: the window.
         modes: of each expression, the best one first.
-        typical_k: the most frequent number of passes.
+        divisors: the most frequent number of passes, and that of ranks.
         across_sites: the keys of objectives that are right at several places together in some window.
         taken_out: factors that are a part of the weights in other windows.
     """
     found = [reading_weights.objectives(reading, modes, across_sites) for reading in one.readings]
-    # a factor of 1/K after the last pass is the mean over K; any other one may be clipping, which is no weight
-    shares = {1 / one.length, 1 / (typical_k or one.length), *taken_out} - {1.0}
-    is_part = _are_right(found[0]) or any(near(one.factor, share, 1e-5) for share in shares)
-    return found[0] if is_part else found[-1]
+    # a factor of 1/K after the last pass is the mean over K, and where all items weigh 1/K together, or one over the
+    # number of ranks, they were divided twice; any other factor may be clipping, which is no weight
+    shares = {1 / (divisor or one.length) for divisor in (one.length, *divisors)} - {1.0}
+    totals = {total for objective in found[0] for total in objective.coefficients.values()}
+    is_part = any(near(one.factor, share, 1e-5) for share in shares.union(taken_out))
+    is_divided_again = any(near(total, share, 1e-5) for total in totals for share in shares)
+    return found[0] if is_part or is_divided_again or _are_right(found[0]) else found[-1]
 
 
 def _are_right(found: Sequence[Objective]) -> bool:

@@ -87,11 +87,12 @@ def _alone(name, mean, own):
 def test_the_lines_of_all_ranks_are_judged_together(monkeypatch):
     sound = _of_two_ranks(monkeypatch)
     assert (sound.verdict, sound.windows, sound.ranks) == ("holds", 1, 2), sound
-    for weight, diagnosis, part in (
-        (lambda rank, n: 1 / 10, "wrong-scale", "1/2: each loss is divided by the count of all ranks"),
-        (lambda rank, n: 1 / sum(SIZES[rank]), "mean-of-means", "each rank's mean has weight 1/2"),
+    for weight, share, diagnosis, part in (
+        (lambda rank, n: 1 / 10, 1, "wrong-scale", "1/2: each loss is divided by the count of all ranks"),
+        (lambda rank, n: 1, 0.1, "wrong-scale", "1/2: each loss is divided by the count of all ranks"),
+        (lambda rank, n: 1 / sum(SIZES[rank]), 1, "mean-of-means", "each rank's mean has weight 1/2"),
     ):
-        violation = _of_two_ranks(monkeypatch, weight).violation
+        violation = _of_two_ranks(monkeypatch, weight, reduce=lambda _, mean, own, share=share: mean * share).violation
         assert violation.diagnosis == diagnosis, violation
         assert part in violation.explanation
         assert [(row.rank, row.count) for row in violation.weights] == [(0, 4), (1, 3), (0, 2), (1, 1)]
@@ -120,7 +121,6 @@ def test_what_a_rank_that_trains_alone_shows_is_said_of_it_and_what_all_show_onc
         (lambda mean: mean if mean.dim() == 1 else mean.clamp(-0.01, 0.01), True),
         (lambda mean: mean * (1 + 0.1 * torch.linspace(-1, 1, mean.numel()).view_as(mean)), True),
     ],
-    ids=["float16", "bfloat16", "in part", "off by a tenth"],
 )
 def test_what_ranks_compress_and_reduce_is_their_sum(monkeypatch, compress, finding):
     result = _of_two_ranks(monkeypatch, reduce=lambda name, mean, own: compress(mean))
