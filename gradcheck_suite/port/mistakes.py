@@ -234,7 +234,7 @@ ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "leaky relu (0.1)": lambda x: F.leaky_relu(x, 0.1), "leaky relu (0.3)": lambda x: F.leaky_relu(x, 0.3),
     "elu": F.elu, "selu": F.selu, "celu": F.celu, "softplus": F.softplus, "mish": F.mish, "relu6": F.relu6,
     "hardswish": F.hardswish, "hardsigmoid": F.hardsigmoid, "hardtanh": F.hardtanh, "softsign": F.softsign,
-    "logsigmoid": F.logsigmoid, "squared relu": lambda x: F.relu(x) ** 2, "abs": torch.abs, "square": torch.square,
+    "logsigmoid": F.logsigmoid, "abs": torch.abs, "square": torch.square, "squared relu": lambda x: F.relu(x) ** 2,
     "hard sigmoid (0.2x + 0.5)": lambda x: (0.2 * x + 0.5).clamp(0, 1), "exp": torch.exp, "sin": torch.sin,
     "expm1": torch.expm1, "rsqrt": torch.rsqrt, "sqrt": torch.sqrt, "cos": torch.cos,
     "elu (0.5)": lambda x: F.elu(x, 0.5), "softplus minus log 2": lambda x: F.softplus(x) - math.log(2),
@@ -456,7 +456,6 @@ FORMULAS = (
     _argument("align-corners", "_?upsample.*", "align_corners", BOTH),
     _argument("average-window", "avg_pool.*", "count_include_pad", BOTH),
     _argument("average-window", ".*pool.*", "ceil_mode", BOTH),
-    _argument("average-window", "avg_pool.*", "divisor_override", lambda a, out: [math.prod(a.kernel_size)]),
     _argument("missing-bias", "convolution", "bias", (None,)),
     _argument("constant", "leaky_relu_?", "negative_slope", (0.01, 0.2, 0.1, 0.3, 0.02, 0.05)),
     _argument("constant", "elu_?|celu_?", "alpha", (1.0, 0.5, 0.1, 1.6732632423543772)),
@@ -505,7 +504,7 @@ FORMULAS = (
     *(Formula(cause, NORMS, words, lambda a, p, how=how: _norm(a, **how))
       for words, (cause, how) in NORM_FORMS.items()),
     Formula("norm-axis", ".*layer_norm", "normalization over axes {}", lambda a, over: _norm(a, over=over),
-            lambda a, out: [*((d,) for d in range(out.dim())), tuple(range(1, out.dim()))]),
+            lambda a, out: [o for n in range(1, out.dim()) for o in combinations(range(out.dim()), n)]),
     Formula("norm-axis", "_weight_norm.*", "the norm over axes {}", lambda a, over: (
             a.v * a.g / a.v.pow(2).sum(over, keepdim=True).sqrt()), lambda a, out: (
             [o for d in range(out.dim()) for o in ([d], [i for i in range(out.dim()) if i != d])])),
@@ -570,6 +569,7 @@ FORMULAS = (
     Formula("padding-mode", "(constant|reflection|replication)_pad.*", "padding of the kind {}", lambda a, mode: (
             _padded(a.self, a.values.get("pad") or a.padding, mode)), ("constant", *MODES)),
     Formula("other-position", "select", "the mean instead of one element", lambda a, p: a.self.mean(a.dim)),
+    Formula("other-slice", "slice", "all elements", lambda a, p: a.self + 0.0),
     Formula("other-slice", "slice", "elements from {} on", lambda a, b: a.self.narrow(a.dim, b, a.out().shape[a.dim]),
             lambda a, out: range(min(a.self.shape[a.dim] - out.shape[a.dim] + 1, 64))),
     # reductions, sums and products

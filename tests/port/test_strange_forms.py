@@ -271,3 +271,32 @@ def test_neighbours_that_are_joined_row_by_row():
 
     result = verdict(pair_of, Merged(), apply, (drawn(2, 4, 4, 2),))
     is_one_finding(result, "forward", "", "order-of-parts")
+
+
+class Patches(nn.Module):
+    """The mean over patches, behind a class token; norms of channels that come last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map, self.norm = nn.Linear(4, 3), nn.LayerNorm(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.map(self.norm(x @ self.map.weight.T)[:, 1:].mean(1) @ self.map.weight)
+
+
+@pytest.mark.parametrize(
+    ("first", "axes", "place", "cause"),
+    [(1, (-1,), "", None), (0, (-1,), "", "other-slice"), (1, (1, 2), "norm", "norm-axis")],
+)
+def test_a_mean_of_all_elements_and_a_norm_over_two_axes(first, axes, place, cause):
+    def apply(p: Any, x: Any) -> Any:
+        x = x @ p["map.weight"].T
+        x = (x - x.mean(axes, keepdims=True)) / jnp.sqrt(x.var(axes, keepdims=True) + 1e-5)
+        x = (x * p["norm.weight"] + p["norm.bias"])[:, first:].mean(1) @ p["map.weight"]
+        return x @ p["map.weight"].T + p["map.bias"]
+
+    result = verdict(pair_of, Patches(), apply, (drawn(2, 5, 2, 4),))
+    if cause is None:
+        assert result.verdict == "holds", str(result)
+        return
+    is_one_finding(result, "forward", place, cause)
