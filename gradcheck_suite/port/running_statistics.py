@@ -16,12 +16,12 @@ from gradcheck_suite.port.torch_program import Ref
 MOMENTA = (0.1, 0.01, 0.05, 0.5, 0.001, 0.9, 0.99, 0.999)
 
 
-Fault = tuple[str, str, str, float]
+StatisticFault = tuple[str, str, str, float]
 """A running statistic that the port has not: torch's buffer, the cause, what the port has, the relative difference from
 the nearest array of its size."""
 
 
-def statistic_faults(sides: Sides, allowed: float) -> Iterator[Fault]:
+def statistic_faults(sides: Sides, allowed: float) -> Iterator[StatisticFault]:
     """Yield the running statistics that the port does not have after a forward in train mode."""
     extras = sides.jax_run(sides.given).extras
     after = sides.torch_program(sides.given).after

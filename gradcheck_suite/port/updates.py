@@ -290,7 +290,7 @@ def _decaying(r: Recipe, decayed: Callable[[Any], bool]) -> Recipe:
         for g in r.groups
         for decays in (True, False)
     ]
-    return replace(r, groups=groups, rates=[[x for x in step for _ in (1, 2)] for step in r.rates])
+    return replace(r, groups=groups, rates=[[x for x in step for _ in range(2)] for step in r.rates])
 
 
 def _clippings(raw: Steps) -> Iterator[Setting]:
