@@ -653,8 +653,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         observed = {
             id(p): p.grad for k, p in live.items() if p.grad is not None and (k not in hooked or violation is not None)
         }
-        self._recorder.muted = True
-        try:
+        with self._recorder.mute():
             runs = [
                 self._running.get(index, Running(seen.records[0], Reader()))
                 for index, seen in window.passes.items()
@@ -670,8 +669,6 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                 {id(p): line for k, p in live.items() if (line := self._recorder.used_at.get(k)) is not None},
             )
             found = recompute(asked)
-        finally:
-            self._recorder.muted = False
         # inputs that the program changes in place are copied in the next window
         self._copied = self._forwards.copies
         self._forwards.copies |= found.inputs_changed

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
+
+import numpy as np
 
 from gradcheck_suite.auditing import samples
 from gradcheck_suite.auditing.places import Loop, Place
@@ -13,25 +16,8 @@ from gradcheck_suite.auditing.terms import Term
 
 NONE, KEPT, TOUCHED, BY_HAND, LATE = "none", "kept", "touched", "by hand", "late"
 
-
-@dataclass
-class Arrival:
-    """One gradient that arrived at one parameter.
-
-    Attributes:
-        before: what was in `.grad` before it, against what the last arrival left: `none`, `kept`, `touched`; or `by
-            hand` for a result of `torch.autograd.grad`, which the program puts into `.grad` itself; `late` for what
-            comes with a later pass that reduces it into a shard.
-        was: a sample of `.grad` before it, where it was touched.
-        now: a sample of `.grad` after it, or of the result.
-        shard: of this rank's part of what was summed up over all ranks in the pass, by what the sum is divided; 0 for
-            what is no such part.
-    """
-
-    before: str
-    was: Raw | None
-    now: Raw
-    shard: float = 0.0  # FSDP reduces into shards that no hook on a parameter sees
+Column = dict[int, Any]
+"""Key of a parameter -> a sample, which may lie on a device, or None."""
 
 
 @dataclass
@@ -42,7 +28,12 @@ class PassRecord:
         place: of the call.
         accumulates: whether it adds to `.grad`.
         terms: of what went backward.
-        arrivals: key of a parameter -> what arrived.
+        arrivals: key of a parameter at which a gradient arrived -> what was in `.grad` before it, against what the last
+            arrival left: `none`, `kept`, `touched`; or `by hand` for a result of `torch.autograd.grad`, which the
+            program puts into `.grad` itself; `late` for what comes with a later pass that reduces it into a shard.
+        was: key of a parameter whose `.grad` was touched -> a sample of it before the arrival.
+        now: key of a parameter -> a sample of `.grad` after the arrival, or of the result; none of what is late.
+        shards: key of this rank's part of what was summed up over all ranks in the pass -> by what the sum is divided.
         points: key of a parameter that requires a gradient -> a checksum of its values.
         hooked: key of a parameter whose gradient the program's own hooks change -> whether by the same factors as
             before.
@@ -59,7 +50,10 @@ class PassRecord:
     place: Place
     accumulates: bool
     terms: list[Term] = field(default_factory=list)
-    arrivals: dict[int, Arrival] = field(default_factory=dict)
+    arrivals: dict[int, str] = field(default_factory=dict)
+    was: dict[int, Raw] = field(default_factory=dict)
+    now: dict[int, Raw] = field(default_factory=dict)
+    shards: dict[int, float] = field(default_factory=dict)  # FSDP reduces into these, which no hook sees
     points: dict[int, int] = field(default_factory=dict)
     hooked: dict[int, bool] = field(default_factory=dict)
     again: set[int] = field(default_factory=set)
@@ -76,9 +70,9 @@ class PassRecord:
         """Whether its results are put into `.grad` by the program, if at all."""
         return not self.accumulates
 
-    def raws(self) -> list[tuple[Any, str]]:
-        """Return the holders and names of fields that may lie on a device."""
-        return [(a, name) for a in self.arrivals.values() for name in ("was", "now") if getattr(a, name) is not None]
+    def columns(self) -> tuple[Column, ...]:
+        """Return what may lie on a device."""
+        return self.was, self.now
 
 
 @dataclass
@@ -127,10 +121,9 @@ class StepRecord:
     unwritten: Sequence[int] = ()
     has_unseen: bool = False
 
-    def raws(self) -> list[tuple[Any, Any]]:
-        """Return the holders and names of fields that may lie on a device."""
-        all_of: tuple[Any, ...] = self.gradients, self.values, self.moved
-        return [(one, key) for one in all_of for key, raw in one.items() if raw is not None]
+    def columns(self) -> tuple[Column, ...]:
+        """Return what may lie on a device."""
+        return self.gradients, self.values, self.moved
 
 
 @dataclass(frozen=True)
@@ -143,9 +136,9 @@ class Gap:
 
     steps: range
 
-    def raws(self) -> list[tuple[Any, Any]]:
+    def columns(self) -> tuple[Column, ...]:
         """Return nothing: no field lies on a device."""
-        return []
+        return ()
 
 
 Event = PassRecord | StepRecord | Gap
@@ -154,10 +147,9 @@ Event = PassRecord | StepRecord | Gap
 def settle(events: Sequence[Event]) -> None:
     """Turn samples that lie on a device into arrays; waits for the device once."""
     # once for all: on a GPU each read of its own would wait for the kernels before it
-    holders = [pair for event in events for pair in event.raws()]
-    values = [h[n] if isinstance(h, dict) else getattr(h, n) for h, n in holders]
-    for (holder, name), value in zip(holders, samples.read(values), strict=True):
-        if isinstance(holder, dict):
-            holder[name] = value
-        else:
-            setattr(holder, name, value)
+    columns = [
+        c for event in events for c in event.columns() if not {np.ndarray, NoneType}.issuperset(map(type, c.values()))
+    ]
+    places = [(column, key) for column in columns for key, raw in column.items() if raw is not None]
+    for (column, key), value in zip(places, samples.read([column[key] for column, key in places]), strict=True):
+        column[key] = value

@@ -18,7 +18,7 @@ import traceback
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -36,7 +36,6 @@ from gradcheck_suite.auditing.events import (
     LATE,
     NONE,
     TOUCHED,
-    Arrival,
     Event,
     Gap,
     PassRecord,
@@ -93,9 +92,9 @@ class Known:
     Attributes:
         reference: to the parameter.
         dtype: of its gradient.
-        gradient: a reference to `.grad`, its version and some elements to the bit, as the last arrival left them.
+        gradient: a reference to `.grad`, its version and a checksum of some elements, as the last arrival left them.
         heard: the hook that tells of its gradients: none can be set on a parameter that is frozen.
-        waits: whether its `.grad` is sampled when the pass has ended, with all others.
+        at_once: whether that one samples `.grad`, which is else done when the pass has ended, for all together.
         hooks: around those of the program on this parameter.
         raw: what arrived before the program's hooks.
         ratio: by which these changed it in the last pass.
@@ -104,9 +103,9 @@ class Known:
 
     reference: weakref.ref[torch.Tensor]
     dtype: str
-    gradient: tuple[Any, int, bytes | None] | None = None
+    gradient: tuple[Any, int, int | None] | None = None
     heard: Any = None
-    waits: bool = False
+    at_once: bool = False
     hooks: tuple[Any, Any] | None = None
     raw: torch.Tensor | None = None
     ratio: torch.Tensor | None = None
@@ -192,7 +191,6 @@ class Running:
         outer: the outermost pass, or None where this is it.
         tasks: the ids that autograd gave it.
         forwards: recorded calls of modules -> index of an output -> the gradient that arrived there.
-        waiting: parameters whose `.grad` is sampled when the pass has ended; None where nothing tells its end.
     """
 
     record: PassRecord
@@ -200,7 +198,6 @@ class Running:
     outer: Running | None = None
     tasks: list[int] = field(default_factory=list)
     forwards: dict[Any, dict[int, torch.Tensor]] = field(default_factory=dict)
-    waiting: dict[int, torch.Tensor] | None = field(default_factory=dict)
 
 
 PASSES, WEIGHTS, SUMS, STEPS = "backward passes", "weights", "sums", "steps"
@@ -299,7 +296,9 @@ class Recorder:
         self._unbound: list[Running] = []
         self._lines: dict[tuple[str, ...], dict[Place, str]] = {}
         self._checks: bool | None = None
-        self._before: dict[int, tuple[str, Raw | None]] = {}
+        self._before: dict[int, str] = {}
+        self._touched: dict[int, Raw] = {}
+        self._heard: list[torch.Tensor] = []
         self._unseen: set[int] = set()
         self._shards: set[int] = set()
         self._groups: dict[int, weakref.ref[Any]] | None = None
@@ -342,15 +341,30 @@ class Recorder:
     def pause(self) -> None:
         """Count passes and steps from now on, without a hook on a parameter."""
         self.records, self._paused_at = False, self.steps_seen
-        for handle in self._handles[2:]:
-            handle.remove()
-        del self._handles[2:]
+        self._unhook(2)
         for known in self.parameters.values():
             known.gradient = known.heard = known.hooks = known.raw = known.ratio = None
         self._before.clear()
+        self._touched.clear()
         self._unseen.clear()
         self._late.clear()
         self.last = self._reset = None
+
+    def _unhook(self, begin: int = 0) -> None:
+        for handle in self._handles[begin:]:
+            handle.remove()
+        del self._handles[begin:]
+        self._heard.clear()
+
+    @contextlib.contextmanager
+    def mute(self) -> Iterator[None]:
+        """Record nothing, since a window is computed again."""
+        self.muted = True
+        try:
+            yield
+        finally:
+            self.muted = False
+            self._heard.clear()
 
     def resume(self, step: int) -> None:
         """Record again from a step on, and tell which ones were only counted."""
@@ -378,9 +392,7 @@ class Recorder:
         if isinstance(torch.autograd.Variable._execution_engine, Engine):
             torch.autograd.Variable._execution_engine = self._engine
         self._end_of_stacks()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._unhook()
         self.last = None
         self._running.clear()
 
@@ -420,7 +432,9 @@ class Recorder:
             if task == -1:  # a hook runs in the thread of a device
                 self._note_thread()
                 if self.concurrent:
+                    self._unhook(2)
                     return None
+            self._note_unseen()
             # what a pass computes itself, as an adjoint does, would take ten times as long with stacks
             self._end_of_stacks()
             if accumulates or any(isinstance(p, torch.nn.Parameter) for p in inputs):
@@ -453,6 +467,11 @@ class Recorder:
         others = {one for one in self._threads if one is not thread and one.is_alive()}
         self.concurrent |= bool(others)
         self._threads = {thread, *others}
+
+    def _note_unseen(self) -> None:
+        """Note what has arrived since the last pass, of one that was not entered from Python."""
+        self._unseen |= {self._keys[id(parameter)] for parameter in self._heard}
+        self._heard.clear()
 
     def _bind_at(self, running: Running, node: Any) -> None:
         running.reader.keep(node.register_prehook(lambda _: self._bind(running)))
@@ -511,13 +530,19 @@ class Recorder:
                 for parameter in group["params"]:
                     self._watch(parameter)
         first = self._next_key
+        apart = _is_distributed() or bool(self._shards)
         for leaf in leaves:
             key = self._watch(leaf)
             stands = leaf.grad if key >= first else None  # before the first pass that is known to reach it
             if stands is not None and samples.read([samples.sample(stands, whole=False)])[0].any():
                 self._unseen.add(key)
-            if not getattr(leaf, "_fsdp_flattened", False):
+            if self._shards and not getattr(leaf, "_fsdp_flattened", False):
                 self._shards.discard(key)  # tensor parallelism: a shard that goes backward itself
+            # a hook after ours may change `.grad` in this pass, as DDP and an optimizer in backward do
+            if apart or len(leaf._post_accumulate_grad_hooks) > 1:
+                self._hear(key, leaf, at_once=True)
+            if leaf._backward_hooks and self._sums:
+                self._surround(key, leaf)
         if self.steps_seen < 2 and self._full():  # nodes keep their stacks until then
             lines = used_at(edge_of(root)[0] for root in roots)
             self.used_at |= {self._keys[i]: line for i, line in lines.items() if i in self._keys}
@@ -530,13 +555,6 @@ class Recorder:
                 found.term.partial = joined_share(own[0])
                 inside = {id(leaf) for leaf in leaves_below(own)[0]}
                 running.record.whole = sorted(self._keys[i] for i in outside - inside if i in self._keys)
-        apart = _is_distributed() or bool(self._shards)
-        for key, known in self.parameters.items():
-            parameter = known.reference()
-            if parameter is not None and parameter._backward_hooks and parameter.requires_grad and self._sums:
-                self._surround(key, known, parameter)
-            # a hook after ours may change `.grad` in this pass, as DDP and an optimizer in backward do
-            known.waits = not apart and parameter is not None and len(parameter._post_accumulate_grad_hooks or ()) == 1
 
     @_guarded(PASSES)
     def end(self, running: Running | None) -> None:
@@ -585,8 +603,8 @@ class Recorder:
         rates = [rate._version if isinstance(rate, torch.Tensor) else rate for rate in rates]
         clocks = {SCHEDULE: zlib.crc32(repr((rates, epochs)).encode())}
         averages = [average for of in self._averages if (average := of()) is not None]
-        for average, some in zip(averages, samples.Together().bits(averages), strict=True):
-            clocks[AVERAGE] = zlib.crc32(some or b"", average._version + clocks.get(AVERAGE, 0))
+        for average, mark in zip(averages, samples.Together().marks(averages), strict=True):
+            clocks[AVERAGE] = zlib.crc32(repr((mark, average._version, clocks.get(AVERAGE))).encode())
         return clocks
 
     def _find_clocks(self) -> None:
@@ -626,7 +644,8 @@ class Recorder:
             given = known and gradient is not None and not gradient.requires_grad
             if given and not torch._C._functorch.is_functorch_wrapped_tensor(gradient):
                 key = self._watch(parameter)
-                running.record.arrivals[key] = Arrival(BY_HAND, None, samples.sample(gradient, whole=self._full()))
+                running.record.arrivals[key] = BY_HAND
+                running.record.now[key] = samples.sample(gradient, whole=self._full())
         if running.record.arrivals:
             self._finish(running)
 
@@ -641,28 +660,31 @@ class Recorder:
     # Parameters
 
     def _watch(self, parameter: torch.Tensor) -> int:
-        key = self._keys.get(id(parameter))
-        if key is None or self.parameters[key].reference() is not parameter:
+        key = self._keys.get(id(parameter), -1)
+        known = self.parameters.get(key)
+        if known is None or known.reference() is not parameter:
             key = self._keys[id(parameter)] = self._next_key
             self._next_key += 1
-            self.parameters[key] = Known(weakref.ref(parameter), str(parameter.dtype)[6:])
+            known = self.parameters[key] = Known(weakref.ref(parameter), str(parameter.dtype)[6:])
             if samples.is_shard(parameter):
                 self._shards.add(key)
-        known = self.parameters[key]
-        if not known.heard and parameter.requires_grad and parameter.is_leaf:
-
-            def hear(parameter: torch.Tensor) -> None:
-                # between two kernels Python is several times as slow: what can be done at the end of the pass is
-                running = self._running.get(_task()) if known.waits else None
-                if running is not None and running.waiting is not None and running.record.accumulates:
-                    running.waiting[key] = parameter
-                else:
-                    self._accumulated(parameter, key)
-
-            found = known.heard = parameter.register_post_accumulate_grad_hook(hear)
-            self._handles.append(found)
-            _arrange(parameter._post_accumulate_grad_hooks, [found.id], [])
+        if known.heard is None and parameter.requires_grad and parameter.is_leaf:
+            self._hear(key, parameter, at_once=False)
         return key
+
+    def _hear(self, key: int, parameter: torch.Tensor, *, at_once: bool) -> None:
+        """Listen to what arrives at a parameter, before all other hooks."""
+        known = self.parameters[key]
+        if known.heard is not None:
+            if known.at_once:
+                return
+            known.heard.remove()
+        # between two kernels Python is several times as slow: what can be done at the end of the pass is
+        hook = functools.partial(self._accumulated, key) if at_once else self._heard.append
+        found = known.heard = parameter.register_post_accumulate_grad_hook(hook)
+        known.at_once = at_once
+        self._handles.append(found)
+        _arrange(parameter._post_accumulate_grad_hooks, [found.id], [])
 
     def _points(self) -> dict[int, int]:
         """Return a checksum of each parameter's values, or its version where they lie on a device.
@@ -674,32 +696,28 @@ class Recorder:
             for key, known in self.parameters.items()
             if (p := known.reference()) is not None and p.requires_grad  # a frozen copy may follow the trained ones
         }
-        marks = self._values_of.bits([*own.values()])
-        return {
-            key: p._version if some is None else zlib.crc32(some)
-            for (key, p), some in zip(own.items(), marks, strict=True)
-        }
+        marks = self._values_of.marks([*own.values()])
+        return {key: own[key]._version if mark is None else mark for key, mark in zip(own, marks, strict=True)}
 
     @_guarded(SUMS)
     def _look_at_gradients(self) -> None:
         """See at the beginning of a pass what stands in each `.grad`: what the last arrival left, or something else."""
-        found = {key: p.grad for key, known in self.parameters.items() if (p := known.reference()) is not None}
-        given = {key: gradient for key, gradient in found.items() if gradient is not None}
-        self._before = dict.fromkeys(found, (NONE, None))
-        # what is seen by its version alone is read once
-        same = {key: gradient for key, gradient in given.items() if _is_same(self.parameters[key], gradient)}
-        now = self._gradients_of.bits([*same.values()]) if same else []
-        for key, bits in zip(same, now, strict=True):
-            self._before[key] = KEPT, None
-            if bits == self.parameters[key].gradient[2]:  # type: ignore[index]
-                del given[key]
-        if given:
-            touched = samples.Together().taken([*given.values()], whole=self._full())
-            self._before |= {key: (TOUCHED, now) for key, (now, _) in zip(given, touched, strict=True)}
-        self._unseen = {key for key in self._unseen if self._before.get(key, (TOUCHED,))[0] != NONE}
+        same, given = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
+        for key, known in self.parameters.items():
+            parameter = known.reference()
+            if parameter is not None and (gradient := parameter.grad) is not None:
+                # what is seen by its version alone is read once
+                (same if _is_same(known, gradient) else given)[key] = gradient
+        for key, mark in zip(same, self._gradients_of.marks([*same.values()]) if same else (), strict=True):
+            if mark != self.parameters[key].gradient[2]:  # type: ignore[index]
+                given[key] = same[key]
+        self._before = dict.fromkeys(same, KEPT) | dict.fromkeys(given, TOUCHED)
+        found = samples.Together().taken([*given.values()], whole=self._full())[0] if given else ()
+        self._touched = dict(zip(given, found, strict=True))
+        self._unseen &= self._before.keys()
 
     @_guarded(SUMS)
-    def _accumulated(self, parameter: torch.Tensor, key: int) -> None:
+    def _accumulated(self, key: int, parameter: torch.Tensor) -> None:
         if self.is_silent:
             return
         running = self.running()
@@ -707,38 +725,30 @@ class Recorder:
             self._unseen.add(key)
         if running is None or not running.record.accumulates or parameter.grad is None:
             return
-        if key in self._shards:
-            if running.record not in self._late:
-                self._late.append(running.record)  # what stands here is reduced later in this pass or in another one
-        elif not self._sums:
-            running.record.arrivals[key] = Arrival(NONE, None, samples.NOTHING)
-        else:
+        if key not in self._shards:
             self._arrived(running.record, {key: parameter})
+        elif running.record not in self._late:
+            self._late.append(running.record)  # what stands here is reduced later in this pass or in another one
 
     def _arrived(self, record: PassRecord, parameters: Mapping[int, torch.Tensor]) -> None:
         """Note what has arrived at some parameters."""
         # in the order in which all other looks at them are, so that their places are found once
         given = {key: gradient for key, p in sorted(parameters.items()) if (gradient := p.grad) is not None}
-        if not self._sums:
-            record.arrivals |= {key: Arrival(NONE, None, samples.NOTHING) for key in given}
-            return
-        for key, now in self._taken(given).items():
-            if key in record.arrivals:  # passes inside of this one: one arrival, from the first state to the last
-                record.arrivals[key].now = now
-            else:
-                before, was = self._before.get(key, (NONE, None))
-                record.arrivals[key] = Arrival(before, was, now)
+        record.now |= self._taken(given) if self._sums else dict.fromkeys(given, samples.NOTHING)
+        # passes inside of this one: one arrival, from the first state to the last
+        record.arrivals = {key: self._before.get(key, NONE) for key in given} | record.arrivals
+        record.was |= {key: self._touched[key] for key in self._touched.keys() & given.keys()}
 
     def _taken(self, gradients: Mapping[int, torch.Tensor], *, whole: bool = False) -> dict[int, Raw]:
         """Sample the gradients of some parameters, and note that this is how they stand."""
-        found = self._gradients_of.taken([*gradients.values()], whole=whole or self._full())
-        for (key, gradient), (_, bits) in zip(gradients.items(), found, strict=True):
+        found, marks = self._gradients_of.taken([*gradients.values()], whole=whole or self._full())
+        for (key, gradient), mark in zip(gradients.items(), marks, strict=True):
             known = self.parameters[key]
             reference = known.gradient[0] if known.gradient is not None else None
             if reference is None or reference() is not gradient:
                 reference = weakref.ref(gradient, self._let_go)
-            known.gradient = reference, gradient._version, bits
-        return {key: now for key, (now, _) in zip(gradients, found, strict=True)}
+            known.gradient = reference, gradient._version, mark
+        return dict(zip(gradients, found, strict=True))
 
     def _let_go(self, _: Any) -> None:
         # called for each gradient, of which the first one tells
@@ -752,9 +762,9 @@ class Recorder:
 
     @_guarded(SUMS)
     def _arrive_all(self, running: Running) -> None:
-        if running.waiting:
-            self._arrived(running.record, running.waiting)
-        running.waiting = None
+        if self._heard and running.record.accumulates:
+            self._arrived(running.record, {self._keys[id(parameter)]: parameter for parameter in self._heard})
+        self._heard.clear()
         if self._shards:
             self._arrive_at_shards(running.record)
 
@@ -769,18 +779,18 @@ class Recorder:
             parameter = known.reference()
             if parameter is None or (gradient := parameter.grad) is None or parameter.is_leaf is False:
                 continue
-            before, was = self._before.get(key, (NONE, None))
+            before = self._before.get(key, NONE)
             same = before == KEPT and _is_same(known, gradient)
-            if same and samples.taken(gradient, whole=False)[1] == known.gradient[2]:  # type: ignore[index]
+            if same and samples.Together().marks([gradient])[0] == known.gradient[2]:  # type: ignore[index]
                 continue
-            if before == TOUCHED and _equal(was, samples.sample(gradient, whole=self._full())):
+            if before == TOUCHED and _equal(self._touched[key], samples.sample(gradient, whole=self._full())):
                 continue
             found = True
             for earlier in self._late:
-                earlier.arrivals.setdefault(key, Arrival(LATE, None, samples.NOTHING))
+                earlier.arrivals.setdefault(key, LATE)
             record.arrivals.pop(key, None)
             self._arrived(record, {key: parameter})
-            record.arrivals[key].shard = self._divisor(parameter)
+            record.shards[key] = self._divisor(parameter)
         if found:
             self._late.clear()
 
@@ -799,9 +809,9 @@ class Recorder:
         ] = 1
         return divisor
 
-    def _surround(self, key: int, known: Known, parameter: torch.Tensor) -> None:
+    def _surround(self, key: int, parameter: torch.Tensor) -> None:
         """Look at a gradient before and after the program's own hooks on a parameter."""
-        hooks = parameter._backward_hooks
+        known, hooks = self.parameters[key], parameter._backward_hooks
         if known.hooks is None:
             known.hooks = (
                 parameter.register_hook(lambda g, known=known: self._raw(known, g)),
@@ -950,6 +960,7 @@ class Recorder:
                 "these steps were judged; those of `fully_shard` and of use_orig_params=False can be"
             ] += 1
             return
+        self._note_unseen()
         index = self.index(optimizer)
         idle = is_whole and self._sums and self._passes_at_step.get(index) == self.passes_seen
         is_first = index not in self._passes_at_step
@@ -972,7 +983,7 @@ class Recorder:
         fused = isinstance(divisor, torch.Tensor)
         for earlier in self._late:  # never reduced
             for key in self._shards & gradients.keys():
-                earlier.arrivals.setdefault(key, Arrival(LATE, None, samples.NOTHING))
+                earlier.arrivals.setdefault(key, LATE)
         if _is_distributed() and index not in self._wrapped:
             # a search through all objects, once for each optimizer
             self._wrapped[index] = bool(living(torch.nn.parallel.DistributedDataParallel))

@@ -12,12 +12,14 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from statistics import median
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradcheck_suite.auditing.events import BY_HAND, LATE, NONE, TOUCHED, Arrival, PassRecord, StepRecord
+from gradcheck_suite.auditing.events import BY_HAND, NONE, Column, PassRecord, StepRecord
 from gradcheck_suite.auditing.places import Place
-from gradcheck_suite.auditing.samples import ELEMENTS, Raw, Vector, alike, distance, factor, is_finite, is_mostly, size
+from gradcheck_suite.auditing.samples import ELEMENTS, Vector, alike, distance, factor, is_finite, is_mostly, size
 from gradcheck_suite.core.comparison import FURTHER_ROUNDINGS, SMALLEST, UNIT_ROUNDOFF, growth
 
 RELATIVE = {"float64": 1e-10, "float32": 3e-5, "bfloat16": 3e-2, "float16": 4e-3}
@@ -28,12 +30,23 @@ EARLIER = -1
 UNKNOWN = -2
 """In place of the index of a pass: something that no event explains."""
 NEGLIGIBLE = 1e-6
-KNOWN = Arrival(NONE, None, ZERO)
-"""In place of an arrival that has been added to a state."""
+
+NO_PASS: Mapping[tuple[int, int], float] = {}
 
 Source = tuple[int, int]
 """A rank, and the index of a pass."""
-Coefficients = dict[Source, float]
+Coefficients = Mapping[Source, float]
+"""Of passes: one object for all parameters that have had the same arrivals, since most of them have."""
+
+
+def settled(column: Column) -> dict[int, Vector]:
+    """Return the samples of a column, without what has none."""
+    return {key: now for key, now in column.items() if isinstance(now, np.ndarray)}
+
+
+def distinct(found: Iterable[Coefficients]) -> Iterable[Coefficients]:
+    """Return each object once."""
+    return {id(one): one for one in found}.values()
 
 
 def near(a: float, b: float, tolerance: float) -> bool:
@@ -105,8 +118,7 @@ class Fit:
         return not (np.abs(self.coefficients) > self.bounds).any()
 
 
-@dataclass
-class State:
+class State(NamedTuple):
     """What stands in one parameter's `.grad` on one rank.
 
     Attributes:
@@ -115,8 +127,8 @@ class State:
         shard: whether each rank has another part of it.
     """
 
-    sample: Vector = field(default_factory=lambda: ZERO)
-    coefficients: Coefficients = field(default_factory=dict)
+    sample: Vector = ZERO
+    coefficients: Coefficients = NO_PASS
     shard: bool = False
 
 
@@ -220,11 +232,10 @@ class StepWindow:
     def of_pass(self, source: Source) -> float | None:
         """Return the coefficient of a pass, the median over the parameters that it reached; None where it has none."""
         found = [c for cs in self.coefficients.values() if abs(c := cs.get(source, 0.0)) > 1e-9]
-        return float(np.median(found)) if found else None
+        return median(found) if found else None
 
 
-@dataclass(frozen=True)
-class Explanation:
+class Explanation(NamedTuple):
     """What a measured `.grad` is of what stood there.
 
     Attributes:
@@ -306,15 +317,16 @@ class Replay:
 
     def _together(self, rank: int, measured: Mapping[int, Vector]) -> Iterator[tuple[list[int], Vector, Vector]]:
         """Yield parameters, what was measured in their `.grad`, and what stood there, as far as both are known."""
-        groups: defaultdict[int, list[tuple[int, Vector, Vector]]] = defaultdict(list)
+        states = self._states[rank]
+        groups: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for key, now in measured.items():
-            then = self._states[rank][key].sample
-            if len(then) != len(now) and not then.any():
-                then = np.zeros(len(now))
-            groups[min(len(now), len(then))].append((key, now, then))
-        for length, rows in groups.items():
-            now_then = np.array([[now[:length], then[:length]] for _, now, then in rows])
-            yield [key for key, _, _ in rows], now_then[:, 0], now_then[:, 1]
+            then = states[key].sample
+            groups[len(now), len(then) if len(then) == len(now) or then.any() else 0].append(key)
+        for (length, known), keys in groups.items():
+            now = np.concatenate([measured[key] for key in keys]).reshape(-1, length)
+            then = np.concatenate([states[key].sample for key in keys]).reshape(-1, known) if known else 0 * now
+            both = min(length, known or length)
+            yield keys, now[:, :both], then[:, :both]
 
     def _explain(self, rank: int, key: int, now: Vector, *, inside: bool, sure: bool = False) -> Explanation:
         """Explain a measured `.grad`; `sure` takes it for reduced even where it may only have been multiplied."""
@@ -384,63 +396,58 @@ class Replay:
         self.number_of_passes += 1
         self.passes[index] = Seen(records)
         # all ranks are measured before any is changed: a reduction is a sum over them
-        touched = [
-            {key: a.was for key, a in record.arrivals.items() if a.before == TOUCHED and isinstance(a.was, np.ndarray)}
-            for record in records
-        ]
-        explained = [self._explain_all(rank, measured, inside=True) for rank, measured in enumerate(touched)]
+        explained = [self._explain_all(rank, settled(record.was), inside=True) for rank, record in enumerate(records)]
         for rank, ones in enumerate(explained):
+            self._discard(rank, [key for key, one in ones.items() if one.event == RESET])
             for key, one in ones.items():
-                if one.event == RESET:
-                    self._discard(rank, key)
-                self._states[rank][key] = State(one.now, dict(one.coefficients), self._states[rank][key].shard)
+                self._states[rank][key] = State(one.now, one.coefficients, self._states[rank][key].shard)
                 if last is not None:
                     last.reduced = last.reduced or one.event == REDUCED
         for rank, record in enumerate(records):
-            own: dict[int, Vector] = {}
-            for key, a in record.arrivals.items():
-                assert isinstance(a.now, np.ndarray)
-                if a.before == BY_HAND:
-                    self._arrived[rank, index, key] = a.now
-                elif a.before == LATE:
-                    self._late[rank, key].append(index)
-                else:
-                    if a.before == NONE:
-                        self._discard(rank, key)
-                        self._states[rank][key] = State()
-                    own[key] = a.now
-            for keys, now, then in self._together(rank, own):
-                if not np.isfinite(now).all():
-                    self._not_finite.add(index)
-                with np.errstate(invalid="ignore"):
-                    differences = now - then
-                for key, arrived, is_any in zip(keys, differences, np.any(differences, axis=1).tolist(), strict=True):
-                    self._arrived[rank, index, key] = arrived
-                    self._add(rank, index, key, record.arrivals[key], is_any=is_any)
+            if record.by_hand:
+                self._arrived |= {(rank, index, key): now for key, now in settled(record.now).items()}
+                continue
+            fresh = [key for key, before in record.arrivals.items() if before == NONE]
+            self._discard(rank, fresh)
+            for key in fresh:
+                self._states[rank][key] = State()
+            for key in record.arrivals.keys() - record.now.keys():
+                self._late[rank, key].append(index)
+            self._add(rank, index, record)
         # hundreds of windows are kept: what arrived is in the states now, and only where it arrived is asked for
-        self.passes[index].records = [replace(r, arrivals=dict.fromkeys(r.arrivals, KNOWN)) for r in records]
+        self.passes[index].records = [replace(record, was={}, now={}) for record in records]
         return index
 
-    def _add(self, rank: int, index: int, key: int, arrival: Arrival, *, is_any: bool) -> None:
-        """Add what has arrived at a parameter in a pass to what stands in its `.grad`."""
-        coefficients = dict(self._states[rank][key].coefficients)
-        together = [*self._late.pop((rank, key), ()), index]
-        if arrival.shard:
-            self.passes[index].reduced = True
-            for source in product(range(self.ranks), together if is_any else ()):
-                coefficients[source] = coefficients.get(source, 0.0) + 1.0 / arrival.shard
-        elif is_any:
-            coefficients[rank, index] = coefficients.get((rank, index), 0.0) + 1.0
-        if not is_any:
-            # a branch that begins at zero: whether it was reset cannot be told from it
-            self._null |= {(rank, i, key) for i in together}
-        assert isinstance(arrival.now, np.ndarray)
-        self._states[rank][key] = State(arrival.now, coefficients, bool(arrival.shard))
+    def _add(self, rank: int, index: int, record: PassRecord) -> None:
+        """Add what has arrived in a pass to what stands in each `.grad`."""
+        states, made = self._states[rank], dict[Any, tuple[Coefficients, Coefficients]]()
+        self.passes[index].reduced = self.passes[index].reduced or bool(record.shards)
+        for keys, now, then in self._together(rank, settled(record.now)):
+            if not np.isfinite(now).all():
+                self._not_finite.add(index)
+            with np.errstate(invalid="ignore"):
+                differences = now - then
+            for key, arrived, is_any in zip(keys, differences, np.any(differences, axis=1).tolist(), strict=True):
+                self._arrived[rank, index, key] = arrived
+                old, divisor = states[key].coefficients, record.shards.get(key)
+                together = (*self._late.pop((rank, key), ()), index) if self._late else (index,)
+                if not is_any:
+                    # a branch that begins at zero: whether it was reset cannot be told from it
+                    self._null |= {(rank, i, key) for i in together}
+                    added = old
+                elif (asked := (id(old), divisor, together)) in made:
+                    added = made[asked][0]
+                else:
+                    sources = product(range(self.ranks), together) if divisor else [(rank, index)]
+                    added = {**old, **{source: old.get(source, 0.0) + 1.0 / (divisor or 1.0) for source in sources}}
+                    made[asked] = added, old  # as long as the old one is kept, no other has its id
+                states[key] = State(record.now[key], added, bool(divisor))  # type: ignore[arg-type]
 
-    def _discard(self, rank: int, key: int) -> None:
+    def _discard(self, rank: int, keys: Iterable[int]) -> None:
         """Note which passes stood together in a `.grad` that was reset: the program may have kept it elsewhere."""
-        coefficients = {s: c for s, c in self._states[rank][key].coefficients.items() if s[1] >= 0}
-        self._discarded.setdefault(frozenset(index for _, index in coefficients), coefficients)
+        for coefficients in distinct(self._states[rank][key].coefficients for key in keys):
+            kept = {source: c for source, c in coefficients.items() if source[1] >= 0}
+            self._discarded.setdefault(frozenset(index for _, index in kept), kept)
 
     def on_gap(self) -> None:
         """Forget what stood in `.grad`: passes and steps follow that were not recorded."""
@@ -475,28 +482,27 @@ class Replay:
                 for step in steps
             ]
         optimizer, before = steps[0].optimizer, self.last.get(steps[0].optimizer, 0)
-        measured = {key: now for key, now in steps[0].gradients.items() if isinstance(now, np.ndarray)}
-        found = self._explain_all(0, measured, inside=False)
+        found = self._explain_all(0, settled(steps[0].gradients), inside=False)
         reduced = any(one.event == REDUCED for one in found.values())
-        self.of_rank |= self._apart([step.values for step in steps])
-        apart = self._apart([step.gradients for step in steps])
-        own = apart & self.of_rank if reduced else set()
+        self.of_rank |= self._unequal([step.values for step in steps])
+        unequal = self._unequal([step.gradients for step in steps])
+        own = unequal & self.of_rank if reduced else set()
         keys = [key for key in steps[0].gradients if key not in own]
         found = {key: found[key] for key in keys if key in found}
         members = {i: p for i, p in self.passes.items() if i >= before and p.has(set(keys))}
         for key, one in found.items():
             if one.event == WRITTEN:  # what it replaces is in no step
-                self._states[0][key] = State(one.now, dict(one.coefficients))
-            elif one.event == EDITED and reduced and key not in apart:
+                self._states[0][key] = State(one.now, one.coefficients)
+            elif one.event == EDITED and reduced and key not in unequal:
                 # compressed to less than 16 bits, or to a matrix of low rank
-                self._states[0][key].coefficients = self._united(key, self.ranks)
+                self._states[0][key] = self._states[0][key]._replace(coefficients=self._united(key, self.ranks))
             elif one.event in (EDITED, FACTOR) and key in unwritten:
-                found[key] = replace(one, event=SAME, factor=1.0, coefficients={(0, EARLIER): 1.0})
+                found[key] = one._replace(event=SAME, factor=1.0, coefficients={(0, EARLIER): 1.0})
         late = [(rank, key) for rank, key in self._late if key in steps[0].gradients]
         window = StepWindow(
             optimizer, steps[0].call, steps[0], members, keys, {}, 1.0, None,
             {i: dict(p.consumers) for i, p in members.items()}, optimizer not in self.last, before,
-            [key for _, key in late] or apart - own,
+            [key for _, key in late] or unequal - own,
             {n for n in self._null if n[1] in members}, self._not_finite & members.keys(), copies,
         )  # fmt: skip
         for place in late:
@@ -527,14 +533,15 @@ class Replay:
                 self._copies[key] = found
         return given
 
-    def _apart(self, of_ranks: Sequence[Mapping[int, Raw | None]]) -> set[int]:
+    def _unequal(self, of_ranks: Sequence[Column]) -> set[int]:
         """Return the parameters of which the ranks have different samples; of a shard each has a part of its own."""
         found = set[int]()
-        for key, own in of_ranks[0].items():
-            for other in (one.get(key) for one in of_ranks[1:] if not self._states[0][key].shard):
-                if isinstance(own, np.ndarray) and isinstance(other, np.ndarray):
-                    now, then = alike(own, other)
-                    found |= {key} if size(now - then) > self.tolerance(key) * size(now) else set()
+        own, *others = map(settled, of_ranks)
+        for other in others:
+            for key in own.keys() & other.keys():
+                now, then = alike(own[key], other[key])
+                if not self._states[0][key].shard and size(now - then) > self.tolerance(key) * size(now):
+                    found.add(key)
         return found
 
     def _fill(self, window: StepWindow, found: Mapping[int, Explanation]) -> None:
@@ -545,7 +552,7 @@ class Replay:
             if one.event != NOT_FINITE and (self._states[0][key].coefficients or one.event != RESET)
         }
         kept = {
-            key: dict(self._states[0][key].coefficients if one.event in UNEXPLAINED else one.coefficients)
+            key: self._states[0][key].coefficients if one.event in UNEXPLAINED else one.coefficients
             for key, one in found.items()
         }
         edited = {key: one for key, one in found.items() if one.event == EDITED}
@@ -556,7 +563,7 @@ class Replay:
         lost = {key: self._lost_in(window, key) for key in found}
         some = [f for f in factors.values() if f]
         tolerance = max(map(self.tolerance, factors), default=RELATIVE["float32"])
-        common = float(np.median(some)) if some else 0.0
+        common = median(some) if some else 0.0
         off = [key for key, f in factors.items() if f is None or not near(f, common, 10 * tolerance)]
         # what the program kept elsewhere can have come back only where a pass was reset
         keys = [key for key, passes in lost.items() if passes]
@@ -599,12 +606,12 @@ class Replay:
     def _lost_in(self, window: StepWindow, key: int) -> list[int]:
         """Return the passes that arrived at a parameter and that no event has left in its `.grad`."""
         standing = {index for (_, index), c in self._states[0][key].coefficients.items() if abs(c) > NEGLIGIBLE}
-        arrived = [i for i in window.passes if (0, i, key) in self._arrived and (0, i, key) not in window.null]
-        return [i for i in arrived if i not in standing]
+        missing = [i for i in window.passes if i not in standing]
+        return [i for i in missing if (0, i, key) in self._arrived and (0, i, key) not in window.null]
 
     def _set_groups(self, window: StepWindow, kept: Mapping[int, Coefficients]) -> None:
         """Set which passes stood in `.grad` together."""
-        groups = {**self._discarded, **{frozenset(i for _, i in cs): cs for cs in kept.values()}}
+        groups = {**self._discarded, **{frozenset(i for _, i in cs): cs for cs in distinct(kept.values())}}
         groups |= {frozenset({i}): {(0, i): 1.0} for i, seen in window.passes.items() if seen.by_hand}
         # a parameter that some of the passes do not reach has fewer of them
         own = [one for one in groups if one and one <= window.passes.keys()]
@@ -616,14 +623,14 @@ class Replay:
         Of a sum, the largest element alone may hide that the others are none; and of few elements, any sum may be one.
         """
         number, largest = 0, 0.0
-        for key, one in found.items():
-            now, dtype = one.now[:ELEMENTS], self._dtype(key)
+        for keys, now, then in self._together(0, {key: one.now[:ELEMENTS] for key, one in found.items()}):
+            dtypes = list(map(self._dtype, keys))
             # of a product or two
-            rounding = 2 * UNIT_ROUNDOFF[dtype]
-            left = np.abs(common * self._states[0][key].sample[:ELEMENTS] - now)
-            if not (left <= rounding * np.abs(now) + SMALLEST[dtype]).all():
+            rounding = np.array([2 * UNIT_ROUNDOFF[dtype] for dtype in dtypes])
+            allowed = rounding[:, None] * np.abs(now) + np.array([SMALLEST[dtype] for dtype in dtypes])[:, None]
+            if not (np.abs(common * then - now) <= allowed).all():
                 return False
-            number, largest = number + int(np.count_nonzero(now)), max(largest, rounding)
+            number, largest = number + int(np.count_nonzero(now)), max(largest, float(rounding.max()))
         # one element is always a multiple of another one
         return largest ** max(number - 1, 0) <= ACCIDENT or all(one.event == SAME for one in found.values())
 
@@ -693,6 +700,11 @@ class Replay:
 
     def _leave(self, window: StepWindow, steps: Sequence[StepRecord]) -> None:
         """Set the states that a step leaves behind, and forget what no later step can ask for."""
+        left: dict[int, Coefficients] = {}
+        for one in distinct(window.coefficients.values()):
+            # what is left in `.grad` after a step is an earlier window's, however many those were
+            places = {(of, EARLIER if index < window.before else index): c for (of, index), c in one.items()}
+            left[id(one)] = {place: c if place[1] != EARLIER else 1.0 for place, c in places.items()}
         for rank, step in enumerate(steps):
             for key in window.keys:
                 now = step.gradients.get(key)
@@ -701,16 +713,13 @@ class Replay:
                     self._states[rank][key] = State()
                     continue
                 self._arrived[rank, EARLIER, key] = now
-                coefficients = window.coefficients.get(key, {}) if size(now) or window.edit is None else {}
-                kept: Coefficients = {}
-                for (of, index), c in coefficients.items():
-                    # what is left in `.grad` after a step is an earlier window's, however many those were
-                    place = of, (EARLIER if index < window.before else index)
-                    kept[place] = c if place[1] != EARLIER else 1.0
+                known = left.get(id(window.coefficients.get(key)), NO_PASS)
+                kept = known if window.edit is None or size(now) else NO_PASS
                 self._states[rank][key] = State(now, kept, self._states[rank][key].shard)
+        standing = list(distinct(window.coefficients.values()))
         for index in window.passes:
             sources = {(rank, index) for rank in range(self.ranks)}
-            if any(abs(c) > 1e-9 for cs in window.coefficients.values() for s, c in cs.items() if s in sources):
+            if any(abs(c) > 1e-9 for cs in standing for s, c in cs.items() if s in sources):
                 self.passes[index].consumers.setdefault(window.optimizer, self.number_of_passes)
         self.last[window.optimizer] = self.number_of_passes
         if window.number != self._call:
@@ -726,7 +735,7 @@ class Replay:
 
     def standing(self, keys: Iterable[int]) -> set[int]:
         """Return the passes since the last step that stand in the `.grad` of some parameters."""
-        found = [ranked[key].coefficients for ranked in self._states for key in keys]
+        found = distinct([ranked[key].coefficients for ranked in self._states for key in keys])
         return {index for coefficients in found for (_, index), c in coefficients.items() if abs(c) > NEGLIGIBLE}
 
     def _forget(self) -> None:

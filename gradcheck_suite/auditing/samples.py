@@ -10,10 +10,12 @@ without BLAS, which would take all threads of the machine whatever the program h
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ Vector = npt.NDArray[np.float64]
 Raw = torch.Tensor | Vector
 """A sample that may still lie on a device."""
 
-OWN = torch.Tensor, torch.nn.Parameter
+OWN = frozenset((torch.Tensor, torch.nn.Parameter))
 """Classes whose tensors have a memory of their own."""
 NOTHING: Vector = np.zeros(ELEMENTS)
 """The sample of an arrival that is not looked at."""
@@ -149,6 +151,19 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous() if tensor.is_cpu and tensor.layout == torch.strided else tensor
 
 
+_WEIGHTS = _random.integers(1 << 63, size=ELEMENTS, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+_SEEN = torch.Tensor.data_ptr, torch.Tensor.numel, attrgetter("dtype"), torch.Tensor.is_contiguous
+"""What tells that tensors lie where others did."""
+
+
+def _marks(some: npt.NDArray[Any]) -> list[int]:
+    """Return a checksum of the bits of each row."""
+    bits = some.view(f"u{some.itemsize}").astype(np.uint64)
+    # odd multiples of the highest bits alone, as of signs, would add up to 0
+    marks: list[int] = ((bits ^ bits >> np.uint64(32)) * _WEIGHTS).sum(1).tolist()
+    return marks
+
+
 class Together:
     """Reads tensors at once; where the elements of those that it reads again and again lie is computed once."""
 
@@ -159,9 +174,10 @@ class Together:
     def _find(self, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], list[int]]:
         """Find where the elements of tensors lie; return what is to be read, and which are not in memory in a row."""
         known = None
-        if all(map(is_plain, tensors)):
-            known = [(t.data_ptr(), t.numel(), t.dtype, t.is_contiguous()) for t in tensors]
-            if known == self._known:
+        if OWN.issuperset(map(type, tensors)):
+            with contextlib.suppress(RuntimeError):  # a sparse tensor has no address
+                known = [list(map(of, tensors)) for of in _SEEN]
+            if known is not None and known == self._known:
                 return tensors, []
         addresses, kept, elsewhere = list(map(_address, tensors)), list(tensors), list[int]()
         rows: dict[Any, list[tuple[int, int, int]]] = {}
@@ -181,53 +197,49 @@ class Together:
             self._where[dtype] = list(indices), np.array(first)[:, None] + places, exist, spans
         return kept, elsewhere
 
-    def bits(self, tensors: Sequence[torch.Tensor]) -> list[bytes | None]:
-        """Return the bits of `taken` alone, None for a tensor whose elements are not in the memory of the process."""
-        found: list[bytes | None] = [None] * len(tensors)
+    def marks(self, tensors: Sequence[torch.Tensor]) -> list[int | None]:
+        """Return the checksums of `taken` alone, None for what is not in the memory of the process."""
+        found: list[int | None] = [None] * len(tensors)
         kept, elsewhere = self._find(tensors)
         for i in elsewhere:
             if kept[i].is_cpu and kept[i].layout == torch.strided:
                 found[i] = _taken_elsewhere(kept[i], whole=False)[1]
         for dtype, (rows, where, _, _) in self._where.items():
-            for i, some in zip(rows, _memory(dtype)[where], strict=True):
-                found[i] = some.tobytes()
+            for i, mark in zip(rows, _marks(_memory(dtype)[where]), strict=True):
+                found[i] = mark
         return found
 
-    def taken(self, tensors: Sequence[torch.Tensor], *, whole: bool) -> list[tuple[Raw, bytes | None]]:
-        """Return `taken` of each tensor."""
+    def taken(self, tensors: Sequence[torch.Tensor], *, whole: bool) -> tuple[list[Raw], list[int | None]]:
+        """Return linear functions of gradients, and checksums of the elements: 16, and 8 projections if `whole`.
+
+        Versions alone do not tell of a change: `GradScaler.unscale_`, `.grad.data.mul_()` and numpy leave them as they
+        are. None in place of a checksum where reading the elements would wait for a device.
+
+        Args:
+            tensors: of any shapes, layouts, dtypes or devices; of a distributed one the local shard is read.
+            whole: whether the projections are taken.
+        """
         found: list[Any] = [None] * len(tensors)
+        marks: list[int | None] = [None] * len(tensors)
         kept, elsewhere = self._find(tensors)
         for i in elsewhere:
-            found[i] = _taken_elsewhere(kept[i], whole=whole)
+            found[i], marks[i] = _taken_elsewhere(kept[i], whole=whole)
         for dtype, (rows, where, exist, spans) in self._where.items():
             memory = _memory(dtype)
             some = memory[where]
-            elements = np.where(exist, _numbers(some), 0.0).astype(np.float64)
-            for i, sampled, bits, (begin, number) in zip(rows, elements, some, spans, strict=True):
-                if whole:
-                    sampled = np.concatenate([sampled, _projected(memory[begin : begin + number])])
-                found[i] = sampled, bits.tobytes()
-        return found
+            taken = np.where(exist, _numbers(some), 0.0).astype(np.float64)
+            if whole:
+                taken = np.hstack([taken, [_projected(memory[begin : begin + number]) for begin, number in spans]])
+            for i, sampled, mark in zip(rows, taken, _marks(some), strict=True):
+                found[i], marks[i] = sampled, mark
+        return found, marks
 
 
-def taken(gradient: torch.Tensor, *, whole: bool) -> tuple[Raw, bytes | None]:
-    """Return linear functions of a gradient, 16 elements and 8 projections if `whole`, and those elements to the bit.
-
-    Versions alone do not tell of a change: `GradScaler.unscale_`, `.grad.data.mul_()` and numpy leave them as they are.
-    None in place of the bits where reading them would wait for a device.
-
-    Args:
-        gradient: of any shape, layout, dtype or device; of a distributed tensor the local shard is read.
-        whole: whether the projections are taken.
-    """
-    return Together().taken([gradient], whole=whole)[0]
-
-
-def _taken_elsewhere(tensor: torch.Tensor, *, whole: bool) -> tuple[Raw, bytes | None]:
+def _taken_elsewhere(tensor: torch.Tensor, *, whole: bool) -> tuple[Raw, int | None]:
     if tensor.layout == torch.strided:
         size = tensor.numel() * tensor.element_size()
         if not size or tensor.untyped_storage().nbytes() < size:  # FSDP frees the storage of what it has gathered
-            return np.zeros(ELEMENTS + PROJECTIONS * whole), b""
+            return np.zeros(ELEMENTS + PROJECTIONS * whole), 0
     with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
         if tensor.layout != torch.strided:
             found = _of_sparse(tensor)  # its values have no fixed places: strided elements would compare other rows
@@ -239,8 +251,8 @@ def _taken_elsewhere(tensor: torch.Tensor, *, whole: bool) -> tuple[Raw, bytes |
 
 
 def sample(gradient: torch.Tensor, *, whole: bool) -> Raw:
-    """Return the linear functions of `taken` alone."""
-    return taken(gradient, whole=whole)[0]
+    """Return linear functions of one gradient."""
+    return Together().taken([gradient], whole=whole)[0][0]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

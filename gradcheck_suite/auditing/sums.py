@@ -7,8 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
-
-import numpy as np
+from statistics import median
 
 from gradcheck_suite.auditing.events import BY_HAND, PassRecord
 from gradcheck_suite.auditing.places import Loop, Place, is_edit, is_reset, is_tried, lines_between
@@ -170,19 +169,15 @@ class Members:
     def __init__(self, window: StepWindow) -> None:
         self.window = window
         self.by_parameter: dict[int, list[tuple[int, float]]] = {i: [] for i in window.passes}
-        for key, coefficients in window.coefficients.items():
-            for index, seen in window.passes.items():
-                ranks = [
-                    rank
-                    for rank, record in enumerate(seen.records)
-                    if key in record.arrivals and (rank, index, key) not in window.null
-                ]
-                if ranks:
-                    largest = max((coefficients.get((rank, index), 0.0) for rank in ranks), key=abs)
-                    self.by_parameter[index].append((key, largest))
-        self.mean = {
-            i: float(np.median([c for _, c in found])) if found else 0.0 for i, found in self.by_parameter.items()
-        }
+        for index, seen in window.passes.items():
+            reached = [record.arrivals.keys() & window.coefficients.keys() for record in seen.records]
+            for rank, keys in enumerate(reached if window.null else ()):
+                keys -= {key for key in keys if (rank, index, key) in window.null}
+            for key, coefficients in window.coefficients.items():
+                own = [coefficients.get((rank, index), 0.0) for rank, keys in enumerate(reached) if key in keys]
+                if own:
+                    self.by_parameter[index].append((key, max(own, key=abs)))
+        self.mean = {i: median(c for _, c in found) if found else 0.0 for i, found in self.by_parameter.items()}
         told = [i for i, found in self.by_parameter.items() if found or not self.is_null(i)]
         self.by_hand = [i for i in told if window.passes[i].by_hand]
         rest = [i for i in told if i not in self.by_hand]
@@ -195,6 +190,8 @@ class Members:
     def is_null(self, index: int) -> bool:
         """Return whether what arrived from a pass was exactly 0, which tells nothing."""
         window, records = self.window, self.window.passes[index].records
+        if not window.null:
+            return False
         reached = [(rank, index, k) for rank, r in enumerate(records) for k in r.arrivals if k in window.coefficients]
         return bool(reached) and all(place in window.null for place in reached)
 
@@ -216,7 +213,7 @@ class Members:
                 for index, seen in window.passes.items()
                 for rank, record in enumerate(seen.records)
                 for key in record.arrivals
-                if key in window.keys and key not in window.coefficients and (rank, index, key) not in window.null
+                if key not in window.coefficients and (rank, index, key) not in window.null and key in window.keys
             }
         )
 
@@ -483,5 +480,6 @@ def used_of(window: StepWindow) -> dict[Source, float]:
 
 def _of_hooks(record: PassRecord, keys: Sequence[int]) -> float:
     """Return the factor by which hooks multiply what arrives, 1 where parameters differ."""
-    factors = [record.factors.get(key, 1.0) for key in record.arrivals if key in keys]
+    of_keys = record.arrivals.keys() & keys if record.factors else ()
+    factors = [record.factors.get(key, 1.0) for key in of_keys]
     return factors[0] if factors and all(near(f, factors[0], 1e-6) for f in factors) else 1.0

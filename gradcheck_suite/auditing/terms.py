@@ -117,8 +117,27 @@ def elements(node: Any, index: int) -> int:
 
 
 def _is_packed(node: Any, name: str) -> bool:
+    """Return whether to read a saved tensor would run a hook, as a checkpoint's, which computes everything again."""
     raw = getattr(node, f"_raw_saved_{name}", None)
-    return raw is None or getattr(raw, "unpack_hook", None) is not None
+    if raw is None or hasattr(raw, "unpack_hook"):
+        return raw is None or raw.unpack_hook is not None
+    mark = f"{MARK} {name}"
+    if mark not in node.metadata:
+        try:  # torch 2.9 does not tell, and refuses hooks where there are some
+            raw.register_hooks(lambda tensor: (tensor, tensor._version), _unpacked)
+        except RuntimeError:
+            return True
+        node.metadata[mark] = True
+    return False
+
+
+def _unpacked(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+    tensor, version = saved
+    if tensor._version != version:  # what torch says where no hooks are
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation"
+        )
+    return tensor
 
 
 def _same(node: Any, index: int, inputs: list[Edge]) -> list[Edge]:
