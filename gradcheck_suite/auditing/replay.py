@@ -269,7 +269,7 @@ class Replay:
         self._call, self._before_call, self._at_last_step = -1, 0, 0
         self._dtypes = dtypes
         self._states: list[defaultdict[int, State]] = [defaultdict(State) for _ in range(ranks)]
-        self._arrived: dict[tuple[int, int, int], Vector] = {}
+        self._arrived: defaultdict[Source, dict[int, Vector]] = defaultdict(dict)
         self._null: set[tuple[int, int, int]] = set()
         self._late: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         self._not_finite: set[int] = set()
@@ -363,7 +363,7 @@ class Replay:
 
     def _result(self, rank: int, index: int, key: int) -> Vector | None:
         """Return what `torch.autograd.grad` gave for a parameter in a pass, or None."""
-        return self._arrived.get((rank, index, key)) if self.passes[index].by_hand else None
+        return self._arrived[rank, index].get(key) if self.passes[index].by_hand else None
 
     def _reduction(
         self, key: int, now: Vector, then: Vector, tolerance: float, *, sure: bool
@@ -405,7 +405,7 @@ class Replay:
                     last.reduced = last.reduced or one.event == REDUCED
         for rank, record in enumerate(records):
             if record.by_hand:
-                self._arrived |= {(rank, index, key): now for key, now in settled(record.now).items()}
+                self._arrived[rank, index] = settled(record.now)
                 continue
             fresh = [key for key, before in record.arrivals.items() if before == NONE]
             self._discard(rank, fresh)
@@ -427,8 +427,8 @@ class Replay:
                 self._not_finite.add(index)
             with np.errstate(invalid="ignore"):
                 differences = now - then
-            for key, arrived, is_any in zip(keys, differences, np.any(differences, axis=1).tolist(), strict=True):
-                self._arrived[rank, index, key] = arrived
+            self._arrived[rank, index] |= zip(keys, differences, strict=True)
+            for key, is_any in zip(keys, np.any(differences, axis=1).tolist(), strict=True):
                 old, divisor = states[key].coefficients, record.shards.get(key)
                 together = (*self._late.pop((rank, key), ()), index) if self._late else (index,)
                 if not is_any:
@@ -581,7 +581,7 @@ class Replay:
         if fit is not None and fit.tells and (not fit.lost or fit.is_of_copies):
             window.edit, window.error = BY_HAND, fit.error
             pairs = list(zip(fit.passes, map(float, fit.coefficients), strict=True))
-            of_fit = {key: {(0, i): c for i, c in pairs if (0, i, key) in self._arrived} for key in fit.keys}
+            of_fit = {key: {(0, i): c for i, c in pairs if key in self._arrived[0, i]} for key in fit.keys}
             window.coefficients = {**kept, **of_fit}
             return
         window.factor, window.coefficients = common, kept
@@ -607,7 +607,7 @@ class Replay:
         """Return the passes that arrived at a parameter and that no event has left in its `.grad`."""
         standing = {index for (_, index), c in self._states[0][key].coefficients.items() if abs(c) > NEGLIGIBLE}
         missing = [i for i in window.passes if i not in standing]
-        return [i for i in missing if (0, i, key) in self._arrived and (0, i, key) not in window.null]
+        return [i for i in missing if key in self._arrived[0, i] and (0, i, key) not in window.null]
 
     def _set_groups(self, window: StepWindow, kept: Mapping[int, Coefficients]) -> None:
         """Set which passes stood in `.grad` together."""
@@ -640,7 +640,7 @@ class Replay:
         The gradient of the last step is a leak if it weighs as much as the passes do, or if it weighs 1 and they weigh
         less. In a running average it weighs less than they do, or the weights sum to 1.
         """
-        passes = [i for i in window.passes if any((0, i, key) in self._arrived for key in found)]
+        passes = [i for i in window.passes if found.keys() & self._arrived[0, i].keys()]
         fit = self._fit_of(passes, found, lost)
         if fit is None or fit.is_exact:
             return fit
@@ -665,7 +665,7 @@ class Replay:
 
         if not passes:
             return None
-        columns = [column(self._arrived.get((0, i, key), nothing) for key in found) for i in passes]
+        columns = [column(self._arrived[0, i].get(key, nothing) for key in found) for i in passes]
         target = column(one.now for one in found.values())
         arrivals, number, of = np.stack(columns, 1), len(passes), (passes, lost, list(found))
         if not is_finite(target) or not np.isfinite(arrivals).all():
@@ -706,13 +706,14 @@ class Replay:
             places = {(of, EARLIER if index < window.before else index): c for (of, index), c in one.items()}
             left[id(one)] = {place: c if place[1] != EARLIER else 1.0 for place, c in places.items()}
         for rank, step in enumerate(steps):
+            earlier = self._arrived[rank, EARLIER]
             for key in window.keys:
                 now = step.gradients.get(key)
-                self._arrived.pop((rank, EARLIER, key), None)
+                earlier.pop(key, None)
                 if not isinstance(now, np.ndarray):
                     self._states[rank][key] = State()
                     continue
-                self._arrived[rank, EARLIER, key] = now
+                earlier[key] = now
                 known = left.get(id(window.coefficients.get(key)), NO_PASS)
                 kept = known if window.edit is None or size(now) else NO_PASS
                 self._states[rank][key] = State(now, kept, self._states[rank][key].shard)
@@ -754,7 +755,8 @@ class Replay:
         for index in [i for i, seen in self.passes.items() if i < old or is_done(i, seen)]:
             del self.passes[index]
         kept = self.passes.keys()
-        self._arrived = {k: v for k, v in self._arrived.items() if k[1] in kept or k[1] == EARLIER}
+        for source in [source for source in self._arrived if source[1] not in kept and source[1] != EARLIER]:
+            del self._arrived[source]
         self._null = {n for n in self._null if n[1] in kept}
         self._not_finite &= kept
         self._discarded = {one: cs for one, cs in self._discarded.items() if one <= kept}

@@ -158,9 +158,10 @@ _SEEN = torch.Tensor.data_ptr, torch.Tensor.numel, attrgetter("dtype"), torch.Te
 
 def _marks(some: npt.NDArray[Any]) -> list[int]:
     """Return a checksum of the bits of each row."""
-    bits = some.view(f"u{some.itemsize}").astype(np.uint64)
-    # odd multiples of the highest bits alone, as of signs, would add up to 0
-    marks: list[int] = ((bits ^ bits >> np.uint64(32)) * _WEIGHTS).sum(1).tolist()
+    bits = some.view(f"u{some.itemsize}")
+    if some.itemsize == 8:
+        bits = bits ^ bits >> np.uint64(32)  # odd multiples of the highest bits alone, as of signs, may add up to 0
+    marks: list[int] = (bits @ _WEIGHTS).tolist()
     return marks
 
 
@@ -227,7 +228,8 @@ class Together:
         for dtype, (rows, where, exist, spans) in self._where.items():
             memory = _memory(dtype)
             some = memory[where]
-            taken = np.where(exist, _numbers(some), 0.0).astype(np.float64)
+            taken = _numbers(some).astype(np.float64)
+            taken[~exist] = 0.0
             if whole:
                 taken = np.hstack([taken, [_projected(memory[begin : begin + number]) for begin, number in spans]])
             for i, sampled, mark in zip(rows, taken, _marks(some), strict=True):

@@ -600,6 +600,12 @@ def is_leaf(node: Any) -> bool:
     return bool(node.name() == "torch::autograd::AccumulateGrad")
 
 
+with torch.inference_mode(False), torch.enable_grad():
+    _joined: Any = torch.cat([torch.zeros(1, requires_grad=True)]).grad_fn
+_LEAF, _CAT = type(_joined.next_functions[0][0]), type(_joined)
+"""The classes of the nodes of a leaf and of `cat`: to ask a node for its name is a call into autograd."""
+
+
 def leaves_below(nodes: Iterable[Any], beyond: Iterable[Any] = ()) -> tuple[list[torch.Tensor], list[Any]]:
     """Return the leaves that a gradient reaches, and the nodes that join items with and without a gradient.
 
@@ -607,21 +613,22 @@ def leaves_below(nodes: Iterable[Any], beyond: Iterable[Any] = ()) -> tuple[list
         nodes: from which to go down.
         beyond: nodes that are not entered.
     """
-    stack, seen = [node for node in nodes if node is not None], set(beyond)
-    leaves, joins = [], []
+    stack = [node for node in nodes if node is not None]
+    leaves, joins, seen = [], [], {*beyond}
     while stack:
         node = stack.pop()
         if node in seen:
             continue
         seen.add(node)
-        name = type(node).__name__  # a name that a node makes is a call into autograd, and there are hundreds
-        if name == "AccumulateGrad":
+        if type(node) is _LEAF:
             leaves.append(node.variable)
             continue
         inputs = node.next_functions
-        if name == "CatBackward0" and node._saved_dim == 0 and any(f is None for f, _ in inputs):
+        for below, _ in inputs:
+            if below is not None:
+                stack.append(below)
+        if type(node) is _CAT and node._saved_dim == 0 and any(below is None for below, _ in inputs):
             joins.append(node)
-        stack.extend(f for f, _ in inputs if f is not None)
     return leaves, joins
 
 
