@@ -611,7 +611,7 @@ class Judge:
         pending = self._pending[window.optimizer]
         one = self._pending_of(window, used)
         if window.edit == BY_HAND:
-            one = replace(one, apart=[self._pending_of(window, kept) for kept in window.kept_apart])
+            one = replace(one, kept=[self._pending_of(window, kept) for kept in window.kept_apart])
         elif not used:
             return
         pending.append(one)
@@ -669,20 +669,20 @@ class Judge:
         found: dict[int, str] = {}
         for site, reached in by_site.items():
             sets = Counter(reached.values())
-            apart = len(sets) > 1 and not any(one < other for one in sets for other in sets)
+            are_tasks = len(sets) > 1 and not any(one < other for one in sets for other in sets)
             if sets != self._tasks.setdefault((window.optimizer, site), sets):
                 self._tasks[window.optimizer, site] = Counter()
-            elif apart:
+            elif are_tasks:
                 found |= {index: f"of {sorted(keys)}" for index, keys in reached.items()}
         return found
 
     def _weigh(self, optimizer: int, *, ended: bool = False) -> None:
         pending = self._pending[optimizer]
-        made = [one for one in pending if one.apart]
+        made = [one for one in pending if one.kept]
         # that one is no sum shows in a later window where projections change nothing in the first ones
         if made and optimizer not in self._composed and not self._is_sum(made):
             self._composed.add(optimizer)
-        judged = [each for one in pending for each in (one.apart if optimizer in self._composed else ()) or (one,)]
+        judged = [each for one in pending for each in (one.kept if optimizer in self._composed else ()) or (one,)]
         self._by_hand |= {place_of_loss(one.window, one.window.where) for one in made if optimizer in self._composed}
         typical_k, declared_k = self.typical_k(optimizer), self._declared_k(optimizer)
         weighed = self._weighed[optimizer] = judge_weights(judged, typical_k, declared_k, self._ranks, self._name_of)
@@ -737,7 +737,12 @@ class Judge:
             self._tails()
 
     def _note_run(self) -> None:
-        """Note what moved, was clipped, or got no gradient, over the run."""
+        """Note what moved, was clipped, was alike on all ranks, or got no gradient, over the run."""
+        if self._replay.alike.keys() == {True} and len(self._windows):
+            self._notes[
+                "the same gradient arrived on all ranks in every backward pass, as of the same data: give each rank its "
+                "own (`DistributedSampler`), or train on one"
+            ] += 1
         for what, steps in self._moving.items():
             if len(steps) > 1:
                 self._notes[

@@ -8,7 +8,7 @@ is fitted, but for gradients that a program puts together by hand.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -258,6 +258,7 @@ class Replay:
         passes: index -> pass, of those that may still matter.
         last: index of an optimizer -> the number of passes at its last step.
         of_rank: parameters that had other values on each rank at the first step.
+        alike: of passes of several ranks, whether the same arrived on all of them -> how many.
     """
 
     def __init__(self, ranks: int, dtypes: dict[int, str]) -> None:
@@ -266,6 +267,7 @@ class Replay:
         self.number_of_passes = 0
         self.last: dict[int, int] = {}
         self.of_rank: set[int] = set()
+        self.alike: Counter[bool] = Counter()
         self._call, self._before_call, self._at_last_step = -1, 0, 0
         self._dtypes = dtypes
         self._states: list[defaultdict[int, State]] = [defaultdict(State) for _ in range(ranks)]
@@ -395,6 +397,11 @@ class Replay:
         index, last = self.number_of_passes, self.passes.get(self.number_of_passes - 1)
         self.number_of_passes += 1
         self.passes[index] = Seen(records)
+        own, *others = (settled(record.now) for record in records)
+        if others and any(map(size, own.values())) and not any(r.shards or r.hooked for r in records):
+            self.alike[
+                all(own.keys() == one.keys() and all(map(np.array_equal, own.values(), one.values())) for one in others)
+            ] += 1
         # all ranks are measured before any is changed: a reduction is a sum over them
         explained = [self._explain_all(rank, settled(record.was), inside=True) for rank, record in enumerate(records)]
         for rank, ones in enumerate(explained):

@@ -46,7 +46,7 @@ class Pending:
         coefficients: of its passes.
         readings: the weights, with the factor by which `.grad` was multiplied after the last pass, and without it,
             where there is one: it may be a part of the loss (a mean over K at the end) or none (clipping).
-        apart: where the program has put `.grad` together from what it kept, each kept gradient as a window of its own.
+        kept: where the program has put `.grad` together from what it kept, each kept gradient as a window of its own.
         scaled: whether a common factor of the weights matters: it does not where the gradient is normalized.
     """
 
@@ -54,7 +54,7 @@ class Pending:
     coefficients: Mapping[Source, float]
     readings: Sequence[Reading]
     factor: float
-    apart: Sequence[Pending] = ()
+    kept: Sequence[Pending] = ()
     scaled: bool = True
 
     @property
@@ -270,7 +270,7 @@ def _uses(one: Pending, found: Sequence[Objective]) -> Iterator[Use]:
             whole={source[1] for source in sources} == passes,
             taken_out=one.taken_out([objective]),
             others=(others := [o for o in right if o.key != objective.key]),
-            apart=bool(others) or any(o.status != objective.status == UNEQUAL for o in found),
+            alone=bool(others) or any(o.status != objective.status == UNEQUAL for o in found),
         )
 
 
@@ -333,7 +333,7 @@ def _of_weights(fault: StepFault, use: Use, rows: tuple[Weight, ...]) -> Violati
     fault = replace(fault, sentence=f"{fault.sentence} (weights are off by up to {share})")
     allowed = max(part.tolerance for part in use.objective.parts)
     violation = violation_of(fault, use.window, use.objective.place)
-    where = use.objective.line if use.apart else violation.where
+    where = use.objective.line if use.alone else violation.where
     return replace(violation, where=where, error=error, allowed=allowed, weights=rows)
 
 

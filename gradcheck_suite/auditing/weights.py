@@ -423,7 +423,7 @@ class Use:
         length: the number of passes at the call sites that the objective comes from.
         whole: whether the objective is in every one of them.
         others: the objectives of the same window that have right weights.
-        apart: whether the fault is this objective's own: others are right or, where its weights are unequal, equal.
+        alone: whether the fault is this objective's own: others are right or, where its weights are unequal, equal.
         taken_out: by what `.grad` was multiplied after the last pass, where that is a part of the weights; else 1.
         own: C by the count that fits the run.
         total: C of all objectives of the window together, where they have the same passes.
@@ -435,7 +435,7 @@ class Use:
     length: int
     whole: bool
     others: Sequence[Objective]
-    apart: bool
+    alone: bool
     taken_out: float = 1.0
     count: str = ""
     own: float = 0.0

@@ -39,7 +39,9 @@ SIZES = ((4, 2), (3, 1))
 """The sizes of the micro-batches of each rank."""
 
 
-def _of_two_ranks(monkeypatch, weight=lambda rank, n: 2 / 10, *, reduce=lambda name, mean, own: mean, apart=()):
+def _of_two_ranks(
+    monkeypatch, weight=lambda rank, n: 2 / 10, *, reduce=lambda name, mean, own: mean, apart=(), data=(0, 1)
+):
     """Train one window of two ranks, one after the other, and return rank 0's result.
 
     Args:
@@ -47,6 +49,7 @@ def _of_two_ranks(monkeypatch, weight=lambda rank, n: 2 / 10, *, reduce=lambda n
         weight: of the sum of a micro-batch's losses, by its rank and its size.
         reduce: makes of the mean of a parameter's gradients, and of the rank's own one, what the rank steps on.
         apart: names of parameters that the second rank has by itself.
+        data: the rank whose data each one sees.
     """
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_PORT", str(os.getpid()))
@@ -61,7 +64,7 @@ def _of_two_ranks(monkeypatch, weight=lambda rank, n: 2 / 10, *, reduce=lambda n
 
     def backward(rank):
         models[rank].zero_grad()
-        for x, y in batches[rank]:
+        for x, y in batches[data[rank]]:
             loss = torch.nn.functional.cross_entropy(models[rank](x), y, reduction="sum")
             (loss * weight(rank, len(y))).backward()
 
@@ -87,6 +90,9 @@ def _alone(name, mean, own):
 def test_the_lines_of_all_ranks_are_judged_together(monkeypatch):
     sound = _of_two_ranks(monkeypatch)
     assert (sound.verdict, sound.windows, sound.ranks) == ("holds", 1, 2), sound
+    alike = _of_two_ranks(monkeypatch, lambda rank, n: 2 / 12, data=(0, 0))
+    assert alike.verdict == "holds", alike
+    assert [any("the same gradient arrived on all ranks" in f for f in r.findings) for r in (sound, alike)] == [0, 1]
     for weight, share, diagnosis, part in (
         (lambda rank, n: 1 / 10, 1, "wrong-scale", "1/2: each loss is divided by the count of all ranks"),
         (lambda rank, n: 1, 0.1, "wrong-scale", "1/2: each loss is divided by the count of all ranks"),
