@@ -530,7 +530,7 @@ class Recorder:
                 for parameter in group["params"]:
                     self._watch(parameter)
         first = self._next_key
-        apart = _is_distributed() or bool(self._shards)
+        apart = self._is_apart()
         for leaf in leaves:
             key = self._watch(leaf)
             stands = leaf.grad if key >= first else None  # before the first pass that is known to reach it
@@ -669,8 +669,12 @@ class Recorder:
             if samples.is_shard(parameter):
                 self._shards.add(key)
         if known.heard is None and parameter.requires_grad and parameter.is_leaf:
-            self._hear(key, parameter, at_once=False)
+            self._hear(key, parameter, at_once=self._is_apart())
         return key
+
+    def _is_apart(self) -> bool:
+        """Return whether wrappers may change a `.grad` as soon as a gradient has arrived there."""
+        return _is_distributed() or bool(self._shards)
 
     def _hear(self, key: int, parameter: torch.Tensor, *, at_once: bool) -> None:
         """Listen to what arrives at a parameter, before all other hooks."""
