@@ -124,7 +124,7 @@ class ModuleCalls:
         self._asked, module_hooks._has_any_global_hook = module_hooks._has_any_global_hook, lambda: others
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching, and forget a call that has not returned."""
         for handle in self._handles:
             handle.remove()
             # torch 2.13.0 leaves this entry behind (torch/nn/modules/module.py, no issue known)
@@ -132,9 +132,6 @@ class ModuleCalls:
         if self._handles:
             module_hooks._has_any_global_hook = self._asked
         self._handles = []
-
-    def reset(self) -> None:
-        """Forget a call that has not returned."""
         self._surrounding = self._begun = None
 
     def _before(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -173,7 +170,7 @@ class ModuleCalls:
         if torch.compiler.is_compiling() or module is not self._surrounding:
             return
         begun = self._begun
-        self.reset()
+        self._surrounding = self._begun = None
         try:
             if begun is not None:
                 arguments, made = begun
