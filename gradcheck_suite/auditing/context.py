@@ -309,8 +309,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._opened = self._observing = False
         self._standard_error = sys.stderr
         self._process = os.getpid()
-        self._passes_at_step = 0
-        self._after_gap = self._was_full = False
+        self._passes = self._passes_at_step = 0
+        self._after_gap = self._was_full = self._copied = False
         self._told: set[Any] = set()
         self._events: list[Event] = []
         self._places: set[Place] = set()
@@ -331,10 +331,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._writer: RankWriter | None = None
         self._forwards = ModuleCalls(self._records_calls, self._keep_cotangent, self._keep_mode, self._forwards_failed)
         self._running: dict[int, Running] = {}
-        self._passes = 0
         self._recomputed: Counter[str] = Counter()
         self._functions: set[FunctionKey] = set()
-        self._copied = False
         self._calls: list[Part] | str | None = None
         self._opinion: JaxOpinion | None = None
 
@@ -633,11 +631,10 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if not weights or window.edit is not None or self._recorder.is_off("the window again"):
             return
         known = self._recorder.parameters
-        hooked = {k for seen in window.passes.values() for record in seen.records for k in record.hooked}
+        # a hook of the program's own changes what arrives, which matters where the sums are not known to be wrong
+        hooked = {k for seen in window.passes.values() for r in seen.records for k in r.hooked if violation is None}
         live = {k: p for k in window.keys if k in known and (p := known[k].reference()) is not None}
-        observed = {
-            id(p): p.grad for k, p in live.items() if p.grad is not None and (k not in hooked or violation is not None)
-        }
+        observed = {id(p): p.grad for k, p in live.items() if p.grad is not None and k not in hooked}
         with self._recorder.mute():
             passes = {i: seen.records[0] for i, seen in window.passes.items() if i in weights}
             asked = Asked(

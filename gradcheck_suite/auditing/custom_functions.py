@@ -208,9 +208,8 @@ def _judged(call: Call, dtype: torch.dtype) -> FunctionReport:
     wanted = [i for i, v in enumerate(call.arguments) if _is_real(v) and v.requires_grad and v.numel()]
     name, generator = call.kind.__name__, torch.Generator().manual_seed(0)
     if not all(torch.equal(a, b) for a, b in zip(_outputs(call, base), _outputs(call, base), strict=True)):
-        return FunctionReport(
-            name, note="its backward was not checked, since its forward gives other outputs each time"
-        )
+        note = "its backward was not checked, since its forward gives other outputs each time"
+        return FunctionReport(name, note=note)
     moved = [v + JITTER * _direction(v, generator) if i in wanted else v for i, v in enumerate(base)]
     outputs = _outputs(call, moved)
     if not all(torch.isfinite(output).all() for output in outputs):

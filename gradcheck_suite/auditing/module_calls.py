@@ -151,18 +151,16 @@ class ModuleCalls:
             return
         try:
             self._surrounding = module
-            self._begun = (
-                arguments,
-                functools.partial(
-                    ModuleCall,
-                    module=module,
-                    random=RandomState.now(),
-                    modes=tuple(part.training for part in module.modules()),
-                    trained=tuple(p.requires_grad for p in module.parameters()),
-                    autocast=_autocast(module),
-                    point=point_of(module),
-                ),
+            made = functools.partial(
+                ModuleCall,
+                module=module,
+                random=RandomState.now(),
+                modes=tuple(part.training for part in module.modules()),
+                trained=tuple(p.requires_grad for p in module.parameters()),
+                autocast=_autocast(module),
+                point=point_of(module),
             )
+            self._begun = arguments, made
         except Exception as error:
             self._failed(error)
 
@@ -426,7 +424,9 @@ def replay(forward: ModuleCall, arguments: list[Any], cotangents: dict[int, torc
         result.inside[index] = arrived
         return given
 
-    def compute() -> None:
+    recorded = register_module_forward_hook(see)
+    hooks = contextlib.nullcontext() if how.hooks else _without_hooks(module)
+    with recorded, unchanged(module), hooks, quiet(), torch.enable_grad(), _replaced(module, replacing), _eagerly():
         forward.random.set()
         states[True].add(_generators())
         for each, training in zip(module.modules(), forward.modes, strict=True):
@@ -451,11 +451,4 @@ def replay(forward: ModuleCall, arguments: list[Any], cotangents: dict[int, torc
         result.outputs = [output.detach() for output in outputs]
         # other than torch's own
         result.functions = frozenset(kind for kind in kinds_of(outputs) if not kind.__module__.startswith("torch."))
-
-    recorded, hooks = (
-        register_module_forward_hook(see),
-        contextlib.nullcontext() if how.hooks else _without_hooks(module),
-    )
-    with recorded, unchanged(module), hooks, quiet(), torch.enable_grad(), _replaced(module, replacing), _eagerly():
-        compute()
     return result

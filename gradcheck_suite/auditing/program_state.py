@@ -102,21 +102,16 @@ class _State:
         self._own = {id(t) for part in parts for t in (*part._parameters.values(), *part._buffers.values())}
         self._seen: set[tuple[int, bool]] = set()
         for part in parts:
-            self._keep_attributes(part)
+            self.undo.callback(_refill, vars(part), _content(vars(part)))
+            self._keep_slots(part, library=False)
+            self._walk_all(value for name, value in vars(part).items() if name not in _PLAIN)
             self._walk_class(type(part))
             for held in (part._parameters, part._buffers, part._modules):
                 self.undo.callback(_refill, held, _content(held))
             self._walk_all(p for p in part._parameters.values() if p is not None and not p.requires_grad)
-            for hooks in (part._forward_hooks, part._forward_pre_hooks):
-                for hook in list(hooks.values()):
-                    self._walk(hook)
+            self._walk_all((*part._forward_hooks.values(), *part._forward_pre_hooks.values()))
         if isinstance(subject, type):
             self._walk_class(subject)
-
-    def _keep_attributes(self, part: torch.nn.Module) -> None:
-        self.undo.callback(_refill, vars(part), _content(vars(part)))
-        self._keep_slots(part, library=False)
-        self._walk_all(value for name, value in vars(part).items() if name not in _PLAIN)
 
     def _walk_class(self, kind: type) -> None:
         for base in kind.__mro__:
