@@ -22,13 +22,13 @@ import torch
 
 from gradcheck_suite.auditing import recorder as recording
 from gradcheck_suite.auditing.custom_functions import FunctionKey
-from gradcheck_suite.auditing.events import Event, Gap, PassRecord, StepRecord, settle
-from gradcheck_suite.auditing.jax_opinion import JaxOpinion, KeptCall, ask_jax, kept_calls
+from gradcheck_suite.auditing.events import Event, Gap, PassRecord, settle
+from gradcheck_suite.auditing.jax_opinion import JaxOpinion, ask_jax, kept_calls
 from gradcheck_suite.auditing.judge import ORPHANS, Judge
 from gradcheck_suite.auditing.module_calls import ModuleCall, ModuleCalls
 from gradcheck_suite.auditing.places import Place, here, living
 from gradcheck_suite.auditing.program_state import preserve_rng
-from gradcheck_suite.auditing.recomputation import Asked, recompute
+from gradcheck_suite.auditing.recomputation import Asked, Part, recompute
 from gradcheck_suite.auditing.recorder import Recorder, Running
 from gradcheck_suite.auditing.replay import StepWindow, near
 from gradcheck_suite.auditing.schedule import Schedule
@@ -174,13 +174,9 @@ class Ranks:
             return beside
         written = {path: path.stat().st_mtime_ns for path in self.folder.glob(f"rank-{rank}-*")}
         newest = max(written, key=written.__getitem__, default=None)
-        return newest if newest and written[newest] >= self._began else None
-
-    @property
-    def _began(self) -> int:
         with self.own.open("rb") as file:
-            began: int = pickle.load(file).began
-        return began
+            began = pickle.load(file).began
+        return newest if newest and written[newest] >= began else None
 
 
 class RankWriter:
@@ -313,10 +309,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._opened = self._observing = False
         self._standard_error = sys.stderr
         self._process = os.getpid()
-        self._passes_at_step = 0
-        self._after_gap = self._was_full = False
+        self._passes = self._passes_at_step = 0
+        self._after_gap = self._was_full = self._copied = False
         self._told: set[Any] = set()
-        self._stop = False
         self._events: list[Event] = []
         self._places: set[Place] = set()
         self._names: dict[int, str] = {}
@@ -336,11 +331,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._writer: RankWriter | None = None
         self._forwards = ModuleCalls(self._records_calls, self._keep_cotangent, self._keep_mode, self._forwards_failed)
         self._running: dict[int, Running] = {}
-        self._passes = 0
         self._recomputed: Counter[str] = Counter()
         self._functions: set[FunctionKey] = set()
-        self._copied = False
-        self._calls: list[KeptCall] | str | None = None
+        self._calls: list[Part] | str | None = None
         self._opinion: JaxOpinion | None = None
 
     def _new_judge(self, ranks: int, of: End | None = None) -> Judge:
@@ -427,7 +420,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if self in _open:
             _open.remove(self)
         if self._ranks is not None and self._writer is not None:
-            self._write_events()
+            self._writer.write(*self._taken())
             self._name_of(0)
             recorder = self._recorder
             end = End(_shown(error), complete, recorder.off, self._dtypes, self._names, recorder.steps_seen)
@@ -531,7 +524,6 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     def _pause(self) -> None:
         self._forwards.close()
-        self._forwards.reset()
         self._running.clear()
         self._recorder.pause()
 
@@ -570,9 +562,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             if has_passes:
                 self._was_full = self._is_full()
             if self._writer is not None:
-                self._write_events()
+                self._writer.write(*self._taken())
             else:
-                self._judge_events(event if has_passes and self._was_full else None)
+                self._judge_events(again=has_passes and self._was_full)
                 if self._was_full and self._judge.used and not has_passes:
                     self._judge.note("a window was not computed again: another optimizer had stepped on its passes")
             if has_passes or self._after_gap:
@@ -591,22 +583,14 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._dtypes.setdefault(key, known.dtype)
         return events
 
-    def _write_events(self) -> None:
-        if self._writer is not None:
-            self._writer.write(*self._taken())
-
-    def _judge_events(self, step: StepRecord | None = None) -> None:
-        """Judge what was recorded since the last step.
-
-        Args:
-            step: of a window that is to be computed again, or None.
-        """
+    def _judge_events(self, *, again: bool = False) -> None:
+        """Judge what was recorded since the last step, and compute its window again where that is asked."""
         for event in self._taken():
             self._judge.take([event])
-        if step is not None and self._judge.window is not None and "batch" not in self.options.without:
-            self._recompute(self._judge.window)
-        for index in [i for i, running in self._running.items() if step is not None]:
-            del self._running[index]
+        if again:
+            if self._judge.window is not None and "batch" not in self.options.without:
+                self._recompute(self._judge.window)
+            self._running.clear()
         for violation in self._judge.violations():
             if not self.options.accepts(violation.diagnosis, violation.where):
                 self._tell(violation)
@@ -636,9 +620,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         violation, used = self._judge.of_last_step(), self._judge.used
         own = {i: 1.0 for i, seen in window.passes.items() if not window.seen[i] and not seen.by_hand}
         weights = own if violation is not None and not violation.weights else {i: c for (_, i), c in used.items()}
-        if violation is not None and violation.diagnosis == "repeated-micro-batch":
-            return  # what arrived holds the repetitions already
-        if violation is not None and _is_rescaled_each_time(window):
+        # what arrived holds the repetitions already
+        if violation is not None and (violation.diagnosis == "repeated-micro-batch" or _is_rescaled_each_time(window)):
             return
         if window.copies:
             self._judge.note("a window was not computed again: the optimizer steps on copies of the parameters")
@@ -648,20 +631,15 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if not weights or window.edit is not None or self._recorder.is_off("the window again"):
             return
         known = self._recorder.parameters
-        hooked = {k for seen in window.passes.values() for record in seen.records for k in record.hooked}
+        # a hook of the program's own changes what arrives, which matters where the sums are not known to be wrong
+        hooked = {k for seen in window.passes.values() for r in seen.records for k in r.hooked if violation is None}
         live = {k: p for k in window.keys if k in known and (p := known[k].reference()) is not None}
-        observed = {
-            id(p): p.grad for k, p in live.items() if p.grad is not None and (k not in hooked or violation is not None)
-        }
+        observed = {id(p): p.grad for k, p in live.items() if p.grad is not None and k not in hooked}
         with self._recorder.mute():
-            runs = [
-                self._running.get(index, Running(seen.records[0], Reader()))
-                for index, seen in window.passes.items()
-                if index in weights
-            ]
+            passes = {i: seen.records[0] for i, seen in window.passes.items() if i in weights}
             asked = Asked(
-                runs,
-                [weights[i] for i in window.passes if i in weights],
+                [self._running.get(i, Running(record, Reader())) for i, record in passes.items()],
+                [weights[i] for i in passes],
                 window.factor or 1.0,
                 observed,
                 violation is not None,
@@ -758,15 +736,10 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if self._is_off:
             return "every instrument was switched off"
         if not recorder.steps_seen and recorder.passes_seen:
-            made = (
-                "the step of a torch.optim optimizer that was made is never called"
-                if living(torch.optim.Optimizer)
-                else ""
-            )
-            return (
-                f"no optimizer.step() was seen in {counted(recorder.passes_seen, 'backward pass')}: "
-                f"{made or 'the script trains without a torch.optim optimizer'}"
-            )
+            why = "the script trains without a torch.optim optimizer"
+            if living(torch.optim.Optimizer):
+                why = "the step of a torch.optim optimizer that was made is never called"
+            return f"no optimizer.step() was seen in {counted(recorder.passes_seen, 'backward pass')}: {why}"
         if not recorder.steps_seen:
             return (
                 "no backward pass and no optimizer.step() was seen in this process: the script trains nothing, or it "

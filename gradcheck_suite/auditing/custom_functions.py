@@ -208,9 +208,8 @@ def _judged(call: Call, dtype: torch.dtype) -> FunctionReport:
     wanted = [i for i, v in enumerate(call.arguments) if _is_real(v) and v.requires_grad and v.numel()]
     name, generator = call.kind.__name__, torch.Generator().manual_seed(0)
     if not all(torch.equal(a, b) for a, b in zip(_outputs(call, base), _outputs(call, base), strict=True)):
-        return FunctionReport(
-            name, note="its backward was not checked, since its forward gives other outputs each time"
-        )
+        note = "its backward was not checked, since its forward gives other outputs each time"
+        return FunctionReport(name, note=note)
     moved = [v + JITTER * _direction(v, generator) if i in wanted else v for i, v in enumerate(base)]
     outputs = _outputs(call, moved)
     if not all(torch.isfinite(output).all() for output in outputs):
@@ -235,8 +234,7 @@ def _of_argument(
     """Judge the derivative with respect to one argument."""
     name, notes, ratios = call.kind.__name__, list[str](), list[float]()
     for number in range(DIRECTIONS):
-        line = _Line(call, point, index, _direction(point[index], generator), generator, uphill=bool(number % 2))
-        found = line.compared(steps)
+        found = _Line(call, point, index, generator, uphill=bool(number % 2)).compared(steps)
         if isinstance(found, str):
             notes.append(found)
         elif found is not None:
@@ -249,19 +247,11 @@ def _of_argument(
 
 
 class _Line:
-    """A function along a direction of one argument, with a random gradient of its outputs."""
+    """A function along a random direction of one argument, with a random gradient of its outputs."""
 
-    def __init__(
-        self,
-        call: Call,
-        point: list[Any],
-        index: int,
-        direction: torch.Tensor,
-        generator: torch.Generator,
-        *,
-        uphill: bool,
-    ) -> None:
-        self.call, self.point, self.index, self.direction = call, point, index, direction
+    def __init__(self, call: Call, point: list[Any], index: int, generator: torch.Generator, *, uphill: bool) -> None:
+        self.call, self.point, self.index = call, point, index
+        self.direction = _direction(point[index], generator)
         self.leaf = point[index].clone().requires_grad_()
         self.outputs = _outputs(call, [self.leaf if i == index else v for i, v in enumerate(point)], grad=True)
         # an output that the function marks as not differentiable has no derivative to compare
@@ -271,7 +261,7 @@ class _Line:
         gradient = self.backward(self.cotangents) if uphill else None
         if gradient is not None:
             # nothing of a sum of products of one sign cancels
-            self.direction = torch.where(gradient < 0, -direction.abs(), direction.abs())
+            self.direction = torch.where(gradient < 0, -self.direction.abs(), self.direction.abs())
 
     def backward(self, cotangents: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Return the gradient of the argument for gradients of the outputs."""

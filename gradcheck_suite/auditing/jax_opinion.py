@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from gradcheck_suite.auditing.module_calls import How, ModuleCall, Replayed, is_differentiable, leaves_of, quiet, replay
+from gradcheck_suite.auditing.module_calls import How, Replayed, is_differentiable, leaves_of, quiet, replay
 from gradcheck_suite.auditing.program_state import unchanged
 from gradcheck_suite.auditing.recomputation import Part, add_gradients, exceeding, norm
 
@@ -37,21 +37,6 @@ RESOLUTION_OF_ALL = 2.0**-40
 
 class _Refused(Exception):
     """Why JAX is not asked about a call."""
-
-
-@dataclass(frozen=True, eq=False)
-class KeptCall:
-    """A call to ask JAX about.
-
-    Attributes:
-        forward: the call, with a copy of the module and of its arguments in float64, without autocast.
-        cotangents: index of an output -> the gradient that it received.
-        micro_batch: index of the backward pass in its window.
-    """
-
-    forward: ModuleCall
-    cotangents: dict[int, torch.Tensor]
-    micro_batch: int
 
 
 @dataclass
@@ -86,8 +71,8 @@ def _float64(value: Any) -> Any:
     return value.detach().clone().to(torch.float64) if value.is_floating_point() else value.detach().clone()
 
 
-def kept_calls(parts: Sequence[Part]) -> list[KeptCall] | str:
-    """Return copies of a window's calls, or why there are none."""
+def kept_calls(parts: Sequence[Part]) -> list[Part] | str:
+    """Return copies of a window's calls, or why there are none: in float64, of the modules too, without autocast."""
     copies: dict[int, torch.nn.Module] = {}
     kept = []
     for part in parts:
@@ -107,11 +92,11 @@ def kept_calls(parts: Sequence[Part]) -> list[KeptCall] | str:
             arguments=[_float64(value) for value in forward.arguments],
             autocast=(forward.autocast[0], forward.autocast[1], False),  # it would cast float64 down
         )
-        kept.append(KeptCall(wide, {i: _float64(g) for i, g in part.cotangents.items()}, part.index))
+        kept.append(Part(wide, {i: _float64(g) for i, g in part.cotangents.items()}, part.index))
     return kept
 
 
-def ask_jax(calls: Sequence[KeptCall]) -> JaxOpinion:
+def ask_jax(calls: Sequence[Part]) -> JaxOpinion:
     """Compare the gradients of calls by torch and by JAX, both in float64."""
     opinion, began = JaxOpinion(len(calls)), time.perf_counter()
     for call in calls:
@@ -132,7 +117,7 @@ def ask_jax(calls: Sequence[KeptCall]) -> JaxOpinion:
     return opinion
 
 
-def _compare(call: KeptCall) -> str | None:
+def _compare(call: Part) -> str | None:
     """Return what differs, or None.
 
     Raises:
@@ -161,15 +146,15 @@ def _compare(call: KeptCall) -> str | None:
     others = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     return (
         f"torch and JAX differ in the gradient of {names[worst]} {relative}{others}, both in float64, in a call of "
-        f"{type(call.forward.module).__name__} in micro-batch {call.micro_batch}: no loop is to blame"
+        f"{type(call.forward.module).__name__} in micro-batch {call.index}: no loop is to blame"
     )
 
 
-def _by_torch(call: KeptCall, seed: int | None) -> Replayed:
+def _by_torch(call: Part, seed: int | None) -> Replayed:
     return replay(call.forward, call.forward.arguments, call.cotangents, How(seed=seed, scale=1.0))
 
 
-def _by_jax(call: KeptCall, functions: frozenset[type]) -> tuple[dict[str, torch.Tensor], bool]:
+def _by_jax(call: Part, functions: frozenset[type]) -> tuple[dict[str, torch.Tensor], bool]:
     """Return the gradients by name, and whether the model asks for less than float64 inside.
 
     Args:

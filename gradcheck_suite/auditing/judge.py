@@ -242,11 +242,9 @@ class Judge:
 
     def typical_k(self, optimizer: int) -> int | None:
         """Return K: what the user or the trainer says, else the usual number of passes."""
-        lengths = self._lengths[optimizer]
-        if declared_k := self._declared_k(optimizer):
-            return declared_k
         # a schedule lets the windows grow: then the last one tells what the most frequent length does not tell yet
-        return self._grown.get(optimizer) or (lengths.most_common(1)[0][0] if lengths else None)
+        usual = next((length for length, _ in self._lengths[optimizer].most_common(1)), None)
+        return self._declared_k(optimizer) or self._grown.get(optimizer) or usual
 
     def _declared_k(self, optimizer: int) -> int | None:
         return self._given or self._configured.get(optimizer)
@@ -397,9 +395,8 @@ class Judge:
             self._of_first |= {(optimizer, seen.site) for index, seen in told.items() if members.is_in(index)}
         if required and all(members.is_in(i) for i in required):
             number, lengths = len(required), self._lengths[optimizer]
-            self._grown[optimizer] = (
-                number if number >= max(lengths, default=0) and self._grown.get(optimizer, 1) else 0
-            )
+            grows = number >= max(lengths, default=0) and self._grown.get(optimizer, 1)
+            self._grown[optimizer] = number if grows else 0
             lengths[number] += 1
         self._note_parts(members)
         used = self._judge_sums(members) if self._judges_sums else self._assumed(window)
@@ -458,15 +455,12 @@ class Judge:
         if last is None or {*window.keys} <= {*last.keys}:
             return False
         since = [seen for index, seen in self._replay.passes.items() if index >= window.before]
-        new = sorted({*window.keys} - {*last.keys})
-        replaced = sorted(k for k in {*last.keys} - {*window.keys} if any(seen.has({k}) for seen in since))
+        new, old = min({*window.keys} - {*last.keys}), {*last.keys} - {*window.keys}
+        replaced = any(seen.has(old) for seen in since)
         if replaced:
-            where = since[-1].site
             sentence = "parameters were replaced between backward and the step, and their gradient is on the old ones"
-            self._violate(
-                replace(OF_SUMS["all reset"], sentence=sentence, key=next(iter(new), replaced[0])), window, where
-            )
-        return bool(replaced)
+            self._violate(replace(OF_SUMS["all reset"], sentence=sentence, key=new), window, since[-1].site)
+        return replaced
 
     def _note_listed(self, window: StepWindow) -> None:
         """Note parameters that an optimizer moves more than once in a step."""
@@ -725,9 +719,8 @@ class Judge:
                     "reset the gradients before the loop"
                 ] += 1
             elif lost and not used:
-                if place in somewhere:  # another optimizer steps on what goes backward here
-                    continue
-                self._notes[f"{place}: what goes backward here is in no step of the whole run{IF_WANTED}"] += 1
+                if place not in somewhere:  # else another optimizer steps on what goes backward here
+                    self._notes[f"{place}: what goes backward here is in no step of the whole run{IF_WANTED}"] += 1
             elif windows < every and covered[optimizer] != every:  # lines that take turns have each their windows
                 self._notes[f"{place}: backward is called here in {windows} of {every} windows"] += 1
         self._note_run()
@@ -740,8 +733,8 @@ class Judge:
         """Note what moved, was clipped, was alike on all ranks, or got no gradient, over the run."""
         if self._replay.alike.keys() == {True} and len(self._windows):
             self._notes[
-                "the same gradient arrived on all ranks in every backward pass, as of the same data: give each rank its "
-                "own (`DistributedSampler`), or train on one"
+                "the same gradient arrived on all ranks in every backward pass, as of the same data: give each rank "
+                "its own (`DistributedSampler`), or train on one"
             ] += 1
         for what, steps in self._moving.items():
             if len(steps) > 1:
@@ -798,11 +791,8 @@ class Judge:
             left = {
                 index: seen
                 for index, seen in self._replay.passes.items()
-                if index >= before
-                and index in standing
-                and not seen.consumers
-                and seen.has(set(last.keys))
-                and self._is_of_steps(optimizer, seen)
+                if index >= before and index in standing and not seen.consumers
+                if seen.has(set(last.keys)) and self._is_of_steps(optimizer, seen)
             }
             # as many as a window may be one that was discarded on purpose: nothing after it tells
             if left and len(left) != typical_k:

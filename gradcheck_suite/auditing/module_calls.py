@@ -27,7 +27,7 @@ from gradcheck_suite.auditing.program_state import RandomState, unchanged
 from gradcheck_suite.auditing.samples import Raw, has_values, sample
 from gradcheck_suite.auditing.terms import elements, factors_below, is_leaf, live
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
-from gradcheck_suite.run.functions import kinds_of
+from gradcheck_suite.run.functions import ancestors, kinds_of
 
 
 @dataclass(eq=False)
@@ -110,7 +110,7 @@ class ModuleCalls:
         self.copies = False
         self._wanted, self._receive, self._ran, self._failed = wanted, receive, ran, failed
         self._surrounding: torch.nn.Module | None = None
-        self._begun: tuple[Any, ...] | None = None
+        self._begun: tuple[tuple[Any, ...], Callable[..., ModuleCall]] | None = None
         self._handles: list[Any] = []
 
     def open(self) -> None:
@@ -124,7 +124,7 @@ class ModuleCalls:
         self._asked, module_hooks._has_any_global_hook = module_hooks._has_any_global_hook, lambda: others
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching, and forget a call that has not returned."""
         for handle in self._handles:
             handle.remove()
             # torch 2.13.0 leaves this entry behind (torch/nn/modules/module.py, no issue known)
@@ -132,9 +132,6 @@ class ModuleCalls:
         if self._handles:
             module_hooks._has_any_global_hook = self._asked
         self._handles = []
-
-    def reset(self) -> None:
-        """Forget a call that has not returned."""
         self._surrounding = self._begun = None
 
     def _before(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -154,9 +151,16 @@ class ModuleCalls:
             return
         try:
             self._surrounding = module
-            modes = tuple(part.training for part in module.modules())
-            trained = tuple(p.requires_grad for p in module.parameters())
-            self._begun = arguments, RandomState.now(), modes, trained, _autocast(module), point_of(module)
+            made = functools.partial(
+                ModuleCall,
+                module=module,
+                random=RandomState.now(),
+                modes=tuple(part.training for part in module.modules()),
+                trained=tuple(p.requires_grad for p in module.parameters()),
+                autocast=_autocast(module),
+                point=point_of(module),
+            )
+            self._begun = arguments, made
         except Exception as error:
             self._failed(error)
 
@@ -164,10 +168,11 @@ class ModuleCalls:
         if torch.compiler.is_compiling() or module is not self._surrounding:
             return
         begun = self._begun
-        self.reset()
+        self._surrounding = self._begun = None
         try:
             if begun is not None:
-                self._record(module, begun, keywords, output)
+                arguments, made = begun
+                self._record(module, made, (arguments, keywords), output)
             else:
                 for tensor in filter(has_values, differentiable(output)):
                     tensor.register_hook(self._hook(self._ran, id(module), module.training))
@@ -186,21 +191,16 @@ class ModuleCalls:
 
         return hook
 
-    def _record(self, module: torch.nn.Module, begun: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
-        arguments, random_state, modes, trained, autocast, point = begun
-        values, structure = pytree.tree_flatten((arguments, keywords))
-        kept = [self._kept(value) for value in values]
-        forward = ModuleCall(
-            module=module,
+    def _record(self, module: torch.nn.Module, made: Callable[..., ModuleCall], given: Any, output: Any) -> None:
+        values, structure = pytree.tree_flatten(given)
+        kept = [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
+        if self.copies:
+            kept = [v.clone() if isinstance(v, torch.Tensor) else v for v in kept]
+        forward = made(
             arguments=kept,
             structure=structure,
             versions=[value._version if isinstance(value, torch.Tensor) else -1 for value in kept],
             needs_gradient=[isinstance(value, torch.Tensor) and value.requires_grad for value in values],
-            random=random_state,
-            modes=modes,
-            trained=trained,
-            autocast=autocast,
-            point=point,
             lent=here().line if any(not p.is_leaf for p in module.parameters()) else "",
         )
         seen = set[int]()
@@ -210,11 +210,6 @@ class ModuleCalls:
             if id(tensor) not in seen:  # a tensor that is returned twice receives one gradient
                 seen.add(id(tensor))
                 tensor.register_hook(self._hook(self._receive, forward, index))
-
-    def _kept(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return value.detach().clone() if self.copies else value.detach()
 
 
 def leaves_of(output: Any) -> list[Any]:
@@ -304,13 +299,7 @@ class Injected:
 
 def _injected(outputs: Sequence[torch.Tensor]) -> Iterator[Injected]:
     """Yield the losses that custom functions take, with a hook that sees what they receive."""
-    stack, seen = [output.grad_fn for output in outputs], set[Any]()
-    while stack:
-        node: Any = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        stack += [below for below, _ in node.next_functions]
+    for node in ancestors(outputs):
         for below, index in live(node) if hasattr(node, "_forward_cls") else ():
             if elements(below, index) == 1 and not is_leaf(below):
                 one = Injected(*factors_below(below))
@@ -336,14 +325,11 @@ def _without_hooks(module: torch.nn.Module) -> Iterator[None]:
     """Switch off backward hooks."""
     hooks = [vars(part)[name] for part in module.modules() for name in _HOOKS]
     hooks += [module_hooks._global_backward_hooks, module_hooks._global_backward_pre_hooks]
-    kept = [(each, each.copy()) for each in hooks if each]
-    for each, _ in kept:
-        each.clear()
-    try:
+    with contextlib.ExitStack() as undo:
+        for each in filter(None, hooks):
+            undo.callback(each.update, each.copy())
+            each.clear()
         yield
-    finally:
-        for each, content in kept:
-            each.update(content)
 
 
 def _nudged(value: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
@@ -362,19 +348,14 @@ def _replaced(module: torch.nn.Module, tensors: Mapping[int, torch.Tensor]) -> I
 
     `torch.func.functional_call` would leave its replacements in a submodule that has two names (pytorch#164759).
     """
-    before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-    try:
+    with contextlib.ExitStack() as undo:
         for part in module.modules():
-            holders: list[dict[str, Any]] = [vars(part)["_parameters"], vars(part)["_buffers"]]
-            for holder in holders:
+            for holder in (vars(part)["_parameters"], vars(part)["_buffers"]):
                 for name, tensor in list(holder.items()):
                     if id(tensor) in tensors:
+                        undo.callback(holder.__setitem__, name, tensor)
                         holder[name] = tensors[id(tensor)]
-                        before.append((holder, name, tensor))
         yield
-    finally:
-        for holder, name, tensor in before:
-            holder[name] = tensor
 
 
 @contextlib.contextmanager
@@ -443,7 +424,9 @@ def replay(forward: ModuleCall, arguments: list[Any], cotangents: dict[int, torc
         result.inside[index] = arrived
         return given
 
-    def compute() -> None:
+    recorded = register_module_forward_hook(see)
+    hooks = contextlib.nullcontext() if how.hooks else _without_hooks(module)
+    with recorded, unchanged(module), hooks, quiet(), torch.enable_grad(), _replaced(module, replacing), _eagerly():
         forward.random.set()
         states[True].add(_generators())
         for each, training in zip(module.modules(), forward.modes, strict=True):
@@ -468,12 +451,4 @@ def replay(forward: ModuleCall, arguments: list[Any], cotangents: dict[int, torc
         result.outputs = [output.detach() for output in outputs]
         # other than torch's own
         result.functions = frozenset(kind for kind in kinds_of(outputs) if not kind.__module__.startswith("torch."))
-
-    handle = register_module_forward_hook(see)
-    hooks = contextlib.nullcontext() if how.hooks else _without_hooks(module)
-    try:
-        with unchanged(module), hooks, quiet(), torch.enable_grad(), _replaced(module, replacing), _eagerly():
-            compute()
-    finally:
-        handle.remove()
     return result

@@ -163,23 +163,22 @@ def lines_with(call: str, place: Place) -> list[str]:
 
 
 @lru_cache(maxsize=32)
-def _parsed(text: str) -> ast.Module | None:
-    """Return a file's program; None of a cell of a notebook that has a command of the shell."""
+def _parsed(text: str) -> ast.Module:
+    """Return a file's program; an empty one of a cell of a notebook that has a command of the shell."""
     try:
         return ast.parse(text)
     except SyntaxError:
-        return None
+        return ast.parse("")
 
 
-def _tree(file: str) -> ast.Module | None:
+def _tree(file: str) -> ast.Module:
     return _parsed("".join(linecache.getlines(file)))
 
 
 def is_tried(place: Place) -> bool:
     """Return whether a place lies in a `try` inside a loop, which may begin it anew after an exception."""
     for file, _, number in (line.rpartition(":") for line in place.path):
-        nodes = () if (tree := _tree(file)) is None else ast.walk(tree)
-        loops = (loop for loop in nodes if isinstance(loop, ast.For | ast.While))
+        loops = (loop for loop in ast.walk(_tree(file)) if isinstance(loop, ast.For | ast.While))
         tried = (one for loop in loops for one in ast.walk(loop) if isinstance(one, ast.Try) and one.handlers)
         if any(one.lineno <= int(number) < one.handlers[0].lineno for one in tried):
             return True
@@ -228,8 +227,7 @@ def lines_between(
         numbers = [
             [int(n) for f, _, n in (x.rpartition(":") for x in p.path) if f == file] for p in (first, last, step)
         ]
-        if (tree := _tree(file)) is None:
-            continue
+        tree = _tree(file)
         nodes = [*ast.walk(tree)]
         does_it = {
             node.name

@@ -52,15 +52,10 @@ class RandomState:
 @contextlib.contextmanager
 def preserve_rng() -> Iterator[None]:
     """Put the generators back after work of the suite's own: an import alone may draw, as rich's does."""
-    try:
-        before = RandomState.now()
-    except Exception:  # a GPU on which a kernel has failed
-        before = None
-    try:
+    with contextlib.ExitStack() as undo:
+        with contextlib.suppress(Exception):  # a GPU on which a kernel has failed
+            undo.callback(RandomState.now().set)
         yield
-    finally:
-        if before is not None:
-            before.set()
 
 
 _PLAIN = frozenset(vars(torch.nn.Module()))
@@ -85,7 +80,7 @@ _LEADS = ("__self__", "__func__", "func", "args", "keywords", "fget", "fset", "f
 
 
 class _State:
-    """What a call of a model may change, put back by `put_back`: what its code and its hooks reach in Python.
+    """What a call of a model may change, put back by `undo`: what its code and its hooks reach in Python.
 
     Frozen parameters; trained ones and buffers, which `replay` replaces, where the code has a further reference to
     them. Attributes, slots, globals, class attributes and closures, containers and objects below them, tensors and
@@ -102,30 +97,21 @@ class _State:
 
     def __init__(self, subject: torch.nn.Module | type) -> None:
         parts = list(subject.modules()) if isinstance(subject, torch.nn.Module) else []
-        self._undo = contextlib.ExitStack()
+        self.undo = contextlib.ExitStack()  # the last thing first; where something cannot be put back, the rest is
         self._parts = {id(part) for part in parts}
         self._own = {id(t) for part in parts for t in (*part._parameters.values(), *part._buffers.values())}
         self._seen: set[tuple[int, bool]] = set()
         for part in parts:
-            self._keep_attributes(part)
+            self.undo.callback(_refill, vars(part), _content(vars(part)))
+            self._keep_slots(part, library=False)
+            self._walk_all(value for name, value in vars(part).items() if name not in _PLAIN)
             self._walk_class(type(part))
             for held in (part._parameters, part._buffers, part._modules):
-                self._undo.callback(_refill, held, _content(held))
+                self.undo.callback(_refill, held, _content(held))
             self._walk_all(p for p in part._parameters.values() if p is not None and not p.requires_grad)
-            for hooks in (part._forward_hooks, part._forward_pre_hooks):
-                for hook in list(hooks.values()):
-                    self._walk(hook)
+            self._walk_all((*part._forward_hooks.values(), *part._forward_pre_hooks.values()))
         if isinstance(subject, type):
             self._walk_class(subject)
-
-    def put_back(self) -> None:
-        """Put everything back, the last thing first; where something cannot be, the rest is and the error is raised."""
-        self._undo.close()
-
-    def _keep_attributes(self, part: torch.nn.Module) -> None:
-        self._undo.callback(_refill, vars(part), _content(vars(part)))
-        self._keep_slots(part, library=False)
-        self._walk_all(value for name, value in vars(part).items() if name not in _PLAIN)
 
     def _walk_class(self, kind: type) -> None:
         for base in kind.__mro__:
@@ -136,7 +122,7 @@ class _State:
                 if not isinstance(value, types.FunctionType):
                     if name.startswith("__"):  # `__dict__` and the like cannot be set
                         continue
-                    self._undo.callback(_set_attribute, base, name, value)
+                    self.undo.callback(_set_attribute, base, name, value)
                 self._walk(value)
 
     def _walk(self, value: Any, *, library: bool = False) -> None:
@@ -165,12 +151,12 @@ class _State:
             self._keep_array(value)
         elif isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
             # dropout with a generator of its own: `RandomState` has only those of the process
-            self._undo.callback(_set_state_of, value, _state_of(value))
+            self.undo.callback(*_state_of(value))
         elif isinstance(value, bytearray | array):
-            self._undo.callback(value.__setitem__, slice(None), value[:])
+            self.undo.callback(value.__setitem__, slice(None), value[:])
         elif isinstance(value, list | dict | set | deque):
             content = _content(value)
-            self._undo.callback(_refill, value, content)
+            self.undo.callback(_refill, value, content)
             self._walk_all(content.values() if isinstance(content, dict) else content, library=library)
             # a subclass of a dict, such as transformers' outputs, has attributes beside its items
             if type(value).__module__ not in ("builtins", "collections"):
@@ -214,7 +200,7 @@ class _State:
             if "__slots__" in vars(base):
                 for slot in [each for each in vars(base).values() if isinstance(each, types.MemberDescriptorType)]:
                     held = _held(slot, value)
-                    self._undo.callback(_set_slot, slot, value, held)
+                    self.undo.callback(_set_slot, slot, value, held)
                     self._walk_all(held, library=library)
 
     def _walk_function(self, function: types.FunctionType, *, library: bool) -> None:
@@ -228,7 +214,7 @@ class _State:
             return
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # an empty cell
-                self._undo.callback(setattr, cell, "cell_contents", cell.cell_contents)
+                self.undo.callback(setattr, cell, "cell_contents", cell.cell_contents)
                 self._walk(cell.cell_contents, library=library)
         self._walk_all((vars(function), function.__defaults__, function.__kwdefaults__), library=library)
         if users:
@@ -241,7 +227,7 @@ class _State:
             scope = waiting.pop()
             for name in names & scope.keys():
                 value = scope[name]
-                self._undo.callback(scope.__setitem__, name, value)
+                self.undo.callback(scope.__setitem__, name, value)
                 self._walk(value)
                 # `helpers.draw()`: the names of a module of the user's that the code may read
                 if isinstance(value, types.ModuleType) and is_users(getattr(value, "__file__", None)):
@@ -251,14 +237,14 @@ class _State:
     def _keep_array(self, value: torch.Tensor | np.ndarray[Any, Any]) -> None:
         if isinstance(value, np.ndarray):
             if value.flags.writeable:
-                self._undo.callback(np.copyto, value, value.copy())
+                self.undo.callback(np.copyto, value, value.copy())
         elif value.numel() > LARGEST_STATE and id(value) not in self._own:
             # a dataset on the module: a copy for each window would take its memory once more
             raise NotRecomputed("the model reaches a large tensor that is no parameter and no buffer of it")
         elif value.layout == torch.strided:
             # the version too: the program's own backward raises if a saved tensor has another one
             version = None if value.is_inference() else value._version
-            self._undo.callback(_set_tensor, value, value.data, value.data.clone(), version)
+            self.undo.callback(_set_tensor, value, value.data, value.data.clone(), version)
 
 
 def _is_users_class(kind: type) -> bool:
@@ -291,19 +277,13 @@ def _names_of(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names_of, inner))
 
 
-def _state_of(generator: Any) -> Any:
+def _state_of(generator: Any) -> tuple[Any, ...]:
+    """Return what sets the state of a generator, and the state."""
     if isinstance(generator, torch.Generator | np.random.RandomState):
-        return generator.get_state()
-    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
-
-
-def _set_state_of(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator | np.random.RandomState):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.bit_generator.state = state
+        return generator.set_state, generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.setstate, generator.getstate()
+    return setattr, generator.bit_generator, "state", generator.bit_generator.state
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -368,8 +348,5 @@ def unchanged(subject: torch.nn.Module | type) -> Iterator[None]:
     Raises:
         NotRecomputed: something of that cannot be put back.
     """
-    state = _State(subject)
-    try:
+    with _State(subject).undo:
         yield
-    finally:
-        state.put_back()

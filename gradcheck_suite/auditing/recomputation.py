@@ -15,6 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -181,12 +183,8 @@ def by_micro_batch(parts: Sequence[Part], how: How) -> tuple[Total, list[Replaye
 def _concatenated(parts: Sequence[Part]) -> tuple[list[Any], dict[int, torch.Tensor], list[int]] | None:
     """Return the arguments and gradients of all calls as one batch, and its sizes; None where they do not fit."""
     forwards = [part.forward for part in parts]
-    first = forwards[0]
-    same = all(
-        (f.module, f.structure, f.modes, f.trained, f.autocast)
-        == (first.module, first.structure, first.modes, first.trained, first.autocast)
-        for f in forwards
-    )
+    ways = [(f.module, f.structure, f.modes, f.trained, f.autocast) for f in forwards]
+    same = all(way == ways[0] for way in ways)
     if not same or len({part.index for part in parts}) < len(parts) or any(any(f.scalars) for f in forwards):
         return None
     columns = list(zip(*(f.arguments for f in forwards), strict=True))
@@ -205,15 +203,10 @@ def _concatenated(parts: Sequence[Part]) -> tuple[list[Any], dict[int, torch.Ten
         else:
             return None
     indices = parts[0].cotangents.keys()
-    if any(part.cotangents.keys() != indices for part in parts):
+    same = all(part.cotangents.keys() == indices for part in parts)
+    if not same or not all(_fits([part.cotangents[i] for part in parts], rows) for i in indices):
         return None
-    received = {i: [part.cotangents[i] for part in parts] for i in indices}
-    if not all(_fits(column, rows) for column in received.values()):
-        return None
-    cotangents = {
-        i: torch.cat([g * part.weight for g, part in zip(column, parts, strict=True)]) for i, column in received.items()
-    }
-    return arguments, cotangents, rows
+    return arguments, {i: torch.cat([p.cotangents[i] * p.weight for p in parts]) for i in indices}, rows
 
 
 def _fits(column: Sequence[torch.Tensor], rows: Sequence[int]) -> bool:
@@ -413,13 +406,11 @@ def recompute(asked: Asked) -> Recomputed:
     result = Recomputed()
     try:
         _compute(asked, result)
-    except NotRecomputed as reason:
-        return Recomputed(
-            notes=[f"a window was not computed again: {reason}"], inputs_changed=isinstance(reason, InputsChanged)
-        )
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
-        return Recomputed(notes=[f"a window was not computed again: {type(error).__name__}: {first}"])
+        why = str(error) if isinstance(error, NotRecomputed) else f"{type(error).__name__}: {first}"
+        changed = isinstance(error, InputsChanged)
+        return Recomputed(notes=[f"a window was not computed again: {why}"], inputs_changed=changed)
     return result
 
 
@@ -432,11 +423,9 @@ def _computed(asked: Asked, parts: Sequence[Part], how: How) -> tuple[Difference
 
 def _common_modes(parts: Sequence[Part], passes: Sequence[Running]) -> dict[Part, tuple[bool, ...]]:
     """Return the parts that ran in another mode than the same call of most passes, with the mode of those."""
-    by_pass: dict[tuple[Any, int], list[Part]] = {}
-    for part in parts:
-        by_pass.setdefault((passes[part.index].record.place, part.index), []).append(part)
     calls: dict[tuple[Any, int, int, int], list[Part]] = {}
-    for (place, _), members in by_pass.items():
+    for index, group in groupby(parts, attrgetter("index")):
+        members, place = list(group), passes[index].record.place
         for position, part in enumerate(members):
             calls.setdefault((place, len(members), position, id(part.forward.module)), []).append(part)
     found = {}
@@ -460,11 +449,9 @@ def _compute(asked: Asked, result: Recomputed) -> None:
             return
     difference, total, replayed = _computed(asked, parts, How())
     if not total.gradients.keys() & asked.observed.keys():
-        where = (
-            f"is in a recorded call ({asked.unseen(asked.observed)})"
-            if asked.observed
-            else "gets its gradient without a hook of the script's"
-        )
+        where = "gets its gradient without a hook of the script's"
+        if asked.observed:
+            where = f"is in a recorded call ({asked.unseen(asked.observed)})"
         raise NotRecomputed(f"no parameter of the optimizer {where}")
     _expect_reproduced(parts, replayed)
     result.how, result.error = BY_MICRO_BATCH, difference.error
@@ -522,7 +509,7 @@ def _judge_backward(asked: Asked, received: Sequence[Part], result: Recomputed) 
         raise NotRecomputed(
             "parameters get gradients from outside of the recorded calls of modules, or compiled ones round otherwise"
         )
-    scaled, _, _ = _computed(asked, parts, How(hooks=True))
+    scaled, eightfold, _ = _computed(asked, parts, How(hooks=True))
     names = ", ".join(hooked[:3])
     if scaled.worst is None:
         result.notes.append(
@@ -530,15 +517,14 @@ def _judge_backward(asked: Asked, received: Sequence[Part], result: Recomputed) 
         )
         return
     functions = sorted({kind.__name__ for found in replayed for kind in found.functions})
-    if not hooked and _judge_own_terms(asked, parts, ", ".join(functions), result):
+    if not hooked and _judge_own_terms(asked, parts, eightfold, ", ".join(functions), result):
         return
     what = f"a hook on a module ({names})" if hooked else f"custom function {', '.join(functions) or '?'}"
     _blame("not-linear", SENTENCES["not-linear"].format(what=what), difference, result)
 
 
-def _judge_own_terms(asked: Asked, parts: Sequence[Part], names: str, result: Recomputed) -> bool:
+def _judge_own_terms(asked: Asked, parts: Sequence[Part], eightfold: Total, names: str, result: Recomputed) -> bool:
     """Judge functions whose backward is affine, and adds a gradient of its own; return whether it is that alone."""
-    _, eightfold, _ = _computed(asked, parts, How(hooks=True))
     _, own, replayed = _computed(asked, parts, How(hooks=True, scale=1.0, own=True))
     linear = Total(sizes=eightfold.sizes, terms=eightfold.terms, dtype=eightfold.dtype)
     of_own = {key: gradient for key, gradient in own.gradients.items() if gradient.any()}
@@ -574,8 +560,7 @@ def _blame(name: str, sentence: str, difference: Difference, result: Recomputed)
 
 def _judge_functions(asked: Asked, parts: Sequence[Part], kinds: Set[type], result: Recomputed) -> None:
     """Judge those custom functions on the way that no earlier window has shown."""
-    statements = {kind: statement_of(kind) for kind in kinds - asked.known}
-    new = {kind: made for kind, made in statements.items() if made not in asked.known}
+    new = {kind: made for kind in kinds - asked.known if (made := statement_of(kind)) not in asked.known}
     if not new or asked.is_faulty:
         return
     with first_calls(new.keys()) as calls:

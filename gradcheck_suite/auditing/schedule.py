@@ -135,10 +135,9 @@ class Schedule:
         self._counted += 1
         self._measure(optimizer, passes)
         due = min(self._due.values(), default=0) <= 0
-        if self._on_ranks:
-            begins = self._counted >= ON_RANKS - PAIR
-        else:
-            begins = self._counted >= FURTHEST - PAIR or self._windows == self._expected - PAIR
+        begins = self._counted >= (ON_RANKS if self._on_ranks else FURTHEST) - PAIR
+        if not self._on_ranks:
+            begins = begins or self._windows == self._expected - PAIR
             begins = begins or self._pays((PAIR + 1) * self._of_windows + due * self._of_recomputed)
         if begins:
             self._counted, self._gaps, self._is_fresh, self._last = 0, self._gaps + 1, True, time.perf_counter()

@@ -207,15 +207,14 @@ class Members:
     def missing_parameters(self) -> list[int]:
         """Return the parameters that a pass reached and that have no gradient."""
         window = self.window
-        return sorted(
-            {
-                key
-                for index, seen in window.passes.items()
-                for rank, record in enumerate(seen.records)
-                for key in record.arrivals
-                if key not in window.coefficients and (rank, index, key) not in window.null and key in window.keys
-            }
-        )
+        missing = {
+            key
+            for index, seen in window.passes.items()
+            for rank, record in enumerate(seen.records)
+            for key in record.arrivals.keys() - window.coefficients.keys()
+            if key in window.keys and (rank, index, key) not in window.null
+        }
+        return sorted(missing)
 
     def moved(self, index: int, other: int | None = None) -> bool:
         """Return whether parameters had other values in this pass than in another one, or in the window's last one."""
@@ -275,7 +274,12 @@ def judge_sums(members: Members, typical_k: int | None, longest: int, stepped_in
 def _judge_others(members: Members) -> Sums | None:
     """Judge what is in `.grad` of earlier windows, or of another optimizer."""
     window = members.window
-    if stale := _stale_keys(window):
+    stale = [
+        key
+        for key, coefficients in window.coefficients.items()
+        if any(abs(c) > NEGLIGIBLE and (i == EARLIER or 0 <= i < window.before) for (_, i), c in coefficients.items())
+    ]
+    if stale:
         # a copy of a parameter lacks the window as long as nobody writes to it
         of_copies = window.copies and all({i for _, i in window.coefficients[key]} == {EARLIER} for key in stale)
         some = stale if of_copies and len(stale) < len(window.coefficients) else ()
@@ -284,26 +288,11 @@ def _judge_others(members: Members) -> Sums | None:
     left = [i for i in members.optional if members.is_in(i)]
     if left and not members.places(left) & members.places(members.own):
         return _fault("another optimizer's pass")
-    if not members.own and _another_stepped_between(window, members):
+    *before, last = members.required or [0]
+    between = any(at <= last for i in before for other, at in window.seen[i].items() if other != window.optimizer)
+    if not members.own and between and any(members.is_in(i) for i in before):
         return _fault("moved by another")
     return None
-
-
-def _stale_keys(window: StepWindow) -> list[int]:
-    """Return the parameters in whose `.grad` an earlier window is."""
-    return [
-        key
-        for key, coefficients in window.coefficients.items()
-        if any(abs(c) > NEGLIGIBLE and (i == EARLIER or 0 <= i < window.before) for (_, i), c in coefficients.items())
-    ]
-
-
-def _another_stepped_between(window: StepWindow, members: Members) -> bool:
-    indices = members.required
-    between = any(
-        at <= indices[-1] for i in indices[:-1] for other, at in window.seen[i].items() if other != window.optimizer
-    )
-    return len(indices) > 1 and between and any(members.is_in(i) for i in indices[:-1])
 
 
 def _judge_by_hand(members: Members) -> Sums | None:
@@ -382,12 +371,9 @@ def _judge_points(members: Members, first: Sequence[int], kept: Sequence[int]) -
     else:
         said = "what was reset is of their earlier values"
     counts = [[[count for _, count in of_pass] for of_pass in at] for at in (before, after)]
-    return Sums(
-        excuse=f"parameters were written between the passes: {said}",
-        first_point=dict.fromkeys(product(range(len(passes[first[0]].records)), first), 1.0)
-        if len(first) > 1 and counts[0] == counts[1]
-        else {},
-    )
+    alike = first if len(first) > 1 and counts[0] == counts[1] else ()
+    point = dict.fromkeys(product(range(len(passes[first[0]].records)), alike), 1.0)
+    return Sums(excuse=f"parameters were written between the passes: {said}", first_point=point)
 
 
 def weigh_one(window: StepWindow, coefficients: Mapping[Source, float]) -> bool:
@@ -469,13 +455,12 @@ def _judge_parameters(members: Members) -> Sums | None:
 
 def used_of(window: StepWindow) -> dict[Source, float]:
     """Return the coefficient of each pass, the factor of the program's own hooks on parameters included."""
-    found = {
-        (rank, index): window.of_pass((rank, index))
+    return {
+        (rank, index): c * _of_hooks(record, window.keys)
         for index, seen in window.passes.items()
-        for rank in range(len(seen.records))
+        for rank, record in enumerate(seen.records)
+        if (c := window.of_pass((rank, index))) is not None
     }
-    used = {source: c for source, c in found.items() if c is not None}
-    return {(rank, i): c * _of_hooks(window.passes[i].records[rank], window.keys) for (rank, i), c in used.items()}
 
 
 def _of_hooks(record: PassRecord, keys: Sequence[int]) -> float:

@@ -246,10 +246,9 @@ def _note_unknown(
                 f"{one.length} passes over the same items: it is {one.length} times too large: divide it by "
                 f"{one.length} before the step"
             ] += 1
-    uneven = [objective for objective in found if objective.status == UNEVEN]
-    for objective in uneven:
-        reason = "the number of terms differs between micro-batches"
-        result.unknown[Unknown("weights", str(objective.place), reason, DECLARE)] += 1
+    reason = "the number of terms differs between micro-batches"
+    uneven = [Unknown("weights", str(one.place), reason, DECLARE) for one in found if one.status == UNEVEN]
+    result.unknown.update(uneven)
     return bool(unreadable or uneven), bool(partial)
 
 

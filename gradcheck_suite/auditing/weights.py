@@ -168,12 +168,10 @@ def compare(parts: Sequence[Part], key: Key = ()) -> Objective:
         names = sorted(set.intersection(*(set(level[depth][1]) for level in levels)), key=lambda n: (n != own, n))
         counts = {name: [level[depth][1][name] for level in levels] for name in names}
         if _spread(weights) <= tolerance:
-            found = {name: weights[0] * sum(count) for name, count in counts.items()}
-            if best is None:
-                best = Objective(key, parts, EQUAL, found, weights[0], counts)
-            else:
-                deeper = {f"{name}@{depth}": c for name, c in found.items()}
-                best = replace(best, coefficients={**best.coefficients, **deeper})
+            best = best or Objective(key, parts, EQUAL, {}, weights[0], counts)
+            at = "" if best.counts is counts else f"@{depth}"
+            found = {name + at: weights[0] * sum(count) for name, count in counts.items()}
+            best = replace(best, coefficients={**best.coefficients, **found})
         else:
             faults += _by_counts(key, parts, weights, counts, outermost=depth == 0)
     if best is not None:
@@ -183,12 +181,7 @@ def compare(parts: Sequence[Part], key: Key = ()) -> Objective:
 
 
 def _by_counts(
-    key: Key,
-    parts: Sequence[Part],
-    weights: Sequence[float],
-    counts: Mapping[str, Sequence[float]],
-    *,
-    outermost: bool,
+    key: Key, parts: Sequence[Part], weights: Sequence[float], counts: Mapping[str, Sequence[float]], *, outermost: bool
 ) -> Iterator[Objective]:
     """Yield what counts say of unequal weights: means that weigh the same, or that are weighted by another count."""
     for name, count in counts.items():
@@ -265,8 +258,8 @@ MODES = (EACH, CHUNKS, BLEND, BATCH)
 add up); chunks whose number varies (the mean weight)."""
 
 
-def _merged(mode: str, terms: Sequence[Term]) -> list[Term] | None:
-    """Return the terms of one backward in one reading, or None where it does not apply."""
+def _merged(mode: str, terms: Sequence[Term]) -> list[Term]:
+    """Return the terms of one backward in one reading, or none where it does not apply."""
     if mode == EACH or (len(terms) == 1 and mode != BATCH):
         return list(terms)
     first = terms[0]
@@ -280,15 +273,12 @@ def _merged(mode: str, terms: Sequence[Term]) -> list[Term] | None:
         items = [term.item for term in terms if term.item is not None]
         if len(items) == len(terms) and _spread([weight for weight, _ in items]) <= 1e-6:
             plain = replace(plain, item=(items[0][0], sum(number for _, number in items)))
-        return [replace(plain, counts=counts)] if _spread(weights) <= 1e-6 else None
+        return [replace(plain, counts=counts)] if _spread(weights) <= 1e-6 else []
     if mode == BLEND:
         same = all(term.counts == first.counts for term in terms)
-        return [replace(plain, weight=sum(weights))] if same else None
-    name = first.own
-    number = sum(term.counts.get(name, 0.0) for term in terms)
-    if not number:
-        return None
-    return [replace(plain, weight=total / number, counts={name: number})]
+        return [replace(plain, weight=sum(weights))] if same else []
+    number = sum(term.counts.get(first.own, 0.0) for term in terms)
+    return [replace(plain, weight=total / number, counts={first.own: number})] if number else []
 
 
 Key = tuple[Any, ...]
@@ -310,8 +300,8 @@ def is_empty(term: Term) -> bool:
 def read(
     passes: Mapping[int, Seen],
     coefficients: Mapping[Source, float],
-    tasks: Mapping[int, str] | None = None,
-    error: float = 0.0,
+    tasks: Mapping[int, str],
+    error: float,
 ) -> Reading:
     """Read the terms of a window in every mode.
 
@@ -324,10 +314,9 @@ def read(
     by_site: defaultdict[Key, dict[Source, list[Term]]] = defaultdict(dict)
     for source in coefficients:
         record = passes[source[1]].records[source[0]]
-        for term in record.terms:
-            if is_read(term):
-                task = (tasks or {}).get(source[1], "")
-                by_site[record.place, (*term.expression, task)].setdefault(source, []).append(term)
+        for term in filter(is_read, record.terms):
+            key = record.place, (*term.expression, tasks.get(source[1], ""))
+            by_site[key].setdefault(source, []).append(term)
     found: Reading = {}
     for top, by_pass in by_site.items():
         numbers = {len(terms) for terms in by_pass.values()}
@@ -338,15 +327,12 @@ def read(
             if (mode == BLEND and len(numbers) > 1) or (single and mode in (EACH, BLEND)):
                 continue
             table = {source: _merged(mode, terms) for source, terms in by_pass.items()}
-            columns = {len(terms) for terms in table.values() if terms is not None}
-            if len(columns) != 1 or None in table.values():
+            columns = set(map(len, table.values()))
+            if len(columns) != 1 or 0 in columns:
                 continue
             modes[mode] = [
-                compare(
-                    [Part(s, terms[k], coefficients[s], error) for s, terms in table.items() if terms is not None],
-                    (*top, mode, k),
-                )
-                for k in range(columns.pop())
+                compare([Part(s, terms[k], coefficients[s], error) for s, terms in table.items()], (*top, mode, k))
+                for k in range(*columns)
             ]
             first = modes[mode][0]
             if mode == BATCH and first.status == UNEQUAL and first.named is None:
@@ -497,17 +483,14 @@ class Scale:
 def _choose_count(uses: Sequence[Use]) -> None:
     """Choose one way of counting for the whole run: the one that is right most often."""
     names = set.intersection(*(set(use.objective.coefficients) for use in uses))
-    first = uses[0]
-    own = first.objective.parts[0].term.own
+    first, own = uses[0], uses[0].objective.parts[0].term.own
     tolerance = first.objective.tolerance
 
     def fits(name: str) -> tuple[int, bool, bool]:
         right = sum(near(use.objective.coefficients[name], 1.0, use.objective.tolerance) for use in uses)
         masses = [use.objective.weight * n for use in uses for n in use.objective.counts.get(name, ())]
-        by_hand = (
-            not first.is_mean and bool(masses) and near(masses[0], 1.0, tolerance) and _spread(masses) <= tolerance
-        )
-        return right, by_hand, name == own
+        ones = bool(masses) and near(masses[0], 1.0, tolerance) and _spread(masses) <= tolerance
+        return right, ones and not first.is_mean, name == own
 
     best = max(sorted(names), key=fits)
     for use in uses:
@@ -558,10 +541,9 @@ def scales(history: Mapping[Key, list[Use]], ranks: int, declared_k: int | None,
         declared_k: the accumulation steps that the user states or the trainer is configured with.
         notes: takes what is worth knowing and no fault.
     """
-    for uses in history.values():
-        _choose_count(uses)
     by_window: defaultdict[int, list[Use]] = defaultdict(list)
     for uses in history.values():
+        _choose_count(uses)
         for use in uses:
             by_window[id(use.window)].append(use)
     together: defaultdict[tuple[Key, ...], list[list[Use]]] = defaultdict(list)
@@ -687,8 +669,7 @@ def _against_configured(use: Use, declared_k: int | None) -> Scale | None:
     r, k = use.length, declared_k
     if k is None or r >= k or not use.whole or not near(use.own, r / k, use.objective.tolerance):
         return None
-    note = f"{r}/{k}: divided by {k}, where the window has {counted(r, 'micro-batch')}"
-    return Scale(use, note, "short-window")
+    return Scale(use, f"{r}/{k}: divided by {k}, where the window has {counted(r, 'micro-batch')}", "short-window")
 
 
 def _still_scaled(use: Use) -> Scale | str | None:
@@ -699,8 +680,7 @@ def _still_scaled(use: Use) -> Scale | str | None:
         return None
     # no clipping makes a gradient larger: where more is left than there should be, nothing has divided by the scale
     if window.factor * scale > 1 + 1e-3:
-        why = "the scale of a GradScaler: nothing divides by it before this step"
-        return Scale(use, why, "loss-scale")
+        return Scale(use, "the scale of a GradScaler: nothing divides by it before this step", "loss-scale")
     return CLIPPED if window.factor * scale < 1 - 1e-3 else USERS
 
 
@@ -806,8 +786,6 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
     alone_or_together: list[tuple[str, Callable[[Use], float | None]]] = [("", lambda u: u.own)]
     if use.total is not None and not use.others:
         alone_or_together.append((" (all losses together)", lambda u: u.total))
-    if use.total is not None and near(use.total, 1.0, tolerance):
-        alone_or_together = []
     for what, of in alone_or_together:
         for applies, power, power_of_ranks, why, cause in readings:
             times = float(ranks) ** power_of_ranks
