@@ -60,8 +60,8 @@ class Part:
 PARTS = (
     # aimed at were 26,000 lines in 130 files, 4,900 for auditing/ and 3,600 for port/; of ten mechanisms that were
     # switched off to get there, eight changed a verdict. These limits keep it from growing
-    Part("the package without port/", (PACKAGE,), 29_385, 131, (f"{PACKAGE}/port",)),
-    Part("auditing/", (f"{PACKAGE}/auditing",), 6_085),
+    Part("the package without port/", (PACKAGE,), 29_295, 131, (f"{PACKAGE}/port",)),
+    Part("auditing/", (f"{PACKAGE}/auditing",), 5_995),
     Part("port/", (f"{PACKAGE}/port",), 4_910),
     Part(
         "studies without ports/", ("studies",), 9_000, without=("studies/tests", "studies/properties", "studies/ports")
