@@ -27,10 +27,9 @@ CAUSES: dict[str, Cause] = {
 
 def meaning(name: str) -> str:
     """Return what a name stands for, or nothing where it says so itself."""
-    parts = [CAUSES[part].meaning for part in name.split(" and ") if part in CAUSES and part != "unknown"]
-    return " and ".join(parts)
+    return " and ".join(CAUSES[p].meaning for p in name.split(" and ") if p in CAUSES and p != "unknown")
 
 
 def remedy(name: str) -> str:
     """Return what to do about a cause, or nothing."""
-    return "; ".join(CAUSES[p].remedy for p in name.split(" and ") if p in CAUSES and p not in ("unknown",))
+    return "; ".join(CAUSES[p].remedy for p in name.split(" and ") if p in CAUSES and p != "unknown")

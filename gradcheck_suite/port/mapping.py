@@ -329,8 +329,7 @@ class _Lookup:
         keys = self._weights @ x
         self._order = np.argsort(keys, kind="stable")
         self._keys = keys[self._order]
-        with np.errstate(all="ignore"):
-            ratios = (x[2] - x[0]) / (x[1] - x[0])
+        ratios = _ratio(x)
         self._by_ratio = np.argsort(ratios, kind="stable")
         self._ratios = ratios[self._by_ratio]
 

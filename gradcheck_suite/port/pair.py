@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -175,6 +177,40 @@ def in_double() -> Iterator[None]:
     """Let the author's code make float64 tensors."""
     with default_dtype(), _Lifting():
         yield
+
+
+_COMPILER = "torch._dynamo"
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Answer what `torch.optim` asks of torch's compiler, which takes as long to import as a small pair to judge.
+
+    Where nothing is compiled, torch's decorators ask for two functions that then do nothing. Whatever else is asked for
+    imports the compiler, and one that is imported already is used.
+    """
+    stand_in, asked = ModuleType(_COMPILER), list[Any]()
+
+    def disable(function: Any, *_: Any, **__: Any) -> Any:
+        asked.append(function)
+        return function
+
+    def leave() -> None:
+        if sys.modules.get(_COMPILER) is stand_in:
+            del sys.modules[_COMPILER]
+
+    def imported(name: str) -> Any:
+        leave()
+        return getattr(import_module(_COMPILER), name)
+
+    vars(stand_in).update(graph_break=lambda *_: None, disable=disable, __getattr__=imported)
+    sys.modules.setdefault(_COMPILER, stand_in)
+    try:
+        yield
+    finally:
+        leave()
+        for function in asked:  # the decorator keeps the answer there: the next call asks the compiler itself
+            vars(function).pop("__dynamo_disable", None)
 
 
 # The JAX model, whatever library it is written in.
@@ -464,9 +500,8 @@ def raised(side: str, call: Callable[[], Any]) -> Any:
     except UsageError:
         raise
     except Exception as error:
-        place = ""
-        with suppress(Exception):
-            place = f" at {line}" if (line := author_line(error)) else ""
+        frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+        place = f" at {line}" if (line := first_of_author(reversed(frames))) else ""
         said = next(iter(str(error).strip().splitlines()), "")
         raise UsageError(f"{side} raised {type(error).__name__}{place}: {said}"[:400]) from error
 
@@ -486,9 +521,3 @@ def is_author_file(name: str) -> bool:
 def first_of_author(frames: Iterable[tuple[str, int | None]]) -> str:
     """Return `file:line` of the first of some frames that is the author's, or nothing."""
     return next((f"{os.path.basename(file)}:{line}" for file, line in frames if is_author_file(file)), "")
-
-
-def author_line(error: BaseException) -> str:
-    """Return `file:line` of the innermost frame of an exception that is the author's."""
-    frames = reversed(traceback.extract_tb(error.__traceback__))
-    return first_of_author((frame.filename, frame.lineno) for frame in frames)

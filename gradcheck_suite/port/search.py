@@ -478,10 +478,6 @@ def _role(program: TorchProgram, index: int) -> Any:
     return tuple(program.calls[r.kind].name if isinstance(r.kind, int) else r.kind for r in program.calls[index].refs)
 
 
-def _path(program: TorchProgram, index: int) -> Any:
-    return program.calls[index].path
-
-
 def _parameters(program: TorchProgram, index: int) -> Any:
     """Return the nearest parameters that a call depends on: those of one layer are the same at every time step."""
     level = [index]
@@ -493,12 +489,8 @@ def _parameters(program: TorchProgram, index: int) -> Any:
     return frozenset()
 
 
-def _line(program: TorchProgram, index: int) -> Any:
-    return None  # calls of one line are looked at, no others
-
-
 Alike = Callable[[TorchProgram, int], Any]
-ALIKE: tuple[Alike, ...] = (_parameters, _path, _role, _line)
+ALIKE: tuple[Alike, ...] = (_parameters, lambda program, i: program.calls[i].path, _role, lambda *_: None)
 """What calls of one line have in common where the same change is made at all of them."""
 
 

@@ -18,14 +18,7 @@ from gradcheck_suite.port.jax_program import TABLE_MARGIN, JaxProgram, JaxRun, R
 from gradcheck_suite.port.mapping import StateMap
 from gradcheck_suite.port.matching import Side, array, outputs_error
 from gradcheck_suite.port.number_sets import Array, turn
-from gradcheck_suite.port.pair import (
-    JaxModel,
-    Port,
-    flat_output,
-    is_number,
-    raised,
-    set_state,
-)
+from gradcheck_suite.port.pair import JaxModel, Port, flat_output, is_number, raised, set_state
 from gradcheck_suite.port.search import Repairs, Witness
 from gradcheck_suite.port.torch_program import TorchProgram, TorchRun
 

@@ -24,7 +24,7 @@ from gradcheck_suite.port.jax_program import Stored, in_double
 from gradcheck_suite.port.mapping import Leaf, StateMap
 from gradcheck_suite.port.matching import array
 from gradcheck_suite.port.number_sets import Array
-from gradcheck_suite.port.pair import JaxModel, is_float, raised, shaped_as
+from gradcheck_suite.port.pair import JaxModel, is_float, raised, shaped_as, without_compiler
 
 NORMS = (10.0, 0.02, 3.0, 40.0)
 """Norm of all gradients at each step."""
@@ -54,6 +54,7 @@ def drawn_gradients(base: Mapping[str, Array], ties: Mapping[str, Any]) -> Steps
     return steps
 
 
+@without_compiler()
 def torch_steps(
     module: nn.Module, make: Callable[..., Any], start: Mapping[str, Array], gradients: Gradients, rates: Any = None
 ) -> tuple[Steps, Recipe]:
@@ -104,19 +105,14 @@ def torch_steps(
 
 def jax_steps(optimizer: Any, model: JaxModel, leaves: Sequence[Any], gradients: Sequence[Sequence[Any]]) -> list[Any]:
     """Return the leaves after each step of optax's optimizer, computed in float64."""
-    floats = [is_float(leaf) for leaf in leaves]
+    # the collections of flax linen beside `params` (running statistics) are not trained
+    beside = model.library == "linen" and not all(path.startswith("params.") for path in model.paths)
+    pairs = zip(leaves, model.paths, strict=True)
+    trained = [is_float(leaf) and (not beside or path.startswith("params.")) for leaf, path in pairs]
 
     def tree(values: Sequence[Any]) -> Any:
-        whole = jax.tree.unflatten(model.structure, [v if f else None for v, f in zip(values, floats, strict=True)])
-        # the collections beside `params` (running statistics) are not trained
-        return whole["params"] if model.library == "linen" and set(whole) != {"params"} else whole
-
-    def put_back(values: Any) -> list[Any]:
-        if model.library == "linen":
-            whole = jax.tree.unflatten(model.structure, [v if f else None for v, f in zip(leaves, floats, strict=True)])
-            values = {**whole, "params": values} if set(whole) != {"params"} else values
-        found = iter(jax.tree.leaves(values))
-        return [next(found) if f else leaf for leaf, f in zip(leaves, floats, strict=True)]
+        whole = jax.tree.unflatten(model.structure, [v if t else None for v, t in zip(values, trained, strict=True)])
+        return whole["params"] if beside else whole
 
     def step(given: Any, state: Any, params: Any) -> Any:
         moves, state = optimizer.update(given, state, params)
@@ -132,7 +128,8 @@ def jax_steps(optimizer: Any, model: JaxModel, leaves: Sequence[Any], gradients:
     found = []
     for given in gradients:
         params, state = run(tree(given), state, params)
-        found.append([np.asarray(v) if is_float(v) else v for v in put_back(params)])
+        moved = iter(jax.tree.leaves(params))
+        found.append([np.asarray(next(moved)) if t else leaf for t, leaf in zip(trained, leaves, strict=True)])
     return found
 
 
@@ -245,11 +242,7 @@ def _settings(mine: Recipe, raw: Steps, wrong: Mapping[Any, str]) -> Iterator[Se
         yield Setting("missing-clipping", "no clipping", lambda r: replace(r, gradients=raw))
         exact = [_exactly_clipped(a, b) for a, b in zip(raw, mine.gradients, strict=True)]
         yield Setting("clip-epsilon", "clipping to the norm without 1e-6", lambda r: replace(r, gradients=exact))
-    forms = [
-        Setting(cause, words, lambda r, form=form: r.written(**form))
-        for names, cause, words, form in _FORMS
-        if name in names
-    ]
+    forms = [Setting(c, words, lambda r, f=f: r.written(**f)) for names, c, words, f in _FORMS if name in names]
     yield from forms[: 2 if group.get("momentum") else 0]
     for decay in sorted(decays, reverse=True) if len(decays) > 1 else ():
         yield Setting(
