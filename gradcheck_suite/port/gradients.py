@@ -244,12 +244,10 @@ def _with_more(program: TorchProgram) -> Iterator[Hypothesis]:
         elif not inside and start is not None:
             yield Hypothesis("missing-stop-gradient", words, dict.fromkeys(range(start, i), free), at=i - 1)
             start = None
-    for i in sorted(program.needed):
-        if program.calls[i].name == "detach":
-            words = "an extra gradient where torch detaches and the port has no stop_gradient"
-            yield Hypothesis("missing-stop-gradient", words, {i: lambda c, a, k, g: [a[0]]}, at=i)
     exchanged: dict[int, Change] = {}
     for i in (i for i in sorted(program.needed) if program.calls[i].name == "detach"):
+        words = "an extra gradient where torch detaches and the port has no stop_gradient"
+        yield Hypothesis("missing-stop-gradient", words, {i: lambda c, a, k, g: [a[0]]}, at=i)
         change = _other_stopped(Ref(i, 0), program.calls[i].args[0])
         exchanged |= dict.fromkeys(program.readers.get(Ref(i, 0), []), change)
     few = list(exchanged.items())[-DETACHED:]

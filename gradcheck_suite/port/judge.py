@@ -238,8 +238,6 @@ class Judge:
             words = "expected no random numbers in evaluation, observed the port drawing some"
             self._add("forward", names[0] if names else "", "dropout-active", words, **numbers)
             return False
-        if search.budget.left >= 0 and self._row_explained(point, loss, numbers):
-            return True
         if not first:
             call = next((matching.program.calls[e.kind] for e in ends if isinstance(e.kind, int)), None)
             words = "expected torch's output, observed its numbers in another order or at other positions"
@@ -247,30 +245,6 @@ class Judge:
             self._add("forward", call.path if call else "", "order-of-elements", words, torch=where, **numbers)
             return False
         return self._unknown(search, first[0], numbers)
-
-    def _row_explained(self, point: Point, loss: bool, numbers: Mapping[str, Any]) -> bool:
-        """Add a finding that explains all, where one row alone shows it; return whether there is one.
-
-        A number that is wrong in one row may be right in another one, so that the port seems to have it.
-        """
-        out = self.sides.torch_program(point)
-        rows = {len(x) if np.ndim(x) else 0 for x in (*point.inputs, *point.targets)}
-        mine = array(self._run(point).outs[0])
-        theirs = aligned(self.sides.jax_run(point).outs[0], mine)
-        if loss or rows != {len(mine) if mine.ndim else 0} or min(rows) < 2 or mine.shape != theirs.shape:
-            return False
-        row = int(np.abs(mine - theirs).reshape(len(mine), -1).max(1).argmax())
-        # in all rows, so that the programs are the same
-        alone = Point(*(tuple(x[[row] * len(x)] for x in part) for part in (point.inputs, point.targets)))
-        try:
-            search, _, _, found = self._searched(alone, loss)
-            whole = self.repairs.plus(found.hypothesis).run(out) if found is not None else None
-        except (*RAISED, UsageError):
-            return False
-        if found is None or whole is None or self._off(point, whole, loss) > self.sides.bounds(point).outputs:
-            return False
-        self._explained(search.matching, found, numbers)
-        return True
 
     def _explained(self, matching: Matching, found: Found, numbers: Mapping[str, Any]) -> None:
         hypothesis, calls = found.hypothesis, matching.program.calls
