@@ -169,7 +169,7 @@ def _left_out(search: Search, index: int) -> Iterator[Hypothesis]:
                 cause = "missing-norm"
             elif call.name.startswith("mul") and any(r != ref and _is_mask(array(run.get(r))) for r in call.refs):
                 cause = "missing-mask"
-            yield Hypothesis(cause, words, {index: lambda c, a, k, g, i=i: [a[i]]}, at=index)
+            yield Hypothesis(cause, words, {index: lambda c, a, k, g, r=ref: [g(r)]}, at=index)
             if isinstance(ref.kind, int) and _adds_little(calls[ref.kind]):  # the epsilon goes with what it is for
                 before = calls[ref.kind].args[0]
                 yield Hypothesis(cause, words, {index: lambda c, a, k, g, b=before: [g(b)]}, at=index)

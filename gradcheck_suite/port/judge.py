@@ -147,9 +147,8 @@ class Judge:
         self._add("load", name.rpartition(".")[0], cause, words)
         mask, fixed = torch.as_tensor(gone), torch.as_tensor(neutral)
         self._unloaded.add(name)
-        self.repairs = self.repairs.plus(
-            Hypothesis(cause, "", leaves={("state", name): lambda v: torch.where(mask, fixed, v)})
-        )
+        leaves = {("state", name): lambda v: torch.where(mask, fixed, v)}
+        self.repairs = self.repairs.plus(Hypothesis(cause, "", leaves=leaves))
 
     def _untied(self) -> None:
         """Judge that what torch ties is one leaf: each of two is stepped by its own part of the gradient."""
@@ -287,10 +286,8 @@ class Judge:
     def _statistics(self) -> None:
         if not self.pair.train:
             return
-        program = self.sides.torch_program(self.sides.given)
-        updated = [
-            n for n, v in program.after.items() if is_statistic(n) and not np.array_equal(v, self.sides.state[n])
-        ]
+        after, before = self.sides.torch_program(self.sides.given).after, self.sides.state
+        updated = [n for n, v in after.items() if is_statistic(n) and not np.array_equal(v, before[n])]
         if not updated:
             return
         if not self.sides.jax_run(self.sides.given).extras:

@@ -112,13 +112,9 @@ class Repairs:
         """Run the program, changed."""
         start = program.leaves(grad) | (inputs or {})
         leaves = dict(start)
-        for key, function in self.leaves.items():
-            if key not in start:
-                continue
+        for key, how in ((k, f) for k, f in self.leaves.items() if k in start):
             with torch.set_grad_enabled(grad):
-                new = (
-                    start[function.kind, function.index] if isinstance(function, Ref) else dense(function(leaves[key]))
-                )
+                new = start[how.kind, how.index] if isinstance(how, Ref) else dense(how(leaves[key]))
             for other, value in start.items():
                 if value is start[key] and other[0] == key[0]:
                     leaves[other] = new
@@ -255,10 +251,8 @@ class Search:
     def _flattens(self, hypothesis: Hypothesis) -> bool:
         """Return whether a change gives one number everywhere, of whatever it reads: it explains no more than that."""
         for index in hypothesis.changes:
-            before, after = self.matching.run.seen[index], self.local(index, hypothesis)
-            was_many = (
-                before and torch.is_tensor(before[0]) and before[0].is_floating_point() and not _is_flat(before[0])
-            )
+            before, after = (self.matching.run.seen[index] or [None])[0], self.local(index, hypothesis)
+            was_many = torch.is_tensor(before) and before.is_floating_point() and not _is_flat(before)
             if was_many and after and _is_flat(after[0]):
                 return True
         return False
@@ -287,14 +281,9 @@ class Search:
         """
         if found.hypothesis.cause not in ("missing-term", "other-value"):
             return found.hypothesis.cause in ("zeros", "unused-parameter")
-        calls = self.program.calls
-        mine = calls[min(found.hypothesis.changes, default=found.place)]
-        alike = (
-            i
-            for i in self.region
-            if (calls[i].name, calls[i].where, calls[i].path) == (mine.name, mine.where, mine.path)
-        )
-        return any(i not in found.new for i in alike)
+        kinds = [(c.name, c.where, c.path) for c in self.program.calls]
+        mine = kinds[min(found.hypothesis.changes, default=found.place)]
+        return any(kinds[i] == mine and i not in found.new for i in self.region)
 
     def _is_scanty(self, found: Found) -> bool:
         """Return whether all that is explained is a number or two, which the port may have from another layer."""
@@ -364,9 +353,8 @@ class Search:
     def read_by(self, todo: list[int], depth: int, through: Callable[[int], bool] = lambda i: True) -> Iterator[int]:
         """Yield the calls that some calls read, directly or through others, where a rule lets them through."""
         calls = self.program.calls
-        yield from walked(
-            todo, lambda i: (r.kind for r in calls[i].refs if isinstance(r.kind, int) and through(r.kind)), depth
-        )
+        reads = lambda i: (r.kind for r in calls[i].refs if isinstance(r.kind, int) and through(r.kind))  # noqa: E731
+        yield from walked(todo, reads, depth)
 
     def _order(self, first: list[int]) -> list[int]:
         """Return the calls to look at: the first lost ones in turn, each with those that read it."""

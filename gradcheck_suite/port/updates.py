@@ -243,9 +243,8 @@ def _settings(mine: Recipe, raw: Steps, wrong: Mapping[Any, str]) -> Iterator[Se
     forms = [Setting(c, words, lambda r, f=f: r.written(**f)) for names, c, words, f in _FORMS if name in names]
     yield from forms[: 2 if group.get("momentum") else 0]
     for decay in sorted(decays, reverse=True) if len(decays) > 1 else ():
-        yield Setting(
-            "decay-mask", f"weight decay {decay:g} on all parameters", lambda r, d=decay: r.put(weight_decay=d)
-        )
+        words = f"weight decay {decay:g} on all parameters"
+        yield Setting("decay-mask", words, lambda r, d=decay: r.put(weight_decay=d))
     if len(decays) == 1 and max(decays):
         yield Setting("decay-mask", "weight decay on matrices alone", lambda r: _decaying(r, lambda p: p.dim() > 1))
     decayed = {p for g in mine.groups if g.get("weight_decay") for p in g["params"]}
@@ -273,11 +272,9 @@ def _settings(mine: Recipe, raw: Steps, wrong: Mapping[Any, str]) -> Iterator[Se
 
 def _decaying(r: Recipe, decayed: Callable[[Any], bool]) -> Recipe:
     decay = max(g["weight_decay"] for g in r.groups)
-    groups = [
-        {**g, "params": [p for p in g["params"] if decayed(p) == decays], "weight_decay": decay * decays}
-        for g in r.groups
-        for decays in (True, False)
-    ]
+    groups = []
+    for g, d in product(r.groups, (True, False)):
+        groups.append({**g, "params": [p for p in g["params"] if decayed(p) == d], "weight_decay": decay * d})
     return replace(r, groups=groups, rates=[[x for x in step for _ in range(2)] for step in r.rates])
 
 
@@ -434,9 +431,8 @@ class Updates:
         self._mine, self._recipe = mine[:-1], replace(recipe, gradients=recipe.gradients[:-1])
         if not hasattr(pair.jax_optimizer, "update"):
             raise UsageError(f"jax_optimizer: expected an optax.GradientTransformation, got {pair.jax_optimizer!r}")
-        self._theirs = raised(
-            "jax_optimizer", lambda: jax_steps(pair.jax_optimizer, state_map.model, leaves, self._pushed)
-        )
+        steps = lambda: jax_steps(pair.jax_optimizer, state_map.model, leaves, self._pushed)  # noqa: E731 - one use
+        self._theirs = raised("jax_optimizer", steps)
         self.leaves = [i for i, leaf in enumerate(state_map.leaves) if self._is_judged(leaf, base)]
 
     def _vector(self, values: Mapping[str, Array]) -> Array:
@@ -496,15 +492,13 @@ class Updates:
         return UpdateFault(cause, words, wrong[at], leaf, partial and found is None, expected)
 
     def _explains(self, *settings: Setting) -> bool:
-        recipe = self._recipe
+        r, module = self._recipe, self._map.pair.module
         if not self._budget.spend():
             return False
         try:
             for setting in settings:
-                recipe = setting.change(recipe)
-            made = torch_steps(
-                self._map.pair.module, lambda _: recipe.made(), self._start, recipe.gradients, recipe.rates
-            )
+                r = setting.change(r)
+            made = torch_steps(module, lambda _: r.made(), self._start, r.gradients, r.rates)
         except Exception:  # an optimizer of another kind may take no such setting
             return False
         return not self.wrong(made[0])
