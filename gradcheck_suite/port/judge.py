@@ -370,9 +370,8 @@ class Judge:
         if self.findings or self.accepted:
             return
         base, shapes = self.sides.given, list[Any]()
-        found = smallest_difference(
-            base, lambda point: self._differs_at(point, shapes), self.pair.draw, self._options, self._budget
-        )
+        differs = lambda point: self._differs_at(point, shapes)  # noqa: E731 - one use
+        found = smallest_difference(base, differs, self.pair.draw, self._options, self._budget)
         if found is not None:
             self.sides.points[1:] = [found]
             explained = self._values(loss=False)

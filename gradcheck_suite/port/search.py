@@ -344,7 +344,12 @@ class Search:
                 continue
             tried.append(set(changes))
             every = self.test(found.place, replace(found.hypothesis, changes=changes))
-            if every is not None and (every.error < best.error or every.gained > best.gained):
+            # a call whose result the port has stays as it is
+            if every is None or any(
+                self.matching.status[i] and self.matching.side.has(every.run.seen[i]) is False for i in changes
+            ):
+                continue
+            if every.error < best.error or every.gained > best.gained:
                 best = every
         return best
 
