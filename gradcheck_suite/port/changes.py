@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from gradcheck_suite.port.torch_program import Call, Change, Ref, fill, flat
 
@@ -107,19 +108,19 @@ def in_place_of(function: Callable[[Given], Any]) -> Change:
 
 
 def of_operand(position: int, function: Callable[[Any], Any]) -> Change:
-    """Return the change of an operand."""
-    return lambda call, args, kwargs, get: _with(call, args, kwargs, position, dense(function(args[position])))
+    """Return the change of an operand, by its place among all arguments, those in lists one by one."""
+
+    def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
+        new, structure = pytree.tree_flatten(args)
+        new[position] = dense(function(new[position]))
+        return call.op(*pytree.tree_unflatten(new, structure), **kwargs)
+
+    return change
 
 
 def other_operand(position: int, other: Ref) -> Change:
     """Return the change of an operand to another tensor of the program."""
-    return lambda call, args, kwargs, get: _with(call, args, kwargs, position, dense(get(other)))
-
-
-def _with(call: Call, args: Any, kwargs: Any, position: int, value: Any) -> Any:
-    new = list(args)
-    new[position] = value
-    return call.op(*new, **kwargs)
+    return lambda call, args, kwargs, get: of_operand(position, lambda v: get(other))(call, args, kwargs, get)
 
 
 def of_result(function: Callable[[Any], Any], number: int = 0) -> Change:

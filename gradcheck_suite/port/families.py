@@ -8,18 +8,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, combinations, islice
+from itertools import chain, combinations, groupby, islice
 from typing import Any
 
 import numpy as np
 import torch
 
-from gradcheck_suite.port.changes import Hypothesis, of_operand, of_result, other_operand
+from gradcheck_suite.port.changes import Given, Hypothesis, of_operand, of_result, other_operand
 from gradcheck_suite.port.matching import array
-from gradcheck_suite.port.mistakes import BASES, NORMS, REDUCING, is_activation, mistakes, smoothed
+from gradcheck_suite.port.mistakes import BASES, NORMS, REDUCING, is_activation, mistakes, over, smoothed
 from gradcheck_suite.port.number_sets import aligned
-from gradcheck_suite.port.search import Family, Found, Search, behind, recomputed, walked
-from gradcheck_suite.port.torch_program import LOSS, Call, Change, Ref, TorchProgram, fill
+from gradcheck_suite.port.search import LEAST, Family, Found, Search, behind, recomputed, walked
+from gradcheck_suite.port.torch_program import LOSS, Call, Change, Ref, TorchProgram, fill, flat
 from gradcheck_suite.port.transforms import (
     PERMUTING,
     Transform,
@@ -30,6 +30,8 @@ from gradcheck_suite.port.transforms import (
     transforms,
 )
 
+LINEAR: dict[Any, str] = {(1, 1): "unit-offset", (1, -1): "unit-offset", (-1, 0): "sign", (-1, 1): "one-minus"}
+"""Causes of a * x + b, by a and b."""
 ARITHMETIC = ("add", "mul", "div", "sub", "rsub")
 
 
@@ -48,21 +50,23 @@ def usual(search: Search, place: int) -> Iterator[Hypothesis]:
             if len(alike) > 1:
                 yield replace(hypothesis, changes=dict.fromkeys(alike, hypothesis.changes[place]))
         yield replace(hypothesis, cause=named)
-    # the kernel of an embedding bag checks no offsets
-    for i, ref in search.positions(place) if "embedding_bag" not in call.name else ():
+    # the kernel of an embedding bag checks no offsets; what sorts the indices of `index` says more than their order
+    for i, ref in search.positions(place) if not re.search("embedding_bag|^index$", call.name) else ():
         if not (value := run.get(ref)).is_floating_point():
             for cause, words, function in transforms(value):
                 named = _OTHERS.get(cause, cause) if ref.kind == "state" else _transformed_as(search, place, ref, cause)
                 yield Hypothesis(named, f"{_named(search, ref)} {words}", {place: of_operand(i, function)})
 
 
+def _choosing(search: Search, place: int, depth: int) -> Iterator[int]:
+    """Yield the calls before one that tell nothing, also past sums and products."""
+    calls, status = search.program.calls, search.matching.status
+    return search.read_by([place], depth, lambda i: status[i] is None or calls[i].name in ARITHMETIC)
+
+
 def chosen_before(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield mistakes of what chose, masked or moved the operands: its results are matched, or tell nothing."""
-
-    def through(i: int) -> bool:
-        return search.matching.status[i] is None or search.program.calls[i].name in ARITHMETIC
-
-    for hypothesis in _before(search, search.read_by([place], 6, through), usual):
+    for hypothesis in _before(search, _choosing(search, place, 6), usual):
         refs = search.program.calls[hypothesis.at].refs if hypothesis.at is not None else []
         parameter = next((r for r in refs if r.kind == "state"), None)
         if hypothesis.cause == "missing-transpose" and parameter is not None:
@@ -165,7 +169,7 @@ def _left_out(search: Search, index: int) -> Iterator[Hypothesis]:
                 cause = "missing-norm"
             elif call.name.startswith("mul") and any(r != ref and _is_mask(array(run.get(r))) for r in call.refs):
                 cause = "missing-mask"
-            yield Hypothesis(cause, words, {index: lambda c, a, k, g, i=i: [a[i]]}, at=index)
+            yield Hypothesis(cause, words, {index: lambda c, a, k, g, r=ref: [g(r)]}, at=index)
             if isinstance(ref.kind, int) and _adds_little(calls[ref.kind]):  # the epsilon goes with what it is for
                 before = calls[ref.kind].args[0]
                 yield Hypothesis(cause, words, {index: lambda c, a, k, g, b=before: [g(b)]}, at=index)
@@ -197,29 +201,56 @@ def missing(call: Call, kept: int) -> str:
 def scaled(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield that the result or an operand is a * x + b, with a and b read from the port's values."""
     call, run = search.program.calls[place], search.matching.run
-    for a, b in _affine(search, run.seen[place][0]):
-        cause, words = "scale", _linear("the result", a, b)
-        added = call.args[1] if call.name in ("add", "add_") and len(call.args) > 1 else None
-        if isinstance(added, int | float) and abs(a - 1) < 1e-9:
-            # x + eps with another eps: the sum has another number, and nothing is scaled
-            cause, words = "eps" if 0 < added < 1e-2 else "constant", f"{added + b:.6g} instead of {added:g}"
+    number = call.args[1] if len(call.args) > 1 and isinstance(call.args[1], int | float) else None
+    for cause, words, a, b in _affine(search, run.seen[place][0]):
+        words = f"the result {words}"
+        if number is not None and call.name.rstrip("_") == "add" and cause != "scale":
+            # x + eps with another eps: the sum has another number, and nothing is added
+            cause, words = "eps" if 0 < number < 1e-2 else "constant", f"{number + b:.6g} instead of {number:g}"
+        elif number is not None and call.name.rstrip("_") == "mul" and not b:
+            words = f"{a * number:.9g} instead of {number:g}"
         yield Hypothesis(cause, words, {place: of_result(lambda o, a=a, b=b: a * o + b)})
-    if call.name == "pow" and isinstance(call.args[1], int | float):
-        for a, _ in _affine(search, run.get(call.args[0]).log(), np.log):
-            words = f"the exponent {a:.9g} instead of {call.args[1]:g}"
-            yield Hypothesis("constant", words, {place: of_operand(1, lambda v, a=a: a)})
+    if call.name == "pow" and number is not None:
+        for _, _, a, _ in _affine(search, run.get(call.args[0]).log(), np.log):
+            yield Hypothesis("constant", f"the exponent {a:.9g} instead of {number:g}", {
+                place: of_operand(1, lambda v, a=a: a)})  # fmt: skip
     for i, ref in search.positions(place):
-        value = run.get(ref)
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            continue
-        for a, b in _affine(search, value):
-            yield Hypothesis(
-                "scale", _linear(_named(search, ref), a, b), {place: of_operand(i, lambda v, a=a, b=b: a * v + b)}
-            )
-        for source in search.matching.sources(ref):  # the port may compute torch's value too, and multiply it
-            for a, b in _affine(search, run.get(source)) if source != ref and isinstance(source.kind, int) else ():
-                words, change = _linear(_named(search, source), a, b), of_result(lambda v, a=a, b=b: a * v + b)
-                yield Hypothesis("scale", words, {source.kind: change}, at=source.kind)
+        # the port may compute torch's value too, and multiply it, or what it is moved to
+        for source in dict.fromkeys([*_moves(search, ref), ref, *search.matching.sources(ref)]):
+            for cause, words, function in _scalings(search, run.get(source)):
+                change = {place: of_operand(i, function)}
+                if source != ref and isinstance(source.kind, int):
+                    change = {source.kind: of_result(function, source.index)}
+                if source == ref or isinstance(source.kind, int):
+                    yield Hypothesis(cause, f"{_named(search, source)} {words}", change, at=max(change))
+
+
+def _moves(search: Search, ref: Ref) -> list[Ref]:
+    """Return what a tensor is moved from as a whole, the first move of all first."""
+    found = list[Ref]()
+    while isinstance(ref.kind, int) and search.matching.status[ref.kind] is None:
+        found.insert(0, ref)
+        before = search.program.calls[ref.kind].refs
+        if len(before) != 1:
+            break
+        ref = before[0]
+    return found
+
+
+def _scalings(search: Search, value: Any) -> Iterator[Transform]:
+    """Yield what multiplies a value, or its parts along an axis, in the port alone."""
+    for cause, words, a, b in _affine(search, value):
+        yield cause, words, lambda v, a=a, b=b: a * v + b
+    numbers, mine = search.matching.lost_numbers, array(value)
+    for i in numbers.of_size(mine.size) if mine.dtype.kind == "f" and mine.any() else ():
+        theirs = aligned(numbers.arrays[i], mine)
+        for axis in range(mine.ndim if theirs.shape == mine.shape else 0):
+            others = tuple(d for d in range(mine.ndim) if d != axis)
+            factors = (theirs * mine).sum(others, keepdims=True) / (mine**2).sum(others, keepdims=True)
+            off = np.abs(factors * mine - theirs).max()
+            if off <= numbers.tolerance * np.abs(theirs).max() and 1 < factors.size <= mine.size / LEAST:
+                put = torch.as_tensor(factors)
+                yield "scale", f"times another number for each part of axis {axis}", lambda v, f=put: v * f
 
 
 def ratios(search: Search, place: int) -> Iterator[Hypothesis]:
@@ -336,9 +367,9 @@ def _sizes_near(search: Search, place: int) -> set[int]:
     return found
 
 
-def _affine(search: Search, value: Any, of: Callable[[Any], Any] = np.array) -> Iterator[tuple[float, float]]:
-    """Yield a and b such that a * x + b is a function of the numbers of a value that the port alone has."""
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.numel() < 3:
+def _affine(search: Search, value: Any, of: Callable[[Any], Any] = np.array) -> Iterator[tuple[str, str, float, float]]:
+    """Yield cause, words, a and b of each a * x + b that is a function of the numbers that the port alone has."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.numel() < 2:
         return
     mine = np.sort(array(value).reshape(-1))
     if not np.isfinite(mine).all() or mine[-1] - mine[0] <= 1e-9 * abs(mine[-1]):
@@ -354,12 +385,10 @@ def _affine(search: Search, value: Any, of: Callable[[Any], Any] = np.array) -> 
             b = float(theirs[0] - a * ours[0])
             b = 0.0 if abs(b) < 1e-9 * largest else b
             fits = np.abs(a * ours + b - theirs).max() <= numbers.tolerance * largest
-            if fits and (abs(a - 1) > 1e-9 or b):
-                yield float(a), b
-
-
-def _linear(what: str, a: float, b: float) -> str:
-    return f"{what} times {a:.9g}" + (f" plus {b:.9g}" if b else "")
+            scales, adds = abs(a - 1) > 1e-9, f"plus {b:.9g}" * bool(b)
+            if fits and (scales or b) and (mine.size > 2 or not b):
+                cause = LINEAR.get((round(float(a), 9), round(b, 9)), "scale" if scales else "constant")
+                yield cause, f"times {a:.9g} {adds}".strip() if scales else adds, float(a), b
 
 
 def other_values(search: Search, place: int) -> Iterator[Hypothesis]:
@@ -381,14 +410,14 @@ def other_values(search: Search, place: int) -> Iterator[Hypothesis]:
                 cause = "swapped-parameters" if load else _why_taken(search, place, ref, other)
                 words = f"{_named(search, ref)} is {_named(search, other)}"
                 words += f" at {calls[other.kind].where}" if isinstance(other.kind, int) else ""
-                change = {place: other_operand(i, other)}
-                yield Hypothesis(cause, words, change, kind="load" if load else "forward")
+                for group in _groups(search, place, i, ref):
+                    change = {k: other_operand(j, other) for k, j in group}
+                    yield Hypothesis(cause, words, change, kind="load" if load else "forward")
 
 
 def chosen_of_others(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield that what tells nothing by itself, such as a count or an index, is of another value."""
-    status = search.matching.status
-    silent = (i for i in search.read_by([place], 4, lambda i: status[i] is None) if status[i] is None)
+    silent = (i for i in _choosing(search, place, 4) if search.matching.status[i] is None)
     yield from _before(search, silent, constants, other_values, rewired)
 
 
@@ -510,16 +539,17 @@ def _sources_transformed(search: Search, place: int, which: Callable[[Ref], bool
 
 def _operands(search: Search, place: int, how: Callable[[Any], Iterator[Transform]]) -> Iterator[Hypothesis]:
     for i, ref in search.positions(place):
-        beside = _readers_of_a_line(search, place, ref)
-        groups = [{place: [i]}]
-        if len(beside) < len(search.program.readers[ref]):
-            groups += [{k: [j for j, r in search.positions(k) if r == ref] for k in beside}] * (len(beside) > 1)
         value = search.matching.run.get(ref)
         for transform in how(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else ():
             changed = _of(search, place, ref, transform)
-            for group in groups:
-                changes = {k: of_operand(j, transform[2]) for k, at in group.items() for j in at}
-                yield replace(changed, changes=changes, leaves={}, path=None)
+            for group in _groups(search, place, i, ref):
+                yield replace(changed, changes={k: of_operand(j, transform[2]) for k, j in group}, leaves={}, path=None)
+
+
+def _groups(search: Search, place: int, position: int, ref: Ref) -> list[list[tuple[int, int]]]:
+    """Return where a tensor is read: in a call, and in all calls of its line."""
+    every = [(k, j) for k in _readers_of_a_line(search, place, ref) for j, r in search.positions(k) if r == ref]
+    return [[(place, position)], every][: 1 + (len(every) > 1)]
 
 
 def _readers_of_a_line(search: Search, place: int, ref: Ref) -> list[int]:
@@ -651,32 +681,42 @@ def swapped_blocks(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield that a call, or the whole module that it is in, is done after what comes behind it."""
     program, run = search.program, search.matching.run
     calls = program.calls
-    blocks = [[place]]
-    if calls[place].path:
-        start = end = place
-        while start and calls[start - 1].path == calls[place].path:
-            start -= 1
-        while end + 1 < len(calls) and calls[end + 1].path == calls[place].path:
-            end += 1
-        blocks += [list(range(start, end + 1))] if end > start else []
-    for block in blocks:
+    modules = (list(own) for path, own in groupby(range(len(calls)), lambda i: calls[i].path) if path)
+    for block in ([place], *(own for own in modules if place in own and len(own) > 1)):
         read = dict.fromkeys(r for i in block for r in calls[i].refs if r.kind not in block and r.kind != "state")
-        whole = [r for r in read if run.get(r).is_floating_point() and run.get(r).shape == run.shape(block[-1])]
-        if not whole:
-            continue
-        before, after = whole[0], Ref(block[-1], 0)
-        for end in islice(walked(block[-1:], lambda i: program.readers.get(Ref(i, 0), []), 16), 20):
-            if run.shape(end) == run.shape(block[-1]) and not calls[end].mutates and calls[end].path != LOSS:
-
-                def exchanged(c: Call, a: Any, k: Any, get: Any, x: Ref = before, y: Ref = after, z: int = end) -> Any:
-                    moved = _with_others(program, z, {y: get(x)}, get)
-                    return [_with_others(program, y.kind, {x: moved}, get)]
-
+        whole = [r for r in read if run.get(r).is_floating_point()]
+        for end in islice(walked(block[-1:], lambda i: program.readers.get(Ref(i, 0), []), 16), 20 * bool(whole)):
+            if not calls[end].mutates and calls[end].path != LOSS:
                 first, second = calls[block[0]], calls[end]
                 named = first.path if len(block) > 1 else first.name.strip("_")
                 cause = "eps-place" if _adds_little(second) and "sqrt" in first.name else "order"
-                words = f"{second.name.strip('_')} before {named}"
-                yield Hypothesis(cause, words, {end: exchanged}, at=place)
+                change = _exchanged(program, whole[0], Ref(block[-1], 0), end)
+                yield Hypothesis(cause, f"{second.name.strip('_')} before {named}", {end: change}, at=place)
+
+
+def _exchanged(program: TorchProgram, before: Ref, after: Ref, end: int) -> Change:
+    """Return the change of a call that is done before another one, which makes one tensor of another.
+
+    What comes behind a reduction is done for each element of the axes that it takes away.
+    """
+    call = program.calls[after.kind]
+
+    def change(last: Call, a: Any, k: Any, get: Any) -> Any:
+        def late(value: Any) -> Any:
+            return _with_others(program, end, {after: value}, get)
+
+        given = get(before)
+        if before in call.refs and re.fullmatch(REDUCING, call.name):
+            axes = over(Given(call, *fill((call.args, call.kwargs), get)))
+            front = list(range(len(axes)))
+            parts = given.movedim(axes, front)
+            each = torch.vmap(lambda v: late(v.view_as(get(after))))(parts.flatten(0, len(axes) - 1))
+            moved = each.unflatten(0, parts.shape[: len(axes)]).movedim(front, axes)
+        else:
+            moved = late(given)
+        return [_with_others(program, after.kind, {before: moved}, get).view_as(flat(last.op(*a, **k))[0])]
+
+    return change
 
 
 def _adds_little(call: Call) -> bool:
@@ -736,8 +776,9 @@ def reordered(search: Search, ends: list[Ref]) -> Found | None:
     best = None if search.budget.stopped else best
     for end in ends if best is None else ():
         for source in dict.fromkeys([end, *search.matching.sources(end)]):
+            place = source.kind if isinstance(source.kind, int) else 0
             for transform in transforms(search.matching.run.get(source)):
-                found = search.test(0, _of(search, 0, source, transform)) if search.budget.spend() else None
+                found = search.test(place, _of(search, place, source, transform)) if search.budget.spend() else None
                 if found is not None and found.error <= search.close:
                     return found
     return best

@@ -98,12 +98,8 @@ def _frontier(sides: Sides, point: Point, run: TorchRun, names: Iterable[str]) -
     theirs = [g for g in sides.jax_run(point).gradients if g is not None]
     tolerance = max(10 * RESOLUTION, bounds.outputs if bounds.rounded else 0.0)
     numbers = Numbers([*sides.cotangents(point), *theirs], tolerance)
-    tensors = {
-        Ref(i, j): v
-        for i, values in enumerate(run.values)
-        for j, v in enumerate(values)
-        if isinstance(v, torch.Tensor) and v.requires_grad and v.is_floating_point()
-    }
+    every = {Ref(i, j): v for i, values in enumerate(run.values) for j, v in enumerate(values)}
+    tensors = {r: v for r, v in every.items() if torch.is_tensor(v) and v.requires_grad and v.is_floating_point()}
     grads = torch.autograd.grad(run.loss, list(tensors.values()), allow_unused=True, retain_graph=True)
     status = {ref: numbers.holds(array(g)) for ref, g in zip(tensors, grads, strict=True) if g is not None}
     found, seen, todo = set[int](), set[Ref](), [Ref("state", n) for n in names]
@@ -181,13 +177,12 @@ def _at_call(program: TorchProgram, run: TorchRun, index: int) -> Iterator[Hypot
     call = program.calls[index]
     if call.name == "embedding":
         if call.args[2:] and call.args[2] >= 0:
-            yield Hypothesis(
-                "padding-gradient", "a gradient of the padding row", {index: lambda c, a, k, g: c.op(*a[:2])}
-            )
+            words = "a gradient of the padding row"
+            yield Hypothesis("padding-gradient", words, {index: lambda c, a, k, g: c.op(*a[:2])})
         for row in (0, 1):
             yield Hypothesis("padding-gradient", f"no gradient of row {row}", {
                 index: lambda c, a, k, g, r=row: c.op(*a[:2], r)})  # fmt: skip
-    refs = [(i, r) for i, r in enumerate(call.args) if isinstance(r, Ref)]
+    refs = [(i, r) for i, r in enumerate(pytree.tree_leaves(call.args)) if isinstance(r, Ref)]
     for ref in call.refs:
         at = _producer(program, run, ref, index)
         what = program.calls[at].name.strip("_") if at != index else str(ref.index)
@@ -199,10 +194,10 @@ def _at_call(program: TorchProgram, run: TorchRun, index: int) -> Iterator[Hypot
             change = of_operand(i, lambda v, f=factor: f * v + (1 - f) * v.detach())
             yield Hypothesis("gradient-scaled", f"a gradient times {factor:g}", {index: change})
     out = run.values[index][0]
-    for i, ref in refs:
+    for _, ref in refs:
         if run.get(ref).shape == out.shape:
             yield Hypothesis("straight-through", "the gradient of the identity", {
-                index: lambda c, a, k, g, i=i: [a[i] + (c.op(*a, **k) - a[i]).detach()]})  # fmt: skip
+                index: lambda c, a, k, g, r=ref: [g(r) + (c.op(*a, **k) - g(r)).detach()]})  # fmt: skip
 
 
 def _stopped(call: Call, ref: Ref) -> Change:
@@ -244,12 +239,10 @@ def _with_more(program: TorchProgram) -> Iterator[Hypothesis]:
         elif not inside and start is not None:
             yield Hypothesis("missing-stop-gradient", words, dict.fromkeys(range(start, i), free), at=i - 1)
             start = None
-    for i in sorted(program.needed):
-        if program.calls[i].name == "detach":
-            words = "an extra gradient where torch detaches and the port has no stop_gradient"
-            yield Hypothesis("missing-stop-gradient", words, {i: lambda c, a, k, g: [a[0]]}, at=i)
     exchanged: dict[int, Change] = {}
     for i in (i for i in sorted(program.needed) if program.calls[i].name == "detach"):
+        words = "an extra gradient where torch detaches and the port has no stop_gradient"
+        yield Hypothesis("missing-stop-gradient", words, {i: lambda c, a, k, g: [a[0]]}, at=i)
         change = _other_stopped(Ref(i, 0), program.calls[i].args[0])
         exchanged |= dict.fromkeys(program.readers.get(Ref(i, 0), []), change)
     few = list(exchanged.items())[-DETACHED:]

@@ -215,13 +215,9 @@ class Interpreter:
         p = eqn.params
         test, body = _open(p["cond_jaxpr"]), _open(p["body_jaxpr"])
         for_test, for_body, carry = _cut(values, p["cond_nconsts"], p["body_nconsts"])
-        return list(
-            jax.lax.while_loop(
-                lambda c: self.run(*test, [*for_test, *c])[0][0],
-                lambda c: self.run(*body, [*for_body, *c])[0],
-                [lifted(c) for c in carry],
-            )
-        )
+        return list(jax.lax.while_loop(
+            lambda c: self.run(*test, [*for_test, *c])[0][0], lambda c: self.run(*body, [*for_body, *c])[0],
+            [lifted(c) for c in carry]))  # fmt: skip
 
     def _cond(self, eqn: Any, values: list[Any], eps: Any) -> tuple[list[Any], Any]:
         index, *args = values

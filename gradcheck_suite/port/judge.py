@@ -147,9 +147,8 @@ class Judge:
         self._add("load", name.rpartition(".")[0], cause, words)
         mask, fixed = torch.as_tensor(gone), torch.as_tensor(neutral)
         self._unloaded.add(name)
-        self.repairs = self.repairs.plus(
-            Hypothesis(cause, "", leaves={("state", name): lambda v: torch.where(mask, fixed, v)})
-        )
+        leaves = {("state", name): lambda v: torch.where(mask, fixed, v)}
+        self.repairs = self.repairs.plus(Hypothesis(cause, "", leaves=leaves))
 
     def _untied(self) -> None:
         """Judge that what torch ties is one leaf: each of two is stepped by its own part of the gradient."""
@@ -238,8 +237,6 @@ class Judge:
             words = "expected no random numbers in evaluation, observed the port drawing some"
             self._add("forward", names[0] if names else "", "dropout-active", words, **numbers)
             return False
-        if search.budget.left >= 0 and self._row_explained(point, loss, numbers):
-            return True
         if not first:
             call = next((matching.program.calls[e.kind] for e in ends if isinstance(e.kind, int)), None)
             words = "expected torch's output, observed its numbers in another order or at other positions"
@@ -247,30 +244,6 @@ class Judge:
             self._add("forward", call.path if call else "", "order-of-elements", words, torch=where, **numbers)
             return False
         return self._unknown(search, first[0], numbers)
-
-    def _row_explained(self, point: Point, loss: bool, numbers: Mapping[str, Any]) -> bool:
-        """Add a finding that explains all, where one row alone shows it; return whether there is one.
-
-        A number that is wrong in one row may be right in another one, so that the port seems to have it.
-        """
-        out = self.sides.torch_program(point)
-        rows = {len(x) if np.ndim(x) else 0 for x in (*point.inputs, *point.targets)}
-        mine = array(self._run(point).outs[0])
-        theirs = aligned(self.sides.jax_run(point).outs[0], mine)
-        if loss or rows != {len(mine) if mine.ndim else 0} or min(rows) < 2 or mine.shape != theirs.shape:
-            return False
-        row = int(np.abs(mine - theirs).reshape(len(mine), -1).max(1).argmax())
-        # in all rows, so that the programs are the same
-        alone = Point(*(tuple(x[[row] * len(x)] for x in part) for part in (point.inputs, point.targets)))
-        try:
-            search, _, _, found = self._searched(alone, loss)
-            whole = self.repairs.plus(found.hypothesis).run(out) if found is not None else None
-        except (*RAISED, UsageError):
-            return False
-        if found is None or whole is None or self._off(point, whole, loss) > self.sides.bounds(point).outputs:
-            return False
-        self._explained(search.matching, found, numbers)
-        return True
 
     def _explained(self, matching: Matching, found: Found, numbers: Mapping[str, Any]) -> None:
         hypothesis, calls = found.hypothesis, matching.program.calls
@@ -313,10 +286,8 @@ class Judge:
     def _statistics(self) -> None:
         if not self.pair.train:
             return
-        program = self.sides.torch_program(self.sides.given)
-        updated = [
-            n for n, v in program.after.items() if is_statistic(n) and not np.array_equal(v, self.sides.state[n])
-        ]
+        after, before = self.sides.torch_program(self.sides.given).after, self.sides.state
+        updated = [n for n, v in after.items() if is_statistic(n) and not np.array_equal(v, before[n])]
         if not updated:
             return
         if not self.sides.jax_run(self.sides.given).extras:
@@ -399,9 +370,8 @@ class Judge:
         if self.findings or self.accepted:
             return
         base, shapes = self.sides.given, list[Any]()
-        found = smallest_difference(
-            base, lambda point: self._differs_at(point, shapes), self.pair.draw, self._options, self._budget
-        )
+        differs = lambda point: self._differs_at(point, shapes)  # noqa: E731 - one use
+        found = smallest_difference(base, differs, self.pair.draw, self._options, self._budget)
         if found is not None:
             self.sides.points[1:] = [found]
             explained = self._values(loss=False)

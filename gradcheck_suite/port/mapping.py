@@ -247,11 +247,8 @@ class StateMap:
 
     def rows(self) -> tuple[MapRow, ...]:
         """Return the map as it is printed."""
-        return tuple(
-            MapRow(leaf.path, tuple(names := self.sources(leaf)), self._how(leaf, names))
-            for leaf in self.leaves
-            if leaf is not None
-        )
+        known = [(leaf, self.sources(leaf)) for leaf in self.leaves if leaf is not None]
+        return tuple(MapRow(leaf.path, tuple(names), self._how(leaf, names)) for leaf, names in known)
 
     def _how(self, leaf: Leaf, names: list[str]) -> str:
         if leaf.is_constant:

@@ -195,7 +195,7 @@ class Matching:
         """Return the first value of the port alone that is as large as a call's result: `file:line` and the value."""
         out = self.run.seen[call][0]
         for i in self.lost_numbers.of_size(out.numel() if isinstance(out, torch.Tensor) else 0):
-            equation = self.side.equations[self.lost[i]]
+            equation = self.side.equations[self.lost[self.lost_numbers.whole[i]]]
             if equation is not None and equation.where:
                 return equation.where, self.lost_numbers.arrays[i]
         return "", None

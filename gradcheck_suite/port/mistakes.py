@@ -278,7 +278,7 @@ VARIANCES: dict[str, Reduction] = {
 REDUCING = "mean|sum|var|std|amax|amin|logsumexp|prod|norm|linalg_vector_norm|max|min|var_mean|std_mean"
 
 
-def _over(a: Given) -> list[int]:
+def over(a: Given) -> list[int]:
     """Return the axes of a reduction."""
     dim, n = a.values.get("dim"), a.first.dim()
     if dim is None or (isinstance(dim, list | tuple) and not dim):
@@ -287,7 +287,7 @@ def _over(a: Given) -> list[int]:
 
 
 def _reduced(a: Given, kind: str) -> Any:
-    return {**REDUCTIONS, **VARIANCES}[kind](a.first, _over(a), False).reshape(a.out().shape)
+    return {**REDUCTIONS, **VARIANCES}[kind](a.first, over(a), False).reshape(a.out().shape)
 
 
 def _along(a: Given, over: list[int], *, keep: bool = False) -> Any:
@@ -301,17 +301,24 @@ def _other_axes(a: Given, out: Any) -> list[list[int]]:
     """Return other axes with as many elements, or all but one."""
     x, every = a.first, range(a.first.dim())
     options = [*([d] for d in every), *([i for i in every if i != d] for d in every)]
-    return [o for o in options if o != _over(a) and math.prod(x.shape[d] for d in o) * out.numel() == x.numel()]
+    return [o for o in options if o != over(a) and math.prod(x.shape[d] for d in o) * out.numel() == x.numel()]
 
 
 def _parts_of_axis(a: Given, out: Any) -> list[tuple[int, int]]:
     """Return (first element, number of elements) of parts of the axis that is reduced."""
-    n = a.first.shape[_over(a)[0]] if len(_over(a)) == 1 else 1
+    n = a.first.shape[over(a)[0]] if len(over(a)) == 1 else 1
     return [(1, n - 1), (0, n - 1), (0, 1), (n - 1, 1)] if n > 1 else []
 
 
 def _of_part(a: Given, part: tuple[int, int]) -> Any:
-    return a.out(self=a.first.narrow(_over(a)[0], *part))
+    return a.out(self=a.first.narrow(over(a)[0], *part))
+
+
+def _scattered(a: Given, kind: str) -> Any:
+    """Return a reduction by an index, of another kind."""
+    source = a.source if "source" in a.values else a.src
+    index = a.index if a.index.dim() == source.dim() else a.index.reshape(-1, *[1] * (source.dim() - 1 - a.dim))
+    return a.self.scatter_reduce(a.dim, index.expand_as(source), source, kind, include_self=kind == "sum")
 
 
 LOSSES: dict[str, Callable[[Any, Any], Any]] = {
@@ -453,7 +460,8 @@ FORMULAS = (
     # arguments
     _argument("eps", ".*norm.*", "eps", EPS),
     _argument("gelu-approximation", "gelu_?", "approximate", ("tanh", "none")),
-    _argument("align-corners", "_?upsample.*", "align_corners", BOTH),
+    _argument("align-corners", "_?upsample.*|grid_sampler.*", "align_corners", BOTH),
+    _argument("padding-mode", "grid_sampler.*", "padding_mode", (0, 1, 2)),
     _argument("average-window", "avg_pool.*", "count_include_pad", BOTH),
     _argument("average-window", ".*pool.*", "ceil_mode", BOTH),
     _argument("missing-bias", "convolution", "bias", (None,)),
@@ -568,7 +576,10 @@ FORMULAS = (
     Formula("padding", "constant_pad_nd", "padding {}", lambda a, pad: a.out(pad=pad), _other_pads),
     Formula("padding-mode", "(constant|reflection|replication)_pad.*", "padding of the kind {}", lambda a, mode: (
             _padded(a.self, a.values.get("pad") or a.padding, mode)), ("constant", *MODES)),
-    Formula("other-position", "select", "the mean instead of one element", lambda a, p: a.self.mean(a.dim)),
+    Formula("reduction", "minimum|maximum", "the {} of both",
+            lambda a, kind: REDUCTIONS[kind](torch.stack((a.self, a.other)), [0], False), REDUCTIONS),
+    Formula("reduction", "select", "the {} instead of one element",
+            lambda a, kind: REDUCTIONS[kind](a.self, [a.dim], False), REDUCTIONS),
     Formula("other-slice", "slice", "all elements", lambda a, p: a.self + 0.0),
     Formula("other-slice", "slice", "elements from {} on", lambda a, b: a.self.narrow(a.dim, b, a.out().shape[a.dim]),
             lambda a, out: range(min(a.self.shape[a.dim] - out.shape[a.dim] + 1, 64))),
@@ -576,6 +587,8 @@ FORMULAS = (
     Formula("missing-root", "std|norm|linalg_vector_norm", "the square", lambda a, p: a.out() ** 2),
     Formula("variance-correction", "var|std|var_mean|std_mean", "the {}", _reduced, VARIANCES),
     Formula("reduction", REDUCING, "the {}", _reduced, REDUCTIONS),
+    Formula("reduction", "(index_add|scatter_add|scatter_reduce)_?", "the {} of the elements at an index", _scattered,
+            ("sum", "mean", "amax", "amin")),
     Formula("axis", REDUCING, "axes {}", _along, _other_axes),
     Formula("axis", REDUCING, "axes {}, which are kept", lambda a, over: _along(a, over, keep=True),
             lambda a, out: [*([d] for d in range(a.first.dim())), list(range(a.first.dim())), *_other_axes(a, out)]),
@@ -669,4 +682,5 @@ def _other_numbers(index: int, call: Call, given: Given) -> Iterator[Hypothesis]
         for other in EPS if tiny else (*bases, *near, *_NUMBERS):
             if other != value:
                 change = in_place_of(lambda a, n=argument, v=other: a.out(**{n: v}))
-                yield Hypothesis(cause, f"{other:.9g} instead of {value:g}", {index: change})
+                named = "missing-scale" if cause == "scale" and other == 1 else cause
+                yield Hypothesis(named, f"{other:.9g} instead of {value:g}", {index: change})

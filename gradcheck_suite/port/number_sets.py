@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
+STEPS = 64
+"""Length of a first axis up to which an array is also taken for as many arrays as it has parts, such as steps."""
 SAME = 1e-9
 """Relative difference within which two numbers of float64 computations are taken for the same one."""
 NEAR_ZERO = 1e-3
@@ -96,11 +98,9 @@ class Numbers:
         flat = np.concatenate([*parts, [np.inf]])  # there is a number behind all others
         order = np.argsort(flat, kind="stable")
         self._flat, self._owner = flat[order], owner[order]
+        self.whole = list(range(len(self.arrays)))
         self._sorted: dict[int, Array] = {}
         self._by_size: dict[int, list[int]] = {}
-        for i, a in enumerate(self.arrays):
-            if a.dtype.kind == "f":
-                self._by_size.setdefault(a.size, []).append(i)
 
     def _span(self, wanted: Array) -> tuple[Array, Array]:
         """Return where the numbers begin that are as large as wanted ones, and how large they are at most."""
@@ -130,8 +130,19 @@ class Numbers:
         return max(sorted(set(every)), key=every.count) if every else None
 
     def of_size(self, size: int) -> Sequence[int]:
-        """Return the indices of arrays of a size."""
-        return self._by_size.get(size, [])
+        """Return the indices of arrays of a size, then of parts of arrays along their first axis, as of a scan.
+
+        `whole` has the index of the array that each is a part of.
+        """
+        if size not in self._by_size:
+            floats = [(i, a) for i, a in enumerate(self.arrays) if a.dtype.kind == "f" and self.whole[i] == i]
+            found = self._by_size[size] = [i for i, a in floats if a.size == size]
+            for i, a in floats:
+                if a.ndim > 1 and 1 < len(a) <= STEPS and a.size == size * len(a):
+                    found += range(len(self.arrays), len(self.arrays) + len(a))
+                    self.whole += [i] * len(a)
+                    self.arrays += list(a)
+        return self._by_size[size]
 
     def sorted(self, index: int) -> Array:
         """Return the numbers of an array in order."""

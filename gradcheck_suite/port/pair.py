@@ -34,10 +34,8 @@ from gradcheck_suite.run.environment import imported
 
 Array = npt.NDArray[Any]
 State = dict[str, Array]
-WIDE = {
-    **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64),
-    torch.complex64: torch.complex128,
-}
+_LOW = (torch.float32, torch.float16, torch.bfloat16)
+WIDE = dict.fromkeys(_LOW, torch.float64) | {torch.complex64: torch.complex128}
 """Lower dtypes, each with the one that takes its place."""
 REQUIRED = ("module", "apply", "inputs")
 

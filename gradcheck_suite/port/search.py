@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils import _pytree as pytree
 
 from gradcheck_suite.port.budget import Budget
 from gradcheck_suite.port.changes import Hypothesis, dense
@@ -111,13 +112,9 @@ class Repairs:
         """Run the program, changed."""
         start = program.leaves(grad) | (inputs or {})
         leaves = dict(start)
-        for key, function in self.leaves.items():
-            if key not in start:
-                continue
+        for key, how in ((k, f) for k, f in self.leaves.items() if k in start):
             with torch.set_grad_enabled(grad):
-                new = (
-                    start[function.kind, function.index] if isinstance(function, Ref) else dense(function(leaves[key]))
-                )
+                new = start[how.kind, how.index] if isinstance(how, Ref) else dense(how(leaves[key]))
             for other, value in start.items():
                 if value is start[key] and other[0] == key[0]:
                     leaves[other] = new
@@ -254,10 +251,8 @@ class Search:
     def _flattens(self, hypothesis: Hypothesis) -> bool:
         """Return whether a change gives one number everywhere, of whatever it reads: it explains no more than that."""
         for index in hypothesis.changes:
-            before, after = self.matching.run.seen[index], self.local(index, hypothesis)
-            was_many = (
-                before and torch.is_tensor(before[0]) and before[0].is_floating_point() and not _is_flat(before[0])
-            )
+            before, after = (self.matching.run.seen[index] or [None])[0], self.local(index, hypothesis)
+            was_many = torch.is_tensor(before) and before.is_floating_point() and not _is_flat(before)
             if was_many and after and _is_flat(after[0]):
                 return True
         return False
@@ -286,14 +281,9 @@ class Search:
         """
         if found.hypothesis.cause not in ("missing-term", "other-value"):
             return found.hypothesis.cause in ("zeros", "unused-parameter")
-        calls = self.program.calls
-        mine = calls[min(found.hypothesis.changes, default=found.place)]
-        alike = (
-            i
-            for i in self.region
-            if (calls[i].name, calls[i].where, calls[i].path) == (mine.name, mine.where, mine.path)
-        )
-        return any(i not in found.new for i in alike)
+        kinds = [(c.name, c.where, c.path) for c in self.program.calls]
+        mine = kinds[min(found.hypothesis.changes, default=found.place)]
+        return any(kinds[i] == mine and i not in found.new for i in self.region)
 
     def _is_scanty(self, found: Found) -> bool:
         """Return whether all that is explained is a number or two, which the port may have from another layer."""
@@ -310,7 +300,8 @@ class Search:
             if before is None:
                 continue
             run, side = _run(self.repairs.plus(found.hypothesis), witness.program), witness.side
-            if run is None or any(side.has(run.seen[i]) is False for i in found.new):
+            # what comes behind may be the port's by chance, where one more difference changes it
+            if run is None or any(side.has(run.seen[i]) is False for i in found.new[:1]):
                 return False
             ends = self._off(run, side)
             # with other inputs another fault may show, too: then this change explains a part
@@ -353,7 +344,12 @@ class Search:
                 continue
             tried.append(set(changes))
             every = self.test(found.place, replace(found.hypothesis, changes=changes))
-            if every is not None and (every.error < best.error or every.gained > best.gained):
+            # a call whose result the port has stays as it is
+            if every is None or any(
+                self.matching.status[i] and self.matching.side.has(every.run.seen[i]) is False for i in changes
+            ):
+                continue
+            if every.error < best.error or every.gained > best.gained:
                 best = every
         return best
 
@@ -362,9 +358,8 @@ class Search:
     def read_by(self, todo: list[int], depth: int, through: Callable[[int], bool] = lambda i: True) -> Iterator[int]:
         """Yield the calls that some calls read, directly or through others, where a rule lets them through."""
         calls = self.program.calls
-        yield from walked(
-            todo, lambda i: (r.kind for r in calls[i].refs if isinstance(r.kind, int) and through(r.kind)), depth
-        )
+        reads = lambda i: (r.kind for r in calls[i].refs if isinstance(r.kind, int) and through(r.kind))  # noqa: E731
+        yield from walked(todo, reads, depth)
 
     def _order(self, first: list[int]) -> list[int]:
         """Return the calls to look at: the first lost ones in turn, each with those that read it."""
@@ -410,8 +405,8 @@ class Search:
         return self._affected[key]
 
     def positions(self, place: int) -> Iterator[tuple[int, Ref]]:
-        """Yield the tensors that a call reads, with their places among its arguments."""
-        for i, arg in enumerate(self.program.calls[place].args):
+        """Yield the tensors that a call reads, with their places among all arguments, those in lists one by one."""
+        for i, arg in enumerate(pytree.tree_leaves(self.program.calls[place].args)):
             if isinstance(arg, Ref):
                 yield i, arg
 
@@ -439,12 +434,9 @@ def behind(program: TorchProgram, calls: Iterable[int], leaves: Collection[Any] 
 
 
 def recomputed(
-    program: TorchProgram,
-    index: int,
-    affected: Collection[int],
-    get: Callable[[Ref], Any],
+    program: TorchProgram, index: int, affected: Collection[int], get: Callable[[Ref], Any],
     changes: Mapping[int, Change],
-) -> list[Any]:
+) -> list[Any]:  # fmt: skip
     """Return the results of a call, for which calls are run again.
 
     Args:
@@ -475,22 +467,38 @@ def recomputed(
 
 
 def _role(program: TorchProgram, index: int) -> Any:
+<<<<<<< HEAD
     return tuple(program.calls[r.kind].name if isinstance(r.kind, int) else r.kind for r in program.calls[index].refs)
+=======
+    refs = program.calls[index].refs
+    return [(program.calls[r.kind].name, r.index) if isinstance(r.kind, int) else r.kind for r in refs]
+>>>>>>> port6
 
 
 def _parameters(program: TorchProgram, index: int) -> Any:
     """Return the nearest parameters that a call depends on: those of one layer are the same at every time step."""
-    level = [index]
-    for _ in range(4):
+    level = {index}
+    for _ in range(8):
         refs = [r for i in level for r in program.calls[i].refs]
         if found := frozenset(r.index for r in refs if r.kind == "state"):
             return found
-        level = [r.kind for r in refs if isinstance(r.kind, int)]
+        level = {r.kind for r in refs if isinstance(r.kind, int)}
     return frozenset()
 
 
+<<<<<<< HEAD
 Alike = Callable[[TorchProgram, int], Any]
 ALIKE: tuple[Alike, ...] = (_parameters, lambda program, i: program.calls[i].path, _role, lambda *_: None)
+=======
+def _role_in_layer(program: TorchProgram, index: int) -> Any:
+    return _parameters(program, index), _role(program, index)
+
+
+Alike = Callable[[TorchProgram, int], Any]
+ALIKE: tuple[Alike, ...] = (
+    _role_in_layer, _parameters, lambda program, i: program.calls[i].path, _role, lambda *_: None,
+)  # fmt: skip
+>>>>>>> port6
 """What calls of one line have in common where the same change is made at all of them."""
 
 

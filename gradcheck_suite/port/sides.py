@@ -178,9 +178,7 @@ class Sides:
         shapes = point.shapes
         if shapes not in self._jax:
             self._shapes = [tuple(v.shape) for v in self._torch_outs(point)]
-            self._jax[shapes] = raised(
-                "the JAX side", lambda: JaxProgram(lambda *a: self._function(*a), *self.arguments(point))
-            )
+            self._jax[shapes] = raised("the JAX side", lambda: JaxProgram(self._function, *self.arguments(point)))
         return self._jax[shapes]
 
     def _torch_outs(self, point: Point) -> list[torch.Tensor]:
@@ -223,9 +221,8 @@ class Sides:
             yield found
         for other in self.points:
             if other is not point and [c.name for c in self.torch_program(other).calls] == names:
-                yield Witness(
-                    self.torch_program(other), self.side(other), self.bounds(other).outputs, same_inputs=False
-                )
+                allowed = self.bounds(other).outputs
+                yield Witness(self.torch_program(other), self.side(other), allowed, same_inputs=False)
 
     @once
     def _at_other_state(self, point: Point) -> Witness:
@@ -275,11 +272,9 @@ class Sides:
         program, run = self.torch_program(point), self.jax_run(point)
         base, slopes = self.slopes(program, Repairs())
         bounds = Bounds(RESOLUTION)
-        largest = max((float(np.abs(g).max(initial=0.0)) for g in slopes.values()), default=0.0)
-        bounds.gradients = {
-            n: 10 * RESOLUTION * float(np.abs(g).max(initial=0.0)) + 1e-3 * RESOLUTION * largest + 1e-300
-            for n, g in slopes.items()
-        }
+        sizes = {n: float(np.abs(g).max(initial=0.0)) for n, g in slopes.items()}
+        least = 1e-3 * RESOLUTION * max(sizes.values(), default=0.0) + 1e-300
+        bounds.gradients = {n: 10 * RESOLUTION * size + least for n, size in sizes.items()}
         for draw in range(2):
             moved, others = self.slopes(program, Repairs(), self._rounded_leaves(program, draw))
             self._add(bounds, outputs_error(base.outs, moved.outs), slopes, others, MARGIN)
@@ -341,13 +336,12 @@ class Sides:
         given = {k: v.requires_grad_(k[0] == "state" and k[1] in program.parameters) for k, v in (leaves or {}).items()}
         run = repairs.run(program, grad=True, inputs=given)
         names = [n for n in self.map.names if n in program.parameters]
-        if not run.loss.requires_grad:
-            return run, {n: np.zeros(self.map.base[n].shape) for n in names}
-        tensors = [run.leaves["state", n] for n in names]
-        found = torch.autograd.grad(run.loss, tensors, allow_unused=True, retain_graph=True)
-        return run, {
-            n: np.zeros(self.map.base[n].shape) if g is None else array(g) for n, g in zip(names, found, strict=True)
-        }
+        slopes = {n: np.zeros(self.map.base[n].shape) for n in names}
+        if run.loss.requires_grad:
+            tensors = [run.leaves["state", n] for n in names]
+            found = torch.autograd.grad(run.loss, tensors, allow_unused=True, retain_graph=True)
+            slopes |= {n: array(g) for n, g in zip(names, found, strict=True) if g is not None}
+        return run, slopes
 
     def pulled(self, gradients: Sequence[Any]) -> dict[str, Array]:
         """Return the port's gradient of each torch tensor."""

@@ -210,15 +210,9 @@ _PACKED = "_in_projection_packed"
 
 
 def attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
     """Compute what `torch.nn.functional.scaled_dot_product_attention` computes, with its arguments."""
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
@@ -346,13 +340,9 @@ class TorchProgram:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        inputs: Sequence[Any],
-        targets: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        self, module: nn.Module, inputs: Sequence[Any], targets: Sequence[Any], kwargs: Mapping[str, Any],
         ends: Callable[..., tuple[Any, torch.Tensor]],
-    ) -> None:
+    ) -> None:  # fmt: skip
         own = {n: v for n, v in module.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
         self.names = list(own)
         self.parameters = {n for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}

@@ -6,14 +6,17 @@ are scaled so that a limit on their norm binds at some steps and not at others.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from torch import nn
@@ -25,6 +28,10 @@ from gradcheck_suite.port.mapping import Leaf, StateMap
 from gradcheck_suite.port.matching import array
 from gradcheck_suite.port.number_sets import Array
 from gradcheck_suite.port.pair import JaxModel, is_float, raised, shaped_as, without_compiler
+<<<<<<< HEAD
+=======
+from gradcheck_suite.run.environment import imported
+>>>>>>> port6
 
 NORMS = (10.0, 0.02, 3.0, 40.0)
 """Norm of all gradients at each step."""
@@ -162,11 +169,6 @@ class Recipe:
         """Return this in another form."""
         return replace(self, form={**self.form, **form})
 
-    def of_class(self, name: str) -> Recipe:
-        """Return this with another class of optimizer."""
-        groups = [{k: v for k, v in g.items() if k != "decoupled_weight_decay"} for g in self.groups]
-        return replace(self, cls=getattr(torch.optim, name), groups=groups)
-
     def made(self) -> Any:
         """Return an optimizer."""
         groups = [dict(g) for g in self.groups]
@@ -219,7 +221,6 @@ _FORMS: tuple[tuple[tuple[str, ...], str, str, dict[str, Any]], ...] = (
        {"start": start, "inside": inside}) for start in (0.1, 1.0, 0.0) for inside in (False, True)),
 )  # fmt: skip
 """Optimizers of torch, cause, words, and form."""
-_CLASSES = (*_ADAM, "NAdam", "RAdam", "Adamax", "RMSprop", "SGD", "Adagrad")
 
 
 def _class_of(optimizer: Any) -> Any:
@@ -245,9 +246,8 @@ def _settings(mine: Recipe, raw: Steps, wrong: Mapping[Any, str]) -> Iterator[Se
     forms = [Setting(c, words, lambda r, f=f: r.written(**f)) for names, c, words, f in _FORMS if name in names]
     yield from forms[: 2 if group.get("momentum") else 0]
     for decay in sorted(decays, reverse=True) if len(decays) > 1 else ():
-        yield Setting(
-            "decay-mask", f"weight decay {decay:g} on all parameters", lambda r, d=decay: r.put(weight_decay=d)
-        )
+        words = f"weight decay {decay:g} on all parameters"
+        yield Setting("decay-mask", words, lambda r, d=decay: r.put(weight_decay=d))
     if len(decays) == 1 and max(decays):
         yield Setting("decay-mask", "weight decay on matrices alone", lambda r: _decaying(r, lambda p: p.dim() > 1))
     decayed = {p for g in mine.groups if g.get("weight_decay") for p in g["params"]}
@@ -270,19 +270,14 @@ def _settings(mine: Recipe, raw: Steps, wrong: Mapping[Any, str]) -> Iterator[Se
     for rate in sorted({1.0, max(max(r) for r in mine.rates)}) if max(decays) and name in (*_ADAM, *_SGD) else ():
         words = f"decoupled weight decay times {rate:g}, whatever the learning rate"
         yield Setting("decay-place", words, lambda r, d=rate: r.written(late=True, decay_rate=d))
-    for other in (c for c in _CLASSES if c != name):
-        cause = "decoupled-decay" if name in _ADAM and other in _ADAM else "optimizer-kind"
-        yield Setting(cause, f"{other} instead of {name}", lambda r, o=other: r.of_class(o))
     yield from _clippings(raw)
 
 
 def _decaying(r: Recipe, decayed: Callable[[Any], bool]) -> Recipe:
     decay = max(g["weight_decay"] for g in r.groups)
-    groups = [
-        {**g, "params": [p for p in g["params"] if decayed(p) == decays], "weight_decay": decay * decays}
-        for g in r.groups
-        for decays in (True, False)
-    ]
+    groups = []
+    for g, d in product(r.groups, (True, False)):
+        groups.append({**g, "params": [p for p in g["params"] if decayed(p) == d], "weight_decay": decay * d})
     return replace(r, groups=groups, rates=[[x for x in step for _ in range(2)] for step in r.rates])
 
 
@@ -432,14 +427,15 @@ class Updates:
         self._gradients = drawn_gradients(base, {n: state_map.offsets.get(n, n) for n in base})
         make = pair.torch_optimizer
         assert make is not None
-        pushed = [state_map.push(self._vector(step)) for step in self._gradients]
+        self._jax_leaves, self._pushed = leaves, [state_map.push(self._vector(step)) for step in self._gradients]
         # one step more: of a schedule one step ahead
         longer = [*self._gradients, self._gradients[-1]]
         mine, recipe = raised("torch_optimizer", lambda: torch_steps(pair.module, make, self._start, longer))
         self._mine, self._recipe = mine[:-1], replace(recipe, gradients=recipe.gradients[:-1])
         if not hasattr(pair.jax_optimizer, "update"):
             raise UsageError(f"jax_optimizer: expected an optax.GradientTransformation, got {pair.jax_optimizer!r}")
-        self._theirs = raised("jax_optimizer", lambda: jax_steps(pair.jax_optimizer, state_map.model, leaves, pushed))
+        steps = lambda: jax_steps(pair.jax_optimizer, state_map.model, leaves, self._pushed)  # noqa: E731 - one use
+        self._theirs = raised("jax_optimizer", steps)
         self.leaves = [i for i, leaf in enumerate(state_map.leaves) if self._is_judged(leaf, base)]
 
     def _vector(self, values: Mapping[str, Array]) -> Array:
@@ -494,23 +490,49 @@ class Updates:
         names = {own[n]: n for one in leaves if one is not None for n in self._map.sources(one) if n in own}
         settings = list(_settings(self._recipe, self._gradients, names))
         alone = next(((s.cause, s.words) for s in settings if self._explains(s)), None)
-        found = alone or self._two_settings(settings)
+        found = alone or self._other_kind(at) or self._two_settings(settings)
         cause, words = found or ("unknown", f"other steps{self._budget.words}")
         return UpdateFault(cause, words, wrong[at], leaf, partial and found is None, expected)
 
     def _explains(self, *settings: Setting) -> bool:
-        recipe = self._recipe
+        r, module = self._recipe, self._map.pair.module
         if not self._budget.spend():
             return False
         try:
             for setting in settings:
-                recipe = setting.change(recipe)
-            made = torch_steps(
-                self._map.pair.module, lambda _: recipe.made(), self._start, recipe.gradients, recipe.rates
-            )
+                r = setting.change(r)
+            made = torch_steps(module, lambda _: r.made(), self._start, r.gradients, r.rates)
         except Exception:  # an optimizer of another kind may take no such setting
             return False
         return not self.wrong(made[0])
+
+    def _other_kind(self, at: int) -> tuple[str, str] | None:
+        """Return the optimizer of optax, with torch's settings or its own, by whose steps a leaf moves."""
+        group, rates, name = self._recipe.groups[0], [r[0] for r in self._recipe.rates], self._recipe.cls.__name__
+        rate = rates[0] if len(set(rates)) == 1 else lambda n: jnp.asarray(rates)[n]
+        mine = {**group, **dict(zip(("b1", "b2"), group.get("betas", ()), strict=False)), "decay": group.get("alpha")}
+        for kind, make in vars(imported("optax")).items():
+            # one of the same kind has torch's settings: with its own it is these that differ
+            same = kind.rstrip("w") == name.lower().rstrip("w")
+            for own in (False,) if same else (False, True):
+                with suppress(Exception):  # it may be no optimizer, take no schedule, or need more than gradients
+                    known = inspect.signature(make).parameters
+                    given = {} if own else {k: v for k, v in mine.items() if k in known and v is not None}
+                    if "learning_rate" in known and self._moves_alike(make(learning_rate=rate, **given), at):
+                        how = "its own settings" if own else "torch's settings"
+                        return "optimizer-kind", f"optax.{kind} with {how}"
+        return None
+
+    def _moves_alike(self, optimizer: Any, at: int) -> bool:
+        """Return whether an optimizer of optax moves a leaf as the port's does."""
+        before = value = jnp.asarray(self._jax_leaves[at])
+        state, off, moved = optimizer.init(value), [0.0], [0.0]
+        for step, theirs in zip(self._pushed, self._theirs, strict=True):
+            move, state = optimizer.update(jnp.asarray(step[at]), state, value)
+            value = value + move
+            off.append(float(abs(value - theirs[at]).max()))
+            moved.append(float(abs(value - before).max()))
+        return bool(np.max(off) <= STEP * np.max(moved))  # not where one is NaN
 
     def _two_settings(self, settings: Iterable[Setting]) -> tuple[str, str] | None:
         """Return the causes of two settings that explain the steps together, and what they are in words."""
