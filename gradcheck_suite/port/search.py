@@ -467,12 +467,8 @@ def recomputed(
 
 
 def _role(program: TorchProgram, index: int) -> Any:
-<<<<<<< HEAD
-    return tuple(program.calls[r.kind].name if isinstance(r.kind, int) else r.kind for r in program.calls[index].refs)
-=======
     refs = program.calls[index].refs
     return [(program.calls[r.kind].name, r.index) if isinstance(r.kind, int) else r.kind for r in refs]
->>>>>>> port6
 
 
 def _parameters(program: TorchProgram, index: int) -> Any:
@@ -486,10 +482,6 @@ def _parameters(program: TorchProgram, index: int) -> Any:
     return frozenset()
 
 
-<<<<<<< HEAD
-Alike = Callable[[TorchProgram, int], Any]
-ALIKE: tuple[Alike, ...] = (_parameters, lambda program, i: program.calls[i].path, _role, lambda *_: None)
-=======
 def _role_in_layer(program: TorchProgram, index: int) -> Any:
     return _parameters(program, index), _role(program, index)
 
@@ -498,7 +490,6 @@ Alike = Callable[[TorchProgram, int], Any]
 ALIKE: tuple[Alike, ...] = (
     _role_in_layer, _parameters, lambda program, i: program.calls[i].path, _role, lambda *_: None,
 )  # fmt: skip
->>>>>>> port6
 """What calls of one line have in common where the same change is made at all of them."""
 
 

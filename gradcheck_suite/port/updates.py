@@ -28,10 +28,7 @@ from gradcheck_suite.port.mapping import Leaf, StateMap
 from gradcheck_suite.port.matching import array
 from gradcheck_suite.port.number_sets import Array
 from gradcheck_suite.port.pair import JaxModel, is_float, raised, shaped_as, without_compiler
-<<<<<<< HEAD
-=======
 from gradcheck_suite.run.environment import imported
->>>>>>> port6
 
 NORMS = (10.0, 0.02, 3.0, 40.0)
 """Norm of all gradients at each step."""
