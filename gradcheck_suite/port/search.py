@@ -357,8 +357,10 @@ class Search:
 
     def read_by(self, todo: list[int], depth: int, through: Callable[[int], bool] = lambda i: True) -> Iterator[int]:
         """Yield the calls that some calls read, directly or through others, where a rule lets them through."""
-        calls = self.program.calls
-        reads = lambda i: (r.kind for r in calls[i].refs if isinstance(r.kind, int) and through(r.kind))  # noqa: E731
+
+        def reads(i: int) -> Iterator[int]:
+            return (r.kind for r in self.program.calls[i].refs if isinstance(r.kind, int) and through(r.kind))
+
         yield from walked(todo, reads, depth)
 
     def _order(self, first: list[int]) -> list[int]:
