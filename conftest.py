@@ -1,13 +1,15 @@
 """Options and Hypothesis profiles that `tests/` and `properties/` share.
 
-    pytest tests properties studies -n 2                                    the same cases, within six minutes
-    pytest tests properties studies -n 2 --full --hypothesis-profile full   also the long tests, over more cases
-    pytest properties --hypothesis-profile dev                        few new cases, while writing
-    pytest properties --hypothesis-profile nightly                    many new cases
-    pytest properties --hypothesis-profile gpu -m cuda                on a CUDA device
+    pytest tests properties studies -n 2                                    the same cases, within
+    six minutes pytest tests properties studies -n 2 --full --hypothesis-profile full   also the
+    long tests, over more cases pytest properties --hypothesis-profile dev
+    few new cases, while writing pytest properties --hypothesis-profile nightly
+    many new cases pytest properties --hypothesis-profile gpu -m cuda                on a CUDA
+    device
 
-A profile sets how many examples a property draws. `properties.helpers.scaled(k)` draws a k-th of that for a property
-whose examples take longer. Neither torch nor JAX is imported here: tests of plain data start in half a second.
+A profile sets how many examples a property draws. `properties.helpers.scaled(k)` draws a k-th of
+that for a property whose examples take longer. Neither torch nor JAX is imported here: tests of
+plain data start in half a second.
 """
 
 from __future__ import annotations
@@ -26,11 +28,16 @@ from _pytest.assertion.rewrite import AssertionRewritingHook
 from hypothesis import HealthCheck, settings
 
 DEFAULT_PROFILE = "ci"
-# The first example compiles programs, which takes seconds; deadlines and health checks of speed would fail on it alone.
+# The first example compiles programs, which takes seconds; deadlines and health checks of speed
+# would fail on it alone.
 _COMMON = {
     "deadline": None,
     "print_blob": True,
-    "suppress_health_check": (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much),
+    "suppress_health_check": (
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+        HealthCheck.filter_too_much,
+    ),
 }
 _FIXED, _RANDOM = settings.get_profile("ci"), settings.get_profile("default")
 settings.register_profile("ci", parent=_FIXED, max_examples=50, **_COMMON)
@@ -41,18 +48,23 @@ settings.register_profile("nightly", parent=_RANDOM, max_examples=2000, **_COMMO
 
 # Commands that tests run would each start a second process, which imports torch.
 os.environ.setdefault("GRADCHECK_SUITE_PROCESSES", "1")
-# What the tests compute is too small to share among threads. torch reads the variable when it is first imported.
+# What the tests compute is too small to share among threads. torch reads the variable when it is
+# first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# JAX would reserve three quarters of a GPU's memory, which torch needs too. JAX reads it when it looks for devices.
+# JAX would reserve three quarters of a GPU's memory, which torch needs too. JAX reads it when it
+# looks for devices.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-# cuBLAS is deterministic only with a workspace of a fixed size. It reads the variable when it is first used.
+# cuBLAS is deterministic only with a workspace of a fixed size. It reads the variable when it is
+# first used.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 _STARTED = time.monotonic()
 PLAIN_DATA = [Path(__file__).parent / "tests" / name for name in ("core", "mutation")]
 """Directories of tests that start without torch."""
-# imports make objects that live until the end: collecting garbage among them takes a third of the time of collection
+# imports make objects that live until the end: collecting garbage among them takes a third of the
+# time of collection
 gc.set_threshold(100_000, 20, 20)
-# pytest rewrites the assertions of every module of a package that has a plugin, which takes each worker six seconds
+# pytest rewrites the assertions of every module of a package that has a plugin, which takes each
+# worker six seconds
 for _finder in sys.meta_path:
     if isinstance(_finder, AssertionRewritingHook):
         _finder._must_rewrite.discard("gradcheck_suite")
@@ -60,14 +72,23 @@ for _finder in sys.meta_path:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--full`, `--write-golden`, `--require-cuda` and `--minutes`."""
-    parser.addoption("--full", action="store_true", help="also run the tests marked `full`, which take long")
     parser.addoption(
-        "--write-golden", action="store_true", help="write what users read to tests/golden, in place of comparing it"
+        "--full", action="store_true", help="also run the tests marked `full`, which take long"
     )
     parser.addoption(
-        "--minutes", type=float, metavar="N", help="stop after the test that is running when N minutes are over"
+        "--write-golden",
+        action="store_true",
+        help="write what users read to tests/golden, in place of comparing it",
     )
-    parser.addoption("--require-cuda", action="store_true", help="fail where torch or JAX sees no CUDA device")
+    parser.addoption(
+        "--minutes",
+        type=float,
+        metavar="N",
+        help="stop after the test that is running when N minutes are over",
+    )
+    parser.addoption(
+        "--require-cuda", action="store_true", help="fail where torch or JAX sees no CUDA device"
+    )
 
 
 def _without_cuda() -> list[str]:
@@ -79,16 +100,21 @@ def _without_cuda() -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Give each worker of `-n` consecutive tests, which share programs and fixtures, until one has none left.
+    """Give each worker of `-n` consecutive tests, which share programs and fixtures, until one has
+    none left.
 
-    pytest-xdist's default deals tests out in turn, so that every worker imports and compiles nearly everything.
+    pytest-xdist's default deals tests out in turn, so that every worker imports and compiles nearly
+    everything.
     """
     if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
         config.option.dist = "worksteal"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse to start where CUDA is required and missing; load the default profile where none is named."""
+    """Refuse to start where CUDA is required and missing.
+
+    Load the default profile where none is named.
+    """
     if config.getoption("--require-cuda") and (reasons := _without_cuda()):
         raise pytest.UsageError(
             f"--require-cuda: a CUDA device for both frameworks is needed, and {'; '.join(reasons)}. Nothing was run. "
@@ -99,7 +125,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _keep_what_exists() -> None:
-    """Take what exists out of garbage collection: most of it lives until the end, and audits look at all objects."""
+    """Take what exists out of garbage collection: most of it lives until the end, and audits look
+    at all objects.
+    """
     gc.collect()
     gc.freeze()
 
@@ -111,20 +139,27 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _kept() -> Iterator[None]:
-    """Keep what the tests of a module have imported and compiled, so that those of the next do not look at it."""
+    """Keep what the tests of a module have imported and compiled, so that those of the next do not
+    look at it.
+    """
     yield
     _keep_what_exists()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _draws_for_planted_faults(request: pytest.FixtureRequest) -> Iterator[None]:
-    """By default, let `verify` draw rounding errors as often for a violation as for a gradient that holds.
+    """By default, let `verify` draw rounding errors as often for a violation as for a gradient that
+    holds.
 
-    A planted fault is thousands of times larger than rounding, and drawing four times as often takes most of the time.
-    Over more cases, or random ones, some sound loop needs all draws. The fixture `many_draws` makes them in one test.
+    A planted fault is thousands of times larger than rounding, and drawing four times as often
+    takes most of the time. Over more cases, or random ones, some sound loop needs all draws. The
+    fixture `many_draws` makes them in one test.
     """
     option = request.config.getoption
-    default = not option("--full") and option("--hypothesis-profile", default=None) in (None, DEFAULT_PROFILE)
+    default = not option("--full") and option("--hypothesis-profile", default=None) in (
+        None,
+        DEFAULT_PROFILE,
+    )
     with pytest.MonkeyPatch.context() as patch:
         if default and not any(request.path.is_relative_to(folder) for folder in PLAIN_DATA):
             for name in ("large_batch", "rounding"):
@@ -146,7 +181,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Stop the run once the time of `--minutes` is over; what was measured is kept, and the exit status is 2."""
+    """Stop the run once the time of `--minutes` is over.
+
+    What was measured is kept, and the exit status is 2.
+    """
     minutes = item.config.getoption("--minutes")
     if minutes is not None and nextitem is not None and time.monotonic() - _STARTED > 60 * minutes:
         item.session.shouldstop = f"--minutes {minutes:g} are over, before {nextitem.nodeid}"
@@ -154,7 +192,10 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """A function that compares a text with `tests/golden/NAME.txt`, given NAME; it writes it with `--write-golden`."""
+    """A function that compares a text with `tests/golden/NAME.txt`, given NAME.
+
+    It writes it with `--write-golden`.
+    """
     from tests.wording import compare
 
     return partial(compare, write=request.config.getoption("--write-golden"))

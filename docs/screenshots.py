@@ -22,10 +22,20 @@ REPORT = DOCS.parent / "reports" / "report.html"
 
 def violation(folder: Path) -> Path:
     """Verify the guide's first loop in a folder, and return the page that this writes."""
-    found = re.search(r"```python\n# my_loop\.py\n(.*?)```", (DOCS / "check-my-loop.md").read_text(), re.DOTALL)
+    found = re.search(
+        r"```python\n# my_loop\.py\n(.*?)```", (DOCS / "check-my-loop.md").read_text(), re.DOTALL
+    )
     assert found is not None
     (folder / "my_loop.py").write_text(found[1])
-    command = [sys.executable, "-m", "gradcheck_suite", "verify", "my_loop.py:train", "--html", "violation.html"]
+    command = [
+        sys.executable,
+        "-m",
+        "gradcheck_suite",
+        "verify",
+        "my_loop.py:train",
+        "--html",
+        "violation.html",
+    ]
     subprocess.run(command, cwd=folder, check=False, stdout=subprocess.DEVNULL)
     return folder / "violation.html"
 
@@ -42,7 +52,9 @@ def notebook() -> str:
 def main() -> None:
     """Take the pictures, as a laptop shows the pages."""
     with sync_playwright() as running, tempfile.TemporaryDirectory() as folder:
-        browser = running.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        browser = running.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
         for name, path in (("report", REPORT), ("violation", violation(Path(folder)))):
             page = browser.new_page(viewport={"width": 1280, "height": 800})
             page.goto(path.resolve().as_uri())

@@ -28,7 +28,9 @@ def shown() -> str:
 
 def picture(text: str) -> str:
     """Return an SVG of a console with this text."""
-    console = Console(record=True, width=WIDTH, file=io.StringIO(), color_system="truecolor", force_terminal=True)
+    console = Console(
+        record=True, width=WIDTH, file=io.StringIO(), color_system="truecolor", force_terminal=True
+    )
     styled = Text(text)
     for pattern, style in STYLES.items():
         styled.highlight_regex(re.compile(pattern, re.MULTILINE), style)

@@ -1,7 +1,7 @@
 """gradcheck-suite: does this training loop hand its optimizer the gradient it should?
 
-This module re-exports the public names and must import neither torch nor JAX: modules that need them are imported when
-one of their names is first used.
+This module re-exports the public names and must import neither torch nor JAX: modules that need
+them are imported when one of their names is first used.
 """
 
 from __future__ import annotations

@@ -24,7 +24,9 @@ def main(argv: Sequence[str] | None = None, program: Program | None = None) -> i
         program: that has the command; `gradcheck-suite` when None.
     """
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by whoever started the process: a file would get its number
+        if (
+            getattr(sys, name) is None
+        ):  # closed by whoever started the process: a file would get its number
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open until the end
     given = sys.argv[1:] if argv is None else list(argv)
     try:
@@ -44,14 +46,16 @@ def main(argv: Sequence[str] | None = None, program: Program | None = None) -> i
 
 
 def _end(status: int, *, orderly: bool) -> NoReturn:
-    """End the process as a child of `multiprocessing` ends, without taking the modules of torch and jax apart.
+    """End the process as a child of `multiprocessing` ends, without taking the modules of torch and
+    jax apart.
 
-    That would take a second, and bindings write lines about what they find alive. No issue is known for triton's:
-    https://nanobind.readthedocs.io/en/latest/refleaks.html explains them.
+    That would take a second, and bindings write lines about what they find alive. No issue is known
+    for triton's: https://nanobind.readthedocs.io/en/latest/refleaks.html explains them.
 
     Args:
         status: of the process.
-        orderly: whether handlers of `atexit` run; torch and jax may be half imported when an interrupt comes.
+        orderly: whether handlers of `atexit` run; torch and jax may be half imported when an
+            interrupt comes.
     """
     if orderly:
         atexit._run_exitfuncs()

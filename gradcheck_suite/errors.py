@@ -6,7 +6,10 @@ class GradcheckSuiteError(Exception):
 
 
 class UsageError(GradcheckSuiteError, ValueError):
-    """Bad usage or bad input. The command line prints the message as one line and exits with status 2."""
+    """Bad usage or bad input.
+
+    The command line prints the message as one line and exits with status 2.
+    """
 
 
 class CannotRunHere(UsageError):

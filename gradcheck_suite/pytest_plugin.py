@@ -3,8 +3,8 @@
     def test_my_loop(verify_training_loop):
         verify_training_loop(train)
 
-This module imports neither torch nor jax, so it costs nothing in a run that verifies no loop. Options and the marker
-have the prefix `gradcheck`. No Hypothesis profile is registered or loaded.
+This module imports neither torch nor jax, so it costs nothing in a run that verifies no loop.
+Options and the marker have the prefix `gradcheck`. No Hypothesis profile is registered or loaded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("gradcheck-suite", "verification of training loops")
     for option in OVERRIDES:
         help_text = f"{option.help}; overrides marker and call"
-        group.addoption(_flag(option.name), type=reader(option.values), metavar=option.metavar, help=help_text)
+        group.addoption(
+            _flag(option.name), type=reader(option.values), metavar=option.metavar, help=help_text
+        )
     group.addoption(
         "--gradcheck-reports",
         type=Path,
@@ -54,7 +56,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the marker."""
     config.addinivalue_line(
-        "markers", f"{MARKER}({', '.join(OPTIONS)}): how `verify_training_loop` verifies in this test"
+        "markers",
+        f"{MARKER}({', '.join(OPTIONS)}): how `verify_training_loop` verifies in this test",
     )
 
 
@@ -62,12 +65,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def verify_training_loop(request: pytest.FixtureRequest) -> Callable[..., Result]:
     """Return a function that verifies a loop and returns the `Result`.
 
-    The test fails if the loop is violated, if torch and JAX disagree, or if no case could be judged. The function takes
-    the loop, a `problem=` in place of random models, and the options of the marker.
+    The test fails if the loop is violated, if torch and JAX disagree, or if no case could be
+    judged. The function takes the loop, a `problem=` in place of random models, and the options of
+    the marker.
     """
     config = request.config
 
-    def verify_loop(loop: Loop, *, problem: Problem | None = None, name: str | None = None, **options: Any) -> Result:
+    def verify_loop(
+        loop: Loop, *, problem: Problem | None = None, name: str | None = None, **options: Any
+    ) -> Result:
         from gradcheck_suite.cli.verify import Subject, record, store, verify_subject
         from gradcheck_suite.loops.trainers import PACKAGES
         from gradcheck_suite.run import environment
@@ -75,7 +81,11 @@ def verify_training_loop(request: pytest.FixtureRequest) -> Callable[..., Result
         environment.set_precision()
         label = name or str(getattr(loop, "__name__", repr(loop)))
         subject = Subject(
-            label, loop, problem, None if problem is None else f"{label}'s problem", importable=":" in label
+            label,
+            loop,
+            problem,
+            None if problem is None else f"{label}'s problem",
+            importable=":" in label,
         )
         with _bad_input_fails():
             chosen = _options(request.node, loop, options)
@@ -100,7 +110,8 @@ def verify_training_loop(request: pytest.FixtureRequest) -> Callable[..., Result
 def audit_training() -> Callable[..., AbstractContextManager[Any]]:
     """Return a context manager that audits the code in its block and yields the audit.
 
-    The test fails if a step is violated, or if none could be judged. It takes the options of `gradcheck_suite.audit`.
+    The test fails if a step is violated, or if none could be judged. It takes the options of
+    `gradcheck_suite.audit`.
     """
 
     @contextmanager
@@ -152,7 +163,8 @@ def _flag(name: str) -> str:
 
 
 def _options(node: Any, loop: Loop, given: dict[str, Any]) -> VerifyOptions:
-    """Return the options of one call: the command line overrides the call, and the call overrides the marker.
+    """Return the options of one call: the command line overrides the call, and the call overrides
+    the marker.
 
     Raises:
         UsageError: an option does not exist, or its value is wrong.
@@ -181,7 +193,9 @@ def _line(result: Result) -> str:
 def _failure(result: Result, stored: Counterexample | None) -> str | None:
     if result.violation is None:
         if result.findings and not result.unjudged:
-            return "\n".join([f"{result.loop} holds, but torch and JAX disagree:", *result.findings])
+            return "\n".join(
+                [f"{result.loop} holds, but torch and JAX disagree:", *result.findings]
+            )
         return result.unjudged and f"{result.loop}: {result.unjudged}"
     lines = [f"{result.loop} is violated", *result.violation.words]
     return "\n".join(lines if stored is None else [*lines, f"stored  {stored.case}"])
@@ -193,7 +207,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
     result = yield
     reports = [report for each in terminalreporter.stats.values() for report in each]
     calls = [report for report in reports if getattr(report, "when", None) == "call"]
-    if lines := sorted(line for call in calls for name, line in call.user_properties if name == _PROPERTY):
+    if lines := sorted(
+        line for call in calls for name, line in call.user_properties if name == _PROPERTY
+    ):
         terminalreporter.section("training loops verified")
         for line in lines:
             terminalreporter.write_line(line)

@@ -1,12 +1,15 @@
-"""`.grad` as a state machine: everything that changes it, in any order, compared with a model of a few lines.
+"""`.grad` as a state machine: everything that changes it, in any order, compared with a model of a
+few lines.
 
-The model is a heap. A parameter's gradient is None or a `Gradient`: a reference to a `Memory`, which other references
-may share, with or without a graph. Each rule does one thing to torch and says in a few lines what it does to the heap.
-After each rule, every gradient and every reference taken so far must be what the heap says. When a machine ends, JAX
-differentiates the weighted sum of losses that each memory should hold, in one `jax.vjp`, without the model's formula.
-All numbers are small, and most operations are exact, so a difference is never rounding.
+The model is a heap. A parameter's gradient is None or a `Gradient`: a reference to a `Memory`,
+which other references may share, with or without a graph. Each rule does one thing to torch and
+says in a few lines what it does to the heap. After each rule, every gradient and every reference
+taken so far must be what the heap says. When a machine ends, JAX differentiates the weighted sum of
+losses that each memory should hold, in one `jax.vjp`, without the model's formula. All numbers are
+small, and most operations are exact, so a difference is never rounding.
 
-This module must not choose settings, skip a rule, or read a tensor other than through `GradStates.read`.
+This module must not choose settings, skip a rule, or read a tensor other than through
+`GradStates.read`.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ TIED = ((0, 1, 2), (0, 0, 1), (0, 1, 0), (0, 0, 0))
 UNREACHED = "backward of a loss that reaches no trainable parameter"
 REFUSALS = ("does not require grad", "none of output has requires_grad=True", "graph leaves")
 """Parts of torch's messages when it refuses a backward without a graph (plain or in a checkpoint) or a deep copy."""
-LEARNING_RATE = 0.125  # with it, steps on the losses below neither grow nor leave the numbers that float32 has
+LEARNING_RATE = (
+    0.125  # with it, steps on the losses below neither grow nor leave the numbers that float32 has
+)
 HELD = 12  # references are read after every rule
 SMALL = 100.0  # above it nothing is done that lets numbers grow
 TOLERANCE = 1e-5  # of the largest number of the run; the smallest fault is an eighth of a gradient
@@ -48,7 +53,8 @@ class Term:
     """The gradient of one loss for one parameter.
 
     Attributes:
-        coefficients: (3,): the loss is the sum of squares of `h`, the sum of coefficient times value over the names.
+        coefficients: (3,): the loss is the sum of squares of `h`, the sum of coefficient times
+            value over the names.
         values: (3, 2): the parameters' values in the forward.
         own: (3,): 1 where the name is the parameter's, else 0.
     """
@@ -84,7 +90,9 @@ class Memory:
     def scale(self, factor: float | Array) -> None:
         """Multiply in place; a factor of 0 drops the terms."""
         self.value = self.value * factor
-        self.terms = [(weight * factor, term) for weight, term in self.terms] if np.any(factor) else []
+        self.terms = (
+            [(weight * factor, term) for weight, term in self.terms] if np.any(factor) else []
+        )
 
     def copy(self) -> Memory:
         """Return a copy with the same numbers."""
@@ -102,7 +110,9 @@ class Gradient:
 
 @dataclass(eq=False)
 class Parameter:
-    """The model of one parameter: names, value (2,), gradient, whether it is trainable, hooks by kind, hook calls."""
+    """The model of one parameter: names, value (2,), gradient, whether it is trainable, hooks by
+    kind, hook calls.
+    """
 
     names: tuple[int, ...]
     value: Array
@@ -114,7 +124,9 @@ class Parameter:
 
 class _Module(torch.nn.Module):
     def forward(self, coefficients: Coefficients, _: torch.Tensor | None = None) -> torch.Tensor:
-        read = [c * getattr(self, n) for c, n in zip(coefficients, NAMES, strict=True) if c is not None]
+        read = [
+            c * getattr(self, n) for c, n in zip(coefficients, NAMES, strict=True) if c is not None
+        ]
         return sum(read).square().sum() if read else torch.zeros(())
 
 
@@ -137,7 +149,9 @@ def witness(memory: Memory) -> Array:
     none = (np.zeros(2), Term(np.zeros(3), np.zeros((3, 2)), np.zeros(3)))
     terms = [*memory.terms, *[none] * padding] or [none] * 64
     weights, losses = zip(*terms, strict=True)
-    history = [[getattr(loss, name) for loss in losses] for name in ("coefficients", "values", "own")]
+    history = [
+        [getattr(loss, name) for loss in losses] for name in ("coefficients", "values", "own")
+    ]
     return np.asarray(_gradient_of_history()(np.array(weights), *map(np.array, history)))
 
 
@@ -148,25 +162,29 @@ resets = st.runner().flatmap(lambda machine: st.sampled_from(("module", *machine
 small = precondition(lambda machine: machine.is_small())
 with_gradients = precondition(lambda machine: any(p.grad for p in machine.parameters))
 # the kernels of foreach are not defined where a tensor is given twice
-clips = precondition(lambda machine: any(p.grad for p in machine.parameters) and not machine.is_shared())
+clips = precondition(
+    lambda machine: any(p.grad for p in machine.parameters) and not machine.is_shared()
+)
 
 
 class GradStates(RuleBasedStateMachine):
     """A state machine of Hypothesis over everything that changes `.grad`.
 
-    `hypothesis.stateful.run_state_machine_as_test(lambda: GradStates(...))` runs it. A subclass leaves out a rule by
-    setting its name to None, and can add rules.
+    `hypothesis.stateful.run_state_machine_as_test(lambda: GradStates(...))` runs it. A subclass
+    leaves out a rule by setting its name to None, and can add rules.
 
     Args:
         device: the device of the parameters.
-        make_parameter: tensor of shape (2,) on `device` -> a parameter; by default `torch.nn.Parameter`.
-        optimizer: list of parameters -> an optimizer. Each of its steps must equal that of a second optimizer, whose
-            parameters are plain tensors with gradients that are not shared. By default the optimizers are
-            `torch.optim.SGD`, plain, foreach and fused, whose steps a formula predicts.
+        make_parameter: tensor of shape (2,) on `device` -> a parameter; by default
+            `torch.nn.Parameter`.
+        optimizer: list of parameters -> an optimizer. Each of its steps must equal that of a second
+            optimizer, whose parameters are plain tensors with gradients that are not shared. By
+            default the optimizers are `torch.optim.SGD`, plain, foreach and fused, whose steps a
+            formula predicts.
 
     Attributes:
-        steps: the optimizers that step: `"plain"`, `"foreach"`, `"fused"`, and `"first"`, which has only the first
-            parameter.
+        steps: the optimizers that step: `"plain"`, `"foreach"`, `"fused"`, and `"first"`, which has
+            only the first parameter.
     """
 
     steps: tuple[str, ...] = ("plain", "foreach", "fused", "first")
@@ -179,7 +197,11 @@ class GradStates(RuleBasedStateMachine):
         optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
     ) -> None:
         super().__init__()
-        self.device, self.make_parameter, self.make_optimizer = torch.device(device), make_parameter, optimizer
+        self.device, self.make_parameter, self.make_optimizer = (
+            torch.device(device),
+            make_parameter,
+            optimizer,
+        )
         self.module = _Module()
         self.parameters: list[Parameter] = []
         self.held: list[Gradient] = []
@@ -192,7 +214,10 @@ class GradStates(RuleBasedStateMachine):
     # --- the model
 
     def read(self, tensor: torch.Tensor) -> Array:
-        """Return a tensor's numbers in float64. Override it for tensors that `Tensor.to("cpu")` cannot copy."""
+        """Return a tensor's numbers in float64.
+
+        Override it for tensors that `Tensor.to("cpu")` cannot copy.
+        """
         whole = getattr(tensor.detach(), "full_tensor", tensor.detach)()
         return whole.to("cpu", torch.float64).numpy().copy()
 
@@ -206,13 +231,17 @@ class GradStates(RuleBasedStateMachine):
 
     def is_small(self) -> bool:
         """Return whether all numbers are at most `SMALL`, so that a rule may let them grow."""
-        values = [p.value for p in self.parameters] + [p.grad.memory.value for p in self.parameters if p.grad]
+        values = [p.value for p in self.parameters] + [
+            p.grad.memory.value for p in self.parameters if p.grad
+        ]
         return np.abs(values).max(initial=0) <= SMALL
 
     def term(self, c: Coefficients, p: Parameter) -> Term:
         """Return the gradient of the loss with respect to a parameter."""
         values = np.array([self.at(name).value for name in range(3)])
-        return Term(np.array([each or 0.0 for each in c]), values, np.isin(range(3), p.names).astype(float))
+        return Term(
+            np.array([each or 0.0 for each in c]), values, np.isin(range(3), p.names).astype(float)
+        )
 
     def terms(self, c: Coefficients) -> dict[Parameter, list[tuple[float, Term]]]:
         """Return the terms that a backward of the loss adds to each parameter that it reaches."""
@@ -222,8 +251,12 @@ class GradStates(RuleBasedStateMachine):
             if p.trainable and any(c[name] is not None for name in p.names)
         }
 
-    def accumulate(self, terms: dict[Parameter, list[tuple[float, Term]]], *, create_graph: bool = False) -> None:
-        """Add terms to the gradients, in place if there is a gradient already and `create_graph` is not set."""
+    def accumulate(
+        self, terms: dict[Parameter, list[tuple[float, Term]]], *, create_graph: bool = False
+    ) -> None:
+        """Add terms to the gradients, in place if there is a gradient already and `create_graph` is
+        not set.
+        """
         for p, added in terms.items():
             if p.grad is None:
                 p.grad = Gradient(Memory().add(added), create_graph)
@@ -259,29 +292,42 @@ class GradStates(RuleBasedStateMachine):
 
     def is_alike(self, observed: Array, expected: Array) -> bool:
         """Return whether numbers are equal up to rounding."""
-        alike = observed.shape == expected.shape and np.abs(observed - expected).max() <= TOLERANCE * self.largest
+        alike = (
+            observed.shape == expected.shape
+            and np.abs(observed - expected).max() <= TOLERANCE * self.largest
+        )
         return bool(alike)
 
     # --- what must hold after every rule
 
     @invariant()
     def gradients_are_as_expected(self) -> None:
-        """Compare each gradient: None or not, same tensor or new, with a graph or not, dtype, numbers."""
+        """Compare each gradient: None or not, same tensor or new, with a graph or not, dtype,
+        numbers.
+        """
         for p in self.parameters:
             tensor, what = self.tensor(p), f"{NAMES[p.names[0]]}.grad"
             seen = tensor.grad
-            assert (seen is None) == (p.grad is None), f"{what} is {seen}, should be {p.grad and p.grad.memory.value}"
+            assert (seen is None) == (p.grad is None), (
+                f"{what} is {seen}, should be {p.grad and p.grad.memory.value}"
+            )
             if seen is None or p.grad is None:
                 continue
             if p.grad.tensor is None:
-                assert all(seen is not each.tensor for each in self.held), f"{what} should be a new tensor"
+                assert all(seen is not each.tensor for each in self.held), (
+                    f"{what} should be a new tensor"
+                )
                 p.grad.tensor = seen
                 if self.holds_all and len(self.held) < HELD:
                     self.take_reference(p.grad)
             assert seen is p.grad.tensor, f"{what} should be the same tensor as before"
             graphs = (seen.grad_fn is not None, seen.requires_grad)
-            assert graphs == (p.grad.graph,) * 2, f"{what} should have {'a' if p.grad.graph else 'no'} graph"
-            assert seen.dtype == tensor.dtype == self.dtype, f"{what} is {seen.dtype}, should be {self.dtype}"
+            assert graphs == (p.grad.graph,) * 2, (
+                f"{what} should have {'a' if p.grad.graph else 'no'} graph"
+            )
+            assert seen.dtype == tensor.dtype == self.dtype, (
+                f"{what} is {seen.dtype}, should be {self.dtype}"
+            )
             self.same(what, seen, p.grad.memory.value)
 
     @invariant()
@@ -290,18 +336,28 @@ class GradStates(RuleBasedStateMachine):
         for each in self.held:
             assert each.tensor is not None
             self.same("a reference taken on the way", each.tensor, each.memory.value)
-            assert each.tensor.requires_grad == each.graph, "a reference should have kept its graph, or none"
+            assert each.tensor.requires_grad == each.graph, (
+                "a reference should have kept its graph, or none"
+            )
 
     @invariant()
     def parameters_are_as_expected(self) -> None:
-        """Compare the parameters' values, whether they are trainable, and how often their hooks were called."""
+        """Compare the parameters' values, whether they are trainable, and how often their hooks
+        were called.
+        """
         for p in self.parameters:
             for name in p.names:
-                self.same(f"parameter {NAMES[name]}", self.module.get_parameter(NAMES[name]), p.value)
-            assert self.tensor(p).requires_grad == p.trainable, f"{NAMES[p.names[0]]}.requires_grad, {p.trainable}"
+                self.same(
+                    f"parameter {NAMES[name]}", self.module.get_parameter(NAMES[name]), p.value
+                )
+            assert self.tensor(p).requires_grad == p.trainable, (
+                f"{NAMES[p.names[0]]}.requires_grad, {p.trainable}"
+            )
             if "counts" in p.hooks:
                 seen = len(p.hooks["counts"][1])
-                assert seen == p.calls, f"a hook of {NAMES[p.names[0]]} was called {seen} times, should be {p.calls}"
+                assert seen == p.calls, (
+                    f"a hook of {NAMES[p.names[0]]} was called {seen} times, should be {p.calls}"
+                )
 
     def teardown(self) -> None:
         """Compare each memory with the gradient that JAX computes from its terms."""
@@ -313,7 +369,11 @@ class GradStates(RuleBasedStateMachine):
 
     # --- the rules
 
-    @initialize(names=st.sampled_from(TIED), values=st.tuples(*[st.integers(1, 3)] * 6), holds_all=st.booleans())
+    @initialize(
+        names=st.sampled_from(TIED),
+        values=st.tuples(*[st.integers(1, 3)] * 6),
+        holds_all=st.booleans(),
+    )
     def start(self, names: tuple[int, ...], values: tuple[int, ...], holds_all: bool) -> None:
         """Make one to three parameters; with `holds_all`, keep a reference to each new gradient."""
         self.holds_all = holds_all
@@ -321,18 +381,34 @@ class GradStates(RuleBasedStateMachine):
         for i in sorted(set(names)):
             value = np.array(values[2 * i : 2 * i + 2], float)
             own = tuple(n for n in range(3) if names[n] == i)
-            tensors.append(self.make_parameter(torch.tensor(value, dtype=self.dtype, device=self.device)))
+            tensors.append(
+                self.make_parameter(torch.tensor(value, dtype=self.dtype, device=self.device))
+            )
             self.parameters.append(Parameter(own, value))
             for name in own:
                 self.module.register_parameter(NAMES[name], tensors[-1])
         if self.make_optimizer is not None:
-            self.optimizers = {"all": self.make_optimizer(tensors), "first": self.make_optimizer(tensors[:1])}
+            self.optimizers = {
+                "all": self.make_optimizer(tensors),
+                "first": self.make_optimizer(tensors[:1]),
+            }
             plain = [torch.nn.Parameter(self.plain(p.value)) for p in self.parameters]
-            self.twins = {"all": self.make_optimizer(plain), "first": self.make_optimizer(plain[:1])}
+            self.twins = {
+                "all": self.make_optimizer(plain),
+                "first": self.make_optimizer(plain[:1]),
+            }
             return
         sgd = functools.partial(torch.optim.SGD, lr=LEARNING_RATE)
-        options = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}, "first": {}}
-        self.optimizers = {name: sgd(tensors[: 1 if name == "first" else 3], **options[name]) for name in self.steps}
+        options = {
+            "plain": {"foreach": False},
+            "foreach": {"foreach": True},
+            "fused": {"fused": True},
+            "first": {},
+        }
+        self.optimizers = {
+            name: sgd(tensors[: 1 if name == "first" else 3], **options[name])
+            for name in self.steps
+        }
 
     @small
     @rule(c=coefficients, how=st.sampled_from(("plain", "twice", "no_grad")))
@@ -369,10 +445,18 @@ class GradStates(RuleBasedStateMachine):
     @small
     @rule(c=coefficients, use_reentrant=st.booleans())
     def backward_through_checkpoint(self, c: Coefficients, use_reentrant: bool) -> None:
-        """Backward through a checkpoint, which recomputes the loss; a reentrant one runs a backward inside."""
-        terms, one = self.terms(c), torch.ones((), requires_grad=True)  # it wants an input that is trainable
+        """Backward through a checkpoint, which recomputes the loss.
+
+        A reentrant one runs a backward inside.
+        """
+        terms, one = (
+            self.terms(c),
+            torch.ones((), requires_grad=True),
+        )  # it wants an input that is trainable
         with self.refused(not terms, UNREACHED):
-            checkpoint(self.module, c, one, use_reentrant=use_reentrant, preserve_rng_state=False).backward()
+            checkpoint(
+                self.module, c, one, use_reentrant=use_reentrant, preserve_rng_state=False
+            ).backward()
             self.accumulate(terms)
 
     @small
@@ -398,21 +482,31 @@ class GradStates(RuleBasedStateMachine):
         terms = self.terms(c)
         if terms:
             loss = self.module(c)
-            seen = torch.autograd.grad(loss, [self.tensor(p) for p in terms], create_graph=create_graph)
+            seen = torch.autograd.grad(
+                loss, [self.tensor(p) for p in terms], create_graph=create_graph
+            )
             for tensor, added in zip(seen, terms.values(), strict=True):
                 self.held.append(Gradient(Memory().add(added), create_graph, tensor))
 
     @small
     @rule(c=coefficients, name=names)
     def functional_call(self, c: Coefficients, name: int) -> None:
-        """Backward through a functional call: the gradient goes to the tensor that replaces the parameter."""
+        """Backward through a functional call: the gradient goes to the tensor that replaces the
+        parameter.
+        """
         p = self.at(name)
         if c[name] is None:
             return
-        leaf, term, terms = self.tensor(p).detach().clone().requires_grad_(), self.term(c, p), self.terms(c)
+        leaf, term, terms = (
+            self.tensor(p).detach().clone().requires_grad_(),
+            self.term(c, p),
+            self.terms(c),
+        )
         torch.func.functional_call(self.module, {NAMES[name]: leaf}, (c,)).backward()
         self.accumulate({other: added for other, added in terms.items() if other is not p})
-        assert leaf.grad is not None, "what functional_call puts in place of a parameter should get its gradient"
+        assert leaf.grad is not None, (
+            "what functional_call puts in place of a parameter should get its gradient"
+        )
         self.held.append(Gradient(Memory().add([(1.0, term)]), tensor=leaf.grad))
 
     @with_gradients
@@ -482,7 +576,9 @@ class GradStates(RuleBasedStateMachine):
         p = self.at(name)
         tensor = self.tensor(p)
         if how == "other":
-            if not any("frees" in each.hooks for each in self.parameters):  # else the order of accumulation would count
+            if not any(
+                "frees" in each.hooks for each in self.parameters
+            ):  # else the order of accumulation would count
                 tensor.grad, p.grad = self.tensor(self.at(other)).grad, self.at(other).grad
         elif p.grad is not None and tensor.grad is not None:
             if how == "clone":
@@ -513,7 +609,9 @@ class GradStates(RuleBasedStateMachine):
 
     @rule(name=names, kind=st.sampled_from(("doubles", "counts", "frees")))
     def register_hook(self, name: int, kind: str) -> None:
-        """Add a hook that doubles the gradient, counts, or steps and frees the gradient inside the backward."""
+        """Add a hook that doubles the gradient, counts, or steps and frees the gradient inside the
+        backward.
+        """
         p, calls = self.at(name), list[int]()
         tensor = self.tensor(p)
         if kind in p.hooks or not p.trainable or (kind == "frees" and self.is_shared()):
@@ -537,7 +635,10 @@ class GradStates(RuleBasedStateMachine):
     @small
     @rule(which=optimizers, closure=st.one_of(st.none(), coefficients))
     def step(self, which: str, closure: Coefficients | None) -> None:
-        """Step one of several optimizers over the same parameters, perhaps with a closure; no gradient changes."""
+        """Step one of several optimizers over the same parameters, perhaps with a closure.
+
+        No gradient changes.
+        """
         terms = self.terms(closure) if closure else {}
         optimizer = self.optimizers[which]
 
@@ -560,12 +661,16 @@ class GradStates(RuleBasedStateMachine):
                 p.value = p.value - LEARNING_RATE * p.grad.memory.value
 
     def step_of_twin(self, twin: torch.optim.Optimizer, stepped: list[Parameter]) -> None:
-        """Take the values that the second optimizer, whose gradients are not shared, gives the parameters."""
+        """Take the values that the second optimizer, whose gradients are not shared, gives the
+        parameters.
+        """
         plain = twin.param_groups[0]["params"]
         for p, each in zip(stepped, plain, strict=True):
             each.data = each.data.to(self.dtype)
             each.data.copy_(self.plain(p.value))
-            seen = self.tensor(p).grad  # an optimizer may divide by it, and turn rounding into a step
+            seen = self.tensor(
+                p
+            ).grad  # an optimizer may divide by it, and turn rounding into a step
             each.grad = None if seen is None else self.plain(self.read(seen))
         twin.step()
         for p, each in zip(stepped, plain, strict=True):
@@ -595,7 +700,9 @@ class GradStates(RuleBasedStateMachine):
             for each in self.optimizers.values():
                 each.load_state_dict(copy.deepcopy(each.state_dict()))
             return
-        self.module.load_state_dict({name: each * by for name, each in self.module.state_dict().items()})
+        self.module.load_state_dict(
+            {name: each * by for name, each in self.module.state_dict().items()}
+        )
         for p in self.parameters:
             p.value = p.value * by
 
@@ -607,12 +714,16 @@ class GradStates(RuleBasedStateMachine):
         if dtype != self.dtype:
             self.module.to(dtype)
             self.dtype = dtype
-            for grad in {id(p.grad): p.grad for p in self.parameters if p.grad is not None}.values():
+            for grad in {
+                id(p.grad): p.grad for p in self.parameters if p.grad is not None
+            }.values():
                 grad.memory = grad.memory.copy()
 
     @rule()
     def deepcopy(self) -> None:
-        """Deep-copy the module: the copy has gradients of its own, or none, as `torch.nn.Parameter` (pytorch#95711)."""
+        """Deep-copy the module: the copy has gradients of its own, or none, as `torch.nn.Parameter`
+        (pytorch#95711).
+        """
         tensors = [self.tensor(p) for p in self.parameters if p.grad is not None and p.grad.graph]
         refuses = any(type(each).__deepcopy__ is torch.Tensor.__deepcopy__ for each in tensors)
         with self.refused(refuses, "deepcopy of a tensor whose gradient has a graph"):

@@ -5,12 +5,13 @@
     python mutation/run.py core/comparison      # one module
     python mutation/run.py --sample 0 judge/weights   # all mutants of a module
 
-Cosmic Ray makes the mutants; each is tried in a fork of this process, which has torch and jax loaded, by the tests that
-execute the changed statement. Which those are is measured first: the lines that each test executes in its own process.
-Files are changed in a copy of the tree under `build/mutation`: a run that is killed leaves the tree as it was.
+Cosmic Ray makes the mutants; each is tried in a fork of this process, which has torch and jax
+loaded, by the tests that execute the changed statement. Which those are is measured first: the
+lines that each test executes in its own process. Files are changed in a copy of the tree under
+`build/mutation`: a run that is killed leaves the tree as it was.
 
-The report is written where every module was tried in this checkout, now or before; else it stays as it is. Exits with 1
-where a mutant survived that `explained.toml` does not explain.
+The report is written where every module was tried in this checkout, now or before; else it stays as
+it is. Exits with 1 where a mutant survived that `explained.toml` does not explain.
 """
 
 from __future__ import annotations
@@ -58,17 +59,24 @@ LOADED = ("numpy", "hypothesis", "scipy.stats", "torch", "torch._dynamo", "jax")
 def _copy_tree() -> None:
     shutil.rmtree(TREE, ignore_errors=True)
     for name in ("gradcheck_suite", "tests", "properties", "docs"):
-        shutil.copytree(ROOT / name, TREE / name, ignore=shutil.ignore_patterns("__pycache__", "_build"))
+        shutil.copytree(
+            ROOT / name, TREE / name, ignore=shutil.ignore_patterns("__pycache__", "_build")
+        )
     for name in ("conftest.py", "pyproject.toml"):
         shutil.copy(ROOT / name, TREE)
     # forks write no bytecode: it would be dated by the second, in which the next mutant is written
     subprocess.run(
-        [sys.executable, "-m", "compileall", "-q", "gradcheck_suite", "tests", "properties"], cwd=TREE, check=True
+        [sys.executable, "-m", "compileall", "-q", "gradcheck_suite", "tests", "properties"],
+        cwd=TREE,
+        check=True,
     )
 
 
 def _forked(act: Callable[[], int], seconds: float) -> int | None:
-    """Return the exit status of what is done in a fork, in the copy of the tree; None where it was still running."""
+    """Return the exit status of what is done in a fork, in the copy of the tree.
+
+    None where it was still running.
+    """
     child = os.fork()
     if not child:
         status = 70
@@ -78,8 +86,12 @@ def _forked(act: Callable[[], int], seconds: float) -> int | None:
             with (BUILD / "output.txt").open("wb") as output:
                 for stream in (1, 2):
                     os.dup2(output.fileno(), stream)
-            sys.path[:] = [str(TREE), *(entry for entry in sys.path if Path(entry).resolve() not in (ROOT, HERE))]
-            # compiled programs are kept by the source that they come from: mutants would push out everybody else's
+            sys.path[:] = [
+                str(TREE),
+                *(entry for entry in sys.path if Path(entry).resolve() not in (ROOT, HERE)),
+            ]
+            # compiled programs are kept by the source that they come from: mutants would push out
+            # everybody else's
             os.environ.update(PYTHONPATH=str(TREE), GRADCHECK_SUITE_CACHE=str(BUILD / "cache"))
             sys.dont_write_bytecode = True
             status = act()
@@ -103,7 +115,9 @@ class _Recorder:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self.coverage = coverage.Coverage(
-            data_file=None, include=[str(TREE / path(target)) for target in TARGETS], config_file=False
+            data_file=None,
+            include=[str(TREE / path(target)) for target in TARGETS],
+            config_file=False,
         )
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
@@ -125,7 +139,9 @@ class _Chosen:
         of_file: defaultdict[Path, list[float]] = defaultdict(list)
         for item in items:
             of_file[item.path].append(self.seconds[item.nodeid])
-        items.sort(key=lambda item: (fmean(of_file[item.path]), item.path, self.seconds[item.nodeid]))
+        items.sort(
+            key=lambda item: (fmean(of_file[item.path]), item.path, self.seconds[item.nodeid])
+        )
 
 
 def _pytest(files: Collection[str], plugin: object) -> int:
@@ -154,8 +170,12 @@ def _tests_of(target: str) -> tuple[dict[str, float], dict[int, set[str]]]:
         for file in sorted(folder.rglob("test_*.py")) if folder.is_dir() else [folder]:
             name = str(file.relative_to(TREE))
             kept = BUILD / f"{name.replace('/', '_')}.json"
-            if not kept.exists() and (status := _forked(lambda n=name, k=kept: _measure(n, k), 600.0)) not in (0, 5):
-                raise SystemExit(f"{name} ended with {status} before anything was changed: see {BUILD}/output.txt")
+            if not kept.exists() and (
+                status := _forked(lambda n=name, k=kept: _measure(n, k), 600.0)
+            ) not in (0, 5):
+                raise SystemExit(
+                    f"{name} ended with {status} before anything was changed: see {BUILD}/output.txt"
+                )
             measured = json.loads(kept.read_text(encoding="utf-8"))
             seconds |= measured["seconds"]
             for line, tests in measured["lines"][target].items():
@@ -164,18 +184,26 @@ def _tests_of(target: str) -> tuple[dict[str, float], dict[int, set[str]]]:
 
 
 def _mutants(source: str) -> list[tuple[str, int]]:
-    """Return the mutants that tests may tell from the module, each as an operator and its occurrence."""
+    """Return the mutants that tests may tell from the module, each as an operator and its
+    occurrence.
+    """
     tree, code = get_ast(source), Code(source)
     found = []
     for name in sorted(operator_names()):
         if not (kind := get_operator(name)).arguments():
-            places = (place for node in ast_nodes(tree) for place in kind().mutation_positions(node))
-            found += [(name, i) for i, (start, end) in enumerate(places) if code.tells(name, start, end)]
+            places = (
+                place for node in ast_nodes(tree) for place in kind().mutation_positions(node)
+            )
+            found += [
+                (name, i) for i, (start, end) in enumerate(places) if code.tells(name, start, end)
+            ]
     return found
 
 
 def _is_python(source: str, place: tuple[str, int]) -> bool:
-    """Whether a mutant can be parsed: `not` before an assignment expression without parentheses cannot."""
+    """Whether a mutant can be parsed: `not` before an assignment expression without parentheses
+    cannot.
+    """
     try:
         ast.parse(mutate_code(source, get_operator(place[0])(), place[1]))
     except SyntaxError:
@@ -184,7 +212,10 @@ def _is_python(source: str, place: tuple[str, int]) -> bool:
 
 
 def _try(
-    target: str, source: str, place: tuple[str, int], tests: tuple[dict[str, float], dict[int, set[str]]]
+    target: str,
+    source: str,
+    place: tuple[str, int],
+    tests: tuple[dict[str, float], dict[int, set[str]]],
 ) -> Mutant:
     """Run the tests that execute a changed statement."""
     name, occurrence = place
@@ -205,16 +236,22 @@ def _try(
     os.utime(file, ns=(dates.st_atime_ns, dates.st_mtime_ns))  # which its bytecode is dated by
     if status == 5:
         raise SystemExit(f"no test was run: see {BUILD}/output.txt")
-    return replace(mutant, outcome="time limit" if status is None else "survived" if status == 0 else "killed")
+    return replace(
+        mutant, outcome="time limit" if status is None else "survived" if status == 0 else "killed"
+    )
 
 
 def _run(target: str, commit: str, sample: int, seed: int, before: Tried | None) -> Tried:
-    """Try a sample of a module's mutants; only what survived `before`, if the module is still what it was."""
+    """Try a sample of a module's mutants.
+
+    Only what survived `before`, if the module is still what it was.
+    """
     source = (TREE / path(target)).read_text(encoding="utf-8")
     tests = _tests_of(target)
     if before is not None and before.source == source:
         mutants = [
-            m if m.is_killed else _try(target, source, (m.operator, m.occurrence), tests) for m in before.mutants
+            m if m.is_killed else _try(target, source, (m.operator, m.occurrence), tests)
+            for m in before.mutants
         ]
         return replace(before, commit=commit, mutants=mutants)
     places = _mutants(source)
@@ -236,11 +273,22 @@ def _read(target: str) -> Tried | None:
 
 
 def main() -> int:
-    """Run, write the scores to `mutation/README.md` if all modules have some, and say what is not explained."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("targets", nargs="*", metavar="MODULE", help=f"of {', '.join(TARGETS)}; all if none is named")
+    """Run, write the scores to `mutation/README.md` if all modules have some, and say what is not
+    explained.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "targets",
+        nargs="*",
+        metavar="MODULE",
+        help=f"of {', '.join(TARGETS)}; all if none is named",
+    )
     parser.add_argument("--again", action="store_true", help="try only what survived the last run")
-    parser.add_argument("--sample", type=int, default=SAMPLE, metavar="N", help="mutants of each module; 0 for all")
+    parser.add_argument(
+        "--sample", type=int, default=SAMPLE, metavar="N", help="mutants of each module; 0 for all"
+    )
     parser.add_argument("--seed", type=int, default=SEED, help="of the sample")
     arguments = parser.parse_args()
     if unknown := [target for target in arguments.targets if target not in TARGETS]:
@@ -249,17 +297,28 @@ def main() -> int:
     for measured in BUILD.glob("tests_*.json"):
         measured.unlink()
     _copy_tree()
-    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, encoding="utf-8").strip()
+    commit = subprocess.check_output(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, encoding="utf-8"
+    ).strip()
     for name in LOADED:
         import_module(name)
     gc.freeze()
     reasons, left = explained(HERE / "explained.toml"), 0
     for target in arguments.targets or TARGETS:
         start = time.monotonic()
-        tried = _run(target, commit, arguments.sample, arguments.seed, _read(target) if arguments.again else None)
+        tried = _run(
+            target,
+            commit,
+            arguments.sample,
+            arguments.seed,
+            _read(target) if arguments.again else None,
+        )
         _kept(target).write_text(json.dumps(asdict(tried)), encoding="utf-8")
         minutes = (time.monotonic() - start) / 60
-        print(f"{target}: {len(tried.mutants)} of {tried.total} mutants, {minutes:.1f} minutes", flush=True)
+        print(
+            f"{target}: {len(tried.mutants)} of {tried.total} mutants, {minutes:.1f} minutes",
+            flush=True,
+        )
         for mutant in unexplained(tried.mutants, reasons):
             left += 1
             print(f"  {mutant.outcome}: `{mutant.statement}` -> `{mutant.changed}`", flush=True)

@@ -1,4 +1,6 @@
-"""The mutation score: the outcome of each of Cosmic Ray's mutants, and the reasons why some cannot be killed."""
+"""The mutation score: the outcome of each of Cosmic Ray's mutants, and the reasons why some cannot
+be killed.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ TARGETS = {
         for module in _JUDGE.split()
     },
     **{f"reference/{module}": ("tests/reference",) for module in ("large_batch", "rounding")},
-    **{f"auditing/{module}": _OF_AUDITS for module in ("judge", "sums", "weights", "recomputation")},
+    **{
+        f"auditing/{module}": _OF_AUDITS for module in ("judge", "sums", "weights", "recomputation")
+    },
 }
 """The modules, each with the folders and files of tests that are to notice its mutants."""
 
@@ -49,10 +53,11 @@ class Mutant:
         module: path of the module.
         operator: Cosmic Ray's name of the change.
         occurrence: which of the places in the module where the operator applies.
-        statement: the innermost statement that changed, in the form of `statements.changed_statement`.
+        statement: the innermost statement that changed, in the form of
+            `statements.changed_statement`.
         changed: what it became.
-        outcome: `"killed"`; `"time limit"` where the tests took too long, which kills it, too; `"survived"`; `"not
-            executed"` where no test executes the statement.
+        outcome: `"killed"`; `"time limit"` where the tests took too long, which kills it, too;
+            `"survived"`; `"not executed"` where no test executes the statement.
     """
 
     module: str
@@ -104,7 +109,11 @@ def explained(file: Path) -> dict[Key, str]:
 
 def stale(reasons: Iterable[Key], root: Path) -> list[Key]:
     """Return the keys of reasons for statements that their module no longer contains."""
-    return [key for key in reasons if key[1] not in statements((root / key[0]).read_text(encoding="utf-8"))]
+    return [
+        key
+        for key in reasons
+        if key[1] not in statements((root / key[0]).read_text(encoding="utf-8"))
+    ]
 
 
 def unexplained(found: Iterable[Mutant], reasons: dict[Key, str]) -> list[Mutant]:
@@ -161,7 +170,10 @@ def report(tried: dict[str, Tried], reasons: dict[Key, str], version: str) -> st
         "| module | mutants | tried | killed | of these by the time limit | explained | left | score | commit |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
-    lines += [_row(f"`{name}`", of.total, of.mutants, reasons, of.commit) for name, of in sorted(tried.items())]
+    lines += [
+        _row(f"`{name}`", of.total, of.mutants, reasons, of.commit)
+        for name, of in sorted(tried.items())
+    ]
     lines.append(_row("all", sum(of.total for of in tried.values()), everything, reasons, ""))
     survived = {mutant.key for mutant in everything if not mutant.is_killed}
     shown: dict[tuple[str, str, str], list[str]] = {}
@@ -177,12 +189,20 @@ def report(tried: dict[str, Tried], reasons: dict[Key, str], version: str) -> st
     if left := unexplained(everything, reasons):
         lines += ["", "## Neither killed nor explained", ""]
         changes = ((m, *_change(m.statement, m.changed)) for m in left)
-        lines += [f"- `{m.module}`: `{before}` became `{after}` ({m.outcome})" for m, before, after in changes]
+        lines += [
+            f"- `{m.module}`: `{before}` became `{after}` ({m.outcome})"
+            for m, before, after in changes
+        ]
     return "\n".join(lines) + "\n"
 
 
-def write_report(file: Path, tried: dict[str, Tried], reasons: dict[Key, str], version: str) -> None:
-    """Write the report if every module was tried; else say which were not, and leave the file as it is."""
+def write_report(
+    file: Path, tried: dict[str, Tried], reasons: dict[Key, str], version: str
+) -> None:
+    """Write the report if every module was tried.
+
+    Else say which were not, and leave the file as it is.
+    """
     if untried := [target for target in TARGETS if target not in tried]:
         print(f"{file.name} stays as it is: not tried here: {', '.join(untried)}")
     else:

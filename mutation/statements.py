@@ -1,4 +1,6 @@
-"""The statement that a mutant changes, as `ast.unparse` writes it: formatting and line numbers do not matter."""
+"""The statement that a mutant changes, as `ast.unparse` writes it: formatting and line numbers do
+not matter.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,11 @@ Place = tuple[int, int]
 class Code:
     """A module's text, of which not every mutant is worth a test.
 
-    Under `from __future__ import annotations` no annotation is evaluated, and of a function's signature only the
-    defaults are: `*` in it is how arguments are passed. `strict=True` asserts what holds. Names are equal or not, and
-    have no order; whether equal objects are one rests on Python. Bits and arithmetic take each other's place nowhere: a
-    float has no bits, and what follows is a TypeError.
+    Under `from __future__ import annotations` no annotation is evaluated, and of a function's
+    signature only the defaults are: `*` in it is how arguments are passed. `strict=True` asserts
+    what holds. Names are equal or not, and have no order; whether equal objects are one rests on
+    Python. Bits and arithmetic take each other's place nowhere: a float has no bits, and what
+    follows is a TypeError.
     """
 
     def __init__(self, source: str) -> None:
@@ -41,11 +44,15 @@ class Code:
             elif isinstance(node, ast.Compare):
                 operands = (node.left, *node.comparators)
                 self._of_names += [
-                    (_span(a)[1], _span(b)[0]) for a, b in pairwise(operands) if any(_is_name(x) for x in (a, b))
+                    (_span(a)[1], _span(b)[0])
+                    for a, b in pairwise(operands)
+                    if any(_is_name(x) for x in (a, b))
                 ]
 
     def tells(self, operator: str, start: Place, end: Place) -> bool:
-        """Whether a test may tell the mutant that Cosmic Ray's operator makes from `start` to `end`, (line, column)."""
+        """Whether a test may tell the mutant that Cosmic Ray's operator makes from `start` to
+        `end`, (line, column).
+        """
 
         def is_within(spans: list[tuple[Place, Place]]) -> bool:
             return any(first <= start and end <= last for first, last in spans)
@@ -61,10 +68,11 @@ class Code:
 
 
 def changed_statement(before: str, after: str) -> tuple[range, str, str]:
-    """Return the innermost statement in which two versions of a module differ, as it stands in each, after its lines.
+    """Return the innermost statement in which two versions of a module differ, as it stands in
+    each, after its lines.
 
-    Of a statement with a body, only the head is returned. No lines are returned of a statement outside functions, which
-    is executed once, when the module is imported.
+    Of a statement with a body, only the head is returned. No lines are returned of a statement
+    outside functions, which is executed once, when the module is imported.
     """
     return _differing(ast.parse(before), ast.parse(after), within=False)
 
@@ -77,7 +85,10 @@ def statements(source: str) -> Iterator[str]:
 
 
 def _span(node: ast.expr | ast.stmt) -> tuple[Place, Place]:
-    return (node.lineno, node.col_offset), (node.end_lineno or node.lineno, node.end_col_offset or 0)
+    return (node.lineno, node.col_offset), (
+        node.end_lineno or node.lineno,
+        node.end_col_offset or 0,
+    )
 
 
 def _is_name(node: ast.expr) -> bool:
@@ -97,7 +108,9 @@ def _differing(before: ast.AST, after: ast.AST, *, within: bool) -> tuple[range,
     lines = range(0)
     if within and not isinstance(before, _FUNCTIONS):
         first, last = _span(before)
-        lines = range(first[0], _span(body[0])[0][0] if body else last[0] + 1) or range(first[0], first[0] + 1)
+        lines = range(first[0], _span(body[0])[0][0] if body else last[0] + 1) or range(
+            first[0], first[0] + 1
+        )
     return lines, head, changed_head
 
 

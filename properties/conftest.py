@@ -1,4 +1,7 @@
-"""Options of the properties, and the number of cases that a run executed. The profiles are in `conftest.py` above."""
+"""Options of the properties, and the number of cases that a run executed.
+
+The profiles are in `conftest.py` above.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ import torch
 
 from gradcheck_suite.run.environment import set_precision
 
-# torch warns until sparse checks are switched on or off (Adagrad makes sparse tensors), and warnings are errors here
+# torch warns until sparse checks are switched on or off (Adagrad makes sparse tensors), and
+# warnings are errors here
 torch.sparse.check_sparse_tensor_invariants.enable()
 
 

@@ -19,7 +19,9 @@ from gradcheck_suite.run.runner import Outcome, run_loop
 
 def torch_without_cuda() -> str | None:
     """Return that torch sees no CUDA device, or None where it sees one."""
-    return None if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device here"
+    return (
+        None if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device here"
+    )
 
 
 def jax_without_gpu() -> str | None:
@@ -31,7 +33,9 @@ def jax_without_gpu() -> str | None:
 
 
 def _unless(reason: str | None, name: str) -> object:
-    return pytest.param(name, marks=[pytest.mark.cuda, pytest.mark.skipif(reason is not None, reason=str(reason))])
+    return pytest.param(
+        name, marks=[pytest.mark.cuda, pytest.mark.skipif(reason is not None, reason=str(reason))]
+    )
 
 
 DEVICES = ("cpu", _unless(torch_without_cuda(), "cuda"))
@@ -41,7 +45,10 @@ JAX_PLATFORMS = ("cpu", _unless(jax_without_gpu(), "gpu"))
 @contextmanager
 def deterministic_algorithms() -> Iterator[None]:
     """Have torch choose deterministic algorithms where it has one, and warn of no others."""
-    before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before, warned = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*deterministic", category=UserWarning)
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -54,8 +61,9 @@ def deterministic_algorithms() -> Iterator[None]:
 def repeatable_run(loop: Loop, instance: Instance) -> Outcome:
     """Run a loop whose gradients are compared by `==`.
 
-    On a GPU, some kernels add in the order in which their threads end. Torch is asked for deterministic algorithms
-    there, and the loop runs twice. Where the two runs differ all the same, the case is rejected.
+    On a GPU, some kernels add in the order in which their threads end. Torch is asked for
+    deterministic algorithms there, and the loop runs twice. Where the two runs differ all the same,
+    the case is rejected.
     """
     if instance.case.device == "cpu":
         return run_loop(loop, instance)
@@ -71,6 +79,11 @@ def repeatable_run(loop: Loop, instance: Instance) -> Outcome:
 
 
 def same_outcome(first: Outcome, second: Outcome) -> bool:
-    """Return whether two runs have the same gradients at every step and the same parameters at the end."""
-    gradients = ([observation.gradients for observation in outcome.observations] for outcome in (first, second))
+    """Return whether two runs have the same gradients at every step and the same parameters at the
+    end.
+    """
+    gradients = (
+        [observation.gradients for observation in outcome.observations]
+        for outcome in (first, second)
+    )
     return same_tree(*gradients) and same_tree(dict(first.parameters), dict(second.parameters))

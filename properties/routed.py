@@ -1,4 +1,6 @@
-"""A problem whose items name their expert, so that a plan decides which parameters a window reaches."""
+"""A problem whose items name their expert, so that a plan decides which parameters a window
+reaches.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,11 @@ def routed_instance(
 
     def batch(items: int, seed: int) -> dict[str, torch.Tensor]:
         x = torch.linspace(-1, 1, 2 * items, dtype=torch.float64).reshape(items, 2)
-        return {"x": x, "route": torch.tensor(flat), "target": torch.ones(items, dtype=torch.float64)}
+        return {
+            "x": x,
+            "route": torch.tensor(flat),
+            "target": torch.ones(items, dtype=torch.float64),
+        }
 
     problem = Problem(
         model=_model,

@@ -1,4 +1,7 @@
-"""Gradients have storages of their own; where a backward returns a buffer that it reuses, the suite finds it."""
+"""Gradients have storages of their own.
+
+Where a backward returns a buffer that it reuses, the suite finds it.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,14 @@ from studies.zoo.bugs.micro_batches import Reusing
 
 
 class _Twins(torch.autograd.Function):
-    """x @ (a + b), whose backward returns two views of one fresh tensor, of all of it or of a half each."""
+    """x @ (a + b), whose backward returns two views of one fresh tensor, of all of it or of a half
+    each.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, apart: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, apart: bool
+    ) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.apart = apart
         return x @ (a + b)
@@ -32,12 +39,17 @@ class _Twins(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         (x,) = ctx.saved_tensors
         gradient = (x.T @ grad).detach()
-        first, second = torch.cat([gradient, gradient]).chunk(2) if ctx.apart else (gradient, gradient)
+        first, second = (
+            torch.cat([gradient, gradient]).chunk(2) if ctx.apart else (gradient, gradient)
+        )
         return None, first.detach(), second.detach(), None
 
 
 class Canary(torch.nn.Module):
-    """One weight, whose gradient for a micro-batch is the sum of its items; `copies` mends the backward."""
+    """One weight, whose gradient for a micro-batch is the sum of its items.
+
+    `copies` mends the backward.
+    """
 
     def __init__(self, *, copies: bool = False) -> None:
         super().__init__()
@@ -46,7 +58,9 @@ class Canary(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (n,)."""
-        return Reusing.apply(x, self.weight, torch.zeros_like(self.buffer) if self.copies else self.buffer)
+        return Reusing.apply(
+            x, self.weight, torch.zeros_like(self.buffer) if self.copies else self.buffer
+        )
 
 
 class Twins(torch.nn.Module):
@@ -86,7 +100,9 @@ def test_no_drawn_model_shares_its_gradients_storages(device, case):
     batches = list(instance.loader())
     event(f"micro-batches: {min(len(batches), 3)} (3 stands for more)")
     # a window of one micro-batch runs twice, since a reused buffer is written in every backward
-    found = find_stolen_buffers(instance.model(), instance.problem.loss, batches if len(batches) > 1 else 2 * batches)
+    found = find_stolen_buffers(
+        instance.model(), instance.problem.loss, batches if len(batches) > 1 else 2 * batches
+    )
     explanations = [each.explanation for each in found]
     assert_equal(what="stolen buffers", observed=explanations, expected=[], case=case)
 
@@ -98,14 +114,19 @@ def test_gradients_share_no_storage_with_parameters_buffers_or_each_other(case):
     for batch in run.loader:
         run.loss(run.model, batch).backward()
     tensors = [*run.model.parameters(), *run.model.buffers()]
-    tensors += [p.grad for p in run.model.parameters() if p.grad is not None and not p.grad.is_sparse]
+    tensors += [
+        p.grad for p in run.model.parameters() if p.grad is not None and not p.grad.is_sparse
+    ]
     storages = [t.untyped_storage().data_ptr() for t in tensors if t.numel()]
-    assert_equal(what="number of storages", observed=len(set(storages)), expected=len(storages), case=case)
+    assert_equal(
+        what="number of storages", observed=len(set(storages)), expected=len(storages), case=case
+    )
 
 
 @pytest.mark.parametrize(("zeros", "total"), [(False, 8.0), (True, 10.0)])
 def test_the_canary_in_numbers(zeros, total):
-    # micro-gradients 1, 2, 3, 4: from None, each backward overwrites the sum and then adds the sum to itself
+    # micro-gradients 1, 2, 3, 4: from None, each backward overwrites the sum and then adds the sum
+    # to itself
     model = Canary()
     model.weight.grad = torch.zeros_like(model.weight) if zeros else None
     for batch in FOUR_ITEMS:
@@ -114,7 +135,9 @@ def test_the_canary_in_numbers(zeros, total):
 
 
 def preallocated(run: TrainingRun) -> None:
-    """Zero gradients that were allocated before the first backward: the only way in which `zero_` is safe here."""
+    """Zero gradients that were allocated before the first backward: the only way in which `zero_`
+    is safe here.
+    """
     for p in run.model.parameters():
         p.grad = torch.zeros_like(p)
     MODES["zero_"](run)
@@ -128,7 +151,8 @@ def test_set_to_none_and_zeros_differ_on_the_canary():
     assert_holds(verdict=check(preallocated, case, problem=CANARY))
 
 
-# from None, autograd takes the buffer itself as the gradient, and a later `zero_` does not undo that
+# from None, autograd takes the buffer itself as the gradient, and a later `zero_` does not undo
+# that
 @pytest.mark.parametrize("name", [name for name in MODES if RESET_MODES[name].preallocate is None])
 def test_a_first_window_that_starts_from_none_is_caught_in_every_mode(name):
     violation = check(MODES[name], _case((1, 1), 2), problem=CANARY).violation
@@ -140,13 +164,18 @@ def test_a_first_window_that_starts_from_none_is_caught_in_every_mode(name):
 @scaled(5)
 @given(plan=plans(max_epochs=2))
 def test_gradients_allocated_beforehand_are_safe(loop, plan):
-    assert_holds(verdict=check(loop, Case("properties/test_aliasing.py:CANARY", plan), problem=CANARY))
+    assert_holds(
+        verdict=check(loop, Case("properties/test_aliasing.py:CANARY", plan), problem=CANARY)
+    )
 
 
 def test_the_canary_is_explained():
     (found,) = find_stolen_buffers(Canary(), _total, FOUR_ITEMS)
     assert (found.kind, found.parameter, found.error) == ("rewritten", "weight", 2.0)
-    assert "weight.grad shares its storage with a buffer that the next backward writes" in found.explanation
+    assert (
+        "weight.grad shares its storage with a buffer that the next backward writes"
+        in found.explanation
+    )
     assert "set_to_none and zero_ differ by 2" in found.explanation
 
 

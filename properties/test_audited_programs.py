@@ -1,8 +1,8 @@
 """The audit on drawn programs: never a blame on a sound one, never silence on a faulty one.
 
-A program is the text of a training script: windows of micro-batches with weights, resets, edits of `.grad`, moves of
-parameters, optimizers and steps. It is sound as it is drawn, or has one fault, which changes one of its pieces. So what
-is true of it is known before it runs.
+A program is the text of a training script: windows of micro-batches with weights, resets, edits of
+`.grad`, moves of parameters, optimizers and steps. It is sound as it is drawn, or has one fault,
+which changes one of its pieces. So what is true of it is known before it runs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ RESETS = (
     "torch._foreach_zero_([p.grad for p in {of}.parameters() if p.grad is not None] or [torch.zeros(1)])",
 )
 """Ways of resetting a module's gradients."""
-SUMS = {"entropy": ("F.cross_entropy(net(x), y{how})", ""), "squares": ("F.mse_loss(net(x), t{how})", "3 * ")}
+SUMS = {
+    "entropy": ("F.cross_entropy(net(x), y{how})", ""),
+    "squares": ("F.mse_loss(net(x), t{how})", "3 * "),
+}
 """A loss, and by what the count of samples is multiplied in its mean."""
 EDITS = (
     "torch.nn.utils.clip_grad_norm_(params, 0.05)",
@@ -61,12 +64,19 @@ EDITS = (
     "for p in params: p.grad = 0.5 * p.grad",
 )
 """What a program may do to `.grad` after the last pass, on purpose; the first one alone hides no fault of a sum."""
-STATISTIC = "F.cross_entropy(net(batch(6)[0]), torch.zeros(6, dtype=torch.long)).backward()\nopt.zero_grad()"
+STATISTIC = (
+    "F.cross_entropy(net(batch(6)[0]), torch.zeros(6, dtype=torch.long)).backward()\n"
+    "opt.zero_grad()"
+)
 TURNS = (
-    "beside.zero_grad()\nother(net(batch(4)[0]).detach() @ torch.ones(3, 5)).square().mean().backward()\nbeside.step()"
+    "beside.zero_grad()\n"
+    "other(net(batch(4)[0]).detach() @ torch.ones(3, 5)).square().mean().backward()\n"
+    "beside.step()"
 )
 AVERAGE = "for a, p in zip(average, params): a.lerp_(p.detach(), 0.1)"
-OVERLAP = "for p, at in zip(params, (0, 40, 47, 71)): p.grad = buffer[at : at + p.numel()].view_as(p)"
+OVERLAP = (
+    "for p, at in zip(params, (0, 40, 47, 71)): p.grad = buffer[at : at + p.numel()].view_as(p)"
+)
 """One element is the last one of a layer's bias and the first one of the next layer's weight."""
 KEEP = "kept.append([p.grad.clone() for p in params])"
 COMPOSE = "for p, *of in zip(params, *kept): p.grad = sum(of)"
@@ -87,7 +97,8 @@ class Pieces:
         reset: all gradients.
         reset_first: whether at the beginning of a window, or after the step.
         flat: whether one loop runs over the micro-batches of all windows.
-        two_points: whether each window goes backward at moved parameters once more, and steps on that.
+        two_points: whether each window goes backward at moved parameters once more, and steps on
+            that.
         backward: of a micro-batch.
         step: of the optimizers.
         between: the passes at the two points.
@@ -118,25 +129,57 @@ class Pieces:
         one_pass = ["x, y, t = batch(n)", f"loss = {self.loss}", self.backward, *self.inside]
         end = [*self.end]
         if self.two_points:
-            begin, one_pass = ["seen = []", *begin], ["x, y, t = batch(n)", "seen.append((n, x, y, t))", *one_pass[1:]]
-            again = [f"for n, x, y, t in {self.second}:", *_indented([f"loss = {self.loss}", "loss.backward()"])]
+            begin, one_pass = (
+                ["seen = []", *begin],
+                ["x, y, t = batch(n)", "seen.append((n, x, y, t))", *one_pass[1:]],
+            )
+            again = [
+                f"for n, x, y, t in {self.second}:",
+                *_indented([f"loss = {self.loss}", "loss.backward()"]),
+            ]
             end = [CLIMB, self.between, *again, "move(by, -1)", *end]
         step = [*end, self.step, *after]
         if self.left_over:
             # a window ends by the number of micro-batches, and so does an epoch
             k = len(self.windows[0])
             body = [f"for i in range({len(self.windows) * k + self.left_over}):"]
-            inner = [f"n, N, K, step = {self.windows[0][0]}, {sum(self.windows[0])}, {k}, i // {k}", *one_pass]
+            inner = [
+                f"n, N, K, step = {self.windows[0][0]}, {sum(self.windows[0])}, {k}, i // {k}",
+                *one_pass,
+            ]
             inner += [f"if i % {k} == {k - 1}:", *_indented([*step, self.reset])]
             return HEAD + "\n".join(
-                ["for epoch in range(2):", *_indented(["opt.zero_grad()", *body, *_indented(inner)])]
+                [
+                    "for epoch in range(2):",
+                    *_indented(["opt.zero_grad()", *body, *_indented(inner)]),
+                ]
             )
         if self.flat:
-            rows = [(s, j, n, sum(w), len(w)) for s, w in enumerate(self.windows) for j, n in enumerate(w)]
-            inner = ["if j == 0:", *_indented(["pass", *begin]), *one_pass, "if j == K - 1:", *_indented(step)]
+            rows = [
+                (s, j, n, sum(w), len(w))
+                for s, w in enumerate(self.windows)
+                for j, n in enumerate(w)
+            ]
+            inner = [
+                "if j == 0:",
+                *_indented(["pass", *begin]),
+                *one_pass,
+                "if j == K - 1:",
+                *_indented(step),
+            ]
             return HEAD + "\n".join([f"for step, j, n, N, K in {rows}:", *_indented(inner)]) + "\n"
-        inner = ["N, K = sum(sizes), len(sizes)", *begin, "for j, n in enumerate(sizes):", *_indented(one_pass), *step]
-        return HEAD + "\n".join([f"for step, sizes in enumerate({self.windows}):", *_indented(inner)]) + "\n"
+        inner = [
+            "N, K = sum(sizes), len(sizes)",
+            *begin,
+            "for j, n in enumerate(sizes):",
+            *_indented(one_pass),
+            *step,
+        ]
+        return (
+            HEAD
+            + "\n".join([f"for step, sizes in enumerate({self.windows}):", *_indented(inner)])
+            + "\n"
+        )
 
 
 def _indented(lines: list[str]) -> list[str]:
@@ -162,7 +205,8 @@ class Fault:
     Attributes:
         diagnoses: what it may be called.
         plant: puts it into the pieces of a sound program.
-        of: what it needs: `equal` or `unequal` sizes, `mean` losses, `plain` ends of windows without a clipping.
+        of: what it needs: `equal` or `unequal` sizes, `mean` losses, `plain` ends of windows
+            without a clipping.
         least: micro-batches of a window that it needs.
     """
 
@@ -215,7 +259,9 @@ def a_short_window_divided_by_k(pieces, draw):
 
 @fault("stale-window")
 def never_reset(pieces, draw):
-    pieces.reset = draw(st.sampled_from(["", "if step != 1:\n" + "\n".join(_indented([pieces.reset]))]))
+    pieces.reset = draw(
+        st.sampled_from(["", "if step != 1:\n" + "\n".join(_indented([pieces.reset]))])
+    )
 
 
 @fault("stale-window")
@@ -238,7 +284,9 @@ def reset_inside(pieces, draw):
 @fault("repeated-micro-batch")
 def twice_backward(pieces, draw):
     condition = _condition(draw, pieces, last=True)
-    pieces.backward = "\n".join([condition, "    loss.backward(retain_graph=True)", "loss.backward()"])
+    pieces.backward = "\n".join(
+        [condition, "    loss.backward(retain_graph=True)", "loss.backward()"]
+    )
 
 
 @fault("tail-dropped", of="equal", least=2)
@@ -249,7 +297,12 @@ def a_rest_of_the_epoch(pieces, draw):
 @fault("stale-parameters", least=2)
 def moved_inside(pieces, draw):
     moved = draw(
-        st.sampled_from(["move([torch.randn_like(p) for p in params], 0.05)", "move([p / 9 for p in params], 1)"])
+        st.sampled_from(
+            [
+                "move([torch.randn_like(p) for p in params], 0.05)",
+                "move([p / 9 for p in params], 1)",
+            ]
+        )
     )
     pieces.inside += [_condition(draw, pieces), *_indented([moved])]
 
@@ -257,7 +310,11 @@ def moved_inside(pieces, draw):
 @fault("not-linear", "rescaled-accumulator", of="plain", least=2)
 def edited_inside(pieces, draw):
     pieces.inside.append(
-        draw(st.sampled_from([EDITS[0].replace("0.05", "0.001"), EDITS[1], EDITS[2], EDITS[3], EDITS[6]]))
+        draw(
+            st.sampled_from(
+                [EDITS[0].replace("0.05", "0.001"), EDITS[1], EDITS[2], EDITS[3], EDITS[6]]
+            )
+        )
     )
 
 
@@ -323,13 +380,20 @@ def programs(draw, *, faulty: bool | None = None) -> Program:
     of = planted.of
     k = draw(st.integers(planted.least, 4))
     unequal = "unequal" in of or ("equal" not in of and draw(st.booleans()))
-    sizes = st.lists(st.integers(1, 6), min_size=k, max_size=k, unique=True) if unequal else st.integers(1, 6)
+    sizes = (
+        st.lists(st.integers(1, 6), min_size=k, max_size=k, unique=True)
+        if unequal
+        else st.integers(1, 6)
+    )
     drawn = [draw(sizes) for _ in range(draw(st.integers(3, 5)))]
     windows = drawn if unequal else [[drawn[0]] * k] * len(drawn)
     if k > 2 and not name and draw(st.booleans()):
         windows = [*windows, windows[0][1:]]  # a short window that is divided by its own count
     loss, per = SUMS[draw(st.sampled_from([*SUMS]))]
-    shares = [f"{loss.format(how='')} * (n / N)", f"{loss.format(how=', reduction=' + repr('sum'))} / ({per}N)"]
+    shares = [
+        f"{loss.format(how='')} * (n / N)",
+        f"{loss.format(how=', reduction=' + repr('sum'))} / ({per}N)",
+    ]
     coefficient = "" if name else draw(st.sampled_from(["", "0.3 * ", "1.7 * "]))
     pieces = Pieces(
         windows,
@@ -344,7 +408,11 @@ def programs(draw, *, faulty: bool | None = None) -> Program:
     if not plain and draw(st.booleans()):
         pieces.end.append(draw(st.sampled_from(EDITS[:1] if name else EDITS)))
     if draw(st.integers(0, 3)) == 0:
-        pieces.begin += draw(st.sampled_from([[TURNS], [STATISTIC]] if pieces.reset_first and not name else [[TURNS]]))
+        pieces.begin += draw(
+            st.sampled_from(
+                [[TURNS], [STATISTIC]] if pieces.reset_first and not name else [[TURNS]]
+            )
+        )
     if draw(st.integers(0, 3)) == 0:
         pieces.after.append(AVERAGE)
     if not plain and draw(st.integers(0, 3)) == 0:
@@ -362,7 +430,10 @@ def programs(draw, *, faulty: bool | None = None) -> Program:
 
 
 def said(program: Program) -> str:
-    """Run a program under an audit, and return what is wrong with the verdict; nothing where it is right."""
+    """Run a program under an audit, and return what is wrong with the verdict.
+
+    Nothing where it is right.
+    """
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "drawn.py"
         script.write_text(program.text)

@@ -1,4 +1,6 @@
-"""`.grad` as a state machine: what touches it in any order, and the planted faults of torch that the machine finds."""
+"""`.grad` as a state machine: what touches it in any order, and the planted faults of torch that
+the machine finds.
+"""
 
 from __future__ import annotations
 
@@ -34,21 +36,36 @@ def test_gradients_are_what_the_model_says_after_anything(device):
 
 @pytest.mark.parametrize("name", ["AdamW", "Adagrad", "RMSprop"])
 def test_steps_do_not_depend_on_who_else_holds_a_gradient(name):
-    run(lambda: GradStates(optimizer=getattr(torch.optim, name)), max_examples=scaled(10).max_examples)
+    run(
+        lambda: GradStates(optimizer=getattr(torch.optim, name)),
+        max_examples=scaled(10).max_examples,
+    )
 
 
 # --- planted faults of torch
 
 FAULTS: dict[str, tuple[str, Any, str, Any]] = {}
 Tensor, Module = torch.Tensor, torch.nn.Module
-SAME, REFERENCE, NONE = "the same tensor as before", "a reference taken on the way", "grad is .*should be None"
-NO_GRAPH, GRAPH, VALUE, PARAMETER = "have no graph", "have a graph", r" is \[.*should be", "parameter . is"
+SAME, REFERENCE, NONE = (
+    "the same tensor as before",
+    "a reference taken on the way",
+    "grad is .*should be None",
+)
+NO_GRAPH, GRAPH, VALUE, PARAMETER = (
+    "have no graph",
+    "have a graph",
+    r" is \[.*should be",
+    "parameter . is",
+)
 IS_NONE = r"grad is None, should be \["
 BUFFER = torch.zeros(2)
 
 
 def fault(says: str, owner: Any, name: str) -> Callable[[Any], None]:
-    """Plant a function, given the real one first, in place of `owner.name`; the machine then says `says`."""
+    """Plant a function, given the real one first, in place of `owner.name`.
+
+    The machine then says `says`.
+    """
 
     def add(new: Any) -> None:
         FAULTS[new.__name__] = (says, owner, name, new)
@@ -67,12 +84,17 @@ def leaves(roots: Any) -> list[torch.Tensor]:
     return [node.variable for node in seen if hasattr(node, "variable")]
 
 
-def accumulation(says: str) -> Callable[[Callable[[torch.Tensor, torch.Tensor | None], None]], None]:
+def accumulation(
+    says: str,
+) -> Callable[[Callable[[torch.Tensor, torch.Tensor | None], None]], None]:
     """Plant what happens to a leaf after a backward, given a copy of its gradient before."""
 
     def add(change: Callable[[torch.Tensor, torch.Tensor | None], None]) -> None:
         def backward(real: Any, roots: Any, *args: Any, **options: Any) -> None:
-            before = [(leaf, None if leaf.grad is None else leaf.grad.detach().clone()) for leaf in leaves(roots)]
+            before = [
+                (leaf, None if leaf.grad is None else leaf.grad.detach().clone())
+                for leaf in leaves(roots)
+            ]
             real(roots, *args, **options)
             for leaf, gradient in before:
                 if leaf.grad is not None:
@@ -345,11 +367,15 @@ SLOW = (
 """Faults that are found after seconds."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in SLOW)) for name in FAULTS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name in SLOW)) for name in FAULTS]
+)
 def test_a_fault_of_torch_is_found(name, monkeypatch):
     says, owner, attribute, new = FAULTS[name]
     real = getattr(owner, attribute)
-    call = new if isinstance(new, property) else lambda *args, **options: new(real, *args, **options)
+    call = (
+        new if isinstance(new, property) else lambda *args, **options: new(real, *args, **options)
+    )
     monkeypatch.setattr(owner, attribute, call, raising=False)
     with pytest.raises(AssertionError, match=says):
         run(max_examples=5 * settings().max_examples)  # it ends with the first that shows the fault

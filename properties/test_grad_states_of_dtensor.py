@@ -1,4 +1,6 @@
-"""The states of `.grad` hold for the `DTensor` parameters of FSDP2, but for two rules that torch breaks."""
+"""The states of `.grad` hold for the `DTensor` parameters of FSDP2, but for two rules that torch
+breaks.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class OnDTensor(GradStates):
 
 def test_the_other_rules_hold(mesh):
     run_state_machine_as_test(
-        lambda: OnDTensor(make_parameter=lambda value: sharded(mesh, value)), settings=settings(max_examples=10)
+        lambda: OnDTensor(make_parameter=lambda value: sharded(mesh, value)),
+        settings=settings(max_examples=10),
     )
 
 
@@ -45,6 +48,9 @@ def test_a_rule_that_is_left_out_fails(mesh, rule):
     machine = type("Machine", (OnDTensor,), {rule: getattr(GradStates, rule)})
     until = settings(max_examples=50, phases=[Phase.generate], report_multiple_bugs=False)
     with pytest.raises(
-        AssertionError, match=r"parameter . is|was called 0 times|should have a graph| is .*, should be"
+        AssertionError,
+        match=r"parameter . is|was called 0 times|should have a graph| is .*, should be",
     ):
-        run_state_machine_as_test(lambda: machine(make_parameter=lambda v: sharded(mesh, v)), settings=until)
+        run_state_machine_as_test(
+            lambda: machine(make_parameter=lambda v: sharded(mesh, v)), settings=until
+        )

@@ -1,4 +1,6 @@
-"""Nothing remains from a window: gradients carry no graph into the next window, and no tensor outlives its window."""
+"""Nothing remains from a window: gradients carry no graph into the next window, and no tensor
+outlives its window.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, TrainingRun, cases, plans
-from gradcheck_suite.loops.reset_modes import Parameters, Reset, backward_window, windows, zero_grad_none
+from gradcheck_suite.loops.reset_modes import (
+    Parameters,
+    Reset,
+    backward_window,
+    windows,
+    zero_grad_none,
+)
 from gradcheck_suite.run.instance import generated_instance
 from properties.assertions import assert_equal
 from properties.helpers import scaled
 from studies.reset_modes import RESET_MODES
 
-# `create_graph` makes autograd add out of place, so gradients leave a preallocated buffer: such modes are left out
-RESETS = {mode.reset: mode.name for mode in reversed(RESET_MODES.values()) if mode.reset and not mode.preallocate}
+# `create_graph` makes autograd add out of place, so gradients leave a preallocated buffer: such
+# modes are left out
+RESETS = {
+    mode.reset: mode.name
+    for mode in reversed(RESET_MODES.values())
+    if mode.reset and not mode.preallocate
+}
 RESET_FUNCTIONS = [pytest.param(reset, id=name) for reset, name in RESETS.items()]
 shapes = st.lists(st.integers(1, 4), min_size=0, max_size=3).map(tuple)
 seeds = st.integers(0, 2**31 - 1)
 
 
 def assert_no_graph(case: Case, reset: Reset, *, create_graph: bool = False) -> None:
-    """Fail where a gradient carries a graph at a step, from the second window on, which is the first after a reset."""
+    """Fail where a gradient carries a graph at a step, from the second window on, which is the
+    first after a reset.
+    """
     __tracebackhide__ = True
     run = generated_instance(case).run()
     parameters = dict(run.model.named_parameters())
@@ -33,7 +48,9 @@ def assert_no_graph(case: Case, reset: Reset, *, create_graph: bool = False) -> 
             run.loss(run.model, window[0]).backward(create_graph=True)
         else:
             backward_window(run, window)
-        held = [name for name, p in parameters.items() if p.grad is not None and p.grad.requires_grad]
+        held = [
+            name for name, p in parameters.items() if p.grad is not None and p.grad.requires_grad
+        ]
         if step:
             what = f"step {step}, parameters whose gradients carry a graph"
             assert_equal(what=what, observed=held, expected=[], case=case)
@@ -92,7 +109,12 @@ def assert_live_tensors_are_constant(case: Case, reset: Reset) -> None:
     """Fail where the number of live tensors changes from the second window on."""
     __tracebackhide__ = True
     counts = live_after_each_window(generated_instance(case).run(), reset)[1:]
-    assert_equal(what="live tensors after each window", observed=counts, expected=counts[:1] * len(counts), case=case)
+    assert_equal(
+        what="live tensors after each window",
+        observed=counts,
+        expected=counts[:1] * len(counts),
+        case=case,
+    )
 
 
 DENSE = ProblemSpec(
@@ -101,7 +123,9 @@ DENSE = ProblemSpec(
     Loss("mse", reduction="mean"),
 )
 FOUR_WINDOWS = Case(DENSE, Plan((1, 2, 1, 2), 1))
-WHOLE = plans(min_windows=2, max_accumulation_steps=4, assumes=("whole-windows",)).filter(lambda plan: plan.epochs > 1)
+WHOLE = plans(min_windows=2, max_accumulation_steps=4, assumes=("whole-windows",)).filter(
+    lambda plan: plan.epochs > 1
+)
 
 
 @pytest.mark.parametrize("reset", RESET_FUNCTIONS)

@@ -1,4 +1,6 @@
-"""Accumulated = one large batch, as torch computes it and as JAX computes it, for every built-in loop."""
+"""Accumulated = one large batch, as torch computes it and as JAX computes it, for every built-in
+loop.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def _note(case: Case) -> None:
     plan = case.plan
     event(f"unequal micro-batches: {len(set(plan.micro_batches)) > 1}")
     event(f"short last window: {plan.has_short_window}")
-    event(f"windows: {min(len(plan.windows), 2)}, epochs: {min(plan.epochs, 2)} (2 stands for more)")
+    event(
+        f"windows: {min(len(plan.windows), 2)}, epochs: {min(plan.epochs, 2)} (2 stands for more)"
+    )
     event(f"some micro-batch has no valid targets: {bool(plan.masked)}")
 
 
@@ -91,10 +95,14 @@ def test_torch_and_jax_agree_whole_and_accumulated(case):
     found = opinions(window, window.jax)
     expected = found.pop("torch large batch")
     for name, gradient in found.items():
-        difference = worst_difference(gradient, expected, quick_bound(expected, len(window.members)))
+        difference = worst_difference(
+            gradient, expected, quick_bound(expected, len(window.members))
+        )
         if difference.ratio > 1:
             difference = window.compare(gradient).worst
-        assert_within_rounding(what=f"{name} against torch's large batch", difference=difference, case=case)
+        assert_within_rounding(
+            what=f"{name} against torch's large batch", difference=difference, case=case
+        )
 
 
 @pytest.mark.parametrize("platform", JAX_PLATFORMS)
@@ -107,7 +115,9 @@ def test_the_jax_reference_is_the_same_on_every_platform(platform, case):
     difference = worst_difference(there, window.jax, quick_bound(window.jax, len(window.members)))
     if difference.ratio > 1:
         difference = window.compare(there).worst
-    assert_within_rounding(what=f"JAX on the {platform} against JAX here", difference=difference, case=case)
+    assert_within_rounding(
+        what=f"JAX on the {platform} against JAX here", difference=difference, case=case
+    )
 
 
 def test_a_platform_that_is_off_is_noticed():
@@ -140,7 +150,9 @@ def test_a_planted_fault_is_caught(name, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_fault_behind_an_optimizer_is_caught(device):
-    violation = check(BUGS["mean-of-means"].loop, UNEQUAL.replace(optimizer="adamw", device=device)).violation
+    violation = check(
+        BUGS["mean-of-means"].loop, UNEQUAL.replace(optimizer="adamw", device=device)
+    ).violation
     assert violation is not None
     assert violation.diagnosis == "mean-of-means"
 

@@ -1,4 +1,7 @@
-"""The reset modes give equal gradients. They differ in None against zeros, exactly where their records say."""
+"""The reset modes give equal gradients.
+
+They differ in None against zeros, exactly where their records say.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,15 @@ from properties.routed import EXPERTS, routed_instance
 from studies.reset_modes import RESET_MODES, ResetMode
 from studies.zoo import BUGS
 
-routes = st.lists(st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=3), min_size=1, max_size=8)
+routes = st.lists(
+    st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=3), min_size=1, max_size=8
+)
 
 
 def reached(instance: Instance) -> list[set[str]]:
-    """Return, for each window of an epoch, the parameters that some micro-batch of it reaches, by autograd alone."""
+    """Return, for each window of an epoch, the parameters that some micro-batch of it reaches, by
+    autograd alone.
+    """
     plan, model = instance.case.plan, instance.model()
     names = [
         {name for name, g in gradients_of(instance, model, plan.items(j)).items() if g is not None}
@@ -33,11 +40,15 @@ def reached(instance: Instance) -> list[set[str]]:
     return [set().union(*(names[j] for j in window)) for window in plan.windows]
 
 
-def assert_none_pattern(mode: ResetMode, instance: Instance, observations: list[Observation]) -> None:
-    """Fail unless gradients are None exactly where the mode's record says, and zeros where the window does not reach.
+def assert_none_pattern(
+    mode: ResetMode, instance: Instance, observations: list[Observation]
+) -> None:
+    """Fail unless gradients are None exactly where the mode's record says, and zeros where the
+    window does not reach.
 
-    Every parameter has a gradient from the start where the mode preallocates them. Otherwise a parameter has one from
-    the first window that reaches it, and under a release only in windows that reach it.
+    Every parameter has a gradient from the start where the mode preallocates them. Otherwise a
+    parameter has one from the first window that reaches it, and under a release only in windows
+    that reach it.
     """
     __tracebackhide__ = True
     per_window, case = reached(instance), instance.case
@@ -48,13 +59,22 @@ def assert_none_pattern(mode: ResetMode, instance: Instance, observations: list[
         present = set(now) if mode.releases else present | now
         gradients = {name: g for name, g in observation.gradients.items() if g is not None}
         what = f"{mode.name}, step {step}, parameters"
-        assert_equal(what=f"{what} with a gradient", observed=set(gradients), expected=present, case=case)
+        assert_equal(
+            what=f"{what} with a gradient", observed=set(gradients), expected=present, case=case
+        )
         leaked = {name for name in present - now if gradients[name].count_nonzero()}
-        assert_equal(what=f"{what} with a stale gradient", observed=leaked, expected=set(), case=case)
+        assert_equal(
+            what=f"{what} with a stale gradient", observed=leaked, expected=set(), case=case
+        )
 
 
-def assert_modes_agree(instance: Instance, loops: dict[str, Loop], *, check_none: bool = False) -> None:
-    """Fail unless all loops give equal gradients at every step, by `==`; with `check_none`, check None as well."""
+def assert_modes_agree(
+    instance: Instance, loops: dict[str, Loop], *, check_none: bool = False
+) -> None:
+    """Fail unless all loops give equal gradients at every step, by `==`.
+
+    With `check_none`, check None as well.
+    """
     __tracebackhide__ = True
     first = next(iter(loops))
     expected = observe(loops[first], instance)
@@ -62,7 +82,9 @@ def assert_modes_agree(instance: Instance, loops: dict[str, Loop], *, check_none
         seen = expected if name == first else observe(loop, instance)
         for step, (a, b) in enumerate(zip(expected, seen, strict=True)):
             what = f"step {step}, {name} against {first}"
-            assert_gradients_equal(what=what, observed=b.gradients, expected=a.gradients, case=instance.case)
+            assert_gradients_equal(
+                what=what, observed=b.gradients, expected=a.gradients, case=instance.case
+            )
         if check_none:
             assert_none_pattern(RESET_MODES[name], instance, seen)
 
@@ -80,15 +102,21 @@ def test_all_modes_agree(device, case):
 @given(routes=routes, k=st.integers(1, 4), epochs=st.integers(1, 2))
 def test_all_modes_agree_where_parameters_are_missed(device, routes, k, epochs):
     instance = routed_instance(routes, k, epochs=epochs, device=device)
-    event(f"some window misses a parameter: {any(len(names) < 2 * EXPERTS for names in reached(instance))}")
+    event(
+        f"some window misses a parameter: {any(len(names) < 2 * EXPERTS for names in reached(instance))}"
+    )
     assert_modes_agree(instance, MODES, check_none=True)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_forgotten_reset_is_caught(device):
     instance = generated_instance(TWO_WINDOWS.replace(device=device))
-    with pytest.raises(pytest.fail.Exception, match=r"step 1, fault against zero_: the gradients of .* differ"):
-        assert_modes_agree(instance, {"zero_": MODES["zero_"], "fault": BUGS["own-groups-only"].loop})
+    with pytest.raises(
+        pytest.fail.Exception, match=r"step 1, fault against zero_: the gradients of .* differ"
+    ):
+        assert_modes_agree(
+            instance, {"zero_": MODES["zero_"], "fault": BUGS["own-groups-only"].loop}
+        )
 
 
 def zeros_for_none(run: TrainingRun) -> None:

@@ -25,7 +25,10 @@ one_at_a_time = plans(max_accumulation_steps=1, max_windows=8)
 
 
 def plain(run: TrainingRun, *, set_to_none: bool = True) -> None:
-    """Forward, backward, step, zero_grad: what every tutorial shows; with False as it was before torch 2.0."""
+    """Forward, backward, step, zero_grad: what every tutorial shows.
+
+    With False as it was before torch 2.0.
+    """
     for _ in range(run.epochs):
         for batch in run.loader:
             run.loss(run.model, batch).backward()
@@ -39,10 +42,13 @@ def assert_is_the_plain_loop(loop: Loop, instance: Instance, *, releases: bool) 
     Args:
         loop: the loop.
         instance: an instance with one micro-batch a window.
-        releases: whether the loop resets to None; its gradients must then equal the plain loop's to the sign of a zero.
+        releases: whether the loop resets to None; its gradients must then equal the plain loop's to
+            the sign of a zero.
     """
     __tracebackhide__ = True
-    expected, got = (repeatable_run(each, instance) for each in (partial(plain, set_to_none=releases), loop))
+    expected, got = (
+        repeatable_run(each, instance) for each in (partial(plain, set_to_none=releases), loop)
+    )
     assert expected.raised is None, expected.trace
     assert got.raised is None, got.trace
     for step, (a, b) in enumerate(zip(expected.observations, got.observations, strict=True)):
@@ -61,8 +67,9 @@ def assert_is_the_plain_loop(loop: Loop, instance: Instance, *, releases: bool) 
     )
 
 
-# a preallocated gradient makes the optimizer step on a parameter that no item reaches, where the plain loop's optimizer
-# skips it: with momentum or decay the two move it differently, and both are right
+# a preallocated gradient makes the optimizer step on a parameter that no item reaches, where the
+# plain loop's optimizer skips it: with momentum or decay the two move it differently, and both are
+# right
 SAME_PATH = [name for name in MODES if RESET_MODES[name].preallocate is None]
 
 
@@ -73,16 +80,24 @@ SAME_PATH = [name for name in MODES if RESET_MODES[name].preallocate is None]
 def test_one_micro_batch_a_window_is_the_plain_loop(name, device, case):
     event(f"reduction: {case.problem.loss.reduction}")
     assert_is_the_plain_loop(
-        MODES[name], generated_instance(case.replace(device=device)), releases=RESET_MODES[name].releases
+        MODES[name],
+        generated_instance(case.replace(device=device)),
+        releases=RESET_MODES[name].releases,
     )
 
 
 @pytest.mark.parametrize("name", SAME_PATH)
 @scaled(4)
-@given(case=st.sampled_from(FOR_ANY_LOOP).flatmap(lambda optimizer: cases(plan=one_at_a_time, optimizer=optimizer)))
+@given(
+    case=st.sampled_from(FOR_ANY_LOOP).flatmap(
+        lambda optimizer: cases(plan=one_at_a_time, optimizer=optimizer)
+    )
+)
 def test_one_micro_batch_a_window_takes_the_plain_path(name, case):
     event(f"optimizer: {case.optimizer}")
-    assert_is_the_plain_loop(MODES[name], generated_instance(case), releases=RESET_MODES[name].releases)
+    assert_is_the_plain_loop(
+        MODES[name], generated_instance(case), releases=RESET_MODES[name].releases
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)

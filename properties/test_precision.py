@@ -1,4 +1,6 @@
-"""Lower precisions: sound loops hold within the derived bounds, and faults are still far outside them."""
+"""Lower precisions: sound loops hold within the derived bounds, and faults are still far outside
+them.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def test_what_torch_cannot_run_in_a_dtype_is_no_fault_of_the_loop():
 def test_two_sparse_gradients_that_torch_cannot_add_are_no_fault_of_the_loop():
     embedding = Layer("embedding", features=2, padding_idx=False, sparse=True)
     spec = ProblemSpec(
-        Input("tokens", length=3, padded=False, vocabulary=5), (embedding,), Loss("mse", reduction="mean")
+        Input("tokens", length=3, padded=False, vocabulary=5),
+        (embedding,),
+        Loss("mse", reduction="mean"),
     )
     verdict = check(BUILT_IN["zero_"], Case(spec, Plan((1, 1), 2), dtype="float16"))
     assert verdict.violation is None
@@ -61,7 +65,9 @@ def test_two_sparse_gradients_that_torch_cannot_add_are_no_fault_of_the_loop():
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("name", ["mean-of-means", "no-divide", "no-reset", "reset-per-micro-batch"])
+@pytest.mark.parametrize(
+    "name", ["mean-of-means", "no-divide", "no-reset", "reset-per-micro-batch"]
+)
 def test_a_planted_fault_is_caught(name, dtype, device):
     # one item against three: a mean of means is off by far more than the 2**-8 of bfloat16
     case = Case(REGRESSION, Plan((1, 3, 2, 2), 2, 2), dtype=dtype, device=device, seed=1)

@@ -1,6 +1,8 @@
-"""The weight probe: the accumulated gradient is the vector of weights that a loop gives to each item.
+"""The weight probe: the accumulated gradient is the vector of weights that a loop gives to each
+item.
 
-The expected weights are written down by hand, from what each loop's lines say, never computed by the suite.
+The expected weights are written down by hand, from what each loop's lines say, never computed by
+the suite.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from studies.zoo import BUGS
 EVERYWHERE = {name: loop for name, loop in BUILT_IN.items() if not assumptions_of(loop)}
 
 
-def weights(loop: Loop, plan: Plan, reduction: str = "mean", device: str = "cpu") -> list[list[float]]:
+def weights(
+    loop: Loop, plan: Plan, reduction: str = "mean", device: str = "cpu"
+) -> list[list[float]]:
     """Return, for every step, the weight that a loop gave each item."""
     instance = generated_instance(probe_case(plan, reduction, device=device))
     gradients = [observation.gradients["0.weight"] for observation in observe(loop, instance)]
@@ -33,7 +37,11 @@ def weights(loop: Loop, plan: Plan, reduction: str = "mean", device: str = "cpu"
 
 
 def assert_weights(
-    loop: Loop, plan: Plan, expected: list[list[float]], reduction: str = "mean", device: str = "cpu"
+    loop: Loop,
+    plan: Plan,
+    expected: list[list[float]],
+    reduction: str = "mean",
+    device: str = "cpu",
 ) -> None:
     """Fail unless a loop gives exactly these weights."""
     __tracebackhide__ = True
@@ -50,7 +58,11 @@ def power_of_two_plans(draw: st.DrawFn) -> Plan:
     for w in range(windows):
         total = 2 ** draw(st.integers(math.ceil(math.log2(k)), 5))
         count = draw(st.integers(1, k)) if w == windows - 1 else k
-        cuts = draw(st.sets(st.integers(1, total - 1), min_size=count - 1, max_size=count - 1)) if count > 1 else ()
+        cuts = (
+            draw(st.sets(st.integers(1, total - 1), min_size=count - 1, max_size=count - 1))
+            if count > 1
+            else ()
+        )
         ends = [0, *sorted(cuts), total]
         sizes += [end - start for start, end in pairwise(ends)]
     return Plan(tuple(sizes), k, draw(st.integers(1, 3)))
@@ -63,7 +75,9 @@ def power_of_two_plans(draw: st.DrawFn) -> Plan:
 @given(plan=power_of_two_plans())
 def test_every_item_weighs_exactly_one_over_the_count(name, reduction, device, plan):
     event(f"short last window: {plan.has_short_window}")
-    event(f"micro-batches of other sizes than powers of two: {any(n & (n - 1) for n in plan.micro_batches)}")
+    event(
+        f"micro-batches of other sizes than powers of two: {any(n & (n - 1) for n in plan.micro_batches)}"
+    )
     steps = weights(EVERYWHERE[name], plan, reduction, device)
     for step, got in enumerate(steps):
         items = plan.window_items(step % len(plan.windows))
@@ -79,7 +93,9 @@ PLAN = Plan((1, 3, 2, 2, 2), 2)
 def test_sound_weights_by_hand():
     quarter = [0.25] * 4
     assert_weights(
-        BUILT_IN["zero_"], PLAN, [[*quarter, *[0.0] * 6], [*[0.0] * 4, *quarter, 0, 0], [*[0.0] * 8, 0.5, 0.5]]
+        BUILT_IN["zero_"],
+        PLAN,
+        [[*quarter, *[0.0] * 6], [*[0.0] * 4, *quarter, 0, 0], [*[0.0] * 8, 0.5, 0.5]],
     )
 
 

@@ -1,7 +1,9 @@
-"""Where torch and JAX choose a derivative: kinks, ties and limits, and what each of them returns there.
+"""Where torch and JAX choose a derivative: kinks, ties and limits, and what each of them returns
+there.
 
-A row is computed by running both frameworks. Nothing here says what they should return, except the one-sided
-derivatives at a kink, which come from mathematics. Must not import the report or the command line.
+A row is computed by running both frameworks. Nothing here says what they should return, except the
+one-sided derivatives at a kink, which come from mathematics. Must not import the report or the
+command line.
 """
 
 from __future__ import annotations
@@ -25,12 +27,20 @@ _NEAR = 1e-4
 """Relative distance within which a gradient counts as one of the candidates; they are far apart, rounding is not."""
 
 
-def convention(point: Point, of_torch: Sequence[Numbers], of_jax: Sequence[Numbers], *, agree: bool) -> str:
-    """Return which derivative torch and JAX choose, and why they differ by definition where the point says so."""
+def convention(
+    point: Point, of_torch: Sequence[Numbers], of_jax: Sequence[Numbers], *, agree: bool
+) -> str:
+    """Return which derivative torch and JAX choose, and why they differ by definition where the
+    point says so.
+    """
     torch_choice, jax_choice = _choice(point, of_torch), _choice(point, of_jax)
     if agree:
         return f"both: {torch_choice}"
-    words = f"both: {torch_choice}" if torch_choice == jax_choice else f"torch: {torch_choice}; JAX: {jax_choice}"
+    words = (
+        f"both: {torch_choice}"
+        if torch_choice == jax_choice
+        else f"torch: {torch_choice}; JAX: {jax_choice}"
+    )
     if torch_choice == jax_choice:
         words = f"{words}, but the numbers differ"
     return f"{words} ({point.note})" if point.note else words
@@ -49,7 +59,11 @@ def _side(found: float, left: float, right: float) -> str:
     if math.isnan(found):
         return "NaN"
     if _near(left, right):
-        return f"the derivative, {number(left)}" if _near(found, left) else f"{number(found)}, not {number(left)}"
+        return (
+            f"the derivative, {number(left)}"
+            if _near(found, left)
+            else f"{number(found)}, not {number(left)}"
+        )
     candidates = {
         "the left derivative": left,
         "the right derivative": right,
@@ -72,7 +86,11 @@ def _share(parts: Numbers) -> str:
         place = "last" if nonzero[0] == len(parts) - 1 else place
         return f"all to the {place} of the tied elements"
     if np.allclose(parts, parts[0], rtol=_NEAR):
-        return "the whole gradient to each tied element" if _near(float(parts[0]), 1.0) else "split evenly among ties"
+        return (
+            "the whole gradient to each tied element"
+            if _near(float(parts[0]), 1.0)
+            else "split evenly among ties"
+        )
     return "shares " + _numbers(parts)
 
 
@@ -96,7 +114,10 @@ ROUNDING = 1024
 """Unit roundoffs, relative to the larger of the two numbers and 1, that two results may differ by and still agree."""
 
 _TOGETHER = 16
-_QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+_QUICKLY: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
 
 
 @dataclass(frozen=True)
@@ -105,7 +126,8 @@ class Outcome:
 
     Attributes:
         value: the operation's result, flattened.
-        gradient: the gradient of the result's sum, one flat array per input; zeros where the framework has none.
+        gradient: the gradient of the result's sum, one flat array per input; zeros where the
+            framework has none.
     """
 
     value: Numbers
@@ -162,41 +184,59 @@ def run(points: Sequence[Point], dtypes: Iterable[str] = DTYPES, device: str = "
     """
     by_dtype = {dtype: zip(points, _in_jax(points, dtype), strict=True) for dtype in dtypes}
     rows = {
-        dtype: [_row(point, dtype, device, _in_torch(point, dtype, device), found) for point, found in pairs]
+        dtype: [
+            _row(point, dtype, device, _in_torch(point, dtype, device), found)
+            for point, found in pairs
+        ]
         for dtype, pairs in by_dtype.items()
     }
     return [row for of_point in zip(*rows.values(), strict=True) for row in of_point]
 
 
 def agrees(mine: Numbers, other: Numbers, dtype: str) -> bool:
-    """Return whether two arrays are equal but for `ROUNDING`, with NaN and infinities at the same places."""
+    """Return whether two arrays are equal but for `ROUNDING`, with NaN and infinities at the same
+    places.
+    """
     if mine.shape != other.shape:
         return False
     scale = np.maximum(np.maximum(np.abs(mine), np.abs(other)), 1.0)
     with np.errstate(invalid="ignore"):
-        near = np.abs(mine - other) <= ROUNDING * np.finfo(dtype).eps * np.where(np.isfinite(scale), scale, 0.0)
+        near = np.abs(mine - other) <= ROUNDING * np.finfo(dtype).eps * np.where(
+            np.isfinite(scale), scale, 0.0
+        )
     return bool(np.all(near | (mine == other) | (np.isnan(mine) & np.isnan(other))))
 
 
 def _row(point: Point, dtype: str, device: str, of_torch: Outcome, of_jax: Outcome) -> Row:
     agree = agrees(of_torch.value, of_jax.value, dtype) and all(
-        agrees(mine, other, dtype) for mine, other in zip(of_torch.gradient, of_jax.gradient, strict=True)
+        agrees(mine, other, dtype)
+        for mine, other in zip(of_torch.gradient, of_jax.gradient, strict=True)
     )
     words = convention(point, of_torch.gradient, of_jax.gradient, agree=agree)
     return Row(point, dtype, device, of_torch, of_jax, agree, words)
 
 
 def _in_torch(point: Point, dtype: str, device: str) -> Outcome:
-    inputs = [torch.tensor(x, dtype=getattr(torch, dtype), device=device, requires_grad=True) for x in point.inputs]
+    inputs = [
+        torch.tensor(x, dtype=getattr(torch, dtype), device=device, requires_grad=True)
+        for x in point.inputs
+    ]
     value = point.torch(*inputs)
     gradients = [torch.zeros_like(x) for x in inputs]
     if value.requires_grad:
-        gradients = list(torch.autograd.grad(value, inputs, torch.ones_like(value), materialize_grads=True))
-    return Outcome(_flat(value.detach().cpu()), tuple(_flat(gradient.cpu()) for gradient in gradients))
+        gradients = list(
+            torch.autograd.grad(value, inputs, torch.ones_like(value), materialize_grads=True)
+        )
+    return Outcome(
+        _flat(value.detach().cpu()), tuple(_flat(gradient.cpu()) for gradient in gradients)
+    )
 
 
 def _in_jax(points: Sequence[Point], dtype: str) -> list[Outcome]:
-    """Return the outcome of each point; `_TOGETHER` of them are one program, since compiling is most of the time."""
+    """Return the outcome of each point.
+
+    `_TOGETHER` of them are one program, since compiling is most of the time.
+    """
     found: list[Outcome] = []
     with jax.default_device(jax.devices("cpu")[0]):
         for first in range(0, len(points), _TOGETHER):
@@ -205,7 +245,9 @@ def _in_jax(points: Sequence[Point], dtype: str) -> list[Outcome]:
 
 
 def _compiled_together(points: Sequence[Point], dtype: str) -> list[Outcome]:
-    def differentiate(every: list[tuple[jax.Array, ...]]) -> list[tuple[jax.Array, tuple[jax.Array, ...]]]:
+    def differentiate(
+        every: list[tuple[jax.Array, ...]],
+    ) -> list[tuple[jax.Array, tuple[jax.Array, ...]]]:
         found = []
         for point, inputs in zip(points, every, strict=True):
             value, pullback = jax.vjp(point.jax, *inputs)
@@ -214,7 +256,9 @@ def _compiled_together(points: Sequence[Point], dtype: str) -> list[Outcome]:
 
     every = [tuple(jnp.asarray(x, dtype) for x in point.inputs) for point in points]
     program = jax.jit(differentiate).lower(every).compile(compiler_options=_QUICKLY)
-    return [Outcome(_flat(value), tuple(map(_flat, gradient))) for value, gradient in program(every)]
+    return [
+        Outcome(_flat(value), tuple(map(_flat, gradient))) for value, gradient in program(every)
+    ]
 
 
 def _flat(values: Any) -> Numbers:

@@ -1,4 +1,6 @@
-"""The points of the atlas: activations, pointwise functions, ties, limits, indexing, matrices, losses."""
+"""The points of the atlas: activations, pointwise functions, ties, limits, indexing, matrices,
+losses.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,10 @@ class Point:
         inputs: numbers or nested lists of numbers, each an argument that is differentiated.
         torch: the operation in torch: tensors -> tensor.
         jax: the operation in JAX as its users write it: arrays -> array.
-        sides: left and right derivative of a function of one number, from mathematics; None for anything else.
-        tied: flat indices, within the first input, of the elements that are equal; empty where none are.
+        sides: left and right derivative of a function of one number, from mathematics; None for
+            anything else.
+        tied: flat indices, within the first input, of the elements that are equal; empty where none
+            are.
         note: what makes the two frameworks differ by definition; empty where nothing does.
     """
 
@@ -52,7 +56,11 @@ def number(x: float) -> str:
 
 
 def kinks(
-    operation: str, of_torch: Torch, of_jax: Jax, points: dict[float, float | tuple[float, float]], note: str = ""
+    operation: str,
+    of_torch: Torch,
+    of_jax: Jax,
+    points: dict[float, float | tuple[float, float]],
+    note: str = "",
 ) -> list[Point]:
     """Return the points of a function of one number.
 
@@ -60,33 +68,60 @@ def kinks(
         operation: the operation's name.
         of_torch: the function in torch.
         of_jax: the function in JAX.
-        points: x -> the derivative at x, or (left derivative, right derivative); NaN where there is none.
+        points: x -> the derivative at x, or (left derivative, right derivative); NaN where there is
+            none.
         note: what makes the two differ by definition.
     """
-    sides = {x: found if isinstance(found, tuple) else (found, found) for x, found in points.items()}
-    return [Point(operation, f"x = {number(x)}", (x,), of_torch, of_jax, sides[x], note=note) for x in points]
+    sides = {
+        x: found if isinstance(found, tuple) else (found, found) for x, found in points.items()
+    }
+    return [
+        Point(operation, f"x = {number(x)}", (x,), of_torch, of_jax, sides[x], note=note)
+        for x in points
+    ]
 
 
-def pairs(operation: str, of_torch: Torch, of_jax: Jax, *points: tuple[float, float]) -> list[Point]:
+def pairs(
+    operation: str, of_torch: Torch, of_jax: Jax, *points: tuple[float, float]
+) -> list[Point]:
     """Return the points of a function of two numbers."""
-    return [Point(operation, f"x = {number(x)}, y = {number(y)}", (x, y), of_torch, of_jax) for x, y in points]
+    return [
+        Point(operation, f"x = {number(x)}, y = {number(y)}", (x, y), of_torch, of_jax)
+        for x, y in points
+    ]
 
 
-def vectors(operation: str, of_torch: Torch, of_jax: Jax, *points: Sequence[float], note: str = "") -> list[Point]:
+def vectors(
+    operation: str, of_torch: Torch, of_jax: Jax, *points: Sequence[float], note: str = ""
+) -> list[Point]:
     """Return the points of a function of a vector."""
     return [
-        Point(operation, f"x = [{', '.join(map(number, x))}]", (list(x),), of_torch, of_jax, note=note) for x in points
+        Point(
+            operation, f"x = [{', '.join(map(number, x))}]", (list(x),), of_torch, of_jax, note=note
+        )
+        for x in points
     ]
 
 
 def ties(operation: str, of_torch: Torch, of_jax: Jax, x: Sequence[float], note: str = "") -> Point:
-    """Return a point whose input has equal elements, which are tied; all are where none are equal."""
+    """Return a point whose input has equal elements, which are tied.
+
+    All are where none are equal.
+    """
     (point,) = vectors(operation, of_torch, of_jax, x, note=note)
-    return replace(point, tied=tuple(i for i, value in enumerate(x) if x.count(value) > 1) or tuple(range(len(x))))
+    return replace(
+        point,
+        tied=tuple(i for i, value in enumerate(x) if x.count(value) > 1) or tuple(range(len(x))),
+    )
 
 
 def stored(
-    operation: str, of_torch: Torch, of_jax: Jax, y: Sequence[float] = (3.0, 4.0), at: str = "", note: str = ""
+    operation: str,
+    of_torch: Torch,
+    of_jax: Jax,
+    y: Sequence[float] = (3.0, 4.0),
+    at: str = "",
+    note: str = "",
 ) -> Point:
     """Return a point of an operation that stores two values at the same index.
 
@@ -109,23 +144,36 @@ def stored(
     return Point(operation, f"i = [0, 0]{at}", (BASE, list(y)), in_torch, in_jax, note=note)
 
 
-# JAX's side of activations is `jax.nn`, or `jnp.where` for what it lacks; that of losses is the formula in `jnp`.
+# JAX's side of activations is `jax.nn`, or `jnp.where` for what it lacks; that of losses is the
+# formula in `jnp`.
 
-SELU_SCALE, SELU_ALPHA = 1.0507009873554805, 1.6732632423543772  # Klambauer et al. 2017, equation 14
+SELU_SCALE, SELU_ALPHA = (
+    1.0507009873554805,
+    1.6732632423543772,
+)  # Klambauer et al. 2017, equation 14
 GELU_AT_1 = 0.5 * (1 + erf(1 / sqrt(2))) + exp(-0.5) / sqrt(2 * pi)
 EPS = 1e-5
 TOP, BOTTOM, SAME, MIDDLE = [2.0, 0.0, 2.0], [0.0, 2.0, 0.0], [1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 2.0]
 BASE, PLACE = [1.0, 2.0], [[1.0, 2.0]]
 TWICE, TOKENS = np.array([0, 0]), np.array([0, 1, 1])
-IDENTITY, RANK_1, ZERO = [[1.0, 0.0], [0.0, 1.0]], [[1.0, 2.0], [2.0, 4.0]], [[0.0, 0.0], [0.0, 0.0]]
+IDENTITY, RANK_1, ZERO = (
+    [[1.0, 0.0], [0.0, 1.0]],
+    [[1.0, 2.0], [2.0, 4.0]],
+    [[0.0, 0.0], [0.0, 0.0]],
+)
 CORRECTED = "torch divides by n - 1, JAX by n"
 STORED = "both store the last value; only the way back differs"
-ADJUGATE = "the gradient is the transposed adjugate, as JAX has it: https://github.com/pytorch/pytorch/issues/104675"
+ADJUGATE = (
+    "the gradient is the transposed adjugate, as JAX has it:"
+    " https://github.com/pytorch/pytorch/issues/104675"
+)
 CLAMPED = "torch clamps the logarithm at -100"
 
 
 def _like(x: torch.Tensor, *values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=x.dtype, device=x.device).reshape(x.shape if len(values) == x.numel() else -1)
+    return torch.tensor(values, dtype=x.dtype, device=x.device).reshape(
+        x.shape if len(values) == x.numel() else -1
+    )
 
 
 def _classes(x: torch.Tensor, *values: int) -> torch.Tensor:

@@ -79,7 +79,10 @@ def autograd_grad(run: TrainingRun) -> None:
             loss = part_of_window(run, batch, total)
             if loss.requires_grad:
                 found = torch.autograd.grad(loss, parameters, allow_unused=True)
-                sums = [b if a is None else a if b is None else a + b for a, b in zip(sums, found, strict=True)]
+                sums = [
+                    b if a is None else a if b is None else a + b
+                    for a, b in zip(sums, found, strict=True)
+                ]
         for p, gradient in zip(parameters, sums, strict=True):
             p.grad = gradient
         run.optimizer.step()
@@ -100,7 +103,10 @@ def scaled_and_back(run: TrainingRun, factor: float = 3) -> None:
 
 LOOPS: dict[str, Loop] = {
     **BUILT_IN,
-    **{loop.__name__: loop for loop in (float_shares, one_backward, any_order, autograd_grad, scaled_and_back)},
+    **{
+        loop.__name__: loop
+        for loop in (float_shares, one_backward, any_order, autograd_grad, scaled_and_back)
+    },
 }
 """The sound loops that the campaign judges."""
 
@@ -221,15 +227,17 @@ def draw_cases(dtype: str, chunk: int, count: int, seed_value: int) -> list[Draw
 def _first_and_last(plan: Plan) -> Plan:
     """Return the plan of the first and the last window only, in one epoch.
 
-    With parameters that do not change, every epoch has the same numbers. Two windows are enough to show a stale window,
-    and only the last window may be short.
+    With parameters that do not change, every epoch has the same numbers. Two windows are enough to
+    show a stale window, and only the last window may be short.
     """
     windows = plan.windows
     return plan.select((*windows[0], *(windows[-1] if len(windows) > 1 else ()))).replace(epochs=1)
 
 
 def _holding(case: Case, within: frozenset[str]) -> frozenset[str]:
-    """Return the assumptions that hold: those the case was drawn within and those its plan and loss satisfy."""
+    """Return the assumptions that hold: those the case was drawn within and those its plan and loss
+    satisfy.
+    """
     assert case.spec is not None
     seen = set(within)
     if case.spec.loss.reduction == "sum":
@@ -243,7 +251,9 @@ def _holding(case: Case, within: frozenset[str]) -> frozenset[str]:
 @cache
 def _signals() -> frozenset[Signal]:
     """Return every signal that a chain of drawn layers can produce from a drawn input."""
-    waiting = [kind.signal(options) for kind in INPUTS.values() if kind.drawn for options in kind.variants]
+    waiting = [
+        kind.signal(options) for kind in INPUTS.values() if kind.drawn for options in kind.variants
+    ]
     found: set[Signal] = set()
     while waiting:
         signal = waiting.pop()
@@ -261,14 +271,18 @@ def _signals() -> frozenset[Signal]:
 @cache
 def drawn_layers() -> frozenset[str]:
     """Return the layer kinds that the strategies draw."""
-    return frozenset(kind.name for kind in LAYERS.values() if any(kind.variants(signal) for signal in _signals()))
+    return frozenset(
+        kind.name for kind in LAYERS.values() if any(kind.variants(signal) for signal in _signals())
+    )
 
 
 @cache
 def drawn_losses() -> frozenset[str]:
     """Return the loss kinds that the strategies draw."""
     kinds = (kind for kind in LOSSES.values() if kind.drawn)
-    return frozenset(kind.name for kind in kinds if any(kind.variants(signal) for signal in _signals()))
+    return frozenset(
+        kind.name for kind in kinds if any(kind.variants(signal) for signal in _signals())
+    )
 
 
 @dataclass
@@ -291,7 +305,9 @@ class _Noted:
         def note(*_: Any) -> None:
             dense = {n: p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad
                      for n, p in trainable.items()}  # fmt: skip
-            self.gradients.append(self.reference.flat({n: g if g is None else g.detach() for n, g in dense.items()}))
+            self.gradients.append(
+                self.reference.flat({n: g if g is None else g.detach() for n, g in dense.items()})
+            )
 
         # after the step, since a closure computes its gradients during it
         handle: torch.utils.hooks.RemovableHandle = run.optimizer.register_step_post_hook(note)
@@ -303,11 +319,16 @@ class _Noted:
 
 
 class CaseJudge:
-    """Judges sound loops on one case and counts the verdicts; bitwise equal gradients are compared once."""
+    """Judges sound loops on one case and counts the verdicts.
+
+    Bitwise equal gradients are compared once.
+    """
 
     def __init__(self, drawn: Drawn, loops: Mapping[str, Loop] = LOOPS) -> None:
         self._drawn, self._tally = drawn, Tally(cases=1)
-        self._loops = {name: loop for name, loop in loops.items() if assumptions_of(loop) <= drawn.within}
+        self._loops = {
+            name: loop for name, loop in loops.items() if assumptions_of(loop) <= drawn.within
+        }
         self._reference = REFERENCES.get(drawn.case, None)
         self._seen: dict[tuple[int, str | None, bytes], tuple[float | None, frozenset[str]]] = {}
         spec = drawn.case.spec
@@ -337,7 +358,11 @@ class CaseJudge:
             return
         tally.elements += sum(map(len, noted.gradients))
         if (violation := verdict.violation) is not None:
-            ratio = violation.error / violation.allowed if violation.error and violation.allowed else None
+            ratio = (
+                violation.error / violation.allowed
+                if violation.error and violation.allowed
+                else None
+            )
             found = violation.to_json() | {"loop": name, "ratio": json_number(ratio)}
             tally.alarms.append({key: value for key, value in found.items() if value is not None})
             return
@@ -345,7 +370,9 @@ class CaseJudge:
         self._look_closer(noted)
 
     def _look_closer(self, noted: _Noted) -> None:
-        """Count the gradients that needed the Monte Carlo part of the bound, and the rules that would blame them."""
+        """Count the gradients that needed the Monte Carlo part of the bound, and the rules that
+        would blame them.
+        """
         rivals: set[str] = set()
         for index, observed in enumerate(noted.gradients):
             key = index, noted.compute, observed.tobytes()
@@ -357,13 +384,17 @@ class CaseJudge:
                 except CannotJudgeError:  # this window alone: others of the case were judged
                     self._seen[key] = None, frozenset()
                     continue
-                found = failed_rules(window, self._reference.layout, observed, self._drawn.case.dtype)
+                found = failed_rules(
+                    window, self._reference.layout, observed, self._drawn.case.dtype
+                )
                 self._seen[key] = ratio, found
             ratio, found = self._seen[key]
             rivals |= found
             if ratio is not None:
                 self._tally.drawn_on.note(ratio)
-        (self._tally.rivals if noted.compute is None else self._tally.rivals_autocast).update(rivals)
+        (self._tally.rivals if noted.compute is None else self._tally.rivals_autocast).update(
+            rivals
+        )
 
 
 def curve_of(drawn: Drawn, seed: int) -> Curve:
@@ -402,7 +433,9 @@ def curve_of(drawn: Drawn, seed: int) -> Curve:
 
 
 def _sound_outcome(drawn: Drawn, reference: Reference, rng: np.random.Generator) -> Outcome:
-    """Return what one of the loops does that fit the case, whose losses are of the case's own precision."""
+    """Return what one of the loops does that fit the case, whose losses are of the case's own
+    precision.
+    """
     fitting = [loop for loop in LOOPS.values() if assumptions_of(loop) <= drawn.within]
     for i in rng.permutation(len(fitting)):
         outcome = run_loop(fitting[i], reference.instance)
@@ -412,7 +445,8 @@ def _sound_outcome(drawn: Drawn, reference: Reference, rng: np.random.Generator)
 
 
 def smallest_found(sound: Sound, window: Window, direction: Vector) -> dict[str, int]:
-    """Return, for each rule, k: it finds the error of size 2**-k in a direction, and all larger ones.
+    """Return, for each rule, k: it finds the error of size 2**-k in a direction, and all larger
+    ones.
 
     Args:
         sound: the gradient.
@@ -460,7 +494,9 @@ def shares(total: int, dtypes: Sequence[str]) -> dict[str, int]:
     return {dtype: share + (i < left) for i, dtype in enumerate(dtypes)}
 
 
-def count_alarms(settings: Settings, progress: Callable[[int], None], into: dict[str, Tally]) -> None:
+def count_alarms(
+    settings: Settings, progress: Callable[[int], None], into: dict[str, Tally]
+) -> None:
     """CaseJudge sound loops until every dtype has its share of the checks.
 
     Args:
@@ -476,8 +512,11 @@ def count_alarms(settings: Settings, progress: Callable[[int], None], into: dict
     _fill(into, wanted, CHUNK, Tally, lambda tally: tally.checks, count)
 
 
-def trace_curves(settings: Settings, progress: Callable[[int], None], into: dict[str, Curve]) -> None:
-    """Plant errors in the cases that sound loops are judged on, `settings.planted` of them in each dtype.
+def trace_curves(
+    settings: Settings, progress: Callable[[int], None], into: dict[str, Curve]
+) -> None:
+    """Plant errors in the cases that sound loops are judged on, `settings.planted` of them in each
+    dtype.
 
     Args:
         settings: what was asked for.
@@ -521,14 +560,18 @@ def _fill(
     """
     with one_thread():
         for chunk in itertools.count():
-            waiting = [dtype for dtype in wanted if done(into.setdefault(dtype, empty())) < wanted[dtype]]
+            waiting = [
+                dtype for dtype in wanted if done(into.setdefault(dtype, empty())) < wanted[dtype]
+            ]
             if not waiting:
                 return
             for dtype in waiting:
                 into[dtype].add(count(dtype, chunk, min(size, wanted[dtype] - done(into[dtype]))))
 
 
-def alarms_in_chunk(dtype: str, chunk: int, limit: int, seed: int, progress: Callable[[int], None]) -> Tally:
+def alarms_in_chunk(
+    dtype: str, chunk: int, limit: int, seed: int, progress: Callable[[int], None]
+) -> Tally:
     """CaseJudge sound loops on the cases of one chunk, `limit` checks in all."""
     total = Tally()
     for drawn in draw_cases(dtype, chunk, cases_for(limit), seed):
@@ -539,14 +582,19 @@ def alarms_in_chunk(dtype: str, chunk: int, limit: int, seed: int, progress: Cal
 
 
 def cases_for(checks: int) -> int:
-    """Return how many cases have loops for that many checks: loops that assume nothing are judged on every case."""
+    """Return how many cases have loops for that many checks: loops that assume nothing are judged
+    on every case.
+    """
     return math.ceil(checks / sum(not assumptions_of(loop) for loop in LOOPS.values()))
 
 
-def record(settings: Settings, tallies: Mapping[str, Tally], curves: Mapping[str, Curve]) -> dict[str, Any]:
+def record(
+    settings: Settings, tallies: Mapping[str, Tally], curves: Mapping[str, Curve]
+) -> dict[str, Any]:
     """Return what was counted as the data of a record.
 
-    Coverage says which kinds of layers and losses that the strategies draw are in no case that was judged.
+    Coverage says which kinds of layers and losses that the strategies draw are in no case that was
+    judged.
     """
     layers = {kind for tally in tallies.values() for kind in tally.layers}
     losses = {kind for tally in tallies.values() for kind in tally.losses}

@@ -17,7 +17,13 @@ import torch
 from torch.nn.functional import cross_entropy, mse_loss
 
 from gradcheck_suite.core.case import Case
-from gradcheck_suite.core.contract import EQUAL_MICRO_BATCHES, WHOLE_WINDOWS, Batch, Loop, TrainingRun
+from gradcheck_suite.core.contract import (
+    EQUAL_MICRO_BATCHES,
+    WHOLE_WINDOWS,
+    Batch,
+    Loop,
+    TrainingRun,
+)
 from gradcheck_suite.core.results import Result, json_number
 from gradcheck_suite.core.text import counted
 from gradcheck_suite.loops.reset_modes import part_of_window, window_count, windows, zero_by_hand
@@ -33,7 +39,10 @@ from studies.workload import Size
 
 
 def verify(loop: Loop, **options: Any) -> Result:
-    """Verify a loop without progress; imported at the first call, since the report reads claims without JAX."""
+    """Verify a loop without progress.
+
+    Imported at the first call, since the report reads claims without JAX.
+    """
     from gradcheck_suite.verification.verify import verify as verified
 
     return verified(loop, quiet=True, **options)
@@ -50,7 +59,11 @@ def describe_case(case: Case) -> list[str]:
 
 
 Verdict = Literal["confirmed", "refuted", "conditional", "always", "never", "sometimes"]
-ANSWERS: dict[Verdict, Verdict] = {"confirmed": "always", "conditional": "sometimes", "refuted": "never"}
+ANSWERS: dict[Verdict, Verdict] = {
+    "confirmed": "always",
+    "conditional": "sometimes",
+    "refuted": "never",
+}
 """Verdict on a claim -> the answer where the source does not claim but ask."""
 
 
@@ -63,7 +76,8 @@ class Finding:
         sentence: one to three sentences on what holds.
         condition: condition under which the claim is true; empty unless conditional.
         figures: name (with its unit) -> value measured or counted in this run.
-        counterexample: smallest case in which the claim fails, in words or code; empty where there is none.
+        counterexample: smallest case in which the claim fails, in words or code; empty where there
+            is none.
         rows: measurements behind the figures that are kept as benchmark records too.
     """
 
@@ -88,20 +102,29 @@ def judged(
     figures: Mapping[str, Any],
     counterexample: str = "",
 ) -> Finding:
-    """Return the finding on a claim: confirmed if it holds in all cases, refuted if in none, else conditional.
+    """Return the finding on a claim: confirmed if it holds in all cases, refuted if in none, else
+    conditional.
 
     Args:
         cases: what was tried -> whether the claim holds there, as measured in this run.
-        sentence: what holds if the claim fails in `fails` alone; like `condition` and `counterexample` it is replaced
-            by the names of the cases where others fail, as under another version of torch.
-        fails: names of the cases in which the claim was known to fail when the sentence was written.
+        sentence: what holds if the claim fails in `fails` alone; like `condition` and
+            `counterexample` it is replaced by the names of the cases where others fail, as under
+            another version of torch.
+        fails: names of the cases in which the claim was known to fail when the sentence was
+            written.
         condition: condition under which the claim is then true.
         figures: figures of this run.
         counterexample: the smallest case against the claim.
     """
-    good, bad = ([name for name, holds in cases.items() if holds is wanted] for wanted in (True, False))
+    good, bad = (
+        [name for name, holds in cases.items() if holds is wanted] for wanted in (True, False)
+    )
     if set(bad) != set(fails):
-        lists = [f"{verb} for: {'; '.join(names)}" for verb, names in (("holds", good), ("fails", bad)) if names]
+        lists = [
+            f"{verb} for: {'; '.join(names)}"
+            for verb, names in (("holds", good), ("fails", bad))
+            if names
+        ]
         sentence = f"Other cases fail than were known to. The claim {', and '.join(lists)}."
         condition, counterexample = "; ".join(good) if good and bad else "", "; ".join(bad)
     verdict: Verdict = "conditional" if good and bad else "confirmed" if good else "refuted"
@@ -116,7 +139,12 @@ SOURCES = {
 
 
 def _loop(
-    *, at_start: bool = False, first: bool = False, last: bool = False, accumulates: bool = False, by_hand: bool = False
+    *,
+    at_start: bool = False,
+    first: bool = False,
+    last: bool = False,
+    accumulates: bool = False,
+    by_hand: bool = False,
 ) -> Loop:
     """Return a loop of forward, backward and step.
 
@@ -124,7 +152,8 @@ def _loop(
         at_start: whether it resets the gradients once before training.
         first: whether it resets them first in each iteration.
         last: whether it resets them after each step.
-        accumulates: whether it divides the loss by `accumulation_steps`, and steps after that many micro-batches.
+        accumulates: whether it divides the loss by `accumulation_steps`, and steps after that many
+            micro-batches.
         by_hand: whether a reset is `p.grad.zero_()` for each parameter whose gradient is not None.
     """
 
@@ -271,8 +300,11 @@ def verify_printed(printed: PrintedLoop, *, examples: int = 200) -> PrintedResul
 DEPTH = 4
 
 
-def train(mode: str, *, width: int, items: int, micro_batches: int, windows: int = 3) -> tuple[Ledger, int]:
-    """Train `DEPTH` linear layers with tanh between them, float32, plain SGD, a reset after each step.
+def train(
+    mode: str, *, width: int, items: int, micro_batches: int, windows: int = 3
+) -> tuple[Ledger, int]:
+    """Train `DEPTH` linear layers with tanh between them, float32, plain SGD, a reset after each
+    step.
 
     Args:
         mode: name of the reset mode.
@@ -338,7 +370,10 @@ Check = Callable[[], Finding]
 
 
 def claim(number: str, text: str, how: str, *, short: str) -> Callable[[Check], Check]:
-    """Make a function the check of a claim, which joins `CLAIMS`; the arguments are those of `Claim`."""
+    """Make a function the check of a claim, which joins `CLAIMS`.
+
+    The arguments are those of `Claim`.
+    """
 
     def join(check: Check) -> Check:
         CLAIMS[number] = Claim(number, text, how, check, short)
@@ -356,7 +391,8 @@ def _gradient(p: torch.Tensor) -> torch.Tensor:
     return p.grad
 
 
-# Claims of the blog post (C1.1 to C1.9): memory and traffic counted exactly, steps timed on this machine.
+# Claims of the blog post (C1.1 to C1.9): memory and traffic counted exactly, steps timed on this
+# machine.
 
 
 _SMALL = {"width": 32, "items": 8, "micro_batches": 1}
@@ -365,7 +401,8 @@ _SMALL = {"width": 32, "items": 8, "micro_batches": 1}
 @claim(
     "C1.1",
     "Zeroing keeps the gradient buffers allocated: it frees no significant memory.",
-    "bytes of gradients that a reset frees, and that are alive when the next forward begins, counted by the ledger",
+    "bytes of gradients that a reset frees, and that are alive when the next forward begins,"
+    " counted by the ledger",
     short="Zeroing keeps gradient buffers allocated",
 )
 def _kept() -> Finding:
@@ -373,7 +410,10 @@ def _kept() -> Finding:
     alive = [ledger.starts[1]["gradients"] for ledger in (zeroed, released)]
     freed = [ledger.total("reset", window=1).freed for ledger in (zeroed, released)]
     return judged(
-        {"bytes alive at the next forward": alive[0] == size, "bytes freed by the reset": freed[0] == 0},
+        {
+            "bytes alive at the next forward": alive[0] == size,
+            "bytes freed by the reset": freed[0] == 0,
+        },
         "zero_ frees nothing: all gradients are still allocated when the next forward begins.",
         figures={
             "bytes of all gradients": size,
@@ -385,32 +425,40 @@ def _kept() -> Finding:
 
 def _additions(micro_batches: int) -> tuple[int, int]:
     arguments = {**_SMALL, "micro_batches": micro_batches}
-    found = [train(mode, **arguments)[0].operations("accumulate", window=1) for mode in ("zero_", "set_to_none")]
+    found = [
+        train(mode, **arguments)[0].operations("accumulate", window=1)
+        for mode in ("zero_", "set_to_none")
+    ]
     return found[0].get("add_", 0), found[1].get("add_", 0)
 
 
 @claim(
     "C1.2",
-    "After zeroing, the next backward adds the new gradient to 0: a redundant operation. Even without accumulation "
-    "every step pays it.",
-    "whether a step under zero_ has one addition for each parameter more than one under None, with K micro-batches",
+    "After zeroing, the next backward adds the new gradient to 0: a redundant operation. Even"
+    " without accumulation every step pays it.",
+    "whether a step under zero_ has one addition for each parameter more than one under None, with"
+    " K micro-batches",
     short="After zeroing, backward adds to 0 in vain",
 )
 def _redundant() -> Finding:
     found = {k: _additions(k) for k in (1, 4)}
     return judged(
         {f"K = {k}": zeroed == released + DEPTH for k, (zeroed, released) in found.items()},
-        "After zero_, autograd adds each parameter's first gradient of a window to zeros: one addition per parameter "
-        "and step that a release avoids, with or without accumulation.",
+        "After zero_, autograd adds each parameter's first gradient of a window to zeros: one"
+        " addition per parameter and step that a release avoids, with or without accumulation.",
         figures={
-            f"additions per step, {DEPTH} parameters, K = {k}: zero_ / None": f"{zeroed} / {released}"
+            f"additions per step, {DEPTH} parameters, K = {k}: zero_ / None": (
+                f"{zeroed} / {released}"
+            )
             for k, (zeroed, released) in found.items()
         },
     )
 
 
 def _accumulated(p: torch.nn.Parameter, loss: Callable[[], torch.Tensor]) -> str:
-    """Return what a backward does with the gradient of a parameter: `"taken"`, `"copied"` or `"added"`."""
+    """Return what a backward does with the gradient of a parameter: `"taken"`, `"copied"` or
+    `"added"`.
+    """
     ledger = Ledger()
     with ledger:
         loss().backward()
@@ -421,7 +469,8 @@ def _accumulated(p: torch.nn.Parameter, loss: Callable[[], torch.Tensor]) -> str
 @claim(
     "C1.3",
     "After a release (set_to_none=True) backward assigns instead of adding.",
-    "which operations accumulation runs in the first and the second backward after zero_grad(set_to_none=True)",
+    "which operations accumulation runs in the first and the second backward after"
+    " zero_grad(set_to_none=True)",
     short="After a release, backward assigns",
 )
 def _assigned() -> Finding:
@@ -439,12 +488,15 @@ def _assigned() -> Finding:
     found["second backward"] = _accumulated(p, losses["a gradient of its own"])
     return judged(
         {name: done != "added" for name, done in found.items()},
-        "The first gradient after a release is not added to anything: autograd takes the tensor that backward made, "
-        "or copies it where its strides are not the parameter's or something else refers to it. The second "
-        "micro-batch's gradient is added.",
+        "The first gradient after a release is not added to anything: autograd takes the tensor"
+        " that backward made, or copies it where its strides are not the parameter's or something"
+        " else refers to it. The second micro-batch's gradient is added.",
         fails=["second backward"],
         condition="for the first backward after the release",
-        figures={**found, "additions per step, K = 4: zero_ / None": "{} / {}".format(*_additions(4))},
+        figures={
+            **found,
+            "additions per step, K = 4: zero_ / None": "{} / {}".format(*_additions(4)),
+        },
         counterexample="the second backward of a window adds, under either mode",
     )
 
@@ -452,8 +504,8 @@ def _assigned() -> Finding:
 @claim(
     "C1.4",
     "A release frees memory for other use between steps: larger batches or models fit.",
-    "whether the peak falls by half of the gradients' bytes or more, with more activations than gradients and with "
-    "fewer",
+    "whether the peak falls by half of the gradients' bytes or more, with more activations than"
+    " gradients and with fewer",
     short="A release frees memory between steps",
 )
 def _frees_for_others() -> Finding:
@@ -463,22 +515,33 @@ def _frees_for_others() -> Finding:
         ("many activations", {"width": 16, "items": 2048, "micro_batches": 1}),
         ("few activations", {"width": 256, "items": 4, "micro_batches": 1}),
     ):
-        (zeroed, size), (released, _) = train("zero_", **arguments), train("set_to_none", **arguments)
+        (zeroed, size), (released, _) = (
+            train("zero_", **arguments),
+            train("set_to_none", **arguments),
+        )
         peaks = zeroed.peak(window=1), released.peak(window=1)
         saved = (peaks[0].bytes - peaks[1].bytes) / size
         cases[what] = saved >= 0.5
-        figures[f"{what}: peak under zero_ / None, bytes"] = f"{peaks[0].bytes:,} / {peaks[1].bytes:,}"
+        figures[f"{what}: peak under zero_ / None, bytes"] = (
+            f"{peaks[0].bytes:,} / {peaks[1].bytes:,}"
+        )
         figures[f"{what}: phase of the peak"] = f"{peaks[0].phase} / {peaks[1].phase}"
         figures[f"{what}: saved, in gradients' bytes"] = saved
     return judged(
         cases,
-        "Between steps the memory is free, and a forward whose activations make the peak can use it. Where the peak "
-        "occurs late in the backward, all gradients are allocated again, and a release saves little or nothing.",
+        "Between steps the memory is free, and a forward whose activations make the peak can use"
+        " it. Where the peak occurs late in the backward, all gradients are allocated again, and a"
+        " release saves little or nothing.",
         fails=["few activations"],
-        condition="the peak occurs in the forward or early in the backward: activations outweigh gradients",
+        condition=(
+            "the peak occurs in the forward or early in the backward: activations outweigh"
+            " gradients"
+        ),
         figures=figures,
-        counterexample="width 256, 4 items: the peak occurs at the end of the backward, and releasing saves less than "
-        "half of the gradients' bytes",
+        counterexample=(
+            "width 256, 4 items: the peak occurs at the end of the backward, and releasing saves"
+            " less than half of the gradients' bytes"
+        ),
     )
 
 
@@ -488,15 +551,21 @@ CONFIGURATIONS = 24
 
 @claim(
     "C1.5",
-    "A release allocates and deallocates more often, and is still the better use of memory overall.",
-    "bytes freed by the reset, and in a whole step, and the peak, under both modes, for drawn widths and splits",
+    "A release allocates and deallocates more often, and is still the better use of memory"
+    " overall.",
+    "bytes freed by the reset, and in a whole step, and the peak, under both modes, for drawn"
+    " widths and splits",
     short="A release reallocates, and is still better",
 )
 def _more_allocations() -> Finding:
     draw = random.Random(0)
     rows = []
     for _ in range(CONFIGURATIONS):
-        arguments = {"width": draw.randint(1, 96), "items": draw.randint(1, 96), "micro_batches": draw.randint(1, 4)}
+        arguments = {
+            "width": draw.randint(1, 96),
+            "items": draw.randint(1, 96),
+            "micro_batches": draw.randint(1, 4),
+        }
         ledgers = [train(mode, **arguments)[0] for mode in ("zero_", "set_to_none")]
         totals = [[ledger.total(*phases, window=1).freed for ledger in ledgers]
                   for phases in (("reset",), ("reset", "accumulate"))]  # fmt: skip
@@ -509,22 +578,31 @@ def _more_allocations() -> Finding:
             "the step frees more": all(released > zeroed for zeroed, released in steps),
             "the peak is not higher": all(released <= zeroed for zeroed, released in peaks),
         },
-        "The reset frees all gradients, which zeroing keeps. But under zeroing each backward allocates a new gradient "
-        "too, adds it and frees it, so a whole step allocates and frees as much. The peak was not higher under a "
-        f"release in any of {CONFIGURATIONS} drawn models and splits.",
+        "The reset frees all gradients, which zeroing keeps. But under zeroing each backward"
+        " allocates a new gradient too, adds it and frees it, so a whole step allocates and frees"
+        f" as much. The peak was not higher under a release in any of {CONFIGURATIONS} drawn models"
+        " and splits.",
         fails=["the step frees more"],
-        condition="only deallocations between steps count; a whole step allocates as much in both modes",
+        condition=(
+            "only deallocations between steps count; a whole step allocates as much in both modes"
+        ),
         figures={
             "models and splits drawn": CONFIGURATIONS,
-            "of these with a higher peak under None": sum(released > zeroed for zeroed, released in peaks),
+            "of these with a higher peak under None": sum(
+                released > zeroed for zeroed, released in peaks
+            ),
             "peak saved by a release, least and most, %": [min(saved), max(saved)],
         },
-        counterexample="under zero_ every backward still allocates each gradient, to add it and free it again",
+        counterexample=(
+            "under zero_ every backward still allocates each gradient, to add it and free it again"
+        ),
     )
 
 
 def pass_seconds(elements: int) -> float:
-    """Return the seconds on this CPU of what zero mode does beyond a release to one gradient: `zero_` and `add_`."""
+    """Return the seconds on this CPU of what zero mode does beyond a release to one gradient:
+    `zero_` and `add_`.
+    """
     held, new = torch.zeros(elements), torch.ones(elements)
     calls = max(1, 10**4 // elements)  # a single call on few elements is too short for the clock
 
@@ -538,10 +616,11 @@ def pass_seconds(elements: int) -> float:
 
 @claim(
     "C1.6",
-    "Operations: zero mode = load new gradient, load zero gradient, add, store; None mode = store. The transfers are "
-    "often the bottleneck on a GPU.",
-    "bytes read and written and operations run by reset and accumulation, counted by the ledger; that transfers are "
-    "the bottleneck where zero_ and add_ take twice as long as on one element, timed on this CPU",
+    "Operations: zero mode = load new gradient, load zero gradient, add, store; None mode = store."
+    " The transfers are often the bottleneck on a GPU.",
+    "bytes read and written and operations run by reset and accumulation, counted by the ledger;"
+    " that transfers are the bottleneck where zero_ and add_ take twice as long as on one element,"
+    " timed on this CPU",
     short="Zeroing loads twice, adds, stores",
 )
 def _traffic() -> Finding:
@@ -550,23 +629,36 @@ def _traffic() -> Finding:
     moved, launched = {}, {}
     for name, ledger in (("zero_", zeroed), ("None", released)):
         reset, added = ledger.total("reset", window=1), ledger.total("accumulate", window=1)
-        moved[name] = [total / size for total in (reset.read + reset.written, added.read, added.written)]
+        moved[name] = [
+            total / size for total in (reset.read + reset.written, added.read, added.written)
+        ]
         launched[name] = sum(ledger.operations("reset", "accumulate", window=1).values())
         figures[f"{name}: reset moves, accumulation reads, writes, in G"] = moved[name]
     seconds = {elements: pass_seconds(elements) for elements in (1, 100, 10**7)}
-    figures |= {f"zero_ and add_ of {n:,} elements on this CPU": f"{s * 1e6:.3g} us" for n, s in seconds.items()}
-    figures[f"operations per step, {DEPTH} parameters, zero_ / None"] = f"{launched['zero_']} / {launched['None']}"
+    figures |= {
+        f"zero_ and add_ of {n:,} elements on this CPU": f"{s * 1e6:.3g} us"
+        for n, s in seconds.items()
+    }
+    figures[f"operations per step, {DEPTH} parameters, zero_ / None"] = (
+        f"{launched['zero_']} / {launched['None']}"
+    )
     return judged(
         {
             "zero mode loads twice and stores once in accumulation": moved["zero_"][1:] == [2, 1],
             "zero mode moves nothing else": sum(moved["zero_"]) == 3,
-            "None mode moves nothing beyond the store that makes the gradient": sum(moved["None"]) == 0,
-            **{f"transfers are the bottleneck at {n:,} elements": seconds[n] > 2 * seconds[1] for n in (100, 10**7)},
+            "None mode moves nothing beyond the store that makes the gradient": (
+                sum(moved["None"]) == 0
+            ),
+            **{
+                f"transfers are the bottleneck at {n:,} elements": seconds[n] > 2 * seconds[1]
+                for n in (100, 10**7)
+            },
         },
-        "Zeroing moves four times the gradients' bytes per step with K = 1: it writes the zeros, reads them and the "
-        "new gradient, and writes the sum. The claim omits the write of the zeros. A release moves nothing beyond the "
-        "store that makes the gradient, which both modes need. Zeroing also runs two operations per parameter, which "
-        "for few elements take as long as for one. Nothing was timed on a GPU.",
+        "Zeroing moves four times the gradients' bytes per step with K = 1: it writes the zeros,"
+        " reads them and the new gradient, and writes the sum. The claim omits the write of the"
+        " zeros. A release moves nothing beyond the store that makes the gradient, which both modes"
+        " need. Zeroing also runs two operations per parameter, which for few elements take as long"
+        " as for one. Nothing was timed on a GPU.",
         fails=["zero mode moves nothing else", "transfers are the bottleneck at 100 elements"],
         condition="gradients are large, and the write of the zeros is counted too",
         figures=figures,
@@ -592,25 +684,37 @@ LAYER = 2048
 
 
 def layer_seconds(tokens: int) -> float:
-    """Return the seconds on this CPU of the forward and backward of a linear layer of `LAYER`**2 parameters."""
-    x, weight = torch.ones(tokens, LAYER, requires_grad=True), torch.ones(LAYER, LAYER, requires_grad=True)
-    return median_seconds(lambda: torch.autograd.grad((x @ weight.T).sum(), (x, weight)), timer("cpu"))
+    """Return the seconds on this CPU of the forward and backward of a linear layer of `LAYER`**2
+    parameters.
+    """
+    x, weight = (
+        torch.ones(tokens, LAYER, requires_grad=True),
+        torch.ones(LAYER, LAYER, requires_grad=True),
+    )
+    return median_seconds(
+        lambda: torch.autograd.grad((x @ weight.T).sum(), (x, weight)), timer("cpu")
+    )
 
 
 @claim(
     "C1.7",
-    "Even at 2 TB/s, transferring the gradients of a very large model (405 B parameters) is significant.",
-    f"whether zero_ and add_ take {SIGNIFICANT:.0%} of a step or more, for few and for many tokens per replica and "
-    "step: timed in one layer on this machine, since devices share traffic and work alike; the same share from the "
-    "data sheets of two devices",
+    "Even at 2 TB/s, transferring the gradients of a very large model (405 B parameters) is"
+    " significant.",
+    f"whether zero_ and add_ take {SIGNIFICANT:.0%} of a step or more, for few and for many tokens"
+    " per replica and step: timed in one layer on this machine, since devices share traffic and"
+    " work alike; the same share from the data sheets of two devices",
     short="Gradients of 405 B parameters take long",
 )
 def _very_large() -> Finding:
     figures: dict[str, object] = {}
     for name, itemsize in (("float32", 4), ("bfloat16", 2)):
         seconds = VERY_LARGE * itemsize / DEVICES["A100 80GB"][0]
-        figures[f"{name}: one gradient of 405e9 parameters"] = f"{VERY_LARGE * itemsize / 1e12:.2f} TB"
-        figures[f"{name}: moved once, {PASSES} times at 2 TB/s"] = f"{seconds:.2f} s, {PASSES * seconds:.2f} s"
+        figures[f"{name}: one gradient of 405e9 parameters"] = (
+            f"{VERY_LARGE * itemsize / 1e12:.2f} TB"
+        )
+        figures[f"{name}: moved once, {PASSES} times at 2 TB/s"] = (
+            f"{seconds:.2f} s, {PASSES * seconds:.2f} s"
+        )
     cases, once = {}, VERY_LARGE * 4 / DEVICES["A100 80GB"][0]
     traffic = pass_seconds(LAYER**2)
     for tokens in (1, 1024):
@@ -621,25 +725,30 @@ def _very_large() -> Finding:
         for tokens in (1024, 16384, 131072):
             moved = 4 * PASSES / bandwidth
             share = moved / (moved + OPERATIONS_PER_PARAMETER * tokens / (UTILISATION * operations))
-            figures[f"share of a step of {tokens:,} tokens per replica, {name}, float32"] = f"{share:.2%}"
+            figures[f"share of a step of {tokens:,} tokens per replica, {name}, float32"] = (
+                f"{share:.2%}"
+            )
     return judged(
         cases,
-        f"Moving one float32 gradient takes {once:.2f} s at 2 TB/s, and the {PASSES} passes of zero mode take "
-        f"{PASSES * once:.2f} s. Devices share traffic and work alike, so the share of a step depends only on the "
-        "tokens that a replica processes per step: significant for few, negligible for many.",
+        f"Moving one float32 gradient takes {once:.2f} s at 2 TB/s, and the {PASSES} passes of zero"
+        f" mode take {PASSES * once:.2f} s. Devices share traffic and work alike, so the share of a"
+        " step depends only on the tokens that a replica processes per step: significant for few,"
+        " negligible for many.",
         fails=["1,024 tokens"],
         condition="few tokens per replica and step",
         figures=figures,
-        counterexample="1,024 tokens in one layer on this machine, 131,072 tokens per replica on an A100",
+        counterexample=(
+            "1,024 tokens in one layer on this machine, 131,072 tokens per replica on an A100"
+        ),
     )
 
 
 @claim(
     "C1.8",
-    "For small models, or when memory is no constraint, zeroing might be sufficient; what decides: model size, "
-    "hardware, batch size, update frequency.",
-    "in which settings a step is not faster under a release: steps under both modes in turn, timed on this machine's "
-    "CPU",
+    "For small models, or when memory is no constraint, zeroing might be sufficient; what decides:"
+    " model size, hardware, batch size, update frequency.",
+    "in which settings a step is not faster under a release: steps under both modes in turn, timed"
+    " on this machine's CPU",
     short="For small models zeroing might suffice",
 )
 def _decision() -> Finding:
@@ -666,8 +775,8 @@ def _sum_of_four() -> Finding:
         (w * gradient / 4).sum().backward()
     return judged(
         {"four backwards": torch.equal(_gradient(w), torch.stack(gradients).sum(dim=0) / 4)},
-        "After four backwards the buffer holds the sum of the four gradients; with the loss divided by 4, as in the "
-        "loop, that sum is their mean.",
+        "After four backwards the buffer holds the sum of the four gradients; with the loss divided"
+        " by 4, as in the loop, that sum is their mean.",
         figures={
             "gradients of the losses divided by 4": [(g / 4).tolist() for g in gradients],
             "held: the sum of these": _gradient(w).tolist(),
@@ -675,7 +784,8 @@ def _sum_of_four() -> Finding:
     )
 
 
-# Claims of the answer about `grad.zero_()` and gradient tracking (C2.1 to C2.5), and the question it answers (C2.6).
+# Claims of the answer about `grad.zero_()` and gradient tracking (C2.1 to C2.5), and the question
+# it answers (C2.6).
 
 
 SEEDS = 200
@@ -683,7 +793,9 @@ SEEDS = 200
 
 
 def _three_iterations_of(seed: int, *, same: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Run loop 2a on a linear layer; return the bias's gradient after each iteration, and of each iteration alone.
+    """Run loop 2a on a linear layer.
+
+    Return the bias's gradient after each iteration, and of each iteration alone.
 
     Args:
         seed: seed of the layer and the inputs.
@@ -706,25 +818,35 @@ def _three_iterations_of(seed: int, *, same: bool) -> tuple[list[torch.Tensor], 
 @claim(
     "C2.1",
     "Without a reset gradients accumulate over iterations: the bias gradient keeps growing.",
-    "the source's own loop of three iterations on the same input, then on another input in each: whether the bias's "
-    "gradient is the sum of the single ones, and whether each component grows each time",
+    "the source's own loop of three iterations on the same input, then on another input in each:"
+    " whether the bias's gradient is the sum of the single ones, and whether each component grows"
+    " each time",
     short="Without a reset, gradients keep growing",
 )
 def _not_reset() -> Finding:
     summed, grown = [], {}
-    for same, name in ((True, "the source's own loop, the same input each time"), (False, "another input each time")):
+    for same, name in (
+        (True, "the source's own loop, the same input each time"),
+        (False, "another input each time"),
+    ):
         runs = [_three_iterations_of(seed, same=same) for seed in range(SEEDS)]
         grown[name] = sum(bool((held[0].abs() < held[1].abs()).all() and (held[1].abs() < held[2].abs()).all())
                           for held, _ in runs)  # fmt: skip
         summed += [torch.equal(held[2], alone[0] + alone[1] + alone[2]) for held, alone in runs]
     return judged(
-        {"gradients add up": all(summed), **{name: count > 0.9 * SEEDS for name, count in grown.items()}},
-        "Without a reset, the gradient is the sum of all gradients so far. In the source's own loop, which repeats "
-        "its input, it grows in every component. In general it accumulates but need not grow: where inputs differ, "
-        "gradients of different signs cancel.",
+        {
+            "gradients add up": all(summed),
+            **{name: count > 0.9 * SEEDS for name, count in grown.items()},
+        },
+        "Without a reset, the gradient is the sum of all gradients so far. In the source's own"
+        " loop, which repeats its input, it grows in every component. In general it accumulates but"
+        " need not grow: where inputs differ, gradients of different signs cancel.",
         fails=["another input each time"],
         condition="gradients keep their sign from one iteration to the next, as on the same input",
-        figures={f"every component grows, {name}": f"{count} of {SEEDS} seeds" for name, count in grown.items()},
+        figures={
+            f"every component grows, {name}": f"{count} of {SEEDS} seeds"
+            for name, count in grown.items()
+        },
         counterexample="one bias, three items with gradients -4, 4 and 5: bias.grad is -4, 0 and 5",
     )
 
@@ -732,8 +854,8 @@ def _not_reset() -> Finding:
 @claim(
     "C2.2",
     "grad.zero_() must be used whenever gradients are tracked.",
-    "whether three iterations without zero_() go wrong: under None, with no reset between steps, and where the sum is "
-    "wanted",
+    "whether three iterations without zero_() go wrong: under None, with no reset between steps,"
+    " and where the sum is wanted",
     short="zero_() is needed where tracking is on",
 )
 def _whenever_tracked() -> Finding:
@@ -755,15 +877,23 @@ def _whenever_tracked() -> Finding:
         {
             "no reset between steps": seen["none at all"] != each,
             "gradients set to None": seen["None"] != each,
-            "a sum over micro-batches is wanted": seen["none at all"][-1] != total and seen["zero_()"][-1] == total,
+            "a sum over micro-batches is wanted": (
+                seen["none at all"][-1] != total and seen["zero_()"][-1] == total
+            ),
         },
-        "Training needs one reset per optimizer step. `p.grad = None` resets as well as `zero_()`. Between the "
-        "micro-batches of one step there must be no reset, since their gradients are to be summed.",
+        "Training needs one reset per optimizer step. `p.grad = None` resets as well as `zero_()`."
+        " Between the micro-batches of one step there must be no reset, since their gradients are"
+        " to be summed.",
         fails=["gradients set to None", "a sum over micro-batches is wanted"],
-        condition="between two steps, where gradients are not set to None and accumulation is not intended",
+        condition=(
+            "between two steps, where gradients are not set to None and accumulation is not"
+            " intended"
+        ),
         figures={f"gradients under {reset}": values for reset, values in seen.items()},
-        counterexample="w.grad = None before each backward: the gradients equal those under zero_(), which is never "
-        "called",
+        counterexample=(
+            "w.grad = None before each backward: the gradients equal those under zero_(), which is"
+            " never called"
+        ),
     )
 
 
@@ -782,17 +912,21 @@ def _operations(foreach: bool | None, **arguments: bool) -> str:
 @claim(
     "C2.3",
     "optimizer.zero_grad() calls .grad.zero_() on each parameter.",
-    "the operations that zero_grad() runs on two gradients, counted by the ledger, under each value of `foreach`",
+    "the operations that zero_grad() runs on two gradients, counted by the ledger, under each value"
+    " of `foreach`",
     short="optimizer.zero_grad() calls zero_()",
 )
 def _what_zero_grad_does() -> Finding:
     by_default = {f"foreach={foreach}": _operations(foreach) for foreach in (None, False, True)}
-    kept = {f"set_to_none=False, foreach={f}": _operations(f, set_to_none=False) for f in (None, False, True)}
+    kept = {
+        f"set_to_none=False, foreach={f}": _operations(f, set_to_none=False)
+        for f in (None, False, True)
+    }
     return judged(
         {name: said.startswith("2 zero_;") for name, said in by_default.items()},
-        "`optimizer.zero_grad()` sets every gradient to None, its default since torch 2.0. With `set_to_none=False` it "
-        "calls `zero_()` on each gradient, as the claim says; with `foreach=True` besides, one `_foreach_zero_` on "
-        "all.",
+        "`optimizer.zero_grad()` sets every gradient to None, its default since torch 2.0. With"
+        " `set_to_none=False` it calls `zero_()` on each gradient, as the claim says; with"
+        " `foreach=True` besides, one `_foreach_zero_` on all.",
         fails=list(by_default),
         figures={**by_default, **kept, "torch": torch.__version__},
         counterexample="p.grad after optimizer.zero_grad() is None, not a tensor of zeros",
@@ -802,7 +936,8 @@ def _what_zero_grad_does() -> Finding:
 @claim(
     "C2.4",
     "The `is not None` check can be useful, above all in early iterations.",
-    "in which of three iterations p.grad.zero_() raises without the check, with one of two parameters unused",
+    "in which of three iterations p.grad.zero_() raises without the check, with one of two"
+    " parameters unused",
     short="The `is not None` check can be useful",
 )
 def _none_check() -> Finding:
@@ -818,9 +953,13 @@ def _none_check() -> Finding:
         raised.append(failed)
         first.sum().backward()
     return judged(
-        {"it raises without the check": sum(raised) > 0, "most in the first iteration": raised[0] > max(raised[1:])},
-        "Before the first backward every gradient is None, and `p.grad.zero_()` raises AttributeError. This happens "
-        "not only in early iterations: a frozen parameter, or a parameter that no item reaches, keeps None.",
+        {
+            "it raises without the check": sum(raised) > 0,
+            "most in the first iteration": raised[0] > max(raised[1:]),
+        },
+        "Before the first backward every gradient is None, and `p.grad.zero_()` raises"
+        " AttributeError. This happens not only in early iterations: a frozen parameter, or a"
+        " parameter that no item reaches, keeps None.",
         figures={"of two parameters, one unused: AttributeErrors in iterations 1, 2, 3": raised},
     )
 
@@ -828,8 +967,8 @@ def _none_check() -> Finding:
 @claim(
     "C2.5",
     "Manual zero_() is equivalent to optimizer.zero_grad().",
-    "whether both leave the same gradient, the same graph, the same gradient outside the optimizer's groups and the "
-    "same step of an unused parameter under momentum",
+    "whether both leave the same gradient, the same graph, the same gradient outside the"
+    " optimizer's groups and the same step of an unused parameter under momentum",
     short="zero_() is the same as zero_grad()",
 )
 def _manual_is_equivalent() -> Finding:
@@ -843,26 +982,34 @@ def _manual_is_equivalent() -> Finding:
     }
     return judged(
         cases,
-        "Since torch 2.0 `zero_grad()` releases gradients and `zero_()` keeps them. `zero_()` by hand differs from "
-        "`zero_grad(set_to_none=False)` for a gradient with a graph, which it keeps and which grows, and for "
-        "parameters outside the optimizer. Under a release the optimizer skips an unused parameter; under zeros "
-        "momentum and weight decay move it.",
+        "Since torch 2.0 `zero_grad()` releases gradients and `zero_()` keeps them. `zero_()` by"
+        " hand differs from `zero_grad(set_to_none=False)` for a gradient with a graph, which it"
+        " keeps and which grows, and for parameters outside the optimizer. Under a release the"
+        " optimizer skips an unused parameter; under zeros momentum and weight decay move it.",
         fails=list(cases),
         figures={
             "after zero_grad() / after the loop by hand": plain,
             "graph nodes held after 1, 2, 3 resets by hand, create_graph=True": graphs[1],
             "the same with optimizer.zero_grad(set_to_none=False)": graphs[0],
-            "parameter outside the optimizer: grad after zero_grad() / by hand over model.parameters()": outside,
+            "parameter outside the optimizer: grad after zero_grad() / by hand over model.parameters()": (
+                outside
+            ),
             "momentum on an unused parameter: value after zero_grad() / by hand": momentum,
             "stored rows of a sparse gradient after zero_grad() / by hand": _sparse(),
         },
-        counterexample="SGD(lr=0.1, momentum=0.9), a parameter used only in the first window: it keeps moving under "
-        "zero_() and stops under zero_grad()",
+        counterexample=(
+            "SGD(lr=0.1, momentum=0.9), a parameter used only in the first window: it keeps moving"
+            " under zero_() and stops under zero_grad()"
+        ),
     )
 
 
-def _clear(optimizer: torch.optim.Optimizer, *parameters: torch.Tensor, by_hand: bool, keep: bool = False) -> None:
-    """Reset by `zero_()` over some parameters, or by the optimizer, which releases gradients unless they are kept."""
+def _clear(
+    optimizer: torch.optim.Optimizer, *parameters: torch.Tensor, by_hand: bool, keep: bool = False
+) -> None:
+    """Reset by `zero_()` over some parameters, or by the optimizer, which releases gradients unless
+    they are kept.
+    """
     if by_hand:
         with torch.no_grad():
             for p in parameters:
@@ -927,7 +1074,9 @@ def _sparse() -> list[str]:
     for by_hand in (False, True):
         table = torch.nn.Embedding(8, 2, sparse=True)
         table(torch.tensor([1, 2])).sum().backward()
-        _clear(torch.optim.SGD(table.parameters(), lr=0.1), table.weight, by_hand=by_hand, keep=True)
+        _clear(
+            torch.optim.SGD(table.parameters(), lr=0.1), table.weight, by_hand=by_hand, keep=True
+        )
         shown.append(str(_gradient(table.weight)._nnz()))
     return shown
 
@@ -935,8 +1084,8 @@ def _sparse() -> list[str]:
 @claim(
     "C2.6",
     "Does it matter whether gradient tracking is enabled while zero_() runs?",
-    "zero_() inside and outside no_grad between two backwards of w^3 at 2, with and without create_graph: whether the "
-    "gradient (12) or its own derivative (12) differs",
+    "zero_() inside and outside no_grad between two backwards of w^3 at 2, with and without"
+    " create_graph: whether the gradient (12) or its own derivative (12) differs",
     short="Does tracking matter while zero_() runs?",
 )
 def _tracking() -> Finding:
@@ -959,14 +1108,17 @@ def _tracking() -> Finding:
             figures[f"{name}: gradient{' and its derivative' * create_graph}"] = seen
     finding = judged(
         {f"create_graph={flag}": found[flag, True] != found[flag, False] for flag in (False, True)},
-        "An ordinary gradient does not require grad, so autograd tracks nothing while it is zeroed. After "
-        "`backward(create_graph=True)` the gradient has a graph. With tracking on, `zero_()` cuts it off; under "
-        "`no_grad` the zeros keep it, and the next gradient's own derivative is 24 in place of 12. Release such a "
-        "gradient, or detach it first, as `optimizer.zero_grad` does.",
+        "An ordinary gradient does not require grad, so autograd tracks nothing while it is zeroed."
+        " After `backward(create_graph=True)` the gradient has a graph. With tracking on, `zero_()`"
+        " cuts it off; under `no_grad` the zeros keep it, and the next gradient's own derivative is"
+        " 24 in place of 12. Release such a gradient, or detach it first, as `optimizer.zero_grad`"
+        " does.",
         fails=["create_graph=False"],
         condition="the gradient has a graph, from `backward(create_graph=True)`",
         figures=figures,
-        counterexample="without create_graph, the next gradient is the same inside and outside no_grad",
+        counterexample=(
+            "without create_graph, the next gradient is the same inside and outside no_grad"
+        ),
     )
     return replace(finding, verdict=ANSWERS[finding.verdict])
 
@@ -980,8 +1132,8 @@ CASES = 60
 
 @claim(
     "C3.1",
-    "Worked numbers: gradients {-0.1, 0.2, -0.05}, then {0.05, -0.1, 0.1} without a reset: the optimizer sees "
-    "{-0.05, 0.1, 0.05}.",
+    "Worked numbers: gradients {-0.1, 0.2, -0.05}, then {0.05, -0.1, 0.1} without a reset: the"
+    " optimizer sees {-0.05, 0.1, 0.05}.",
     "two backwards with these gradients in float64, to 1e-16",
     short="Without a reset the step sees the sum",
 )
@@ -1027,26 +1179,38 @@ def _backward(run: TrainingRun, window: list[Batch], *, between: bool) -> None:
         part.backward()
 
 
-PLACES = ("before the forward", "between forward and backward", "after the step", "between backward and step")
+PLACES = (
+    "before the forward",
+    "between forward and backward",
+    "after the step",
+    "between backward and step",
+)
 
 
 @claim(
     "C3.2",
-    "zero_grad must come before backward, so that each mini-batch's gradients stand alone; its place is crucial.",
-    "verify on five loops that differ only in the place of the reset: whether a loop holds exactly if its reset comes "
-    "before backward, in the same iteration",
+    "zero_grad must come before backward, so that each mini-batch's gradients stand alone; its"
+    " place is crucial.",
+    "verify on five loops that differ only in the place of the reset: whether a loop holds exactly"
+    " if its reset comes before backward, in the same iteration",
     short="zero_grad must come before backward",
 )
 def _place() -> Finding:
     results = {where: verify(_reset(where), examples=CASES) for where in (*PLACES, "nowhere")}
     wrong = results["between backward and step"]
     return judged(
-        {f"reset {where}": result.holds == (where in PLACES[:2]) for where, result in results.items()},
-        "Three places are equivalent: before the forward, after the step, and between a window's first forward and its "
-        "first backward. A reset between backward and step is wrong, and so is no reset.",
+        {
+            f"reset {where}": result.holds == (where in PLACES[:2])
+            for where, result in results.items()
+        },
+        "Three places are equivalent: before the forward, after the step, and between a window's"
+        " first forward and its first backward. A reset between backward and step is wrong, and so"
+        " is no reset.",
         fails=["reset after the step"],
-        condition="a reset after the step counts as one before the next backward; the place in between makes no "
-        "difference",
+        condition=(
+            "a reset after the step counts as one before the next backward; the place in between"
+            " makes no difference"
+        ),
         figures={f"reset {where}": _outcome(result) for where, result in results.items()},
         counterexample="" if wrong.holds else _smallest(wrong),
     )
@@ -1054,8 +1218,8 @@ def _place() -> Finding:
 
 @claim(
     "C3.3",
-    "In accumulation, zero_grad comes only after the step, and dividing the loss by the number of steps keeps the "
-    "learning rate's meaning.",
+    "In accumulation, zero_grad comes only after the step, and dividing the loss by the number of"
+    " steps keeps the learning rate's meaning.",
     "verify on the loop with and without equal counts and whole windows",
     short="Accumulation: reset only after the step",
 )
@@ -1071,9 +1235,10 @@ def _keeps_the_learning_rate() -> Finding:
     _, unequal, _ = results.values()
     return judged(
         {name: result.holds for name, result in results.items()},
-        "Dividing by the number of steps gives the large batch's gradient where all micro-batches of a window have "
-        "the same count and no window is short. Otherwise the mean of means is not the mean, and a short last window "
-        "gets no step and leaks into the next epoch. Divide the summed loss by the window's count instead.",
+        "Dividing by the number of steps gives the large batch's gradient where all micro-batches"
+        " of a window have the same count and no window is short. Otherwise the mean of means is"
+        " not the mean, and a short last window gets no step and leaks into the next epoch. Divide"
+        " the summed loss by the window's count instead.",
         fails=list(results)[1:],
         condition="equal counts and whole windows",
         figures={name: _outcome(result) for name, result in results.items()},
@@ -1084,8 +1249,8 @@ def _keeps_the_learning_rate() -> Finding:
 @claim(
     "C3.4",
     "Accumulation serves limited GPU memory.",
-    "whether the ledger's peak for 1,024 items falls with each doubling of the number of micro-batches; nothing was "
-    "run on a GPU",
+    "whether the ledger's peak for 1,024 items falls with each doubling of the number of"
+    " micro-batches; nothing was run on a GPU",
     short="Accumulation helps if memory is short",
 )
 def _limited_memory() -> Finding:
@@ -1096,11 +1261,14 @@ def _limited_memory() -> Finding:
         peaks[k] = ledger.peak(window=1).bytes
     return judged(
         {f"K = {k}": peaks[k] < peaks[k // 2] for k in list(peaks)[1:]},
-        "With a fixed batch, the peak falls with the number of micro-batches, as the activations do, towards the "
-        "memory of parameters and gradients.",
+        "With a fixed batch, the peak falls with the number of micro-batches, as the activations"
+        " do, towards the memory of parameters and gradients.",
         figures={
             "bytes of parameters, and of gradients": size,
-            **{f"peak bytes, 1024 items in K = {k} micro-batches": peak for k, peak in peaks.items()},
+            **{
+                f"peak bytes, 1024 items in K = {k} micro-batches": peak
+                for k, peak in peaks.items()
+            },
         },
     )
 
@@ -1115,11 +1283,15 @@ def _trained(seed: int, *, resets: bool) -> tuple[list[float], list[float]]:
     """Train a random model by SGD on random mini-batches.
 
     Returns:
-        The largest gradients of the first tenth of the steps and of all, and the mean losses of the first and the last
-        tenth.
+        The largest gradients of the first tenth of the steps and of all, and the mean losses of the
+        first and the last tenth.
     """
     draw = random.Random(seed)
-    features, items, lr = draw.randint(1, 8), draw.choice((1, 4, 16, 32)), 10 ** draw.uniform(-3, -1)
+    features, items, lr = (
+        draw.randint(1, 8),
+        draw.choice((1, 4, 16, 32)),
+        10 ** draw.uniform(-3, -1),
+    )
     classes, deep = draw.random() < 0.5, draw.random() < 0.5
     outputs = 3 if classes else 1
     torch.manual_seed(seed)
@@ -1146,33 +1318,52 @@ def _trained(seed: int, *, resets: bool) -> tuple[list[float], list[float]]:
 
 @claim(
     "C3.5",
-    "Not resetting typically lets gradients grow excessively large, and training may become unstable.",
-    f"SGD on {PROBLEMS} random problems with mini-batches (regression or classification, linear or with a hidden "
-    f"layer, learning rates from 0.001 to 0.1), {STEPS} steps with and without resets: whether in most of them the "
-    f"largest gradient is {EXCESSIVE} times that with resets or more, and whether the loss of any rises above where "
-    "it started",
+    "Not resetting typically lets gradients grow excessively large, and training may become"
+    " unstable.",
+    f"SGD on {PROBLEMS} random problems with mini-batches (regression or classification, linear or"
+    f" with a hidden layer, learning rates from 0.001 to 0.1), {STEPS} steps with and without"
+    f" resets: whether in most of them the largest gradient is {EXCESSIVE} times that with resets"
+    " or more, and whether the loss of any rises above where it started",
     short="Without a reset, training may be unstable",
 )
 def _grows_without_bound() -> Finding:
-    reset, kept = ([_trained(seed, resets=resets) for seed in range(PROBLEMS)] for resets in (True, False))
-    times = [without[1] / largest[1] for (largest, _), (without, _) in zip(reset, kept, strict=True)]
+    reset, kept = (
+        [_trained(seed, resets=resets) for seed in range(PROBLEMS)] for resets in (True, False)
+    )
+    times = [
+        without[1] / largest[1] for (largest, _), (without, _) in zip(reset, kept, strict=True)
+    ]
     grown = [without[1] / without[0] for without, _ in kept]
     excessive = sum(ratio >= EXCESSIVE for ratio in times)
-    unstable = sum(end > max(start, 2 * right) for (_, (_, right)), (_, (start, end)) in zip(reset, kept, strict=True))
+    unstable = sum(
+        end > max(start, 2 * right)
+        for (_, (_, right)), (_, (start, end)) in zip(reset, kept, strict=True)
+    )
     return judged(
-        {"gradients typically excessively large": excessive > PROBLEMS / 2, "training unstable in some": unstable > 0},
-        "Without a reset, SGD behaves like momentum without decay: the noise of mini-batches adds up, and nothing "
-        f"damps it. In {excessive} of {PROBLEMS} problems gradients become excessively large, and in {unstable} "
-        "training is unstable.",
+        {
+            "gradients typically excessively large": excessive > PROBLEMS / 2,
+            "training unstable in some": unstable > 0,
+        },
+        "Without a reset, SGD behaves like momentum without decay: the noise of mini-batches adds"
+        f" up, and nothing damps it. In {excessive} of {PROBLEMS} problems gradients become"
+        f" excessively large, and in {unstable} training is unstable.",
         figures={
-            f"problems whose largest gradient is {EXCESSIVE} times that with resets": f"{excessive} of {PROBLEMS}",
-            "largest gradient without resets / with them: least, median, most": [min(times), median(times), max(times)],
+            f"problems whose largest gradient is {EXCESSIVE} times that with resets": (
+                f"{excessive} of {PROBLEMS}"
+            ),
+            "largest gradient without resets / with them: least, median, most": [
+                min(times),
+                median(times),
+                max(times),
+            ],
             f"largest gradient in {STEPS} steps without resets / in {STEPS // 10}: least, median, most": [
                 min(grown),
                 median(grown),
                 max(grown),
             ],
-            "problems whose loss ends above its start, and above twice that with resets": f"{unstable} of {PROBLEMS}",
+            "problems whose loss ends above its start, and above twice that with resets": (
+                f"{unstable} of {PROBLEMS}"
+            ),
         },
     )
 

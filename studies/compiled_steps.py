@@ -1,4 +1,7 @@
-"""Training steps to be measured that are compiled: by torch, as CUDA graphs, in JAX; and a case under the ledger."""
+"""Training steps to be measured that are compiled: by torch, as CUDA graphs, in JAX.
+
+And a case under the ledger.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +51,9 @@ class Experts(torch.nn.Module):
 def graphs_needed(part: str, mode: ResetMode) -> int:
     """Return how many graphs a part needs under a mode, from what compiled code is specialised on.
 
-    `torch.compile` guards on whether `.grad` is None. The forward is one graph, whatever the gradients are. A backward
-    that makes a gradient and a backward that adds to it are two graphs. A step is one graph for each set of gradients
-    that are None, up to the limit.
+    `torch.compile` guards on whether `.grad` is None. The forward is one graph, whatever the
+    gradients are. A backward that makes a gradient and a backward that adds to it are two graphs. A
+    step is one graph for each set of gradients that are None, up to the limit.
     """
     if part == PARTS[1]:
         return 3 if mode.releases else 2
@@ -82,7 +85,8 @@ def training(
     compiled: bool,
     backend: str = "inductor",
 ) -> Callable[[], None]:
-    """Return a function that runs the next window: forward and backward of each micro-batch, a step, the reset.
+    """Return a function that runs the next window: forward and backward of each micro-batch, a
+    step, the reset.
 
     Args:
         part: the compiled part, of `PARTS`; the same window runs eagerly where `compiled` is false.
@@ -96,7 +100,9 @@ def training(
     from torch._dynamo import config as dynamo_settings
 
     by_turns = part == PARTS[3]
-    model: torch.nn.Module = Experts(size.width // 2, device) if by_turns else build(size, device, torch.float32)
+    model: torch.nn.Module = (
+        Experts(size.width // 2, device) if by_turns else build(size, device, torch.float32)
+    )
     width = size.width // 2 if by_turns else size.width
     batches = [micro_batch(size, device, torch.float32, j)[:, :width] for j in range(micro_batches)]
     work = workload(mode, model, batches)
@@ -111,7 +117,8 @@ def training(
     if compiled and part == PARTS[0]:
         forward = torch.compile(model, backend=backend)
     elif compiled and part == PARTS[1]:
-        # `torch.compile` reads this setting when it wraps a function, and then traces the backward too
+        # `torch.compile` reads this setting when it wraps a function, and then traces the backward
+        # too
         with dynamo_settings.patch(compiled_autograd=True):
             backward = torch.compile(backward, backend=backend)
     elif compiled:
@@ -136,15 +143,19 @@ WARM = 3
 
 
 class CapturedWindow:
-    """Forward and backward of a window's micro-batches as one CUDA graph, the reset inside it or before each replay.
+    """Forward and backward of a window's micro-batches as one CUDA graph, the reset inside it or
+    before each replay.
 
-    A replay runs kernels and no Python. A reset that consists of kernels (`zero_`) may run inside the graph or between
-    replays. A release may run inside the graph, where its only effect is that the first backward writes instead of
-    adding. A release between replays takes the gradients' tensors from the parameters, and the next replay fills memory
-    that no parameter holds. See https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
+    A replay runs kernels and no Python. A reset that consists of kernels (`zero_`) may run inside
+    the graph or between replays. A release may run inside the graph, where its only effect is that
+    the first backward writes instead of adding. A release between replays takes the gradients'
+    tensors from the parameters, and the next replay fills memory that no parameter holds. See
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
     """
 
-    def __init__(self, mode: ResetMode, place: str, size: Size, micro_batches: int, device: str = "cuda") -> None:
+    def __init__(
+        self, mode: ResetMode, place: str, size: Size, micro_batches: int, device: str = "cuda"
+    ) -> None:
         """Warm up and capture.
 
         Args:
@@ -152,7 +163,8 @@ class CapturedWindow:
             place: where the reset stands, one of `PLACES`.
             size: size of the model.
             micro_batches: number of micro-batches in a window.
-            device: where tensors live; anything but CUDA needs a stand-in for `torch.cuda`'s graphs.
+            device: where tensors live; anything but CUDA needs a stand-in for `torch.cuda`'s
+                graphs.
         """
         self.place, self.size, self.micro_batches, self.device = place, size, micro_batches, device
         self.workload = sized_workload(mode, size, micro_batches, device=device)
@@ -177,7 +189,8 @@ class CapturedWindow:
         self.graph.replay()
 
     def finding(self) -> str:
-        """Return what `.grad` is after two replays on data other than the captured data: right, None or wrong.
+        """Return what `.grad` is after two replays on data other than the captured data: right,
+        None or wrong.
 
         Right is what the same window gives eagerly, in another model, up to rounding.
         """
@@ -202,16 +215,16 @@ def compiled_window(
     """Compile what one window runs under a reset mode of JAX.
 
     Args:
-        mode: a name in `JAX_MODES`. The window of `jax_scan_carry` is one program, that of another mode calls a program
-            for each micro-batch.
+        mode: a name in `JAX_MODES`. The window of `jax_scan_carry` is one program, that of another
+            mode calls a program for each micro-batch.
         size: size of the model.
         micro_batches: number of micro-batches in a window.
         dtype: dtype of weights and data.
         device: where it runs.
 
     Returns:
-        The compiled program, and a function that runs one window, waits for it and returns the gradients, whose buffers
-        the next window may take.
+        The compiled program, and a function that runs one window, waits for it and returns the
+        gradients, whose buffers the next window may take.
     """
     kind = jnp.dtype(dtype)
 
@@ -227,19 +240,26 @@ def compiled_window(
 
     def scanned(old: Any, weights: Any, batches: jax.Array) -> Any:
         zeros = jax.tree.map(jnp.zeros_like, old)
-        return jax.lax.scan(lambda kept, b: (jax.tree.map(jnp.add, kept, part(weights, b)), None), zeros, batches)[0]
+        return jax.lax.scan(
+            lambda kept, b: (jax.tree.map(jnp.add, kept, part(weights, b)), None), zeros, batches
+        )[0]
 
     with jax.default_device(device):
         shape = (size.width, size.width)
         weights = tuple(jnp.full(shape, 1 / size.width, kind) for _ in range(size.tensors))
-        batches = jnp.asarray(np.random.default_rng(0).random((micro_batches, BATCH, size.width)), kind)
+        batches = jnp.asarray(
+            np.random.default_rng(0).random((micro_batches, BATCH, size.width)), kind
+        )
         kept = [(tuple(jnp.zeros(shape, kind) for _ in range(size.tensors)), jnp.zeros((), kind))]
         if mode in RESETS:
-            calls: list[tuple[Any, ...]] = [(batch, jnp.asarray(number == 0)) for number, batch in enumerate(batches)]
+            calls: list[tuple[Any, ...]] = [
+                (batch, jnp.asarray(number == 0)) for number, batch in enumerate(batches)
+            ]
             program = adder(mode, part).lower(kept[0], weights, *calls[0]).compile()
         else:
             calls = [(batches,)]
-            # no value of the donated gradients is read, so that JAX would drop the argument and allocate others
+            # no value of the donated gradients is read, so that JAX would drop the argument and
+            # allocate others
             jitted = jax.jit(scanned, donate_argnums=0, keep_unused=True)
             program = jitted.lower(kept[0], weights, batches).compile()
 
@@ -252,9 +272,14 @@ def compiled_window(
 
 
 def flush_caches(device: jax.Device) -> Callable[[], None]:
-    """Return a function that evicts everything else from a device's caches, on JAX's stream, and waits for it."""
+    """Return a function that evicts everything else from a device's caches, on JAX's stream, and
+    waits for it.
+    """
     scratch = [
-        jax.device_put(np.zeros(COPY_BYTES["cpu" if device.platform == "cpu" else "cuda"] // 8, np.float32), device)
+        jax.device_put(
+            np.zeros(COPY_BYTES["cpu" if device.platform == "cpu" else "cuda"] // 8, np.float32),
+            device,
+        )
     ]
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
 
@@ -265,7 +290,9 @@ def flush_caches(device: jax.Device) -> Callable[[], None]:
 
 
 def memory_bytes(program: Any) -> dict[str, int]:
-    """Return the bytes that XLA reports for the program's arguments, outputs, aliases and temporaries."""
+    """Return the bytes that XLA reports for the program's arguments, outputs, aliases and
+    temporaries.
+    """
     analysis = program.memory_analysis()
     return {
         name: int(getattr(analysis, f"{name}_size_in_bytes"))

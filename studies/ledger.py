@@ -11,7 +11,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradcheck_suite.errors import UsageError
@@ -37,7 +40,8 @@ class Phase:
 
     Attributes:
         name: the phase's name.
-        task: the autograd task in which it was entered; a later task is a backward inside the phase.
+        task: the autograd task in which it was entered; a later task is a backward inside the
+            phase.
         marks: the number of profiler marks that were open.
     """
 
@@ -92,15 +96,17 @@ class _Entry:
 class Storages:
     """The storages that are alive, and their bytes by category.
 
-    A storage counts once, however many views it has, from the moment that an operation returns it until torch frees it,
-    when the callback of a weak reference runs. Nothing here keeps a storage alive.
+    A storage counts once, however many views it has, from the moment that an operation returns it
+    until torch frees it, when the callback of a weak reference runs. Nothing here keeps a storage
+    alive.
     """
 
     def __init__(self, on_free: Callable[[str, int], None]) -> None:
         """Start with no storage.
 
         Args:
-            on_free: called with the category and the bytes of every storage that torch frees, after it was removed.
+            on_free: called with the category and the bytes of every storage that torch frees, after
+                it was removed.
         """
         self.live = dict.fromkeys(CATEGORIES, 0)
         self._entries: dict[int, _Entry] = {}
@@ -164,18 +170,38 @@ class Storages:
 OVERWRITES = frozenset(
     {
         *("zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_"),
-        *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"),
+        *(
+            "bernoulli_",
+            "cauchy_",
+            "exponential_",
+            "geometric_",
+            "log_normal_",
+            "normal_",
+            "random_",
+            "uniform_",
+        ),
     }
 )
 """In-place operations that do not read the tensor that they change."""
 METADATA = frozenset(
     {
-        *("as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_"),
+        *(
+            "as_strided_",
+            "resize_",
+            "resize_as_",
+            "set_",
+            "squeeze_",
+            "swapaxes_",
+            "swapdims_",
+            "t_",
+        ),
         *("transpose_", "unsqueeze_"),
     }
 )
 """In-place operations that change a tensor's metadata, not its elements."""
-UNFILLED = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
+UNFILLED = frozenset(
+    {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+)
 """Operations that allocate and write nothing."""
 FRESH = frozenset({"lift_fresh"})
 """Operations whose operand was allocated just before, invisible to dispatch modes (`torch.tensor(...)`)."""
@@ -186,7 +212,8 @@ class Access:
     """What one operation did to memory.
 
     Attributes:
-        name: the operation's name without `aten.` and overload, such as `"add_"` and `"_foreach_zero_"`.
+        name: the operation's name without `aten.` and overload, such as `"add_"` and
+            `"_foreach_zero_"`.
         view: whether it only made a view or changed metadata.
         read: bytes read.
         written: bytes written.
@@ -205,14 +232,16 @@ class Access:
 
 
 def access(func: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> Access:
-    """Return what an operation that has just run did to memory, from its schema and its tensors alone.
+    """Return what an operation that has just run did to memory, from its schema and its tensors
+    alone.
 
-    An operation reads every tensor argument once, at elements x itemsize, and writes every tensor that it makes or
-    changes once. No cache is modelled, and a broadcast (expanded) operand counts at its expanded size. Operations that
-    only make a view or change metadata move nothing.
+    An operation reads every tensor argument once, at elements x itemsize, and writes every tensor
+    that it makes or changes once. No cache is modelled, and a broadcast (expanded) operand counts
+    at its expanded size. Operations that only make a view or change metadata move nothing.
 
     Raises:
-        UsageError: one of its tensors is not dense (sparse, nested), and so has no storage to count.
+        UsageError: one of its tensors is not dense (sparse, nested), and so has no storage to
+            count.
     """
     name = _name(func)
     handed, changed = _operands(func, args, kwargs)
@@ -245,8 +274,13 @@ def _reads_nothing(name: str) -> bool:
     return name.startswith("new_") or name.endswith("_like") or name in UNFILLED
 
 
-def _operands(func: torch._ops.OpOverload, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the tensors that an operation reads and the tensors that it changes; the two overlap."""
+def _operands(
+    func: torch._ops.OpOverload, args: Any, kwargs: Any
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the tensors that an operation reads and the tensors that it changes.
+
+    The two overlap.
+    """
     overwrites = _name(func) in OVERWRITES
     read: list[torch.Tensor] = []
     changed: list[torch.Tensor] = []
@@ -265,7 +299,10 @@ def _operands(func: torch._ops.OpOverload, args: Any, kwargs: Any) -> tuple[list
 @cache
 def _parameters(func: torch._ops.OpOverload) -> tuple[tuple[str, bool, bool], ...]:
     """Return each argument's name, whether it is written to, and whether it is an `out`."""
-    return tuple((a.name, a.alias_info is not None and a.alias_info.is_write, a.is_out) for a in func._schema.arguments)
+    return tuple(
+        (a.name, a.alias_info is not None and a.alias_info.is_write, a.is_out)
+        for a in func._schema.arguments
+    )
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -280,8 +317,9 @@ def _check(name: str, tensors: Iterable[torch.Tensor]) -> None:
     for tensor in tensors:
         if tensor.layout is not torch.strided:
             raise UsageError(
-                f"ledger: {name} has a tensor of layout {tensor.layout} and shape {tuple(tensor.shape)}, and only "
-                "dense (torch.strided) tensors can be counted: use dense gradients (sparse=False) in what is recorded"
+                f"ledger: {name} has a tensor of layout {tensor.layout} and shape"
+                f" {tuple(tensor.shape)}, and only dense (torch.strided) tensors can be counted:"
+                " use dense gradients (sparse=False) in what is recorded"
             )
 
 
@@ -295,8 +333,13 @@ def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return elements x itemsize; tensors with the same storage, offset, shape and strides count once."""
-    places = {(t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()): t for t in tensors}
+    """Return elements x itemsize.
+
+    Tensors with the same storage, offset, shape and strides count once.
+    """
+    places = {
+        (t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()): t for t in tensors
+    }
     return sum(t.numel() * t.itemsize for t in places.values())
 
 
@@ -322,24 +365,28 @@ class _Recording:
 class Ledger(TorchDispatchMode):
     """Records what happens inside `with ledger:`; a ledger records one such block.
 
-    A window ends with an optimizer's step outside a backward; what follows the last step is a window of its own. The
-    reset after a step therefore belongs to the next window.
+    A window ends with an optimizer's step outside a backward; what follows the last step is a
+    window of its own. The reset after a step therefore belongs to the next window.
 
-    Sizes are the same on every device. A dispatch mode sees every operation that autograd or the loop calls, and the
-    lifetime of every storage that such an operation returns. It does not see buffers that a kernel allocates and frees
-    inside one operation (a workspace, the copy that a matrix product makes of an operand with unsuitable strides), the
-    allocator's rounding, and `UntypedStorage.resize_` until the next operation on that storage.
+    Sizes are the same on every device. A dispatch mode sees every operation that autograd or the
+    loop calls, and the lifetime of every storage that such an operation returns. It does not see
+    buffers that a kernel allocates and frees inside one operation (a workspace, the copy that a
+    matrix product makes of an operand with unsuitable strides), the allocator's rounding, and
+    `UntypedStorage.resize_` until the next operation on that storage.
 
-    It changes one thing: under any dispatch mode, torch's own memory tracker included, autograd sums the gradients of a
-    tensor used several times in one forward out of place (`add`), where it otherwise sums them in place (`add_`).
-    Adding a micro-batch's gradient to `.grad`, taking it and cloning it are not affected.
+    It changes one thing: under any dispatch mode, torch's own memory tracker included, autograd
+    sums the gradients of a tensor used several times in one forward out of place (`add`), where it
+    otherwise sums them in place (`add_`). Adding a micro-batch's gradient to `.grad`, taking it and
+    cloning it are not affected.
 
     Attributes:
         window: index of the window that is being recorded.
         starts: for each window, the bytes alive by category when its first forward began.
-        moments: bytes alive by category after each operation and at each end of a window; empty unless asked for.
-        live: bytes alive by category, now or at the end. Parameters, buffers, gradients and optimizer state that
-            existed at the start count from then on; other tensors that existed at the start do not.
+        moments: bytes alive by category after each operation and at each end of a window; empty
+            unless asked for.
+        live: bytes alive by category, now or at the end. Parameters, buffers, gradients and
+            optimizer state that existed at the start count from then on; other tensors that existed
+            at the start do not.
     """
 
     def __init__(
@@ -353,8 +400,8 @@ class Ledger(TorchDispatchMode):
 
         Args:
             model: the model whose parameters, buffers and gradients have categories of their own.
-            optimizer: the optimizer whose state has a category of its own, and whose steps end a window. Without one,
-                the steps of any optimizer end a window.
+            optimizer: the optimizer whose state has a category of its own, and whose steps end a
+                window. Without one, the steps of any optimizer end a window.
             moments: whether to keep `moments`, which grows with the number of operations.
         """
         super().__init__()
@@ -402,19 +449,30 @@ class Ledger(TorchDispatchMode):
             UsageError: no operation ran there.
         """
         check_phases(phases)
-        found = [p for (w, phase), p in self._peaks.items() if (not phases or phase in phases) and window in (None, w)]
+        found = [
+            p
+            for (w, phase), p in self._peaks.items()
+            if (not phases or phase in phases) and window in (None, w)
+        ]
         if not found:
-            raise UsageError(f"ledger: no operation was recorded in phases {phases or PHASES} of window {window}")
+            raise UsageError(
+                f"ledger: no operation was recorded in phases {phases or PHASES} of window {window}"
+            )
         return max(found, key=lambda peak: peak.bytes)
 
     # --- recording
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Record what happens inside under a phase; a backward inside is still recorded as a backward."""
+        """Record what happens inside under a phase.
+
+        A backward inside is still recorded as a backward.
+        """
         check_phases((name,))
         if (now := self._recording) is None:
-            raise UsageError(f"ledger: phase({name!r}) outside `with ledger:`; enter the ledger first")
+            raise UsageError(
+                f"ledger: phase({name!r}) outside `with ledger:`; enter the ledger first"
+            )
         if name == "forward":
             self._begin_forward()
         depth = len(now.phases)
@@ -448,7 +506,9 @@ class Ledger(TorchDispatchMode):
         ledger = weakref.ref(self)
         self._recording.hooks = [
             register_optimizer_step_pre_hook(lambda *_: _before_step(ledger())),
-            register_optimizer_step_post_hook(lambda optimizer, *_: _after_step(ledger(), optimizer)),
+            register_optimizer_step_post_hook(
+                lambda optimizer, *_: _after_step(ledger(), optimizer)
+            ),
         ]
         super().__enter__()
         return self
@@ -514,7 +574,11 @@ class Ledger(TorchDispatchMode):
         if task == _NOT_IN_BACKWARD:
             return "other"
         node = torch._C._current_autograd_node()
-        return "accumulate" if node is not None and node.name() == "torch::autograd::AccumulateGrad" else "backward"
+        return (
+            "accumulate"
+            if node is not None and node.name() == "torch::autograd::AccumulateGrad"
+            else "backward"
+        )
 
     def _phase_of(self, found: Access) -> str:
         phase = self._phase()
@@ -528,7 +592,10 @@ class Ledger(TorchDispatchMode):
         return phase
 
     def _find_gradients(self, *, adopt: bool = False) -> None:
-        """Find the storages that are gradients now; with `adopt`, add those that existed before the recording."""
+        """Find the storages that are gradients now.
+
+        With `adopt`, add those that existed before the recording.
+        """
         assert self._recording is not None
         for p in self._recording.parameters:
             if p.grad is not None and p.grad.layout is torch.strided:

@@ -1,11 +1,14 @@
-"""What a reset mode costs in memory, measured in a process of its own, where no earlier allocation can hide it.
+"""What a reset mode costs in memory, measured in a process of its own, where no earlier allocation
+can hide it.
 
     python -m studies.memory '{"mode": "zero_", "parameters": 1000000, "layout": "few",
-                                             "micro_batches": 4, "dtype": "float32", "device": "cpu"}'
+                                             "micro_batches": 4, "dtype": "float32", "device":
+                                             "cpu"}'
 
-prints one JSON object. On CUDA, torch's allocator counts, above what it held before the model was built. On the CPU the
-system counts resident pages, where it can (Linux). The ledger counts bytes exactly on both.
-See https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html
+prints one JSON object. On CUDA, torch's allocator counts, above what it held before the model was
+built. On the CPU the system counts resident pages, where it can (Linux). The ledger counts bytes
+exactly on both. See
+https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html
 """
 
 from __future__ import annotations
@@ -32,11 +35,13 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 @dataclass(frozen=True)
 class AllocatorPeak:
-    """What CUDA's allocator handed out in some windows, above what it held before the model was built.
+    """What CUDA's allocator handed out in some windows, above what it held before the model was
+    built.
 
     Attributes:
         requested_peak: the most bytes that tensors asked for.
-        allocated_peak: the most bytes allocated, with what `BLOCK` and `LARGE` say is added to each request.
+        allocated_peak: the most bytes allocated, with what `BLOCK` and `LARGE` say is added to each
+            request.
         reserved_peak: the most bytes held from the device, free blocks included.
         allocations: allocations per window.
         retries: attempts that failed until cached blocks were given back to the device.
@@ -67,11 +72,12 @@ class Memory:
         peak: the most bytes alive in a window, as tensors asked for them (counted by the ledger).
         between: bytes alive between a reset and the next forward (counted by the ledger).
         gradients_between: bytes of gradients in `between`.
-        resident_peak: the most resident bytes of the process above those before the model was built; the process has
-            run a model of a few parameters before, so that the code is paged in; None on CUDA and where unknown.
+        resident_peak: the most resident bytes of the process above those before the model was
+            built; the process has run a model of a few parameters before, so that the code is paged
+            in; None on CUDA and where unknown.
         allocator: what CUDA's allocator counted; None on the CPU.
-        window: bytes alive after each operation of one window, by category, and last those after its reset (counted by
-            the ledger).
+        window: bytes alive after each operation of one window, by category, and last those after
+            its reset (counted by the ledger).
     """
 
     peak: int
@@ -83,7 +89,8 @@ class Memory:
 
 
 def window_memory(work: Workload) -> tuple[int, dict[str, list[int]]]:
-    """Return the peak of one window in bytes, and those alive after each operation and its reset by category.
+    """Return the peak of one window in bytes, and those alive after each operation and its reset by
+    category.
 
     The window starts as every window but the first does, after a reset.
     """
@@ -91,7 +98,9 @@ def window_memory(work: Workload) -> tuple[int, dict[str, list[int]]]:
     with Ledger(work.model, moments=True) as ledger:
         work.window()
         ledger.end_window()
-    return ledger.peak().bytes, {name: [moment[name] for moment in ledger.moments] for name in ledger.live}
+    return ledger.peak().bytes, {
+        name: [moment[name] for moment in ledger.moments] for name in ledger.live
+    }
 
 
 def measure(mode: str, size: Size, micro_batches: int, dtype: str, device: str) -> Memory:
@@ -127,10 +136,10 @@ def measure(mode: str, size: Size, micro_batches: int, dtype: str, device: str) 
 
 
 def allocator_baseline(mode: ResetMode, size: Size, device: str, dtype: torch.dtype) -> Baseline:
-    """Return what the allocator holds now, after giving back every block that nobody uses; None on the CPU.
+    """Return what the allocator holds now, after giving back every block that nobody uses.
 
-    A model of a few parameters runs first: the context, the workspaces of the libraries and their code are no cost of
-    the mode.
+    None on the CPU. A model of a few parameters runs first: the context, the workspaces of the
+    libraries and their code are no cost of the mode.
     """
     sized_workload(mode, Size(100, size.layout), 1, device=device, dtype=dtype).window()
     if device == "cpu":
@@ -142,7 +151,8 @@ def allocator_baseline(mode: ResetMode, size: Size, device: str, dtype: torch.dt
 
 
 def allocator_peak(work: Workload, baseline: Baseline) -> AllocatorPeak | None:
-    """Run `MEASURED` windows and return what the allocator counted above the baseline and the inputs; None on the CPU.
+    """Run `MEASURED` windows and return what the allocator counted above the baseline and the
+    inputs; None on the CPU.
 
     Args:
         work: built since the baseline; it has run a window before, so that what it keeps exists.
@@ -177,12 +187,16 @@ def allocator_peak(work: Workload, baseline: Baseline) -> AllocatorPeak | None:
 
 
 def _resident(name: str) -> int | None:
-    """Return a figure of this process's memory in bytes, or None where the system does not report it."""
+    """Return a figure of this process's memory in bytes, or None where the system does not report
+    it.
+    """
     try:
         lines = _STATUS.read_text().splitlines()
     except OSError:
         return None
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), None)
+    return next(
+        (1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), None
+    )
 
 
 def _forget_peak() -> None:

@@ -24,16 +24,19 @@ class Counterpart:
     Attributes:
         torch: name of the class in `torch.optim`.
         optax: the transformations that it is made of.
-        differs: where the formulas differ by definition, one phrase each; `make` maps every one of them exactly.
+        differs: where the formulas differ by definition, one phrase each; `make` maps every one of
+            them exactly.
         source: where the two formulas are written.
-        make: settings by torch's names -> a transformation whose updates are added to the parameters. JAX traces them,
-            but for those that are annotated as `bool` or `int`.
+        make: settings by torch's names -> a transformation whose updates are added to the
+            parameters. JAX traces them, but for those that are annotated as `bool` or `int`.
         variants: settings that are worth trying, beside the defaults; the first is none.
-        implementations: torch's implementations of the step: some of `single`, `foreach` and `fused`.
+        implementations: torch's implementations of the step: some of `single`, `foreach` and
+            `fused`.
         decoupled: whether decay always bypasses the direction; where a setting says so, False.
-        coarse: (optax state after a step, settings) -> what a lower precision than that of the parameters does to each
-            element of the update, as a bound; None where torch uses none.
-        scalars: unit roundoff of the scalars of an update, for implementations that compute them in a lower precision.
+        coarse: (optax state after a step, settings) -> what a lower precision than that of the
+            parameters does to each element of the update, as a bound; None where torch uses none.
+        scalars: unit roundoff of the scalars of an update, for implementations that compute them in
+            a lower precision.
     """
 
     torch: str
@@ -73,7 +76,8 @@ def framed(
     Args:
         core: gradient -> direction.
         lr: the learning rate.
-        weight_decay: factor of the parameters that is added to the gradient or, decoupled, to the direction.
+        weight_decay: factor of the parameters that is added to the gradient or, decoupled, to the
+            direction.
         decoupled: 1 where the decay bypasses the core, else 0.
         maximize: 1 where the gradient is negated, before the decay is added, else 0.
     """
@@ -114,17 +118,23 @@ def corrected(decay: Any, count: Any) -> Any:
 
 
 def in_float32(value: Any) -> jax.Array:
-    """Round to float32, in which torch keeps the scalars of a state whatever the dtype of the parameters."""
+    """Round to float32, in which torch keeps the scalars of a state whatever the dtype of the
+    parameters.
+    """
     return jnp.asarray(value).astype(jnp.float32).astype(jnp.float64)
 
 
 # SGD, averaged SGD and resilient propagation.
 
 
-def _sgd(*, lr: Any, momentum: Any, dampening: Any, weight_decay: Any, nesterov: Any, maximize: Any) -> Transformation:
+def _sgd(
+    *, lr: Any, momentum: Any, dampening: Any, weight_decay: Any, nesterov: Any, maximize: Any
+) -> Transformation:
     trace = updates_from_state(
         optax.trace(decay=momentum, nesterov=True),
-        lambda gradients, updates, state: per_leaf(lambda u, t: jnp.where(nesterov, u, t), updates, state.trace),
+        lambda gradients, updates, state: per_leaf(
+            lambda u, t: jnp.where(nesterov, u, t), updates, state.trace
+        ),
     )
     dampened = optax.scale_by_schedule(lambda count: jnp.where(count == 0, 1.0, 1.0 - dampening))
     return framed(optax.chain(dampened, trace), lr, weight_decay=weight_decay, maximize=maximize)
@@ -134,13 +144,21 @@ def _asgd(*, lr: Any, lambd: Any, alpha: Any, weight_decay: Any, maximize: Any) 
     def rate(count: Any) -> Any:
         return in_float32(lr / (1.0 + lambd * lr * count) ** alpha)
 
-    return framed(optax.add_decayed_weights(lambd), rate, weight_decay=weight_decay, maximize=maximize)
+    return framed(
+        optax.add_decayed_weights(lambd), rate, weight_decay=weight_decay, maximize=maximize
+    )
 
 
-def _rprop(*, lr: Any, etas: tuple[Any, Any], step_sizes: tuple[Any, Any], maximize: Any) -> Transformation:
+def _rprop(
+    *, lr: Any, etas: tuple[Any, Any], step_sizes: tuple[Any, Any], maximize: Any
+) -> Transformation:
     smallest, largest = step_sizes
     inner = optax.scale_by_rprop(
-        jnp.clip(lr, smallest, largest), etas[0], etas[1], min_step_size=smallest, max_step_size=largest
+        jnp.clip(lr, smallest, largest),
+        etas[0],
+        etas[1],
+        min_step_size=smallest,
+        max_step_size=largest,
     )
     core = updates_from_state(inner, lambda gradients, updates, state: state.prev_updates)
     return framed(core, 1.0, maximize=maximize)
@@ -170,7 +188,10 @@ ASGD = Counterpart(
     "add_decayed_weights, scale_by_learning_rate with a schedule",
     (
         "no class in optax: decay by lambd, and a rate lr / (1 + lambd lr t)**alpha",
-        "torch keeps the rate in float32, also for float64 parameters; foreach computes it in float32, too",
+        (
+            "torch keeps the rate in float32, also for float64 parameters; foreach computes it in"
+            " float32, too"
+        ),
     ),
     "torch/optim/asgd.py _single_tensor_asgd; optax/_src/transform.py scale_by_schedule",
     _asgd,
@@ -191,11 +212,18 @@ RPROP = Counterpart(
 )
 
 
-# Adagrad, RMSprop and Adadelta: gradients divided by the root of a sum or an average of their squares.
+# Adagrad, RMSprop and Adadelta: gradients divided by the root of a sum or an average of their
+# squares.
 
 
 def _adagrad(
-    *, lr: Any, lr_decay: Any, weight_decay: Any, initial_accumulator_value: Any, eps: Any, maximize: Any
+    *,
+    lr: Any,
+    lr_decay: Any,
+    weight_decay: Any,
+    initial_accumulator_value: Any,
+    eps: Any,
+    maximize: Any,
 ) -> Transformation:
     def outside(update: jax.Array, squares: jax.Array) -> jax.Array:
         """Move epsilon out of the root: g / sqrt(s) becomes g / (sqrt(s) + eps)."""
@@ -205,11 +233,23 @@ def _adagrad(
         optax.scale_by_rss(initial_accumulator_value, eps=0.0),
         lambda gradients, updates, state: per_leaf(outside, updates, state.sum_of_squares),
     )
-    return framed(core, lambda count: lr / (1.0 + count * lr_decay), weight_decay=weight_decay, maximize=maximize)
+    return framed(
+        core,
+        lambda count: lr / (1.0 + count * lr_decay),
+        weight_decay=weight_decay,
+        maximize=maximize,
+    )
 
 
 def _rmsprop(
-    *, lr: Any, alpha: Any, eps: Any, weight_decay: Any, momentum: Any, centered: bool, maximize: Any
+    *,
+    lr: Any,
+    alpha: Any,
+    eps: Any,
+    weight_decay: Any,
+    momentum: Any,
+    centered: bool,
+    maximize: Any,
 ) -> Transformation:
     scale = optax.scale_by_stddev if centered else optax.scale_by_rms
     core = optax.chain(scale(decay=alpha, eps=eps, eps_in_sqrt=False), optax.trace(decay=momentum))
@@ -217,7 +257,9 @@ def _rmsprop(
 
 
 def _adadelta(*, lr: Any, rho: Any, eps: Any, weight_decay: Any, maximize: Any) -> Transformation:
-    return framed(optax.scale_by_adadelta(rho=rho, eps=eps), lr, weight_decay=weight_decay, maximize=maximize)
+    return framed(
+        optax.scale_by_adadelta(rho=rho, eps=eps), lr, weight_decay=weight_decay, maximize=maximize
+    )
 
 
 ADAGRAD = Counterpart(
@@ -230,7 +272,12 @@ ADAGRAD = Counterpart(
     ),
     "torch/optim/adagrad.py _single_tensor_adagrad; optax/_src/transform.py scale_by_rss",
     _adagrad,
-    ({}, {"lr_decay": 0.1, "initial_accumulator_value": 0.1}, {"weight_decay": 0.1}, {"maximize": True, "eps": 1e-2}),
+    (
+        {},
+        {"lr_decay": 0.1, "initial_accumulator_value": 0.1},
+        {"weight_decay": 0.1},
+        {"maximize": True, "eps": 1e-2},
+    ),
     ("single", "foreach", "fused"),
 )
 RMSPROP = Counterpart(
@@ -239,9 +286,13 @@ RMSPROP = Counterpart(
     (
         "epsilon outside the root in torch, inside by default in optax.rmsprop",
         "decay of the squares 0.99 in torch, 0.9 in optax.rmsprop",
-        "momentum before the learning rate in torch, after it in optax.rmsprop: the same while the rate stays",
+        (
+            "momentum before the learning rate in torch, after it in optax.rmsprop: the same while"
+            " the rate stays"
+        ),
     ),
-    "torch/optim/rmsprop.py _single_tensor_rmsprop; optax/_src/transform.py scale_by_rms, scale_by_stddev",
+    "torch/optim/rmsprop.py _single_tensor_rmsprop; optax/_src/transform.py scale_by_rms,"
+    " scale_by_stddev",
     _rmsprop,
     (
         {},
@@ -278,7 +329,9 @@ def _adam(
     if amsgrad:
         inner = optax.scale_by_amsgrad(*betas, bias_correction_nu=False)
         core = updates_from_state(inner, lambda g, u, s: _largest(betas, eps, s))
-    return framed(core, lr, weight_decay=weight_decay, decoupled=decoupled_weight_decay, maximize=maximize)
+    return framed(
+        core, lr, weight_decay=weight_decay, decoupled=decoupled_weight_decay, maximize=maximize
+    )
 
 
 def _largest(betas: tuple[Any, Any], eps: Any, state: Any) -> Any:
@@ -287,8 +340,12 @@ def _largest(betas: tuple[Any, Any], eps: Any, state: Any) -> Any:
     return per_leaf(lambda m, v: m / first / (jnp.sqrt(v / second) + eps), state.mu, state.nu_max)
 
 
-def _adamax(*, lr: Any, betas: tuple[Any, Any], eps: Any, weight_decay: Any, maximize: Any) -> Transformation:
-    return framed(optax.scale_by_adamax(*betas, eps=eps), lr, weight_decay=weight_decay, maximize=maximize)
+def _adamax(
+    *, lr: Any, betas: tuple[Any, Any], eps: Any, weight_decay: Any, maximize: Any
+) -> Transformation:
+    return framed(
+        optax.scale_by_adamax(*betas, eps=eps), lr, weight_decay=weight_decay, maximize=maximize
+    )
 
 
 class _Products(NamedTuple):
@@ -296,8 +353,12 @@ class _Products(NamedTuple):
     product: jax.Array
 
 
-def _scale_by_nadam(betas: tuple[Any, Any], eps: Any, momentum_decay: Any) -> optax.GradientTransformation:
-    """Return torch's Nesterov Adam on the moments of `scale_by_adam`: its momentum grows with the steps."""
+def _scale_by_nadam(
+    betas: tuple[Any, Any], eps: Any, momentum_decay: Any
+) -> optax.GradientTransformation:
+    """Return torch's Nesterov Adam on the moments of `scale_by_adam`: its momentum grows with the
+    steps.
+    """
     inner = optax.scale_by_adam(*betas)
 
     def momentum(count: Any) -> Any:
@@ -315,7 +376,9 @@ def _scale_by_nadam(betas: tuple[Any, Any], eps: Any, momentum_decay: Any) -> op
 
         return per_leaf(direction, gradients, moments.mu, moments.nu), _Products(moments, product)
 
-    return optax.GradientTransformation(lambda params: _Products(inner.init(params), jnp.ones(())), advance)
+    return optax.GradientTransformation(
+        lambda params: _Products(inner.init(params), jnp.ones(())), advance
+    )
 
 
 def _nadam(
@@ -329,14 +392,24 @@ def _nadam(
     maximize: Any,
 ) -> Transformation:
     core = _scale_by_nadam(betas, eps, momentum_decay)
-    return framed(core, lr, weight_decay=weight_decay, decoupled=decoupled_weight_decay, maximize=maximize)
+    return framed(
+        core, lr, weight_decay=weight_decay, decoupled=decoupled_weight_decay, maximize=maximize
+    )
 
 
 def _radam(
-    *, lr: Any, betas: tuple[Any, Any], eps: Any, weight_decay: Any, decoupled_weight_decay: Any, maximize: Any
+    *,
+    lr: Any,
+    betas: tuple[Any, Any],
+    eps: Any,
+    weight_decay: Any,
+    decoupled_weight_decay: Any,
+    maximize: Any,
 ) -> Transformation:
     def outside(gradients: Any, updates: Any, state: Any) -> Any:
-        """Add epsilon to the root before its bias correction: a factor of the rectified direction of optax."""
+        """Add epsilon to the root before its bias correction: a factor of the rectified direction
+        of optax.
+        """
         second = jnp.sqrt(corrected(betas[1], state.count))
         length = 2.0 / (1.0 - betas[1]) - 1.0
         rectified = length - 2.0 * state.count * (1.0 - second**2) / second**2 > 5.0
@@ -348,7 +421,9 @@ def _radam(
         return per_leaf(of, updates, state.nu)
 
     core = updates_from_state(optax.scale_by_radam(*betas, eps=eps), outside)
-    return framed(core, lr, weight_decay=weight_decay, decoupled=decoupled_weight_decay, maximize=maximize)
+    return framed(
+        core, lr, weight_decay=weight_decay, decoupled=decoupled_weight_decay, maximize=maximize
+    )
 
 
 def _sparse_adam(*, lr: Any, betas: tuple[Any, Any], eps: Any, maximize: Any) -> Transformation:
@@ -357,7 +432,9 @@ def _sparse_adam(*, lr: Any, betas: tuple[Any, Any], eps: Any, maximize: Any) ->
     def advance(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         _, moved = inner.update(gradients, state, params)
         first, second = corrected(betas[0], moved.count), corrected(betas[1], moved.count)
-        present = per_leaf(lambda g: (g != 0).any(tuple(range(1, g.ndim)), keepdims=True), gradients)
+        present = per_leaf(
+            lambda g: (g != 0).any(tuple(range(1, g.ndim)), keepdims=True), gradients
+        )
         mu = per_leaf(jnp.where, present, moved.mu, state.mu)
         nu = per_leaf(jnp.where, present, moved.nu, state.nu)
 
@@ -374,10 +451,14 @@ ADAM = Counterpart(
     "Adam",
     "scale_by_adam, scale_by_amsgrad",
     (
-        "amsgrad: the largest second moment is taken before its bias correction in torch, after it in optax.amsgrad",
+        (
+            "amsgrad: the largest second moment is taken before its bias correction in torch, after"
+            " it in optax.amsgrad"
+        ),
         "decay coupled in torch's Adam; optax.adam has none",
     ),
-    "torch/optim/adam.py _single_tensor_adam; optax/_src/transform.py scale_by_adam, scale_by_amsgrad",
+    "torch/optim/adam.py _single_tensor_adam; optax/_src/transform.py scale_by_adam,"
+    " scale_by_amsgrad",
     _adam,
     (
         {},
@@ -412,7 +493,8 @@ NADAM = Counterpart(
         "torch's momentum grows with the steps (momentum_decay); that of optax.nadam is constant",
         "torch keeps the product of momenta in float32, also for float64 parameters",
     ),
-    "torch/optim/nadam.py _single_tensor_nadam; optax/_src/transform.py scale_by_adam(nesterov=True)",
+    "torch/optim/nadam.py _single_tensor_nadam; optax/_src/transform.py"
+    " scale_by_adam(nesterov=True)",
     _nadam,
     (
         {},
@@ -440,7 +522,10 @@ SPARSE_ADAM = Counterpart(
     "SparseAdam",
     "scale_by_adam on the rows that have a gradient",
     (
-        "no class in optax: moments and parameters of other rows stay, while the step counts for all rows",
+        (
+            "no class in optax: moments and parameters of other rows stay, while the step counts"
+            " for all rows"
+        ),
         "epsilon added to the root before its bias correction",
     ),
     "torch/optim/_functional.py sparse_adam; optax/_src/transform.py scale_by_adam",
@@ -454,25 +539,32 @@ SPARSE_ADAM = Counterpart(
 
 
 def _over_matrices(function: Callable[..., Any], leaf: jax.Array) -> Callable[..., Any]:
-    """Return a function of one matrix, applied to every matrix of the last two dimensions of a leaf."""
+    """Return a function of one matrix, applied to every matrix of the last two dimensions of a
+    leaf.
+    """
     for _ in range(leaf.ndim - 2):
         function = jax.vmap(function)
     return function
 
 
 def _scale_by_factors(decay: Any, smallest: Any) -> optax.GradientTransformation:
-    """Return torch's division by the factored second moment, on the moments of `scale_by_factored_rms`."""
+    """Return torch's division by the factored second moment, on the moments of
+    `scale_by_factored_rms`.
+    """
     inner = optax.scale_by_factored_rms(
         decay_rate=decay,
         min_dim_size_to_factor=1,
         epsilon=0.0,
-        decay_rate_fn=lambda step, exponent: 1.0 - (jnp.asarray(step, jnp.float64) + 1.0) ** exponent,
+        decay_rate_fn=lambda step, exponent: (
+            1.0 - (jnp.asarray(step, jnp.float64) + 1.0) ** exponent
+        ),
     )
 
     def direction(gradient: jax.Array, state: Any) -> jax.Array:
         moment = state.v
         if gradient.ndim > 1:
-            # the rows of optax are the means over the larger dimension, those of torch the means over the last one
+            # the rows of optax are the means over the larger dimension, those of torch the means
+            # over the last one
             wide = gradient.shape[-1] >= gradient.shape[-2]
             down, across = (state.v_row, state.v_col) if wide else (state.v_col, state.v_row)
             mean = jnp.maximum(down.mean(-1, keepdims=True), smallest)[..., None]
@@ -482,10 +574,13 @@ def _scale_by_factors(decay: Any, smallest: Any) -> optax.GradientTransformation
     def init(params: Any) -> tuple[Any, ...]:
         return tuple(_over_matrices(inner.init, leaf)(leaf) for leaf in jax.tree.leaves(params))
 
-    def advance(gradients: Any, states: tuple[Any, ...], params: Any = None) -> tuple[Any, tuple[Any, ...]]:
+    def advance(
+        gradients: Any, states: tuple[Any, ...], params: Any = None
+    ) -> tuple[Any, tuple[Any, ...]]:
         leaves, tree = jax.tree.flatten(gradients)
         moved = tuple(
-            _over_matrices(lambda g, s: inner.update(g, s, g)[1], g)(g, s) for g, s in zip(leaves, states, strict=True)
+            _over_matrices(lambda g, s: inner.update(g, s, g)[1], g)(g, s)
+            for g, s in zip(leaves, states, strict=True)
         )
         return jax.tree.unflatten(tree, map(direction, leaves, moved)), moved
 
@@ -510,12 +605,16 @@ ADAFACTOR = Counterpart(
     "scale_by_factored_rms, clip_by_block_rms, scale_by_param_block_rms",
     (
         "torch bounds the second moment from below, optax adds epsilon to the squared gradient",
-        "torch factors every matrix of the last two dimensions; optax the two largest dimensions, if both reach 128",
+        (
+            "torch factors every matrix of the last two dimensions; optax the two largest"
+            " dimensions, if both reach 128"
+        ),
         "the rate is at most 1 / sqrt(t) in torch",
         "optax computes the decay of the moments in float32, also for float64 parameters",
         "decay times lr in torch, alone in optax.adafactor",
     ),
-    "torch/optim/_adafactor.py _single_tensor_adafactor; optax/_src/factorized.py scale_by_factored_rms",
+    "torch/optim/_adafactor.py _single_tensor_adafactor; optax/_src/factorized.py"
+    " scale_by_factored_rms",
     _adafactor,
     ({}, {"lr": 0.8, "d": 1.5}, {"weight_decay": 0.1, "beta2_decay": -0.5}, {"maximize": True}),
     decoupled=True,
@@ -547,9 +646,11 @@ def _muon(
     average = optax.ema(momentum, debias=False)
 
     def orthogonal(matrix: jax.Array) -> jax.Array:
-        # optax adds epsilon to the norm, torch takes the larger of the two: this epsilon adds what the norm lacks
+        # optax adds epsilon to the norm, torch takes the larger of the two: this epsilon adds what
+        # the norm lacks
         lacks = jnp.maximum(eps - jnp.linalg.norm(matrix), _TINY)
-        # without a momentum of its own, since optax corrects its bias: this is the orthogonalization alone
+        # without a momentum of its own, since optax corrects its bias: this is the
+        # orthogonalization alone
         inner = scale_by_muon(
             jnp.stack(ns_coefficients),
             ns_steps,
@@ -566,7 +667,11 @@ def _muon(
 
     def advance(gradients: Any, state: tuple[Any, Any], params: Any = None) -> tuple[Any, Any]:
         mean, kept = average.update(gradients, state[0])
-        mixed = per_leaf(lambda g, m: (1.0 - momentum) * g + momentum * m, gradients, mean) if nesterov else mean
+        mixed = (
+            per_leaf(lambda g, m: (1.0 - momentum) * g + momentum * m, gradients, mean)
+            if nesterov
+            else mean
+        )
         return per_leaf(orthogonal, mixed), (kept, mixed)
 
     core = optax.GradientTransformation(init, advance)
@@ -576,11 +681,17 @@ def _muon(
 def _factor(rule: str | None, shape: tuple[int, ...]) -> float:
     """Return torch's factor of the learning rate for a matrix of some shape."""
     rows, columns = shape
-    return 0.2 * float(max(rows, columns)) ** 0.5 if rule == "match_rms_adamw" else max(1.0, rows / columns) ** 0.5
+    return (
+        0.2 * float(max(rows, columns)) ** 0.5
+        if rule == "match_rms_adamw"
+        else max(1.0, rows / columns) ** 0.5
+    )
 
 
 def _newton_schulz(x: jax.Array, settings: Mapping[str, Any], errors: list[jax.Array]) -> Any:
-    """Return the orthogonalization with errors added to its intermediate results, and the sizes of these errors."""
+    """Return the orthogonalization with errors added to its intermediate results, and the sizes of
+    these errors.
+    """
     a, b, c = settings["ns_coefficients"]
     given, sizes = iter(errors), []
 
@@ -592,13 +703,18 @@ def _newton_schulz(x: jax.Array, settings: Mapping[str, Any], errors: list[jax.A
     x = rounded(x, jnp.abs(x), 3)  # the conversion, the norm or epsilon, and the quotient
     for _ in range(settings["ns_steps"]):
         gram = rounded(x @ x.T, jnp.abs(x) @ jnp.abs(x).T)
-        mixed = rounded(b * gram + c * gram @ gram, jnp.abs(b * gram) + jnp.abs(c) * jnp.abs(gram) @ jnp.abs(gram))
+        mixed = rounded(
+            b * gram + c * gram @ gram,
+            jnp.abs(b * gram) + jnp.abs(c) * jnp.abs(gram) @ jnp.abs(gram),
+        )
         x = rounded(a * x + mixed @ x, jnp.abs(a * x) + jnp.abs(mixed) @ jnp.abs(x))
     return x, sizes
 
 
 def _in_bfloat16(state: Any, settings: Mapping[str, Any]) -> Any:
-    """Return what bfloat16 may do to each element of the update, to first order in its unit roundoff."""
+    """Return what bfloat16 may do to each element of the update, to first order in its unit
+    roundoff.
+    """
 
     def of(mixed: jax.Array) -> jax.Array:
         x = mixed.T if mixed.shape[0] > mixed.shape[1] else mixed
@@ -620,8 +736,14 @@ MUON = Counterpart(
     "Muon",
     "ema, contrib.scale_by_muon for the orthogonalization alone",
     (
-        "torch orthogonalizes in bfloat16, whatever the dtype of the parameters: the step is not continuous",
-        "optax corrects the bias of the momentum, which changes the share of the gradient under Nesterov",
+        (
+            "torch orthogonalizes in bfloat16, whatever the dtype of the parameters: the step is"
+            " not continuous"
+        ),
+        (
+            "optax corrects the bias of the momentum, which changes the share of the gradient under"
+            " Nesterov"
+        ),
         "torch bounds the norm by epsilon, optax adds epsilon",
     ),
     "torch/optim/_muon.py _single_tensor_muon; optax/contrib/_muon.py scale_by_muon",
@@ -641,7 +763,9 @@ def _lbfgs(*, lr: Any, history_size: int) -> Transformation:
         """Divide the first step by the sum of absolute values, where optax divides by the norm."""
         total = optax.tree.sum(per_leaf(jnp.abs, gradients))
         first = state.count == 1
-        return per_leaf(lambda g, u: jnp.where(first, g * jnp.minimum(1.0, 1.0 / total), u), gradients, updates)
+        return per_leaf(
+            lambda g, u: jnp.where(first, g * jnp.minimum(1.0, 1.0 / total), u), gradients, updates
+        )
 
     core = updates_from_state(optax.scale_by_lbfgs(memory_size=history_size), shortened)
     return optax.chain(core, optax.scale_by_learning_rate(lr))
@@ -650,19 +774,40 @@ def _lbfgs(*, lr: Any, history_size: int) -> Transformation:
 LBFGS = Counterpart(
     "LBFGS",
     "scale_by_lbfgs",
-    ("torch shortens the first step by the sum of absolute values of the gradient, optax by its norm",),
+    (
+        (
+            "torch shortens the first step by the sum of absolute values of the gradient, optax by"
+            " its norm"
+        ),
+    ),
     "torch/optim/lbfgs.py step; optax/_src/transform.py scale_by_lbfgs",
     _lbfgs,
     ({"max_iter": 1, "lr": 0.5, "history_size": 3}, {"max_iter": 1, "lr": 0.1, "history_size": 3}),
     ("single",),
-    outside="the line search, the tolerances, and pairs (y, s) with y·s at most 1e-10, which torch does not store",
+    outside=(
+        "the line search, the tolerances, and pairs (y, s) with y·s at most 1e-10, which torch does"
+        " not store"
+    ),
 )
 
 
 COUNTERPARTS: dict[str, Counterpart] = {
     counterpart.name: counterpart
     for counterpart in (
-        *(SGD, ASGD, RPROP, ADAGRAD, RMSPROP, ADADELTA, ADAM, ADAMW, ADAMAX, NADAM, RADAM, SPARSE_ADAM),
+        *(
+            SGD,
+            ASGD,
+            RPROP,
+            ADAGRAD,
+            RMSPROP,
+            ADADELTA,
+            ADAM,
+            ADAMW,
+            ADAMAX,
+            NADAM,
+            RADAM,
+            SPARSE_ADAM,
+        ),
         *(ADAFACTOR, MUON, LBFGS),
     )
 }

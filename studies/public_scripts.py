@@ -1,9 +1,11 @@
-"""Run public training scripts as they are, with and without the audit: is what it says of each the truth?
+"""Run public training scripts as they are, with and without the audit: is what it says of each the
+truth?
 
-The table `public_scripts.toml` beside this module has a row for each run: repository, commit, file, how it was made
-small and offline, and what is true of it, worked out by reading before the run. The scripts themselves are not kept
-here: FOLDER/owner/name has the checkout of each repository. Every run happens twice in a fresh folder, with and without
-the audit, and the two must leave the same files and the same parameters. `--needs` prints what to install.
+The table `public_scripts.toml` beside this module has a row for each run: repository, commit, file,
+how it was made small and offline, and what is true of it, worked out by reading before the run. The
+scripts themselves are not kept here: FOLDER/owner/name has the checkout of each repository. Every
+run happens twice in a fresh folder, with and without the audit, and the two must leave the same
+files and the same parameters. `--needs` prints what to install.
 """
 
 from __future__ import annotations
@@ -95,13 +97,16 @@ class Script:
         framework: what its loop is written with, such as `accelerate` or `plain`.
         truth: one of `TRUTHS`.
         why: how the truth was worked out by reading.
-        arguments: of the script; `{data}` is the folder of the run, `{checkout}` that of the repository.
+        arguments: of the script; `{data}` is the folder of the run, `{checkout}` that of the
+            repository.
         names: the diagnoses of which each violation must have one, where the truth is `violated`.
         place: `file.py:first-last`, the lines of which a violation must name one, or empty.
         packages: what must be installed beside torch.
-        data: Python that writes tiny data into the current folder; `checkout` is the repository's folder.
-        stubs: name of a module -> the source of its stand-in, or `@name` of one in the table's `[stubs]`;
-            `package.module` where `package` has a stub too. The maker of the data sees them too.
+        data: Python that writes tiny data into the current folder; `checkout` is the repository's
+            folder.
+        stubs: name of a module -> the source of its stand-in, or `@name` of one in the table's
+            `[stubs]`; `package.module` where `package` has a stub too. The maker of the data sees
+            them too.
         changes: what was made small, and how, in words.
         replace: pairs of old and new text of the script, where arguments do not do.
         driver: Python that runs instead of the file, where the file defines functions only.
@@ -155,7 +160,9 @@ def scripts(path: Path = TABLE) -> list[Script]:
             found.append(Script(**{**row, "stubs": stubs}))
         except TypeError as error:
             raise UsageError(f"{path.name}: {row.get('file')}: {error}") from None
-    if twice := [key for key, number in Counter(script.key for script in found).items() if number > 1]:
+    if twice := [
+        key for key, number in Counter(script.key for script in found).items() if number > 1
+    ]:
         raise UsageError(f"{twice[0]}: two rows are the same run")
     return found
 
@@ -229,8 +236,14 @@ class Runner:
         if made.returncode:
             raise UsageError(f"{script.key}: data could not be made: {made.stdout[-2000:]}")
 
-    def _run(self, command: Sequence[str], cwd: Path, seen: Path | None = None) -> subprocess.CompletedProcess[str]:
-        folders = [self.folder / "stubs", *(self.checkout / path for path in self.script.path), TABLE.parents[1]]
+    def _run(
+        self, command: Sequence[str], cwd: Path, seen: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        folders = [
+            self.folder / "stubs",
+            *(self.checkout / path for path in self.script.path),
+            TABLE.parents[1],
+        ]
         folders += [self.folder / "observer"] if seen else []
         found = [*map(str, folders), os.environ.get("PYTHONPATH", "")]
         given = {**OFFLINE, "HF_HOME": str(self.folder / "cache"), "PUBLIC_SCRIPT_SEEN": str(seen)}
@@ -260,15 +273,31 @@ class Runner:
         seen.mkdir()
         before = {path for path in cwd.rglob("*") if path.is_file()}
         named = {"data": str(cwd), "checkout": str(self.checkout)}
-        arguments = [re.sub(r"\{(data|checkout)\}", lambda m: named[m[1]], a) for a in self.script.arguments]
-        audit = ["-m", "gradcheck_suite", "audit", "--json", str(seen / "audit.json"), *self.script.audit]
-        ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.script.ranks}"]
+        arguments = [
+            re.sub(r"\{(data|checkout)\}", lambda m: named[m[1]], a) for a in self.script.arguments
+        ]
+        audit = [
+            "-m",
+            "gradcheck_suite",
+            "audit",
+            "--json",
+            str(seen / "audit.json"),
+            *self.script.audit,
+        ]
+        ranks = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={self.script.ranks}",
+        ]
         before_it = (ranks if self.script.ranks > 1 else []) + (audit if audited else [])
         command = [*before_it, str(self.file), *arguments]
         start = time.perf_counter()
         ended = self._run(command, cwd, seen)
         seconds = time.perf_counter() - start
-        files = {path for path in cwd.rglob("*") if path.is_file() and "__pycache__" not in path.parts} - before
+        files = {
+            path for path in cwd.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+        } - before
         names = {re.sub(r"[0-9a-f]{7,}|\d+", "#", str(path.relative_to(cwd))) for path in files}
         told = [json.loads(path.read_text()) for path in sorted(seen.glob("[0-9]*.json"))]
         path = seen / "audit.json"
@@ -277,8 +306,17 @@ class Runner:
 
     def place(self, shown: str | None) -> str:
         """Return a place without this machine's folders."""
-        for folder in (self.checkout, self.folder / "changed", self.folder.resolve() / "changed", sys.prefix):
-            shown = re.sub(rf"(\.\./)*{re.escape(str(folder).lstrip('/'))}/", "", (shown or "").replace(" /", " "))
+        for folder in (
+            self.checkout,
+            self.folder / "changed",
+            self.folder.resolve() / "changed",
+            sys.prefix,
+        ):
+            shown = re.sub(
+                rf"(\.\./)*{re.escape(str(folder).lstrip('/'))}/",
+                "",
+                (shown or "").replace(" /", " "),
+            )
         return shown.lstrip("/") if shown else ""
 
 
@@ -295,17 +333,21 @@ def outcome(script: Script, row: Mapping[str, Any]) -> str:
 
     Args:
         script: with the truth.
-        row: of the record: `verdict`, `violations`, each a diagnosis and its places, `findings`, and `note`, which says
-            what the audit changed.
+        row: of the record: `verdict`, `violations`, each a diagnosis and its places, `findings`,
+            and `note`, which says what the audit changed.
     """
     if row["note"]:
         return "harmed"
-    dark = row["verdict"] == "unjudged" or any(UNKNOWN.search(finding) for finding in row["findings"])
+    dark = row["verdict"] == "unjudged" or any(
+        UNKNOWN.search(finding) for finding in row["findings"]
+    )
     if row["verdict"] == "violated":
         if script.truth != "violated":
             return "wrong"
         named = all(name in script.names for name, *_ in row["violations"])
-        at = any(_is_at(script.place, place) for _, *places in row["violations"] for place in places)
+        at = any(
+            _is_at(script.place, place) for _, *places in row["violations"] for place in places
+        )
         return "right" if named and (at or not script.place) else "misleading"
     if script.truth == "partial":
         return "right" if dark else "wrong"
@@ -332,14 +374,27 @@ def judged(script: Script, folder: Path) -> dict[str, Any]:
         script: the script.
         folder: of the checkouts.
     """
-    about = {name: getattr(script, name) for name in ("repository", "commit", "file", "kind", "framework", "truth")}
+    about = {
+        name: getattr(script, name)
+        for name in ("repository", "commit", "file", "kind", "framework", "truth")
+    }
     row = {"key": script.key, **about, "names": list(script.names), "place": script.place}
     checkout = folder / script.repository
-    at = subprocess.run(["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    at = subprocess.run(
+        ["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
     if at.stdout.strip() != script.commit:
-        return {**row, "outcome": "not run", "note": f"no checkout of {script.repository} at {script.commit[:12]}"}
+        return {
+            **row,
+            "outcome": "not run",
+            "note": f"no checkout of {script.repository} at {script.commit[:12]}",
+        }
     if absent := _absent(script.packages):
-        return {**row, "outcome": "not run", "note": f"not installed: pip install {' '.join(absent)}"}
+        return {
+            **row,
+            "outcome": "not run",
+            "note": f"not installed: pip install {' '.join(absent)}",
+        }
     with tempfile.TemporaryDirectory() as temporary:
         try:
             runner = Runner(script, checkout, Path(temporary))
@@ -347,15 +402,33 @@ def judged(script: Script, folder: Path) -> dict[str, Any]:
             return {**row, "outcome": "not run", "note": str(error)}
         plain = runner.run("plain", audited=False)
         if plain.status:
-            return {**row, "outcome": "not run", "note": f"exit status {plain.status}: {plain.log[-3000:]}"}
+            return {
+                **row,
+                "outcome": "not run",
+                "note": f"exit status {plain.status}: {plain.log[-3000:]}",
+            }
         audited = runner.run("audited", audited=True)
         # a script without a seed differs from itself, and one that is compiled from its eager run
-        eager, differ = "--eager" in script.audit, plain.files == audited.files and plain.told != audited.told
+        eager, differ = (
+            "--eager" in script.audit,
+            plain.files == audited.files and plain.told != audited.told,
+        )
         again = runner.run("again", audited=False) if differ and not eager else None
         harm = _harm(plain, audited, again)
-        result = audited.result or {"verdict": "none", "violations": [], "findings": [], "windows": 0, "steps": 0}
-        named = [[runner.place(v[name]) for name in ("where", "backward", "stepped")] for v in result["violations"]]
-        found = [[v["diagnosis"], *places] for v, places in zip(result["violations"], named, strict=True)]
+        result = audited.result or {
+            "verdict": "none",
+            "violations": [],
+            "findings": [],
+            "windows": 0,
+            "steps": 0,
+        }
+        named = [
+            [runner.place(v[name]) for name in ("where", "backward", "stepped")]
+            for v in result["violations"]
+        ]
+        found = [
+            [v["diagnosis"], *places] for v, places in zip(result["violations"], named, strict=True)
+        ]
         row |= {
             "verdict": result["verdict"],
             "violations": found,
@@ -373,37 +446,62 @@ def judged(script: Script, folder: Path) -> dict[str, Any]:
 
 
 def page_table(reports: Path, table: Path = TABLE) -> Iterator[str]:
-    """Yield the lines of the page's table, from the newest record of each run of the table, and what they come to."""
+    """Yield the lines of the page's table, from the newest record of each run of the table, and
+    what they come to.
+    """
     keys = {script.key: script.k for script in scripts(table)}
     records = read_records(reports, KINDS[KIND])[0]
     newest = {record.data["key"]: {**record.data, "at": record.commit[:8]} for record in records}
-    rows = sorted((newest[key] for key in keys if key in newest), key=lambda row: (row["kind"], row["key"]))
+    rows = sorted(
+        (newest[key] for key in keys if key in newest), key=lambda row: (row["kind"], row["key"])
+    )
     counts = Counter(row["outcome"] for row in rows)
     outcomes = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if counts[name])
     number = len({row["repository"] for row in rows})
     yield f"{len(rows)} of the table's {len(keys)} runs, from {number} repositories: {outcomes}"
-    yield "\n| script | kind | truth | verdict of the audit | it is | parameters | judged, K | seconds | record |"
+    yield (
+        "\n| script | kind | truth | verdict of the audit | it is | parameters | judged, K |"
+        " seconds | record |"
+    )
     yield "| --- | --- | --- | --- | --- | ---: | ---: | ---: | --- |"
     for row in rows:
-        found = "; ".join(f"`{name}` at `{where}`" for name, where, *_ in row["violations"]) or row["verdict"]
+        found = (
+            "; ".join(f"`{name}` at `{where}`" for name, where, *_ in row["violations"])
+            or row["verdict"]
+        )
         truth = ", ".join(f"`{name}`" for name in row["names"]) or row["truth"]
         place = f"{row['repository']} at {row['commit'][:8]}, `{row['file']}`"
         size = f"{row['parameters'] or 0:,} | {row['judged']} of {row['steps']}, {keys[row['key']]}"
         seconds = "{:.0f}, {:.0f}".format(*row["seconds"])
         kind = f"{row['kind']}, {row['framework']}"
-        yield f"| {place} | {kind} | {truth} | {found} | {row['outcome']} | {size} | {seconds} | {row['at']} |"
+        yield (
+            f"| {place} | {kind} | {truth} | {found} | {row['outcome']} | {size} | {seconds} |"
+            f" {row['at']} |"
+        )
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("folder", type=Path, nargs="?", help="has a checkout of each repository, as owner/name")
-    parser.add_argument("words", nargs="*", help="run the scripts whose key has one of these words; all without one")
-    parser.add_argument("--reports", type=Path, default=Path("reports"), metavar="DIR", help="where the records are")
-    parser.add_argument("--table", type=Path, default=TABLE, metavar="FILE", help="the runs, as TOML")
     parser.add_argument(
-        "--needs", action="store_true", help="print the packages of the wanted scripts, and run nothing"
+        "folder", type=Path, nargs="?", help="has a checkout of each repository, as owner/name"
     )
-    parser.add_argument("--page", type=Path, help="write the table of the records into this page, and run nothing")
+    parser.add_argument(
+        "words", nargs="*", help="run the scripts whose key has one of these words; all without one"
+    )
+    parser.add_argument(
+        "--reports", type=Path, default=Path("reports"), metavar="DIR", help="where the records are"
+    )
+    parser.add_argument(
+        "--table", type=Path, default=TABLE, metavar="FILE", help="the runs, as TOML"
+    )
+    parser.add_argument(
+        "--needs",
+        action="store_true",
+        help="print the packages of the wanted scripts, and run nothing",
+    )
+    parser.add_argument(
+        "--page", type=Path, help="write the table of the records into this page, and run nothing"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -414,7 +512,9 @@ def run(arguments: argparse.Namespace) -> int:
         write_text(arguments.page, "\n".join(lines))
         return exit_status.HOLDS
     words = arguments.words or [""]
-    wanted = [script for script in scripts(arguments.table) if any(word in script.key for word in words)]
+    wanted = [
+        script for script in scripts(arguments.table) if any(word in script.key for word in words)
+    ]
     if arguments.needs:
         print(*sorted({name for script in wanted for name in script.packages}), sep="\n")
         return exit_status.HOLDS
@@ -427,7 +527,11 @@ def run(arguments: argparse.Namespace) -> int:
         if row["outcome"] != "not run":
             about = environment.environment(script.packages)
             append_record(
-                arguments.reports, KINDS[KIND], row, environment=about, command="python -m studies scripts FOLDER"
+                arguments.reports,
+                KINDS[KIND],
+                row,
+                environment=about,
+                command="python -m studies scripts FOLDER",
             )
         print(f"{row['outcome']:<10} {script.key}  {row['note'] or row['violations']}", flush=True)
     return exit_status.status_of(violated=not outcomes <= {"right", "partial"}, findings=False)

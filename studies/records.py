@@ -1,4 +1,6 @@
-"""The kinds of records that the studies make, beside those of the suite, and what makes them older than the code."""
+"""The kinds of records that the studies make, beside those of the suite, and what makes them older
+than the code.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ def _own(*names: str) -> tuple[Path, ...]:
 
 MEASURING: tuple[str | Path, ...] = (
     *LOOPS,
-    *_own("compiled_steps.py", "ledger.py", "memory.py", "reset_laws.py", "reset_modes.py", "step_times.py"),
+    *_own(
+        "compiled_steps.py",
+        "ledger.py",
+        "memory.py",
+        "reset_laws.py",
+        "reset_modes.py",
+        "step_times.py",
+    ),
     *_own("workload.py"),
 )
 """The modules that decide what is measured."""
@@ -33,9 +42,17 @@ KINDS = {
             Kind("calibration", (*JUDGING, *_own("calibration.py", "tally.py")), ()),
             Kind("bridge", JUDGING, ("architecture", "version", "widened")),
             Kind("atlas", (*JUDGING, *_own("atlas.py", "atlas_points.py")), ()),
-            Kind("zero-or-none", _own("zero_or_none.py", "zero_or_none_laws.py"), ("optimizer", "variant")),
+            Kind(
+                "zero-or-none",
+                _own("zero_or_none.py", "zero_or_none_laws.py"),
+                ("optimizer", "variant"),
+            ),
             Kind("step", _own("optimizer_steps.py", "optimizers.py")),
-            Kind("traffic", (*MEASURING, "run/ranks.py", *_own("traffic.py")), ("loop", "ranks", "accumulation_steps")),
+            Kind(
+                "traffic",
+                (*MEASURING, "run/ranks.py", *_own("traffic.py")),
+                ("loop", "ranks", "accumulation_steps"),
+            ),
             Kind("public-script", (*JUDGING, "auditing", *_own("public_scripts.py")), ("key",)),
         )
     },

@@ -1,8 +1,10 @@
-"""The laws of the reset modes: what one window does to its gradients in memory, worked out from sizes alone.
+"""The laws of the reset modes: what one window does to its gradients in memory, worked out from
+sizes alone.
 
-The laws assume dense gradients that autograd can take as they are: of the parameter's own strides, and held by nothing
-else. `add_` reads two operands and writes one, `zero_` writes one, and taking a gradient moves nothing. The ledger
-measures the same quantities, and `studies/properties/test_cost_laws.py` requires equality.
+The laws assume dense gradients that autograd can take as they are: of the parameter's own strides,
+and held by nothing else. `add_` reads two operands and writes one, `zero_` writes one, and taking a
+gradient moves nothing. The ledger measures the same quantities, and
+`studies/properties/test_cost_laws.py` requires equality.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class MemoryTraffic:
     freed: int = 0
 
     def __add__(self, other: MemoryTraffic) -> MemoryTraffic:
-        return MemoryTraffic(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return MemoryTraffic(
+            *(getattr(self, f.name) + getattr(other, f.name) for f in fields(self))
+        )
 
     @property
     def moved(self) -> int:
@@ -73,8 +77,9 @@ class Cost:
 
     Attributes:
         reset: zeroing or releasing the gradients of the window before.
-        accumulate: adding each micro-batch's gradients to the sum. The backward makes these gradients, and they are
-            released after they were added, in every mode alike: that is not counted.
+        accumulate: adding each micro-batch's gradients to the sum. The backward makes these
+            gradients, and they are released after they were added, in every mode alike: that is not
+            counted.
         handling: what the loop does to gradients between backward and step.
         kept: bytes of gradients alive from the end of the reset to the first backward.
     """
@@ -104,7 +109,10 @@ def uniform_window(
     """
     each, left = divmod(elements, parameters)
     sizes = (each + (i < left) for i in range(parameters))
-    uses = (ParameterUse(size * itemsize, itemsize, micro_batches, not first, not first) for size in sizes)
+    uses = (
+        ParameterUse(size * itemsize, itemsize, micro_batches, not first, not first)
+        for size in sizes
+    )
     return WindowUse(tuple(uses), first)
 
 
@@ -118,7 +126,9 @@ def _bytes(parameters: Iterable[ParameterUse]) -> int:
 
 
 def _additions(counts: Iterable[tuple[ParameterUse, int]]) -> MemoryTraffic:
-    """Return what adding gradients to sums of the same dtype moves, `count` times for each parameter."""
+    """Return what adding gradients to sums of the same dtype moves, `count` times for each
+    parameter.
+    """
     total = MemoryTraffic()
     for p, count in counts:
         total += MemoryTraffic(operations=count, read=2 * count * p.bytes, written=count * p.bytes)
@@ -126,9 +136,14 @@ def _additions(counts: Iterable[tuple[ParameterUse, int]]) -> MemoryTraffic:
 
 
 def zeroed(window: WindowUse) -> Cost:
-    """Keep each gradient from the first backward that reaches its parameter; zero it, then add K times."""
+    """Keep each gradient from the first backward that reaches its parameter.
+
+    Zero it, then add K times.
+    """
     kept = [p for p in window.parameters if p.reached_before]
-    added = ((p, p.reached if p.reached_before else max(p.reached - 1, 0)) for p in window.parameters)
+    added = (
+        (p, p.reached if p.reached_before else max(p.reached - 1, 0)) for p in window.parameters
+    )
     return Cost(
         reset=MemoryTraffic(operations=len(kept), written=_bytes(kept)),
         accumulate=_additions(added),
@@ -144,7 +159,9 @@ def zeroed_at_once(window: WindowUse) -> Cost:
 
 
 def released(window: WindowUse) -> Cost:
-    """Free each gradient; take the gradient of the first micro-batch that reaches its parameter, add K - 1 times."""
+    """Free each gradient; take the gradient of the first micro-batch that reaches its parameter,
+    add K - 1 times.
+    """
     return Cost(
         reset=MemoryTraffic(freed=_bytes(p for p in window.parameters if p.reached_in_last_window)),
         accumulate=_additions((p, max(p.reached - 1, 0)) for p in window.parameters),
@@ -154,7 +171,10 @@ def released(window: WindowUse) -> Cost:
 
 
 def flat_buffer(window: WindowUse) -> Cost:
-    """Keep all gradients in one buffer from the start of the run; zero it with one call, then add K times."""
+    """Keep all gradients in one buffer from the start of the run.
+
+    Zero it with one call, then add K times.
+    """
     size = _bytes(window.parameters)
     return Cost(
         reset=MemoryTraffic() if window.first else MemoryTraffic(operations=1, written=size),
@@ -165,21 +185,25 @@ def flat_buffer(window: WindowUse) -> Cost:
 
 
 def stepped_in_backward(window: WindowUse) -> Cost:
-    """Step on each gradient and free it as soon as the last micro-batch's was added: none is left to reset."""
+    """Step on each gradient and free it as soon as the last micro-batch's was added: none is left
+    to reset.
+    """
     return replace(released(window), reset=MemoryTraffic())
 
 
 def main_gradients(window: WindowUse) -> Cost:
     """Add each micro-batch's gradient to a sum in float32 or wider, and free it.
 
-    At the end of a window the sums are rounded to the parameters' dtype, which is a copy only where that is narrower. A
-    sum is kept from the first addition on.
+    At the end of a window the sums are rounded to the parameters' dtype, which is a copy only where
+    that is narrower. A sum is kept from the first addition on.
     """
     reset, accumulate, handling, kept = MemoryTraffic(), MemoryTraffic(), MemoryTraffic(), 0
     for p in window.parameters:
         wide = p.bytes // p.itemsize * max(FLOAT32_ITEMSIZE, p.itemsize)
         rounded = p.bytes if p.itemsize < FLOAT32_ITEMSIZE else 0
-        accumulate += MemoryTraffic(operations=p.reached, read=p.reached * (wide + p.bytes), written=p.reached * wide)
+        accumulate += MemoryTraffic(
+            operations=p.reached, read=p.reached * (wide + p.bytes), written=p.reached * wide
+        )
         if p.reached_in_last_window:
             reset += MemoryTraffic(operations=1, written=wide, freed=rounded)
         if p.reached and p.itemsize < FLOAT32_ITEMSIZE:
@@ -190,10 +214,11 @@ def main_gradients(window: WindowUse) -> Cost:
 
 
 def bytes_saved_by_releasing(gradient_bytes: int, micro_batches: int = 1) -> int:
-    """Return the bytes that a window moves less when it releases gradients than when it zeroes them.
+    """Return the bytes that a window moves less when it releases gradients than when it zeroes
+    them.
 
-    Zeroing writes every gradient once more, and one more addition reads two operands and writes one: four times the
-    gradients' bytes for any number of micro-batches.
+    Zeroing writes every gradient once more, and one more addition reads two operands and writes
+    one: four times the gradients' bytes for any number of micro-batches.
 
     Args:
         gradient_bytes: bytes of one gradient of all parameters.

@@ -1,4 +1,6 @@
-"""The reset modes as they are measured: one record each with its law of cost, and modes that are only measured."""
+"""The reset modes as they are measured: one record each with its law of cost, and modes that are
+only measured.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,15 @@ class ResetMode:
         name: the mode's name on the command line, in records and in the report.
         loop: the training loop that resets in this way; sound under the loop contract if `steps`.
         law: what one window does to gradients in memory.
-        reset: resets the gradients of the given parameters; None where the loop resets in some other way.
+        reset: resets the gradients of the given parameters; None where the loop resets in some
+            other way.
         releases: whether the reset leaves None. Otherwise it leaves zeros.
-        preallocate: gives every parameter the gradient, of zeros, that the loop allocates at its start; None where
-            autograd makes the gradients.
-        steps: whether the loop calls `run.optimizer.step()`; if not, no observer sees its gradients together.
-        benchmarked: whether the benchmarks time the reset; False where another mode runs the same kernels.
+        preallocate: gives every parameter the gradient, of zeros, that the loop allocates at its
+            start; None where autograd makes the gradients.
+        steps: whether the loop calls `run.optimizer.step()`; if not, no observer sees its gradients
+            together.
+        benchmarked: whether the benchmarks time the reset; False where another mode runs the same
+            kernels.
     """
 
     name: str
@@ -69,9 +74,13 @@ def foreach_zero(parameters: Parameters, optimizer: torch.optim.Optimizer) -> No
 
 
 def main_gradients(run: TrainingRun) -> None:
-    """Keep each sum in float32 or wider, round it to the parameter's dtype for the step, then zero it."""
+    """Keep each sum in float32 or wider, round it to the parameter's dtype for the step, then zero
+    it.
+    """
     trainable = [p for p in run.model.parameters() if p.requires_grad]
-    mains = {p: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trainable}
+    mains = {
+        p: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trainable
+    }
     reached: dict[torch.nn.Parameter, None] = {}
 
     def add(p: torch.Tensor) -> None:
@@ -96,9 +105,13 @@ def main_gradients(run: TrainingRun) -> None:
 
 
 def optimizer_in_backward(run: TrainingRun) -> None:
-    """Step on each parameter as soon as its gradient of the window's last micro-batch is there, and release it."""
+    """Step on each parameter as soon as its gradient of the window's last micro-batch is there, and
+    release it.
+    """
     groups = run.optimizer.param_groups
-    optimizers = {p: _optimizer_like(run.optimizer, group, p) for group in groups for p in group["params"]}
+    optimizers = {
+        p: _optimizer_like(run.optimizer, group, p) for group in groups for p in group["params"]
+    }
     last = False
 
     def step(p: torch.Tensor) -> None:
@@ -138,18 +151,37 @@ RESET_MODES: dict[str, ResetMode] = {
     for mode in (
         _built_in("zero_", reset_laws.zeroed, zero_by_hand, benchmarked=True),
         _built_in("zero_grad", reset_laws.zeroed, zero_grad_false),
-        _built_in("zero_grad_foreach", reset_laws.zeroed_at_once, zero_grad_foreach, benchmarked=True),
-        _built_in("set_to_none", reset_laws.released, zero_grad_none, releases=True, benchmarked=True),
+        _built_in(
+            "zero_grad_foreach", reset_laws.zeroed_at_once, zero_grad_foreach, benchmarked=True
+        ),
+        _built_in(
+            "set_to_none", reset_laws.released, zero_grad_none, releases=True, benchmarked=True
+        ),
         _built_in("grad_none", reset_laws.released, none_by_hand, releases=True),
-        _built_in("flat_buffer", reset_laws.flat_buffer, zero_flat, preallocate=allocate_flat, benchmarked=True),
+        _built_in(
+            "flat_buffer",
+            reset_laws.flat_buffer,
+            zero_flat,
+            preallocate=allocate_flat,
+            benchmarked=True,
+        ),
         _built_in("zero_before_forward", reset_laws.zeroed, zero_by_hand),
         _built_in("zero_between", reset_laws.zeroed, zero_by_hand),
-        ResetMode("foreach_zero", after_step(foreach_zero), reset_laws.zeroed_at_once, foreach_zero),
+        ResetMode(
+            "foreach_zero", after_step(foreach_zero), reset_laws.zeroed_at_once, foreach_zero
+        ),
         ResetMode("main_gradients", main_gradients, reset_laws.main_gradients),
-        ResetMode("optimizer_in_backward", optimizer_in_backward, reset_laws.stepped_in_backward, steps=False),
+        ResetMode(
+            "optimizer_in_backward",
+            optimizer_in_backward,
+            reset_laws.stepped_in_backward,
+            steps=False,
+        ),
     )
 }
 """Every reset mode by name, those included that are only measured."""
 
-BENCHMARKED: tuple[ResetMode, ...] = tuple(mode for mode in RESET_MODES.values() if mode.benchmarked)
+BENCHMARKED: tuple[ResetMode, ...] = tuple(
+    mode for mode in RESET_MODES.values() if mode.benchmarked
+)
 """The reset modes that the benchmarks time."""

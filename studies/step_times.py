@@ -24,9 +24,10 @@ from studies.workload import Size, sized_workload
 
 
 class DeviceStamp:
-    """A CUDA event on the current stream; the difference of two is the device's time between them, in seconds.
+    """A CUDA event on the current stream.
 
-    So it is a `timer` that pytest-benchmark accepts without patching: its results subtract to seconds.
+    The difference of two is the device's time between them, in seconds. So it is a `timer` that
+    pytest-benchmark accepts without patching: its results subtract to seconds.
     """
 
     def __init__(self) -> None:
@@ -41,9 +42,10 @@ class DeviceStamp:
 def settle(device: str) -> None:
     """Wait until the device has finished all work queued so far; nothing to wait for on a CPU.
 
-    A round is timed right only if the queue is empty when it starts. Otherwise the host's clock also counts what was
-    queued before the round, such as the flush of the caches, and the device hides the time that the host needs to
-    launch kernels behind that earlier work. See https://docs.pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution
+    A round is timed right only if the queue is empty when it starts. Otherwise the host's clock
+    also counts what was queued before the round, such as the flush of the caches, and the device
+    hides the time that the host needs to launch kernels behind that earlier work. See
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution
     """
     if device == "cuda":
         torch.cuda.synchronize()
@@ -54,8 +56,8 @@ def timer(device: str, clock: str = "device") -> Callable[[], Any]:
 
     Args:
         device: `"cpu"` or `"cuda"`.
-        clock: `"device"` for CUDA events, `"host"` for the host's clock after the device has finished. On the CPU
-            both are the host's clock.
+        clock: `"device"` for CUDA events, `"host"` for the host's clock after the device has
+            finished. On the CPU both are the host's clock.
     """
     if device == "cpu":
         return time.perf_counter
@@ -82,13 +84,18 @@ def quartiles(seconds: Sequence[float]) -> Timing:
 
 
 def timed(
-    run: Callable[[], Any], setup: Callable[[], Any], rounds: int, device: str, clock: str = "device"
+    run: Callable[[], Any],
+    setup: Callable[[], Any],
+    rounds: int,
+    device: str,
+    clock: str = "device",
 ) -> list[float]:
     """Return the seconds that `run` takes in each round, on one clock.
 
     Args:
         run: what is timed.
-        setup: called before each round and not timed; the device finishes it before the round starts.
+        setup: called before each round and not timed; the device finishes it before the round
+            starts.
         rounds: number of rounds.
         device: `"cpu"` or `"cuda"`.
         clock: as for `timer`.
@@ -142,7 +149,9 @@ def median_seconds(run: Callable[[], Any], timer: Callable[[], Any]) -> float:
 
 
 def flush(device: str) -> Callable[[], None]:
-    """Return a function that evicts everything else from the caches and waits until the device is idle."""
+    """Return a function that evicts everything else from the caches and waits until the device is
+    idle.
+    """
     scratch = torch.zeros(COPY_BYTES[device] // 8, device=device)
 
     def run() -> None:
@@ -152,7 +161,11 @@ def flush(device: str) -> Callable[[], None]:
     return run
 
 
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING")
+ALLOCATOR_VARIABLES = (
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+)
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -182,12 +195,16 @@ def device_info(device: str) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "allocator": torch.cuda.memory.get_allocator_backend(),
-        "allocator_settings": {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ},
+        "allocator_settings": {
+            name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ
+        },
     }
 
 
 def cache_bytes(device: str) -> int | None:
-    """Return the bytes of the last cache before memory (L2 of a GPU), None where the system does not tell."""
+    """Return the bytes of the last cache before memory (L2 of a GPU), None where the system does
+    not tell.
+    """
     if device == "cuda":
         return int(torch.cuda.get_device_properties(0).L2_cache_size)
     sizes = []
@@ -200,7 +217,8 @@ def cache_bytes(device: str) -> int | None:
 def regime(gradient_bytes: int, cache_size: int | None) -> str:
     """Return where gradients of some bytes fit: `"in cache"`, `"out of cache"`, or `"unknown"`.
 
-    Gradients that fit the cache are reset at the cache's bandwidth unless it is flushed, larger ones at the memory's.
+    Gradients that fit the cache are reset at the cache's bandwidth unless it is flushed, larger
+    ones at the memory's.
     """
     if cache_size is None:
         return "unknown"
@@ -240,10 +258,13 @@ INDEXED = 2**31 - 1
 
 
 def fill_launches(elements: int, itemsize: int) -> int:
-    """Return how many kernels fill one contiguous tensor, which is halved until byte offsets fit 32 bits.
+    """Return how many kernels fill one contiguous tensor, which is halved until byte offsets fit 32
+    bits.
 
-    Source: `gpu_kernel` in https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/Loops.cuh and
-    `can_use_32bit_indexing` in https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/TensorIterator.cpp
+    Source: `gpu_kernel` in
+    https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/Loops.cuh and
+    `can_use_32bit_indexing` in
+    https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/TensorIterator.cpp
 
     Args:
         elements: number of elements.
@@ -253,7 +274,9 @@ def fill_launches(elements: int, itemsize: int) -> int:
         return 0
     if 1 + (elements - 1) * itemsize <= INDEXED:
         return 1
-    return fill_launches(elements // 2, itemsize) + fill_launches(elements - elements // 2, itemsize)
+    return fill_launches(elements // 2, itemsize) + fill_launches(
+        elements - elements // 2, itemsize
+    )
 
 
 def foreach_launches(elements: Iterable[int], limits: LaunchLimits = SMALL) -> int:
@@ -274,7 +297,10 @@ def foreach_launches(elements: Iterable[int], limits: LaunchLimits = SMALL) -> i
             blocks, chunks = blocks + taken, chunks - taken
             if blocks == limits.blocks or (tensors == limits.tensors and not chunks):
                 launches += 1
-                blocks, tensors = 0, 1 if chunks else 0  # a tensor that is not finished goes into the next launch
+                blocks, tensors = (
+                    0,
+                    1 if chunks else 0,
+                )  # a tensor that is not finished goes into the next launch
     return launches + (blocks > 0)
 
 
@@ -289,7 +315,8 @@ class Profile:
     """One profiled run.
 
     Attributes:
-        operations: torch's operations with the most self time: name, calls, microseconds on the host and on the device.
+        operations: torch's operations with the most self time: name, calls, microseconds on the
+            host and on the device.
         kernels: kernels, copies and memsets that the device ran; None on a CPU.
         busy: seconds in which the device ran them, the gaps between them left out; None on a CPU.
     """
@@ -311,13 +338,16 @@ def profiled(run: Callable[[], Any], device: str) -> Profile:
         run()
         if device == "cuda":
             torch.cuda.synchronize()
-    return Profile(operations(found.key_averages()), *(device_work(found.events()) if device == "cuda" else ()))
+    return Profile(
+        operations(found.key_averages()), *(device_work(found.events()) if device == "cuda" else ())
+    )
 
 
 def operations(averages: Iterable[Any]) -> list[dict[str, Any]]:
     """Return the operations with the most self time, from the profiler's averages by name.
 
-    A kernel has an entry of its own, which repeats the device's time of its operation, and does not count.
+    A kernel has an entry of its own, which repeats the device's time of its operation, and does not
+    count.
     """
     entries = [
         {
@@ -334,10 +364,11 @@ def operations(averages: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def device_work(events: Any) -> tuple[int, float]:
-    """Return how many of the profiler's events ran on the device, and the seconds that they cover together.
+    """Return how many of the profiler's events ran on the device, and the seconds that they cover
+    together.
 
-    An operation's own event is the host's and repeats its kernels' time, so it does not count. Kernels that overlap, on
-    several streams, count once.
+    An operation's own event is the host's and repeats its kernels' time, so it does not count.
+    Kernels that overlap, on several streams, count once.
     """
     spans = sorted(
         (float(e.time_range.start), float(e.time_range.end))
@@ -382,17 +413,20 @@ class PairedSteps:
         micro_batches: number of micro-batches between two updates.
         zero: median seconds of a step under `zero_`.
         none: median seconds of a step under `set_to_none`.
-        saved: median over the pairs of the seconds that releasing saves; negative where it costs time.
+        saved: median over the pairs of the seconds that releasing saves; negative where it costs
+            time.
         saved_quartiles: first and third quartile of the same differences.
         faster: number of pairs in which releasing was faster.
         pairs: number of pairs whose two steps took different times; the others say nothing.
         bytes_between: bytes of gradients that `zero_` keeps between steps and a release does not.
-        faults: pages that the system mapped per step, under `zero_` and under `set_to_none`; None where unknown. Memory
-            that a release gives back to the system is mapped anew by the next backward.
+        faults: pages that the system mapped per step, under `zero_` and under `set_to_none`; None
+            where unknown. Memory that a release gives back to the system is mapped anew by the next
+            backward.
         host: median seconds of a step on the host's clock, under `zero_` and under `set_to_none`.
         busy: seconds of one more step in which kernels ran, likewise; None on a CPU.
         attempts: measurements taken; all but the last were disturbed by other load.
-        disturbed: what shows that the last was disturbed too, and that these figures mean nothing; None otherwise.
+        disturbed: what shows that the last was disturbed too, and that these figures mean nothing;
+            None otherwise.
     """
 
     parameters: int
@@ -425,11 +459,13 @@ class PairedSteps:
         }
 
 
-def time_paired_steps(size: Size, items: int, micro_batches: int, *, pairs: int, device: str = "cpu") -> PairedSteps:
+def time_paired_steps(
+    size: Size, items: int, micro_batches: int, *, pairs: int, device: str = "cpu"
+) -> PairedSteps:
     """Time steps of AdamW under both modes in turn; repeat while other load disturbs them.
 
-    The two modes alternate step by step, so that other load on the machine slows both alike. Every step starts with
-    flushed caches on an idle device.
+    The two modes alternate step by step, so that other load on the machine slows both alike. Every
+    step starts with flushed caches on an idle device.
 
     Args:
         size: size of the model, whose weights are float32.
@@ -439,7 +475,9 @@ def time_paired_steps(size: Size, items: int, micro_batches: int, *, pairs: int,
         device: `"cpu"` or `"cuda"`.
     """
     steps = {
-        name: sized_workload(RESET_MODES[name], size, micro_batches, device=device, items=items).step
+        name: (
+            sized_workload(RESET_MODES[name], size, micro_batches, device=device, items=items).step
+        )
         for name in (ZERO, NONE)
     }
     attempts = 0
@@ -463,9 +501,17 @@ def time_paired_steps(size: Size, items: int, micro_batches: int, *, pairs: int,
         faster=sum(s > 0 for s in saved),
         pairs=sum(s != 0 for s in saved),
         bytes_between=size.bytes(torch.float32),
-        faults=None if resource is None else (fmean(t.faults for t in zeros), fmean(t.faults for t in nones)),
+        faults=(
+            None
+            if resource is None
+            else (fmean(t.faults for t in zeros), fmean(t.faults for t in nones))
+        ),
         host=(median(t.host for t in zeros), median(t.host for t in nones)),
-        busy=None if device == "cpu" else (profiled(steps[ZERO], device).busy, profiled(steps[NONE], device).busy),
+        busy=(
+            None
+            if device == "cpu"
+            else (profiled(steps[ZERO], device).busy, profiled(steps[NONE], device).busy)
+        ),
         attempts=attempts,
         disturbed=disturbed,
     )
@@ -494,18 +540,24 @@ def disturbance(steps: list[StepTime], saved: list[float], device: str = "cpu") 
     Args:
         steps: all steps.
         saved: the differences between the two steps of each pair, in seconds.
-        device: `"cpu"` or `"cuda"`. Whether a process that waits for a GPU uses a processor depends on the driver.
+        device: `"cpu"` or `"cuda"`. Whether a process that waits for a GPU uses a processor depends
+            on the driver.
     """
     waiting = median(1 - min(1.0, t.processor / t.host) if t.host else 0.0 for t in steps)
     if device == "cpu" and waiting > WAITING:
         return f"the process waited for a processor in {waiting:.0%} of a step's time"
     spread, step = quartiles(saved), median(t.seconds for t in steps)
     if spread.q3 - spread.q1 > SPREAD * step:
-        return f"the middle half of the paired differences spans {(spread.q3 - spread.q1) / step:.0%} of a step"
+        return (
+            f"the middle half of the paired differences spans {(spread.q3 - spread.q1) / step:.0%}"
+            " of a step"
+        )
     return None
 
 
-def _in_turn(steps: dict[str, Callable[[], None]], pairs: int, device: str) -> dict[str, list[StepTime]]:
+def _in_turn(
+    steps: dict[str, Callable[[], None]], pairs: int, device: str
+) -> dict[str, list[StepTime]]:
     """Return the timed steps of each mode."""
     clock, flush_caches = timer(device), flush(device)
     found: dict[str, list[StepTime]] = {name: [] for name in steps}
@@ -513,7 +565,12 @@ def _in_turn(steps: dict[str, Callable[[], None]], pairs: int, device: str) -> d
     for _ in range(WARM + pairs):
         for name in turns:
             flush_caches()
-            faults, host, processor, start = _page_faults(), time.perf_counter(), time.process_time(), clock()
+            faults, host, processor, start = (
+                _page_faults(),
+                time.perf_counter(),
+                time.process_time(),
+                clock(),
+            )
             steps[name]()
             seconds = clock() - start
             settle(device)
@@ -530,5 +587,7 @@ def _in_turn(steps: dict[str, Callable[[], None]], pairs: int, device: str) -> d
 
 
 def _page_faults() -> int:
-    """Return the number of pages that the system has mapped for this process without reading a disk; 0 if unknown."""
+    """Return the number of pages that the system has mapped for this process without reading a
+    disk; 0 if unknown.
+    """
     return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -1,4 +1,6 @@
-"""Counts of false alarms and detections, of the suite's bounds and of the rules that they are compared with."""
+"""Counts of false alarms and detections, of the suite's bounds and of the rules that they are
+compared with.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,16 @@ from gradcheck_suite.core.comparison import UNIT_ROUNDOFF, Layout, Vector
 if TYPE_CHECKING:
     from gradcheck_suite.reference.large_batch import Window
 
-# The rules that the suite's bounds are compared with, applied parameter by parameter as their users apply them.
+# The rules that the suite's bounds are compared with, applied parameter by parameter as their users
+# apply them.
 
 
-ASSERT_CLOSE = {"float64": (1e-7, 1e-7), "float32": (1.3e-6, 1e-5), "bfloat16": (1.6e-2, 1e-5), "float16": (1e-3, 1e-5)}
+ASSERT_CLOSE = {
+    "float64": (1e-7, 1e-7),
+    "float32": (1.3e-6, 1e-5),
+    "bfloat16": (1.6e-2, 1e-5),
+    "float16": (1e-3, 1e-5),
+}
 """(rtol, atol) that `torch.testing.assert_close` takes for a dtype."""
 
 
@@ -41,7 +49,9 @@ class Compared:
     dtype: str
 
 
-def _close(observed: Vector, expected: Vector, rtol: float, atol: float, *, equal_nan: bool = False) -> bool:
+def _close(
+    observed: Vector, expected: Vector, rtol: float, atol: float, *, equal_nan: bool = False
+) -> bool:
     with np.errstate(invalid="ignore", over="ignore"):
         return bool(np.allclose(observed, expected, rtol=rtol, atol=atol, equal_nan=equal_nan))
 
@@ -52,7 +62,9 @@ def assert_close(compared: Compared) -> bool:
 
 
 def chex_all_close(compared: Compared) -> bool:
-    """Apply `chex.assert_trees_all_close` at its defaults (rtol 1e-6, atol 0), against the large batch."""
+    """Apply `chex.assert_trees_all_close` at its defaults (rtol 1e-6, atol 0), against the large
+    batch.
+    """
     return _close(compared.observed, compared.large_batch, 1e-6, 0.0, equal_nan=True)
 
 
@@ -83,8 +95,9 @@ def failed_rules(window: Window, layout: Layout, observed: Vector, dtype: str) -
     """Return the rules that an observed gradient does not pass.
 
     Args:
-        window: the gradient's window. Rules compare with its large batch in the case's dtype, computed as the loop
-            computes, and the rule that needs a float64 gradient is given JAX's.
+        window: the gradient's window. Rules compare with its large batch in the case's dtype,
+            computed as the loop computes, and the rule that needs a float64 gradient is given
+            JAX's.
         layout: of the gradient.
         observed: (P,) float64: the gradient.
         dtype: of the case.
@@ -94,7 +107,11 @@ def failed_rules(window: Window, layout: Layout, observed: Vector, dtype: str) -
     for start, size in zip(layout.offsets, layout.sizes, strict=True):
         part = slice(start, start + size)
         compared = Compared(observed[part], large[part], exact[part], dtype)
-        failed |= {name for name, rule in RIVALS.items() if size and name not in failed and not rule(compared)}
+        failed |= {
+            name
+            for name, rule in RIVALS.items()
+            if size and name not in failed and not rule(compared)
+        }
     return frozenset(failed)
 
 
@@ -106,13 +123,16 @@ BINS = 20
 
 
 def add_counts(into: Any, other: Any) -> Any:
-    """Return two values of the same type added up: numbers, lists, Counters, dictionaries by key, objects by field."""
+    """Return two values of the same type added up: numbers, lists, Counters, dictionaries by key,
+    objects by field.
+    """
     if isinstance(into, Counter):
         into.update(other)
         return into
     if isinstance(into, dict):
         return into | {
-            key: add_counts(into[key], value) if key in into else deepcopy(value) for key, value in other.items()
+            key: add_counts(into[key], value) if key in into else deepcopy(value)
+            for key, value in other.items()
         }
     if hasattr(into, "add"):
         into.add(other)
@@ -125,7 +145,9 @@ class _Counts:
     def add(self, other: Self) -> None:
         """Add other counts to these."""
         for each in fields(self):
-            setattr(self, each.name, add_counts(getattr(self, each.name), getattr(other, each.name)))
+            setattr(
+                self, each.name, add_counts(getattr(self, each.name), getattr(other, each.name))
+            )
 
 
 @dataclass
@@ -146,7 +168,10 @@ class Spread:
         self.largest = max(self.largest, ratio)
 
     def quantile(self, share: float) -> float | None:
-        """Return an upper bound of a share of the ratios, to the width of a bin; None where there are no ratios."""
+        """Return an upper bound of a share of the ratios, to the width of a bin.
+
+        None where there are no ratios.
+        """
         wanted, seen = share * sum(self.counts), 0
         for i, count in enumerate(self.counts):
             seen += count
@@ -180,13 +205,14 @@ class Tally(_Counts):
         skipped: reason why a check could not be made -> number of checks.
         alarms: sound loops that were blamed, each with its case.
         findings: disagreement of torch and JAX -> number of checks.
-        over: kind of layer -> ratios of error to bound of the checks whose case has that layer; `""` -> of all checks.
+        over: kind of layer -> ratios of error to bound of the checks whose case has that layer;
+            `""` -> of all checks.
         drawn_on: ratios of the gradients that needed the Monte Carlo part of the bound.
         layers: kind of layer -> checks that were made on cases with it.
         losses: kind of loss -> checks that were made on cases with it.
         loops: loop -> checks that were made of it.
-        rivals: rival rule -> checks in which it blames the sound loop, losses under an autocast left out, since their
-            precision differs from the case's.
+        rivals: rival rule -> checks in which it blames the sound loop, losses under an autocast
+            left out, since their precision differs from the case's.
         autocast: number of checks whose losses were under an autocast.
         rivals_autocast: rival rule -> checks under an autocast in which it blames the sound loop.
     """
@@ -235,7 +261,9 @@ def tally_from_json(data: Mapping[str, Any]) -> Tally:
     values = {name: data[name] for name in _NAMES}
     counters = {name: Counter(value) for name, value in values.items() if isinstance(value, dict)}
     over = {kind: spread_from_json(spread) for kind, spread in data["over"].items()}
-    return Tally(**values | counters | {"over": over, "drawn_on": spread_from_json(data["drawn_on"])})
+    return Tally(
+        **values | counters | {"over": over, "drawn_on": spread_from_json(data["drawn_on"])}
+    )
 
 
 OURS = "gradcheck-suite"
@@ -256,7 +284,8 @@ class Curve(_Counts):
     Attributes:
         cases: number of cases.
         skipped: reason why no error was planted in a case -> number of cases.
-        smallest: place -> rule -> Counter of k, where 2**-k is the smallest error that is found with all larger ones.
+        smallest: place -> rule -> Counter of k, where 2**-k is the smallest error that is found
+            with all larger ones.
     """
 
     cases: int = 0
@@ -271,7 +300,10 @@ class Curve(_Counts):
     def to_json(self) -> dict[str, Any]:
         """Return the counts as JSON-ready data."""
         smallest = {
-            place: {rule: {str(k): n for k, n in sorted(counts.items())} for rule, counts in rules.items()}
+            place: {
+                rule: {str(k): n for k, n in sorted(counts.items())}
+                for rule, counts in rules.items()
+            }
             for place, rules in self.smallest.items()
         }
         return {"cases": self.cases, "skipped": dict(self.skipped), "smallest": smallest}
@@ -280,7 +312,9 @@ class Curve(_Counts):
 def curve_from_json(data: Mapping[str, Any]) -> Curve:
     """Read what `Curve.to_json` wrote."""
     smallest = {
-        place: {rule: Counter({int(k): n for k, n in counts.items()}) for rule, counts in rules.items()}
+        place: {
+            rule: Counter({int(k): n for k, n in counts.items()}) for rule, counts in rules.items()
+        }
         for place, rules in data["smallest"].items()
     }
     return Curve(data["cases"], Counter(data["skipped"]), smallest)
@@ -292,15 +326,20 @@ def share_found(counts: Mapping[int, int], exponent: int) -> float:
 
 
 def size_found(counts: Mapping[int, int], share: float = WANTED) -> float | None:
-    """Return the smallest size that is found in at least a share of cases; None where not even 1 is."""
+    """Return the smallest size that is found in at least a share of cases.
+
+    None where not even 1 is.
+    """
     found = [k for k in counts if k != NEVER and share_found(counts, k) >= share]
     return 2.0 ** -max(found) if found else None
 
 
 def surely(share: float, cases: int) -> float:
-    """Return a lower bound, with 95% confidence, of the true share where a share of some cases was counted.
+    """Return a lower bound, with 95% confidence, of the true share where a share of some cases was
+    counted.
 
-    Source: E. B. Wilson, Probable Inference, J. Am. Stat. Assoc. 22 (1927), the lower limit of the score interval.
+    Source: E. B. Wilson, Probable Inference, J. Am. Stat. Assoc. 22 (1927), the lower limit of the
+    score interval.
     """
     interval = stats.binomtest(round(share * cases), cases).proportion_ci(0.9, method="wilson")
     return float(interval.low)
@@ -317,9 +356,11 @@ class Found:
         dtype: of the cases.
         place: where errors were planted.
         cases: how many.
-        sizes: rule -> the smallest size that it finds in 99% of the cases; None where not even 1 is.
+        sizes: rule -> the smallest size that it finds in 99% of the cases; None where not even 1
+            is.
         half: the smallest size that the suite's bound finds in half of the cases.
-        at_least: with 95% confidence, the share of all such cases in which the suite's bound finds its size.
+        at_least: with 95% confidence, the share of all such cases in which the suite's bound finds
+            its size.
     """
 
     dtype: str
@@ -348,7 +389,9 @@ def rival_alarms(data: Data, dtype: str) -> dict[str, int]:
 
 
 def better(data: Data) -> list[str]:
-    """Return one line for each place where a rule that blames no sound loop finds smaller errors than the bound."""
+    """Return one line for each place where a rule that blames no sound loop finds smaller errors
+    than the bound.
+    """
     lines = []
     for row in found(data):
         quiet = [rule for rule, alarms in rival_alarms(data, row.dtype).items() if not alarms]
@@ -356,7 +399,9 @@ def better(data: Data) -> list[str]:
         for rule in quiet:
             size = row.sizes[rule]
             if size is not None and (own is None or size < own):
-                lines.append(f"{row.dtype}, {row.place}: {rule} finds {shown(size)}, the bound {shown(own)}")
+                lines.append(
+                    f"{row.dtype}, {row.place}: {rule} finds {shown(size)}, the bound {shown(own)}"
+                )
     return lines
 
 
@@ -395,7 +440,10 @@ def lines(data: Data) -> list[str]:
 
 def _table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(f"{row[i]:{'<' if i < left else '>'}{w}}" for i, w in enumerate(widths)) for row in rows]
+    return [
+        "  ".join(f"{row[i]:{'<' if i < left else '>'}{w}}" for i, w in enumerate(widths))
+        for row in rows
+    ]
 
 
 def _alarm_lines(data: Data) -> list[str]:
@@ -418,11 +466,21 @@ def _alarm_lines(data: Data) -> list[str]:
                 *(f"{count:,}" for count in rival_alarms(data, dtype).values()),
             ]
         )
-        notes += [f"FALSE ALARM in {dtype}: {a['loop']}: {a['explanation']}" for a in tally["alarms"]]
-        notes += [f"finding in {dtype}, {n} checks: {text}" for text, n in tally["findings"].items()]
-        notes += [f"{n:,} checks in {dtype} could not be made: {why}" for why, n in tally["skipped"].items()]
+        notes += [
+            f"FALSE ALARM in {dtype}: {a['loop']}: {a['explanation']}" for a in tally["alarms"]
+        ]
+        notes += [
+            f"finding in {dtype}, {n} checks: {text}" for text, n in tally["findings"].items()
+        ]
+        notes += [
+            f"{n:,} checks in {dtype} could not be made: {why}"
+            for why, n in tally["skipped"].items()
+        ]
     return [
-        "Sound loops judged; errors over what is allowed; and how often other rules blame the same loops",
+        (
+            "Sound loops judged; errors over what is allowed; and how often other rules blame the"
+            " same loops"
+        ),
         *_table(rows),
         *notes,
     ]
@@ -433,10 +491,21 @@ def _detection_lines(data: Data) -> list[str]:
     for row in found(data):
         alarms = rival_alarms(data, row.dtype)
         rivals = [shown(row.sizes[rule]) + ("*" if alarms[rule] else " ") for rule in RIVALS]
-        rows.append([row.dtype, row.place, f"{row.cases:,}", shown(row.sizes[OURS]), shown(row.half), *rivals])
+        rows.append(
+            [
+                row.dtype,
+                row.place,
+                f"{row.cases:,}",
+                shown(row.sizes[OURS]),
+                shown(row.half),
+                *rivals,
+            ]
+        )
     return [
-        f"Smallest relative error found in {percent()} of the cases, by the suite also in half of them "
-        "(* a rule that blames sound loops)",
+        (
+            f"Smallest relative error found in {percent()} of the cases, by the suite also in half"
+            " of them (* a rule that blames sound loops)"
+        ),
         *_table(rows, left=2),
     ]
 

@@ -1,4 +1,6 @@
-"""What a window of a built-in loop for several ranks communicates: counted, and by the law of its wrapper."""
+"""What a window of a built-in loop for several ranks communicates: counted, and by the law of its
+wrapper.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,9 @@ def _sent_after_the_step(s: Sharing) -> Kinds:
 
 
 def _added_up_activations(s: Sharing) -> Kinds:
-    """Return what one linear layer takes, split by columns: each rank has a part of every output, a sum over inputs."""
+    """Return what one linear layer takes, split by columns: each rank has a part of every output, a
+    sum over inputs.
+    """
     outputs, inputs = s.shapes[0]
     if inputs % s.ranks:
         return {}
@@ -119,9 +123,11 @@ LAWS: dict[str, Law] = {
 
 
 def predicted(wrapper: str, sharing: Sharing) -> Kinds:
-    """Return what a window of a built-in loop takes: the wrapper's, and two all-reduces of the loop's own.
+    """Return what a window of a built-in loop takes: the wrapper's, and two all-reduces of the
+    loop's own.
 
-    The loop adds up whether micro-batches are left, and the counts. Under tensor parallelism each rank has them all.
+    The loop adds up whether micro-batches are left, and the counts. Under tensor parallelism each
+    rank has them all.
     """
     if wrapper == "tensor_parallel":
         return LAWS[wrapper](sharing)
@@ -173,9 +179,15 @@ def traffic_rows(
     with kept_ranks():
         for name in names:
             loop, wrapper = RANK_LOOPS[name], name.partition("/")[0]
-            found = traffic_per_window(loop, lambda plan: generated_instance(Case(PLAIN, plan)), ranks, time_limit_s)
+            found = traffic_per_window(
+                loop, lambda plan: generated_instance(Case(PLAIN, plan)), ranks, time_limit_s
+            )
             for traffic in found:
                 sharing = Sharing(shapes, 8, ranks, traffic.accumulation_steps, ITEMS)
                 expected = predicted(wrapper, sharing)
-                rows.append(TrafficRow(name, ranks, traffic.accumulation_steps, dict(traffic.kinds), expected))
+                rows.append(
+                    TrafficRow(
+                        name, ranks, traffic.accumulation_steps, dict(traffic.kinds), expected
+                    )
+                )
     return rows

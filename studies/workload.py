@@ -19,7 +19,8 @@ class Size:
     """A number of parameters and of the tensors that hold them.
 
     Attributes:
-        parameters: number of parameters asked for; `total` is the closest number that square matrices give.
+        parameters: number of parameters asked for; `total` is the closest number that square
+            matrices give.
         layout: `"many"` small tensors or `"few"` large ones.
     """
 
@@ -52,9 +53,14 @@ class Size:
 
 
 def build(size: Size, device: str, dtype: torch.dtype) -> torch.nn.Sequential:
-    """Return a chain of square linear layers; each averages its inputs, which keeps signals and gradients in range."""
+    """Return a chain of square linear layers.
+
+    Each averages its inputs, which keeps signals and gradients in range.
+    """
     shape = (size.width, size.width)
-    layers = (torch.nn.Linear(*shape, bias=False, device=device, dtype=dtype) for _ in range(size.tensors))
+    layers = (
+        torch.nn.Linear(*shape, bias=False, device=device, dtype=dtype) for _ in range(size.tensors)
+    )
     model = torch.nn.Sequential(*layers)
     with torch.no_grad():
         for p in model.parameters():
@@ -62,7 +68,9 @@ def build(size: Size, device: str, dtype: torch.dtype) -> torch.nn.Sequential:
     return model
 
 
-def micro_batch(size: Size, device: str, dtype: torch.dtype, index: int = 0, items: int = BATCH) -> torch.Tensor:
+def micro_batch(
+    size: Size, device: str, dtype: torch.dtype, index: int = 0, items: int = BATCH
+) -> torch.Tensor:
     """Return one micro-batch's inputs, (items, width), between 0 and 1."""
     generator = torch.Generator().manual_seed(index)
     return torch.rand(items, size.width, generator=generator).to(device, dtype)
@@ -77,8 +85,8 @@ class Workload:
         model: the model.
         batches: micro-batches of a window, each (items, width).
         parameters: the model's parameters.
-        optimizer: AdamW with a learning rate that changes next to nothing: the work is the same, and no value
-            overflows.
+        optimizer: AdamW with a learning rate that changes next to nothing: the work is the same,
+            and no value overflows.
     """
 
     mode: ResetMode
@@ -88,7 +96,9 @@ class Workload:
     optimizer: torch.optim.Optimizer
 
     def fill_gradients(self) -> None:
-        """Give every parameter a gradient of ones in the storage that the mode works on, so that no zeros are timed."""
+        """Give every parameter a gradient of ones in the storage that the mode works on, so that no
+        zeros are timed.
+        """
         if self.mode.preallocate is not None:
             self.mode.preallocate(self.parameters)
             for p in self.parameters:
@@ -114,7 +124,9 @@ class Workload:
         self.reset()
 
     def step(self) -> None:
-        """Run one window with its step: forward and backward of each micro-batch, the step, the reset."""
+        """Run one window with its step: forward and backward of each micro-batch, the step, the
+        reset.
+        """
         self.accumulate()
         self.optimizer.step()
         self.reset()

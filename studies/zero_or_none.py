@@ -1,7 +1,8 @@
-"""What a gradient of zeros does to a parameter and its optimizer state that None does not: predicted, and run by torch.
+"""What a gradient of zeros does to a parameter and its optimizer state that None does not:
+predicted, and run by torch.
 
-`zero_or_none_laws` has one record for each optimizer, with its step; `rows` makes the table of the report. Must not
-import the report or the command line.
+`zero_or_none_laws` has one record for each optimizer, with its step; `rows` makes the table of the
+report. Must not import the report or the command line.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ exact_arithmetic = localcontext
 
 
 def _operator(compute: Callable[[Rounded, Rounded], Rounded]) -> Callable[[Any, Any], Any]:
-    """Return an arithmetic method; Python then asks an array of numbers to compute element by element."""
+    """Return an arithmetic method.
+
+    Python then asks an array of numbers to compute element by element.
+    """
     return lambda a, b: compute(a, _of(b)) if isinstance(b, NUMBERS) else NotImplemented
 
 
@@ -41,13 +45,15 @@ def _comparison(compare: Callable[[Decimal, Decimal], bool]) -> Callable[[Any, A
 class Rounded:
     """A number, and by how much a float64 computation of it may be off.
 
-    This is running error analysis to first order (Higham, Accuracy and Stability of Numerical Algorithms, section 3.3).
-    An operation whose result float64 represents exactly adds nothing, so that the bound of a computation in small
-    dyadic numbers is 0: such a result must be right to the bit.
+    This is running error analysis to first order (Higham, Accuracy and Stability of Numerical
+    Algorithms, section 3.3). An operation whose result float64 represents exactly adds nothing, so
+    that the bound of a computation in small dyadic numbers is 0: such a result must be right to the
+    bit.
 
     Attributes:
         value: the number, with `DIGITS` digits.
-        error: first-order bound on the absolute error of the float64 computation, in units of u = 2^-53.
+        error: first-order bound on the absolute error of the float64 computation, in units of u =
+            2^-53.
     """
 
     value: Decimal
@@ -63,7 +69,9 @@ class Rounded:
     __rtruediv__ = _operator(lambda a, b: _quotient(b, a))
     __pow__ = _operator(lambda a, b: _power(a, b.value))
     __rpow__ = _operator(lambda a, b: _power(b, a.value))
-    __lt__, __le__, __gt__, __ge__ = map(_comparison, (operator.lt, operator.le, operator.gt, operator.ge))
+    __lt__, __le__, __gt__, __ge__ = map(
+        _comparison, (operator.lt, operator.le, operator.gt, operator.ge)
+    )
 
     def __neg__(self) -> Rounded:
         """Return the negative, which is exact."""
@@ -100,7 +108,9 @@ def _quotient(a: Rounded, b: Rounded) -> Rounded:
 def _power(base: Rounded, exponent: Decimal) -> Rounded:
     """Return a power of a base that is not negative; the exponent is exact."""
     value = base.value**exponent
-    return _rounded(value, abs(exponent) * value / base.value * base.error if base.error else Decimal(0))
+    return _rounded(
+        value, abs(exponent) * value / base.value * base.error if base.error else Decimal(0)
+    )
 
 
 Point = tuple[Exact, State]
@@ -129,7 +139,12 @@ def predict(law: Law, settings: Mapping[str, Any], start: Any, seen: Sequence[An
         seen: the gradient that the optimizer finds in each window, or None, which it skips.
     """
     with exact_arithmetic(prec=DIGITS):
-        s, theta, state, points = {k: exact(v) for k, v in settings.items()}, exact(start), State(), list[Point]()
+        s, theta, state, points = (
+            {k: exact(v) for k, v in settings.items()},
+            exact(start),
+            State(),
+            list[Point](),
+        )
         for gradient in seen:
             if gradient is not None:
                 theta, state = law.step(theta, state, exact(gradient), s)
@@ -143,7 +158,12 @@ ROUTED = (REACHED, REACHED, MISSED, MISSED, REACHED, MISSED)
 UNFROZEN = (REACHED, REACHED, FROZEN, FROZEN, REACHED)
 ADDED_LATE = (ABSENT, ABSENT, REACHED, MISSED, REACHED)
 MISSED_FIRST = (MISSED, MISSED, REACHED, REACHED)
-SCENARIOS = {"routed": ROUTED, "unfrozen": UNFROZEN, "added late": ADDED_LATE, "missed first": MISSED_FIRST}
+SCENARIOS = {
+    "routed": ROUTED,
+    "unfrozen": UNFROZEN,
+    "added late": ADDED_LATE,
+    "missed first": MISSED_FIRST,
+}
 
 _MATRIX = ((1.0, -0.5), (0.75, 2.0))
 HADAMARD = ((1.0, 1.0), (1.0, -1.0))
@@ -161,8 +181,8 @@ class Run:
 
     Attributes:
         settings: all settings of the optimizer.
-        seen: for each window the gradient that the step found, or None; None for an element that a sparse gradient
-            lacks.
+        seen: for each window the gradient that the step found, or None; None for an element that a
+            sparse gradient lacks.
         thetas: the parameter after each window.
         states: the state of the parameter after each window.
     """
@@ -194,7 +214,10 @@ def _shaped(law: Law, matrix: Array) -> Array:
 
 
 def gradient(law: Law, window: int) -> Array:
-    """Return the gradient of a window that reaches the parameter; None for the elements that a sparse one lacks."""
+    """Return the gradient of a window that reaches the parameter.
+
+    None for the elements that a sparse one lacks.
+    """
     values = np.array(HADAMARD) * (FALLING if law.reads_none_as_zero else SIZES)[window]
     if law.sparse:
         values = values.astype(object)
@@ -205,8 +228,8 @@ def gradient(law: Law, window: int) -> Array:
 def expected_gradients(law: Law, windows: Sequence[str], mode: ResetMode) -> list[Array | None]:
     """Return the gradient that each step must find, from what a reset leaves and a backward adds.
 
-    A release leaves None. Zeroing leaves zeros once there has been a gradient, or from the start where the loop
-    allocates one. A frozen parameter keeps what the reset has left.
+    A release leaves None. Zeroing leaves zeros once there has been a gradient, or from the start
+    where the loop allocates one. A frozen parameter keeps what the reset has left.
     """
     found, present = list[Array | None](), mode.preallocate is not None
     for w, window in enumerate(windows):
@@ -216,13 +239,17 @@ def expected_gradients(law: Law, windows: Sequence[str], mode: ResetMode) -> lis
             present = True
             found.append(full)
         elif law.reads_none_as_zero:
-            found.append(full * [[1], [0]])  # the first row is a parameter that every window reaches
+            found.append(
+                full * [[1], [0]]
+            )  # the first row is a parameter that every window reaches
         else:
             found.append(zeros if present and not mode.releases and window != ABSENT else None)
     return found
 
 
-def train(law: Law, variant: Settings, windows: Sequence[str], mode: ResetMode, **implementation: Any) -> Run:
+def train(
+    law: Law, variant: Settings, windows: Sequence[str], mode: ResetMode, **implementation: Any
+) -> Run:
     """Train in windows of two micro-batches, and return what each step found and left.
 
     Args:
@@ -237,12 +264,18 @@ def train(law: Law, variant: Settings, windows: Sequence[str], mode: ResetMode, 
 
 
 def _train(law: Law, settings: Settings, windows: Sequence[str], mode: ResetMode) -> Run:
-    # L-BFGS has one state for all parameters: the first row of the matrix is one that every window reaches
-    rows = [torch.nn.Parameter(torch.tensor(row)) for row in (start(law) if law.reads_none_as_zero else ())]
+    # L-BFGS has one state for all parameters: the first row of the matrix is one that every window
+    # reaches
+    rows = [
+        torch.nn.Parameter(torch.tensor(row))
+        for row in (start(law) if law.reads_none_as_zero else ())
+    ]
     subject = rows[1] if rows else torch.nn.Parameter(torch.tensor(start(law)))
     other = rows[0] if rows else torch.nn.Parameter(torch.zeros(2, 2))
     late = windows[0] == ABSENT
-    optimizer = getattr(torch.optim, law.optimizer)([other] if late else [other, subject], **settings)
+    optimizer = getattr(torch.optim, law.optimizer)(
+        [other] if late else [other, subject], **settings
+    )
     if mode.preallocate is not None:
         mode.preallocate([other, subject])
     done = Run(dict(optimizer.param_groups[0]), [], [], [])
@@ -259,7 +292,13 @@ def _train(law: Law, settings: Settings, windows: Sequence[str], mode: ResetMode
         both = torch.stack([other, subject]) if rows else subject
         done.thetas.append(both.detach().numpy().copy())
         state = optimizer.state[other if rows else subject]
-        done.states.append({name: _plain(value) for name, value in state.items() if name not in ("al", "prev_loss")})
+        done.states.append(
+            {
+                name: _plain(value)
+                for name, value in state.items()
+                if name not in ("al", "prev_loss")
+            }
+        )
         mode.reset([other, subject], optimizer)  # type: ignore[misc]
     return done
 
@@ -268,7 +307,9 @@ def _closure() -> float:
     return 0.0
 
 
-def _backward(law: Law, window: int, other: torch.Tensor, reached: Sequence[torch.Tensor], full: Array) -> None:
+def _backward(
+    law: Law, window: int, other: torch.Tensor, reached: Sequence[torch.Tensor], full: Array
+) -> None:
     if law.sparse:
         row = torch.tensor([1 - window % 2])
         given = torch.tensor(full[row].astype(float))
@@ -341,8 +382,13 @@ def differences(predicted: Sequence[Point], run: Run) -> list[Difference]:
         observed = {PARAMETER: run.thetas[w], **run.states[w]}
         expected = {PARAMETER: theta, **state}
         if not state and "step" in observed and not observed["step"]:
-            observed = {PARAMETER: observed[PARAMETER]}  # Adagrad makes its state before the first step
-        found += [_difference(w, name, expected.get(name), observed.get(name)) for name in expected.keys() | observed]
+            observed = {
+                PARAMETER: observed[PARAMETER]
+            }  # Adagrad makes its state before the first step
+        found += [
+            _difference(w, name, expected.get(name), observed.get(name))
+            for name in expected.keys() | observed
+        ]
     return found
 
 
@@ -358,7 +404,9 @@ def _difference(window: int, entry: str, expected: Any, observed: Any) -> Differ
         return Difference(window, entry, float("inf"), 0.0)
     pairs = zip(mine, other, strict=True)
     found = [(abs(o.value - e.value), SLACK * UNIT_ROUNDOFF * e.error) for e, o in pairs]
-    error, allowed = max(found, key=lambda pair: pair[0] - pair[1], default=(Decimal(0), Decimal(0)))
+    error, allowed = max(
+        found, key=lambda pair: pair[0] - pair[1], default=(Decimal(0), Decimal(0))
+    )
     return Difference(window, entry, float(error), float(allowed))
 
 
@@ -373,14 +421,16 @@ class Row:
     """One optimizer under one choice of settings.
 
     Attributes:
-        optimizer: name of the law: the class in `torch.optim`, and "of a vector" where vectors have rows of their own.
+        optimizer: name of the law: the class in `torch.optim`, and "of a vector" where vectors have
+            rows of their own.
         variant: name of the settings.
         settings: that differ from torch's defaults.
         law: what a zero gradient does, as formulas.
         before: an element of the parameter after two windows that reach it.
         after_zero: the same after a window that misses it, with a gradient of zeros.
         after_none: the same with None.
-        zero_changes: what the step of that window changed under zeros: `parameter`, or entries of the state.
+        zero_changes: what the step of that window changed under zeros: `parameter`, or entries of
+            the state.
         none_changes: the same under None.
         same: whether parameter and state are the same under both.
         to_the_bit: whether the prediction allows no error, since every operation is exact.
@@ -437,7 +487,9 @@ def _row(law: Law, variant: str) -> Row:
 
 
 def changes(law: Law, run: Run) -> tuple[str, ...]:
-    """Return what the last step changed: `parameter`, then entries of the state in alphabetic order."""
+    """Return what the last step changed: `parameter`, then entries of the state in alphabetic
+    order.
+    """
     own = slice(1, None) if law.reads_none_as_zero else slice(None)
     before, after = ({PARAMETER: run.thetas[w][own], **run.states[w]} for w in (-2, -1))
     changed = [name for name in after if not _equal(before.get(name), after[name])]
@@ -446,7 +498,11 @@ def changes(law: Law, run: Run) -> tuple[str, ...]:
 
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
+        return (
+            isinstance(other, dict)
+            and one.keys() == other.keys()
+            and all(_equal(one[k], other[k]) for k in one)
+        )
     if isinstance(one, Sequence):
         return len(one) == len(other) and all(map(_equal, one, other))
     return bool(np.array_equal(one, other))

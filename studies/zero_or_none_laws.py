@@ -1,11 +1,13 @@
 """What a zero gradient does that None does not: one record for each optimizer of `torch.optim`.
 
-An optimizer skips a parameter whose gradient is None. A zero gradient is a gradient: averages decay, counters rise,
-and what is left of the momentum moves the parameter. A record has the optimizer's step from the published algorithm;
-everything else, the table of the report included, follows from it.
+An optimizer skips a parameter whose gradient is None. A zero gradient is a gradient: averages
+decay, counters rise, and what is left of the momentum moves the parameter. A record has the
+optimizer's step from the published algorithm; everything else, the table of the report included,
+follows from it.
 
-A step takes a parameter, its state, its gradient and the optimizer's settings, and returns the parameter and the state
-afterwards. Elements of arrays are `Rounded` numbers, which bound the rounding errors of torch. Must not import torch.
+A step takes a parameter, its state, its gradient and the optimizer's settings, and returns the
+parameter and the state afterwards. Elements of arrays are `Rounded` numbers, which bound the
+rounding errors of torch. Must not import torch.
 
 Sources: the algorithms printed in the documentation of `torch.optim`, and the papers that it cites.
 """
@@ -61,8 +63,14 @@ def _sgd(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, Stat
     g, mu = _coupled(theta, g, s), s["momentum"]
     if not mu:
         return theta - s["lr"] * g, {}
-    buffer = g if "momentum_buffer" not in state else mu * state["momentum_buffer"] + (1 - s["dampening"]) * g
-    return theta - s["lr"] * (g + mu * buffer if s["nesterov"] else buffer), {"momentum_buffer": buffer}
+    buffer = (
+        g
+        if "momentum_buffer" not in state
+        else mu * state["momentum_buffer"] + (1 - s["dampening"]) * g
+    )
+    return theta - s["lr"] * (g + mu * buffer if s["nesterov"] else buffer), {
+        "momentum_buffer": buffer
+    }
 
 
 def _moments(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[int, Any, Any, State]:
@@ -89,13 +97,18 @@ def _adam(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, Sta
     t, beta1, beta2, kept = _moments(theta, state, g, s)
     square = kept["exp_avg_sq"]
     if s["amsgrad"]:
-        square = kept["max_exp_avg_sq"] = np.maximum(state.get("max_exp_avg_sq", _zeros(theta)), square)
+        square = kept["max_exp_avg_sq"] = np.maximum(
+            state.get("max_exp_avg_sq", _zeros(theta)), square
+        )
     root = np.sqrt(square) / ((1 - beta2**t) ** Decimal("0.5")) + s["eps"]
     return theta - s["lr"] / (1 - beta1**t) * kept["exp_avg"] / root, kept
 
 
 def _sparse_adam(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, State]:
-    """Adam on the elements that the gradient has, None elsewhere; epsilon joins the root before its correction."""
+    """Adam on the elements that the gradient has, None elsewhere.
+
+    Epsilon joins the root before its correction.
+    """
     touched = np.array([[x is not None for x in row] for row in g])
     t, beta1, beta2, new = _moments(theta, state, np.where(touched, g, 0), s)
     rate = s["lr"] * (1 - beta2**t) ** Decimal("0.5") / (1 - beta1**t)
@@ -110,7 +123,11 @@ def _adamax(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, S
     g, (beta1, beta2), t = _coupled(theta, g, s), s["betas"], _count(state)
     average = beta1 * state.get("exp_avg", _zeros(theta)) + (1 - beta1) * g
     norm = np.maximum(beta2 * state.get("exp_inf", _zeros(theta)), np.abs(g) + s["eps"])
-    return theta - s["lr"] / (1 - beta1**t) * average / norm, {"step": t, "exp_avg": average, "exp_inf": norm}
+    return theta - s["lr"] / (1 - beta1**t) * average / norm, {
+        "step": t,
+        "exp_avg": average,
+        "exp_inf": norm,
+    }
 
 
 def _nadam(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, State]:
@@ -134,7 +151,12 @@ def _radam(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, St
     move = kept["exp_avg"] / (1 - beta1**t)
     if length > 5:
         part = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
-        move = move * part ** Decimal("0.5") * short ** Decimal("0.5") / (np.sqrt(kept["exp_avg_sq"]) + s["eps"])
+        move = (
+            move
+            * part ** Decimal("0.5")
+            * short ** Decimal("0.5")
+            / (np.sqrt(kept["exp_avg_sq"]) + s["eps"])
+        )
     return theta - s["lr"] * move, kept
 
 
@@ -148,7 +170,9 @@ def _rmsprop(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, 
         square = square - kept["grad_avg"] * kept["grad_avg"]
     move = g / (np.sqrt(square) + s["eps"])
     if s["momentum"]:
-        move = kept["momentum_buffer"] = s["momentum"] * state.get("momentum_buffer", _zeros(theta)) + move
+        move = kept["momentum_buffer"] = (
+            s["momentum"] * state.get("momentum_buffer", _zeros(theta)) + move
+        )
     return theta - s["lr"] * move, kept
 
 
@@ -161,17 +185,25 @@ def _adagrad(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, 
 
 
 def _adadelta(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, State]:
-    """The gradient times the root of a moving average of squared moves, over that of squared gradients."""
+    """The gradient times the root of a moving average of squared moves, over that of squared
+    gradients.
+    """
     g, rho, eps = _coupled(theta, g, s), s["rho"], s["eps"]
     square = rho * state.get("square_avg", _zeros(theta)) + (1 - rho) * g * g
     moves = state.get("acc_delta", _zeros(theta))
     move = np.sqrt(moves + eps) / np.sqrt(square + eps) * g
-    kept = {"step": _count(state), "square_avg": square, "acc_delta": rho * moves + (1 - rho) * move * move}
+    kept = {
+        "step": _count(state),
+        "square_avg": square,
+        "acc_delta": rho * moves + (1 - rho) * move * move,
+    }
     return theta - s["lr"] * move, kept
 
 
 def _asgd(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, State]:
-    """Decay by `lambd`, a step of a falling rate, and an average of the parameters from step `t0` on."""
+    """Decay by `lambd`, a step of a falling rate, and an average of the parameters from step `t0`
+    on.
+    """
     g, t, eta = _coupled(theta, g, s), _count(state), state.get("eta", s["lr"])
     theta = theta * (1 - s["lambd"] * eta) - eta * g
     average, mu = state.get("ax", _zeros(theta)), state.get("mu", 1)
@@ -181,7 +213,9 @@ def _asgd(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, Sta
 
 
 def _rprop(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, State]:
-    """The sign of the gradient times a step size, which grows while the sign stays and shrinks when it turns."""
+    """The sign of the gradient times a step size, which grows while the sign stays and shrinks when
+    it turns.
+    """
     g = _coupled(theta, g, s)
     (minus, plus), (low, high) = s["etas"], s["step_sizes"]
     agree = g * state.get("prev", _zeros(theta))
@@ -193,10 +227,14 @@ def _rprop(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, St
 
 
 def _adafactor(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, State]:
-    """The gradient over the root of its second moment, factored for matrices, limited in its root mean square."""
+    """The gradient over the root of its second moment, factored for matrices, limited in its root
+    mean square.
+    """
     g, t = -g if s.get("maximize") else g, _count(state)
     weight = Decimal(t) ** s["beta2_decay"]
-    rate = _largest(s["eps"][1], _root_mean_square(theta)) * -_largest(-s["lr"], -1 / Decimal(t) ** Decimal("0.5"))
+    rate = _largest(s["eps"][1], _root_mean_square(theta)) * -_largest(
+        -s["lr"], -1 / Decimal(t) ** Decimal("0.5")
+    )
     theta = theta * (1 - s["lr"] * s["weight_decay"])
 
     def average(name: str, now: Exact) -> Exact:
@@ -206,7 +244,9 @@ def _adafactor(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact
         # torch squares a norm, which rounds where a sum of squares does not
         kept = {name: average(name, np.sqrt((g * g).sum(axis, keepdims=True)) ** 2 / g.shape[axis])
                 for name, axis in (("row_var", -1), ("col_var", -2))}  # fmt: skip
-        estimate = kept["row_var"] @ kept["col_var"] / _largest(kept["row_var"].sum() / g.shape[-2], EPS1)
+        estimate = (
+            kept["row_var"] @ kept["col_var"] / _largest(kept["row_var"].sum() / g.shape[-2], EPS1)
+        )
     else:
         estimate = average("variance", g * g)
         kept = {"variance": estimate}
@@ -227,7 +267,10 @@ def _newton_schulz(x: Exact, s: Settings) -> Exact:
 
 
 def _muon(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, State]:
-    """Momentum whose singular values are driven towards 1; the parameters here are square matrices."""
+    """Momentum whose singular values are driven towards 1.
+
+    The parameters here are square matrices.
+    """
     mu = s["momentum"]
     buffer = mu * state.get("momentum_buffer", _zeros(theta)) + (1 - mu) * g
     move = _newton_schulz((1 - mu) * g + mu * buffer if s["nesterov"] else buffer, s)
@@ -235,7 +278,9 @@ def _muon(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, Sta
 
 
 def _lbfgs(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, State]:
-    """One iteration of L-BFGS without a line search, by the two-loop recursion (Nocedal and Wright, algorithm 7.4)."""
+    """One iteration of L-BFGS without a line search, by the two-loop recursion (Nocedal and Wright,
+    algorithm 7.4).
+    """
     t = int(state.get("n_iter", 0)) + 1
     kept: State = {"n_iter": t, "func_evals": t, "prev_flat_grad": g}
     if t == 1:
@@ -245,7 +290,12 @@ def _lbfgs(theta: Exact, state: State, g: Exact, s: Settings) -> tuple[Exact, St
         dirs, steps, ro, h = (state[name] for name in ("old_dirs", "old_stps", "ro", "H_diag"))
         y, moved, rate = g - state["prev_flat_grad"], state["d"] * state["t"], s["lr"]
         if (curvature := (y * moved).sum()) > LEAST_CURVATURE:
-            dirs, steps, ro, h = [*dirs, y], [*steps, moved], [*ro, 1 / curvature], curvature / (y * y).sum()
+            dirs, steps, ro, h = (
+                [*dirs, y],
+                [*steps, moved],
+                [*ro, 1 / curvature],
+                curvature / (y * y).sum(),
+            )
         d, al = -g, list[Any]()
         for y, moved, r in reversed(list(zip(dirs, steps, ro, strict=True))):
             al.insert(0, (moved * d).sum() * r)
@@ -268,10 +318,13 @@ class Law:
         optimizer: name of the class in `torch.optim`.
         step: one step, as a recurrence.
         zero: what one zero gradient does, as formulas.
-        variants: name -> settings that differ from torch's defaults. Dyadic settings make more operations exact.
-        sparse: whether it takes sparse gradients only. Zeroing leaves no element of such a gradient.
+        variants: name -> settings that differ from torch's defaults. Dyadic settings make more
+            operations exact.
+        sparse: whether it takes sparse gradients only. Zeroing leaves no element of such a
+            gradient.
         reads_none_as_zero: whether None is not skipped.
-        of: what is trained, where a parameter of that shape has another state: "vector"; "" for a matrix.
+        of: what is trained, where a parameter of that shape has another state: "vector"; "" for a
+            matrix.
     """
 
     optimizer: str
@@ -293,8 +346,12 @@ DYADIC = {"lr": RATE, "weight_decay": 0.0}
 BETAS = {**DYADIC, "betas": (0.5, 0.75)}
 
 
-def _variants(plain: Settings, momentum: Settings | None = None, **others: Settings) -> dict[str, Settings]:
-    """Return variants: plain, with momentum and with weight decay where the optimizer has them, defaults, others."""
+def _variants(
+    plain: Settings, momentum: Settings | None = None, **others: Settings
+) -> dict[str, Settings]:
+    """Return variants: plain, with momentum and with weight decay where the optimizer has them,
+    defaults, others.
+    """
     found = {PLAIN: plain} | ({} if momentum is None else {MOMENTUM: {**plain, **momentum}})
     found |= {DECAY: {**plain, "weight_decay": 0.125}} if "weight_decay" in plain else {}
     found |= {} if plain is ORTHOGONAL else {DEFAULTS: {}}

@@ -1,4 +1,5 @@
-"""End with one line where no NVIDIA driver can be loaded, before `tox -e gpu` installs gigabytes for one.
+"""End with one line where no NVIDIA driver can be loaded, before `tox -e gpu` installs gigabytes
+for one.
 
 python tests/nvidia_driver.py
 """
@@ -22,7 +23,9 @@ def main() -> int:
         status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
         if not status and count.value:
             return 0
-        reason = f"the driver answers with error {status}" if status else "the driver sees no device"
+        reason = (
+            f"the driver answers with error {status}" if status else "the driver sees no device"
+        )
     print(
         f"tox -e gpu: {reason}, and a CUDA device is needed; nothing was run. Use a machine with an NVIDIA GPU; "
         "elsewhere `pytest tests properties` skips what needs one",

@@ -1,10 +1,11 @@
-"""Run the tests that depend on the processor's arithmetic under each setting of vector width and threads.
+"""Run the tests that depend on the processor's arithmetic under each setting of vector width and
+threads.
 
-    python -m tests.processors              # tests/bridge tests/catalogue tests/docs tests/core tests/reference
-    python -m tests.processors tests/docs   # other tests
+    python -m tests.processors              # tests/bridge tests/catalogue tests/docs tests/core
+    tests/reference python -m tests.processors tests/docs   # other tests
 
-torch and XLA choose their kernels by the processor's vector instructions, and rounding differs between kernels. No test
-may depend on it. Exits with 1 where the tests fail under some setting.
+torch and XLA choose their kernels by the processor's vector instructions, and rounding differs
+between kernels. No test may depend on it. Exits with 1 where the tests fail under some setting.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ WIDTHS = ("default", "avx2", "avx512")
 
 
 def _available(setting: Mapping[str, str]) -> bool:
-    """Say whether this processor has the instructions: torch crashes where it is told to use others."""
+    """Say whether this processor has the instructions: torch crashes where it is told to use
+    others.
+    """
     wanted = setting.get("ATEN_CPU_CAPABILITY", "default")
     own = torch.backends.cpu.get_cpu_capability().lower()
     return wanted == "default" or (own in WIDTHS and WIDTHS.index(wanted) <= WIDTHS.index(own))

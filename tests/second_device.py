@@ -1,12 +1,15 @@
-"""A second device without hardware: its tensors compute on the CPU, and refuse to meet tensors of the CPU.
+"""A second device without hardware: its tensors compute on the CPU, and refuse to meet tensors of
+the CPU.
 
-It stands in for CUDA as far as tensors go: a tensor that is left on the wrong device raises here as it would on a GPU.
-A tensor of this device wraps a CPU tensor and reports the device `meta`, since autograd looks for the hardware of any
-other. Kernels, streams, memory and rounding are those of the CPU.
+It stands in for CUDA as far as tensors go: a tensor that is left on the wrong device raises here as
+it would on a GPU. A tensor of this device wraps a CPU tensor and reports the device `meta`, since
+autograd looks for the hardware of any other. Kernels, streams, memory and rounding are those of the
+CPU.
 
     python -m pytest properties -m cuda -p tests.second_device
 
-rehearses what runs on a GPU. Autocast changes nothing on this device: loops that use it run in full precision.
+rehearses what runs on a GPU. Autocast changes nothing on this device: loops that use it run in full
+precision.
 """
 
 from __future__ import annotations
@@ -81,16 +84,21 @@ class SecondDeviceTensor(torch.Tensor):
 
 
 class _Factories(TorchDispatchMode):
-    """Sends operations that make a tensor on the second device there: none of their arguments is a tensor of it."""
+    """Sends operations that make a tensor on the second device there: none of their arguments is a
+    tensor of it.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        there = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == DEVICE.type
+        there = (
+            kwargs.get("device") is not None and torch.device(kwargs["device"]).type == DEVICE.type
+        )
         return _run(func, args, kwargs) if there else func(*args, **kwargs)
 
 
 class _ByName(TorchFunctionMode):
-    """Moves to the second device what is sent to `cuda`, and makes tensors of Python numbers on the CPU first.
+    """Moves to the second device what is sent to `cuda`, and makes tensors of Python numbers on the
+    CPU first.
 
     Torch would make those without a call that a mode sees.
     """
@@ -109,7 +117,9 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = func.overloadpacket.__name__
     given = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
     mine = [tensor for tensor in given if isinstance(tensor, SecondDeviceTensor)]
-    others = [tensor for tensor in given if not isinstance(tensor, SecondDeviceTensor) and tensor.ndim]
+    others = [
+        tensor for tensor in given if not isinstance(tensor, SecondDeviceTensor) and tensor.ndim
+    ]
     if mine and others and name not in _BETWEEN_DEVICES:
         raise RuntimeError(f"Expected all tensors to be on the same device, found two ({func})")
     there = bool(mine)
@@ -123,7 +133,12 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if torch.Tag.inplace_view in func.tags:
         with no_dispatch():
             func(*args, **kwargs)
-    return tree_map(lambda value: known[id(value)] if id(value) in known else _wrapped(value) if there else value, out)
+    return tree_map(
+        lambda value: (
+            known[id(value)] if id(value) in known else _wrapped(value) if there else value
+        ),
+        out,
+    )
 
 
 def _inner(value: Any) -> Any:
@@ -138,18 +153,30 @@ def _wrapped(value: Any) -> Any:
 def second_device() -> Iterator[None]:
     """Let cases on the device `cuda` run on the second device."""
     with pytest.MonkeyPatch.context() as patch, _Factories(), _ByName():
-        patch.setattr(instance, "checked_device", lambda name: DEVICE if name == "cuda" else torch.device(name))
         patch.setattr(
-            Instance, "device", property(lambda self: DEVICE if self.case.device == "cuda" else torch.device("cpu"))
+            instance,
+            "checked_device",
+            lambda name: DEVICE if name == "cuda" else torch.device(name),
+        )
+        patch.setattr(
+            Instance,
+            "device",
+            property(lambda self: DEVICE if self.case.device == "cuda" else torch.device("cpu")),
         )
         # torch knows no autocast for this device
         is_enabled, autocast = torch.is_autocast_enabled, torch.autocast
         patch.setattr(
             torch,
             "autocast",
-            lambda device, **about: nullcontext() if device == DEVICE.type else autocast(device, **about),
+            lambda device, **about: (
+                nullcontext() if device == DEVICE.type else autocast(device, **about)
+            ),
         )
-        patch.setattr(torch, "is_autocast_enabled", lambda device="cpu": device != DEVICE.type and is_enabled(device))
+        patch.setattr(
+            torch,
+            "is_autocast_enabled",
+            lambda device="cpu": device != DEVICE.type and is_enabled(device),
+        )
         yield
 
 

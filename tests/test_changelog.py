@@ -1,4 +1,6 @@
-"""A fragment of the changelog is one sentence, so that a release's section stays a list that is read."""
+"""A fragment of the changelog is one sentence, so that a release's section stays a list that is
+read.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,11 @@ LONGEST = 200
 def faults_of(name: str, text: str) -> list[str]:
     """Return what is wrong with a fragment."""
     _, kind, *rest = [*name.split("."), ""]
-    found = [] if kind in TYPES and rest == ["md", ""] else [f"expected SHORT-NAME.TYPE.md, TYPE one of {TYPES}"]
+    found = (
+        []
+        if kind in TYPES and rest == ["md", ""]
+        else [f"expected SHORT-NAME.TYPE.md, TYPE one of {TYPES}"]
+    )
     if len(text.splitlines()) != 1:
         found.append(f"expected one line, got {len(text.splitlines())}")
     if len(text.rstrip("\n")) > LONGEST:
@@ -24,7 +30,11 @@ def faults_of(name: str, text: str) -> list[str]:
 
 def test_every_fragment_is_one_short_line():
     fragments = [path for path in FOLDER.glob("*.md") if path.name != "README.md"]
-    wrong = {path.name: faults for path in fragments if (faults := faults_of(path.name, path.read_text()))}
+    wrong = {
+        path.name: faults
+        for path in fragments
+        if (faults := faults_of(path.name, path.read_text()))
+    }
     assert wrong == {}
 
 

@@ -1,4 +1,7 @@
-"""The layers of the package, and what importing it costs. The layers are data in `pyproject.toml`."""
+"""The layers of the package, and what importing it costs.
+
+The layers are data in `pyproject.toml`.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,23 @@ IMPORT_SECONDS = 0.2
 
 
 def _broken_contracts(folder: Path) -> str:
-    """Return what import-linter prints about a copy of the package; empty where every contract is kept."""
-    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache", "--config", "pyproject.toml"]
+    """Return what import-linter prints about a copy of the package.
+
+    Empty where every contract is kept.
+    """
+    command = [
+        str(Path(sys.executable).with_name("lint-imports")),
+        "--no-cache",
+        "--config",
+        "pyproject.toml",
+    ]
     done = subprocess.run(
-        command, check=False, capture_output=True, text=True, cwd=folder, env={"PYTHONPATH": str(folder)}
+        command,
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={"PYTHONPATH": str(folder)},
     )
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
@@ -32,7 +48,9 @@ def _broken_contracts(folder: Path) -> str:
 def copy(tmp_path):
     """Return a folder with a copy of the package, of the studies and of their contracts."""
     for folder in (PACKAGE, "studies"):
-        shutil.copytree(ROOT.parent / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT.parent / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__")
+        )
     shutil.copy(ROOT.parent / "pyproject.toml", tmp_path)
     return tmp_path
 
@@ -40,7 +58,9 @@ def copy(tmp_path):
 def test_a_planted_upward_import_breaks_a_contract_and_nothing_else_does(copy):
     assert _broken_contracts(copy) == ""
     with (copy / PACKAGE / "core" / "case.py").open("a") as file:
-        file.write("\n\ndef _late():\n    import torch\n\n    from gradcheck_suite.run import runner\n")
+        file.write(
+            "\n\ndef _late():\n    import torch\n\n    from gradcheck_suite.run import runner\n"
+        )
     broken = _broken_contracts(copy)
     assert "gradcheck_suite.core.case -> gradcheck_suite.run.runner" in broken
     assert "gradcheck_suite.core.case -> torch" in broken
@@ -48,16 +68,22 @@ def test_a_planted_upward_import_breaks_a_contract_and_nothing_else_does(copy):
 
 def test_the_product_names_no_study():
     """Not as a string either: what is installed has none."""
-    assert [path.name for path in ROOT.rglob("*.py") if re.search(r"\bstudies\b", path.read_text())] == []
+    assert [
+        path.name for path in ROOT.rglob("*.py") if re.search(r"\bstudies\b", path.read_text())
+    ] == []
 
 
 def _fresh(code: str) -> str:
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT.parent).stdout.strip()
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, cwd=ROOT.parent
+    ).stdout.strip()
 
 
 def test_importing_the_package_imports_neither_framework():
-    loaded = _fresh(f"import sys, {PACKAGE}.pytest_plugin; print([m for m in {FRAMEWORKS!r} if m in sys.modules])")
+    loaded = _fresh(
+        f"import sys, {PACKAGE}.pytest_plugin; print([m for m in {FRAMEWORKS!r} if m in sys.modules])"
+    )
     assert loaded == "[]"
 
 
@@ -75,7 +101,8 @@ sys.exit(main())
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "command", [("verify", "zero_", "--examples", "2"), ("audit", "{script}"), ("trainers", "--list")]
+    "command",
+    [("verify", "zero_", "--examples", "2"), ("audit", "{script}"), ("trainers", "--list")],
 )
 def test_the_product_needs_neither_studies_nor_their_packages(command, tmp_path):
     script = tmp_path / "train.py"
@@ -86,7 +113,12 @@ def test_the_product_needs_neither_studies_nor_their_packages(command, tmp_path)
         "    optimizer.step()\n"
     )
     words = [word.format(script=script) for word in command]
-    done = subprocess.run([sys.executable, "-c", WITHOUT_STUDIES, *words], capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_STUDIES, *words],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -97,7 +129,9 @@ def test_importing_the_package_is_fast():
 
 
 def test_every_public_name_is_there():
-    assert [name for name in gradcheck_suite.__all__ if getattr(gradcheck_suite, name, None) is None] == []
+    assert [
+        name for name in gradcheck_suite.__all__ if getattr(gradcheck_suite, name, None) is None
+    ] == []
 
 
 def test_an_unknown_name_is_an_attribute_error():

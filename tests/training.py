@@ -1,4 +1,6 @@
-"""A sound training loop for tests to change: at its start, in a window's backward passes, and around each step."""
+"""A sound training loop for tests to change: at its start, in a window's backward passes, and
+around each step.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def trains(*, begin=_nothing, backward=backward_window, before=_nothing, after=_
 
 def each_gradient(change):
     """Return what changes every gradient that is there, given it: for `before`."""
-    return lambda run, step=0: [change(p.grad) for p in run.model.parameters() if p.grad is not None]
+    return lambda run, step=0: [
+        change(p.grad) for p in run.model.parameters() if p.grad is not None
+    ]
 
 
 def each_parameter(change):
@@ -55,5 +59,7 @@ def at(steps, change):
 
 
 def accumulating(backward):
-    """Decorate what accumulates a window's gradient, given the run and the window: it becomes a loop."""
+    """Decorate what accumulates a window's gradient, given the run and the window: it becomes a
+    loop.
+    """
     return trains(backward=backward)

@@ -1,4 +1,6 @@
-"""Texts that users read, kept in files that a person reviews as a diff: `--full --write-golden` writes them again."""
+"""Texts that users read, kept in files that a person reviews as a diff: `--full --write-golden`
+writes them again.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ def rows_text(rows: Mapping[str, str]) -> str:
 
 def _titled(text: str) -> dict[str, str]:
     """Return what `rows_text` was given."""
-    return dict(each.rstrip("\n").split("\n", 1) for each in re.split("^## ", text, flags=re.MULTILINE) if each)
+    return dict(
+        each.rstrip("\n").split("\n", 1)
+        for each in re.split("^## ", text, flags=re.MULTILINE)
+        if each
+    )
 
 
 def compare(name: str, text: str, *, write: bool, part: bool = False) -> None:
@@ -42,9 +48,13 @@ def compare(name: str, text: str, *, write: bool, part: bool = False) -> None:
     if part:
         titles = set(_titled(text))
         kept = rows_text({title: said for title, said in _titled(kept).items() if title in titles})
-    lines = difflib.unified_diff(kept.splitlines(), text.splitlines(), str(path.name), "now", lineterm="", n=1)
+    lines = difflib.unified_diff(
+        kept.splitlines(), text.splitlines(), str(path.name), "now", lineterm="", n=1
+    )
     difference = "\n".join(lines)
-    assert not difference, f"{difference}\n\nwhere this is meant, `pytest --full --write-golden` writes it to {path}"
+    assert not difference, (
+        f"{difference}\n\nwhere this is meant, `pytest --full --write-golden` writes it to {path}"
+    )
 
 
 def assert_named(
@@ -54,15 +64,21 @@ def assert_named(
     *,
     part: bool = False,
 ) -> None:
-    """Compare names of faults with expected ones, and what is said of them with `tests/golden/FILE.txt`.
+    """Compare names of faults with expected ones, and what is said of them with
+    `tests/golden/FILE.txt`.
 
     Args:
         golden: the fixture.
         file: the file's name.
-        told: expected name and title of what was planted -> name and sentence; no name, None or "", is not written.
+        told: expected name and title of what was planted -> name and sentence; no name, None or "",
+            is not written.
         part: whether these are some of the file's alone.
     """
     __tracebackhide__ = True
     other = {": ".join(at): name for at, (name, _) in told.items() if (name or "") != at[0]}
     assert not other, f"expected names, and what was planted -> names found: {other}"
-    golden(file, rows_text({": ".join(at): said for at, (name, said) in told.items() if name}), part=part)
+    golden(
+        file,
+        rows_text({": ".join(at): said for at, (name, said) in told.items() if name}),
+        part=part,
+    )

@@ -40,10 +40,12 @@ from gradcheck_suite.core.results import Result, Violation, result_lines
 from gradcheck_suite.core.text import counted, say
 from gradcheck_suite.errors import UsageError
 
-# An audit on several ranks: each writes its own events to a file, and the first rank judges all of them at the end.
+# An audit on several ranks: each writes its own events to a file, and the first rank judges all of
+# them at the end.
 #
-# The files are in a directory that all ranks of the machine derive from their environment. Nothing is sent between
-# ranks. The last entry of a file says how the rank ended; a file without it is that of a rank that died.
+# The files are in a directory that all ranks of the machine derive from their environment. Nothing
+# is sent between ranks. The last entry of a file says how the rank ended; a file without it is that
+# of a rank that died.
 
 
 PATIENCE = 60.0
@@ -98,7 +100,11 @@ class RankFile:
     def fate(self) -> str | None:
         """How it ended where that was not by itself, in words."""
         if self.end is None:
-            wrote = "it died, or runs on another machine" if self.writer else "it wrote nothing on this machine"
+            wrote = (
+                "it died, or runs on another machine"
+                if self.writer
+                else "it wrote nothing on this machine"
+            )
             return f"rank {self.rank} has not ended: {wrote}"
         return f"rank {self.rank} ended with {self.end.raised}" if self.end.raised else None
 
@@ -153,11 +159,17 @@ class Ranks:
         if size < 2:
             return None
         values = [environment.get(key, "") for key in RUN]
-        # without a port, as with a file through which ranks meet, the launcher alone tells one run from another
+        # without a port, as with a file through which ranks meet, the launcher alone tells one run
+        # from another
         parent = os.getppid()
         name = "-".join(values if environment.get("MASTER_PORT") else [str(parent), *values])
         safe = "".join(c if c.isalnum() or c in "-." else "_" for c in name)
-        return Ranks(rank, size, Path(tempfile.gettempdir()) / f"gradcheck-suite-audit-{os.getuid()}-{safe}", parent)
+        return Ranks(
+            rank,
+            size,
+            Path(tempfile.gettempdir()) / f"gradcheck-suite-audit-{os.getuid()}-{safe}",
+            parent,
+        )
 
     @property
     def own(self) -> Path:
@@ -167,8 +179,9 @@ class Ranks:
     def path(self, rank: int) -> Path | None:
         """Return the file of a rank of this run, None where it has none yet.
 
-        An earlier run on the same port may have left files. Ranks of one launcher have one parent. Others train at the
-        same time, so their files have been written to since this rank began its own.
+        An earlier run on the same port may have left files. Ranks of one launcher have one parent.
+        Others train at the same time, so their files have been written to since this rank began its
+        own.
         """
         if (beside := self.folder / f"rank-{rank}-{self.parent}").exists():
             return beside
@@ -264,17 +277,24 @@ def _shown(error: BaseException | None) -> str:
 
 
 def _say(lines: Sequence[str], standard_error: TextIO) -> None:
-    """Print lines on standard error, which a notebook would show as an error, so there on standard output.
+    """Print lines on standard error, which a notebook would show as an error, so there on standard
+    output.
 
     They begin on a fresh line: a progress bar of the program may stand in the last one.
     """
     in_notebook = type(standard_error).__module__.startswith("ipykernel")
     with contextlib.suppress(OSError, ValueError):  # full, or closed by the program
-        say(["", *lines] if not in_notebook else lines, sys.stdout if in_notebook else standard_error)
+        say(
+            ["", *lines] if not in_notebook else lines,
+            sys.stdout if in_notebook else standard_error,
+        )
 
 
 class StoppedOnViolation(BaseException):
-    """Ends a run at its first violation. No `Exception`, so that a program that catches those ends all the same."""
+    """Ends a run at its first violation.
+
+    No `Exception`, so that a program that catches those ends all the same.
+    """
 
 
 @takes(AuditOptions)
@@ -287,8 +307,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             trainer.train()
         audit.result.raise_for_violation()
 
-    The first violation of each kind is printed when it is found, and the verdict when the audit is closed: on standard
-    error, as the command does, or below the cell of a notebook.
+    The first violation of each kind is printed when it is found, and the verdict when the audit is
+    closed: on standard error, as the command does, or below the cell of a notebook.
 
     Args:
         options: of the audit; the defaults of `AuditOptions` if None.
@@ -301,7 +321,12 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
     """
 
     def __init__(
-        self, options: AuditOptions | None = None, *, name: str | None = None, quiet: bool = False, **fields: Any
+        self,
+        options: AuditOptions | None = None,
+        *,
+        name: str | None = None,
+        quiet: bool = False,
+        **fields: Any,
     ) -> None:
         self.options = (options or AuditOptions()).replace(**fields)
         self._name, self.quiet = name or here().line, quiet
@@ -329,7 +354,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._stance = contextlib.ExitStack()
         self._judge = self._new_judge(1)
         self._writer: RankWriter | None = None
-        self._forwards = ModuleCalls(self._records_calls, self._keep_cotangent, self._keep_mode, self._forwards_failed)
+        self._forwards = ModuleCalls(
+            self._records_calls, self._keep_cotangent, self._keep_mode, self._forwards_failed
+        )
         self._running: dict[int, Running] = {}
         self._recomputed: Counter[str] = Counter()
         self._functions: set[FunctionKey] = set()
@@ -349,7 +376,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
     def __enter__(self) -> audit:
         return self.open()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         self.close(error)
 
     @preserve_rng()
@@ -361,7 +390,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             CannotRunHere: this torch lacks what the audit needs.
         """
         if self._opened:
-            raise UsageError("audit: this audit was closed; make a new one with gradcheck_suite.audit()")
+            raise UsageError(
+                "audit: this audit was closed; make a new one with gradcheck_suite.audit()"
+            )
         if _open:
             raise UsageError("audit: another audit is open in this process; close it first")
         recording.expect_supported()
@@ -402,19 +433,25 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if self._result is None:
             self._result = self._closed(error)
             if summary and not self.quiet and not self._result.is_another_ranks:
-                _say(result_lines(self._result, shown=bool(self._result.violations)), self.standard_error)
+                _say(
+                    result_lines(self._result, shown=bool(self._result.violations)),
+                    self.standard_error,
+                )
         return self._result
 
     def _closed(self, error: BaseException | None) -> Result:
         if not self._opened:
-            raise UsageError("audit: the audit was never opened: use `with gradcheck_suite.audit() as audit:`")
+            raise UsageError(
+                "audit: the audit was never opened: use `with gradcheck_suite.audit() as audit:`"
+            )
         complete = self._observing and error is None
         if not self._recorder.records and not self._is_off:
             self._recorder.resume(self._recorder.steps_seen)
             if complete and (tail := self._recorder.since_step):
                 self._judge.note(
-                    f"{counted(tail, 'call')} of backward after the last step, in a window that was only counted: what "
-                    "they add to `.grad` is in no step (`--budget none` judges them)"
+                    f"{counted(tail, 'call')} of backward after the last step, in a window that was"
+                    " only counted: what they add to `.grad` is in no step (`--budget none` judges"
+                    " them)"
                 )
         self._detach()
         if self in _open:
@@ -423,7 +460,14 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._writer.write(*self._taken())
             self._name_of(0)
             recorder = self._recorder
-            end = End(_shown(error), complete, recorder.off, self._dtypes, self._names, recorder.steps_seen)
+            end = End(
+                _shown(error),
+                complete,
+                recorder.off,
+                self._dtypes,
+                self._names,
+                recorder.steps_seen,
+            )
             self._writer.end(end)
             return self._of_all_ranks(self._ranks, error)
         try:
@@ -440,7 +484,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         """Judge the run from what all ranks have written, in the first rank that has not died."""
         if ranks.rank and not died_before(ranks):
             reason = f"rank {ranks.rank} of {ranks.size}: rank 0 judges the steps of all ranks"
-            return replace(self._finished(error), unjudged=reason, rank=ranks.rank, ranks=ranks.size)
+            return replace(
+                self._finished(error), unjudged=reason, rank=ranks.rank, ranks=ranks.size
+            )
         files = gather(ranks)
         complete = all(file.end is not None and file.end.complete for file in files)
         self._judge = self._judged([file.events for file in files], complete=complete)
@@ -449,8 +495,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._judge = self._new_judge(1)
             self._judge.take_over(each)
             self._judge.note(
-                "the ranks do not step on the same gradients and nothing wraps the model: each rank was judged by "
-                "itself; if they train one model, each with all of it, wrap it in DistributedDataParallel"
+                "the ranks do not step on the same gradients and nothing wraps the model: each rank"
+                " was judged by itself; if they train one model, each with all of it, wrap it in"
+                " DistributedDataParallel"
             )
         for file in files:
             if file.fate is not None:
@@ -462,8 +509,12 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         shutil.rmtree(ranks.folder, ignore_errors=True)
         return replace(self._finished(error), rank=ranks.rank, ranks=ranks.size)
 
-    def _judged(self, events: Sequence[Sequence[Event]], *, complete: bool, of: End | None = None) -> Judge:
-        """Judge the events of ranks, of one whose parameters are its own by their names and dtypes there."""
+    def _judged(
+        self, events: Sequence[Sequence[Event]], *, complete: bool, of: End | None = None
+    ) -> Judge:
+        """Judge the events of ranks, of one whose parameters are its own by their names and dtypes
+        there.
+        """
         judge = self._new_judge(len(events), of)
         for row in zip(*events, strict=False):
             try:
@@ -491,7 +542,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     @property
     def standard_error(self) -> TextIO:
-        """The standard error of the time when the audit began, which the program may have replaced since then."""
+        """The standard error of the time when the audit began, which the program may have replaced
+        since then.
+        """
         begun = self._standard_error
         return sys.stderr if begun is None or getattr(begun, "closed", False) else begun
 
@@ -528,14 +581,23 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._recorder.pause()
 
     def _name_of(self, key: int) -> str | None:
-        """Return the name of a parameter: the one in its model; looking through all modules takes a while."""
+        """Return the name of a parameter: the one in its model.
+
+        Looking through all modules takes a while.
+        """
         if key not in self._names:
             known = self._recorder.parameters
             for module in living(torch.nn.Module):
                 if "_parameters" in module.__dict__:
-                    named = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
+                    named = {
+                        id(p): name for name, p in module.named_parameters(remove_duplicate=False)
+                    }
                     for other, about in known.items():
-                        name = named.get(id(about.reference()), "").removeprefix("module.").removeprefix("_orig_mod.")
+                        name = (
+                            named.get(id(about.reference()), "")
+                            .removeprefix("module.")
+                            .removeprefix("_orig_mod.")
+                        )
                         if len(name) > len(self._names.get(other, "")):
                             self._names[other] = name
             self._names.setdefault(key, f"parameter {key}")
@@ -566,11 +628,16 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             else:
                 self._judge_events(again=has_passes and self._was_full)
                 if self._was_full and self._judge.used and not has_passes:
-                    self._judge.note("a window was not computed again: another optimizer had stepped on its passes")
+                    self._judge.note(
+                        "a window was not computed again: another optimizer had stepped on its"
+                        " passes"
+                    )
             if has_passes or self._after_gap:
                 self._after_gap = False
                 passes, seconds = self._recorder.passes_seen, self._recorder.seconds
-                if not self._schedule.after(event.optimizer, passes, seconds, was_full=self._was_full):
+                if not self._schedule.after(
+                    event.optimizer, passes, seconds, was_full=self._was_full
+                ):
                     self._pause()
             if self.options.steps is not None and event.call + 1 >= self.options.steps:
                 self._detach()
@@ -584,7 +651,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         return events
 
     def _judge_events(self, *, again: bool = False) -> None:
-        """Judge what was recorded since the last step, and compute its window again where that is asked."""
+        """Judge what was recorded since the last step, and compute its window again where that is
+        asked.
+        """
         for event in self._taken():
             self._judge.take([event])
         if again:
@@ -618,23 +687,42 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
     @preserve_rng()
     def _recompute(self, window: StepWindow) -> None:
         violation, used = self._judge.of_last_step(), self._judge.used
-        own = {i: 1.0 for i, seen in window.passes.items() if not window.seen[i] and not seen.by_hand}
-        weights = own if violation is not None and not violation.weights else {i: c for (_, i), c in used.items()}
+        own = {
+            i: 1.0 for i, seen in window.passes.items() if not window.seen[i] and not seen.by_hand
+        }
+        weights = (
+            own
+            if violation is not None and not violation.weights
+            else {i: c for (_, i), c in used.items()}
+        )
         # what arrived holds the repetitions already
-        if violation is not None and (violation.diagnosis == "repeated-micro-batch" or _is_rescaled_each_time(window)):
+        if violation is not None and (
+            violation.diagnosis == "repeated-micro-batch" or _is_rescaled_each_time(window)
+        ):
             return
         if window.copies:
-            self._judge.note("a window was not computed again: the optimizer steps on copies of the parameters")
+            self._judge.note(
+                "a window was not computed again: the optimizer steps on copies of the parameters"
+            )
             return
         if violation is not None and violation.weights:
             weights = _righted(violation, weights)
         if not weights or window.edit is not None or self._recorder.is_off("the window again"):
             return
         known = self._recorder.parameters
-        # a hook of the program's own changes what arrives, which matters where the sums are not known to be wrong
-        hooked = {k for seen in window.passes.values() for r in seen.records for k in r.hooked if violation is None}
+        # a hook of the program's own changes what arrives, which matters where the sums are not
+        # known to be wrong
+        hooked = {
+            k
+            for seen in window.passes.values()
+            for r in seen.records
+            for k in r.hooked
+            if violation is None
+        }
         live = {k: p for k in window.keys if k in known and (p := known[k].reference()) is not None}
-        observed = {id(p): p.grad for k, p in live.items() if p.grad is not None and k not in hooked}
+        observed = {
+            id(p): p.grad for k, p in live.items() if p.grad is not None and k not in hooked
+        }
         with self._recorder.mute():
             passes = {i: seen.records[0] for i, seen in window.passes.items() if i in weights}
             asked = Asked(
@@ -644,7 +732,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                 observed,
                 violation is not None,
                 self._functions,
-                {id(p): line for k, p in live.items() if (line := self._recorder.used_at.get(k)) is not None},
+                {
+                    id(p): line
+                    for k, p in live.items()
+                    if (line := self._recorder.used_at.get(k)) is not None
+                },
             )
             found = recompute(asked)
         # inputs that the program changes in place are copied in the next window
@@ -669,8 +761,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
     @preserve_rng()
     def _tell(self, violation: Violation) -> None:
         """Print a violation, unless it was printed; stop the run there where that is asked."""
-        # a later window may give the fault of an earlier one another name; ranks that train by themselves may have a
-        # fault each at one place
+        # a later window may give the fault of an earlier one another name; ranks that train by
+        # themselves may have a fault each at one place
         told = {violation.diagnosis, (violation.step, violation.where)}
         if told & self._told and self._ranks is None:
             return
@@ -685,15 +777,24 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         violations = tuple(v for v in found if not self.options.accepts(v.diagnosis, v.where))
         accepted = tuple(v for v in found if self.options.accepts(v.diagnosis, v.where))
         off = Counter(
-            f"{what} could not be observed ({why}); please report it" for what, why in self._recorder.off.items()
+            f"{what} could not be observed ({why}); please report it"
+            for what, why in self._recorder.off.items()
         )
         unknown = self._judge.unknown()
         parts = Counter({str(part): steps for part, steps in unknown.items()})
         findings = parts + self._recorder.notes + self._judge.notes() + off
-        whole = not {*self.options.without} & {"weights", "sums"} and not self._recorder.off and self not in _open
+        whole = (
+            not {*self.options.without} & {"weights", "sums"}
+            and not self._recorder.off
+            and self not in _open
+        )
         until = self._recorder.recorded_until
         skipped = self._judge.unjudged(until) if whole else []
-        passed_by = 0 if self._is_off else sum(map(len, self._judge.counted)) + self._recorder.steps_seen - until
+        passed_by = (
+            0
+            if self._is_off
+            else sum(map(len, self._judge.counted)) + self._recorder.steps_seen - until
+        )
         if skipped and self._judge.weighed | self._judge.violated:  # else it is said why none was
             findings = Counter(skipped) + (findings - Counter(self._judge.skipped.values()))
         said = [f"{text} ({n} times)" if n > 1 else text for text, n in findings.items()]
@@ -703,14 +804,18 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         for violation in violations:
             self._tell(violation)  # what the end of the run, or all ranks together, have shown
         windows = len(self._judge.weighed | self._judge.violated)
-        files = {line.rpartition(":")[0] for place in self._places for line in (place.line, *place.path)}
+        files = {
+            line.rpartition(":")[0] for place in self._places for line in (place.line, *place.path)
+        }
         if set(self.options.without) == {"weights", "sums"}:
             windows = self._recomputed.total()
         return Result(
             loop=self._name,
             command="audit",
             windows=windows,
-            windows_skipped={f"budget {self.options.budget or DEFAULT_BUDGET}": passed_by} if passed_by else {},
+            windows_skipped=(
+                {f"budget {self.options.budget or DEFAULT_BUDGET}": passed_by} if passed_by else {}
+            ),
             steps=self._recorder.steps_seen,
             seconds=time.perf_counter() - self._start if self._opened else 0.0,
             violations=violations,
@@ -730,34 +835,51 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         """Return why nothing could be judged, and what to do; None where something was."""
         recorder = self._recorder
         if recorder.off:
-            return "; ".join(f"{what} could not be observed ({why})" for what, why in recorder.off.items())
+            return "; ".join(
+                f"{what} could not be observed ({why})" for what, why in recorder.off.items()
+            )
         if recorder.concurrent:
-            return "backward is called in several threads, whose passes cannot be told apart: let one train at a time"
+            return (
+                "backward is called in several threads, whose passes cannot be told apart: let one"
+                " train at a time"
+            )
         if self._is_off:
             return "every instrument was switched off"
         if not recorder.steps_seen and recorder.passes_seen:
             why = "the script trains without a torch.optim optimizer"
             if living(torch.optim.Optimizer):
                 why = "the step of a torch.optim optimizer that was made is never called"
-            return f"no optimizer.step() was seen in {counted(recorder.passes_seen, 'backward pass')}: {why}"
+            return (
+                f"no optimizer.step() was seen in {counted(recorder.passes_seen, 'backward pass')}:"
+                f" {why}"
+            )
         if not recorder.steps_seen:
             return (
-                "no backward pass and no optimizer.step() was seen in this process: the script trains nothing, or it "
-                "trains in another process"
+                "no backward pass and no optimizer.step() was seen in this process: the script"
+                " trains nothing, or it trains in another process"
             )
         if windows:
             return None
         reasons = Counter(self._judge.skipped.values())
         if {*reasons} == {ORPHANS}:
             return f"{recorder.passes_seen} calls of backward were seen, and {ORPHANS}"
-        return f"no step could be judged: {'; '.join([*(findings | reasons)][:2]) or 'no loss went backward'}"
+        return (
+            "no step could be judged:"
+            f" {'; '.join([*(findings | reasons)][:2]) or 'no loss went backward'}"
+        )
 
 
 def _is_rescaled_each_time(window: StepWindow) -> bool:
-    """Return whether `.grad` was multiplied by one factor after each pass: whether the last one is right is unknown."""
+    """Return whether `.grad` was multiplied by one factor after each pass: whether the last one is
+    right is unknown.
+    """
     found = [c for index in window.passes if (c := window.of_pass((0, index))) is not None]
     factor = window.factor or 1.0
-    return len(found) > 1 and factor != 1 and all(near(one, factor * other, 1e-3) for one, other in pairwise(found))
+    return (
+        len(found) > 1
+        and factor != 1
+        and all(near(one, factor * other, 1e-3) for one, other in pairwise(found))
+    )
 
 
 def _righted(violation: Violation, weights: Mapping[int, float]) -> dict[int, float]:
@@ -796,11 +918,14 @@ def objective(
     return loss
 
 
-# Callbacks for trainers that open an audit when training begins and close it when it ends; they do no more.
+# Callbacks for trainers that open an audit when training begins and close it when it ends; they do
+# no more.
 
 
 def transformers_callback(**options: Any) -> Any:
-    """Return a callback for transformers' `Trainer(callbacks=[...])`; its `.audit.result` has the verdict.
+    """Return a callback for transformers' `Trainer(callbacks=[...])`.
+
+    Its `.audit.result` has the verdict.
 
     Args:
         options: of `gradcheck_suite.audit`.
@@ -820,7 +945,9 @@ def transformers_callback(**options: Any) -> Any:
 
 
 def lightning_callback(**options: Any) -> Any:
-    """Return a callback for Lightning's `Trainer(callbacks=[...])`; its `.audit.result` has the verdict.
+    """Return a callback for Lightning's `Trainer(callbacks=[...])`.
+
+    Its `.audit.result` has the verdict.
 
     Args:
         options: of `gradcheck_suite.audit`.

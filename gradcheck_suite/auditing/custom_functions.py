@@ -1,13 +1,14 @@
 """Custom functions of a window: is `backward` the derivative of `forward`?
 
-A function is called by itself on the arguments of its first call, in float64 where it takes that. The derivative of
-`forward` along some directions, by central differences of several steps, is held to what `backward` says.
+A function is called by itself on the arguments of its first call, in float64 where it takes that.
+The derivative of `forward` along some directions, by central differences of several steps, is held
+to what `backward` says.
 
-Many functions differ from the derivative on purpose, and these are no faults: one that returns its input (gradient
-reversal, scaling, clipping) and one that passes a gradient where its output is constant or jumps (straight-through
-estimators, rounding, spikes). Elements of the output that a direction does not move are therefore left out, and a
-difference is a fault only where it is `STABLE` times as large as the differences between all step sizes: where
-`forward` is smooth.
+Many functions differ from the derivative on purpose, and these are no faults: one that returns its
+input (gradient reversal, scaling, clipping) and one that passes a gradient where its output is
+constant or jumps (straight-through estimators, rounding, spikes). Elements of the output that a
+direction does not move are therefore left out, and a difference is a fault only where it is
+`STABLE` times as large as the differences between all step sizes: where `forward` is smooth.
 """
 
 from __future__ import annotations
@@ -54,8 +55,10 @@ class FunctionReport:
 
     Attributes:
         name: of the class.
-        fault: what is wrong with `backward`, in words; empty where nothing is, as far as it was judged.
-        note: why the function was not judged, or that its gradient is another one on purpose; empty otherwise.
+        fault: what is wrong with `backward`, in words; empty where nothing is, as far as it was
+            judged.
+        note: why the function was not judged, or that its gradient is another one on purpose; empty
+            otherwise.
         error: relative difference of the derivative, where there is a fault.
     """
 
@@ -73,8 +76,8 @@ class Call:
         kind: its class.
         arguments: a copy of what it was called with.
         random: the random numbers that it drew from.
-        by_itself: whether the class is the function whatever its arguments are: one that is made anew in each forward
-            may have values from there, which belong to the arguments.
+        by_itself: whether the class is the function whatever its arguments are: one that is made
+            anew in each forward may have values from there, which belong to the arguments.
     """
 
     kind: Any
@@ -88,25 +91,38 @@ FunctionKey = type | tuple[str, str, Any]
 
 
 def statement_of(kind: Any) -> FunctionKey:
-    """Return what all classes have that one statement has made, as in the forward of a module: names and code."""
-    return kind.__module__, kind.__qualname__, getattr(inspect.unwrap(kind.forward), "__code__", None)
+    """Return what all classes have that one statement has made, as in the forward of a module:
+    names and code.
+    """
+    return (
+        kind.__module__,
+        kind.__qualname__,
+        getattr(inspect.unwrap(kind.forward), "__code__", None),
+    )
 
 
 class _Bare(torch.autograd.Function):
-    """A class statement gives it what it gives every class, such as the line of the statement from Python 3.13 on."""
+    """A class statement gives it what it gives every class, such as the line of the statement from
+    Python 3.13 on.
+    """
 
 
 _BARE = frozenset(vars(_Bare))
 
 
 def _captured(kind: type) -> list[Any] | None:
-    """Return the values that a class has from where it was made; None where some are no plain ones, such as tensors."""
+    """Return the values that a class has from where it was made.
+
+    None where some are no plain ones, such as tensors.
+    """
     found: list[Any] = []
     for name, value in vars(kind).items():
         function = inspect.unwrap(getattr(value, "__func__", value))
         if isinstance(function, types.FunctionType):
             for cell in function.__closure__ or ():
-                with contextlib.suppress(ValueError):  # the class's own name, which is bound when it is made
+                with contextlib.suppress(
+                    ValueError
+                ):  # the class's own name, which is bound when it is made
                     found.append(cell.cell_contents)
             found += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         elif name not in _BARE:
@@ -119,7 +135,8 @@ def _captured(kind: type) -> list[Any] | None:
 def first_calls(kinds: Set[type]) -> Iterator[dict[FunctionKey, Call]]:
     """Record the first call of each class while this is open: its arguments are copied.
 
-    Where the statement that made one of the classes makes another one meanwhile, the first call of those is recorded.
+    Where the statement that made one of the classes makes another one meanwhile, the first call of
+    those is recorded.
     """
     found: dict[FunctionKey, Call] = {}
     statements = {statement_of(kind): _captured(kind) for kind in kinds}
@@ -142,7 +159,9 @@ def first_calls(kinds: Set[type]) -> Iterator[dict[FunctionKey, Call]]:
             if (statement := statement_of(kind)) in statements:
                 values = _captured(kind)
                 by_itself = values is not None and values == statements[statement]
-                stack.enter_context(replaced_forwards([(kind, recording(kind, statement, by_itself=by_itself))]))
+                stack.enter_context(
+                    replaced_forwards([(kind, recording(kind, statement, by_itself=by_itself))])
+                )
 
         stack.enter_context(replaced_forwards((kind, recording(kind, kind)) for kind in kinds))
         stack.enter_context(_each_new_function(again))
@@ -166,7 +185,11 @@ def _each_new_function(tell: Callable[[type], None]) -> Iterator[None]:
 
 
 def _copy(value: Any) -> Any:
-    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+    return (
+        value.detach().clone().requires_grad_(value.requires_grad)
+        if isinstance(value, torch.Tensor)
+        else value
+    )
 
 
 def judge_function(call: Call) -> FunctionReport:
@@ -178,7 +201,9 @@ def judge_function(call: Call) -> FunctionReport:
     if not call.by_itself:
         return FunctionReport(name, note=f"its backward was not checked: {GIVEN}")
     if (size := sum(v.numel() for v in call.arguments if isinstance(v, torch.Tensor))) > LARGEST:
-        return FunctionReport(name, note=f"its backward was not checked: its arguments have {size} elements")
+        return FunctionReport(
+            name, note=f"its backward was not checked: its arguments have {size} elements"
+        )
     for dtype in STEPS_OF:
         try:
             with unchanged(call.kind):
@@ -187,7 +212,9 @@ def judge_function(call: Call) -> FunctionReport:
             return FunctionReport(name, note=f"its backward was not checked: {reason_of_state}")
         except Exception as error:  # whatever somebody's function raises on another dtype
             reason = reason or f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-    return FunctionReport(name, note=f"its backward was not checked, since it cannot be called by itself ({reason})")
+    return FunctionReport(
+        name, note=f"its backward was not checked, since it cannot be called by itself ({reason})"
+    )
 
 
 def _is_real(value: Any) -> bool:
@@ -205,24 +232,40 @@ def _outputs(call: Call, arguments: Sequence[Any], *, grad: bool = False) -> lis
 
 def _judged(call: Call, dtype: torch.dtype) -> FunctionReport:
     base = [v.detach().to(dtype) if _is_real(v) else v for v in call.arguments]
-    wanted = [i for i, v in enumerate(call.arguments) if _is_real(v) and v.requires_grad and v.numel()]
+    wanted = [
+        i for i, v in enumerate(call.arguments) if _is_real(v) and v.requires_grad and v.numel()
+    ]
     name, generator = call.kind.__name__, torch.Generator().manual_seed(0)
-    if not all(torch.equal(a, b) for a, b in zip(_outputs(call, base), _outputs(call, base), strict=True)):
+    if not all(
+        torch.equal(a, b) for a, b in zip(_outputs(call, base), _outputs(call, base), strict=True)
+    ):
         note = "its backward was not checked, since its forward gives other outputs each time"
         return FunctionReport(name, note=note)
-    moved = [v + JITTER * _direction(v, generator) if i in wanted else v for i, v in enumerate(base)]
+    moved = [
+        v + JITTER * _direction(v, generator) if i in wanted else v for i, v in enumerate(base)
+    ]
     outputs = _outputs(call, moved)
     if not all(torch.isfinite(output).all() for output in outputs):
         moved = base
-    elif dtype == torch.float64 and all(torch.equal(output, output.float().to(output)) for output in outputs):
+    elif dtype == torch.float64 and all(
+        torch.equal(output, output.float().to(output)) for output in outputs
+    ):
         raise TypeError("it computes in float32 inside, where the small steps of float64 are lost")
     verdicts = [_of_argument(call, moved, index, STEPS_OF[dtype], generator) for index in wanted]
-    return next((v for v in verdicts if v.fault), next((v for v in verdicts if v.note), FunctionReport(name)))
+    return next(
+        (v for v in verdicts if v.fault),
+        next((v for v in verdicts if v.note), FunctionReport(name)),
+    )
 
 
 def _direction(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return a random direction of the input's size; it keeps the sign of an input whose elements are positive."""
-    draws = torch.randn(value.shape, generator=generator, dtype=torch.float64).clamp(-2, 2).to(value)
+    """Return a random direction of the input's size.
+
+    It keeps the sign of an input whose elements are positive.
+    """
+    draws = (
+        torch.randn(value.shape, generator=generator, dtype=torch.float64).clamp(-2, 2).to(value)
+    )
     if bool((value > 0).all()):
         return draws * value
     return draws * (float(value.double().square().mean().sqrt()) or 1.0)
@@ -243,20 +286,29 @@ def _of_argument(
         return FunctionReport(name, note=notes[0] if notes else "")
     same = max(ratios) - min(ratios) <= LEAST * abs(ratios[0])
     what = f"{ratios[0]:.3g} times the derivative" if same else "not the derivative"
-    return FunctionReport(name, f"with respect to argument {index} it is {what}", error=max(abs(r - 1) for r in ratios))
+    return FunctionReport(
+        name,
+        f"with respect to argument {index} it is {what}",
+        error=max(abs(r - 1) for r in ratios),
+    )
 
 
 class _Line:
     """A function along a random direction of one argument, with a random gradient of its outputs."""
 
-    def __init__(self, call: Call, point: list[Any], index: int, generator: torch.Generator, *, uphill: bool) -> None:
+    def __init__(
+        self, call: Call, point: list[Any], index: int, generator: torch.Generator, *, uphill: bool
+    ) -> None:
         self.call, self.point, self.index = call, point, index
         self.direction = _direction(point[index], generator)
         self.leaf = point[index].clone().requires_grad_()
-        self.outputs = _outputs(call, [self.leaf if i == index else v for i, v in enumerate(point)], grad=True)
+        self.outputs = _outputs(
+            call, [self.leaf if i == index else v for i, v in enumerate(point)], grad=True
+        )
         # an output that the function marks as not differentiable has no derivative to compare
         self.cotangents = [
-            torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o) * o.requires_grad for o in self.outputs
+            torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o) * o.requires_grad
+            for o in self.outputs
         ]
         gradient = self.backward(self.cotangents) if uphill else None
         if gradient is not None:
@@ -269,13 +321,18 @@ class _Line:
         if not live:
             return None
         tensors, given = zip(*live, strict=True)
-        return torch.autograd.grad(tensors, self.leaf, given, allow_unused=True, retain_graph=True)[0]
+        return torch.autograd.grad(tensors, self.leaf, given, allow_unused=True, retain_graph=True)[
+            0
+        ]
 
     def slopes(self, step: float) -> list[torch.Tensor]:
         """Return the central difference of each output."""
         ends = []
         for move in (step, -step):
-            values = [v + move * self.direction if i == self.index else v for i, v in enumerate(self.point)]
+            values = [
+                v + move * self.direction if i == self.index else v
+                for i, v in enumerate(self.point)
+            ]
             ends.append(_outputs(self.call, values))
         return [(a - b) / (2 * step) for a, b in zip(*ends, strict=True)]
 
@@ -283,13 +340,18 @@ class _Line:
         """Compare `backward` with the derivative.
 
         Returns:
-            what `backward` gives over the derivative where the two differ and `forward` is smooth; words where it
-            differs on purpose or may do so; None where they agree.
+            what `backward` gives over the derivative where the two differ and `forward` is smooth;
+            words where it differs on purpose or may do so; None where they agree.
         """
         slopes = [self.slopes(step) for step in steps]
         moving = [
-            # an output that is rounded to less than float64 may stand still at a small step by rounding alone
-            each[MOVING] != 0 if each[MOVING].dtype == torch.float64 else torch.stack(each[: MOVING + 1]).any(dim=0)
+            # an output that is rounded to less than float64 may stand still at a small step by
+            # rounding alone
+            (
+                each[MOVING] != 0
+                if each[MOVING].dtype == torch.float64
+                else torch.stack(each[: MOVING + 1]).any(dim=0)
+            )
             for each in zip(*slopes, strict=True)
         ]
         whole = self.backward(self.cotangents)
@@ -301,7 +363,9 @@ class _Line:
             return CONSTANT
         cotangents = [c * m for c, m in zip(self.cotangents, moving, strict=True)]
         along = [
-            float(sum((c.double() * d.double()).sum() for c, d in zip(cotangents, each, strict=True)))
+            float(
+                sum((c.double() * d.double()).sum() for c, d in zip(cotangents, each, strict=True))
+            )
             for each in slopes
         ]
         terms = (whole - still).double() * self.direction.double()

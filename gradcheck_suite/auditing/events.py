@@ -1,4 +1,6 @@
-"""What a live run leaves behind, as plain data: backward passes, what arrived in them, and optimizer steps."""
+"""What a live run leaves behind, as plain data: backward passes, what arrived in them, and
+optimizer steps.
+"""
 
 from __future__ import annotations
 
@@ -28,21 +30,27 @@ class PassRecord:
         place: of the call.
         accumulates: whether it adds to `.grad`.
         terms: of what went backward.
-        arrivals: key of a parameter at which a gradient arrived -> what was in `.grad` before it, against what the last
-            arrival left: `none`, `kept`, `touched`; or `by hand` for a result of `torch.autograd.grad`, which the
-            program puts into `.grad` itself; `late` for what comes with a later pass that reduces it into a shard.
+        arrivals: key of a parameter at which a gradient arrived -> what was in `.grad` before it,
+            against what the last arrival left: `none`, `kept`, `touched`; or `by hand` for a result
+            of `torch.autograd.grad`, which the program puts into `.grad` itself; `late` for what
+            comes with a later pass that reduces it into a shard.
         was: key of a parameter whose `.grad` was touched -> a sample of it before the arrival.
-        now: key of a parameter -> a sample of `.grad` after the arrival, or of the result; none of what is late.
-        shards: key of this rank's part of what was summed up over all ranks in the pass -> by what the sum is divided.
+        now: key of a parameter -> a sample of `.grad` after the arrival, or of the result; none of
+            what is late.
+        shards: key of this rank's part of what was summed up over all ranks in the pass -> by what
+            the sum is divided.
         points: key of a parameter that requires a gradient -> a checksum of its values.
-        hooked: key of a parameter whose gradient the program's own hooks change -> whether by the same factors as
-            before.
+        hooked: key of a parameter whose gradient the program's own hooks change -> whether by the
+            same factors as before.
         again: those of them on which a hook is once more than before.
         factors: key of a parameter -> the one factor by which these hooks multiply its gradient.
-        modes: id of a module and whether it trained, of the calls that a gradient came through and that are not kept.
-        whole: keys of the parameters that get the gradient of all items of a loss that sees items without a gradient.
+        modes: id of a module and whether it trained, of the calls that a gradient came through and
+            that are not kept.
+        whole: keys of the parameters that get the gradient of all items of a loss that sees items
+            without a gradient.
         raised: whether it ended with an exception.
-        loop: where the program was in the loops around the innermost one; None where that is not known.
+        loop: where the program was in the loops around the innermost one; None where that is not
+            known.
         reset: where the first gradient was let go since the last pass; None where none was.
         clocks: what moves with the steps -> a checksum: the schedules, the averages of parameters.
     """
@@ -53,7 +61,9 @@ class PassRecord:
     arrivals: dict[int, str] = field(default_factory=dict)
     was: dict[int, Raw] = field(default_factory=dict)
     now: dict[int, Raw] = field(default_factory=dict)
-    shards: dict[int, float] = field(default_factory=dict)  # FSDP reduces into these, which no hook sees
+    shards: dict[int, float] = field(
+        default_factory=dict
+    )  # FSDP reduces into these, which no hook sees
     points: dict[int, int] = field(default_factory=dict)
     hooked: dict[int, bool] = field(default_factory=dict)
     again: set[int] = field(default_factory=set)
@@ -82,24 +92,28 @@ class StepRecord:
     Attributes:
         optimizer: its index in the order of first steps.
         place: of the call.
-        call: index of the program's call of a step, in which a closure may be called several times, and the optimizer
-            that another one wraps may step.
+        call: index of the program's call of a step, in which a closure may be called several times,
+            and the optimizer that another one wraps may step.
         gradients: key of a parameter -> a sample of its `.grad`, or None.
-        scale: by which the gradients are still to be divided, or were before the step, by a GradScaler.
+        scale: by which the gradients are still to be divided, or were before the step, by a
+            GradScaler.
         fused: whether the optimizer divides by `scale` inside its step.
         steps: the accumulation steps that a trainer is configured with.
         trainer: the module of that trainer.
-        wrapped: whether a `DistributedDataParallel` or FSDP, which reduce gradients, holds the parameters.
+        wrapped: whether a `DistributedDataParallel` or FSDP, which reduce gradients, holds the
+            parameters.
         frozen: keys of parameters that require no gradient.
         twice: at the optimizer's first step, keys of parameters that it lists more than once.
         overlaid: at that step, keys of parameters that lie over one memory, and are not one.
         overlapping: at that step, keys of parameters whose `.grad` do.
         values: at that step of several ranks, key of a parameter -> a sample of its values.
-        moved: key of a parameter -> a sample of its change by the step, where nothing at all went backward since the
-            last step of the same optimizer.
+        moved: key of a parameter -> a sample of its change by the step, where nothing at all went
+            backward since the last step of the same optimizer.
         passed_by: where no GradScaler takes this step, the scales of those that there are.
-        unwritten: keys of parameters whose `.grad` is the tensor that was last looked at, with nothing written to it.
-        has_unseen: whether gradients arrived since the last step from a pass that was not entered from Python.
+        unwritten: keys of parameters whose `.grad` is the tensor that was last looked at, with
+            nothing written to it.
+        has_unseen: whether gradients arrived since the last step from a pass that was not entered
+            from Python.
     """
 
     optimizer: int
@@ -148,8 +162,13 @@ def settle(events: Sequence[Event]) -> None:
     """Turn samples that lie on a device into arrays; waits for the device once."""
     # once for all: on a GPU each read of its own would wait for the kernels before it
     columns = [
-        c for event in events for c in event.columns() if not {np.ndarray, NoneType}.issuperset(map(type, c.values()))
+        c
+        for event in events
+        for c in event.columns()
+        if not {np.ndarray, NoneType}.issuperset(map(type, c.values()))
     ]
     places = [(column, key) for column in columns for key, raw in column.items() if raw is not None]
-    for (column, key), value in zip(places, samples.read([column[key] for column, key in places]), strict=True):
+    for (column, key), value in zip(
+        places, samples.read([column[key] for column, key in places]), strict=True
+    ):
         column[key] = value

@@ -1,9 +1,10 @@
 """JAX's opinion on a live run: the recorded calls of one window, over the bridge, in float64.
 
-The calls of small models are copied when their window is computed again, and JAX is asked when the run is over:
-training goes on undisturbed, and JAX is not imported before. The gradients that reached a module's outputs are
-recorded, so the sum of their products with the outputs is a loss whose gradient both frameworks compute. Custom
-functions keep their own backward there: they are judged above.
+The calls of small models are copied when their window is computed again, and JAX is asked when the
+run is over: training goes on undisturbed, and JAX is not imported before. The gradients that
+reached a module's outputs are recorded, so the sum of their products with the outputs is a loss
+whose gradient both frameworks compute. Custom functions keep their own backward there: they are
+judged above.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from gradcheck_suite.auditing.module_calls import How, Replayed, is_differentiable, leaves_of, quiet, replay
+from gradcheck_suite.auditing.module_calls import (
+    How,
+    Replayed,
+    is_differentiable,
+    leaves_of,
+    quiet,
+    replay,
+)
 from gradcheck_suite.auditing.program_state import unchanged
 from gradcheck_suite.auditing.recomputation import Part, add_gradients, exceeding, norm
 
@@ -62,24 +70,37 @@ class JaxOpinion:
         text = f"JAX gave a second opinion on {self.answered} of {self.calls} calls of one window"
         if not self.findings:
             text += ", and agrees with torch"
-        return text if self.refusal is None else f"{text}; the first call that it could not compute: {self.refusal}"
+        return (
+            text
+            if self.refusal is None
+            else f"{text}; the first call that it could not compute: {self.refusal}"
+        )
 
 
 def _float64(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    return value.detach().clone().to(torch.float64) if value.is_floating_point() else value.detach().clone()
+    return (
+        value.detach().clone().to(torch.float64)
+        if value.is_floating_point()
+        else value.detach().clone()
+    )
 
 
 def kept_calls(parts: Sequence[Part]) -> list[Part] | str:
-    """Return copies of a window's calls, or why there are none: in float64, of the modules too, without autocast."""
+    """Return copies of a window's calls, or why there are none: in float64, of the modules too,
+    without autocast.
+    """
     copies: dict[int, torch.nn.Module] = {}
     kept = []
     for part in parts:
         forward = part.forward
         size = sum(p.numel() for p in forward.module.parameters())
         if size > MOST_PARAMETERS:
-            return f"the model has {size:,} parameters, and JAX computes only models of at most {MOST_PARAMETERS:,}"
+            return (
+                f"the model has {size:,} parameters, and JAX computes only models of at most"
+                f" {MOST_PARAMETERS:,}"
+            )
         if id(forward.module) not in copies:
             try:
                 # JAX is asked when the run is over, and the parameters have moved by then
@@ -90,7 +111,11 @@ def kept_calls(parts: Sequence[Part]) -> list[Part] | str:
             forward,
             module=copies[id(forward.module)],
             arguments=[_float64(value) for value in forward.arguments],
-            autocast=(forward.autocast[0], forward.autocast[1], False),  # it would cast float64 down
+            autocast=(
+                forward.autocast[0],
+                forward.autocast[1],
+                False,
+            ),  # it would cast float64 down
         )
         kept.append(Part(wide, {i: _float64(g) for i, g in part.cotangents.items()}, part.index))
     return kept
@@ -109,7 +134,9 @@ def ask_jax(calls: Sequence[Part]) -> JaxOpinion:
         except _Refused as error:
             opinion.refusal = opinion.refusal or str(error)
         except Exception as error:
-            opinion.refusal = opinion.refusal or f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            opinion.refusal = (
+                opinion.refusal or f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            )
         else:
             opinion.answered += 1
             if finding:
@@ -129,24 +156,37 @@ def _compare(call: Part) -> str | None:
         raise _Refused("the model draws random numbers, which JAX draws differently")
     if found.functions and _by_torch(call, None).functions != found.functions:
         # JAX would be given the backward of a class that the next forward does not use
-        raise _Refused("the class of a custom function is made anew in each forward, so its own backward is not taken")
+        raise _Refused(
+            "the class of a custom function is made anew in each forward, so its own backward is"
+            " not taken"
+        )
     with unchanged(call.forward.module):
         gradients, narrow = _by_jax(call, found.functions)
     names = {id(p): name for name, p in call.forward.module.named_parameters()}
     total = sum(norm(g) ** 2 for g in found.gradients.values()) ** 0.5
     share = NARROW_RESOLUTION if narrow else RESOLUTION
-    off = {key: norm(add_gradients(g.cpu(), -gradients[names[key]])) for key, g in found.gradients.items()}
-    allowed = {key: share * norm(g) + RESOLUTION_OF_ALL * total for key, g in found.gradients.items()}
+    off = {
+        key: norm(add_gradients(g.cpu(), -gradients[names[key]]))
+        for key, g in found.gradients.items()
+    }
+    allowed = {
+        key: share * norm(g) + RESOLUTION_OF_ALL * total for key, g in found.gradients.items()
+    }
     wrong = exceeding(off, allowed, found.gradients, lambda seed: _by_torch(call, seed).gradients)
     if not wrong:
         return None
     worst = max(wrong, key=wrong.__getitem__)
     size = norm(found.gradients[worst])
-    relative = f"by {off[worst] / size:.2g} of its size" if size else f"by {off[worst]:.2g}, where torch's is 0"
+    relative = (
+        f"by {off[worst] / size:.2g} of its size"
+        if size
+        else f"by {off[worst]:.2g}, where torch's is 0"
+    )
     others = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     return (
-        f"torch and JAX differ in the gradient of {names[worst]} {relative}{others}, both in float64, in a call of "
-        f"{type(call.forward.module).__name__} in micro-batch {call.index}: no loop is to blame"
+        f"torch and JAX differ in the gradient of {names[worst]} {relative}{others}, both in"
+        f" float64, in a call of {type(call.forward.module).__name__} in micro-batch {call.index}:"
+        " no loop is to blame"
     )
 
 
@@ -167,12 +207,18 @@ def _by_jax(call: Part, functions: frozenset[type]) -> tuple[dict[str, torch.Ten
     for part, training in zip(model.modules(), call.forward.modes, strict=True):
         part.training = training
     positional, keywords = pytree.tree_unflatten(call.forward.arguments, structure)
-    places = [i for i, leaf in enumerate(leaves_of(model(*positional, **keywords))) if is_differentiable(leaf)]
+    places = [
+        i
+        for i, leaf in enumerate(leaves_of(model(*positional, **keywords)))
+        if is_differentiable(leaf)
+    ]
 
     def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         positional, keywords = pytree.tree_unflatten(list(batch["arguments"]), structure)
         outputs = leaves_of(model(*positional, **keywords))
-        products = [(outputs[places[i]] * gradient).sum() for i, gradient in batch["gradients"].items()]
+        products = [
+            (outputs[places[i]] * gradient).sum() for i, gradient in batch["gradients"].items()
+        ]
         return torch.stack(products).sum()
 
     batch = {"arguments": call.forward.arguments, "gradients": call.cotangents}

@@ -1,8 +1,10 @@
-"""The one judge of a live run: from the events of 1 to N ranks to violations, findings and what could not be judged.
+"""The one judge of a live run: from the events of 1 to N ranks to violations, findings and what
+could not be judged.
 
-Each step is asked about its sums when it comes: is every pass of the window in `.grad`, once, with one factor? The
-weights are read at the same time, and judged with the windows before and after it, since one window alone often fits
-two readings. They are judged again after each of the first windows, then from time to time, and when the run is over.
+Each step is asked about its sums when it comes: is every pass of the window in `.grad`, once, with
+one factor? The weights are read at the same time, and judged with the windows before and after it,
+since one window alone often fits two readings. They are judged again after each of the first
+windows, then from time to time, and when the run is over.
 """
 
 from __future__ import annotations
@@ -51,19 +53,27 @@ EVERY = 64
 """Windows after which the weights are judged again, once there have been so many."""
 BOTH = "sums and weights"
 SEVERAL_MODES = (
-    "a module ran in train mode in some micro-batches of a window and in eval mode in others: call model.train() after "
-    "every evaluation; whether the gradient depends on it is judged in windows that are computed again (`--every 1`)"
+    "a module ran in train mode in some micro-batches of a window and in eval mode in others: call"
+    " model.train() after every evaluation; whether the gradient depends on it is judged in windows"
+    " that are computed again (`--every 1`)"
 )
 
 MASTERS = (
-    "the gradients of this step were written by hand to parameters that no backward pass reaches (master copies, "
-    "`torch.func`, forward mode, a backward that is called in C++)",
-    "where they are copies, give each one the gradient of one parameter (`copy.grad = p.grad.float()`), or step on the "
-    "module's own parameters while the script is audited; in place of `torch.func.grad` call `torch.autograd.grad`",
+    (
+        "the gradients of this step were written by hand to parameters that no backward pass"
+        " reaches (master copies, `torch.func`, forward mode, a backward that is called in C++)"
+    ),
+    (
+        "where they are copies, give each one the gradient of one parameter (`copy.grad ="
+        " p.grad.float()`), or step on the module's own parameters while the script is audited; in"
+        " place of `torch.func.grad` call `torch.autograd.grad`"
+    ),
 )
 UNSEEN = (
-    "`.grad` has a gradient that no backward pass started from Python has brought: it came from C++ (TorchScript, an "
-    "extension), or stood there when the audit began",
+    (
+        "`.grad` has a gradient that no backward pass started from Python has brought: it came from"
+        " C++ (TorchScript, an extension), or stood there when the audit began"
+    ),
     "call `backward` from Python, and open the audit before the first pass",
 )
 ZERO = (
@@ -72,14 +82,14 @@ ZERO = (
 )
 """Why a step on copies could not be judged, and what to do."""
 COMPOSED = (
-    "gradients of backward passes are kept, reset, and put together again by the program: its step is on what it "
-    "wrote, so their sum is not judged; the weights of each of these gradients are"
+    "gradients of backward passes are kept, reset, and put together again by the program: its step"
+    " is on what it wrote, so their sum is not judged; the weights of each of these gradients are"
 )
 LOST = "dropped-micro-batch", "reset-inside-window"
 """What one window may show before another one tells that gradients are put together by hand."""
 ORPHANS = (
-    "no parameter that backward reached is in an optimizer that steps: was the model copied, moved or replaced after "
-    "the optimizer was made?"
+    "no parameter that backward reached is in an optimizer that steps: was the model copied, moved"
+    " or replaced after the optimizer was made?"
 )
 """Why a step has no pass, where there were some."""
 MOST_NAMES = 3
@@ -87,8 +97,11 @@ MOST_NAMES = 3
 FEWEST_SHARES = 2
 """Micro-batches from which on coefficients that add up to 1 are shares; two tasks may well be weighted so."""
 UNTOLD = (
-    "`.grad` is put together by hand, or was reset and edited: the model has too few elements for so many "
-    "micro-batches, or their gradients are too much alike in its dtype, to tell which of them are in it",
+    (
+        "`.grad` is put together by hand, or was reset and edited: the model has too few elements"
+        " for so many micro-batches, or their gradients are too much alike in its dtype, to tell"
+        " which of them are in it"
+    ),
     "audit the script with fewer micro-batches in a window, or in float32",
 )
 """Why a sum made by hand could not be judged, and what to do."""
@@ -108,7 +121,9 @@ def _first(ones: Sequence[Repeated]) -> Violation:
 
 
 def _number(sets: Iterable[set[int | None]]) -> int:
-    """Return how many steps some sets have, without a copy of the largest one, which grows with the run."""
+    """Return how many steps some sets have, without a copy of the largest one, which grows with the
+    run.
+    """
     largest, *others = sorted(sets, key=len, reverse=True)
     return len(largest) + len(set().union(*others) - largest)
 
@@ -160,8 +175,8 @@ class Judge:
         used: the coefficients of its passes, where its sums were judged.
         skipped: steps of which nothing was -> why.
         counted: steps that were not recorded, since the budget does not pay for them.
-        ranks_train_apart: whether a step's gradients were not reduced over the ranks, and nothing wraps the model: each
-            rank may train by itself.
+        ranks_train_apart: whether a step's gradients were not reduced over the ranks, and nothing
+            wraps the model: each rank may train by itself.
     """
 
     def __init__(
@@ -242,7 +257,8 @@ class Judge:
 
     def typical_k(self, optimizer: int) -> int | None:
         """Return K: what the user or the trainer says, else the usual number of passes."""
-        # a schedule lets the windows grow: then the last one tells what the most frequent length does not tell yet
+        # a schedule lets the windows grow: then the last one tells what the most frequent length
+        # does not tell yet
         usual = next((length for length, _ in self._lengths[optimizer].most_common(1)), None)
         return self._declared_k(optimizer) or self._grown.get(optimizer) or usual
 
@@ -250,19 +266,27 @@ class Judge:
         return self._given or self._configured.get(optimizer)
 
     def violations(self) -> list[Violation]:
-        """Return the violations so far, one for each diagnosis and place, in the order of their steps."""
+        """Return the violations so far, one for each diagnosis and place, in the order of their
+        steps.
+        """
         united = list[Violation]()
         for ones in self._repeated().values():
             of_steps = [steps for _, steps in ones]
-            error = next((e for step, e in self._sizes.items() if any(step in steps for steps in of_steps)), None)
-            united.append(replace(_first(ones), occurrences=_number(of_steps), gradient_error=error))
+            error = next(
+                (e for step, e in self._sizes.items() if any(step in steps for steps in of_steps)),
+                None,
+            )
+            united.append(
+                replace(_first(ones), occurrences=_number(of_steps), gradient_error=error)
+            )
         return sorted(united, key=_order)
 
     def _repeated(self) -> Mapping[tuple[str, str | None], Sequence[Repeated]]:
         several: defaultdict[tuple[str, str | None], list[Repeated]] = defaultdict(list)
         for found in (self._united, *(weighed.united for weighed in self._weighed.values())):
             for (diagnosis, where), one in found.items():
-                # one window of a gradient that is put together by hand may look reset before another one tells
+                # one window of a gradient that is put together by hand may look reset before
+                # another one tells
                 if not (diagnosis in LOST and where in self._by_hand):
                     several[diagnosis, where].append(one)
         return several
@@ -281,10 +305,13 @@ class Judge:
         judged = judged.union(*self.counted)
         for step in range(steps):
             if step not in judged:
-                reasons[self.skipped.get(step, "the weights of its losses could not be read")].append(step)
+                reasons[
+                    self.skipped.get(step, "the weights of its losses could not be read")
+                ].append(step)
         return [
-            f"{len(found)} of {counted(steps, 'step')} not judged ({', '.join(map(str, found[:MOST_NAMES]))}"
-            f"{', ...' if len(found) > MOST_NAMES else ''}): {reason}"
+            f"{len(found)} of {counted(steps, 'step')} not judged"
+            f" ({', '.join(map(str, found[:MOST_NAMES]))}{', ...' if len(found) > MOST_NAMES else ''}):"
+            f" {reason}"
             for reason, found in reasons.items()
         ]
 
@@ -306,7 +333,8 @@ class Judge:
         self._notes[sentence] += 1
 
     def take_over(self, of_ranks: Sequence[Judge]) -> None:
-        """Take over what the judges of ranks that train by themselves have found: what all have alike is said once.
+        """Take over what the judges of ranks that train by themselves have found: what all have
+        alike is said once.
 
         A step was judged where each of them judged it.
 
@@ -322,10 +350,18 @@ class Judge:
                 explanation=_on(ranks, of_ranks, first[shown].explanation),
                 weights=tuple(replace(row, rank=shown) for row in first[shown].weights),
             )
-            self._united[key] = violation, set().union(*(steps for rank in ranks for _, steps in repeated[rank][key]))
-        notes, unknown = [judge.notes() for judge in of_ranks], [judge.unknown() for judge in of_ranks]
+            self._united[key] = (
+                violation,
+                set().union(*(steps for rank in ranks for _, steps in repeated[rank][key])),
+            )
+        notes, unknown = (
+            [judge.notes() for judge in of_ranks],
+            [judge.unknown() for judge in of_ranks],
+        )
         for sentence, ranks in _ranks_of(notes).items():
-            self._notes[_on(ranks, of_ranks, sentence)] = max(notes[rank][sentence] for rank in ranks)
+            self._notes[_on(ranks, of_ranks, sentence)] = max(
+                notes[rank][sentence] for rank in ranks
+            )
         for part, ranks in _ranks_of(unknown).items():
             limited = replace(part, reason=_on(ranks, of_ranks, part.reason))
             self._unknown[limited] = max(unknown[rank][part] for rank in ranks)
@@ -335,7 +371,10 @@ class Judge:
     def of_last_step(self) -> Violation | None:
         """Return the violation of the last step, or None."""
         assert self.window is not None
-        found = [*self._of_step, *(v for w in self._weighed.values() for v in (*w.violations, *w.provisional))]
+        found = [
+            *self._of_step,
+            *(v for w in self._weighed.values() for v in (*w.violations, *w.provisional)),
+        ]
         return next((v for v in found if v.step == self.window.number), None)
 
     def note_size(self, step: int, error: float) -> None:
@@ -345,7 +384,12 @@ class Judge:
     @property
     def violated(self) -> set[int]:
         """The steps that are violated."""
-        found = {v.step for weighed in self._weighed.values() for v in weighed.violations if v.step is not None}
+        found = {
+            v.step
+            for weighed in self._weighed.values()
+            for v in weighed.violations
+            if v.step is not None
+        }
         return self._violated | found
 
     def _violate(self, fault: StepFault, window: StepWindow, where: Place | None = None) -> None:
@@ -359,12 +403,18 @@ class Judge:
         window = self.window = self._replay.on_step(steps)
         self.used, self._of_step = {}, []
         optimizer = window.optimizer
-        self._reached[optimizer] |= {key for key, now in window.step.gradients.items() if now is not None}
-        self._reached[optimizer] |= {k for seen in window.passes.values() for r in seen.records for k in r.arrivals}
+        self._reached[optimizer] |= {
+            key for key, now in window.step.gradients.items() if now is not None
+        }
+        self._reached[optimizer] |= {
+            k for seen in window.passes.values() for r in seen.records for k in r.arrivals
+        }
         if any(step.has_unseen for step in steps):
             self._skip(window, *UNSEEN)
             return
-        if not window.passes and (window.edit == "all reset" or not any(window.coefficients.values())):
+        if not window.passes and (
+            window.edit == "all reset" or not any(window.coefficients.values())
+        ):
             self._judge_without_passes(window)
             return
         if optimizer not in self._last:
@@ -384,15 +434,19 @@ class Judge:
         told = {index: seen for index, seen in window.passes.items() if not members.is_null(index)}
         for site in {str(seen.site) for index, seen in window.passes.items() if index not in told}:
             self._notes[
-                f"{site}: every gradient that goes backward here is exactly 0: look for a mask, a factor of "
-                "0, or a saturated function"
+                f"{site}: every gradient that goes backward here is exactly 0: look for a mask, a"
+                " factor of 0, or a saturated function"
             ] += 1
         for index, seen in told.items():
-            self._places.setdefault((optimizer, seen.site), [0, 0, 0])[bool(members.is_in(index))] += 1
+            self._places.setdefault((optimizer, seen.site), [0, 0, 0])[
+                bool(members.is_in(index))
+            ] += 1
         for place in {seen.site for seen in told.values()}:
             self._places[optimizer, place][2] += 1
         if window.first:
-            self._of_first |= {(optimizer, seen.site) for index, seen in told.items() if members.is_in(index)}
+            self._of_first |= {
+                (optimizer, seen.site) for index, seen in told.items() if members.is_in(index)
+            }
         if required and all(members.is_in(i) for i in required):
             number, lengths = len(required), self._lengths[optimizer]
             grows = number >= max(lengths, default=0) and self._grown.get(optimizer, 1)
@@ -432,8 +486,12 @@ class Judge:
         """Judge a step to which nothing went backward."""
         given = [one for one in window.step.gradients.values() if isinstance(one, np.ndarray)]
         if any(map(size, given)):
-            self._skip(window, *(ZERO if (window.step.trainer or "").startswith("deepspeed") else MASTERS))
-        elif given and any(isinstance(one, np.ndarray) and size(one) > 0 for one in window.step.moved.values()):
+            self._skip(
+                window, *(ZERO if (window.step.trainer or "").startswith("deepspeed") else MASTERS)
+            )
+        elif given and any(
+            isinstance(one, np.ndarray) and size(one) > 0 for one in window.step.moved.values()
+        ):
             self._violate(OF_SUMS["step on zeros"], window)
         elif not self._judge_replaced(window):
             self._note_idle(window)
@@ -443,14 +501,21 @@ class Judge:
         since = [seen for index, seen in self._replay.passes.items() if index >= window.before]
         keys = {key for seen in since for key in seen.records[0].arrivals}
         if window.step.frozen.issuperset(window.keys):
-            self.skipped[window.number] = "every parameter of the optimizer is frozen (`requires_grad` is False)"
+            self.skipped[window.number] = (
+                "every parameter of the optimizer is frozen (`requires_grad` is False)"
+            )
         elif keys and not self._replay.is_stepped(keys):
             self.skipped[window.number] = ORPHANS
         else:
-            self.skipped[window.number] = "nothing went backward to this optimizer since its last step"
+            self.skipped[window.number] = (
+                "nothing went backward to this optimizer since its last step"
+            )
 
     def _judge_replaced(self, window: StepWindow) -> bool:
-        """Judge parameters that others have replaced between backward and the step; return whether there are some."""
+        """Judge parameters that others have replaced between backward and the step.
+
+        Return whether there are some.
+        """
         last = self._last.get(window.optimizer)
         if last is None or {*window.keys} <= {*last.keys}:
             return False
@@ -458,38 +523,55 @@ class Judge:
         new, old = min({*window.keys} - {*last.keys}), {*last.keys} - {*window.keys}
         replaced = any(seen.has(old) for seen in since)
         if replaced:
-            sentence = "parameters were replaced between backward and the step, and their gradient is on the old ones"
-            self._violate(replace(OF_SUMS["all reset"], sentence=sentence, key=new), window, since[-1].site)
+            sentence = (
+                "parameters were replaced between backward and the step, and their gradient is on"
+                " the old ones"
+            )
+            self._violate(
+                replace(OF_SUMS["all reset"], sentence=sentence, key=new), window, since[-1].site
+            )
         return replaced
 
     def _note_listed(self, window: StepWindow) -> None:
         """Note parameters that an optimizer moves more than once in a step."""
         if twice := window.step.twice:
             self._notes[
-                f"the optimizer lists {self._names(twice)} more than once, and moves it once for each: list it once"
+                f"the optimizer lists {self._names(twice)} more than once, and moves it once for"
+                " each: list it once"
             ] += 1
         if own := sorted(self._replay.of_rank & window.step.values.keys()):
             self._notes[
-                f"{self._names(own)} began with other values on each rank: right for experts that each rank has for "
-                "itself; else broadcast them before the first step"
+                f"{self._names(own)} began with other values on each rank: right for experts that"
+                " each rank has for itself; else broadcast them before the first step"
             ] += 1
         if overlaid := window.step.overlaid:
             self._notes[
-                f"{self._names(overlaid)} are different parameters over one memory, each with a part of the gradient, "
-                "and the optimizer moves that memory once for each: assign the parameter itself, not its `.data`"
+                f"{self._names(overlaid)} are different parameters over one memory, each with a"
+                " part of the gradient, and the optimizer moves that memory once for each: assign"
+                " the parameter itself, not its `.data`"
             ] += 1
         if overlapping := window.step.overlapping:
-            sentence = "their `.grad` lie over the same memory, so that what arrives at one is added to the others"
-            self._violate(replace(OF_SUMS["not a sum"], sentence=sentence, keys=overlapping), window)
+            sentence = (
+                "their `.grad` lie over the same memory, so that what arrives at one is added to"
+                " the others"
+            )
+            self._violate(
+                replace(OF_SUMS["not a sum"], sentence=sentence, keys=overlapping), window
+            )
 
     def _note_clocks(self, members: Members) -> None:
-        """Note what moves with every micro-batch of a window, where the optimizer steps once per window."""
+        """Note what moves with every micro-batch of a window, where the optimizer steps once per
+        window.
+        """
         window = members.window
         clocks = [window.passes[index].records[0].clocks for index in members.required]
         for what in set.intersection(*map(set, clocks)) if len(clocks) > 1 else ():
             if all(one[what] != other[what] for one, other in pairwise(clocks)):
                 self._moving[what].append(window.number)
-        line, unscaled = (next(iter(lines_with(call, window.step.place)), None) for call in ("clip_grad_", "unscale_("))
+        line, unscaled = (
+            next(iter(lines_with(call, window.step.place)), None)
+            for call in ("clip_grad_", "unscale_(")
+        )
         scaled = window.step.scale and not window.step.fused and window.step.trainer is None
         edited = window.factor is None or abs(window.left - 1) > 1e-3
         if line and scaled and edited and (not unscaled or _number_of(unscaled) > _number_of(line)):
@@ -500,15 +582,17 @@ class Judge:
         window = members.window
         by_site: defaultdict[str, list[set[int]]] = defaultdict(list)
         for index in members.required:
-            keys = {key for record in window.passes[index].records for key in record.arrivals} & set(window.keys)
+            keys = {
+                key for record in window.passes[index].records for key in record.arrivals
+            } & set(window.keys)
             by_site[str(window.passes[index].site)].append(keys)
         for site, reached in by_site.items():
             times = Counter(key for keys in reached for key in keys)
             if some := [key for key, number in times.items() if number < len(reached)]:
                 self._notes[
-                    f"{site}: {counted(len(some), 'parameter')} of the optimizer got a gradient in some passes of a "
-                    "window and in others none (experts by turns, or unfrozen there; if they are none, look for a "
-                    "`detach` or a `no_grad`)"
+                    f"{site}: {counted(len(some), 'parameter')} of the optimizer got a gradient in"
+                    " some passes of a window and in others none (experts by turns, or unfrozen"
+                    " there; if they are none, look for a `detach` or a `no_grad`)"
                 ] += 1
 
     def _note_modes(self, window: StepWindow, used: Iterable[Source]) -> None:
@@ -523,13 +607,18 @@ class Judge:
             self._notes[f"{place}: {SEVERAL_MODES}"] += 1
 
     def _judge_sums(self, members: Members) -> Mapping[Source, float] | None:
-        """Judge a window's sums, and return the coefficients by which its weights are read, None where they are not."""
+        """Judge a window's sums, and return the coefficients by which its weights are read, None
+        where they are not.
+        """
         window = members.window
         # without a wrapper, ranks that never reduce may train a model each, as in a sweep
         if window.local and not window.step.wrapped and not window.is_reduced:
             self.ranks_train_apart = True
             return None
-        typical_k, longest = self.typical_k(window.optimizer), max(self._lengths[window.optimizer], default=0)
+        typical_k, longest = (
+            self.typical_k(window.optimizer),
+            max(self._lengths[window.optimizer], default=0),
+        )
         found = judge_sums(members, typical_k, longest, self._stepped_in.get(window.optimizer))
         if window.passes:
             self._stepped_in[window.optimizer] = window.passes[max(window.passes)].records[0].loop
@@ -541,11 +630,15 @@ class Judge:
             self._notes[found.excuse] += 1
         if found.first_point and self._judges_weights:
             # the gradient there gives a direction, in which the micro-batches weigh as in the step
-            self._pending[window.optimizer].append(replace(self._pending_of(window, found.first_point), scaled=False))
+            self._pending[window.optimizer].append(
+                replace(self._pending_of(window, found.first_point), scaled=False)
+            )
         if found.removed:
             self._removed[window.optimizer].append(found.removed)
         if fault is not None:
-            others = {k for seen in window.passes.values() for r in seen.records for k in r.arrivals} - {*window.keys}
+            others = {
+                k for seen in window.passes.values() for r in seen.records for k in r.arrivals
+            } - {*window.keys}
             if fault == OF_SUMS["all reset"] and others:
                 self._emptied[window.optimizer] = window
             else:
@@ -554,19 +647,24 @@ class Judge:
         if found.untold:
             self._skip(window, *UNTOLD)
             return None
-        if found.by_hand or (window.edit == "free" and any(seen.by_hand for seen in window.passes.values())):
+        if found.by_hand or (
+            window.edit == "free" and any(seen.by_hand for seen in window.passes.values())
+        ):
             window.edit = BY_HAND
             return {}
         if window.edit == "free":
             self._notes[
-                "`.grad` is edited between the last backward pass and the step, which is the program's decision"
+                "`.grad` is edited between the last backward pass and the step, which is the"
+                " program's decision"
             ] += 1
         return coefficients
 
     def _judge_emptied(self, optimizer: int, *, seen_all: bool = True) -> None:
-        """Judge a window whose gradients were all reset, where its passes reached other optimizers' parameters, too.
+        """Judge a window whose gradients were all reset, where its passes reached other optimizers'
+        parameters, too.
 
-        Where one of these has stepped on them since, not all was reset: the program has taken away what this one has.
+        Where one of these has stepped on them since, not all was reset: the program has taken away
+        what this one has.
 
         Args:
             optimizer: whose window it is.
@@ -581,7 +679,9 @@ class Judge:
         self.skipped[window.number] = "the gradients of its parameters were taken away before it"
 
     def _assumed(self, window: StepWindow) -> Mapping[Source, float]:
-        """Return the coefficients where sums are not judged: 1 for each pass that has no other consumer."""
+        """Return the coefficients where sums are not judged: 1 for each pass that has no other
+        consumer.
+        """
         own = [i for i, seen in window.passes.items() if not window.seen[i] and not seen.by_hand]
         return {(rank, i): 1.0 for i in own for rank in range(self._ranks)}
 
@@ -591,14 +691,20 @@ class Judge:
             for rank, record in enumerate(seen.records):
                 for key in record.hooked.keys() & set(window.keys):
                     # between windows a factor may change, as one that warms up does
-                    hooked[rank, key] = (rank, key) not in hooked or (hooked[rank, key] and record.hooked[key])
+                    hooked[rank, key] = (rank, key) not in hooked or (
+                        hooked[rank, key] and record.hooked[key]
+                    )
                     if key in record.again and not record.hooked[key]:
                         return replace(OF_SUMS["hook again"], key=key)
         if not all(hooked.values()):
-            return replace(OF_SUMS["hook"], key=next(key for (_, key), fixed in hooked.items() if not fixed))
+            return replace(
+                OF_SUMS["hook"], key=next(key for (_, key), fixed in hooked.items() if not fixed)
+            )
         if hooked:
             number = counted(len({key for _, key in hooked}), "parameter")
-            self._notes[f"a hook changes what arrives at {number}, by the same factors in each pass"] += 1
+            self._notes[
+                f"a hook changes what arrives at {number}, by the same factors in each pass"
+            ] += 1
         return None
 
     def _read(self, window: StepWindow, used: Mapping[Source, float]) -> None:
@@ -615,14 +721,20 @@ class Judge:
             self._weigh(window.optimizer)
 
     def _mark_read(self, steps: set[int]) -> None:
-        """Mark steps whose weights were judged: a set would take 60 bytes for one, and a run may have millions."""
+        """Mark steps whose weights were judged: a set would take 60 bytes for one, and a run may
+        have millions.
+        """
         self._read_before.extend(bytes(max(0, max(steps, default=0) + 1 - len(self._read_before))))
         for step in steps:
             self._read_before[step] = 1
 
     def _pending_of(self, window: StepWindow, used: Mapping[Source, float]) -> Pending:
-        # what a GradScaler takes out again, before the step or inside of it, is no part of the weights
-        scale, left = window.step.scale or 1.0, window.left if self._judges_sums and window.factor is not None else 1.0
+        # what a GradScaler takes out again, before the step or inside of it, is no part of the
+        # weights
+        scale, left = (
+            window.step.scale or 1.0,
+            window.left if self._judges_sums and window.factor is not None else 1.0,
+        )
         factors = [1.0] if abs(left - 1) < 1e-3 else [left, 1.0]
         tasks = self._tasks_of(window)
         read_joined(window.passes, used)
@@ -631,35 +743,51 @@ class Judge:
         return Pending(window, used, readings, factors[0])
 
     def _is_sum(self, made: Sequence[Pending]) -> bool:
-        """Return whether gradients that are put together by hand are sums over the micro-batches of a window.
+        """Return whether gradients that are put together by hand are sums over the micro-batches of
+        a window.
 
-        They are where the weights are right, where each pass has the same coefficient, or where the coefficients are
-        shares of the same micro-batches in every window. Others are the program's: a projection, the weight of a task.
+        They are where the weights are right, where each pass has the same coefficient, or where the
+        coefficients are shares of the same micro-batches in every window. Others are the program's:
+        a projection, the weight of a task.
         """
         shares = [np.array([c for _, c in sorted(one.coefficients.items())]) for one in made]
         if not all(map(len, shares)):
             return False
-        first, places = shares[0], {one.window.passes[i].site for one in made for _, i in one.coefficients}
-        running = first[-1] * np.arange(len(first), 0, -1)  # what stands in `.grad` is added up after each pass
+        first, places = (
+            shares[0],
+            {one.window.passes[i].site for one in made for _, i in one.coefficients},
+        )
+        running = first[-1] * np.arange(
+            len(first), 0, -1
+        )  # what stands in `.grad` is added up after each pass
         known = near(float(first.sum()), 1.0, 1e-2) or np.allclose(first, running, rtol=1e-2)
         are_shares = len(first) > FEWEST_SHARES and len(places) == 1 and known
-        if are_shares and all(len(each) == len(first) and np.allclose(each, first, rtol=1e-2) for each in shares):
+        if are_shares and all(
+            len(each) == len(first) and np.allclose(each, first, rtol=1e-2) for each in shares
+        ):
             return True
         # what weighs 1 in all is a mean over the window; means of tasks may as well be added up
         return all(
-            (np.ptp(each) <= 1e-2 * size(each) and is_alike(one.window) and weigh_one(one.window, one.coefficients))
+            (
+                np.ptp(each) <= 1e-2 * size(each)
+                and is_alike(one.window)
+                and weigh_one(one.window, one.coefficients)
+            )
             or one.is_right
             for one, each in zip(made, shares, strict=True)
         )
 
     def _tasks_of(self, window: StepWindow) -> dict[int, str]:
-        """Tell the tasks of a line apart by the parameters that only one of them reaches, such as its head.
+        """Tell the tasks of a line apart by the parameters that only one of them reaches, such as
+        its head.
 
         Experts by turns and dropped layers differ from window to window: these are no tasks.
         """
         by_site: defaultdict[str, dict[int, frozenset[int]]] = defaultdict(dict)
         for index, seen in window.passes.items():
-            by_site[str(seen.site)][index] = frozenset(seen.records[0].arrivals.keys() & set(window.keys))
+            by_site[str(seen.site)][index] = frozenset(
+                seen.records[0].arrivals.keys() & set(window.keys)
+            )
         found: dict[int, str] = {}
         for site, reached in by_site.items():
             sets = Counter(reached.values())
@@ -673,13 +801,24 @@ class Judge:
     def _weigh(self, optimizer: int, *, ended: bool = False) -> None:
         pending = self._pending[optimizer]
         made = [one for one in pending if one.kept]
-        # that one is no sum shows in a later window where projections change nothing in the first ones
+        # that one is no sum shows in a later window where projections change nothing in the first
+        # ones
         if made and optimizer not in self._composed and not self._is_sum(made):
             self._composed.add(optimizer)
-        judged = [each for one in pending for each in (one.kept if optimizer in self._composed else ()) or (one,)]
-        self._by_hand |= {place_of_loss(one.window, one.window.where) for one in made if optimizer in self._composed}
+        judged = [
+            each
+            for one in pending
+            for each in (one.kept if optimizer in self._composed else ()) or (one,)
+        ]
+        self._by_hand |= {
+            place_of_loss(one.window, one.window.where)
+            for one in made
+            if optimizer in self._composed
+        }
         typical_k, declared_k = self.typical_k(optimizer), self._declared_k(optimizer)
-        weighed = self._weighed[optimizer] = judge_weights(judged, typical_k, declared_k, self._ranks, self._name_of)
+        weighed = self._weighed[optimizer] = judge_weights(
+            judged, typical_k, declared_k, self._ranks, self._name_of
+        )
         self._since[optimizer] = 0
         if ended or len(pending) > MOST_WINDOWS:
             weighed.violations += weighed.provisional
@@ -688,9 +827,13 @@ class Judge:
             weighed.notes[f"{made[0].window.where}: {COMPOSED}"] += len(made)
         if len(pending) > MOST_WINDOWS:
             # the first windows of a run and the last ones say most about it
-            lost = {one.window.number for one in pending[EVERY : EVERY + len(pending) - MOST_WINDOWS]}
+            lost = {
+                one.window.number for one in pending[EVERY : EVERY + len(pending) - MOST_WINDOWS]
+            }
             forgotten = [violation for violation in weighed.violations if violation.step in lost]
-            weighed.violations = [violation for violation in weighed.violations if violation.step not in lost]
+            weighed.violations = [
+                violation for violation in weighed.violations if violation.step not in lost
+            ]
             _unite(self._united, forgotten)
             self._violated |= {v.step for v in forgotten if v.step is not None}
             self._mark_read(weighed.steps & lost)
@@ -701,7 +844,8 @@ class Judge:
         """Judge what only the whole run shows.
 
         Args:
-            complete: whether the run ended by itself: what is left in `.grad` then never reaches a step.
+            complete: whether the run ended by itself: what is left in `.grad` then never reaches a
+                step.
         """
         for optimizer in list(self._emptied):
             self._judge_emptied(optimizer, seen_all=complete)
@@ -715,14 +859,23 @@ class Judge:
             every = self._windows[optimizer]
             if windows == 1 < every and (optimizer, place) in self._of_first:
                 self._notes[
-                    f"{place}: what goes backward here, before the first step and never again, is in its gradient: "
-                    "reset the gradients before the loop"
+                    f"{place}: what goes backward here, before the first step and never again, is"
+                    " in its gradient: reset the gradients before the loop"
                 ] += 1
             elif lost and not used:
-                if place not in somewhere:  # else another optimizer steps on what goes backward here
-                    self._notes[f"{place}: what goes backward here is in no step of the whole run{IF_WANTED}"] += 1
-            elif windows < every and covered[optimizer] != every:  # lines that take turns have each their windows
-                self._notes[f"{place}: backward is called here in {windows} of {every} windows"] += 1
+                if (
+                    place not in somewhere
+                ):  # else another optimizer steps on what goes backward here
+                    self._notes[
+                        f"{place}: what goes backward here is in no step of the whole"
+                        f" run{IF_WANTED}"
+                    ] += 1
+            elif (
+                windows < every and covered[optimizer] != every
+            ):  # lines that take turns have each their windows
+                self._notes[
+                    f"{place}: backward is called here in {windows} of {every} windows"
+                ] += 1
         self._note_run()
         for optimizer in self._removed:
             self._note_removed(optimizer)
@@ -733,47 +886,60 @@ class Judge:
         """Note what moved, was clipped, was alike on all ranks, or got no gradient, over the run."""
         if self._replay.alike.keys() == {True} and len(self._windows):
             self._notes[
-                "the same gradient arrived on all ranks in every backward pass, as of the same data: give each rank "
-                "its own (`DistributedSampler`), or train on one"
+                "the same gradient arrived on all ranks in every backward pass, as of the same"
+                " data: give each rank its own (`DistributedSampler`), or train on one"
             ] += 1
         for what, steps in self._moving.items():
             if len(steps) > 1:
                 self._notes[
-                    f"{what} moves with every micro-batch, and the optimizer steps once per window: move it after "
-                    "the step"
+                    f"{what} moves with every micro-batch, and the optimizer steps once per window:"
+                    " move it after the step"
                 ] += len(steps)
         for line in self._clipped:
             self._notes[
-                f"{line}: gradients are clipped before the GradScaler has divided by its scale, so the norm is that of "
-                "scaled ones: call `scaler.unscale_(optimizer)` before"
+                f"{line}: gradients are clipped before the GradScaler has divided by its scale, so"
+                " the norm is that of scaled ones: call `scaler.unscale_(optimizer)` before"
             ] += 1
         for optimizer, last in self._last.items():
-            never = [key for key in last.keys if key not in self._reached[optimizer] | last.step.frozen]
+            never = [
+                key for key in last.keys if key not in self._reached[optimizer] | last.step.frozen
+            ]
             if never:
                 self._notes[
-                    f"{len(never)} of {len(last.keys)} parameters of the optimizer got no gradient in any step "
-                    f"({self._names(never)}): look for a `detach` or a `no_grad`, or leave them out of the optimizer"
+                    f"{len(never)} of {len(last.keys)} parameters of the optimizer got no gradient"
+                    f" in any step ({self._names(never)}): look for a `detach` or a `no_grad`, or"
+                    " leave them out of the optimizer"
                 ] += 1
 
     def _note_removed(self, optimizer: int) -> None:
-        """Note gradients that were taken away before the step, as those of a layer that is frozen for a while."""
+        """Note gradients that were taken away before the step, as those of a layer that is frozen
+        for a while.
+        """
         steps = Counter(key for keys in self._removed[optimizer] for key in keys)
         for number in sorted({*steps.values()}):
             names = self._names([key for key, times in steps.items() if times == number])
             self._notes[
-                f"the gradient of {names} was taken away between backward and the step in {number} of "
-                f"{self._windows[optimizer]} steps: the program freezes them there; if it should not, look for what "
-                "resets their `.grad`"
+                f"the gradient of {names} was taken away between backward and the step in {number}"
+                f" of {self._windows[optimizer]} steps: the program freezes them there; if it"
+                " should not, look for what resets their `.grad`"
             ] += 1
 
     def _names(self, keys: Sequence[int]) -> str:
         """Return the names of a few parameters, and how many more there are."""
         named = [str(self._name_of(key)) for key in keys[:MOST_NAMES]]
-        return ", ".join(named) + (f" and {len(keys) - MOST_NAMES} more" if len(keys) > MOST_NAMES else "")
+        return ", ".join(named) + (
+            f" and {len(keys) - MOST_NAMES} more" if len(keys) > MOST_NAMES else ""
+        )
 
     def _is_of_steps(self, optimizer: int, seen: Seen) -> bool:
-        """Return whether the optimizer has stepped on passes of that place, or of its line in a loop as deep."""
-        used = {place for (one, place), (_, times, _) in self._places.items() if one == optimizer and times}
+        """Return whether the optimizer has stepped on passes of that place, or of its line in a
+        loop as deep.
+        """
+        used = {
+            place
+            for (one, place), (_, times, _) in self._places.items()
+            if one == optimizer and times
+        }
         here, there = seen.records[0].loop, self._stepped_in.get(optimizer)
         alike = here is not None and there is not None and len(here) == len(there)
         # of a place that windows have seen, it is known whether they step on it
@@ -781,7 +947,9 @@ class Judge:
         return seen.site in used or (is_new and alike and str(seen.site) in map(str, used))
 
     def _tails(self) -> None:
-        """Find what went backward after an optimizer's last step, stands in `.grad`, and is never stepped on."""
+        """Find what went backward after an optimizer's last step, stands in `.grad`, and is never
+        stepped on.
+        """
         for optimizer, before in self._replay.last.items():
             typical_k = self.typical_k(optimizer)
             last = self._last.get(optimizer)

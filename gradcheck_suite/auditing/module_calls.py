@@ -1,7 +1,9 @@
-"""Calls of modules, recorded so that they can be computed again, and the gradients that follow from them.
+"""Calls of modules, recorded so that they can be computed again, and the gradients that follow from
+them.
 
-The run stays what it is: trained parameters, without their hooks, and buffers are copies, and random numbers, training
-modes, frozen parameters and plain attributes are put back. What the modules print is dropped.
+The run stays what it is: trained parameters, without their hooks, and buffers are copies, and
+random numbers, training modes, frozen parameters and plain attributes are put back. What the
+modules print is dropped.
 """
 
 from __future__ import annotations
@@ -36,16 +38,19 @@ class ModuleCall:
 
     Attributes:
         module: that was called.
-        arguments: flat positional and keyword arguments; tensors are detached and share their storage.
+        arguments: flat positional and keyword arguments; tensors are detached and share their
+            storage.
         structure: how `arguments` are put together.
-        versions: `_version` of each tensor of `arguments` when the module was called, -1 for other values.
+        versions: `_version` of each tensor of `arguments` when the module was called, -1 for other
+            values.
         needs_gradient: whether each of `arguments` required a gradient.
         random: states of the random number generators.
         modes: `training` of each submodule.
         trained: whether each parameter required a gradient.
         autocast: device type, dtype, and whether autocast was on.
         point: fingerprint of the module's parameters.
-        lent: where it was called with other tensors than its parameters, as by `functional_call`; else empty.
+        lent: where it was called with other tensors than its parameters, as by `functional_call`;
+            else empty.
         outputs: a sample of each output tensor through which a gradient may come.
         scalars: which outputs have no dimension.
     """
@@ -75,9 +80,15 @@ class ModuleCall:
 
 
 def point_of(module: torch.nn.Module) -> tuple[Any, ...]:
-    """Return what changes when something writes to a module's parameters: versions, addresses and a few values."""
+    """Return what changes when something writes to a module's parameters: versions, addresses and a
+    few values.
+    """
     parameters = list(module.parameters())
-    sample = [p.detach() for p in parameters[:8] if p.device.type == "cpu" and p.numel() and p.layout == torch.strided]
+    sample = [
+        p.detach()
+        for p in parameters[:8]
+        if p.device.type == "cpu" and p.numel() and p.layout == torch.strided
+    ]
     values = tuple(float(p.as_strided((), ())) for p in sample)
     return sum(p._version for p in parameters), sum(p.data_ptr() for p in parameters), values
 
@@ -92,8 +103,10 @@ class ModuleCalls:
 
     Args:
         wanted: whether calls are recorded in full, or their mode alone; None for neither.
-        receive: called with a call that is recorded in full, the index of an output, and the gradient that reached it.
-        ran: called with the id of a module, its mode, and the gradient that has reached an output of such a call.
+        receive: called with a call that is recorded in full, the index of an output, and the
+            gradient that reached it.
+        ran: called with the id of a module, its mode, and the gradient that has reached an output
+            of such a call.
         failed: called with an error of the suite's own.
 
     Attributes:
@@ -120,8 +133,12 @@ class ModuleCalls:
             register_module_forward_pre_hook(self._before),
             register_module_forward_hook(self._after, with_kwargs=True),
         ]
-        # a compiled module asks for it, and would warn of our hooks (torch/_dynamo/eval_frame.py, no issue known)
-        self._asked, module_hooks._has_any_global_hook = module_hooks._has_any_global_hook, lambda: others
+        # a compiled module asks for it, and would warn of our hooks (torch/_dynamo/eval_frame.py,
+        # no issue known)
+        self._asked, module_hooks._has_any_global_hook = (
+            module_hooks._has_any_global_hook,
+            lambda: others,
+        )
 
     def close(self) -> None:
         """Stop watching, and forget a call that has not returned."""
@@ -140,14 +157,22 @@ class ModuleCalls:
         if (in_full := self._wanted()) is None:
             return
         # their inner module is recorded instead: to call them again would start a collective
-        if type(module).__name__ in ("DistributedDataParallel", "DataParallel") or not torch.is_grad_enabled():
+        if (
+            type(module).__name__ in ("DistributedDataParallel", "DataParallel")
+            or not torch.is_grad_enabled()
+        ):
             return
-        if torch._C._current_graph_task_id() != -1 or torch._C._functorch.peek_interpreter_stack() is not None:
+        if (
+            torch._C._current_graph_task_id() != -1
+            or torch._C._functorch.peek_interpreter_stack() is not None
+        ):
             return
         if not in_full:
             self._surrounding = module
             return
-        if not any(p.requires_grad for p in module.parameters()) or not all(map(has_values, module.parameters())):
+        if not any(p.requires_grad for p in module.parameters()) or not all(
+            map(has_values, module.parameters())
+        ):
             return
         try:
             self._surrounding = module
@@ -164,7 +189,9 @@ class ModuleCalls:
         except Exception as error:
             self._failed(error)
 
-    def _after(self, module: torch.nn.Module, _: Any, keywords: dict[str, Any], output: Any) -> None:
+    def _after(
+        self, module: torch.nn.Module, _: Any, keywords: dict[str, Any], output: Any
+    ) -> None:
         if torch.compiler.is_compiling() or module is not self._surrounding:
             return
         begun = self._begun
@@ -180,7 +207,9 @@ class ModuleCalls:
             self._failed(error)
 
     def _hook(self, told: Callable[..., None], *about: Any) -> Callable[[torch.Tensor], None]:
-        """Return a hook that tells of the gradient of an output, and raises nothing into the program's backward."""
+        """Return a hook that tells of the gradient of an output, and raises nothing into the
+        program's backward.
+        """
 
         @unserializable_hook  # type: ignore[untyped-decorator]
         def hook(cotangent: torch.Tensor) -> None:
@@ -191,7 +220,9 @@ class ModuleCalls:
 
         return hook
 
-    def _record(self, module: torch.nn.Module, made: Callable[..., ModuleCall], given: Any, output: Any) -> None:
+    def _record(
+        self, module: torch.nn.Module, made: Callable[..., ModuleCall], given: Any, output: Any
+    ) -> None:
         values, structure = pytree.tree_flatten(given)
         kept = [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
         if self.copies:
@@ -200,7 +231,9 @@ class ModuleCalls:
             arguments=kept,
             structure=structure,
             versions=[value._version if isinstance(value, torch.Tensor) else -1 for value in kept],
-            needs_gradient=[isinstance(value, torch.Tensor) and value.requires_grad for value in values],
+            needs_gradient=[
+                isinstance(value, torch.Tensor) and value.requires_grad for value in values
+            ],
             lent=here().line if any(not p.is_leaf for p in module.parameters()) else "",
         )
         seen = set[int]()
@@ -213,10 +246,15 @@ class ModuleCalls:
 
 
 def leaves_of(output: Any) -> list[Any]:
-    """Return the leaves of a module's output; those of an object, such as a distribution, are its attributes'."""
+    """Return the leaves of a module's output.
+
+    Those of an object, such as a distribution, are its attributes'.
+    """
     found: list[Any] = []
     for leaf in output if isinstance(output, list) else pytree.tree_leaves(output):
-        has_attributes = hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor | torch.nn.Module | type)
+        has_attributes = hasattr(leaf, "__dict__") and not isinstance(
+            leaf, torch.Tensor | torch.nn.Module | type
+        )
         found += pytree.tree_leaves(dict(vars(leaf))) if has_attributes else [leaf]
     return found
 
@@ -244,12 +282,14 @@ class How:
 
     Attributes:
         hooks: whether the backward hooks of modules run.
-        scale: by which the gradients of outputs are multiplied and what follows is divided: a power of two, with which
-            a backward pass that is linear gives the same bits.
-        seed: of a relative change of each parameter and input by one unit roundoff; None for no change.
-        received: whether the gradients that are given are all that the outputs receive, what comes from other outputs
-            included.
-        own: whether the outputs receive zeros: what arrives is the own gradient of custom functions.
+        scale: by which the gradients of outputs are multiplied and what follows is divided: a power
+            of two, with which a backward pass that is linear gives the same bits.
+        seed: of a relative change of each parameter and input by one unit roundoff; None for no
+            change.
+        received: whether the gradients that are given are all that the outputs receive, what comes
+            from other outputs included.
+        own: whether the outputs receive zeros: what arrives is the own gradient of custom
+            functions.
     """
 
     hooks: bool = False
@@ -265,11 +305,14 @@ class Replayed:
 
     Attributes:
         gradients: of the parameters that they reach.
-        outputs: the output tensors through which a gradient may come, in the order of the recorded ones.
+        outputs: the output tensors through which a gradient may come, in the order of the recorded
+            ones.
         functions: classes of custom `torch.autograd.Function`s on the way.
         random: whether random numbers were drawn.
-        redrawn: whether a module that ran again inside of the backward, as in a checkpoint, drew other ones.
-        inside: index of an output -> what it received from the other outputs, where that was asked for.
+        redrawn: whether a module that ran again inside of the backward, as in a checkpoint, drew
+            other ones.
+        inside: index of an output -> what it received from the other outputs, where that was asked
+            for.
         injected: losses of one element into which custom functions put a gradient of their own.
     """
 
@@ -317,7 +360,11 @@ _HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 def backward_hooks(module: torch.nn.Module) -> list[str]:
     """Return the names of the submodules that have backward hooks of the user's."""
-    return [name or type(part).__name__ for name, part in module.named_modules() if any(vars(part)[h] for h in _HOOKS)]
+    return [
+        name or type(part).__name__
+        for name, part in module.named_modules()
+        if any(vars(part)[h] for h in _HOOKS)
+    ]
 
 
 @contextlib.contextmanager
@@ -338,7 +385,10 @@ def _nudged(value: torch.Tensor, generator: torch.Generator | None) -> torch.Ten
     if generator is None or unit is None:
         return value
     # one step of the format for a number in the middle of a binade
-    signs = torch.randint(0, 2, value.shape, generator=generator, dtype=torch.int8).to(value.device) * 2 - 1
+    signs = (
+        torch.randint(0, 2, value.shape, generator=generator, dtype=torch.int8).to(value.device) * 2
+        - 1
+    )
     return value + signs.to(value.dtype) * (2 * unit) * value
 
 
@@ -346,7 +396,8 @@ def _nudged(value: torch.Tensor, generator: torch.Generator | None) -> torch.Ten
 def _replaced(module: torch.nn.Module, tensors: Mapping[int, torch.Tensor]) -> Iterator[None]:
     """Replace parameters and buffers by those with their ids.
 
-    `torch.func.functional_call` would leave its replacements in a submodule that has two names (pytorch#164759).
+    `torch.func.functional_call` would leave its replacements in a submodule that has two names
+    (pytorch#164759).
     """
     with contextlib.ExitStack() as undo:
         for part in module.modules():
@@ -373,9 +424,13 @@ def _generators() -> bytes:
 
 @contextlib.contextmanager
 def _eagerly() -> Iterator[None]:
-    """Compile nothing, and use nothing that is: with other parameters, Dynamo would compile the model once more."""
+    """Compile nothing, and use nothing that is: with other parameters, Dynamo would compile the
+    model once more.
+    """
     dynamo: Any = torch._C._dynamo.eval_frame
-    before = dynamo.set_eval_frame(None)  # a step in a compiled function, where no stance can be set
+    before = dynamo.set_eval_frame(
+        None
+    )  # a step in a compiled function, where no stance can be set
     try:
         # what a checkpoint computes again runs to its end, so that hooks see it
         with torch.compiler.set_stance("force_eager"), set_checkpoint_early_stop(False):
@@ -384,7 +439,9 @@ def _eagerly() -> Iterator[None]:
         dynamo.set_eval_frame(before)
 
 
-def replay(forward: ModuleCall, arguments: list[Any], cotangents: dict[int, torch.Tensor], how: How) -> Replayed:
+def replay(
+    forward: ModuleCall, arguments: list[Any], cotangents: dict[int, torch.Tensor], how: How
+) -> Replayed:
     """Compute a call again, and the gradients of the parameters.
 
     Args:
@@ -404,7 +461,10 @@ def replay(forward: ModuleCall, arguments: list[Any], cotangents: dict[int, torc
     real = [p for p, trained in parameters if trained]
     leaves = [_nudged(p.detach().clone(), generator).requires_grad_() for p in real]
     # what has been unfrozen since the call was a constant in it
-    constants = [*module.buffers(), *(p for p, trained in parameters if p.requires_grad and not trained)]
+    constants = [
+        *module.buffers(),
+        *(p for p, trained in parameters if p.requires_grad and not trained),
+    ]
     replacing = {id(t): t.detach().clone() for t in constants}
     replacing.update((id(p), leaf) for p, leaf in zip(real, leaves, strict=True))
     values = [
@@ -426,7 +486,15 @@ def replay(forward: ModuleCall, arguments: list[Any], cotangents: dict[int, torc
 
     recorded = register_module_forward_hook(see)
     hooks = contextlib.nullcontext() if how.hooks else _without_hooks(module)
-    with recorded, unchanged(module), hooks, quiet(), torch.enable_grad(), _replaced(module, replacing), _eagerly():
+    with (
+        recorded,
+        unchanged(module),
+        hooks,
+        quiet(),
+        torch.enable_grad(),
+        _replaced(module, replacing),
+        _eagerly(),
+    ):
         forward.random.set()
         states[True].add(_generators())
         for each, training in zip(module.modules(), forward.modes, strict=True):
@@ -450,5 +518,7 @@ def replay(forward: ModuleCall, arguments: list[Any], cotangents: dict[int, torc
         result.gradients = {id(p): g / how.scale for p, g in both if g is not None}
         result.outputs = [output.detach() for output in outputs]
         # other than torch's own
-        result.functions = frozenset(kind for kind in kinds_of(outputs) if not kind.__module__.startswith("torch."))
+        result.functions = frozenset(
+            kind for kind in kinds_of(outputs) if not kind.__module__.startswith("torch.")
+        )
     return result

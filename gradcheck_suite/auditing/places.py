@@ -26,7 +26,9 @@ from gradcheck_suite.core.text import file_text
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _SUITE = str(Path(__file__).parents[1]) + os.sep
-_INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_INSTALLED = tuple(
+    {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,18 @@ NOWHERE = Place("?")
 @lru_cache(maxsize=4096)
 def _kind_of_file(filename: str) -> str:
     # `contextlib` stands between a user's line and what it calls under every context manager
-    if filename.startswith(("<frozen", "<eval_with_key>", _TORCH, _SUITE)) or filename == contextlib.__file__:
+    if (
+        filename.startswith(("<frozen", "<eval_with_key>", _TORCH, _SUITE))
+        or filename == contextlib.__file__
+    ):
         return "skip"
     return "library" if filename.startswith(_INSTALLED) else "user"
 
 
 def is_users(filename: str | None) -> bool:
-    """Return whether a source file is the user's own: neither of torch, nor of the suite, nor an installed package."""
+    """Return whether a source file is the user's own: neither of torch, nor of the suite, nor an
+    installed package.
+    """
     return filename is not None and _kind_of_file(filename) == "user"
 
 
@@ -69,7 +76,9 @@ def is_own(filename: str) -> bool:
 
 
 def shown(filename: str) -> str:
-    """Return a file as a user would name it: relative to the folder that the program runs in, or a notebook's cell."""
+    """Return a file as a user would name it: relative to the folder that the program runs in, or a
+    notebook's cell.
+    """
     cell = file_text(filename)
     return _relative(filename) if cell == filename else cell
 
@@ -108,7 +117,9 @@ Loop = tuple[Any, ...]
 
 @lru_cache(maxsize=1024)
 def _for_loops(code: CodeType) -> tuple[tuple[int, int, tuple[str, ...]], ...]:
-    """Return the `for` loops of a function, outer ones first: first and last instruction, and the names they bind."""
+    """Return the `for` loops of a function, outer ones first: first and last instruction, and the
+    names they bind.
+    """
     loops, instructions = list[tuple[int, int, tuple[str, ...]]](), list(dis.get_instructions(code))
     for number, head in enumerate(instructions):
         if head.opname != "FOR_ITER":
@@ -127,18 +138,26 @@ def _bound(frame: FrameType, names: Sequence[str]) -> list[Any]:
     """Return what loops have bound to some names: numbers and text, the identity of anything else."""
     values = [frame.f_locals.get(name) for name in names]
     if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        # the copy that a frame keeps of its variables would let no tensor go before the function returns
+        # the copy that a frame keeps of its variables would let no tensor go before the function
+        # returns
         frame.f_locals.clear()
     return [value if isinstance(value, int | float | str | None) else id(value) for value in values]
 
 
 def loop_here() -> Loop | None:
-    """Return where the user's program is in its loops, without the innermost `for` loop; None where there is none."""
+    """Return where the user's program is in its loops, without the innermost `for` loop.
+
+    None where there is none.
+    """
     frame: FrameType | None = sys._getframe(1)
     found: list[Any] | None = None
     while frame is not None:
         if _kind_of_file(frame.f_code.co_filename) == "user":
-            around = [names for first, last, names in _for_loops(frame.f_code) if first < frame.f_lasti < last]
+            around = [
+                names
+                for first, last, names in _for_loops(frame.f_code)
+                if first < frame.f_lasti < last
+            ]
             if found is not None:
                 found.append(frame.f_lasti)  # called once more, from another line
             elif around:
@@ -147,7 +166,9 @@ def loop_here() -> Loop | None:
                     return None  # as with `_`: what the outer loop has bound is overwritten
                 found = []
             if found is not None:
-                found += _bound(frame, [name for names in around for name in names]) if around else ()
+                found += (
+                    _bound(frame, [name for names in around for name in names]) if around else ()
+                )
         frame = frame.f_back
     return None if found is None else tuple(found)
 
@@ -156,15 +177,24 @@ MOST_LINES = 4
 
 
 def lines_with(call: str, place: Place) -> list[str]:
-    """Return where the user's files of a place have a call, a few at most: torch has no hook for `zero_grad`."""
+    """Return where the user's files of a place have a call, a few at most: torch has no hook for
+    `zero_grad`.
+    """
     files = dict.fromkeys(line.rpartition(":")[0] for line in place.path)
-    lines = ((f"{file}:{n}", text) for file in files for n, text in enumerate(linecache.getlines(file), 1))
+    lines = (
+        (f"{file}:{n}", text)
+        for file in files
+        for n, text in enumerate(linecache.getlines(file), 1)
+    )
     return [line for line, text in lines if call in text.partition("#")[0]][:MOST_LINES]
 
 
 @lru_cache(maxsize=32)
 def _parsed(text: str) -> ast.Module:
-    """Return a file's program; an empty one of a cell of a notebook that has a command of the shell."""
+    """Return a file's program.
+
+    An empty one of a cell of a notebook that has a command of the shell.
+    """
     try:
         return ast.parse(text)
     except SyntaxError:
@@ -176,17 +206,26 @@ def _tree(file: str) -> ast.Module:
 
 
 def is_tried(place: Place) -> bool:
-    """Return whether a place lies in a `try` inside a loop, which may begin it anew after an exception."""
+    """Return whether a place lies in a `try` inside a loop, which may begin it anew after an
+    exception.
+    """
     for file, _, number in (line.rpartition(":") for line in place.path):
         loops = (loop for loop in ast.walk(_tree(file)) if isinstance(loop, ast.For | ast.While))
-        tried = (one for loop in loops for one in ast.walk(loop) if isinstance(one, ast.Try) and one.handlers)
+        tried = (
+            one
+            for loop in loops
+            for one in ast.walk(loop)
+            if isinstance(one, ast.Try) and one.handlers
+        )
         if any(one.lineno <= int(number) < one.handlers[0].lineno for one in tried):
             return True
     return False
 
 
 def is_reset(node: ast.AST) -> bool:
-    """Return whether a node may reset a `.grad`: `zero_grad()`, `.grad.zero_()`, `.grad = None`, a product with 0."""
+    """Return whether a node may reset a `.grad`: `zero_grad()`, `.grad.zero_()`, `.grad = None`, a
+    product with 0.
+    """
     if isinstance(node, ast.Call):
         name, arguments = ast.unparse(node.func), ast.unparse(ast.Tuple(node.args)).strip("(,)")
         of_zero = name.endswith((".mul_", ".fill_")) and arguments in ("0", "0.0")
@@ -194,8 +233,13 @@ def is_reset(node: ast.AST) -> bool:
             "grad" in name and (name.endswith(".zero_") or of_zero)
         )
     if isinstance(node, ast.Assign | ast.AugAssign):
-        target, value = node.targets[0] if isinstance(node, ast.Assign) else node.target, ast.unparse(node.value)
-        return ".grad" in ast.unparse(target) and (value in ("None", "0", "0.0") or "zeros" in value)
+        target, value = (
+            node.targets[0] if isinstance(node, ast.Assign) else node.target,
+            ast.unparse(node.value),
+        )
+        return ".grad" in ast.unparse(target) and (
+            value in ("None", "0", "0.0") or "zeros" in value
+        )
     return False
 
 
@@ -203,29 +247,38 @@ def is_edit(node: ast.AST) -> bool:
     """Return whether a node may write something else than 0 to a `.grad`, as clipping does."""
     if isinstance(node, ast.Call):
         name = ast.unparse(node.func)
-        edits = "clip_grad" in name or name.endswith("unscale_") or (".grad." in name and name.endswith("_"))
+        edits = (
+            "clip_grad" in name
+            or name.endswith("unscale_")
+            or (".grad." in name and name.endswith("_"))
+        )
     else:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        edits = any(isinstance(target, ast.Attribute) and target.attr == "grad" for target in targets)
+        edits = any(
+            isinstance(target, ast.Attribute) and target.attr == "grad" for target in targets
+        )
     return edits and not is_reset(node)
 
 
 def lines_between(
     is_one: Callable[[ast.AST], bool], first: Place, last: Place, step: Place, *, same_loop: bool
 ) -> list[str]:
-    """Return the lines that may have changed `.grad` between two passes: torch has no hook for a change in place.
+    """Return the lines that may have changed `.grad` between two passes: torch has no hook for a
+    change in place.
 
     Args:
         is_one: tells whether a node of the program may be what has changed it.
         first: the pass before it.
         last: the pass after it; no step came between them.
-        step: after them. What runs together with it, as the reset right after it, has not run between the passes.
+        step: after them. What runs together with it, as the reset right after it, has not run
+            between the passes.
         same_loop: whether the innermost `for` loop around the passes has not ended between them.
     """
     found: list[str] = []
     for file in dict.fromkeys(line.rpartition(":")[0] for line in (*first.path, *step.path)):
         numbers = [
-            [int(n) for f, _, n in (x.rpartition(":") for x in p.path) if f == file] for p in (first, last, step)
+            [int(n) for f, _, n in (x.rpartition(":") for x in p.path) if f == file]
+            for p in (first, last, step)
         ]
         tree = _tree(file)
         nodes = [*ast.walk(tree)]
@@ -237,19 +290,34 @@ def lines_between(
             and not any(node.lineno <= n <= (node.end_lineno or n) for of in numbers for n in of)
         }
         calls = (one for one in nodes if isinstance(one, ast.Call))
-        lines = {one.lineno for one in nodes if isinstance(one, ast.stmt | ast.expr) and is_one(one)}
-        lines |= {one.lineno for one in calls if ast.unparse(one.func).rpartition(".")[2] in does_it}
-        suites = (getattr(node, name, None) for node in nodes for name in ("body", "orelse", "finalbody"))
+        lines = {
+            one.lineno for one in nodes if isinstance(one, ast.stmt | ast.expr) and is_one(one)
+        }
+        lines |= {
+            one.lineno for one in calls if ast.unparse(one.func).rpartition(".")[2] in does_it
+        }
+        suites = (
+            getattr(node, name, None) for node in nodes for name in ("body", "orelse", "finalbody")
+        )
         for suite in (each for each in suites if isinstance(each, list)):
-            of = {n: i for i, one in enumerate(suite) for n in range(one.lineno, (one.end_lineno or one.lineno) + 1)}
+            of = {
+                n: i
+                for i, one in enumerate(suite)
+                for n in range(one.lineno, (one.end_lineno or one.lineno) + 1)
+            }
             before, after, stepped = ([of[n] for n in each if n in of] for each in numbers)
-            # the innermost statements around the step run together; a module runs once, and a loop that goes on, too
+            # the innermost statements around the step run together; a module runs once, and a loop
+            # that goes on, too
             together = any(not hasattr(suite[i], "body") for i in stepped) or suite is tree.body
-            inside = same_loop and before == after and before and isinstance(suite[before[0]], ast.For)
+            inside = (
+                same_loop and before == after and before and isinstance(suite[before[0]], ast.For)
+            )
             if bool(before) != bool(after) or not (together or inside):
                 continue
             a, b = (before[0], after[0]) if before else (0, -1)
-            between = range(a, b + 1) if a <= b or not before else (*range(a, len(suite)), *range(b + 1))
+            between = (
+                range(a, b + 1) if a <= b or not before else (*range(a, len(suite)), *range(b + 1))
+            )
             lines -= {n for n in lines & of.keys() if of[n] not in between}
         found += [f"{file}:{n}" for n in sorted(lines)]
     return found
@@ -273,8 +341,12 @@ def _subclasses(kind: type) -> set[type]:
 
 
 def living(*kinds: type) -> list[Any]:
-    """Return every object of some classes that the garbage collector knows; lazy proxies are not touched."""
-    # by `type`, not `isinstance`, which reads `__class__` and so would import what a lazy proxy stands for
+    """Return every object of some classes that the garbage collector knows.
+
+    Lazy proxies are not touched.
+    """
+    # by `type`, not `isinstance`, which reads `__class__` and so would import what a lazy proxy
+    # stands for
     wanted, objects = set[type]().union(*map(_subclasses, kinds)), gc.get_objects()
     # there may be millions of objects, so no Python runs for each
     return list(compress(objects, map(wanted.__contains__, map(type, objects))))

@@ -1,7 +1,9 @@
-"""What a call of a model or of a custom function may change in the program, put back after it is called once more.
+"""What a call of a model or of a custom function may change in the program, put back after it is
+called once more.
 
-A walker, and no copy of the model: a deepcopy leaves state in globals, class attributes and closures as the call has
-left it (10 tests broke), and cloudpickle, which reaches them, takes 400 ms for each copy.
+A walker, and no copy of the model: a deepcopy leaves state in globals, class attributes and
+closures as the call has left it (10 tests broke), and cloudpickle, which reaches them, takes 400 ms
+for each copy.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ class RandomState:
 
 @contextlib.contextmanager
 def preserve_rng() -> Iterator[None]:
-    """Put the generators back after work of the suite's own: an import alone may draw, as rich's does."""
+    """Put the generators back after work of the suite's own: an import alone may draw, as rich's
+    does.
+    """
     with contextlib.ExitStack() as undo:
         with contextlib.suppress(Exception):  # a GPU on which a kernel has failed
             undo.callback(RandomState.now().set)
@@ -69,7 +73,18 @@ MOST_STATE = 5000
 """Objects that are looked through before a model is called once more."""
 LARGEST_STATE = 1 << 22
 """Elements of a tensor outside of the model's parameters and buffers that is copied to be put back."""
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, types.ModuleType)
+PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    types.ModuleType,
+)
 _DRAWN_FROM = ("__next__", "get_nowait", "recv_bytes")
 """Methods of what gives something else each time and cannot be put back: iterators, queues, connections."""
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
@@ -80,13 +95,15 @@ _LEADS = ("__self__", "__func__", "func", "args", "keywords", "fget", "fset", "f
 
 
 class _State:
-    """What a call of a model may change, put back by `undo`: what its code and its hooks reach in Python.
+    """What a call of a model may change, put back by `undo`: what its code and its hooks reach in
+    Python.
 
-    Frozen parameters; trained ones and buffers, which `replay` replaces, where the code has a further reference to
-    them. Attributes, slots, globals, class attributes and closures, containers and objects below them, tensors and
-    generators of random numbers, also through bound methods and decorators. Of an object or a function of a library its
-    own attributes are kept, not those of further objects of libraries below it; torch's objects are left alone. What
-    cannot be put back, such as an iterator or a queue, ends it.
+    Frozen parameters; trained ones and buffers, which `replay` replaces, where the code has a
+    further reference to them. Attributes, slots, globals, class attributes and closures, containers
+    and objects below them, tensors and generators of random numbers, also through bound methods and
+    decorators. Of an object or a function of a library its own attributes are kept, not those of
+    further objects of libraries below it; torch's objects are left alone. What cannot be put back,
+    such as an iterator or a queue, ends it.
 
     Args:
         subject: a model, or a custom function of autograd.
@@ -97,9 +114,13 @@ class _State:
 
     def __init__(self, subject: torch.nn.Module | type) -> None:
         parts = list(subject.modules()) if isinstance(subject, torch.nn.Module) else []
-        self.undo = contextlib.ExitStack()  # the last thing first; where something cannot be put back, the rest is
+        self.undo = (
+            contextlib.ExitStack()
+        )  # the last thing first; where something cannot be put back, the rest is
         self._parts = {id(part) for part in parts}
-        self._own = {id(t) for part in parts for t in (*part._parameters.values(), *part._buffers.values())}
+        self._own = {
+            id(t) for part in parts for t in (*part._parameters.values(), *part._buffers.values())
+        }
         self._seen: set[tuple[int, bool]] = set()
         for part in parts:
             self.undo.callback(_refill, vars(part), _content(vars(part)))
@@ -108,7 +129,9 @@ class _State:
             self._walk_class(type(part))
             for held in (part._parameters, part._buffers, part._modules):
                 self.undo.callback(_refill, held, _content(held))
-            self._walk_all(p for p in part._parameters.values() if p is not None and not p.requires_grad)
+            self._walk_all(
+                p for p in part._parameters.values() if p is not None and not p.requires_grad
+            )
             self._walk_all((*part._forward_hooks.values(), *part._forward_pre_hooks.values()))
         if isinstance(subject, type):
             self._walk_class(subject)
@@ -142,14 +165,20 @@ class _State:
             return
         self._seen.add((id(value), library))
         if len(self._seen) > MOST_STATE:
-            # a model that holds its dataset or its trainer: the walk would take longer than the window
-            raise NotRecomputed("the model reaches too many objects to put back what a second call changes")
+            # a model that holds its dataset or its trainer: the walk would take longer than the
+            # window
+            raise NotRecomputed(
+                "the model reaches too many objects to put back what a second call changes"
+            )
         if isinstance(value, types.FunctionType):
-            # its globals and closures hold state of the forward that no attribute of a module leads to
+            # its globals and closures hold state of the forward that no attribute of a module leads
+            # to
             self._walk_function(value, library=library)
         elif isinstance(value, torch.Tensor | np.ndarray):
             self._keep_array(value)
-        elif isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
+        elif isinstance(
+            value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+        ):
             # dropout with a generator of its own: `RandomState` has only those of the process
             self.undo.callback(*_state_of(value))
         elif isinstance(value, bytearray | array):
@@ -157,7 +186,9 @@ class _State:
         elif isinstance(value, list | dict | set | deque):
             content = _content(value)
             self.undo.callback(_refill, value, content)
-            self._walk_all(content.values() if isinstance(content, dict) else content, library=library)
+            self._walk_all(
+                content.values() if isinstance(content, dict) else content, library=library
+            )
             # a subclass of a dict, such as transformers' outputs, has attributes beside its items
             if type(value).__module__ not in ("builtins", "collections"):
                 self._walk_object(value, library=library)
@@ -166,10 +197,14 @@ class _State:
         elif any(hasattr(type(value), name) for name in _DRAWN_FROM):
             # what it gives is gone: the second call would take the next item from the program
             kind = "an iterator" if hasattr(type(value), "__next__") else "a queue"
-            raise NotRecomputed(f"the model reads {kind} ({type(value).__name__}), which cannot be put back")
+            raise NotRecomputed(
+                f"the model reads {kind} ({type(value).__name__}), which cannot be put back"
+            )
         elif library and isinstance(value, _LOCKS):
             # a pool or a server of a library: to refill it under its threads could stop the program
-            raise NotRecomputed("the model reaches an object that threads share, which cannot be put back")
+            raise NotRecomputed(
+                "the model reaches an object that threads share, which cannot be put back"
+            )
         else:
             self._walk_object(value, library=library)
 
@@ -183,7 +218,8 @@ class _State:
         if _is_users_class(kind):
             library = False
         elif not (language or isinstance(value, torch.nn.Module)):
-            # torch's objects are left alone: streams, engines and storages cannot be written to from here
+            # torch's objects are left alone: streams, engines and storages cannot be written to
+            # from here
             if library or str(kind.__module__).partition(".")[0] in ("torch", "gradcheck_suite"):
                 return
             library = True
@@ -198,7 +234,11 @@ class _State:
     def _keep_slots(self, value: Any, *, library: bool) -> None:
         for base in type(value).__mro__:
             if "__slots__" in vars(base):
-                for slot in [each for each in vars(base).values() if isinstance(each, types.MemberDescriptorType)]:
+                for slot in [
+                    each
+                    for each in vars(base).values()
+                    if isinstance(each, types.MemberDescriptorType)
+                ]:
                     held = _held(slot, value)
                     self.undo.callback(_set_slot, slot, value, held)
                     self._walk_all(held, library=library)
@@ -208,7 +248,9 @@ class _State:
         if library and not users:
             return  # what libraries hold among themselves, such as caches of modules, is theirs
         library = not users
-        if is_own(function.__code__.co_filename):  # a recording stand-in: what it records is not put back
+        if is_own(
+            function.__code__.co_filename
+        ):  # a recording stand-in: what it records is not put back
             inner = [cell.cell_contents for cell in function.__closure__ or ()]
             self._walk_all(each for each in inner if isinstance(each, types.FunctionType))
             return
@@ -216,12 +258,17 @@ class _State:
             with contextlib.suppress(ValueError):  # an empty cell
                 self.undo.callback(setattr, cell, "cell_contents", cell.cell_contents)
                 self._walk(cell.cell_contents, library=library)
-        self._walk_all((vars(function), function.__defaults__, function.__kwdefaults__), library=library)
+        self._walk_all(
+            (vars(function), function.__defaults__, function.__kwdefaults__), library=library
+        )
         if users:
             self._walk_globals(function)
 
     def _walk_globals(self, function: types.FunctionType) -> None:
-        names, scopes = _names_of(function.__code__), {id(function.__globals__): function.__globals__}
+        names, scopes = (
+            _names_of(function.__code__),
+            {id(function.__globals__): function.__globals__},
+        )
         waiting = list(scopes.values())
         while waiting:
             scope = waiting.pop()
@@ -230,7 +277,9 @@ class _State:
                 self.undo.callback(scope.__setitem__, name, value)
                 self._walk(value)
                 # `helpers.draw()`: the names of a module of the user's that the code may read
-                if isinstance(value, types.ModuleType) and is_users(getattr(value, "__file__", None)):
+                if isinstance(value, types.ModuleType) and is_users(
+                    getattr(value, "__file__", None)
+                ):
                     waiting += [vars(value)] if id(vars(value)) not in scopes else []
                     scopes[id(vars(value))] = vars(value)
 
@@ -240,7 +289,9 @@ class _State:
                 self.undo.callback(np.copyto, value, value.copy())
         elif value.numel() > LARGEST_STATE and id(value) not in self._own:
             # a dataset on the module: a copy for each window would take its memory once more
-            raise NotRecomputed("the model reaches a large tensor that is no parameter and no buffer of it")
+            raise NotRecomputed(
+                "the model reaches a large tensor that is no parameter and no buffer of it"
+            )
         elif value.layout == torch.strided:
             # the version too: the program's own backward raises if a saved tensor has another one
             version = None if value.is_inference() else value._version
@@ -290,11 +341,16 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view in which a NaN is equal to itself and 0 is not equal to -0."""
     if tensor.is_complex() or tensor.is_quantized:
         return tensor
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    return tensor.view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    )
 
 
-def _set_tensor(tensor: torch.Tensor, data: torch.Tensor, values: torch.Tensor, version: int | None) -> None:
-    """Put back a tensor's `.data`, the values in it, and its version, by which the program's backward checks it.
+def _set_tensor(
+    tensor: torch.Tensor, data: torch.Tensor, values: torch.Tensor, version: int | None
+) -> None:
+    """Put back a tensor's `.data`, the values in it, and its version, by which the program's
+    backward checks it.
 
     What has not changed is not written to: it may be a file that is mapped to be read.
     """
@@ -310,8 +366,12 @@ def _set_tensor(tensor: torch.Tensor, data: torch.Tensor, values: torch.Tensor, 
 
 
 def _base_of(container: Any) -> Any:
-    """Return the built-in class of a container: a subclass may refuse to be written to, as a frozen dict does."""
-    return next(kind for kind in (OrderedDict, dict, list, set, deque) if isinstance(container, kind))
+    """Return the built-in class of a container: a subclass may refuse to be written to, as a frozen
+    dict does.
+    """
+    return next(
+        kind for kind in (OrderedDict, dict, list, set, deque) if isinstance(container, kind)
+    )
 
 
 def _content(container: Any) -> Any:
@@ -321,7 +381,11 @@ def _content(container: Any) -> Any:
     """
     kind = _base_of(container)
     keys = list(kind.__iter__(container))
-    return {key: dict.__getitem__(container, key) for key in keys} if isinstance(container, dict) else keys
+    return (
+        {key: dict.__getitem__(container, key) for key in keys}
+        if isinstance(container, dict)
+        else keys
+    )
 
 
 def _refill(container: Any, content: Any) -> None:
@@ -343,7 +407,8 @@ def _flat(content: Any) -> Iterable[Any]:
 
 @contextlib.contextmanager
 def unchanged(subject: torch.nn.Module | type) -> Iterator[None]:
-    """Put back what calls of a module or of a custom function may change: modes, and what its code reaches.
+    """Put back what calls of a module or of a custom function may change: modes, and what its code
+    reaches.
 
     Raises:
         NotRecomputed: something of that cannot be put back.

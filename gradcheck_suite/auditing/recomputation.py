@@ -1,13 +1,16 @@
-"""A window computed again: its recorded calls in one batch where that is possible, else micro-batch by micro-batch.
+"""A window computed again: its recorded calls in one batch where that is possible, else micro-batch
+by micro-batch.
 
-The gradients that reached the modules' outputs are recorded, so what follows from them is a function of the modules
-alone. The bound on the 2-norm of a parameter's difference is that of the additions, `growth(K + 5, u)` times the sum of
-the norms of the contributions. Where it is exceeded, the rounding errors are measured by `FEW_DRAWS` computations with
-parameters and inputs changed by one unit roundoff, and Student's factor for their number times their root mean square
-is allowed as well (`core.comparison`).
+The gradients that reached the modules' outputs are recorded, so what follows from them is a
+function of the modules alone. The bound on the 2-norm of a parameter's difference is that of the
+additions, `growth(K + 5, u)` times the sum of the norms of the contributions. Where it is exceeded,
+the rounding errors are measured by `FEW_DRAWS` computations with parameters and inputs changed by
+one unit roundoff, and Student's factor for their number times their root mean square is allowed as
+well (`core.comparison`).
 
-Blame needs a cause that is seen: another mode in a part of the window, or a backward that is not linear. Without one, a
-difference is a finding, since parameters may be used outside of the recorded modules.
+Blame needs a cause that is seen: another mode in a part of the window, or a backward that is not
+linear. Without one, a difference is a finding, since parameters may be used outside of the recorded
+modules.
 """
 
 from __future__ import annotations
@@ -43,13 +46,19 @@ from gradcheck_suite.auditing.module_calls import (
 from gradcheck_suite.auditing.program_state import NotRecomputed
 from gradcheck_suite.auditing.recorder import Running
 from gradcheck_suite.auditing.samples import distance, read, sample
-from gradcheck_suite.core.comparison import FEW_DRAWS, FURTHER_ROUNDINGS, UNIT_ROUNDOFF, growth, student_factor
+from gradcheck_suite.core.comparison import (
+    FEW_DRAWS,
+    FURTHER_ROUNDINGS,
+    UNIT_ROUNDOFF,
+    growth,
+    student_factor,
+)
 from gradcheck_suite.core.text import counted
 
 ONE_BATCH, BY_MICRO_BATCH = "in one batch", "micro-batch by micro-batch"
 UNSEEN = (
-    "bare parameters have none, and a call as `model.forward(...)`, by another method, or with other tensors by "
-    "`functional_call` is not seen"
+    "bare parameters have none, and a call as `model.forward(...)`, by another method, or with"
+    " other tensors by `functional_call` is not seen"
 )
 MOST_LINES = 3
 """Lines that a sentence names."""
@@ -76,7 +85,9 @@ class Part:
     weight: float = 1.0
 
 
-def parts_of(passes: Sequence[Running], weights: Sequence[float], unseen: str = UNSEEN) -> list[Part]:
+def parts_of(
+    passes: Sequence[Running], weights: Sequence[float], unseen: str = UNSEEN
+) -> list[Part]:
     """Return the recorded calls of a window.
 
     Args:
@@ -90,10 +101,14 @@ def parts_of(passes: Sequence[Running], weights: Sequence[float], unseen: str = 
     parts = []
     for index, (one, weight) in enumerate(zip(passes, weights, strict=True)):
         if not one.forwards:
-            raise NotRecomputed(f"no call of a module that leads to the loss was recorded ({unseen})")
+            raise NotRecomputed(
+                f"no call of a module that leads to the loss was recorded ({unseen})"
+            )
         for forward, received in one.forwards.items():
             if forward.lent:
-                raise NotRecomputed(f"the model is called with other tensors than its parameters at {forward.lent}")
+                raise NotRecomputed(
+                    f"the model is called with other tensors than its parameters at {forward.lent}"
+                )
             if forward.changed:
                 raise InputsChanged("an input of the model was changed in place before the step")
             parts.append(Part(forward, dict(received), index, weight))
@@ -103,8 +118,8 @@ def parts_of(passes: Sequence[Running], weights: Sequence[float], unseen: str = 
 def from_outside(part: Part, *, hooks: bool = False) -> Part:
     """Return a call with what its outputs received from outside of the module.
 
-    Of several outputs one is often computed from another, as logits from features and a loss from logits: what a tensor
-    received is then its own gradient and what came back through the others.
+    Of several outputs one is often computed from another, as logits from features and a loss from
+    logits: what a tensor received is then its own gradient and what came back through the others.
 
     Args:
         part: the call, with all that its outputs received.
@@ -112,7 +127,12 @@ def from_outside(part: Part, *, hooks: bool = False) -> Part:
     """
     if len(part.cotangents) < 2:
         return part
-    found = replay(part.forward, part.forward.arguments, part.cotangents, How(hooks=hooks, scale=1.0, received=True))
+    found = replay(
+        part.forward,
+        part.forward.arguments,
+        part.cotangents,
+        How(hooks=hooks, scale=1.0, received=True),
+    )
     own = {i: g - found.inside[i] if i in found.inside else g for i, g in part.cotangents.items()}
     return replace(part, cotangents={i: g for i, g in own.items() if g.any()} or own)
 
@@ -134,7 +154,10 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def add_gradients(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return the sum of two gradients; that of two sparse ones, of a large table above all, stays sparse."""
+    """Return the sum of two gradients.
+
+    That of two sparse ones, of a large table above all, stays sparse.
+    """
     one, other = one.detach(), other.detach()
     return one + other if one.layout == other.layout else _dense(one) + _dense(other)
 
@@ -147,7 +170,8 @@ class Total:
         gradients: the weighted sum.
         sizes: id of a parameter -> the sum of the 2-norms of its contributions.
         terms: number of contributions.
-        dtype: the coarsest dtype in which contributions may be added up, where that is not the gradient's.
+        dtype: the coarsest dtype in which contributions may be added up, where that is not the
+            gradient's.
         functions: classes of the custom functions on the way.
     """
 
@@ -163,7 +187,9 @@ class Total:
         self.functions |= found.functions
         for key, gradient in found.gradients.items():
             scaled = gradient * weight if weight != 1 else gradient
-            self.gradients[key] = add_gradients(self.gradients[key], scaled) if key in self.gradients else scaled
+            self.gradients[key] = (
+                add_gradients(self.gradients[key], scaled) if key in self.gradients else scaled
+            )
             self.sizes[key] = self.sizes.get(key, 0.0) + norm(scaled)
 
 
@@ -171,8 +197,11 @@ def by_micro_batch(parts: Sequence[Part], how: How) -> tuple[Total, list[Replaye
     """Compute each call again and return the weighted sum of the gradients."""
     total, replayed = Total(), []
     if len({part.index for part in parts}) < len(parts):
-        # under autocast, the calls of one pass share a cast parameter, and their gradients are added up in its dtype
-        total.dtype = next((str(p.forward.autocast[1])[6:] for p in parts if p.forward.autocast[2]), None)
+        # under autocast, the calls of one pass share a cast parameter, and their gradients are
+        # added up in its dtype
+        total.dtype = next(
+            (str(p.forward.autocast[1])[6:] for p in parts if p.forward.autocast[2]), None
+        )
     for part in parts:
         found = replay(part.forward, part.forward.arguments, part.cotangents, how)
         total.add(found, part.weight)
@@ -180,12 +209,21 @@ def by_micro_batch(parts: Sequence[Part], how: How) -> tuple[Total, list[Replaye
     return total, replayed
 
 
-def _concatenated(parts: Sequence[Part]) -> tuple[list[Any], dict[int, torch.Tensor], list[int]] | None:
-    """Return the arguments and gradients of all calls as one batch, and its sizes; None where they do not fit."""
+def _concatenated(
+    parts: Sequence[Part],
+) -> tuple[list[Any], dict[int, torch.Tensor], list[int]] | None:
+    """Return the arguments and gradients of all calls as one batch, and its sizes.
+
+    None where they do not fit.
+    """
     forwards = [part.forward for part in parts]
     ways = [(f.module, f.structure, f.modes, f.trained, f.autocast) for f in forwards]
     same = all(way == ways[0] for way in ways)
-    if not same or len({part.index for part in parts}) < len(parts) or any(any(f.scalars) for f in forwards):
+    if (
+        not same
+        or len({part.index for part in parts}) < len(parts)
+        or any(any(f.scalars) for f in forwards)
+    ):
         return None
     columns = list(zip(*(f.arguments for f in forwards), strict=True))
     batched = [c for c in columns if all(isinstance(v, torch.Tensor) and v.dim() for v in c)]
@@ -198,7 +236,10 @@ def _concatenated(parts: Sequence[Part]) -> tuple[list[Any], dict[int, torch.Ten
             if not _fits(column, rows):
                 return None
             arguments.append(torch.cat(list(column)))
-        elif all(v is column[0] or (type(v) in (int, float, str, bool) and v == column[0]) for v in column):
+        elif all(
+            v is column[0] or (type(v) in (int, float, str, bool) and v == column[0])
+            for v in column
+        ):
             arguments.append(column[0])
         else:
             return None
@@ -206,21 +247,30 @@ def _concatenated(parts: Sequence[Part]) -> tuple[list[Any], dict[int, torch.Ten
     same = all(part.cotangents.keys() == indices for part in parts)
     if not same or not all(_fits([part.cotangents[i] for part in parts], rows) for i in indices):
         return None
-    return arguments, {i: torch.cat([p.cotangents[i] * p.weight for p in parts]) for i in indices}, rows
+    return (
+        arguments,
+        {i: torch.cat([p.cotangents[i] * p.weight for p in parts]) for i in indices},
+        rows,
+    )
 
 
 def _fits(column: Sequence[torch.Tensor], rows: Sequence[int]) -> bool:
     shapes = {(v.shape[1:], v.dtype, v.layout) if v.dim() else None for v in column}
-    return len(shapes) == 1 and None not in shapes and [int(v.shape[0]) for v in column] == list(rows)
+    return (
+        len(shapes) == 1 and None not in shapes and [int(v.shape[0]) for v in column] == list(rows)
+    )
 
 
 def _low_precision(parts: Sequence[Part]) -> bool:
     low = any(p.forward.autocast[2] for p in parts)
-    return low or any(dtype_of(g) not in ("float32", "float64") for p in parts for g in p.cotangents.values())
+    return low or any(
+        dtype_of(g) not in ("float32", "float64") for p in parts for g in p.cotangents.values()
+    )
 
 
 def in_one_batch(parts: Sequence[Part]) -> Total | None:
-    """Return the window's gradient from one call, or None where there is none that is equal to the calls.
+    """Return the window's gradient from one call, or None where there is none that is equal to the
+    calls.
 
     In a lower precision than float32 rounding hides too much: there it is not tried.
     """
@@ -242,9 +292,15 @@ def in_one_batch(parts: Sequence[Part]) -> Total | None:
 
 
 def _same_outputs(parts: Sequence[Part], found: Replayed, rows: Sequence[int]) -> bool:
-    """Whether the rows of one batch's outputs are those of the calls: the model is separable over samples."""
+    """Whether the rows of one batch's outputs are those of the calls: the model is separable over
+    samples.
+    """
     for i in parts[0].cotangents:
-        if i >= len(found.outputs) or not found.outputs[i].dim() or found.outputs[i].shape[0] != sum(rows):
+        if (
+            i >= len(found.outputs)
+            or not found.outputs[i].dim()
+            or found.outputs[i].shape[0] != sum(rows)
+        ):
             return False
         for part, piece in zip(parts, found.outputs[i].split(list(rows)), strict=True):
             if _is_other(part.forward.outputs[i], piece):
@@ -269,7 +325,8 @@ class Difference:
 
     Attributes:
         error: 2-norm of the difference over that of the window's gradient, over all parameters.
-        worst: id of the parameter whose difference is the largest of what is allowed, or None where none exceeds it.
+        worst: id of the parameter whose difference is the largest of what is allowed, or None where
+            none exceeds it.
         ratio: that difference over what is allowed.
     """
 
@@ -291,11 +348,19 @@ def compare(
     """
     keys = [key for key in total.gradients if key in observed]
     # a difference of close numbers is exact, a multiple is not
-    exact = {key: total.gradients[key] if factor == 1 else factor * total.gradients[key].double() for key in keys}
-    off = {key: norm(add_gradients(observed[key].to(one.dtype), -one)) for key, one in exact.items()}
+    exact = {
+        key: total.gradients[key] if factor == 1 else factor * total.gradients[key].double()
+        for key in keys
+    }
+    off = {
+        key: norm(add_gradients(observed[key].to(one.dtype), -one)) for key, one in exact.items()
+    }
     size = math.hypot(*(factor * norm(total.gradients[key]) for key in keys))
     terms, adding = total.terms + FURTHER_ROUNDINGS, abs(factor)
-    allowed = {key: adding * growth(terms, total.dtype or dtype_of(observed[key])) * total.sizes[key] for key in keys}
+    allowed = {
+        key: adding * growth(terms, total.dtype or dtype_of(observed[key])) * total.sizes[key]
+        for key in keys
+    }
     # a gradient that is not finite is compared with nothing
     finite = {key: value for key, value in off.items() if not math.isnan(value)}
     ratios = exceeding(finite, allowed, total.gradients, lambda seed: draws(seed).gradients, factor)
@@ -325,25 +390,44 @@ def exceeding(
     over = [key for key in off if not off[key] <= allowed[key]]
     moved = [draws(seed) for seed in range(FEW_DRAWS)] if over else []
     for key in over:
-        squares = [norm(other[key].double() - expected[key].double()) ** 2 for other in moved if key in other]
-        allowed[key] += student_factor(FEW_DRAWS) * abs(factor) * float(np.mean(squares or [0.0])) ** 0.5
-    return {k: off[k] / allowed[k] if allowed[k] else math.inf for k in over if not off[k] <= allowed[k]}
+        squares = [
+            norm(other[key].double() - expected[key].double()) ** 2
+            for other in moved
+            if key in other
+        ]
+        allowed[key] += (
+            student_factor(FEW_DRAWS) * abs(factor) * float(np.mean(squares or [0.0])) ** 0.5
+        )
+    return {
+        k: off[k] / allowed[k] if allowed[k] else math.inf for k in over if not off[k] <= allowed[k]
+    }
 
 
 # What a window that is computed again shows.
 
 
 SENTENCES = {
-    "wrong-mode": "micro-batch(es) {numbers} of the window were computed in another mode (train or eval) than the "
-    "others",
-    "not-linear": "the backward pass of {what} is no linear function of the gradient that it receives, so "
-    "micro-batches do not add up to one batch (it ignores the gradient, clips or normalizes it)",
-    "own term": "the term that custom function {name} adds by itself has weight 1 in each of {number} micro-batches, "
-    "and not 1/{number}",
-    "redrawn": "a checkpoint draws other random numbers in backward than in the forward (`preserve_rng_state=False`?)",
+    "wrong-mode": (
+        "micro-batch(es) {numbers} of the window were computed in another mode (train or eval) than"
+        " the others"
+    ),
+    "not-linear": (
+        "the backward pass of {what} is no linear function of the gradient that it receives, so "
+        "micro-batches do not add up to one batch (it ignores the gradient, clips or normalizes it)"
+    ),
+    "own term": (
+        "the term that custom function {name} adds by itself has weight 1 in each of {number}"
+        " micro-batches, and not 1/{number}"
+    ),
+    "redrawn": (
+        "a checkpoint draws other random numbers in backward than in the forward"
+        " (`preserve_rng_state=False`?)"
+    ),
     "wrong-backward": "the backward of custom function {name} is wrong: {fault} of its forward",
 }
-NOT_CALLED = "its backward was not checked, since no call of it was seen when the window was computed again"
+NOT_CALLED = (
+    "its backward was not checked, since no call of it was seen when the window was computed again"
+)
 
 
 @dataclass
@@ -397,12 +481,17 @@ class Asked:
 
     def unseen(self, keys: Iterable[int]) -> str:
         """Return where some parameters are used, and why that may not be a call that was recorded."""
-        lines = list(dict.fromkeys(self.used_at[key] for key in keys if key in self.used_at))[:MOST_LINES]
+        lines = list(dict.fromkeys(self.used_at[key] for key in keys if key in self.used_at))[
+            :MOST_LINES
+        ]
         return f"used at {', '.join(lines)}; {UNSEEN}" if lines else UNSEEN
 
 
 def recompute(asked: Asked) -> Recomputed:
-    """Compute a window again, and say what that shows; an exception of the program's own modules is a note."""
+    """Compute a window again, and say what that shows.
+
+    An exception of the program's own modules is a note.
+    """
     result = Recomputed()
     try:
         _compute(asked, result)
@@ -414,20 +503,31 @@ def recompute(asked: Asked) -> Recomputed:
     return result
 
 
-def _computed(asked: Asked, parts: Sequence[Part], how: How) -> tuple[Difference, Total, list[Replayed]]:
+def _computed(
+    asked: Asked, parts: Sequence[Part], how: How
+) -> tuple[Difference, Total, list[Replayed]]:
     """Return how `.grad` differs from the window that is computed again micro-batch by micro-batch."""
     total, replayed = by_micro_batch(parts, how)
-    found = compare(asked.observed, total, asked.factor, lambda n: by_micro_batch(parts, replace(how, seed=n))[0])
+    found = compare(
+        asked.observed,
+        total,
+        asked.factor,
+        lambda n: by_micro_batch(parts, replace(how, seed=n))[0],
+    )
     return found, total, replayed
 
 
 def _common_modes(parts: Sequence[Part], passes: Sequence[Running]) -> dict[Part, tuple[bool, ...]]:
-    """Return the parts that ran in another mode than the same call of most passes, with the mode of those."""
+    """Return the parts that ran in another mode than the same call of most passes, with the mode of
+    those.
+    """
     calls: dict[tuple[Any, int, int, int], list[Part]] = {}
     for index, group in groupby(parts, attrgetter("index")):
         members, place = list(group), passes[index].record.place
         for position, part in enumerate(members):
-            calls.setdefault((place, len(members), position, id(part.forward.module)), []).append(part)
+            calls.setdefault((place, len(members), position, id(part.forward.module)), []).append(
+                part
+            )
     found = {}
     for same in calls.values():
         modes = [part.forward.modes for part in same]
@@ -460,16 +560,25 @@ def _compute(asked: Asked, result: Recomputed) -> None:
     left = [key for key, now in asked.observed.items() if key not in total.gradients and now.any()]
     if left:
         number = counted(len(left), "parameter")
-        result.notes.append(f"{number} had no part in a window computed again ({asked.unseen(left)})")
+        result.notes.append(
+            f"{number} had no part in a window computed again ({asked.unseen(left)})"
+        )
     if difference.worst is not None:
         _judge_backward(asked, received, result)
     elif modes:
-        parts = [replace(p, forward=replace(p.forward, modes=modes.get(p, p.forward.modes))) for p in parts]
+        parts = [
+            replace(p, forward=replace(p.forward, modes=modes.get(p, p.forward.modes)))
+            for p in parts
+        ]
         difference, _, _ = _computed(asked, parts, How())
         if difference.worst is not None:
             numbers = ", ".join(str(index) for index in sorted({part.index for part in modes}))
-            _blame("wrong-mode", SENTENCES["wrong-mode"].format(numbers=numbers), difference, result)
-    elif any(found.random and found.redrawn and not found.functions for found in replayed):  # those draw on purpose
+            _blame(
+                "wrong-mode", SENTENCES["wrong-mode"].format(numbers=numbers), difference, result
+            )
+    elif any(
+        found.random and found.redrawn and not found.functions for found in replayed
+    ):  # those draw on purpose
         _blame("wrong-backward", SENTENCES["redrawn"], difference, result)
     if result.name is None:
         _judge_functions(asked, parts, total.functions, result)
@@ -487,11 +596,13 @@ def _expect_reproduced(parts: Sequence[Part], replayed: Sequence[Replayed]) -> N
         for i in part.cotangents
     )
     if lost and any(part.forward.point != point_of(part.forward.module) for part in parts):
-        raise NotRecomputed("parameters were written between the window's calls of the model and the step")
+        raise NotRecomputed(
+            "parameters were written between the window's calls of the model and the step"
+        )
     if lost:
         raise NotRecomputed(
-            "the model gives other outputs when it is called again: it has a state of its own, or is compiled, which "
-            "draws other random numbers than eager code"
+            "the model gives other outputs when it is called again: it has a state of its own, or"
+            " is compiled, which draws other random numbers than eager code"
         )
 
 
@@ -507,46 +618,73 @@ def _judge_backward(asked: Asked, received: Sequence[Part], result: Recomputed) 
     exact, _, replayed = _computed(asked, parts, How(hooks=True, scale=1.0))
     if exact.worst is not None:
         raise NotRecomputed(
-            "parameters get gradients from outside of the recorded calls of modules, or compiled ones round otherwise"
+            "parameters get gradients from outside of the recorded calls of modules, or compiled"
+            " ones round otherwise"
         )
     scaled, eightfold, _ = _computed(asked, parts, How(hooks=True))
     names = ", ".join(hooked[:3])
     if scaled.worst is None:
         result.notes.append(
-            f"a backward hook on a module ({names}) changes the gradient by {difference.error:.2g} of its size"
+            f"a backward hook on a module ({names}) changes the gradient by {difference.error:.2g}"
+            " of its size"
         )
         return
     functions = sorted({kind.__name__ for found in replayed for kind in found.functions})
     if not hooked and _judge_own_terms(asked, parts, eightfold, ", ".join(functions), result):
         return
-    what = f"a hook on a module ({names})" if hooked else f"custom function {', '.join(functions) or '?'}"
+    what = (
+        f"a hook on a module ({names})"
+        if hooked
+        else f"custom function {', '.join(functions) or '?'}"
+    )
     _blame("not-linear", SENTENCES["not-linear"].format(what=what), difference, result)
 
 
-def _judge_own_terms(asked: Asked, parts: Sequence[Part], eightfold: Total, names: str, result: Recomputed) -> bool:
-    """Judge functions whose backward is affine, and adds a gradient of its own; return whether it is that alone."""
+def _judge_own_terms(
+    asked: Asked, parts: Sequence[Part], eightfold: Total, names: str, result: Recomputed
+) -> bool:
+    """Judge functions whose backward is affine, and adds a gradient of its own.
+
+    Return whether it is that alone.
+    """
     _, own, replayed = _computed(asked, parts, How(hooks=True, scale=1.0, own=True))
     linear = Total(sizes=eightfold.sizes, terms=eightfold.terms, dtype=eightfold.dtype)
     of_own = {key: gradient for key, gradient in own.gradients.items() if gradient.any()}
     for key, gradient in eightfold.gradients.items():
         # what is its own has been divided by the scale with the rest
         linear.gradients[key] = add_gradients(gradient, own.gradients[key] * (1 - 1 / How.scale))
-    if not of_own or compare(asked.observed, linear, asked.factor, lambda seed: linear).worst is not None:
+    if (
+        not of_own
+        or compare(asked.observed, linear, asked.factor, lambda seed: linear).worst is not None
+    ):
         return False
     injected = [
-        (part, one) for part, found in zip(parts, replayed, strict=True) for one in found.injected if one.weight
+        (part, one)
+        for part, found in zip(parts, replayed, strict=True)
+        for one in found.injected
+        if one.weight
     ]
-    rest = [norm(add_gradients(linear.gradients[key], -gradient)) for key, gradient in of_own.items()]
-    if not injected and not any(size > LEAST * norm(one) for size, one in zip(rest, of_own.values(), strict=True)):
+    rest = [
+        norm(add_gradients(linear.gradients[key], -gradient)) for key, gradient in of_own.items()
+    ]
+    if not injected and not any(
+        size > LEAST * norm(one) for size, one in zip(rest, of_own.values(), strict=True)
+    ):
         return False  # it ignores the gradient
     number = len(asked.passes)
     result.notes.append(
-        f"custom function {names} adds a gradient of its own (its backward of 0 is not 0), whatever the loss weighs: "
-        f"its weight must be one over the micro-batches of a window ({number} here)"
+        f"custom function {names} adds a gradient of its own (its backward of 0 is not 0), whatever"
+        f" the loss weighs: its weight must be one over the micro-batches of a window ({number}"
+        " here)"
     )
     for part, one in injected:
         whole = abs(one.weight * part.weight * asked.factor - 1) < LEAST
-        if number > 1 and one.is_mean and whole and not any(abs(f * number - 1) < LEAST for f in one.factors):
+        if (
+            number > 1
+            and one.is_mean
+            and whole
+            and not any(abs(f * number - 1) < LEAST for f in one.factors)
+        ):
             result.name, result.error, result.allowed = "wrong-scale", number - 1.0, LEAST
             result.sentence = SENTENCES["own term"].format(name=names, number=number)
     return True
@@ -558,9 +696,15 @@ def _blame(name: str, sentence: str, difference: Difference, result: Recomputed)
     result.allowed = difference.error / difference.ratio if difference.ratio else None
 
 
-def _judge_functions(asked: Asked, parts: Sequence[Part], kinds: Set[type], result: Recomputed) -> None:
+def _judge_functions(
+    asked: Asked, parts: Sequence[Part], kinds: Set[type], result: Recomputed
+) -> None:
     """Judge those custom functions on the way that no earlier window has shown."""
-    new = {kind: made for kind in kinds - asked.known if (made := statement_of(kind)) not in asked.known}
+    new = {
+        kind: made
+        for kind in kinds - asked.known
+        if (made := statement_of(kind)) not in asked.known
+    }
     if not new or asked.is_faulty:
         return
     with first_calls(new.keys()) as calls:
@@ -579,6 +723,9 @@ def _judge_functions(asked: Asked, parts: Sequence[Part], kinds: Set[type], resu
             result.notes.append(f"custom function {verdict.name}: {verdict.note}")
         if verdict.fault and result.name is None:
             result.name = "wrong-backward"
-            result.sentence = SENTENCES["wrong-backward"].format(name=verdict.name, fault=verdict.fault)
-            # the window was computed again with the same fault, so the error is that of the function
+            result.sentence = SENTENCES["wrong-backward"].format(
+                name=verdict.name, fault=verdict.fault
+            )
+            # the window was computed again with the same fault, so the error is that of the
+            # function
             result.error, result.allowed = verdict.error, LEAST

@@ -1,9 +1,12 @@
-"""The recorder of a live run: what went backward, what stood in `.grad`, and when an optimizer stepped, as plain data.
+"""The recorder of a live run: what went backward, what stood in `.grad`, and when an optimizer
+stepped, as plain data.
 
-There is one choke point. Every way from Python into autograd calls `Variable._execution_engine.run_backward`, which is
-replaced by a subclass; all else are public hooks. No function of torch, of a trainer or of an optimizer is patched.
+There is one choke point. Every way from Python into autograd calls
+`Variable._execution_engine.run_backward`, which is replaced by a subclass; all else are public
+hooks. No function of torch, of a trainer or of an optimizer is patched.
 
-Nothing here judges, and no error of this module reaches the program: it switches its instrument off, and that is said.
+Nothing here judges, and no error of this module reaches the program: it switches its instrument
+off, and that is said.
 """
 
 from __future__ import annotations
@@ -27,7 +30,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from gradcheck_suite.auditing import samples
 from gradcheck_suite.auditing.events import (
@@ -43,16 +49,27 @@ from gradcheck_suite.auditing.events import (
 )
 from gradcheck_suite.auditing.places import NOWHERE, Place, here, living, loop_here, shown
 from gradcheck_suite.auditing.samples import Raw
-from gradcheck_suite.auditing.terms import MARK, Reader, declare, edge_of, joined_share, leaves_below, used_at
+from gradcheck_suite.auditing.terms import (
+    MARK,
+    Reader,
+    declare,
+    edge_of,
+    joined_share,
+    leaves_below,
+    used_at,
+)
 from gradcheck_suite.errors import CannotRunHere
 
 # What trainers are configured with, read off the stack at a step; no trainer is imported.
 
 
 def _of_transformers(trainer: Any) -> Any:
-    # since transformers#39659 a Trainer divides by the window's own length, which then says nothing about K
+    # since transformers#39659 a Trainer divides by the window's own length, which then says nothing
+    # about K
     steps = trainer.args.gradient_accumulation_steps
-    return steps if getattr(trainer, "current_gradient_accumulation_steps", steps) == steps else None
+    return (
+        steps if getattr(trainer, "current_gradient_accumulation_steps", steps) == steps else None
+    )
 
 
 TRAINERS: dict[str, Callable[[Any], Any]] = {
@@ -67,15 +84,21 @@ TRAINERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _of_the_stack() -> tuple[str | None, int | None, float | None]:
-    """Return the outermost trainer that runs, its accumulation steps, and the scale of a GradScaler that steps."""
+    """Return the outermost trainer that runs, its accumulation steps, and the scale of a GradScaler
+    that steps.
+    """
     steps: Any = None
     trainer: str | None = None
     scale: float | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if (configured := TRAINERS.get(name)) is not None and (owner := frame.f_locals.get("self")) is not None:
-            with contextlib.suppress(AttributeError):  # another class of that module, or another release
+        if (configured := TRAINERS.get(name)) is not None and (
+            owner := frame.f_locals.get("self")
+        ) is not None:
+            with contextlib.suppress(
+                AttributeError
+            ):  # another class of that module, or another release
                 steps = configured(owner)
                 trainer = name.removeprefix("pytorch_")
         elif name == "torch.amp.grad_scaler" and scale is None:
@@ -92,9 +115,11 @@ class Known:
     Attributes:
         reference: to the parameter.
         dtype: of its gradient.
-        gradient: a reference to `.grad`, its version and a checksum of some elements, as the last arrival left them.
+        gradient: a reference to `.grad`, its version and a checksum of some elements, as the last
+            arrival left them.
         heard: the hook that tells of its gradients: none can be set on a parameter that is frozen.
-        at_once: whether that one samples `.grad`, which is else done when the pass has ended, for all together.
+        at_once: whether that one samples `.grad`, which is else done when the pass has ended, for
+            all together.
         hooks: around those of the program on this parameter.
         raw: what arrived before the program's hooks.
         ratio: by which these changed it in the last pass.
@@ -126,10 +151,14 @@ class Engine(_engine_class):  # type: ignore[misc]
     def run_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a pass; the arguments are those of torch's `_engine_run_backward`."""
         recorder = self.recorder
-        # dynamo traces Python that runs while it compiles, and a window that is computed again is nobody's pass
+        # dynamo traces Python that runs while it compiles, and a window that is computed again is
+        # nobody's pass
         if recorder is None or recorder.is_silent or torch.compiler.is_dynamo_compiling():
             return super().run_backward(tensors, *args, **kwargs)
-        inputs, accumulates = (args[3] if len(args) > 3 else ()), bool(kwargs.get("accumulate_grad", False))
+        inputs, accumulates = (
+            (args[3] if len(args) > 3 else ()),
+            bool(kwargs.get("accumulate_grad", False)),
+        )
         if not recorder.records:
             recorder.passes_seen += accumulates and _task() == -1
             return super().run_backward(tensors, *args, **kwargs)
@@ -156,14 +185,21 @@ def expect_supported() -> None:
     leaf.register_hook(lambda gradient: None)
     loss = torch.nn.functional.nll_loss(torch.cat([leaf * 1]), torch.tensor([0])).grad_fn
     node: Any = loss.next_functions[0][0] if loss is not None else None
-    holders = {"torch": torch, "Node": node, "NllLossBackward0": loss, "Tensor": leaf, "Module": torch.nn.Identity()}
+    holders = {
+        "torch": torch,
+        "Node": node,
+        "NllLossBackward0": loss,
+        "Tensor": leaf,
+        "Module": torch.nn.Identity(),
+    }
     for name in NEEDED.split():
         holder, _, attribute = name.partition(".")
         try:
             attrgetter(attribute)(holders[holder])
         except AttributeError:
             raise CannotRunHere(
-                f"audit: torch {torch.__version__} has no {name}: the audit runs with torch 2.9.1 to 2.13.0"
+                f"audit: torch {torch.__version__} has no {name}: the audit runs with torch 2.9.1"
+                " to 2.13.0"
             ) from None
 
 
@@ -190,7 +226,8 @@ class Running:
         reader: of its terms.
         outer: the outermost pass, or None where this is it.
         tasks: the ids that autograd gave it.
-        forwards: recorded calls of modules -> index of an output -> the gradient that arrived there.
+        forwards: recorded calls of modules -> index of an output -> the gradient that arrived
+            there.
     """
 
     record: PassRecord
@@ -211,12 +248,15 @@ MOST_AVERAGES = 64
 
 
 def _task() -> int:
-    # the public API does not tell; torch/utils/checkpoint.py reads the same. -1 outside of a backward
+    # the public API does not tell; torch/utils/checkpoint.py reads the same. -1 outside of a
+    # backward
     return torch._C._current_graph_task_id()
 
 
 def _guarded(instrument: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let a method return None where it or its instrument failed: nothing is raised into the program."""
+    """Let a method return None where it or its instrument failed: nothing is raised into the
+    program.
+    """
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -246,17 +286,19 @@ class Recorder:
     Args:
         receive: called with each pass and each step, in the order in which they end.
         full: tells whether the window that runs now is looked at in full.
-        resumes: called with the optimizer of a step that is only counted, tells whether the next ones are recorded.
+        resumes: called with the optimizer of a step that is only counted, tells whether the next
+            ones are recorded.
         weights: whether the terms of losses are read.
         sums: whether what arrives at parameters is.
-        objectives: `file:line` of a call of backward -> an expression of the names there: what the loss's mean
-            divides by.
+        objectives: `file:line` of a call of backward -> an expression of the names there: what the
+            loss's mean divides by.
 
     Attributes:
         off: instrument -> the error that switched it off.
         parameters: key -> what is known of a parameter.
         muted: whether nothing is recorded, since a window is computed again.
-        concurrent: whether two threads that are alive have called backward: their passes cannot be told apart.
+        concurrent: whether two threads that are alive have called backward: their passes cannot be
+            told apart.
         records: whether passes and steps are recorded, or only counted.
         notes: what could not be seen -> how often.
         used_at: key of a parameter -> a line that uses it, where the first passes have shown one.
@@ -325,17 +367,24 @@ class Recorder:
         self._keep_stacks()
 
     def _keep_stacks(self) -> None:
-        """Let every node keep the stack that made it until the first step: so the lines of losses are known."""
-        # two steps where the first one's losses have none: Lightning switches anomaly mode off when it begins to fit
+        """Let every node keep the stack that made it until the first step: so the lines of losses
+        are known.
+        """
+        # two steps where the first one's losses have none: Lightning switches anomaly mode off when
+        # it begins to fit
         wanted = self._weights and self.steps_seen < (1 if self._lines else 2)
         if wanted and not torch.is_anomaly_enabled():
             self._checks = torch.is_anomaly_check_nan_enabled()
             torch.set_anomaly_enabled(True, False)
 
     def _end_of_stacks(self) -> None:
-        # also later than the first steps: what switched the mode for a while puts back what it found; a program that
-        # switches it on has NaNs checked
-        if self._checks is not None and torch.is_anomaly_enabled() and not torch.is_anomaly_check_nan_enabled():
+        # also later than the first steps: what switched the mode for a while puts back what it
+        # found; a program that switches it on has NaNs checked
+        if (
+            self._checks is not None
+            and torch.is_anomaly_enabled()
+            and not torch.is_anomaly_check_nan_enabled()
+        ):
             torch.set_anomaly_enabled(False, self._checks)
 
     def pause(self) -> None:
@@ -400,7 +449,8 @@ class Recorder:
     def is_silent(self) -> bool:
         """Whether nothing is recorded: a window is computed again, or threads train at once.
 
-        To read a gradient to which torch writes in another thread, without Python's lock, can end the process.
+        To read a gradient to which torch writes in another thread, without Python's lock, can end
+        the process.
         """
         return self.muted or self.concurrent
 
@@ -420,9 +470,15 @@ class Recorder:
     def begin(self, tensors: Any, accumulates: bool, inputs: Any) -> Running | None:
         """Note the beginning of a pass; a pass that runs inside another one belongs to that."""
         roots = [t for t in tensors if edge_of(t)[0] is not None]
-        if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in roots if isinstance(t, torch.Tensor)):
+        if any(
+            torch._C._functorch.is_functorch_wrapped_tensor(t)
+            for t in roots
+            if isinstance(t, torch.Tensor)
+        ):
             # what a transformation returns is a value of the program's
-            self.notes["a loss inside of torch.func is not seen: what it returns is no backward pass"] += 1
+            self.notes[
+                "a loss inside of torch.func is not seen: what it returns is no backward pass"
+            ] += 1
             return None
         if any(isinstance(t, torch.Tensor) and not samples.has_values(t) for t in roots):
             return None  # operations are counted on the meta device or with fake tensors: nothing is trained
@@ -435,7 +491,8 @@ class Recorder:
                     self._unhook(2)
                     return None
             self._note_unseen()
-            # what a pass computes itself, as an adjoint does, would take ten times as long with stacks
+            # what a pass computes itself, as an adjoint does, would take ten times as long with
+            # stacks
             self._end_of_stacks()
             if accumulates or any(isinstance(p, torch.nn.Parameter) for p in inputs):
                 record = PassRecord(here(), accumulates, loop=loop_here(), reset=self._reset)
@@ -446,14 +503,17 @@ class Recorder:
             self._unbound.append(running)
             if self._objectives:
                 self._declare(roots)
-            if self._weights and (accumulates or any(isinstance(p, torch.nn.Parameter) for p in inputs)):
+            if self._weights and (
+                accumulates or any(isinstance(p, torch.nn.Parameter) for p in inputs)
+            ):
                 self._read(running, roots)
         else:
             running = Running(outer.record, Reader(), outer)
             if self._weights and accumulates:
                 self._read_inside(running, roots)
         for root in roots:
-            # hooks run in the thread of a device: autograd's number of the pass tells which pass they belong to
+            # hooks run in the thread of a device: autograd's number of the pass tells which pass
+            # they belong to
             self._bind_at(running, edge_of(root)[0])
         if accumulates:
             self._look_below(running, roots)
@@ -485,11 +545,18 @@ class Recorder:
             self._unbound.remove(running)
 
     def _declare(self, roots: Sequence[Any]) -> None:
-        """Declare the count of a loss that goes backward at a line for which the user has given an expression."""
+        """Declare the count of a loss that goes backward at a line for which the user has given an
+        expression.
+        """
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            place = f"{shown(frame.f_code.co_filename)}:{frame.f_lineno}"  # given with or without its folder
-            expression = next((e for at, e in self._objectives.items() if (os.sep + place).endswith(os.sep + at)), None)
+            place = (  # given with or without its folder
+                f"{shown(frame.f_code.co_filename)}:{frame.f_lineno}"
+            )
+            expression = next(
+                (e for at, e in self._objectives.items() if (os.sep + place).endswith(os.sep + at)),
+                None,
+            )
             if expression is not None:
                 with torch.no_grad():
                     count = eval(expression, frame.f_globals, frame.f_locals)
@@ -511,10 +578,17 @@ class Recorder:
 
     @_guarded(WEIGHTS)
     def _read_inside(self, running: Running, roots: list[Any]) -> None:
-        """Read the loss itself where a checkpoint computes it again: its terms replace the node of the checkpoint."""
+        """Read the loss itself where a checkpoint computes it again: its terms replace the node of
+        the checkpoint.
+        """
         outer = running.outer.reader.found  # type: ignore[union-attr]
         checkpoints = [f for f in outer if f.term.opaque and "Checkpoint" in f.term.expression[-1]]
-        if checkpoints and len(roots) == 1 and isinstance(roots[0], torch.Tensor) and roots[0].numel() == 1:
+        if (
+            checkpoints
+            and len(roots) == 1
+            and isinstance(roots[0], torch.Tensor)
+            and roots[0].numel() == 1
+        ):
             running.reader.read(roots)
             self._mark(running)
             # each checkpoint is computed again in a pass of its own
@@ -522,23 +596,30 @@ class Recorder:
 
     @_guarded(PASSES)
     def _look_below(self, running: Running, roots: list[Any]) -> None:
-        """Watch the parameters that a pass reaches, and see which terms join items with and without a gradient."""
+        """Watch the parameters that a pass reaches, and see which terms join items with and without
+        a gradient.
+        """
         leaves, joins = leaves_below(edge_of(root)[0] for root in roots)
         if not self.parameters and _is_distributed():
             # FSDP gathers parameters: the leaves are others than those that optimizers step on
-            for group in (group for one in living(torch.optim.Optimizer) for group in one.param_groups):
+            for group in (
+                group for one in living(torch.optim.Optimizer) for group in one.param_groups
+            ):
                 for parameter in group["params"]:
                     self._watch(parameter)
         first = self._next_key
         apart = self._is_apart()
         for leaf in leaves:
             key = self._watch(leaf)
-            stands = leaf.grad if key >= first else None  # before the first pass that is known to reach it
+            stands = (
+                leaf.grad if key >= first else None
+            )  # before the first pass that is known to reach it
             if stands is not None and samples.read([samples.sample(stands, whole=False)])[0].any():
                 self._unseen.add(key)
             if self._shards and not getattr(leaf, "_fsdp_flattened", False):
                 self._shards.discard(key)  # tensor parallelism: a shard that goes backward itself
-            # a hook after ours may change `.grad` in this pass, as DDP and an optimizer in backward do
+            # a hook after ours may change `.grad` in this pass, as DDP and an optimizer in backward
+            # do
             if apart or len(leaf._post_accumulate_grad_hooks) > 1:
                 self._hear(key, leaf, at_once=True)
             if leaf._backward_hooks and self._sums:
@@ -549,12 +630,15 @@ class Recorder:
         for found in running.reader.found if joins else ():
             below, own = leaves_below([found.node])
             outside = {id(leaf) for leaf in leaves_below([found.node], own)[0]}
-            # what makes cached items is reached through a join alone; a recurrent layer, which joins the states of some
-            # rows with the first state of others, computes on with the parameters of these states
+            # what makes cached items is reached through a join alone; a recurrent layer, which
+            # joins the states of some rows with the first state of others, computes on with the
+            # parameters of these states
             if {id(leaf) for leaf in below} - outside:
                 found.term.partial = joined_share(own[0])
                 inside = {id(leaf) for leaf in leaves_below(own)[0]}
-                running.record.whole = sorted(self._keys[i] for i in outside - inside if i in self._keys)
+                running.record.whole = sorted(
+                    self._keys[i] for i in outside - inside if i in self._keys
+                )
 
     @_guarded(PASSES)
     def end(self, running: Running | None) -> None:
@@ -583,8 +667,11 @@ class Recorder:
             if term.line is not None:
                 self._lines.setdefault(term.expression, {}).setdefault(place, term.line)
             known = self._lines.get(term.expression, {})
-            # a trainer may send the micro-batch that it steps on backward by another path than the others
-            term.line = known.get(place) or (next(iter(known.values())) if len({*known.values()}) == 1 else None)
+            # a trainer may send the micro-batch that it steps on backward by another path than the
+            # others
+            term.line = known.get(place) or (
+                next(iter(known.values())) if len({*known.values()}) == 1 else None
+            )
             running.record.terms.append(term)
 
     def _finish(self, running: Running) -> None:
@@ -597,14 +684,21 @@ class Recorder:
     def _clocks(self) -> dict[str, int]:
         """Return checksums of what a program moves with its steps."""
         found = (one() for one in self._optimizers)
-        rates = [group.get("lr") for optimizer in found if optimizer is not None for group in optimizer.param_groups]
+        rates = [
+            group.get("lr")
+            for optimizer in found
+            if optimizer is not None
+            for group in optimizer.param_groups
+        ]
         epochs = [one.last_epoch for of in self._schedules or () if (one := of()) is not None]
         # to read a rate that is a tensor could wait for a device
         rates = [rate._version if isinstance(rate, torch.Tensor) else rate for rate in rates]
         clocks = {SCHEDULE: zlib.crc32(repr((rates, epochs)).encode())}
         averages = [average for of in self._averages if (average := of()) is not None]
         for average, mark in zip(averages, samples.Together().marks(averages), strict=True):
-            clocks[AVERAGE] = zlib.crc32(repr((mark, average._version, clocks.get(AVERAGE))).encode())
+            clocks[AVERAGE] = zlib.crc32(
+                repr((mark, average._version, clocks.get(AVERAGE))).encode()
+            )
         return clocks
 
     def _find_clocks(self) -> None:
@@ -614,11 +708,19 @@ class Recorder:
         """
         found = living(torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler, torch.Tensor)
         self._scalers = [
-            weakref.ref(one) for one in found if isinstance(one, torch.amp.GradScaler) and one.is_enabled()
+            weakref.ref(one)
+            for one in found
+            if isinstance(one, torch.amp.GradScaler) and one.is_enabled()
         ]
-        self._schedules = [weakref.ref(one) for one in found if isinstance(one, torch.optim.lr_scheduler.LRScheduler)]
+        self._schedules = [
+            weakref.ref(one)
+            for one in found
+            if isinstance(one, torch.optim.lr_scheduler.LRScheduler)
+        ]
         own = [
-            p for known in self.parameters.values() if (p := known.reference()) is not None and p.is_floating_point()
+            p
+            for known in self.parameters.values()
+            if (p := known.reference()) is not None and p.is_floating_point()
         ]
         shapes = {(p.shape, p.dtype, p.device): p for p in own if p.numel() >= FEWEST}
         memory = {tensor.data_ptr() for p in own for tensor in (p, p.grad) if tensor is not None}
@@ -631,12 +733,17 @@ class Recorder:
             if like is None or id(one) in self._keys or one.data_ptr() in memory:
                 continue
             now, then = samples.read([samples.sample(each, whole=False) for each in (one, like)])
-            if np.hypot.reduce(now - then) < NEAR * np.hypot.reduce(then) and len(self._averages) < MOST_AVERAGES:
+            if (
+                np.hypot.reduce(now - then) < NEAR * np.hypot.reduce(then)
+                and len(self._averages) < MOST_AVERAGES
+            ):
                 self._averages.append(weakref.ref(one))
 
     @_guarded(SUMS)
     def by_hand(self, running: Running | None, inputs: Any, results: Any) -> None:
-        """Note the results of `torch.autograd.grad` for parameters, which the program may put into `.grad` itself."""
+        """Note the results of `torch.autograd.grad` for parameters, which the program may put into
+        `.grad` itself.
+        """
         if running is None or running.outer is not None or running.record.accumulates:
             return
         for parameter, gradient in zip(inputs, results or (), strict=False):
@@ -650,7 +757,10 @@ class Recorder:
             self._finish(running)
 
     def running(self) -> Running | None:
-        """Return the pass that runs; None for one that is not recorded, as one that is entered from C++."""
+        """Return the pass that runs.
+
+        None for one that is not recorded, as one that is entered from C++.
+        """
         task = _task()
         if task not in self._running and len(self._unbound) == 1:
             # a hook on the tensor that goes backward comes before those of its node
@@ -683,7 +793,8 @@ class Recorder:
             if known.at_once:
                 return
             known.heard.remove()
-        # between two kernels Python is several times as slow: what can be done at the end of the pass is
+        # between two kernels Python is several times as slow: what can be done at the end of the
+        # pass is
         hook = functools.partial(self._accumulated, key) if at_once else self._heard.append
         found = known.heard = parameter.register_post_accumulate_grad_hook(hook)
         known.at_once = at_once
@@ -693,26 +804,35 @@ class Recorder:
     def _points(self) -> dict[int, int]:
         """Return a checksum of each parameter's values, or its version where they lie on a device.
 
-        A version does not tell of `.data`, by which averages are swapped in and parameters perturbed.
+        A version does not tell of `.data`, by which averages are swapped in and parameters
+        perturbed.
         """
         own = {
             key: p
             for key, known in self.parameters.items()
-            if (p := known.reference()) is not None and p.requires_grad  # a frozen copy may follow the trained ones
+            if (p := known.reference()) is not None
+            and p.requires_grad  # a frozen copy may follow the trained ones
         }
         marks = self._values_of.marks([*own.values()])
-        return {key: own[key]._version if mark is None else mark for key, mark in zip(own, marks, strict=True)}
+        return {
+            key: own[key]._version if mark is None else mark
+            for key, mark in zip(own, marks, strict=True)
+        }
 
     @_guarded(SUMS)
     def _look_at_gradients(self) -> None:
-        """See at the beginning of a pass what stands in each `.grad`: what the last arrival left, or something else."""
+        """See at the beginning of a pass what stands in each `.grad`: what the last arrival left,
+        or something else.
+        """
         same, given = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
         for key, known in self.parameters.items():
             parameter = known.reference()
             if parameter is not None and (gradient := parameter.grad) is not None:
                 # what is seen by its version alone is read once
                 (same if _is_same(known, gradient) else given)[key] = gradient
-        for key, mark in zip(same, self._gradients_of.marks([*same.values()]) if same else (), strict=True):
+        for key, mark in zip(
+            same, self._gradients_of.marks([*same.values()]) if same else (), strict=True
+        ):
             if mark != self.parameters[key].gradient[2]:  # type: ignore[index]
                 given[key] = same[key]
         self._before = dict.fromkeys(same, KEPT) | dict.fromkeys(given, TOUCHED)
@@ -732,18 +852,26 @@ class Recorder:
         if key not in self._shards:
             self._arrived(running.record, {key: parameter})
         elif running.record not in self._late:
-            self._late.append(running.record)  # what stands here is reduced later in this pass or in another one
+            self._late.append(
+                running.record
+            )  # what stands here is reduced later in this pass or in another one
 
     def _arrived(self, record: PassRecord, parameters: Mapping[int, torch.Tensor]) -> None:
         """Note what has arrived at some parameters."""
         # in the order in which all other looks at them are, so that their places are found once
-        given = {key: gradient for key, p in sorted(parameters.items()) if (gradient := p.grad) is not None}
+        given = {
+            key: gradient
+            for key, p in sorted(parameters.items())
+            if (gradient := p.grad) is not None
+        }
         record.now |= self._taken(given) if self._sums else dict.fromkeys(given, samples.NOTHING)
         # passes inside of this one: one arrival, from the first state to the last
         record.arrivals = {key: self._before.get(key, NONE) for key in given} | record.arrivals
         record.was |= {key: self._touched[key] for key in self._touched.keys() & given.keys()}
 
-    def _taken(self, gradients: Mapping[int, torch.Tensor], *, whole: bool = False) -> dict[int, Raw]:
+    def _taken(
+        self, gradients: Mapping[int, torch.Tensor], *, whole: bool = False
+    ) -> dict[int, Raw]:
         """Sample the gradients of some parameters, and note that this is how they stand."""
         found, marks = self._gradients_of.taken([*gradients.values()], whole=whole or self._full())
         for (key, gradient), mark in zip(gradients.items(), marks, strict=True):
@@ -767,13 +895,17 @@ class Recorder:
     @_guarded(SUMS)
     def _arrive_all(self, running: Running) -> None:
         if self._heard and running.record.accumulates:
-            self._arrived(running.record, {self._keys[id(parameter)]: parameter for parameter in self._heard})
+            self._arrived(
+                running.record, {self._keys[id(parameter)]: parameter for parameter in self._heard}
+            )
         self._heard.clear()
         if self._shards:
             self._arrive_at_shards(running.record)
 
     def _arrive_at_shards(self, record: PassRecord) -> None:
-        """Note which shards have changed in a pass: FSDP reduces into them what has arrived at gathered parameters."""
+        """Note which shards have changed in a pass: FSDP reduces into them what has arrived at
+        gathered parameters.
+        """
         silent = self._shards - record.arrivals.keys()
         if record.arrivals and silent and record not in self._late:
             self._late.append(record)
@@ -781,13 +913,19 @@ class Recorder:
         for key in silent:
             known = self.parameters[key]
             parameter = known.reference()
-            if parameter is None or (gradient := parameter.grad) is None or parameter.is_leaf is False:
+            if (
+                parameter is None
+                or (gradient := parameter.grad) is None
+                or parameter.is_leaf is False
+            ):
                 continue
             before = self._before.get(key, NONE)
             same = before == KEPT and _is_same(known, gradient)
             if same and samples.Together().marks([gradient])[0] == known.gradient[2]:  # type: ignore[index]
                 continue
-            if before == TOUCHED and _equal(self._touched[key], samples.sample(gradient, whole=self._full())):
+            if before == TOUCHED and _equal(
+                self._touched[key], samples.sample(gradient, whole=self._full())
+            ):
                 continue
             found = True
             for earlier in self._late:
@@ -799,7 +937,9 @@ class Recorder:
             self._late.clear()
 
     def _divisor(self, shard: torch.Tensor) -> float:
-        """Return by what FSDP divides the sum of the ranks' gradients: their number, or what the program has set."""
+        """Return by what FSDP divides the sum of the ranks' gradients: their number, or what the
+        program has set.
+        """
         if self._groups is None:
             self._groups = _groups_of_shards()
         reference, ranks = self._groups.get(id(shard)), float(torch.distributed.get_world_size())
@@ -809,7 +949,8 @@ class Recorder:
             divisor = float(group._gradient_predivide_factor * group._gradient_postdivide_factor)
         what = "the mean" if divisor == ranks else f"the sum, divided by {divisor:g},"
         self.notes[
-            f"gradients are sharded over the ranks: what is reduced into them is taken for {what} over all ranks"
+            f"gradients are sharded over the ranks: what is reduced into them is taken for {what}"
+            " over all ranks"
         ] = 1
         return divisor
 
@@ -830,7 +971,9 @@ class Recorder:
 
     @_guarded(SUMS)
     def _hooked(self, key: int, known: Known, gradient: torch.Tensor) -> None:
-        """Compare the factors by which the program's hooks change a gradient with those of the last pass."""
+        """Compare the factors by which the program's hooks change a gradient with those of the last
+        pass.
+        """
         raw, known.raw = known.raw, None
         if raw is None or raw.shape != gradient.shape or raw.layout != torch.strided:
             return
@@ -841,7 +984,11 @@ class Recorder:
         fixed = True
         if last is not None:
             both = ~(ratio.isnan() | last.isnan())
-            fixed = bool(torch.allclose(ratio[both], last[both], rtol=1e-3 if ratio.element_size() > 2 else 2e-2))
+            fixed = bool(
+                torch.allclose(
+                    ratio[both], last[both], rtol=1e-3 if ratio.element_size() > 2 else 2e-2
+                )
+            )
         if (fixed and unchanged) or (running := self.running()) is None:
             return
         record = running.record
@@ -862,7 +1009,9 @@ class Recorder:
             record.factors[key] = float(known_ratios.double().median())
 
     def _forget_dead(self) -> None:
-        dead = [(i, key) for i, key in self._keys.items() if self.parameters[key].reference() is None]
+        dead = [
+            (i, key) for i, key in self._keys.items() if self.parameters[key].reference() is None
+        ]
         for identity, key in dead:
             del self._keys[identity], self.parameters[key]
 
@@ -914,10 +1063,16 @@ class Recorder:
     def _values(self, keys: Iterable[int]) -> dict[int, Raw]:
         """Return a sample of the values of some parameters."""
         found = {key: self.parameters[key].reference() for key in keys}
-        return {key: samples.sample(parameter, whole=True) for key, parameter in found.items() if parameter is not None}
+        return {
+            key: samples.sample(parameter, whole=True)
+            for key, parameter in found.items()
+            if parameter is not None
+        }
 
     def _find_scale(self, step: StepRecord, optimizer: Any) -> None:
-        """Find which GradScaler has divided by its scale, by `unscale_`, and which ones may have and have not."""
+        """Find which GradScaler has divided by its scale, by `unscale_`, and which ones may have
+        and have not.
+        """
         for scaler in (one for of in self._scalers if (one := of()) is not None):
             if scaler._scale is None:
                 continue
@@ -928,9 +1083,13 @@ class Recorder:
                 step.passed_by.append(float(scaler._scale))
 
     def _overlaid(self, tensors: Mapping[int, torch.Tensor]) -> list[int]:
-        """Return the keys of tensors that share memory, as `head.weight = Parameter(embedding.weight.data)` leaves."""
+        """Return the keys of tensors that share memory, as `head.weight =
+        Parameter(embedding.weight.data)` leaves.
+        """
         found, end, before = set[int](), 0, 0
-        own = {k: t for k, t in tensors.items() if type(t) in samples.OWN and not samples.is_shard(t)}
+        own = {
+            k: t for k, t in tensors.items() if type(t) in samples.OWN and not samples.is_shard(t)
+        }
         plain = {k: t for k, t in own.items() if t.layout == torch.strided and not t.is_meta}
         ranges = ((t.data_ptr(), t.numel() * t.element_size(), k) for k, t in plain.items())
         for begin, size, key in sorted(one for one in ranges if one[1]):
@@ -946,7 +1105,8 @@ class Recorder:
 
         Args:
             optimizer: that steps.
-            is_whole: whether it steps once and for all when this returns, and not once for each call of a closure.
+            is_whole: whether it steps once and for all when this returns, and not once for each
+                call of a closure.
         """
         if not self.records:  # a closure that is called once more
             return
@@ -954,14 +1114,19 @@ class Recorder:
             self._end_of_stacks()
         if _task() != -1:
             self.notes[
-                "an optimizer steps inside of a backward pass, which has not ended: these steps were not judged"
+                "an optimizer steps inside of a backward pass, which has not ended: these steps"
+                " were not judged"
             ] += 1
             return
         own = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(getattr(p, "_fsdp_flattened", False) and not getattr(p, "_is_flat_param", False) for p in own):
+        if any(
+            getattr(p, "_fsdp_flattened", False) and not getattr(p, "_is_flat_param", False)
+            for p in own
+        ):
             self.notes[
-                "FSDP with use_orig_params=True takes `.grad` away while it computes: neither sums nor weights of "
-                "these steps were judged; those of `fully_shard` and of use_orig_params=False can be"
+                "FSDP with use_orig_params=True takes `.grad` away while it computes: neither sums"
+                " nor weights of these steps were judged; those of `fully_shard` and of"
+                " use_orig_params=False can be"
             ] += 1
             return
         self._note_unseen()
@@ -983,7 +1148,9 @@ class Recorder:
             with contextlib.suppress(Exception):  # no finding is worth the judgement of the sums
                 self._find_clocks()
         trainer, steps, scale = _of_the_stack()
-        divisor = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides inside of its step
+        divisor = getattr(
+            optimizer, "grad_scale", None
+        )  # a fused optimizer divides inside of its step
         fused = isinstance(divisor, torch.Tensor)
         for earlier in self._late:  # never reduced
             for key in self._shards & gradients.keys():
@@ -1001,7 +1168,11 @@ class Recorder:
             steps,
             trainer,
             self._wrapped.get(index, False) or bool(self._late),
-            unwritten=[key for key, was in before.items() if _is_unwritten(was, self.parameters[key].gradient)],
+            unwritten=[
+                key
+                for key, was in before.items()
+                if _is_unwritten(was, self.parameters[key].gradient)
+            ],
             has_unseen=not self._unseen.isdisjoint(gradients),
         )
         self._unseen -= gradients.keys()
@@ -1010,21 +1181,32 @@ class Recorder:
             self._find_scale(step, optimizer)
         step.frozen = frozenset(self._keys[id(p)] for p in own if not p.requires_grad)
         if is_first:
-            step.twice = sorted({self._keys[i] for i, times in Counter(map(id, own)).items() if times > 1})
+            step.twice = sorted(
+                {self._keys[i] for i, times in Counter(map(id, own)).items() if times > 1}
+            )
             step.overlaid = self._overlaid({self._keys[id(p)]: p for p in own})
             step.overlapping = self._overlaid(given)
             step.values = self._values(gradients) if _is_distributed() else {}
         if idle:
             step.moved = self._values(gradients)
-            self._idle[index] = step  # until it has ended: only then is it known whether it has moved anything
+            self._idle[index] = (
+                step  # until it has ended: only then is it known whether it has moved anything
+            )
         else:
             self._receive(step)
 
 
 def _is_same(known: Known, gradient: torch.Tensor) -> bool:
-    """Return whether nothing but its values tells that a gradient is another one than the last arrival left."""
+    """Return whether nothing but its values tells that a gradient is another one than the last
+    arrival left.
+    """
     was = known.gradient
-    return was is not None and was[2] is not None and was[0]() is gradient and was[1] == gradient._version
+    return (
+        was is not None
+        and was[2] is not None
+        and was[0]() is gradient
+        and was[1] == gradient._version
+    )
 
 
 def _is_unwritten(was: Any, now: Any) -> bool:
@@ -1036,7 +1218,10 @@ def _is_distributed() -> bool:
 
 
 def _groups_of_shards() -> dict[int, weakref.ref[Any]]:
-    """Return the id of each of FSDP's shards -> what reduces it and has the divisor; torch documents none of this."""
+    """Return the id of each of FSDP's shards -> what reduces it and has the divisor.
+
+    Torch documents none of this.
+    """
     fsdp, found = sys.modules.get("torch.distributed.fsdp"), dict[int, weakref.ref[Any]]()
     with contextlib.suppress(AttributeError):
         for module in living(fsdp.FSDPModule) if fsdp else ():
@@ -1050,11 +1235,16 @@ def _groups_of_shards() -> dict[int, weakref.ref[Any]]:
 
 def _equal(one: Raw | None, other: Raw) -> bool:
     """Return whether two samples on a CPU are the same."""
-    return not isinstance(one, torch.Tensor | None) and not isinstance(other, torch.Tensor) and list(one) == list(other)
+    return (
+        not isinstance(one, torch.Tensor | None)
+        and not isinstance(other, torch.Tensor)
+        and list(one) == list(other)
+    )
 
 
 def _hide_from_dynamo() -> None:
-    """Let Dynamo run the suite's frames as they are: it compiles what is entered below a compiled function.
+    """Let Dynamo run the suite's frames as they are: it compiles what is entered below a compiled
+    function.
 
     `torch.compiler.disable` would import Dynamo, which takes a second.
     """
@@ -1062,10 +1252,16 @@ def _hide_from_dynamo() -> None:
     action, own = evaluation._FrameAction, str(Path(__file__).parents[1])
     as_it_is = evaluation._FrameExecStrategy(action.SKIP, action.DEFAULT)
     # `gc.freeze()` hides functions from the collector, but not from their modules
-    modules = [vars(module) for name, module in list(sys.modules.items()) if name.startswith("gradcheck_suite.")]
+    modules = [
+        vars(module)
+        for name, module in list(sys.modules.items())
+        if name.startswith("gradcheck_suite.")
+    ]
     named = [value for namespace in modules for value in list(namespace.values())]
     named += [value for one in named if isinstance(one, type) for value in list(vars(one).values())]
-    functions = [getattr(value, "fget", None) or getattr(value, "__wrapped__", value) for value in named]
+    functions = [
+        getattr(value, "fget", None) or getattr(value, "__wrapped__", value) for value in named
+    ]
     functions += living(FunctionType)
     codes = [function.__code__ for function in functions if isinstance(function, FunctionType)]
     stack = [code for code in codes if code.co_filename.startswith(own)]
@@ -1080,14 +1276,19 @@ def _optimizers_on_the_stack() -> list[Any]:
     frame: FrameType | None = sys._getframe(2)
     found: list[Any] = []
     while frame is not None:
-        if frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == "torch.optim.optimizer":
+        if (
+            frame.f_code.co_name == "wrapper"
+            and frame.f_globals.get("__name__") == "torch.optim.optimizer"
+        ):
             found += frame.f_locals.get("args", ())[:1]
         frame = frame.f_back
     return found
 
 
 def _arrange(hooks: Any, first: Sequence[int], last: Sequence[int]) -> None:
-    """Put hooks in order: autograd walks the OrderedDict as a plain dict, where `move_to_end` changes nothing."""
+    """Put hooks in order: autograd walks the OrderedDict as a plain dict, where `move_to_end`
+    changes nothing.
+    """
     if len(hooks) > len(first) + len(last):
         items = dict(hooks)
         keys = [*first, *(key for key in items if key not in first and key not in last), *last]

@@ -1,8 +1,10 @@
-"""What stands in `.grad` at each optimizer step, in terms of the backward passes that arrived, for 1 to N ranks.
+"""What stands in `.grad` at each optimizer step, in terms of the backward passes that arrived, for
+1 to N ranks.
 
-The events of all ranks are walked in lockstep. Each measured state of a `.grad` is explained by the state before it:
-the same, reset, reduced over the ranks, or multiplied by one factor. What no such event explains is an edit. So nothing
-is fitted, but for gradients that a program puts together by hand.
+The events of all ranks are walked in lockstep. Each measured state of a `.grad` is explained by the
+state before it: the same, reset, reduced over the ranks, or multiplied by one factor. What no such
+event explains is an edit. So nothing is fitted, but for gradients that a program puts together by
+hand.
 """
 
 from __future__ import annotations
@@ -19,7 +21,16 @@ import numpy as np
 
 from gradcheck_suite.auditing.events import BY_HAND, NONE, Column, PassRecord, StepRecord
 from gradcheck_suite.auditing.places import Place
-from gradcheck_suite.auditing.samples import ELEMENTS, Vector, alike, distance, factor, is_finite, is_mostly, size
+from gradcheck_suite.auditing.samples import (
+    ELEMENTS,
+    Vector,
+    alike,
+    distance,
+    factor,
+    is_finite,
+    is_mostly,
+    size,
+)
 from gradcheck_suite.core.comparison import FURTHER_ROUNDINGS, SMALLEST, UNIT_ROUNDOFF, growth
 
 RELATIVE = {"float64": 1e-10, "float32": 3e-5, "bfloat16": 3e-2, "float16": 4e-3}
@@ -55,21 +66,27 @@ def near(a: float, b: float, tolerance: float) -> bool:
 
 
 def fitted(columns: Vector, target: Vector) -> tuple[Vector, Vector, Vector] | None:
-    """Fit a sum of columns to a target by least squares; None where several sums fit, or no element would tell.
+    """Fit a sum of columns to a target by least squares.
+
+    None where several sums fit, or no element would tell.
 
     Args:
         columns: (elements, columns).
         target: (elements,).
 
     Returns:
-        the coefficients (columns,), what is left over (elements,), and the standard errors of the coefficients where
-        what is left over has one of 1 (columns,).
+        the coefficients (columns,), what is left over (elements,), and the standard errors of the
+        coefficients where what is left over has one of 1 (columns,).
     """
     found, _, rank, _ = np.linalg.lstsq(columns, target, rcond=1e-7)
     solution = np.asarray(found, np.float64)
     if not len(columns) > len(solution) == rank:
         return None
-    return solution, target - columns @ solution, np.sqrt(np.diag(np.linalg.inv(columns.T @ columns)))
+    return (
+        solution,
+        target - columns @ solution,
+        np.sqrt(np.diag(np.linalg.inv(columns.T @ columns))),
+    )
 
 
 @dataclass(frozen=True)
@@ -100,12 +117,15 @@ class Fit:
 
     @property
     def tells(self) -> bool:
-        """Whether rounding leaves a pass that is in the sum as much as another one apart from one that is not."""
+        """Whether rounding leaves a pass that is in the sum as much as another one apart from one
+        that is not.
+        """
         return not self.is_exact or self.error < 0.5
 
     @property
     def is_of_copies(self) -> bool:
-        """Whether the program has put an edited `.grad` together from copies, and not from what a reset has left.
+        """Whether the program has put an edited `.grad` together from copies, and not from what a
+        reset has left.
 
         What was reset is then seen in it.
         """
@@ -114,7 +134,9 @@ class Fit:
 
     @property
     def is_blank(self) -> bool:
-        """Whether no pass at all is seen in an edited `.grad`: noise may hide them, or something else stand there."""
+        """Whether no pass at all is seen in an edited `.grad`: noise may hide them, or something
+        else stand there.
+        """
         return not (np.abs(self.coefficients) > self.bounds).any()
 
 
@@ -138,7 +160,8 @@ class Seen:
 
     Attributes:
         records: one for each rank.
-        consumers: index of an optimizer -> the number of passes there were when it stepped on this one.
+        consumers: index of an optimizer -> the number of passes there were when it stepped on this
+            one.
         reduced: whether `.grad` was reduced over the ranks after it.
     """
 
@@ -161,7 +184,14 @@ class Seen:
         return any(keys & record.arrivals.keys() for record in self.records)
 
 
-SAME, RESET, REDUCED, FACTOR, EDITED, NOT_FINITE = "same", "reset", "reduced", "factor", "edited", "not finite"
+SAME, RESET, REDUCED, FACTOR, EDITED, NOT_FINITE = (
+    "same",
+    "reset",
+    "reduced",
+    "factor",
+    "edited",
+    "not finite",
+)
 WRITTEN = "written"
 """A result of `torch.autograd.grad`, or a multiple of one, stands there."""
 UNEXPLAINED = EDITED, RESET, NOT_FINITE
@@ -179,18 +209,22 @@ class StepWindow:
         passes: index -> pass, of those that reached its parameters since its last step.
         keys: of its parameters.
         coefficients: key -> of which passes its `.grad` is made.
-        factor: by which all of `.grad` was multiplied after the last pass; None where parameters differ.
+        factor: by which all of `.grad` was multiplied after the last pass; None where parameters
+            differ.
         edit: `"reset"` (some parameters), `"all reset"`, `"free"`, `"by hand"`, or None.
         seen: index of a pass -> its consumers when this step came.
         first: whether it is the optimizer's first step.
         before: the number of passes at the optimizer's last step.
-        local: parameters in whose `.grad` the last passes are the rank's own, where there are several ranks.
+        local: parameters in whose `.grad` the last passes are the rank's own, where there are
+            several ranks.
         null: what arrived there was exactly 0: it tells nothing.
         not_finite: the passes with an arrival that was not finite.
-        copies: whether the optimizer steps on copies of the parameters (master weights), for which these stand here.
+        copies: whether the optimizer steps on copies of the parameters (master weights), for which
+            these stand here.
         fit: of `.grad` where no event explains it; None where what arrived is not known.
         removed: parameters whose `.grad` was set to 0 after the last pass.
-        kept_apart: the passes that stood in a `.grad` together, with their coefficients, when it was reset or edited.
+        kept_apart: the passes that stood in a `.grad` together, with their coefficients, when it
+            was reset or edited.
         error: of coefficients that are fitted, relative to the largest one; 0 where none is.
     """
 
@@ -226,11 +260,17 @@ class StepWindow:
 
     @property
     def left(self) -> float:
-        """By what `.grad` was multiplied after the last pass, beside what a GradScaler takes out; 1 where none is."""
+        """By what `.grad` was multiplied after the last pass, beside what a GradScaler takes out.
+
+        1 where none is.
+        """
         return (self.factor or 1.0) * (1.0 if self.step.fused else self.step.scale or 1.0)
 
     def of_pass(self, source: Source) -> float | None:
-        """Return the coefficient of a pass, the median over the parameters that it reached; None where it has none."""
+        """Return the coefficient of a pass, the median over the parameters that it reached.
+
+        None where it has none.
+        """
         found = [c for cs in self.coefficients.values() if abs(c := cs.get(source, 0.0)) > 1e-9]
         return median(found) if found else None
 
@@ -287,38 +327,52 @@ class Replay:
         dtype = self._dtypes.get(key, "float32")
         return dtype if dtype in UNIT_ROUNDOFF else "float32"
 
-    def _explain_all(self, rank: int, measured: Mapping[int, Vector], *, inside: bool) -> dict[int, Explanation]:
+    def _explain_all(
+        self, rank: int, measured: Mapping[int, Vector], *, inside: bool
+    ) -> dict[int, Explanation]:
         """Explain what stands in the `.grad` of several parameters.
 
         Args:
             rank: on which it was measured.
             measured: key of a parameter -> a sample of its `.grad`.
-            inside: whether more passes of the window may follow: a factor then stays in the coefficients.
+            inside: whether more passes of the window may follow: a factor then stays in the
+                coefficients.
         """
         kept = self._kept(rank, measured)
         found = {
-            key: Explanation(SAME, 1.0, self._states[rank][key].coefficients, now)
-            if key in kept
-            else self._explain(rank, key, now, inside=inside)
+            key: (
+                Explanation(SAME, 1.0, self._states[rank][key].coefficients, now)
+                if key in kept
+                else self._explain(rank, key, now, inside=inside)
+            )
             for key, now in measured.items()
         }
         reduced = [one.factor for one in found.values() if one.event == REDUCED]
         for key, one in found.items() if reduced else ():
-            # two numbers are parallel: whether one of a single element was reduced or multiplied, the others tell
-            if one.event == FACTOR and (other := self._explain(rank, key, one.now, inside=inside, sure=True)):
+            # two numbers are parallel: whether one of a single element was reduced or multiplied,
+            # the others tell
+            if one.event == FACTOR and (
+                other := self._explain(rank, key, one.now, inside=inside, sure=True)
+            ):
                 found[key] = other if near(other.factor, float(np.median(reduced)), 1e-3) else one
         return found
 
     def _kept(self, rank: int, measured: Mapping[int, Vector]) -> set[int]:
-        """Return the parameters in whose `.grad` every sampled element is what it was, finite, and not all are 0."""
+        """Return the parameters in whose `.grad` every sampled element is what it was, finite, and
+        not all are 0.
+        """
         found = set[int]()
         for keys, now, then in self._together(rank, measured):
             same = (now == then).all(1) & np.isfinite(now).all(1) & now.any(1)
             found |= {key for key, is_same in zip(keys, same, strict=True) if is_same}
         return found
 
-    def _together(self, rank: int, measured: Mapping[int, Vector]) -> Iterator[tuple[list[int], Vector, Vector]]:
-        """Yield parameters, what was measured in their `.grad`, and what stood there, as far as both are known."""
+    def _together(
+        self, rank: int, measured: Mapping[int, Vector]
+    ) -> Iterator[tuple[list[int], Vector, Vector]]:
+        """Yield parameters, what was measured in their `.grad`, and what stood there, as far as
+        both are known.
+        """
         states = self._states[rank]
         groups: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for key, now in measured.items():
@@ -326,19 +380,32 @@ class Replay:
             groups[len(now), len(then) if len(then) == len(now) or then.any() else 0].append(key)
         for (length, known), keys in groups.items():
             now = np.concatenate([measured[key] for key in keys]).reshape(-1, length)
-            then = np.concatenate([states[key].sample for key in keys]).reshape(-1, known) if known else 0 * now
+            then = (
+                np.concatenate([states[key].sample for key in keys]).reshape(-1, known)
+                if known
+                else 0 * now
+            )
             both = min(length, known or length)
             yield keys, now[:, :both], then[:, :both]
 
-    def _explain(self, rank: int, key: int, now: Vector, *, inside: bool, sure: bool = False) -> Explanation:
-        """Explain a measured `.grad`; `sure` takes it for reduced even where it may only have been multiplied."""
+    def _explain(
+        self, rank: int, key: int, now: Vector, *, inside: bool, sure: bool = False
+    ) -> Explanation:
+        """Explain a measured `.grad`.
+
+        `sure` takes it for reduced even where it may only have been multiplied.
+        """
         state, tolerance = self._states[rank][key], self.tolerance(key)
         cut, then = alike(now, state.sample)
         if not is_finite(cut):
             return Explanation(NOT_FINITE, 1.0, {}, now)
         if not size(cut):
             kept = not size(then) and bool(state.coefficients)
-            return Explanation(SAME, 1.0, state.coefficients, now) if kept else Explanation(RESET, 0.0, {}, now)
+            return (
+                Explanation(SAME, 1.0, state.coefficients, now)
+                if kept
+                else Explanation(RESET, 0.0, {}, now)
+            )
         if distance(then, cut) <= 1e-3 * tolerance:
             return Explanation(SAME, 1.0, state.coefficients, now)
         if (
@@ -349,7 +416,9 @@ class Replay:
             return Explanation(REDUCED, *found, now)
         last = max((index for _, index in state.coefficients), default=-1)
         results = [
-            (i, one) for i in reversed(self.passes) if i > last and (one := self._result(rank, i, key)) is not None
+            (i, one)
+            for i in reversed(self.passes)
+            if i > last and (one := self._result(rank, i, key)) is not None
         ]
         # a parameter of few elements may be a multiple of anything
         tells = np.count_nonzero(cut[:ELEMENTS]) >= FEWEST
@@ -370,17 +439,28 @@ class Replay:
     def _reduction(
         self, key: int, now: Vector, then: Vector, tolerance: float, *, sure: bool
     ) -> tuple[float, Coefficients] | None:
-        """Explain a state as the sum or the mean of the states of all ranks; covers a reduction at every pass, too."""
+        """Explain a state as the sum or the mean of the states of all ranks.
+
+        Covers a reduction at every pass, too.
+        """
         states = [ranked[key] for ranked in self._states]
         total = np.sum([s.sample[: len(now)] for s in states], axis=0)
         found, off = factor(now, total, 20 * tolerance), 1e-3
         if found is None:
             # a hook of DDP may compress what it reduces to 16 bits
             found, off = factor(now, total, RELATIVE["bfloat16"]), 1e-2
-        divisor = None if found is None else next((d for d in (self.ranks, 1) if near(found, 1 / d, off)), None)
+        divisor = (
+            None
+            if found is None
+            else next((d for d in (self.ranks, 1) if near(found, 1 / d, off)), None)
+        )
         if found is None or size(total) < 1e-30 or (divisor is None and off > 1e-3):
             return None
-        if not sure and factor(now, then, tolerance) is not None and not near(found, 1 / self.ranks, 1e-3):
+        if (
+            not sure
+            and factor(now, then, tolerance) is not None
+            and not near(found, 1 / self.ranks, 1e-3)
+        ):
             return None
         return (1.0 if divisor else found * self.ranks), self._united(key, divisor or self.ranks)
 
@@ -398,16 +478,29 @@ class Replay:
         self.number_of_passes += 1
         self.passes[index] = Seen(records)
         own, *others = (settled(record.now) for record in records)
-        if others and any(map(size, own.values())) and not any(r.shards or r.hooked for r in records):
+        if (
+            others
+            and any(map(size, own.values()))
+            and not any(r.shards or r.hooked for r in records)
+        ):
             self.alike[
-                all(own.keys() == one.keys() and all(map(np.array_equal, own.values(), one.values())) for one in others)
+                all(
+                    own.keys() == one.keys()
+                    and all(map(np.array_equal, own.values(), one.values()))
+                    for one in others
+                )
             ] += 1
         # all ranks are measured before any is changed: a reduction is a sum over them
-        explained = [self._explain_all(rank, settled(record.was), inside=True) for rank, record in enumerate(records)]
+        explained = [
+            self._explain_all(rank, settled(record.was), inside=True)
+            for rank, record in enumerate(records)
+        ]
         for rank, ones in enumerate(explained):
             self._discard(rank, [key for key, one in ones.items() if one.event == RESET])
             for key, one in ones.items():
-                self._states[rank][key] = State(one.now, one.coefficients, self._states[rank][key].shard)
+                self._states[rank][key] = State(
+                    one.now, one.coefficients, self._states[rank][key].shard
+                )
                 if last is not None:
                     last.reduced = last.reduced or one.event == REDUCED
         for rank, record in enumerate(records):
@@ -421,7 +514,8 @@ class Replay:
             for key in record.arrivals.keys() - record.now.keys():
                 self._late[rank, key].append(index)
             self._add(rank, index, record)
-        # hundreds of windows are kept: what arrived is in the states now, and only where it arrived is asked for
+        # hundreds of windows are kept: what arrived is in the states now, and only where it arrived
+        # is asked for
         self.passes[index].records = [replace(record, was={}, now={}) for record in records]
         return index
 
@@ -446,31 +540,53 @@ class Replay:
                     added = made[asked][0]
                 else:
                     sources = product(range(self.ranks), together) if divisor else [(rank, index)]
-                    added = {**old, **{source: old.get(source, 0.0) + 1.0 / (divisor or 1.0) for source in sources}}
+                    added = {
+                        **old,
+                        **{
+                            source: old.get(source, 0.0) + 1.0 / (divisor or 1.0)
+                            for source in sources
+                        },
+                    }
                     made[asked] = added, old  # as long as the old one is kept, no other has its id
                 states[key] = State(record.now[key], added, bool(divisor))  # type: ignore[arg-type]
 
     def _discard(self, rank: int, keys: Iterable[int]) -> None:
-        """Note which passes stood together in a `.grad` that was reset: the program may have kept it elsewhere."""
+        """Note which passes stood together in a `.grad` that was reset: the program may have kept
+        it elsewhere.
+        """
         for coefficients in distinct(self._states[rank][key].coefficients for key in keys):
             kept = {source: c for source, c in coefficients.items() if source[1] >= 0}
             self._discarded.setdefault(frozenset(index for _, index in kept), kept)
 
     def on_gap(self) -> None:
         """Forget what stood in `.grad`: passes and steps follow that were not recorded."""
-        for kept in (self.passes, self._arrived, self._null, self._not_finite, self._late, self._discarded):
+        for kept in (
+            self.passes,
+            self._arrived,
+            self._null,
+            self._not_finite,
+            self._late,
+            self._discarded,
+        ):
             kept.clear()
         for states in self._states:
             states.clear()
         self._before_call = self._at_last_step = self.number_of_passes
 
     def on_unknown(self, steps: Sequence[StepRecord]) -> None:
-        """Take a step of all ranks whose window was not recorded: all that stands there is of an earlier window."""
+        """Take a step of all ranks whose window was not recorded: all that stands there is of an
+        earlier window.
+        """
         optimizer = steps[0].optimizer
         for rank, step in enumerate(steps):
             for key, now in step.gradients.items():
-                of, stands = self._copies.get(key, key), isinstance(now, np.ndarray) and bool(size(now))
-                self._states[rank][of] = State(np.asarray(now), {(rank, EARLIER): 1.0}) if stands else State()
+                of, stands = (
+                    self._copies.get(key, key),
+                    isinstance(now, np.ndarray) and bool(size(now)),
+                )
+                self._states[rank][of] = (
+                    State(np.asarray(now), {(rank, EARLIER): 1.0}) if stands else State()
+                )
                 self._owners[of].add(optimizer)
         for seen in self.passes.values():
             if seen.has({self._copies.get(key, key) for key in steps[0].gradients}):
@@ -482,10 +598,16 @@ class Replay:
         """Take a step of all ranks."""
         unwritten: set[int] = set()
         if copies := self._are_copies(steps[0]):
-            # handed over once: the parameter's own `.grad` is another tensor since it was set to None
+            # handed over once: the parameter's own `.grad` is another tensor since it was set to
+            # None
             unwritten = {self._copies.get(key, key) for key in steps[0].unwritten}
             steps = [
-                replace(step, gradients={self._copies.get(key, key): now for key, now in step.gradients.items()})
+                replace(
+                    step,
+                    gradients={
+                        self._copies.get(key, key): now for key, now in step.gradients.items()
+                    },
+                )
                 for step in steps
             ]
         optimizer, before = steps[0].optimizer, self.last.get(steps[0].optimizer, 0)
@@ -502,16 +624,29 @@ class Replay:
                 self._states[0][key] = State(one.now, one.coefficients)
             elif one.event == EDITED and reduced and key not in unequal:
                 # compressed to less than 16 bits, or to a matrix of low rank
-                self._states[0][key] = self._states[0][key]._replace(coefficients=self._united(key, self.ranks))
+                self._states[0][key] = self._states[0][key]._replace(
+                    coefficients=self._united(key, self.ranks)
+                )
             elif one.event in (EDITED, FACTOR) and key in unwritten:
                 found[key] = one._replace(event=SAME, factor=1.0, coefficients={(0, EARLIER): 1.0})
         late = [(rank, key) for rank, key in self._late if key in steps[0].gradients]
         window = StepWindow(
-            optimizer, steps[0].call, steps[0], members, keys, {}, 1.0, None,
-            {i: dict(p.consumers) for i, p in members.items()}, optimizer not in self.last, before,
+            optimizer,
+            steps[0].call,
+            steps[0],
+            members,
+            keys,
+            {},
+            1.0,
+            None,
+            {i: dict(p.consumers) for i, p in members.items()},
+            optimizer not in self.last,
+            before,
             [key for _, key in late] or unequal - own,
-            {n for n in self._null if n[1] in members}, self._not_finite & members.keys(), copies,
-        )  # fmt: skip
+            {n for n in self._null if n[1] in members},
+            self._not_finite & members.keys(),
+            copies,
+        )
         for place in late:
             del self._late[place]
         self._fill(window, found)
@@ -519,42 +654,55 @@ class Replay:
         return window
 
     def _are_copies(self, step: StepRecord) -> bool:
-        """Return whether an optimizer steps on copies of parameters, and note which parameter each one stands for.
+        """Return whether an optimizer steps on copies of parameters, and note which parameter each
+        one stands for.
 
-        What is given to a copy is what stood in the `.grad` of its parameter: in float32, or divided by a number that
-        all share. Copies are in the order of the parameters, which tells those of one element apart.
+        What is given to a copy is what stood in the `.grad` of its parameter: in float32, or
+        divided by a number that all share. Copies are in the order of the parameters, which tells
+        those of one element apart.
         """
         given = False
         for key, now in step.gradients.items():
             if not isinstance(now, np.ndarray) or not size(now):
                 continue
             given = True
-            if any(key in record.arrivals for seen in self.passes.values() for record in seen.records):
+            if any(
+                key in record.arrivals for seen in self.passes.values() for record in seen.records
+            ):
                 return False
             if key not in self._copies:
                 taken = {*self._copies.values(), *self._owners}
-                states = ((k, state.sample) for k, state in self._states[0].items() if k not in taken)
-                found = next((k for k, then in states if factor(now, then, COPIED) is not None), None)
+                states = (
+                    (k, state.sample) for k, state in self._states[0].items() if k not in taken
+                )
+                found = next(
+                    (k for k, then in states if factor(now, then, COPIED) is not None), None
+                )
                 if found is None:
                     return False
                 self._copies[key] = found
         return given
 
     def _unequal(self, of_ranks: Sequence[Column]) -> set[int]:
-        """Return the parameters of which the ranks have different samples; of a shard each has a part of its own."""
+        """Return the parameters of which the ranks have different samples.
+
+        Of a shard each has a part of its own.
+        """
         found = set[int]()
         own, *others = map(settled, of_ranks)
         for other in others:
             for key in own.keys() & other.keys():
                 now, then = alike(own[key], other[key])
-                if not self._states[0][key].shard and size(now - then) > self.tolerance(key) * size(now):
+                if not self._states[0][key].shard and size(now - then) > self.tolerance(key) * size(
+                    now
+                ):
                     found.add(key)
         return found
 
     def _fill(self, window: StepWindow, found: Mapping[int, Explanation]) -> None:
         """Set the coefficients, the common factor and the edit of a window."""
         factors = {
-            key: (one.factor if one.event != EDITED else None)
+            key: one.factor if one.event != EDITED else None
             for key, one in found.items()
             if one.event != NOT_FINITE and (self._states[0][key].coefficients or one.event != RESET)
         }
@@ -571,13 +719,17 @@ class Replay:
         some = [f for f in factors.values() if f]
         tolerance = max(map(self.tolerance, factors), default=RELATIVE["float32"])
         common = median(some) if some else 0.0
-        off = [key for key, f in factors.items() if f is None or not near(f, common, 10 * tolerance)]
+        off = [
+            key for key, f in factors.items() if f is None or not near(f, common, 10 * tolerance)
+        ]
         # what the program kept elsewhere can have come back only where a pass was reset
         keys = [key for key, passes in lost.items() if passes]
         multiple = self._is_multiple({key: found[key] for key in factors}, common)
         if self.ranks == 1 and window.passes and (off or (keys and not multiple)):
             window.fit = self._fit(
-                window, {key: found[key] for key in keys or found}, {i for key in keys for i in lost[key]}
+                window,
+                {key: found[key] for key in keys or found},
+                {i for key in keys for i in lost[key]},
             )
             if not off and window.fit and (not window.fit.tells or window.fit.is_of_copies):
                 off = list(factors)
@@ -588,7 +740,9 @@ class Replay:
         if fit is not None and fit.tells and (not fit.lost or fit.is_of_copies):
             window.edit, window.error = BY_HAND, fit.error
             pairs = list(zip(fit.passes, map(float, fit.coefficients), strict=True))
-            of_fit = {key: {(0, i): c for i, c in pairs if key in self._arrived[0, i]} for key in fit.keys}
+            of_fit = {
+                key: {(0, i): c for i, c in pairs if key in self._arrived[0, i]} for key in fit.keys
+            }
             window.coefficients = {**kept, **of_fit}
             return
         window.factor, window.coefficients = common, kept
@@ -604,48 +758,76 @@ class Replay:
         if not edited:
             return True
         then = np.concatenate([self._states[0][key].sample[:ELEMENTS] for key in edited])
-        found = fitted(then[:, None], np.concatenate([one.now[:ELEMENTS] for one in edited.values()]))
+        found = fitted(
+            then[:, None], np.concatenate([one.now[:ELEMENTS] for one in edited.values()])
+        )
         if found is None or np.count_nonzero(then) < FEWEST:
             return False
         (share,), left, (spread,) = found
-        return bool(abs(share) > SIGNIFICANT * np.sqrt((left * left).sum() / (len(left) - 1)) * spread)
+        return bool(
+            abs(share) > SIGNIFICANT * np.sqrt((left * left).sum() / (len(left) - 1)) * spread
+        )
 
     def _lost_in(self, window: StepWindow, key: int) -> list[int]:
         """Return the passes that arrived at a parameter and that no event has left in its `.grad`."""
-        standing = {index for (_, index), c in self._states[0][key].coefficients.items() if abs(c) > NEGLIGIBLE}
+        standing = {
+            index
+            for (_, index), c in self._states[0][key].coefficients.items()
+            if abs(c) > NEGLIGIBLE
+        }
         missing = [i for i in window.passes if i not in standing]
         return [i for i in missing if key in self._arrived[0, i] and (0, i, key) not in window.null]
 
     def _set_groups(self, window: StepWindow, kept: Mapping[int, Coefficients]) -> None:
         """Set which passes stood in `.grad` together."""
-        groups = {**self._discarded, **{frozenset(i for _, i in cs): cs for cs in distinct(kept.values())}}
-        groups |= {frozenset({i}): {(0, i): 1.0} for i, seen in window.passes.items() if seen.by_hand}
+        groups = {
+            **self._discarded,
+            **{frozenset(i for _, i in cs): cs for cs in distinct(kept.values())},
+        }
+        groups |= {
+            frozenset({i}): {(0, i): 1.0} for i, seen in window.passes.items() if seen.by_hand
+        }
         # a parameter that some of the passes do not reach has fewer of them
         own = [one for one in groups if one and one <= window.passes.keys()]
         window.kept_apart = [groups[one] for one in own if not any(one < other for other in own)]
 
     def _is_multiple(self, found: Mapping[int, Explanation], common: float) -> bool:
-        """Return whether each element is the common multiple of what stood there, and that by no accident.
+        """Return whether each element is the common multiple of what stood there, and that by no
+        accident.
 
-        Of a sum, the largest element alone may hide that the others are none; and of few elements, any sum may be one.
+        Of a sum, the largest element alone may hide that the others are none; and of few elements,
+        any sum may be one.
         """
         number, largest = 0, 0.0
-        for keys, now, then in self._together(0, {key: one.now[:ELEMENTS] for key, one in found.items()}):
+        for keys, now, then in self._together(
+            0, {key: one.now[:ELEMENTS] for key, one in found.items()}
+        ):
             dtypes = list(map(self._dtype, keys))
             # of a product or two
             rounding = np.array([2 * UNIT_ROUNDOFF[dtype] for dtype in dtypes])
-            allowed = rounding[:, None] * np.abs(now) + np.array([SMALLEST[dtype] for dtype in dtypes])[:, None]
+            allowed = (
+                rounding[:, None] * np.abs(now)
+                + np.array([SMALLEST[dtype] for dtype in dtypes])[:, None]
+            )
             if not (np.abs(common * then - now) <= allowed).all():
                 return False
-            number, largest = number + int(np.count_nonzero(now)), max(largest, float(rounding.max()))
+            number, largest = (
+                number + int(np.count_nonzero(now)),
+                max(largest, float(rounding.max())),
+            )
         # one element is always a multiple of another one
-        return largest ** max(number - 1, 0) <= ACCIDENT or all(one.event == SAME for one in found.values())
+        return largest ** max(number - 1, 0) <= ACCIDENT or all(
+            one.event == SAME for one in found.values()
+        )
 
-    def _fit(self, window: StepWindow, found: Mapping[int, Explanation], lost: Collection[int]) -> Fit | None:
-        """Fit a sum of what arrived in each pass to a `.grad`; if that fails, add what the last step was given.
+    def _fit(
+        self, window: StepWindow, found: Mapping[int, Explanation], lost: Collection[int]
+    ) -> Fit | None:
+        """Fit a sum of what arrived in each pass to a `.grad`.
 
-        The gradient of the last step is a leak if it weighs as much as the passes do, or if it weighs 1 and they weigh
-        less. In a running average it weighs less than they do, or the weights sum to 1.
+        If that fails, add what the last step was given. The gradient of the last step is a leak if
+        it weighs as much as the passes do, or if it weighs 1 and they weigh less. In a running
+        average it weighs less than they do, or the weights sum to 1.
         """
         passes = [i for i in window.passes if found.keys() & self._arrived[0, i].keys()]
         fit = self._fit_of(passes, found, lost)
@@ -658,11 +840,14 @@ class Replay:
         stands = near(earlier, max(own), 1e-3) or near(earlier, max(*own, 1.0), 1e-3)
         return leak if stands and not near(earlier + max(own), 1.0, 1e-3) else fit
 
-    def _fit_of(self, passes: Sequence[int], found: Mapping[int, Explanation], lost: Collection[int]) -> Fit | None:
+    def _fit_of(
+        self, passes: Sequence[int], found: Mapping[int, Explanation], lost: Collection[int]
+    ) -> Fit | None:
         """Fit a sum of what arrived in some passes to what stood in `.grad`, over some parameters.
 
-        What the fit leaves over must be within the rounding of a sum of so many terms, else `.grad` is edited: an edit
-        moves the coefficients by as much as it leaves over, so what is left over is also how well they are known.
+        What the fit leaves over must be within the rounding of a sum of so many terms, else `.grad`
+        is edited: an edit moves the coefficients by as much as it leaves over, so what is left over
+        is also how well they are known.
         """
         length = min((len(one.now) for one in found.values()), default=0)
         nothing = np.zeros(length)
@@ -680,7 +865,9 @@ class Replay:
         # rounding is relative to each parameter, and to its elements and its projections apart
         of_keys = np.split(arrivals, len(found))
         parts = [part for one in of_keys for part in np.split(one, [ELEMENTS]) if len(part)]
-        scale = np.repeat([float(np.hypot.reduce(np.abs(part).max(0))) for part in parts], list(map(len, parts)))
+        scale = np.repeat(
+            [float(np.hypot.reduce(np.abs(part).max(0))) for part in parts], list(map(len, parts))
+        )
         reached, arrived = scale > 0, arrivals.any(1)
         # projections of few elements say nothing beside them
         elements = np.concatenate([np.arange(len(one)) < ELEMENTS for one in of_keys])
@@ -689,13 +876,18 @@ class Replay:
         if is_enough and scaled is not None:
             solution, residual, spread = scaled
             dtypes = set(map(self._dtype, found))
-            rounding = RELATIVE["float64"] + max(growth(number + FURTHER_ROUNDINGS, dtype) for dtype in dtypes)
+            rounding = RELATIVE["float64"] + max(
+                growth(number + FURTHER_ROUNDINGS, dtype) for dtype in dtypes
+            )
             rows = int(arrived.sum())
-            left, largest = float(np.sqrt((residual * residual).sum() / (rows - number))), size(solution)
+            left, largest = (
+                float(np.sqrt((residual * residual).sum() / (rows - number))),
+                size(solution),
+            )
             if left <= RMS_OF_ROUNDING * rounding * largest:
                 left = max(left, *(UNIT_ROUNDOFF[dtype] * largest for dtype in dtypes))
-                # as if it were no noise that the elements average out, but a direction, such as that of the parameters;
-                # and two coefficients may be off in opposite directions
+                # as if it were no noise that the elements average out, but a direction, such as
+                # that of the parameters; and two coefficients may be off in opposite directions
                 bound = 2 * math.sqrt(rows) * left * float(spread.max())
                 return Fit(*of, solution, np.full(number, bound), is_exact=True)
         noisy = fitted(arrivals, target)
@@ -710,8 +902,13 @@ class Replay:
         left: dict[int, Coefficients] = {}
         for one in distinct(window.coefficients.values()):
             # what is left in `.grad` after a step is an earlier window's, however many those were
-            places = {(of, EARLIER if index < window.before else index): c for (of, index), c in one.items()}
-            left[id(one)] = {place: c if place[1] != EARLIER else 1.0 for place, c in places.items()}
+            places = {
+                (of, EARLIER if index < window.before else index): c
+                for (of, index), c in one.items()
+            }
+            left[id(one)] = {
+                place: c if place[1] != EARLIER else 1.0 for place, c in places.items()
+            }
         for rank, step in enumerate(steps):
             earlier = self._arrived[rank, EARLIER]
             for key in window.keys:
@@ -744,25 +941,39 @@ class Replay:
     def standing(self, keys: Iterable[int]) -> set[int]:
         """Return the passes since the last step that stand in the `.grad` of some parameters."""
         found = distinct([ranked[key].coefficients for ranked in self._states for key in keys])
-        return {index for coefficients in found for (_, index), c in coefficients.items() if abs(c) > NEGLIGIBLE}
+        return {
+            index
+            for coefficients in found
+            for (_, index), c in coefficients.items()
+            if abs(c) > NEGLIGIBLE
+        }
 
     def _forget(self) -> None:
         """Let go of the passes that every optimizer of their parameters has stepped on.
 
-        A parameter that no optimizer has stepped on yet, or that none ever will, keeps its passes for a while. Those of
-        the present call of a step are kept: an optimizer may step another one.
+        A parameter that no optimizer has stepped on yet, or that none ever will, keeps its passes
+        for a while. Those of the present call of a step are kept: an optimizer may step another
+        one.
         """
 
         def is_done(index: int, seen: Seen) -> bool:
             keys = {key for record in seen.records for key in record.arrivals}
-            return index < self._before_call and all(index < stepped.get(key, 0) - 1 for key in keys)
+            return index < self._before_call and all(
+                index < stepped.get(key, 0) - 1 for key in keys
+            )
 
-        stepped = {key: min(self.last[optimizer] for optimizer in of) for key, of in self._owners.items() if of}
+        stepped = {
+            key: min(self.last[optimizer] for optimizer in of)
+            for key, of in self._owners.items()
+            if of
+        }
         old = self.number_of_passes - MOST_PASSES
         for index in [i for i, seen in self.passes.items() if i < old or is_done(i, seen)]:
             del self.passes[index]
         kept = self.passes.keys()
-        for source in [source for source in self._arrived if source[1] not in kept and source[1] != EARLIER]:
+        for source in [
+            source for source in self._arrived if source[1] not in kept and source[1] != EARLIER
+        ]:
             del self._arrived[source]
         self._null = {n for n in self._null if n[1] in kept}
         self._not_finite &= kept

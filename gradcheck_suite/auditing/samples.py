@@ -1,11 +1,13 @@
 """A few linear functions of a gradient: what is kept of it, in place of a copy.
 
-A sample of 16 elements is taken of every state of `.grad`; projections onto 8 vectors of random signs, which see every
-element, are added in the windows that are looked at in full. Both are linear, so the sample of a sum is the sum of the
-samples. Nothing here waits for a device: the sample of a gradient on a GPU is a tensor there until `read` is called.
+A sample of 16 elements is taken of every state of `.grad`; projections onto 8 vectors of random
+signs, which see every element, are added in the windows that are looked at in full. Both are
+linear, so the sample of a sum is the sum of the samples. Nothing here waits for a device: the
+sample of a gradient on a GPU is a tensor there until `read` is called.
 
-On a CPU numpy computes them, so that no autocast, dispatch mode or profiler of the program sees an operation, and
-without BLAS, which would take all threads of the machine whatever the program has set.
+On a CPU numpy computes them, so that no autocast, dispatch mode or profiler of the program sees an
+operation, and without BLAS, which would take all threads of the machine whatever the program has
+set.
 """
 
 from __future__ import annotations
@@ -43,13 +45,17 @@ _SIGNS = _random.choice([-1.0, 1.0], (PROJECTIONS, TILE))
 
 
 def _stride(number: int) -> int:
-    """Return an odd stride: the elements of a matrix with an even number of columns are then not all of one column."""
+    """Return an odd stride: the elements of a matrix with an even number of columns are then not
+    all of one column.
+    """
     step = max(1, number // ELEMENTS)
     return step - (step > 1 and step % 2 == 0)
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has values: on the meta device and under a fake mode operations have shapes alone."""
+    """Return whether a tensor has values: on the meta device and under a fake mode operations have
+    shapes alone.
+    """
     return not tensor.is_meta and type(tensor).__name__ != "FakeTensor"
 
 
@@ -68,11 +74,17 @@ def _on_device(device: torch.device) -> torch.Tensor:
     return torch.from_numpy(_SIGNS).to(device)
 
 
-@np.errstate(invalid="ignore")  # gradients may be infinite, and the script's output stays what it was
+@np.errstate(
+    invalid="ignore"
+)  # gradients may be infinite, and the script's output stays what it was
 def _projected(array: npt.NDArray[Any]) -> Vector:
     """Return the projections of flat numbers: the sign of a tile times the sign of a place in it."""
     whole = len(array) // TILE
-    tiles, signs, columns = array[: whole * TILE].reshape(whole, TILE), _of_tiles(whole), np.zeros(TILE)
+    tiles, signs, columns = (
+        array[: whole * TILE].reshape(whole, TILE),
+        _of_tiles(whole),
+        np.zeros(TILE),
+    )
     for begin in range(0, whole, MOST_TILES):  # numbers of bfloat16 are a copy
         some = slice(begin, begin + MOST_TILES)
         columns += np.einsum("i,ij->j", signs[some], _numbers(tiles[some]))
@@ -85,7 +97,11 @@ def _projected(array: npt.NDArray[Any]) -> Vector:
 
 def _projected_on_device(flat: torch.Tensor) -> torch.Tensor:
     whole = flat.numel() // TILE
-    tiles = flat[: whole * TILE].view(whole, TILE).to(torch.float64 if flat.dtype == torch.float64 else torch.float32)
+    tiles = (
+        flat[: whole * TILE]
+        .view(whole, TILE)
+        .to(torch.float64 if flat.dtype == torch.float64 else torch.float32)
+    )
     columns = torch.from_numpy(_of_tiles(whole)).to(tiles) @ tiles
     rest = flat[whole * TILE :].to(columns)
     columns[: rest.numel()] += rest
@@ -93,7 +109,9 @@ def _projected_on_device(flat: torch.Tensor) -> torch.Tensor:
 
 
 def _of_sparse(tensor: torch.Tensor) -> torch.Tensor:
-    """Return linear functions of a sparse gradient: its rows times numbers that a row's index decides, added up."""
+    """Return linear functions of a sparse gradient: its rows times numbers that a row's index
+    decides, added up.
+    """
     indices, values = tensor._indices(), tensor._values().detach()
     rows = values.reshape(indices.shape[1], -1).double()
     key = sum((d + 1.7548776662) * indices[d].double() for d in range(indices.shape[0]))
@@ -110,14 +128,18 @@ _LOWEST, _HIGHEST = 1 << 12, 1 << 47
 
 @cache
 def _memory(dtype: Any) -> npt.NDArray[Any]:
-    """Return the memory of this process as numbers: one index reads elements of many tensors at once."""
+    """Return the memory of this process as numbers: one index reads elements of many tensors at
+    once.
+    """
     whole: Any = (ctypes.c_char * (_HIGHEST - _LOWEST)).from_address(_LOWEST)
     return np.frombuffer(whole, dtype)
 
 
 @lru_cache(maxsize=64)
 def _places(numbers: tuple[int, ...]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
-    """Return the places of the sampled elements in tensors of so many elements, and which of these there are."""
+    """Return the places of the sampled elements in tensors of so many elements, and which of these
+    there are.
+    """
     places = np.array([_stride(number) for number in numbers])[:, None] * np.arange(ELEMENTS)
     exist = places < np.array(numbers)[:, None]
     return np.where(exist, places, 0), exist
@@ -129,20 +151,36 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _address(tensor: torch.Tensor) -> tuple[Any, int, int] | None:
-    """Return the dtype, the first address over its size, and the number of elements of what lies in memory in a row."""
+    """Return the dtype, the first address over its size, and the number of elements of what lies in
+    memory in a row.
+    """
     if not is_plain(tensor):
         return None
-    dtype, number, size, address = _DTYPES.get(tensor.dtype), tensor.numel(), tensor.element_size(), tensor.data_ptr()
-    if dtype is None or not number or address % size or not _LOWEST <= address < _HIGHEST or not tensor.is_contiguous():
+    dtype, number, size, address = (
+        _DTYPES.get(tensor.dtype),
+        tensor.numel(),
+        tensor.element_size(),
+        tensor.data_ptr(),
+    )
+    if (
+        dtype is None
+        or not number
+        or address % size
+        or not _LOWEST <= address < _HIGHEST
+        or not tensor.is_contiguous()
+    ):
         return None
-    # FSDP frees the storage of what it has gathered, which leaves a tensor at its begin without an address
+    # FSDP frees the storage of what it has gathered, which leaves a tensor at its begin without an
+    # address
     if tensor.storage_offset() and tensor.untyped_storage().nbytes() < number * size:
         return None
     return dtype, (address - _LOWEST) // size, number
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that has the values of another one: those of this rank, real ones, in memory in a row."""
+    """Return a tensor that has the values of another one: those of this rank, real ones, in memory
+    in a row.
+    """
     tensor = local(tensor.detach())
     if tensor.is_complex():
         # `view_as_real` refuses a lazily conjugated tensor
@@ -160,20 +198,30 @@ def _marks(some: npt.NDArray[Any]) -> list[int]:
     """Return a checksum of the bits of each row."""
     bits = some.view(f"u{some.itemsize}")
     if some.itemsize == 8:
-        bits = bits ^ bits >> np.uint64(32)  # odd multiples of the highest bits alone, as of signs, may add up to 0
+        bits = bits ^ bits >> np.uint64(
+            32
+        )  # odd multiples of the highest bits alone, as of signs, may add up to 0
     marks: list[int] = (bits @ _WEIGHTS).tolist()
     return marks
 
 
 class Together:
-    """Reads tensors at once; where the elements of those that it reads again and again lie is computed once."""
+    """Reads tensors at once.
+
+    Where the elements of those that it reads again and again lie is computed once.
+    """
 
     def __init__(self) -> None:
         self._known: list[Any] | None = None
-        self._where: dict[Any, tuple[list[int], npt.NDArray[Any], npt.NDArray[np.bool_], list[tuple[int, int]]]] = {}
+        self._where: dict[
+            Any, tuple[list[int], npt.NDArray[Any], npt.NDArray[np.bool_], list[tuple[int, int]]]
+        ] = {}
 
     def _find(self, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], list[int]]:
-        """Find where the elements of tensors lie; return what is to be read, and which are not in memory in a row."""
+        """Find where the elements of tensors lie.
+
+        Return what is to be read, and which are not in memory in a row.
+        """
         known = None
         if OWN.issuperset(map(type, tensors)):
             with contextlib.suppress(RuntimeError):  # a sparse tensor has no address
@@ -210,14 +258,19 @@ class Together:
                 found[i] = mark
         return found
 
-    def taken(self, tensors: Sequence[torch.Tensor], *, whole: bool) -> tuple[list[Raw], list[int | None]]:
-        """Return linear functions of gradients, and checksums of the elements: 16, and 8 projections if `whole`.
+    def taken(
+        self, tensors: Sequence[torch.Tensor], *, whole: bool
+    ) -> tuple[list[Raw], list[int | None]]:
+        """Return linear functions of gradients, and checksums of the elements: 16, and 8
+        projections if `whole`.
 
-        Versions alone do not tell of a change: `GradScaler.unscale_`, `.grad.data.mul_()` and numpy leave them as they
-        are. None in place of a checksum where reading the elements would wait for a device.
+        Versions alone do not tell of a change: `GradScaler.unscale_`, `.grad.data.mul_()` and numpy
+        leave them as they are. None in place of a checksum where reading the elements would wait
+        for a device.
 
         Args:
-            tensors: of any shapes, layouts, dtypes or devices; of a distributed one the local shard is read.
+            tensors: of any shapes, layouts, dtypes or devices; of a distributed one the local shard
+                is read.
             whole: whether the projections are taken.
         """
         found: list[Any] = [None] * len(tensors)
@@ -231,7 +284,9 @@ class Together:
             taken = _numbers(some).astype(np.float64)
             taken[~exist] = 0.0
             if whole:
-                taken = np.hstack([taken, [_projected(memory[begin : begin + number]) for begin, number in spans]])
+                taken = np.hstack(
+                    [taken, [_projected(memory[begin : begin + number]) for begin, number in spans]]
+                )
             for i, sampled, mark in zip(rows, taken, _marks(some), strict=True):
                 found[i], marks[i] = sampled, mark
         return found, marks
@@ -240,11 +295,15 @@ class Together:
 def _taken_elsewhere(tensor: torch.Tensor, *, whole: bool) -> tuple[Raw, int | None]:
     if tensor.layout == torch.strided:
         size = tensor.numel() * tensor.element_size()
-        if not size or tensor.untyped_storage().nbytes() < size:  # FSDP frees the storage of what it has gathered
+        if (
+            not size or tensor.untyped_storage().nbytes() < size
+        ):  # FSDP frees the storage of what it has gathered
             return np.zeros(ELEMENTS + PROJECTIONS * whole), 0
     with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
         if tensor.layout != torch.strided:
-            found = _of_sparse(tensor)  # its values have no fixed places: strided elements would compare other rows
+            found = _of_sparse(
+                tensor
+            )  # its values have no fixed places: strided elements would compare other rows
             return (found.numpy() if found.device.type == "cpu" else found), None
         flat, step = tensor.reshape(-1), _stride(tensor.numel())
         picked = flat[: step * (ELEMENTS - 1) + 1 : step].double()
@@ -265,12 +324,17 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_shard(parameter: torch.Tensor) -> bool:
-    """Return whether this rank has only a part of a parameter: a distributed tensor, or one that FSDP has flattened."""
+    """Return whether this rank has only a part of a parameter: a distributed tensor, or one that
+    FSDP has flattened.
+    """
     return hasattr(parameter, "to_local") or getattr(parameter, "_fsdp_flattened", False)
 
 
 def read(samples: Sequence[Raw]) -> list[Vector]:
-    """Return samples as arrays; those that lie on a device are brought over together, which waits for it once."""
+    """Return samples as arrays.
+
+    Those that lie on a device are brought over together, which waits for it once.
+    """
     on_device = [s for s in samples if isinstance(s, torch.Tensor)]
     over: Iterator[Vector] = iter(())
     if on_device:
@@ -296,18 +360,23 @@ def alike(one: Vector, other: Vector) -> tuple[Vector, Vector]:
 
 
 def distance(one: Vector, other: Vector) -> float:
-    """Return the largest difference of two samples relative to the size of the other, not finite where they are not.
+    """Return the largest difference of two samples relative to the size of the other, not finite
+    where they are not.
 
-    Elements and projections are compared each on a scale of their own: the square root of the number of elements lies
-    between them. Elements that are all 0 have the scale of the projections.
+    Elements and projections are compared each on a scale of their own: the square root of the
+    number of elements lies between them. Elements that are all 0 have the scale of the projections.
     """
     one, other = alike(one, other)
     whole, parts = size(other) or 1.0, (slice(ELEMENTS), slice(ELEMENTS, None))
-    return float(np.max([size(one[part] - other[part]) / (size(other[part]) or whole) for part in parts]))
+    return float(
+        np.max([size(one[part] - other[part]) / (size(other[part]) or whole) for part in parts])
+    )
 
 
 def is_mostly(now: Vector, then: Vector) -> bool:
-    """Return whether most of the elements that are not 0 are equal to the bit: what differs are some elements."""
+    """Return whether most of the elements that are not 0 are equal to the bit: what differs are
+    some elements.
+    """
     pairs = [(a, b) for a, b in zip(now[:ELEMENTS], then[:ELEMENTS], strict=True) if a or b]
     return 2 * sum(a == b for a, b in pairs) > len(pairs)
 

@@ -1,6 +1,7 @@
 """Which windows of a live run an audit judges, and which of these it computes again.
 
-Must not look at gradients: it knows how many windows and passes there were, and what they have cost.
+Must not look at gradients: it knows how many windows and passes there were, and what they have
+cost.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ SHORTEST = 5.0
 class Schedule:
     """Tells which windows are judged, and which of them are looked at in full and computed again.
 
-    Without a budget all are judged. With one, the first windows are, and then as many pairs of neighbours as it pays
-    for. Where judging every window costs less than the budget, every one is.
+    Without a budget all are judged. With one, the first windows are, and then as many pairs of
+    neighbours as it pays for. Where judging every window costs less than the budget, every one is.
 
     Args:
         options: of the audit.
@@ -47,13 +48,17 @@ class Schedule:
         self._attempts: Counter[int] = Counter()
         self._last_window: dict[int, int] = {}
         self._judged: Counter[int] = Counter()
-        self._windows = self._counted = self._gaps = self._number = self._passes = self._odd = self._expected = 0
+        self._windows = self._counted = self._gaps = self._number = self._passes = self._odd = (
+            self._expected
+        ) = 0
         self._lengths: Counter[int] = Counter()
         self._is_fresh = self._again_first = False
         self._spent = self._of_windows = self._of_recomputed = self._seconds = 0.0
 
     def _measure(self, optimizer: int, passes: int) -> None:
-        """Count a window, and expect one of another length as far away as the last one was: an epoch ends with it."""
+        """Count a window, and expect one of another length as far away as the last one was: an
+        epoch ends with it.
+        """
         self._windows += 1
         self._last_window[optimizer] = self._windows
         length, self._passes = passes - self._passes, passes
@@ -84,13 +89,21 @@ class Schedule:
             self._of_recomputed = cost
         else:
             self._number += 1
-            share = 1 / min(self._number, FIRST)  # what the first windows cost more is soon outweighed
+            share = 1 / min(
+                self._number, FIRST
+            )  # what the first windows cost more is soon outweighed
             self._of_windows += share * (cost - self._of_windows)
             self._seconds += share * (seconds - self._seconds)
         self._count(optimizer, was_full=was_full)
-        self.full = min(self._due.values(), default=0) <= 0 and (self._again_first or self._pays(self._of_recomputed))
+        self.full = min(self._due.values(), default=0) <= 0 and (
+            self._again_first or self._pays(self._of_recomputed)
+        )
         self.whole = self.full and not self._again_first
-        return self._share is None or not self._is_done() or (not self._on_ranks and self._goes_on(self._share))
+        return (
+            self._share is None
+            or not self._is_done()
+            or (not self._on_ranks and self._goes_on(self._share))
+        )
 
     def _count(self, optimizer: int, *, was_full: bool) -> None:
         """Count a window: the first ones of each optimizer are due, and every M-th after it."""
@@ -99,32 +112,45 @@ class Schedule:
             kept = {other: due for other, due in self._due.items() if due > -self._every}
             self._due = {other: due - (due <= 0) for other, due in kept.items()}
             self._again_first = self._share is not None and not self._gaps and self._windows < FIRST
-            self._again_first &= self.again[optimizer] < AGAIN and self._attempts[optimizer] < ATTEMPTS
+            self._again_first &= (
+                self.again[optimizer] < AGAIN and self._attempts[optimizer] < ATTEMPTS
+            )
             self._due[optimizer] = 0 if self._again_first else self._every - 1
         else:
             self._due[optimizer] = self._due.get(optimizer, 1) - 1
 
     def _is_done(self) -> bool:
-        """Return whether the windows that are judged together have been, of each optimizer that steps."""
-        # the first step of each optimizer after a gap tells what stands in `.grad`, and is not judged
+        """Return whether the windows that are judged together have been, of each optimizer that
+        steps.
+        """
+        # the first step of each optimizer after a gap tells what stands in `.grad`, and is not
+        # judged
         least = PAIR + bool(self._gaps)
         active = [of for of, window in self._last_window.items() if window > self._windows - RECENT]
         number = least if self._gaps else FIRST
         return self._judged.total() >= number and all(self._judged[of] >= least for of in active)
 
     def _goes_on(self, share: float) -> bool:
-        """Return whether judging every window costs less than the budget, or it pays for one more at least."""
+        """Return whether judging every window costs less than the budget, or it pays for one more
+        at least.
+        """
         return 0 < self._of_windows <= share * self._seconds or self._pays(self._of_windows)
 
     def _pays(self, cost: float) -> bool:
-        """Return whether the budget pays for so many seconds more; several ranks must decide alike."""
+        """Return whether the budget pays for so many seconds more.
+
+        Several ranks must decide alike.
+        """
         if self._share is None or self._on_ranks:
             return True
         lasted = max(time.perf_counter() - self._began, SHORTEST)
-        return self._spent + cost <= self._share * (lasted - self._spent)  # a share of what the run takes by itself
+        return self._spent + cost <= self._share * (
+            lasted - self._spent
+        )  # a share of what the run takes by itself
 
     def resumes(self, optimizer: int, passes: int, spent: float) -> bool:
-        """Count a window that was not judged, and return whether it tells what stands there before the next ones are.
+        """Count a window that was not judged, and return whether it tells what stands there before
+        the next ones are.
 
         Args:
             optimizer: whose window it is.
@@ -140,7 +166,12 @@ class Schedule:
             begins = begins or self._windows == self._expected - PAIR
             begins = begins or self._pays((PAIR + 1) * self._of_windows + due * self._of_recomputed)
         if begins:
-            self._counted, self._gaps, self._is_fresh, self._last = 0, self._gaps + 1, True, time.perf_counter()
+            self._counted, self._gaps, self._is_fresh, self._last = (
+                0,
+                self._gaps + 1,
+                True,
+                time.perf_counter(),
+            )
             self._judged.clear()
             self.full = self.whole = due and self._pays(self._of_recomputed)
         return begins

@@ -1,4 +1,6 @@
-"""Is `.grad` the sum of the window's passes? The first question that is answered yes names the fault."""
+"""Is `.grad` the sum of the window's passes? The first question that is answered yes names the
+fault.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from statistics import median
 
 from gradcheck_suite.auditing.events import BY_HAND, PassRecord
 from gradcheck_suite.auditing.places import Loop, Place, is_edit, is_reset, is_tried, lines_between
-from gradcheck_suite.auditing.replay import EARLIER, NEGLIGIBLE, UNKNOWN, Seen, Source, StepWindow, near
+from gradcheck_suite.auditing.replay import (
+    EARLIER,
+    NEGLIGIBLE,
+    UNKNOWN,
+    Seen,
+    Source,
+    StepWindow,
+    near,
+)
 from gradcheck_suite.core.text import counted
 
 IF_WANTED = "; if it should be in one, do not reset between it and the step"
@@ -51,26 +61,37 @@ OF_SUMS = {
     ),
     "empty window": StepFault(
         "stale-window",
-        "nothing went backward since the last step, and `.grad` is not empty: the gradient of an earlier step is still "
-        "in it",
+        "nothing went backward since the last step, and `.grad` is not empty: the gradient of an"
+        " earlier step is still in it",
     ),
     "handed over once": StepFault(
         "stale-window",
-        "`.grad` is still the tensor of an earlier step, and nothing of this window was handed over",
+        "`.grad` is still the tensor of an earlier step, and nothing of this window was handed"
+        " over",
         causes=("handed-over",),
     ),
     "another optimizer's pass": StepFault(
         "stale-window",
-        "`.grad` still has the gradient of a backward pass that belonged to another optimizer's step",
+        "`.grad` still has the gradient of a backward pass that belonged to another optimizer's"
+        " step",
         causes=("other-optimizer",),
     ),
     "all reset": StepFault(
-        "no-gradient", "nothing of the window is in the gradient: it was reset between backward and the step"
+        "no-gradient",
+        "nothing of the window is in the gradient: it was reset between backward and the step",
     ),
-    "last passes": StepFault("reset-inside-window", "only the last backward passes of the window are in the gradient"),
-    "written over": StepFault("reset-inside-window", "results of `torch.autograd.grad` are written over"),
-    "dropped": StepFault("dropped-micro-batch", "some backward passes of the window are not in the gradient"),
-    "repeated": StepFault("repeated-micro-batch", "a loss goes backward more than once in the window"),
+    "last passes": StepFault(
+        "reset-inside-window", "only the last backward passes of the window are in the gradient"
+    ),
+    "written over": StepFault(
+        "reset-inside-window", "results of `torch.autograd.grad` are written over"
+    ),
+    "dropped": StepFault(
+        "dropped-micro-batch", "some backward passes of the window are not in the gradient"
+    ),
+    "repeated": StepFault(
+        "repeated-micro-batch", "a loss goes backward more than once in the window"
+    ),
     "torn": StepFault(
         "repeated-micro-batch",
         "a backward pass ended with an exception, and what had arrived by then is in the gradient",
@@ -78,18 +99,22 @@ OF_SUMS = {
     ),
     "running sum": StepFault(
         "repeated-micro-batch",
-        "earlier losses go backward several times, as when the running sum of the losses goes backward each time",
+        "earlier losses go backward several times, as when the running sum of the losses goes"
+        " backward each time",
     ),
-    "rescaled": StepFault("rescaled-accumulator", "the running sum itself is rescaled at every micro-batch"),
+    "rescaled": StepFault(
+        "rescaled-accumulator", "the running sum itself is rescaled at every micro-batch"
+    ),
     "not a sum": StepFault(
         "not-linear",
-        "something else changes `.grad` between the backward passes, such as clipping, noise or a shared buffer",
+        "something else changes `.grad` between the backward passes, such as clipping, noise or a"
+        " shared buffer",
         causes=("between-passes",),
     ),
     "hook": StepFault(
         "not-linear",
-        "a hook on a parameter changes the gradient of each micro-batch in a way that is no fixed factor of its "
-        "elements (clipping, noise, normalization)",
+        "a hook on a parameter changes the gradient of each micro-batch in a way that is no fixed"
+        " factor of its elements (clipping, noise, normalization)",
         causes=("between-passes",),
     ),
     "hook again": StepFault(
@@ -104,25 +129,30 @@ OF_SUMS = {
     ),
     "step on zeros": StepFault(
         "repeated-step",
-        "nothing went backward since the last step and `.grad` is 0, and this step moves parameters once more (by "
-        "momentum, averages or decay)",
+        "nothing went backward since the last step and `.grad` is 0, and this step moves parameters"
+        " once more (by momentum, averages or decay)",
         kind="step-count",
         causes=("zeros",),
     ),
     "tail": StepFault(
-        "tail-dropped", "{lost} went backward and never reached a step", kind="step-count", causes=("in-audit",)
+        "tail-dropped",
+        "{lost} went backward and never reached a step",
+        kind="step-count",
+        causes=("in-audit",),
     ),
     "moved": StepFault(
         "stale-parameters",
-        "parameters were written between the backward passes of the window, so its micro-batches were computed with "
-        "different ones",
+        "parameters were written between the backward passes of the window, so its micro-batches"
+        " were computed with different ones",
     ),
     "moved by another": StepFault(
         "stale-parameters",
-        "another optimizer, which trains on the same passes, steps between the micro-batches of this window",
+        "another optimizer, which trains on the same passes, steps between the micro-batches of"
+        " this window",
     ),
     "local": StepFault(
-        "not-reduced", "only each rank's own gradient is in `.grad` at the step, not reduced over the ranks"
+        "not-reduced",
+        "only each rank's own gradient is in `.grad` at the step, not reduced over the ranks",
     ),
 }
 """What was seen -> the fault of a sum."""
@@ -136,10 +166,13 @@ class Sums:
         fault: what is wrong, or None.
         excuse: why passes that are missing are no fault, or None.
         removed: parameters whose gradient was taken away after the last pass.
-        may_be_right: whether the passes have unequal coefficients, with which the losses may weigh rightly.
-        by_hand: whether the program put it together itself, from what arrived and was kept elsewhere.
+        may_be_right: whether the passes have unequal coefficients, with which the losses may weigh
+            rightly.
+        by_hand: whether the program put it together itself, from what arrived and was kept
+            elsewhere.
         untold: whether it cannot be told if it did, or reset and edited it.
-        first_point: where the same micro-batches went backward at two points, as of SAM, the passes at the first one.
+        first_point: where the same micro-batches went backward at two points, as of SAM, the passes
+            at the first one.
     """
 
     fault: StepFault | None = None
@@ -170,18 +203,31 @@ class Members:
         self.window = window
         self.by_parameter: dict[int, list[tuple[int, float]]] = {i: [] for i in window.passes}
         for index, seen in window.passes.items():
-            reached = [record.arrivals.keys() & window.coefficients.keys() for record in seen.records]
+            reached = [
+                record.arrivals.keys() & window.coefficients.keys() for record in seen.records
+            ]
             for rank, keys in enumerate(reached if window.null else ()):
                 keys -= {key for key in keys if (rank, index, key) in window.null}
             for key, coefficients in window.coefficients.items():
-                own = [coefficients.get((rank, index), 0.0) for rank, keys in enumerate(reached) if key in keys]
+                own = [
+                    coefficients.get((rank, index), 0.0)
+                    for rank, keys in enumerate(reached)
+                    if key in keys
+                ]
                 if own:
                     self.by_parameter[index].append((key, max(own, key=abs)))
-        self.mean = {i: median(c for _, c in found) if found else 0.0 for i, found in self.by_parameter.items()}
+        self.mean = {
+            i: median(c for _, c in found) if found else 0.0
+            for i, found in self.by_parameter.items()
+        }
         told = [i for i, found in self.by_parameter.items() if found or not self.is_null(i)]
         self.by_hand = [i for i in told if window.passes[i].by_hand]
         rest = [i for i in told if i not in self.by_hand]
-        self.own = [i for i in rest if not window.seen[i] and (self.is_in(i) or not any(window.seen.values()))]
+        self.own = [
+            i
+            for i in rest
+            if not window.seen[i] and (self.is_in(i) or not any(window.seen.values()))
+        ]
         self.optional = [i for i in rest if window.seen[i]] if self.own else []
         if not self.own:
             rest = [i for i in rest if self.is_in(i)] or rest
@@ -192,12 +238,18 @@ class Members:
         window, records = self.window, self.window.passes[index].records
         if not window.null:
             return False
-        reached = [(rank, index, k) for rank, r in enumerate(records) for k in r.arrivals if k in window.coefficients]
+        reached = [
+            (rank, index, k)
+            for rank, r in enumerate(records)
+            for k in r.arrivals
+            if k in window.coefficients
+        ]
         return bool(reached) and all(place in window.null for place in reached)
 
     def is_in(self, index: int) -> bool:
         """Return whether a pass is in `.grad`."""
-        # a coefficient that is fitted is never exactly 0, and one that was clipped several times may be as small
+        # a coefficient that is fitted is never exactly 0, and one that was clipped several times
+        # may be as small
         return abs(self.mean[index]) > (NEGLIGIBLE if self.window.edit == BY_HAND else 0.0)
 
     def places(self, indices: Sequence[int]) -> set[Place]:
@@ -217,26 +269,42 @@ class Members:
         return sorted(missing)
 
     def moved(self, index: int, other: int | None = None) -> bool:
-        """Return whether parameters had other values in this pass than in another one, or in the window's last one."""
+        """Return whether parameters had other values in this pass than in another one, or in the
+        window's last one.
+        """
         last = self.required[-1] if other is None else other
         points = [self.window.passes[i].records[0].points for i in (index, last)]
-        return any(points[0].get(k) != points[1].get(k) for k in self.window.keys if k in points[0] and k in points[1])
+        return any(
+            points[0].get(k) != points[1].get(k)
+            for k in self.window.keys
+            if k in points[0] and k in points[1]
+        )
 
 
 def is_alike(window: StepWindow) -> bool:
     """Return whether each pass has one coefficient in all the parameters that it has reached."""
     members = Members(window)
-    return all(near(c, members.mean[i], 1e-2) for i, found in members.by_parameter.items() for _, c in found)
+    return all(
+        near(c, members.mean[i], 1e-2)
+        for i, found in members.by_parameter.items()
+        for _, c in found
+    )
 
 
-def judge_sums(members: Members, typical_k: int | None, longest: int, stepped_in: Loop | None = None) -> Sums:
-    """Judge whether `.grad` is the sum of the window's passes; the first question that is answered yes names the fault.
+def judge_sums(
+    members: Members, typical_k: int | None, longest: int, stepped_in: Loop | None = None
+) -> Sums:
+    """Judge whether `.grad` is the sum of the window's passes.
+
+    The first question that is answered yes names the fault.
 
     Args:
         members: the passes of the window.
-        typical_k: the number of passes of most windows in which nothing is missing, where it is known.
+        typical_k: the number of passes of most windows in which nothing is missing, where it is
+            known.
         longest: the number of passes of the longest of them; 0 where there was none.
-        stepped_in: where in its outer loops the program was at the optimizer's last step; None where that is not known.
+        stepped_in: where in its outer loops the program was at the optimizer's last step; None
+            where that is not known.
     """
     window = members.window
     if window.local:
@@ -250,7 +318,11 @@ def judge_sums(members: Members, typical_k: int | None, longest: int, stepped_in
         return _fault("all reset")
     if others := _judge_others(members) or _judge_by_hand(members):
         return others
-    if torn := [i for i in members.own if members.is_in(i) and any(r.raised for r in window.passes[i].records)]:
+    if torn := [
+        i
+        for i in members.own
+        if members.is_in(i) and any(r.raised for r in window.passes[i].records)
+    ]:
         return _fault("torn", keys=[key for key, c in members.by_parameter[torn[0]] if c])
     if window.edit == BY_HAND:
         return Sums()
@@ -277,26 +349,44 @@ def _judge_others(members: Members) -> Sums | None:
     stale = [
         key
         for key, coefficients in window.coefficients.items()
-        if any(abs(c) > NEGLIGIBLE and (i == EARLIER or 0 <= i < window.before) for (_, i), c in coefficients.items())
+        if any(
+            abs(c) > NEGLIGIBLE and (i == EARLIER or 0 <= i < window.before)
+            for (_, i), c in coefficients.items()
+        )
     ]
     if stale:
         # a copy of a parameter lacks the window as long as nobody writes to it
-        of_copies = window.copies and all({i for _, i in window.coefficients[key]} == {EARLIER} for key in stale)
+        of_copies = window.copies and all(
+            {i for _, i in window.coefficients[key]} == {EARLIER} for key in stale
+        )
         some = stale if of_copies and len(stale) < len(window.coefficients) else ()
-        seen = "handed over once" if of_copies else "buffer" if window.edit == BY_HAND else "earlier window"
+        seen = (
+            "handed over once"
+            if of_copies
+            else "buffer"
+            if window.edit == BY_HAND
+            else "earlier window"
+        )
         return _fault(seen, stale[0], keys=some)
     left = [i for i in members.optional if members.is_in(i)]
     if left and not members.places(left) & members.places(members.own):
         return _fault("another optimizer's pass")
     *before, last = members.required or [0]
-    between = any(at <= last for i in before for other, at in window.seen[i].items() if other != window.optimizer)
+    between = any(
+        at <= last
+        for i in before
+        for other, at in window.seen[i].items()
+        if other != window.optimizer
+    )
     if not members.own and between and any(members.is_in(i) for i in before):
         return _fault("moved by another")
     return None
 
 
 def _judge_by_hand(members: Members) -> Sums | None:
-    """Judge a gradient that the program put together: a pass that is written over by the next one of the same place."""
+    """Judge a gradient that the program put together: a pass that is written over by the next one
+    of the same place.
+    """
     places = {True: set[Place](), False: set[Place]()}
     for i in members.by_hand:
         places[abs(members.mean[i]) > 1e-3].add(members.window.passes[i].site)
@@ -306,7 +396,11 @@ def _judge_by_hand(members: Members) -> Sums | None:
 
 
 def _judge_lost(
-    members: Members, lost: Sequence[int], typical_k: int | None, longest: int, stepped_in: Loop | None
+    members: Members,
+    lost: Sequence[int],
+    typical_k: int | None,
+    longest: int,
+    stepped_in: Loop | None,
 ) -> Sums:
     """Judge passes that are not in `.grad`: discarded on purpose, dropped, or reset."""
     window = members.window
@@ -317,25 +411,43 @@ def _judge_lost(
     if elsewhere and all(set(window.passes[i].consumers) - {window.optimizer} for i in lost):
         return Sums(excuse="passes that another optimizer steps on were reset")
     if all(members.moved(i) for i in lost):
-        # another pass at the first point may have been discarded before: it did not stand there with these
-        together = {i for group in window.kept_apart for _, i in group if (0, lost[-1]) in group} or {*lost}
+        # another pass at the first point may have been discarded before: it did not stand there
+        # with these
+        together = {
+            i for group in window.kept_apart for _, i in group if (0, lost[-1]) in group
+        } or {*lost}
         first = [i for i in lost if i in together and not members.moved(i, lost[-1])]
         return _judge_points(members, first, kept)
     if elsewhere and window.first:
         return Sums(excuse="what other lines sent backward was reset before the first step")
     if elsewhere:
-        # `.grad` alone cannot tell a pass that is discarded on purpose (statistics, a warm-up) from a slip
+        # `.grad` alone cannot tell a pass that is discarded on purpose (statistics, a warm-up) from
+        # a slip
         lines = ", ".join(sorted(place.line for place in members.places(lost)))
-        return Sums(excuse=f"{lines}: what goes backward here was reset, and is in no step{IF_WANTED}")
+        return Sums(
+            excuse=f"{lines}: what goes backward here was reset, and is in no step{IF_WANTED}"
+        )
     if kept and typical_k and len(kept) == typical_k and len(lost) % typical_k == 0:
         return Sums(excuse="a whole window was reset without a step")
-    if any(r.raised for r in window.passes[max(lost)].records) and len(kept) == (typical_k or len(kept)):
+    if any(r.raised for r in window.passes[max(lost)].records) and len(kept) == (
+        typical_k or len(kept)
+    ):
         return Sums(excuse="a window was begun anew after an exception in backward")
-    begun, ended = (window.passes[i].records[0].loop for i in (max(lost), min(kept, default=max(lost))))
-    if None not in (stepped_in, begun) and begun not in (stepped_in, ended) and max(lost) < min(kept):
-        # no step came in this round of the outer loop: not the rest of an epoch, but a window that was given up
+    begun, ended = (
+        window.passes[i].records[0].loop for i in (max(lost), min(kept, default=max(lost)))
+    )
+    if (
+        None not in (stepped_in, begun)
+        and begun not in (stepped_in, ended)
+        and max(lost) < min(kept)
+    ):
+        # no step came in this round of the outer loop: not the rest of an epoch, but a window that
+        # was given up
         return Sums(
-            excuse=f"a window was given up before its end{_resets(members, lost)}: its micro-batches are in no step"
+            excuse=(
+                f"a window was given up before its end{_resets(members, lost)}: its micro-batches"
+                " are in no step"
+            )
         )
     if _is_rest_of_epoch(window, lost, kept, typical_k, longest):
         fault = tail_dropped(len(lost))
@@ -343,7 +455,12 @@ def _judge_lost(
     anew = len(kept) > 1 and max(lost) < min(kept) and weigh_one(window, used_of(window))
     if anew and is_tried(window.passes[max(lost)].site):
         # what is left is a whole mean: the rest of a window that is reset inside would weigh less
-        return Sums(excuse=f"a window was begun anew{_resets(members, lost)}: what went backward before is in no step")
+        return Sums(
+            excuse=(
+                f"a window was begun anew{_resets(members, lost)}: what went backward before is in"
+                " no step"
+            )
+        )
     hit = {k for i in lost for k, c in members.by_parameter[i] if abs(c) < NEGLIGIBLE}
     whole = all(abs(c) < NEGLIGIBLE for i in lost for _, c in members.by_parameter[i])
     seen = "dropped" if kept and max(lost) > min(kept) else "last passes"
@@ -357,17 +474,27 @@ def tail_dropped(lost: int) -> StepFault:
 
 
 def _judge_points(members: Members, first: Sequence[int], kept: Sequence[int]) -> Sums:
-    """Compare passes at two points, as of SAM: a step is on those at the second one, which the first ones led to."""
+    """Compare passes at two points, as of SAM: a step is on those at the second one, which the
+    first ones led to.
+    """
     numbers = f"{counted(len(first), 'micro-batch')} went backward at the first point"
     if 0 < len(kept) < len(first):
-        return _fault("dropped", where=f" ({numbers}, and {len(kept)} at the point whose gradient is stepped on)")
+        return _fault(
+            "dropped",
+            where=f" ({numbers}, and {len(kept)} at the point whose gradient is stepped on)",
+        )
     passes = members.window.passes
     before, after = ([items_of(passes[i]) for i in at] for at in (first, kept))
-    first_mass, mass = (sum(weight * count for of_pass in at for weight, count in of_pass) for at in (before, after))
+    first_mass, mass = (
+        sum(weight * count for of_pass in at for weight, count in of_pass) for at in (before, after)
+    )
     if len(first) < len(kept):
         said = f"{numbers}, and {len(kept)} at the second one"
     elif mass and not near(first_mass, mass, 1e-3):
-        said = f"the losses at the first point weigh {first_mass / mass:.4g} times those at the second one"
+        said = (
+            f"the losses at the first point weigh {first_mass / mass:.4g} times those at the"
+            " second one"
+        )
     else:
         said = "what was reset is of their earlier values"
     counts = [[[count for _, count in of_pass] for of_pass in at] for at in (before, after)]
@@ -387,25 +514,37 @@ def weigh_one(window: StepWindow, coefficients: Mapping[Source, float]) -> bool:
 
 def items_of(seen: Seen) -> list[tuple[float, float]]:
     """Return the weight of an item and the number of items of each term of a pass."""
-    return [(abs(t.weight or 0.0), t.counts.get(t.own, 0.0)) for record in seen.records for t in record.terms]
+    return [
+        (abs(t.weight or 0.0), t.counts.get(t.own, 0.0))
+        for record in seen.records
+        for t in record.terms
+    ]
 
 
 def _is_rest_of_epoch(
-    window: StepWindow, lost: Sequence[int], kept: Sequence[int], typical_k: int | None, longest: int
+    window: StepWindow,
+    lost: Sequence[int],
+    kept: Sequence[int],
+    typical_k: int | None,
+    longest: int,
 ) -> bool:
-    """Return whether passes that were lost are the last ones of an epoch: those before what is there."""
+    """Return whether passes that were lost are the last ones of an epoch: those before what is
+    there.
+    """
     if not kept or max(lost) > min(kept):
         return False
     loops = [window.passes[i].records[0].loop for i in (max(lost), min(kept))]
     if None not in loops:
         return loops[0] != loops[1]
-    # the program may count on over the reset, so that fewer are there than in a whole window, which a reset for each
-    # micro-batch never has
+    # the program may count on over the reset, so that fewer are there than in a whole window, which
+    # a reset for each micro-batch never has
     return 1 < longest >= len(lost) or bool(typical_k and len(lost) < typical_k == len(kept))
 
 
 def _resets(members: Members, lost: Sequence[int]) -> str:
-    """Say where the gradient that was lost was reset: where it was let go, or the lines that may have done it."""
+    """Say where the gradient that was lost was reset: where it was let go, or the lines that may
+    have done it.
+    """
     window, number = members.window, max(lost)
     after = next((seen.records[0] for i, seen in window.passes.items() if i > number), None)
     if after is None or after.reset:
@@ -421,7 +560,9 @@ def _edits(members: Members) -> str:
     return _lines(window, passes[0], window.passes[passes[-1]].records[0], is_edit, "changed")
 
 
-def _lines(window: StepWindow, number: int, after: PassRecord, is_one: Callable[[ast.AST], bool], done: str) -> str:
+def _lines(
+    window: StepWindow, number: int, after: PassRecord, is_one: Callable[[ast.AST], bool], done: str
+) -> str:
     before = window.passes[number].records[0]
     same_loop = before.loop is not None and before.loop == after.loop
     lines = lines_between(is_one, before.place, after.place, window.step.place, same_loop=same_loop)
@@ -430,11 +571,20 @@ def _lines(window: StepWindow, number: int, after: PassRecord, is_one: Callable[
 
 def _judge_parameters(members: Members) -> Sums | None:
     """Judge passes whose coefficients differ between parameters, or between each other."""
-    off = {k: c for i in members.required for k, c in members.by_parameter[i] if not near(c, members.mean[i], 1e-3)}
+    off = {
+        k: c
+        for i in members.required
+        for k, c in members.by_parameter[i]
+        if not near(c, members.mean[i], 1e-3)
+    }
     if off:
         key = next(iter(off))
         if any(abs(c) < NEGLIGIBLE for c in off.values()):
-            lost = [i for i in members.required if any(abs(c) < NEGLIGIBLE for _, c in members.by_parameter[i])]
+            lost = [
+                i
+                for i in members.required
+                if any(abs(c) < NEGLIGIBLE for _, c in members.by_parameter[i])
+            ]
             keys = [key for key, c in off.items() if abs(c) < NEGLIGIBLE]
             return _fault("last passes", key, keys=keys, where=_resets(members, lost))
         return _fault("rescaled", key, where=_edits(members))
@@ -446,7 +596,9 @@ def _judge_parameters(members: Members) -> Sums | None:
     if values and max(values) - min(values) > 1e-3 * max(map(abs, values)):
         ratios = [a / b for a, b in pairwise(values)]
         listed = ", ".join(f"{ratio:.3g}" for ratio in ratios[:6])
-        fault = OF_SUMS["rescaled" if max(ratios) - min(ratios) < 2e-3 * max(ratios) else "not a sum"]
+        fault = OF_SUMS[
+            "rescaled" if max(ratios) - min(ratios) < 2e-3 * max(ratios) else "not a sum"
+        ]
         sentence = f"{fault.sentence} (factors between the passes: {listed}){_edits(members)}"
         # a running mean rescales the sum on purpose: what the losses weigh together decides
         return Sums(replace(fault, sentence=sentence), may_be_right=True)
@@ -454,7 +606,9 @@ def _judge_parameters(members: Members) -> Sums | None:
 
 
 def used_of(window: StepWindow) -> dict[Source, float]:
-    """Return the coefficient of each pass, the factor of the program's own hooks on parameters included."""
+    """Return the coefficient of each pass, the factor of the program's own hooks on parameters
+    included.
+    """
     return {
         (rank, index): c * _of_hooks(record, window.keys)
         for index, seen in window.passes.items()

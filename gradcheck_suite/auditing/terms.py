@@ -1,12 +1,14 @@
-"""What goes backward, read off its own autograd graph: a loss as a sum of terms, each of so many items.
+"""What goes backward, read off its own autograd graph: a loss as a sum of terms, each of so many
+items.
 
-The walk down the graph gives the topology: names of nodes, shapes, saved integers. Every number, such as the factor
-that a term is multiplied by, is the gradient that arrives at the term's node, which a hook on the node sees. So a
-division in a trainer, a loss scale or an all-reduced divisor needs no rule of its own.
+The walk down the graph gives the topology: names of nodes, shapes, saved integers. Every number,
+such as the factor that a term is multiplied by, is the gradient that arrives at the term's node,
+which a hook on the node sees. So a division in a trainer, a loss scale or an all-reduced divisor
+needs no rule of its own.
 
-No saved tensor is unpacked but the total weight and the targets of `nll_loss` and the numbers that something is
-multiplied or divided by, and those only where no saved-tensor hook has packed them: unpacking runs the forward again
-under a checkpoint, and kills the backward that follows.
+No saved tensor is unpacked but the total weight and the targets of `nll_loss` and the numbers that
+something is multiplied or divided by, and those only where no saved-tensor hook has packed them:
+unpacking runs the forward again under a checkpoint, and kills the backward that follows.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ ROUNDINGS = 16
 MARK, DECLARED = "gradcheck_suite audit", "gradcheck_suite objective"
 """Entries of a node's metadata: it has gone backward; the count and the reduction that the program declares for it."""
 
-# The table of nodes. `scalar` says what a node does to one number on its way from the loss to a term, `below` what it
-# does to the elements under a term's reduction.
+# The table of nodes. `scalar` says what a node does to one number on its way from the loss to a
+# term, `below` what it does to the elements under a term's reduction.
 PASS, EACH, TERM, OPAQUE = "pass", "each live input", "term", "opaque"
 WEIGHTED, PARTIAL, ITEMS = "pass, with weights", "partial reduction", "items"
 
@@ -40,7 +42,8 @@ class Node:
 
     Attributes:
         scalar: on a tensor of one element: `PASS`, `EACH`, `TERM` or `OPAQUE`.
-        below: under a reduction, where one input has a gradient: `PASS`, `WEIGHTED`, `PARTIAL` or `ITEMS`.
+        below: under a reduction, where one input has a gradient: `PASS`, `WEIGHTED`, `PARTIAL` or
+            `ITEMS`.
     """
 
     scalar: str
@@ -52,9 +55,16 @@ def _rows(names: str, scalar: str, below: str) -> dict[str, Node]:
 
 
 NODES = {
-    **_rows("Alias AsStrided Clone Contiguous Detach Expand Flatten Flip NanToNum Neg Permute Real", PASS, PASS),
     **_rows(
-        "ReshapeAlias Roll Select Slice Split SplitWithSizes Squeeze T ToCopy Transpose Unbind Unflatten", PASS, PASS
+        "Alias AsStrided Clone Contiguous Detach Expand Flatten Flip NanToNum Neg Permute Real",
+        PASS,
+        PASS,
+    ),
+    **_rows(
+        "ReshapeAlias Roll Select Slice Split SplitWithSizes Squeeze T ToCopy Transpose Unbind"
+        " Unflatten",
+        PASS,
+        PASS,
     ),
     **_rows("Unfold UnsafeSplit UnsafeView Unsqueeze View ViewAs", PASS, PASS),
     # functions in Python that are linear in what passes through them
@@ -75,8 +85,9 @@ PRODUCTS = ("Bmm", "Dot", "Mm", "Mv", "Vdot")
 ARITHMETIC = ("Add", "Div", "Mul", "Rsub", "Sub")
 OF_PARAMETERS = frozenset(
     str.split(
-        "Abs Add Cat Div Exp Expm1 LinalgVectorNorm Log Log1P LogSoftmax Mean Mul Neg Norm Pow Prod Reciprocal Rsub "
-        "Select Sigmoid Softmax Softplus Split Sqrt Squeeze Stack Sub Sum Tanh Unbind Unsqueeze View"
+        "Abs Add Cat Div Exp Expm1 LinalgVectorNorm Log Log1P LogSoftmax Mean Mul Neg Norm Pow Prod"
+        " Reciprocal Rsub Select Sigmoid Softmax Softplus Split Sqrt Squeeze Stack Sub Sum Tanh"
+        " Unbind Unsqueeze View"
     )
 )
 """Nodes through which a function of parameters alone stays one: no data is saved in them, numbers aside."""
@@ -106,7 +117,12 @@ def live(node: Any) -> list[Edge]:
 def _shape(node: Any, index: int) -> tuple[int, ...] | None:
     try:
         return tuple(int(size) for size in node._input_metadata[index].shape)
-    except (AttributeError, IndexError, RuntimeError, TypeError):  # nested tensors, functions of one's own
+    except (
+        AttributeError,
+        IndexError,
+        RuntimeError,
+        TypeError,
+    ):  # nested tensors, functions of one's own
         return None
 
 
@@ -117,7 +133,9 @@ def elements(node: Any, index: int) -> int:
 
 
 def _is_packed(node: Any, name: str) -> bool:
-    """Return whether to read a saved tensor would run a hook, as a checkpoint's, which computes everything again."""
+    """Return whether to read a saved tensor would run a hook, as a checkpoint's, which computes
+    everything again.
+    """
     raw = getattr(node, f"_raw_saved_{name}", None)
     if raw is None or hasattr(raw, "unpack_hook"):
         return raw is None or raw.unpack_hook is not None
@@ -135,7 +153,8 @@ def _unpacked(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
     tensor, version = saved
     if tensor._version != version:  # what torch says where no hooks are
         raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation"
+            "one of the variables needed for gradient computation has been modified by an inplace"
+            " operation"
         )
     return tensor
 
@@ -143,8 +162,9 @@ def _unpacked(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
 def _same(node: Any, index: int, inputs: list[Edge]) -> list[Edge]:
     """Return the input that DDP's node passes on as an output, nothing where that is not known.
 
-    DDP sends all outputs of a model through one node, where it looks for unused parameters. Those that are no tensors
-    have a number among the outputs and none among the inputs: then the shape tells, of a loss.
+    DDP sends all outputs of a model through one node, where it looks for unused parameters. Those
+    that are no tensors have a number among the outputs and none among the inputs: then the shape
+    tells, of a loss.
     """
     if len(node.next_functions) == len(node._input_metadata):
         return [(f, i) for f, i in node.next_functions[index : index + 1] if f is not None]
@@ -153,7 +173,10 @@ def _same(node: Any, index: int, inputs: list[Edge]) -> list[Edge]:
 
 
 def _number(node: Any) -> torch.Tensor | None:
-    """Return the number that a product or quotient multiplies or divides by; a sum or difference saves nothing."""
+    """Return the number that a product or quotient multiplies or divides by.
+
+    A sum or difference saves nothing.
+    """
     name = "self" if node.next_functions[0][0] is None else "other"
     if _is_packed(node, name):
         return None
@@ -167,7 +190,11 @@ def _number(node: Any) -> torch.Tensor | None:
 def factors_below(node: Any) -> tuple[list[float], bool]:
     """Return the numbers that a loss of one element is multiplied by, and whether it is a mean."""
     factors = list[float]()
-    while (name := kind(node)) != "Mean" and NODES.get(name, UNKNOWN).scalar == PASS and len(live(node)) == 1:
+    while (
+        (name := kind(node)) != "Mean"
+        and NODES.get(name, UNKNOWN).scalar == PASS
+        and len(live(node)) == 1
+    ):
         number = _number(node) if name in ("Mul", "Div") else None
         if number is not None:
             factors.append(_by(name, number))
@@ -176,7 +203,9 @@ def factors_below(node: Any) -> tuple[list[float], bool]:
 
 
 def _of_parameters(edge: Edge) -> bool:
-    """Return whether something is a function of parameters alone: the same in every micro-batch of a window."""
+    """Return whether something is a function of parameters alone: the same in every micro-batch of
+    a window.
+    """
     stack, seen = [edge[0]], set()
     while stack:
         node = stack.pop()
@@ -201,8 +230,8 @@ def _concatenated_inputs(edge: Edge) -> tuple[list[Edge], bool, bool]:
     """Return the losses of one element each that a tensor joins, as in a weighted `stack`.
 
     Returns:
-        the losses; whether the tensor is a linear function of them; whether something else with a gradient, that is
-        no function of parameters alone, meets them.
+        the losses; whether the tensor is a linear function of them; whether something else with a
+        gradient, that is no function of parameters alone, meets them.
     """
     stack, seen, found, linear, others = [edge], set[Edge](), list[Edge](), True, False
     while stack:
@@ -229,10 +258,16 @@ def _concatenated_inputs(edge: Edge) -> tuple[list[Edge], bool, bool]:
 
 
 def _valid(node: Any) -> torch.Tensor | None:
-    """Return how many targets an unreduced loss does not ignore, or the chunks of one that `cat` joins."""
+    """Return how many targets an unreduced loss does not ignore, or the chunks of one that `cat`
+    joins.
+    """
     name, inputs = kind(node), live(node)
     if name.startswith("Nll"):
-        return None if _is_packed(node, "target") else (node._saved_target != node._saved_ignore_index).sum()
+        return (
+            None
+            if _is_packed(node, "target")
+            else (node._saved_target != node._saved_ignore_index).sum()
+        )
     if name == "Cat" or (NODES.get(name) == Node(PASS, PASS) and len(inputs) == 1):
         found = [_valid(below) for below, _ in inputs]
         known = [valid for valid in found if valid is not None]
@@ -246,21 +281,27 @@ class Term:
 
     Attributes:
         expression: the names of its reduction and of its items.
-        weight: the factor that reaches each element of what the reduction reduces; None where none arrived.
-        counts: what it may count -> how many: elements, those with a weight, rows, targets, the sum of class weights.
+        weight: the factor that reaches each element of what the reduction reduces; None where none
+            arrived.
+        counts: what it may count -> how many: elements, those with a weight, rows, targets, the sum
+            of class weights.
         mean: whether the reduction itself divides.
         deeper: the weight and number of elements under each partial reduction below.
-        item: the weight and the number of those elements whose weight is not 0, where it is the same for all of them.
-        factors: the numbers that the term is multiplied by on its way to the loss, as far as they can be read.
-        factor: the product of the numbers that the elements are multiplied by, or divided by, under the reduction.
-        hides: whether a tensor of weights multiplies the elements, in which a common factor cannot be told from them:
-            they are neither 0 and 1 nor, alone or with `factor`, 1 on average.
+        item: the weight and the number of those elements whose weight is not 0, where it is the
+            same for all of them.
+        factors: the numbers that the term is multiplied by on its way to the loss, as far as they
+            can be read.
+        factor: the product of the numbers that the elements are multiplied by, or divided by, under
+            the reduction.
+        hides: whether a tensor of weights multiplies the elements, in which a common factor cannot
+            be told from them: they are neither 0 and 1 nor, alone or with `factor`, 1 on average.
         tolerance: relative, of the weight.
         opaque: why it cannot be read as a sum over items.
-        partial: where it sees items through which no gradient flows: the share of the others, and which of the joined
-            tensors is the first of them.
+        partial: where it sees items through which no gradient flows: the share of the others, and
+            which of the joined tensors is the first of them.
         repeated: whether it has gone backward before.
-        of_parameters: whether it is a function of parameters alone, such as a penalty, and has no items.
+        of_parameters: whether it is a function of parameters alone, such as a penalty, and has no
+            items.
         line: `file:line` of the loss, where it is known.
     """
 
@@ -283,8 +324,16 @@ class Term:
     @property
     def own(self) -> str:
         """The count that the term's own reduction divides by, or would."""
-        first = ("counted", "elements" if self.mean else "nonzero", "weights", "nonzero", "elements")
-        return next((name for name in first if name in self.counts), next(iter(self.counts), "elements"))
+        first = (
+            "counted",
+            "elements" if self.mean else "nonzero",
+            "weights",
+            "nonzero",
+            "elements",
+        )
+        return next(
+            (name for name in first if name in self.counts), next(iter(self.counts), "elements")
+        )
 
 
 def _by(name: str, number: torch.Tensor) -> float:
@@ -306,7 +355,8 @@ class _Found:
         above: the numbers above the reduction.
         numbers_below: those under it.
         sampled: whether a tensor of weights is under the reduction.
-        seen: what hooks saw: what `arrived`, the gradient of `items` or `rows`; and what the loss saved.
+        seen: what hooks saw: what `arrived`, the gradient of `items` or `rows`; and what the loss
+            saved.
     """
 
     term: Term
@@ -333,8 +383,11 @@ class _Found:
             given = _Weights(arrived)
             weight, counts["nonzero"] = given.largest, given.number
             if given.smallest < given.largest * (1 - term.tolerance):
-                # as of representations that are computed once more, by chunks: it came back through another graph
-                term.opaque = "backward is given a gradient whose elements differ, which tells no weight"
+                # as of representations that are computed once more, by chunks: it came back through
+                # another graph
+                term.opaque = (
+                    "backward is given a gradient whose elements differ, which tells no weight"
+                )
         if (total := self.seen.get("total_weight")) is not None:
             counts["counted"] = float(total)
         if (valid := self.seen.get("valid")) is not None:
@@ -351,14 +404,22 @@ class _Found:
             weights, below = _Weights(each), self.inner[self.outside :]
             counts["nonzero"] = weights.number / prod(number for _, number in below)
             if weight:
-                counts["weights"] = weights.total / abs(weight) / prod(n for mean, n in below if not mean)
+                counts["weights"] = (
+                    weights.total / abs(weight) / prod(n for mean, n in below if not mean)
+                )
             if weights.smallest >= weights.largest * (1 - term.tolerance):
                 term.item = weights.largest, weights.number
             if self.sampled:
-                one = abs(weight * term.factor) / prod(size for divides, size in self.inner if divides)
+                one = abs(weight * term.factor) / prod(
+                    size for divides, size in self.inner if divides
+                )
                 ones = term.item is not None and abs(term.item[0] - one) <= term.tolerance * one
-                own, sums = counts["elements"], [counts.get("weights", 0.0) / abs(f) for f in (1.0, term.factor) if f]
-                # the roundings of a sum that was made 1 on average are more than those of one factor
+                own, sums = (
+                    counts["elements"],
+                    [counts.get("weights", 0.0) / abs(f) for f in (1.0, term.factor) if f],
+                )
+                # the roundings of a sum that was made 1 on average are more than those of one
+                # factor
                 normal = any(abs(found - own) <= 10 * term.tolerance * own for found in sums)
                 term.hides = not (ones or normal)
         term.weight, divisor, number = weight, 1.0, counts.get("elements", 1.0)
@@ -369,7 +430,9 @@ class _Found:
 
 
 class _Weights:
-    """The weights that a gradient gives to elements: how many are not 0, their sum, the largest and the smallest."""
+    """The weights that a gradient gives to elements: how many are not 0, their sum, the largest and
+    the smallest.
+    """
 
     def __init__(self, gradient: torch.Tensor) -> None:
         size = gradient.detach().abs().double().flatten()
@@ -384,7 +447,8 @@ class Reader:
 
     Attributes:
         found: the terms.
-        error: the exception of a hook, which must not leave it: autograd would raise it in the user's backward.
+        error: the exception of a hook, which must not leave it: autograd would raise it in the
+            user's backward.
     """
 
     def __init__(self) -> None:
@@ -447,7 +511,12 @@ class Reader:
                 # a factor that is a function of parameters alone is the same for the whole window
                 inputs = [edge for edge in inputs if not _of_parameters(edge)]
                 if len(inputs) != 1:
-                    return self._opaque(node, index, above, "a product or quotient of two things that have gradients")
+                    return self._opaque(
+                        node,
+                        index,
+                        above,
+                        "a product or quotient of two things that have gradients",
+                    )
             if name == "Div" and node.next_functions[0] not in inputs:
                 return self._opaque(node, index, above, "one over something that has a gradient")
             if row.scalar != OPAQUE and len(inputs) > 1 and name not in PRODUCTS:
@@ -456,7 +525,8 @@ class Reader:
                 return None
             one = row.scalar != OPAQUE and bool(inputs) and elements(*inputs[0]) == 1
             if one and row.scalar == TERM and _shape(*inputs[0]):
-                # a tensor of one element: losses that were added to `zeros(1)`, or a micro-batch of one item?
+                # a tensor of one element: losses that were added to `zeros(1)`, or a micro-batch of
+                # one item?
                 if self._are_made_of_scalars(inputs, above, opaque=False):
                     return None
                 one = False
@@ -470,24 +540,37 @@ class Reader:
     def _end(self, node: Any, index: int, above: Numbers, name: str, inputs: list[Edge]) -> None:
         reduction = getattr(node, "_saved_reduction", None)
         if isinstance(reduction, int) and reduction:
-            return self._loss_function(node, index, above, name, inputs[0] if inputs else (node, index))
+            return self._loss_function(
+                node, index, above, name, inputs[0] if inputs else (node, index)
+            )
         row = NODES.get(name, UNKNOWN)
         if row.scalar == TERM and (len(inputs) == 1 or name in PRODUCTS):
             return self._reduction(node, index, above, name, inputs)
         if row.scalar == PASS and inputs:
             return self._opaque(node, index, above, "one element of many")
         if name.startswith("Compiled"):
-            return self._opaque(node, index, above, "it was computed inside torch.compile, which `--eager` opens")
-        what = f"{name} of a number" if inputs and elements(*inputs[0]) == 1 else f"{name}, which is no sum"
+            return self._opaque(
+                node, index, above, "it was computed inside torch.compile, which `--eager` opens"
+            )
+        what = (
+            f"{name} of a number"
+            if inputs and elements(*inputs[0]) == 1
+            else f"{name}, which is no sum"
+        )
         return self._opaque(node, index, above, what)
 
     def _are_made_of_scalars(self, edges: Iterable[Edge], above: Numbers, *, opaque: bool) -> bool:
-        """Read tensors of one element as numbers; return False, and read nothing, where one is an item instead."""
+        """Read tensors of one element as numbers.
+
+        Return False, and read nothing, where one is an item instead.
+        """
         before, handles, visited = len(self.found), len(self._handles), set(self._visited)
         for edge in edges:
             self._scalar(*edge, above)
         new = self.found[before:]
-        if new and not any(found.has_dimension or (found.term.opaque and not opaque) for found in new):
+        if new and not any(
+            found.has_dimension or (found.term.opaque and not opaque) for found in new
+        ):
             return True
         for handle in self._handles[handles:]:
             handle.remove()
@@ -497,7 +580,9 @@ class Reader:
 
     def _loss_function(self, node: Any, index: int, above: Numbers, name: str, below: Edge) -> None:
         """Read a node that is a reduced loss of torch: its `reduction` is saved."""
-        term = Term((name,), counts={"elements": elements(*below)}, mean=node._saved_reduction == MEAN)
+        term = Term(
+            (name,), counts={"elements": elements(*below)}, mean=node._saved_reduction == MEAN
+        )
         found = _Found(term, above=above)
         shape = _shape(*below) or (1,)
         if not term.mean:
@@ -512,26 +597,38 @@ class Reader:
                 found.seen["total_weight"] = node._saved_total_weight.detach()
         self._add(found, node, index)
 
-    def _reduction(self, node: Any, index: int, above: Numbers, name: str, inputs: list[Edge]) -> None:
+    def _reduction(
+        self, node: Any, index: int, above: Numbers, name: str, inputs: list[Edge]
+    ) -> None:
         factors = [edge for edge in inputs if not _of_parameters(edge)] or inputs
         below, joins = factors[0], [_concatenated_inputs(edge) for edge in factors]
         losses, linear, others = next((join for join in joins if join[0]), joins[0])
         if losses and (others or len(factors) > 1):
-            return self._opaque(node, index, above, "losses that are weighted by something that has a gradient")
+            return self._opaque(
+                node, index, above, "losses that are weighted by something that has a gradient"
+            )
         if losses and linear and self._are_made_of_scalars(losses, above, opaque=True):
             return None
-        found = _Found(Term((name,), counts={"elements": elements(*below)}, mean=name == "Mean"), above=above)
+        found = _Found(
+            Term((name,), counts={"elements": elements(*below)}, mean=name == "Mean"), above=above
+        )
         found.term.of_parameters = _of_parameters((node, index))
         found.sampled = name in PRODUCTS and len(inputs) == 1
         self._add(found, node, index)
         return self._items(found, *below, weighted=name not in ("Sum", "Mean"))
 
     def _items(self, found: _Found, node: Any, index: int, *, weighted: bool) -> None:
-        """Go down from a reduced tensor to the first node that is no linear function of one tensor: the items."""
+        """Go down from a reduced tensor to the first node that is no linear function of one tensor:
+        the items.
+        """
         while True:
             name, inputs = kind(node), live(node)
             row = NODES.get(name, UNKNOWN)
-            if len(inputs) != 1 or row.below == ITEMS or (name == "Div" and node.next_functions[0][0] is None):
+            if (
+                len(inputs) != 1
+                or row.below == ITEMS
+                or (name == "Div" and node.next_functions[0][0] is None)
+            ):
                 break
             if row.below == WEIGHTED:
                 weighted, found.outside = True, len(found.inner)
@@ -547,7 +644,10 @@ class Reader:
                 break  # what is broadcast counts once for each element that it becomes
             node, index = inputs[0]
         term = found.term
-        term.expression = (*term.expression, "parameter" if term.of_parameters and is_leaf(node) else name)
+        term.expression = (
+            *term.expression,
+            "parameter" if term.of_parameters and is_leaf(node) else name,
+        )
         if (shape := _shape(node, index)) and not term.mean:
             term.counts["rows"] = shape[0]
         if (valid := _valid(node)) is not None:
@@ -556,7 +656,9 @@ class Reader:
             self._hook(node, found, "items", index)
 
     def _opaque(self, node: Any, index: int, above: Numbers, why: str) -> None:
-        term = Term((kind(node),), counts={"elements": 1}, of_parameters=_of_parameters((node, index)))
+        term = Term(
+            (kind(node),), counts={"elements": 1}, of_parameters=_of_parameters((node, index))
+        )
         term.opaque = None if term.of_parameters else why
         self._add(_Found(term, above=above), node, index)
 
@@ -566,10 +668,13 @@ class Reader:
         self.found.append(found)
         self._hook(node, found, "arrived", index)
 
-    def _hook(self, node: Any, found: _Found, name: str, index: int, *, of_inputs: bool = False) -> None:
+    def _hook(
+        self, node: Any, found: _Found, name: str, index: int, *, of_inputs: bool = False
+    ) -> None:
         def hook(*gradients: Sequence[torch.Tensor | None]) -> None:
             try:
-                # a hook is called with the gradients of inputs and of outputs, a prehook with the latter alone
+                # a hook is called with the gradients of inputs and of outputs, a prehook with the
+                # latter alone
                 given = gradients[0][index] if len(gradients[0]) > index else None
                 if given is not None:
                     found.seen.setdefault(name, given.detach())
@@ -589,7 +694,10 @@ def declare(loss: torch.Tensor, count: float | torch.Tensor, reduction: str) -> 
 
 
 def edge_of(root: Any) -> tuple[Any, int]:
-    """Return the node and the output of a tensor or of a gradient edge; the node is None for a leaf."""
+    """Return the node and the output of a tensor or of a gradient edge.
+
+    The node is None for a leaf.
+    """
     if isinstance(root, torch.Tensor):
         return root.grad_fn, root.output_nr
     return getattr(root, "node", None), getattr(root, "output_nr", 0)
@@ -606,8 +714,11 @@ _LEAF, _CAT = type(_joined.next_functions[0][0]), type(_joined)
 """The classes of the nodes of a leaf and of `cat`: to ask a node for its name is a call into autograd."""
 
 
-def leaves_below(nodes: Iterable[Any], beyond: Iterable[Any] = ()) -> tuple[list[torch.Tensor], list[Any]]:
-    """Return the leaves that a gradient reaches, and the nodes that join items with and without a gradient.
+def leaves_below(
+    nodes: Iterable[Any], beyond: Iterable[Any] = ()
+) -> tuple[list[torch.Tensor], list[Any]]:
+    """Return the leaves that a gradient reaches, and the nodes that join items with and without a
+    gradient.
 
     Args:
         nodes: from which to go down.
@@ -627,13 +738,19 @@ def leaves_below(nodes: Iterable[Any], beyond: Iterable[Any] = ()) -> tuple[list
         for below, _ in inputs:
             if below is not None:
                 stack.append(below)
-        if type(node) is _CAT and node._saved_dim == 0 and any(below is None for below, _ in inputs):
+        if (
+            type(node) is _CAT
+            and node._saved_dim == 0
+            and any(below is None for below, _ in inputs)
+        ):
             joins.append(node)
     return leaves, joins
 
 
 def used_at(nodes: Iterable[Any]) -> dict[int, str]:
-    """Return the id of each leaf below -> the line of the program that used it, where nodes keep their stacks."""
+    """Return the id of each leaf below -> the line of the program that used it, where nodes keep
+    their stacks.
+    """
     stack, seen, found = list(nodes), set[Any](), dict[int, str]()
     while stack:
         node = stack.pop()
@@ -648,8 +765,12 @@ def used_at(nodes: Iterable[Any]) -> dict[int, str]:
 
 
 def joined_share(join: Any) -> tuple[float, int]:
-    """Return the share of a join's rows through which a gradient flows, and the index of its first such input."""
+    """Return the share of a join's rows through which a gradient flows, and the index of its first
+    such input.
+    """
     whole = _shape(join, 0)
     rows = [_shape(*edge) for edge in live(join)]
     first = next(i for i, (node, _) in enumerate(join.next_functions) if node is not None)
-    return (sum(shape[0] for shape in rows if shape) / whole[0] if whole and whole[0] else 0.0), first
+    return (
+        sum(shape[0] for shape in rows if shape) / whole[0] if whole and whole[0] else 0.0
+    ), first

@@ -1,4 +1,6 @@
-"""The weights of the windows of one optimizer, judged together, and the violations that faults of a window are."""
+"""The weights of the windows of one optimizer, judged together, and the violations that faults of a
+window are.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ MAX_ROWS = 64
 """Rows of the table of weights that a violation keeps."""
 OF_ACCUMULATION = frozenset({"rescaled-accumulator", "repeated-micro-batch"})
 """Faults of how losses are added up, as weights alone may show them."""
-DECLARE = "declare it with `loss = gradcheck_suite.objective(loss, count=n)`, n being what its mean divides by"
+DECLARE = (
+    "declare it with `loss = gradcheck_suite.objective(loss, count=n)`, n being what its mean"
+    " divides by"
+)
 
 
 @dataclass(frozen=True)
@@ -44,10 +49,13 @@ class Pending:
     Attributes:
         window: the window.
         coefficients: of its passes.
-        readings: the weights, with the factor by which `.grad` was multiplied after the last pass, and without it,
-            where there is one: it may be a part of the loss (a mean over K at the end) or none (clipping).
-        kept: where the program has put `.grad` together from what it kept, each kept gradient as a window of its own.
-        scaled: whether a common factor of the weights matters: it does not where the gradient is normalized.
+        readings: the weights, with the factor by which `.grad` was multiplied after the last pass,
+            and without it, where there is one: it may be a part of the loss (a mean over K at the
+            end) or none (clipping).
+        kept: where the program has put `.grad` together from what it kept, each kept gradient as a
+            window of its own.
+        scaled: whether a common factor of the weights matters: it does not where the gradient is
+            normalized.
     """
 
     window: StepWindow
@@ -64,13 +72,23 @@ class Pending:
 
     @property
     def is_right(self) -> bool:
-        """Whether the losses weigh their items rightly with the coefficients of the passes, as far as all are read."""
+        """Whether the losses weigh their items rightly with the coefficients of the passes, as far
+        as all are read.
+        """
         found = reading_weights.objectives(self.readings[-1], {})
-        terms = [t for _, i in self.coefficients for r in self.window.passes[i].records for t in r.terms]
-        return _are_right(found) and not any(t.opaque for t in terms) and all(len(o.parts) > 1 for o in found)
+        terms = [
+            t for _, i in self.coefficients for r in self.window.passes[i].records for t in r.terms
+        ]
+        return (
+            _are_right(found)
+            and not any(t.opaque for t in terms)
+            and all(len(o.parts) > 1 for o in found)
+        )
 
     def taken_out(self, found: Sequence[Objective]) -> float:
-        """Return by what `.grad` was multiplied after the last pass, in a reading in which that is a weight; else 1."""
+        """Return by what `.grad` was multiplied after the last pass, in a reading in which that is
+        a weight; else 1.
+        """
         part = found[0].parts[0]
         factor = part.coefficient * (self.window.step.scale or 1.0) / self.coefficients[part.source]
         return float(f"{factor:.6g}")
@@ -87,8 +105,8 @@ class Weighed:
 
     Attributes:
         violations: with the number of the step.
-        provisional: more of them, that no second window shows yet: a coefficient that changes may have any value in
-            one.
+        provisional: more of them, that no second window shows yet: a coefficient that changes may
+            have any value in one.
         united: the same, one for each diagnosis and place.
         notes: what is worth knowing -> how often.
         unknown: what could not be judged, and what to do -> how often.
@@ -125,12 +143,24 @@ def judge_weights(
     history: defaultdict[Key, list[Use]] = defaultdict(list)
     unequal: defaultdict[Key, list[Use]] = defaultdict(list)
     found_in = [_objectives_of(one, modes, (typical_k, ranks)) for one in pending]
-    across_sites = {objective.key for found in found_in for objective in found if objective.key[2] == ACROSS_SITES}
+    across_sites = {
+        objective.key
+        for found in found_in
+        for objective in found
+        if objective.key[2] == ACROSS_SITES
+    }
     # clipping makes no two windows right
-    right = [one.taken_out(found) for one, found in zip(pending, found_in, strict=True) if _are_right(found)]
+    right = [
+        one.taken_out(found)
+        for one, found in zip(pending, found_in, strict=True)
+        if _are_right(found)
+    ]
     taken_out = {factor for factor, times in Counter(right).items() if times > 1} - {1.0}
     if across_sites or taken_out:
-        found_in = [_objectives_of(one, modes, (typical_k, ranks), across_sites, taken_out) for one in pending]
+        found_in = [
+            _objectives_of(one, modes, (typical_k, ranks), across_sites, taken_out)
+            for one in pending
+        ]
     for one, found in zip(pending, found_in, strict=True):
         if fault := _repeated_losses(one):
             result.steps.add(one.window.number)
@@ -163,18 +193,21 @@ def _objectives_of(
     across_sites: Collection[Key] = frozenset(),
     taken_out: Collection[float] = frozenset(),
 ) -> list[Objective]:
-    """Return the objectives of a window, the factor after its last pass taken as a part of them or not.
+    """Return the objectives of a window, the factor after its last pass taken as a part of them or
+    not.
 
     Args:
         one: the window.
         modes: of each expression, the best one first.
         divisors: the most frequent number of passes, and that of ranks.
-        across_sites: the keys of objectives that are right at several places together in some window.
+        across_sites: the keys of objectives that are right at several places together in some
+            window.
         taken_out: factors that are a part of the weights in other windows.
     """
     found = [reading_weights.objectives(reading, modes, across_sites) for reading in one.readings]
-    # a factor of 1/K after the last pass is the mean over K, and where all items weigh 1/K together, or one over the
-    # number of ranks, they were divided twice; any other factor may be clipping, which is no weight
+    # a factor of 1/K after the last pass is the mean over K, and where all items weigh 1/K
+    # together, or one over the number of ranks, they were divided twice; any other factor may be
+    # clipping, which is no weight
     shares = {1 / (divisor or one.length) for divisor in (one.length, *divisors)} - {1.0}
     totals = {total for objective in found[0] for total in objective.coefficients.values()}
     is_part = any(near(one.factor, share, 1e-5) for share in shares.union(taken_out))
@@ -196,20 +229,27 @@ def _repeated_losses(one: Pending) -> StepFault | None:
     return OF_SUMS["running sum" if running else "repeated"]
 
 
-PARTIAL = "the loss sees items through which no gradient flows, and is no sum over the window's micro-batches"
+PARTIAL = (
+    "the loss sees items through which no gradient flows, and is no sum over the window's"
+    " micro-batches"
+)
 
 
 def read_joined(passes: Mapping[int, Seen], sources: Iterable[Source]) -> None:
-    """Read a term as a sum over items again where the rows that it joins without a gradient are no cached items.
+    """Read a term as a sum over items again where the rows that it joins without a gradient are no
+    cached items.
 
-    Cached items are those of the window's other passes, or of the other ranks: together the passes, or the ranks of
-    each, let a gradient through to every item once. Rows of zeros as padding, or a bank of negatives, are others.
+    Cached items are those of the window's other passes, or of the other ranks: together the passes,
+    or the ranks of each, let a gradient through to every item once. Rows of zeros as padding, or a
+    bank of negatives, are others.
     """
     records = [(index, passes[index].records[rank]) for rank, index in sources]
     shares: defaultdict[int, float] = defaultdict(float)
     for index, record in records:
         shares[index] += next((term.partial[0] for term in record.terms if term.partial), 0.0)
-    of_ranks = len(records) > len(shares) and all(near(share, 1.0, 1e-6) for share in shares.values())
+    of_ranks = len(records) > len(shares) and all(
+        near(share, 1.0, 1e-6) for share in shares.values()
+    )
     if of_ranks or near(sum(shares.values()), 1.0, 1e-6):
         return
     for _, record in records:
@@ -221,9 +261,10 @@ def read_joined(passes: Mapping[int, Seen], sources: Iterable[Source]) -> None:
 def _note_unknown(
     one: Pending, found: Sequence[Objective], result: Weighed, name_of: Callable[[int], str | None]
 ) -> tuple[bool, bool]:
-    """Note what of a window's losses could not be read; return whether there is such a part, and one that is no sum.
+    """Note what of a window's losses could not be read.
 
-    A loss that is no sum over the window's micro-batches has no weights, so that none are missing.
+    Return whether there is such a part, and one that is no sum. A loss that is no sum over the
+    window's micro-batches has no weights, so that none are missing.
     """
     window = one.window
     records = {source: window.passes[source[1]].records[source[0]] for source in one.coefficients}
@@ -238,16 +279,20 @@ def _note_unknown(
     if one.length > 1:
         result.unknown.update(unreadable | partial)
         whole = {key for record in records.values() for key in record.whole if key in window.keys}
-        places = [term.partial[1] for record in records.values() for term in record.terms if term.partial]
+        places = [
+            term.partial[1] for record in records.values() for term in record.terms if term.partial
+        ]
         if whole and len(set(places)) == one.length:
             names = ", ".join(sorted(str(name_of(key)) for key in whole))
             result.notes[
-                f"{one.window.where}: outside of the cached items, the gradient of {names} arrives from each of the "
-                f"{one.length} passes over the same items: it is {one.length} times too large: divide it by "
-                f"{one.length} before the step"
+                f"{one.window.where}: outside of the cached items, the gradient of {names} arrives"
+                f" from each of the {one.length} passes over the same items: it is {one.length}"
+                f" times too large: divide it by {one.length} before the step"
             ] += 1
     reason = "the number of terms differs between micro-batches"
-    uneven = [Unknown("weights", str(one.place), reason, DECLARE) for one in found if one.status == UNEVEN]
+    uneven = [
+        Unknown("weights", str(one.place), reason, DECLARE) for one in found if one.status == UNEVEN
+    ]
     result.unknown.update(uneven)
     return bool(unreadable or uneven), bool(partial)
 
@@ -255,7 +300,9 @@ def _note_unknown(
 def _uses(one: Pending, found: Sequence[Objective]) -> Iterator[Use]:
     """Yield each objective of a window whose terms can be compared."""
     window = one.window
-    site = {source: window.passes[source[1]].records[source[0]].place for source in one.coefficients}
+    site = {
+        source: window.passes[source[1]].records[source[0]].place for source in one.coefficients
+    }
     right = [o for o in found if o.right() and not o.parts[0].term.of_parameters]
     for objective in (_beside_empty(o, window) for o in found if o.status != UNEVEN):
         sources = {part.source for part in objective.parts}
@@ -274,16 +321,22 @@ def _uses(one: Pending, found: Sequence[Objective]) -> Iterator[Use]:
 
 
 def _is_coefficient(use: Use) -> bool:
-    """Return whether unequal weights are a coefficient that changes: other losses of the same passes are right."""
+    """Return whether unequal weights are a coefficient that changes: other losses of the same
+    passes are right.
+    """
     sources = {part.source for part in use.objective.parts}
     covered = {part.source for o in use.others if len(o.parts) > 1 for part in o.parts}
-    return not use.objective.named and (covered >= sources or use.objective.parts[0].term.of_parameters)
+    return not use.objective.named and (
+        covered >= sources or use.objective.parts[0].term.of_parameters
+    )
 
 
 # Violations, in words.
 
 
-def violation_of(fault: StepFault, window: StepWindow, where: Place, parameter: str | None = None) -> Violation:
+def violation_of(
+    fault: StepFault, window: StepWindow, where: Place, parameter: str | None = None
+) -> Violation:
     """Return the violation that a fault of a window is."""
     package = (window.step.trainer or "").partition(".")[0]
     return Violation(
@@ -302,14 +355,23 @@ def violation_of(fault: StepFault, window: StepWindow, where: Place, parameter: 
 
 
 def place_of_loss(window: StepWindow, where: Place) -> str:
-    """Return the line of the loss that goes backward at a place, or the place where it is not known."""
-    records = [record for seen in window.passes.values() for record in seen.records if record.place == where]
+    """Return the line of the loss that goes backward at a place, or the place where it is not
+    known.
+    """
+    records = [
+        record
+        for seen in window.passes.values()
+        for record in seen.records
+        if record.place == where
+    ]
     return next((term.line for record in records for term in record.terms if term.line), str(where))
 
 
 def _rows(objective: Objective, count: str, expected: float) -> tuple[Weight, ...]:
     """Return the weight of each item, by micro-batch: expected and observed."""
-    order = {index: j for j, index in enumerate(sorted({part.source[1] for part in objective.parts}))}
+    order = {
+        index: j for j, index in enumerate(sorted({part.source[1] for part in objective.parts}))
+    }
     ranks = len({part.source[0] for part in objective.parts}) > 1
     rows = [
         Weight(
@@ -326,8 +388,13 @@ def _rows(objective: Objective, count: str, expected: float) -> tuple[Weight, ..
 
 
 def _of_weights(fault: StepFault, use: Use, rows: tuple[Weight, ...]) -> Violation:
-    """Return the violation that a fault of an objective's weights is: at its own line where others are right."""
-    error = max((abs(row.observed / row.expected - 1) for row in rows if row.count and row.expected), default=0.0)
+    """Return the violation that a fault of an objective's weights is: at its own line where others
+    are right.
+    """
+    error = max(
+        (abs(row.observed / row.expected - 1) for row in rows if row.count and row.expected),
+        default=0.0,
+    )
     share = "less than 1%" if error < 0.01 else f"{100 * error:.3g}%"
     fault = replace(fault, sentence=f"{fault.sentence} (weights are off by up to {share})")
     allowed = max(part.tolerance for part in use.objective.parts)
@@ -355,15 +422,22 @@ def _of_unequal(use: Use, general: Diagnosis | None, *, is_shown: bool) -> Viola
         # with the share of those without items, and with a division that is left out
         seen = replace(w, observed=w.observed / whole)
         told = diagnose(seen, only=(MEAN_OF_MEANS,))
-        sentence, causes = means_text(seen, [seen]) if names_nothing(told) else told.sentence, told.causes
+        sentence, causes = (
+            means_text(seen, [seen]) if names_nothing(told) else told.sentence,
+            told.causes,
+        )
         if count == "elements" and w.counts != _weights(objective, own, empty).counts:
-            sentence = f"the mean divides by all elements of its micro-batch, padding included, and {sentence}"
+            sentence = (
+                "the mean divides by all elements of its micro-batch, padding included, and"
+                f" {sentence}"
+            )
     rows = _rows(objective, count, whole / (w.window_count or 1.0))
     return _of_weights(StepFault(named.name, sentence, causes=causes), use, rows)
 
 
 def _beside_empty(objective: Objective, window: StepWindow) -> Objective:
-    """Return an objective as unequal where it is of means of equal counts, and a micro-batch is without items.
+    """Return an objective as unequal where it is of means of equal counts, and a micro-batch is
+    without items.
 
     Such a micro-batch has no term, and its share of the mean is missing all the same.
     """
@@ -400,18 +474,30 @@ def _named(objectives: Sequence[Objective]) -> Diagnosis:
         "items of different micro-batches have different weights: the micro-batches' items weigh "
         f"{', '.join(f'{weight:.3g}' for weight in observed[:6])}"
     )
-    usual = [np.abs(w.observed - np.median(w.observed)) <= w.tolerance * np.median(w.observed) for w in found]
+    usual = [
+        np.abs(w.observed - np.median(w.observed)) <= w.tolerance * np.median(w.observed)
+        for w in found
+    ]
     if all(2 * same.sum() > len(same) for same in usual):
         # a special case for the first or the last micro-batch, a loss scale, a coefficient
         return Diagnosis("weighted-by-place", said, causes=("sign",) if observed.min() < 0 else ())
-    # with one coefficient of each pass, each loss went backward once, and the running sum is not rescaled
-    summed = all(near(p.coefficient, one.parts[0].coefficient, one.tolerance) for one in objectives for p in one.parts)
-    named = diagnose(found[0], found[1:], only=FAULTS.keys() - OF_ACCUMULATION if summed else FAULTS.keys())
+    # with one coefficient of each pass, each loss went backward once, and the running sum is not
+    # rescaled
+    summed = all(
+        near(p.coefficient, one.parts[0].coefficient, one.tolerance)
+        for one in objectives
+        for p in one.parts
+    )
+    named = diagnose(
+        found[0], found[1:], only=FAULTS.keys() - OF_ACCUMULATION if summed else FAULTS.keys()
+    )
     return Diagnosis(named.name, said) if names_nothing(named) else named
 
 
 def _weights(objective: Objective, count: str, empty: Collection[Source] = ()) -> Weights:
-    """Return the weights of an objective by what is counted, those of micro-batches without items among them."""
+    """Return the weights of an objective by what is counted, those of micro-batches without items
+    among them.
+    """
     numbers = [part.term.counts.get(count, 0.0) for part in objective.parts]
     return evidence(objective.parts, objective.weights, numbers, empty=empty)
 
@@ -421,9 +507,13 @@ def _of_scale(scale: Scale) -> Violation:
     use = scale.use
     total = use.items or 1.0
     times = use.own / scale.expected
-    sentence = f"every item of the window weighs {times:.6g} times what it should, which is {scale.note}"
+    sentence = (
+        f"every item of the window weighs {times:.6g} times what it should, which is {scale.note}"
+    )
     if scale.name == "tail-leak":
-        sentence += "; the gradient of micro-batches that belong to the window before is still in it"
+        sentence += (
+            "; the gradient of micro-batches that belong to the window before is still in it"
+        )
     rows = _rows(use.objective, use.count, scale.expected / total)
     fault = StepFault(scale.name, sentence, causes=(scale.cause,) if scale.cause else ())
     return _of_weights(fault, use, rows)

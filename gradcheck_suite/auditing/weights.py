@@ -1,9 +1,10 @@
 """The weights of a window's items: equal, and 1/N, over all its micro-batches and ranks?
 
-A term is one reduction of one backward pass (`terms.py`). Terms of one backward are never compared with each other:
-what a program adds up in one loss is its own. The terms that one call site sends backward with one expression are an
-objective, and its terms in the passes of a window must give each item the same weight, C/N, where N counts the
-window. Whether C is the program's coefficient or follows from how the window is cut up is asked of the whole run.
+A term is one reduction of one backward pass (`terms.py`). Terms of one backward are never compared
+with each other: what a program adds up in one loss is its own. The terms that one call site sends
+backward with one expression are an objective, and its terms in the passes of a window must give
+each item the same weight, C/N, where N counts the window. Whether C is the program's coefficient or
+follows from how the window is cut up is asked of the whole run.
 """
 
 from __future__ import annotations
@@ -110,7 +111,9 @@ class Objective:
 
     def right(self, tolerance: float = 1e-4) -> bool:
         """Return whether some way of counting makes C equal to 1."""
-        return self.status == EQUAL and any(near(c, 1.0, tolerance) for c in self.coefficients.values())
+        return self.status == EQUAL and any(
+            near(c, 1.0, tolerance) for c in self.coefficients.values()
+        )
 
     @property
     def cost(self) -> float:
@@ -121,7 +124,9 @@ class Objective:
 
     def is_divided_by(self, number: float) -> bool:
         """Return whether every loss is seen to be divided by a number."""
-        return all(any(near(f * number, 1.0, 1e-5) for f in part.term.factors) for part in self.parts)
+        return all(
+            any(near(f * number, 1.0, 1e-5) for f in part.term.factors) for part in self.parts
+        )
 
 
 def _levels(term: Term, *, with_factor: bool) -> list[tuple[float, Mapping[str, float]]]:
@@ -135,7 +140,11 @@ def _levels(term: Term, *, with_factor: bool) -> list[tuple[float, Mapping[str, 
     found: list[tuple[float, Mapping[str, float]]] = [(weight, term.counts)]
     if with_factor:
         # the sum of the weights was counted with them
-        own = {"weights": term.counts["weights"] / abs(term.factor)} if "weights" in term.counts and term.factor else {}
+        own = (
+            {"weights": term.counts["weights"] / abs(term.factor)}
+            if "weights" in term.counts and term.factor
+            else {}
+        )
         found.append((weight * term.factor, {**term.counts, **own}))
     if term.item is not None:
         found.append((term.item[0], {"nonzero": term.item[1]}))
@@ -149,23 +158,32 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def with_common_sign(weights: Sequence[float]) -> list[float]:
-    """Return weights, positive where they have the sign of the most, which is the objective's: it may be maximized."""
+    """Return weights, positive where they have the sign of the most, which is the objective's: it
+    may be maximized.
+    """
     sign = -1.0 if 2 * sum(weight < 0 for weight in weights) > len(weights) else 1.0
     return [sign * weight for weight in weights]
 
 
 @np.errstate(all="ignore")
 def compare(parts: Sequence[Part], key: Key = ()) -> Objective:
-    """Compare the terms of one objective: the same weight at some level, else whether counts make them unequal."""
+    """Compare the terms of one objective: the same weight at some level, else whether counts make
+    them unequal.
+    """
     tolerance, own = max(part.tolerance for part in parts), parts[0].term.own
     with_factor = any(part.term.factor != 1 for part in parts)
     levels = [_levels(part.term, with_factor=with_factor) for part in parts]
     best: Objective | None = None
     faults: list[Objective] = []
     for depth in range(min(map(len, levels))):
-        weights = [level[depth][0] * part.coefficient for level, part in zip(levels, parts, strict=True)]
+        weights = [
+            level[depth][0] * part.coefficient for level, part in zip(levels, parts, strict=True)
+        ]
         weights = with_common_sign(weights)
-        names = sorted(set.intersection(*(set(level[depth][1]) for level in levels)), key=lambda n: (n != own, n))
+        names = sorted(
+            set.intersection(*(set(level[depth][1]) for level in levels)),
+            key=lambda n: (n != own, n),
+        )
         counts = {name: [level[depth][1][name] for level in levels] for name in names}
         if _spread(weights) <= tolerance:
             best = best or Objective(key, parts, EQUAL, {}, weights[0], counts)
@@ -181,12 +199,24 @@ def compare(parts: Sequence[Part], key: Key = ()) -> Objective:
 
 
 def _by_counts(
-    key: Key, parts: Sequence[Part], weights: Sequence[float], counts: Mapping[str, Sequence[float]], *, outermost: bool
+    key: Key,
+    parts: Sequence[Part],
+    weights: Sequence[float],
+    counts: Mapping[str, Sequence[float]],
+    *,
+    outermost: bool,
 ) -> Iterator[Objective]:
-    """Yield what counts say of unequal weights: means that weigh the same, or that are weighted by another count."""
+    """Yield what counts say of unequal weights: means that weigh the same, or that are weighted by
+    another count.
+    """
     for name, count in counts.items():
-        others = counts.keys() - {name} if outermost and name in ("counted", "valid", "nonzero") else ()
-        beside = {f"the number of {WORDS[other]}, not of {WORDS[name]}": counts[other] for other in sorted(others)}
+        others = (
+            counts.keys() - {name} if outermost and name in ("counted", "valid", "nonzero") else ()
+        )
+        beside = {
+            f"the number of {WORDS[other]}, not of {WORDS[name]}": counts[other]
+            for other in sorted(others)
+        }
         w = evidence(parts, weights, count, beside=beside)
         # whatever C is, these weigh C together
         whole = float(w.per_mean.sum()) or 1.0
@@ -229,12 +259,15 @@ def evidence(
 
 
 def coefficient(w: Weights) -> float:
-    """Return C of unequal weights: what the window weighs, or 1 where an item or a mean is seen to have no other.
+    """Return C of unequal weights: what the window weighs, or 1 where an item or a mean is seen to
+    have no other.
 
     A micro-batch whose sign is flipped takes nothing from C.
     """
     whole = float(np.abs(w.per_mean).mean()) * len(w.window) if w.inside else 0.0
-    own = any(near(ratio, 1.0, 1e-3) for ratio in w.ratio) or near(whole, w.accumulation_steps, 1e-3)
+    own = any(near(ratio, 1.0, 1e-3) for ratio in w.ratio) or near(
+        whole, w.accumulation_steps, 1e-3
+    )
     return 1.0 if own or not whole else whole
 
 
@@ -264,10 +297,18 @@ def _merged(mode: str, terms: Sequence[Term]) -> list[Term]:
         return list(terms)
     first = terms[0]
     weights = [term.weight or 0.0 for term in terms]
-    shares = [weight * term.counts.get(first.own, 0.0) for weight, term in zip(weights, terms, strict=True)]
-    total, with_factors = sum(shares), sum(share * term.factor for share, term in zip(shares, terms, strict=True))
+    shares = [
+        weight * term.counts.get(first.own, 0.0)
+        for weight, term in zip(weights, terms, strict=True)
+    ]
+    total, with_factors = (
+        sum(shares),
+        sum(share * term.factor for share, term in zip(shares, terms, strict=True)),
+    )
     factor = with_factors / total if total else 1.0
-    plain = replace(first, deeper=(), item=None, factor=factor, hides=any(term.hides for term in terms))
+    plain = replace(
+        first, deeper=(), item=None, factor=factor, hides=any(term.hides for term in terms)
+    )
     if mode == CHUNKS:
         counts = {name: sum(term.counts.get(name, 0.0) for term in terms) for name in first.counts}
         items = [term.item for term in terms if term.item is not None]
@@ -289,12 +330,20 @@ Reading = dict[Key, dict[str, list[Objective]]]
 
 def is_read(term: Term) -> bool:
     """Return whether a term has a weight that counts something."""
-    return not (term.opaque or term.partial or not term.weight or term.weight != term.weight or is_empty(term))
+    return not (
+        term.opaque
+        or term.partial
+        or not term.weight
+        or term.weight != term.weight
+        or is_empty(term)
+    )
 
 
 def is_empty(term: Term) -> bool:
     """Return whether a term has no items, as a micro-batch without an active triplet."""
-    return term.weight == 0 or not all(term.counts.get(name, 1.0) for name in ("counted", "elements", "nonzero"))
+    return term.weight == 0 or not all(
+        term.counts.get(name, 1.0) for name in ("counted", "elements", "nonzero")
+    )
 
 
 def read(
@@ -321,7 +370,9 @@ def read(
     for top, by_pass in by_site.items():
         numbers = {len(terms) for terms in by_pass.values()}
         # one term for each item of a micro-batch, stacked: they are chunks of one item
-        single = max(numbers) > 1 and all(t.counts.get(t.own) == 1 for terms in by_pass.values() for t in terms)
+        single = max(numbers) > 1 and all(
+            t.counts.get(t.own) == 1 for terms in by_pass.values() for t in terms
+        )
         modes: dict[str, list[Objective]] = {}
         for mode in MODES:
             if (mode == BLEND and len(numbers) > 1) or (single and mode in (EACH, BLEND)):
@@ -331,25 +382,36 @@ def read(
             if len(columns) != 1 or 0 in columns:
                 continue
             modes[mode] = [
-                compare([Part(s, terms[k], coefficients[s], error) for s, terms in table.items()], (*top, mode, k))
+                compare(
+                    [Part(s, terms[k], coefficients[s], error) for s, terms in table.items()],
+                    (*top, mode, k),
+                )
                 for k in range(*columns)
             ]
             first = modes[mode][0]
             if mode == BATCH and first.status == UNEQUAL and first.named is None:
-                # heads of a detector, some without items in some passes: each may be a mean of its own
-                every = [Part(s, term, coefficients[s], error) for s, terms in by_pass.items() for term in terms]
+                # heads of a detector, some without items in some passes: each may be a mean of its
+                # own
+                every = [
+                    Part(s, term, coefficients[s], error)
+                    for s, terms in by_pass.items()
+                    for term in terms
+                ]
                 of_all = compare(every, first.key)
                 if of_all.named and of_all.named.name == MEAN_OF_MEANS:
                     modes[mode] = [of_all]
                 elif len(numbers) > 1:
-                    # they may be terms of several losses, of which some micro-batches have more than others
+                    # they may be terms of several losses, of which some micro-batches have more
+                    # than others
                     modes[mode] = [Objective(first.key, every, UNEVEN)]
         found[top] = modes
     return found
 
 
 def objectives(
-    reading: Reading, modes: Mapping[Key, Sequence[str]], across_sites: Collection[Key] = frozenset()
+    reading: Reading,
+    modes: Mapping[Key, Sequence[str]],
+    across_sites: Collection[Key] = frozenset(),
 ) -> list[Objective]:
     """Return the objectives of a window, each expression in the first of its modes that applies.
 
@@ -362,8 +424,8 @@ def objectives(
     for top, results in reading.items():
         none = [Objective((*top, "", 0), (), UNEVEN)]
         found += next((results[mode] for mode in modes.get(top, MODES) if mode in results), none)
-    # one expression at several places, as with the last micro-batch unrolled or in a closure: one objective where
-    # that is exactly right, in this window or in another one
+    # one expression at several places, as with the last micro-batch unrolled or in a closure: one
+    # objective where that is exactly right, in this window or in another one
     by_expression: defaultdict[Any, list[Objective]] = defaultdict(list)
     for one in found:
         by_expression[one.key[1]].append(one)
@@ -379,13 +441,19 @@ def objectives(
 
 
 def best_modes(readings: Sequence[Sequence[Reading]]) -> dict[Key, list[str]]:
-    """Return the modes of each expression of an optimizer, the one that fits the whole run best first."""
+    """Return the modes of each expression of an optimizer, the one that fits the whole run best
+    first.
+    """
     fits: defaultdict[Key, Counter[str]] = defaultdict(Counter)
     for alternatives in readings:
         for top in {top for reading in alternatives for top in reading}:
             for mode in MODES:
                 costs = [
-                    sum(one.cost for one in found) / len(found) if (found := reading[top].get(mode)) else 5.0
+                    (
+                        sum(one.cost for one in found) / len(found)
+                        if (found := reading[top].get(mode))
+                        else 5.0
+                    )
                     for reading in alternatives
                     if top in reading
                 ]
@@ -393,10 +461,12 @@ def best_modes(readings: Sequence[Sequence[Reading]]) -> dict[Key, list[str]]:
     return {key: sorted(MODES, key=costs.__getitem__) for key, costs in fits.items()}
 
 
-# The coefficient C of each objective over the run: the program's own, or a consequence of how windows are cut up?
+# The coefficient C of each objective over the run: the program's own, or a consequence of how
+# windows are cut up?
 #
-# `judge.naming` asks for a factor of a right weight, and here none is known: a loss may have a coefficient, so that a
-# factor counts only where windows of other lengths, other losses or the trainer's settings show that it has not.
+# `judge.naming` asks for a factor of a right weight, and here none is known: a loss may have a
+# coefficient, so that a factor counts only where windows of other lengths, other losses or the
+# trainer's settings show that it has not.
 
 
 @dataclass
@@ -409,8 +479,10 @@ class Use:
         length: the number of passes at the call sites that the objective comes from.
         whole: whether the objective is in every one of them.
         others: the objectives of the same window that have right weights.
-        alone: whether the fault is this objective's own: others are right or, where its weights are unequal, equal.
-        taken_out: by what `.grad` was multiplied after the last pass, where that is a part of the weights; else 1.
+        alone: whether the fault is this objective's own: others are right or, where its weights are
+            unequal, equal.
+        taken_out: by what `.grad` was multiplied after the last pass, where that is a part of the
+            weights; else 1.
         own: C by the count that fits the run.
         total: C of all objectives of the window together, where they have the same passes.
         right: whether C is 1, of this objective or of all together.
@@ -430,18 +502,25 @@ class Use:
 
     @property
     def added(self) -> float:
-        """What is added to each count so that none divides by 0, where each micro-batch then weighs 1; else 0."""
+        """What is added to each count so that none divides by 0, where each micro-batch then weighs
+        1; else 0.
+        """
         weight, tolerance = self.objective.weight, self.objective.tolerance
         numbers = self.objective.counts.get(self.count, ())
         off = [1 - weight * n for n in numbers]
         if not off or not tolerance < min(off) <= max(off) < MOST_ADDED:
             return 0.0
-        return next((a for a in ADDED if all(near(weight * (n + a), 1.0, tolerance) for n in numbers)), 0.0)
+        return next(
+            (a for a in ADDED if all(near(weight * (n + a), 1.0, tolerance) for n in numbers)), 0.0
+        )
 
     @property
     def masses(self) -> list[float]:
         """The weight of each micro-batch: of an item, times its count."""
-        return [self.objective.weight * (n + self.added) for n in self.objective.counts.get(self.count, ())]
+        return [
+            self.objective.weight * (n + self.added)
+            for n in self.objective.counts.get(self.count, ())
+        ]
 
     @property
     def items(self) -> float:
@@ -450,7 +529,9 @@ class Use:
 
     @property
     def hides(self) -> bool:
-        """Whether a factor of its weights may be in a tensor of weights that the loss is multiplied by."""
+        """Whether a factor of its weights may be in a tensor of weights that the loss is multiplied
+        by.
+        """
         return any(part.term.hides for part in self.objective.parts)
 
     @property
@@ -469,7 +550,8 @@ class Scale:
         cause: of the fault, where the table of faults has a remedy for it; else empty.
         name: the name of the fault.
         expected: the coefficient that would be right.
-        provisional: whether other windows may still show something else: that comes out when the run is over.
+        provisional: whether other windows may still show something else: that comes out when the
+            run is over.
     """
 
     use: Use
@@ -487,8 +569,12 @@ def _choose_count(uses: Sequence[Use]) -> None:
     tolerance = first.objective.tolerance
 
     def fits(name: str) -> tuple[int, bool, bool]:
-        right = sum(near(use.objective.coefficients[name], 1.0, use.objective.tolerance) for use in uses)
-        masses = [use.objective.weight * n for use in uses for n in use.objective.counts.get(name, ())]
+        right = sum(
+            near(use.objective.coefficients[name], 1.0, use.objective.tolerance) for use in uses
+        )
+        masses = [
+            use.objective.weight * n for use in uses for n in use.objective.counts.get(name, ())
+        ]
         ones = bool(masses) and near(masses[0], 1.0, tolerance) and _spread(masses) <= tolerance
         return right, ones and not first.is_mean, name == own
 
@@ -500,23 +586,31 @@ def _choose_count(uses: Sequence[Use]) -> None:
 
 
 def _count_together(windows: Sequence[Sequence[Use]]) -> None:
-    """Add up the coefficients of some objectives in each window: those of (a + b) / 2 are 1 together.
+    """Add up the coefficients of some objectives in each window: those of (a + b) / 2 are 1
+    together.
 
-    Where none is right alone, as the terms of label smoothing, each is counted such that they are right together in the
-    most windows, else the sum of a window's means.
+    Where none is right alone, as the terms of label smoothing, each is counted such that they are
+    right together in the most windows, else the sum of a window's means.
     """
     if not any(use.right for several in windows for use in several):
         names = [
-            set.intersection(*({*use.objective.coefficients} for use in uses)) for uses in zip(*windows, strict=True)
+            set.intersection(*({*use.objective.coefficients} for use in uses))
+            for uses in zip(*windows, strict=True)
         ]
 
         def fits(chosen: tuple[str, ...]) -> tuple[int, int, int]:
             right = summed = 0
             for several in windows:
-                total = sum(u.objective.coefficients[n] for u, n in zip(several, chosen, strict=True))
+                total = sum(
+                    u.objective.coefficients[n] for u, n in zip(several, chosen, strict=True)
+                )
                 right += near(total, 1.0, several[0].objective.tolerance)
                 summed += near(total, several[0].length, several[0].objective.tolerance)
-            return right, summed, sum(n == use.count for n, use in zip(chosen, windows[0], strict=True))
+            return (
+                right,
+                summed,
+                sum(n == use.count for n, use in zip(chosen, windows[0], strict=True)),
+            )
 
         chosen = max(islice(product(*map(sorted, names)), MOST_CHOICES), key=fits)
         for several in windows if any(fits(chosen)[:2]) else ():
@@ -532,7 +626,9 @@ MOST_CHOICES = 256
 """Ways of counting that are tried for the objectives of a window together."""
 
 
-def scales(history: Mapping[Key, list[Use]], ranks: int, declared_k: int | None, notes: Counter[str]) -> list[Scale]:
+def scales(
+    history: Mapping[Key, list[Use]], ranks: int, declared_k: int | None, notes: Counter[str]
+) -> list[Scale]:
     """Return the coefficients that follow from how windows are cut up.
 
     Args:
@@ -552,10 +648,16 @@ def scales(history: Mapping[Key, list[Use]], ranks: int, declared_k: int | None,
             together[tuple(use.objective.key for use in several)].append(several)
     for windows in together.values():
         _count_together(windows)
-    return [scale for uses in history.values() for scale in _of_objective(uses, ranks, declared_k, notes)]
+    return [
+        scale
+        for uses in history.values()
+        for scale in _of_objective(uses, ranks, declared_k, notes)
+    ]
 
 
-def _of_objective(uses: Sequence[Use], ranks: int, declared_k: int | None, notes: Counter[str]) -> Iterator[Scale]:
+def _of_objective(
+    uses: Sequence[Use], ranks: int, declared_k: int | None, notes: Counter[str]
+) -> Iterator[Scale]:
     by_length: defaultdict[int, list[Use]] = defaultdict(list)
     for use in uses:
         by_length[use.length].append(use)
@@ -566,29 +668,46 @@ def _of_objective(uses: Sequence[Use], ranks: int, declared_k: int | None, notes
             _note_other_count(use, notes)
             continue
         left_in, undivided = _left_in(use, uses), _not_divided_beside(use)
-        if not left_in and not use.is_mean and near(use.objective.weight, 1.0, use.objective.tolerance):
+        if (
+            not left_in
+            and not use.is_mean
+            and near(use.objective.weight, 1.0, use.objective.tolerance)
+        ):
             if undivided:
                 notes[undivided] += 1
             continue  # a plain sum
         configured = _against_configured(use, declared_k)
-        again = configured or _still_scaled(use) or _divided_again(use, uses, declared_k or typical_k)
+        again = (
+            configured or _still_scaled(use) or _divided_again(use, uses, declared_k or typical_k)
+        )
         verdict = again or _against_other_lengths(use, uses, by_length, typical_k)
         if verdict is None:
             verdict = _begun_anew(use, uses) or _by_itself(use, uses, ranks)
         if left_in and not isinstance(verdict, Scale):
             verdict = left_in
-        # the number of micro-batches may be in the tensor of weights, too; where a window is right without, it is not
+        # the number of micro-batches may be in the tensor of weights, too; where a window is right
+        # without, it is not
         if use.hides and isinstance(verdict, Scale) and not (configured or some_right):
-            verdict = _either(verdict.note, verdict.cause, "the weights of the samples have its inverse")
+            verdict = _either(
+                verdict.note, verdict.cause, "the weights of the samples have its inverse"
+            )
         if isinstance(verdict, Scale):
-            # what leaks comes beside whole windows, and whole windows follow it: until one does, nothing is said
-            rare = len(by_length[use.length]) < len(by_length[typical_k]) and typical_k < use.length < 2 * typical_k
+            # what leaks comes beside whole windows, and whole windows follow it: until one does,
+            # nothing is said
+            rare = (
+                len(by_length[use.length]) < len(by_length[typical_k])
+                and typical_k < use.length < 2 * typical_k
+            )
             after = any(u.window.number > use.window.number for u in by_length[typical_k])
             if verdict.cause == "short-window" and rare:
                 # a step that is left out in the middle of a loop ends no epoch
                 loops = {seen.records[0].loop for seen in use.window.passes.values()}
                 name = verdict.name if len(loops) == 1 and None not in loops else "tail-leak"
-                verdict = replace(verdict, name=name, cause="") if after else replace(verdict, provisional=True)
+                verdict = (
+                    replace(verdict, name=name, cause="")
+                    if after
+                    else replace(verdict, provisional=True)
+                )
             yield verdict
         elif undivided and verdict in (None, USERS):
             notes[undivided] += 1
@@ -597,44 +716,66 @@ def _of_objective(uses: Sequence[Use], ranks: int, declared_k: int | None, notes
 
 
 def _not_divided_beside(use: Use) -> str | None:
-    """Say that no division of a loss by the window's length is seen, where another loss is a mean over the window.
+    """Say that no division of a loss by the window's length is seen, where another loss is a mean
+    over the window.
 
     This is no fault, since a coefficient may be meant for each micro-batch.
     """
     r, one = use.length, use.objective
     has_no_count = use.is_mean or one.parts[0].term.of_parameters
-    beside = next((o for o in use.others if o.is_divided_by(r) or (has_no_count and not o.parts[0].term.mean)), None)
+    beside = next(
+        (
+            o
+            for o in use.others
+            if o.is_divided_by(r) or (has_no_count and not o.parts[0].term.mean)
+        ),
+        None,
+    )
     # by the window's count it may be divided, too, or multiplied by its share of it
     divided = any(map(one.is_divided_by, (r, use.items))) or _spread(use.masses) > one.tolerance
     if r < 2 or not use.whole or beside is None or divided:
         return None
     return (
-        f"{one.line}: no division of this term ({one.term}) by the number of micro-batches is seen, where the one at "
-        f"{beside.line} ({beside.term}) is a mean over the window: divide it, too, unless its coefficient is meant for "
-        "each micro-batch"
+        f"{one.line}: no division of this term ({one.term}) by the number of micro-batches is seen,"
+        f" where the one at {beside.line} ({beside.term}) is a mean over the window: divide it,"
+        " too, unless its coefficient is meant for each micro-batch"
     )
 
 
 def _begun_anew(use: Use, uses: Sequence[Use]) -> Scale | None:
-    """Recognise passes before a whole window, where other windows are right and shorter: it was begun anew."""
+    """Recognise passes before a whole window, where other windows are right and shorter: it was
+    begun anew.
+    """
     right, masses = [u for u in uses if u.right and u.length > 1], use.masses
     if len(right) < 2 or use.length <= max(u.length for u in right):
         return None
-    whole = next((k for k in range(1, len(masses)) if near(sum(masses[-k:]), 1.0, use.objective.tolerance)), None)
+    whole = next(
+        (k for k in range(1, len(masses)) if near(sum(masses[-k:]), 1.0, use.objective.tolerance)),
+        None,
+    )
     if whole is None:
         return None
-    why = f"its last {counted(whole, 'micro-batch')} are a whole mean, and what went backward before was not reset"
+    why = (
+        f"its last {counted(whole, 'micro-batch')} are a whole mean, and what went backward before"
+        " was not reset"
+    )
     return Scale(use, f"1 + {use.own - 1:.6g}: {why}", "begun-anew", "repeated-micro-batch")
 
 
 def _note_other_count(use: Use, notes: Counter[str]) -> None:
     own = use.objective.parts[0].term.own
     found = use.objective.coefficients.get(own)
-    if use.count != own and own in ("counted", "valid") and found and not near(found, 1.0, use.objective.tolerance):
+    if (
+        use.count != own
+        and own in ("counted", "valid")
+        and found
+        and not near(found, 1.0, use.objective.tolerance)
+    ):
         counted = WORDS.get(use.count.partition("@")[0], use.count)
         notes[
-            f"{use.objective.place}: the loss is divided by {counted}, more than {WORDS[own]}: the accumulation is "
-            f"right, since the whole window has one denominator; for a mean over {WORDS[own]}, divide by their number"
+            f"{use.objective.place}: the loss is divided by {counted}, more than {WORDS[own]}: the"
+            " accumulation is right, since the whole window has one denominator; for a mean over"
+            f" {WORDS[own]}, divide by their number"
         ] += 1
 
 
@@ -648,19 +789,21 @@ def _either(why: str, cause: str, own: str) -> str:
 
 
 MISCOUNTED = (
-    "the loss is divided by a whole number that is none of what it may count, the same for all micro-batches of a "
-    "window: no windows of different counts show the right one; divide by the number of what the loss adds up, such "
-    "as its valid targets"
+    "the loss is divided by a whole number that is none of what it may count, the same for all"
+    " micro-batches of a window: no windows of different counts show the right one; divide by the"
+    " number of what the loss adds up, such as its valid targets"
 )
 
 
 CLIPPED = (
-    "the loss is multiplied by the scale of a GradScaler, and `.grad` by less than one over it before the step, as by "
-    "clipping: where nothing else divides by the scale, call `scaler.unscale_(optimizer)` before"
+    "the loss is multiplied by the scale of a GradScaler, and `.grad` by less than one over it"
+    " before the step, as by clipping: where nothing else divides by the scale, call"
+    " `scaler.unscale_(optimizer)` before"
 )
 PLANNED = (
-    "the loss is divided by {:g}, the count of other windows, where this one has {:g}: the accumulation is "
-    "right, since the whole window has one denominator; for a mean over each window, divide by its own count"
+    "the loss is divided by {:g}, the count of other windows, where this one has {:g}: the"
+    " accumulation is right, since the whole window has one denominator; for a mean over each"
+    " window, divide by its own count"
 )
 
 
@@ -669,23 +812,35 @@ def _against_configured(use: Use, declared_k: int | None) -> Scale | None:
     r, k = use.length, declared_k
     if k is None or r >= k or not use.whole or not near(use.own, r / k, use.objective.tolerance):
         return None
-    return Scale(use, f"{r}/{k}: divided by {k}, where the window has {counted(r, 'micro-batch')}", "short-window")
+    return Scale(
+        use,
+        f"{r}/{k}: divided by {k}, where the window has {counted(r, 'micro-batch')}",
+        "short-window",
+    )
 
 
 def _still_scaled(use: Use) -> Scale | str | None:
-    """Recognise the scale of a GradScaler, where nothing was done to `.grad` that has divided by it."""
+    """Recognise the scale of a GradScaler, where nothing was done to `.grad` that has divided by
+    it.
+    """
     window, tolerance = use.window, use.objective.tolerance
-    scale = next((scale for scale in window.step.passed_by if near(use.own, scale, tolerance)), None)
+    scale = next(
+        (scale for scale in window.step.passed_by if near(use.own, scale, tolerance)), None
+    )
     if window.edit is not None or window.factor is None or scale is None:
         return None
-    # no clipping makes a gradient larger: where more is left than there should be, nothing has divided by the scale
+    # no clipping makes a gradient larger: where more is left than there should be, nothing has
+    # divided by the scale
     if window.factor * scale > 1 + 1e-3:
-        return Scale(use, "the scale of a GradScaler: nothing divides by it before this step", "loss-scale")
+        return Scale(
+            use, "the scale of a GradScaler: nothing divides by it before this step", "loss-scale"
+        )
     return CLIPPED if window.factor * scale < 1 - 1e-3 else USERS
 
 
 def _left_in(use: Use, uses: Sequence[Use]) -> Scale | None:
-    """Recognise a number by which other steps divide `.grad` after the last pass, and this one does not, or only it.
+    """Recognise a number by which other steps divide `.grad` after the last pass, and this one does
+    not, or only it.
 
     No clipping makes the weights of two windows right.
     """
@@ -693,25 +848,38 @@ def _left_in(use: Use, uses: Sequence[Use]) -> Scale | None:
     others = [u.taken_out for u in uses if u.right and not near(u.taken_out, 1.0, 1e-3)]
     if len(others) < 2:
         return None
-    if any(near(use.taken_out, other, 1e-5) for other in others) and near(use.own, use.taken_out, tolerance):
+    if any(near(use.taken_out, other, 1e-5) for other in others) and near(
+        use.own, use.taken_out, tolerance
+    ):
         why = (
-            "`.grad` is multiplied by it after the last pass, and no loss is divided by it, as those of other steps are"
+            "`.grad` is multiplied by it after the last pass, and no loss is divided by it, as"
+            " those of other steps are"
         )
     elif near(use.taken_out, 1.0, 1e-3) and window.edit is None and near(window.left, 1.0, 1e-3):
-        why = f"other steps multiply `.grad` by {others[0]:.6g} after the last pass, and this one does not"
+        why = (
+            f"other steps multiply `.grad` by {others[0]:.6g} after the last pass, and this one"
+            " does not"
+        )
     else:
         return None
     return Scale(use, f"{use.own:.6g}: {why}", "loss-scale")
 
 
 def _divided_again(use: Use, uses: Sequence[Use], k: int) -> Scale | None:
-    """Recognise a sum over the window's count that is divided once more by K, or by the window's length."""
+    """Recognise a sum over the window's count that is divided once more by K, or by the window's
+    length.
+    """
     tolerance = use.objective.tolerance
     if use.is_mean or use.others or use.length < 2 or not use.whole:
         return None
     for number, lengths in ((k, [k] * len(uses)), (use.length, [u.length for u in uses])):
-        if number > 2 and all(near(u.own, 1 / r, tolerance) for u, r in zip(uses, lengths, strict=True)):
-            note = f"1/{number}: divided twice, by the window's count and by {number}, its micro-batches"
+        if number > 2 and all(
+            near(u.own, 1 / r, tolerance) for u, r in zip(uses, lengths, strict=True)
+        ):
+            note = (
+                f"1/{number}: divided twice, by the window's count and by {number}, its"
+                " micro-batches"
+            )
             return Scale(use, note, "divided-twice", provisional=len(uses) == 1)
     return None
 
@@ -719,9 +887,14 @@ def _divided_again(use: Use, uses: Sequence[Use], k: int) -> Scale | None:
 def _against_other_lengths(
     use: Use, uses: Sequence[Use], by_length: Mapping[int, list[Use]], typical_k: int
 ) -> Scale | str | None:
-    """Compare C with that of windows of other lengths: r/q where the loss is divided by q in a window of r."""
+    """Compare C with that of windows of other lengths: r/q where the loss is divided by q in a
+    window of r.
+    """
     tolerance = max(u.objective.tolerance for u in uses)
-    steady = {r: all(near(u.own, several[0].own, tolerance) for u in several) for r, several in by_length.items()}
+    steady = {
+        r: all(near(u.own, several[0].own, tolerance) for u in several)
+        for r, several in by_length.items()
+    }
     others = [several[0].own for r, several in by_length.items() if r != use.length and steady[r]]
     if not steady[use.length] or not others or not all(u.whole for u in uses):
         return None
@@ -739,11 +912,17 @@ def _against_other_lengths(
         if not own and whole != typical_k:
             what += f" (beside the loss's coefficient of {base:.6g})"
         elif not own:
-            # a coefficient and a division by the usual number, or a smaller coefficient and no division: only the
-            # product of both is seen
+            # a coefficient and a division by the usual number, or a smaller coefficient and no
+            # division: only the product of both is seen
             weight = use.own / use.length
-            what = f"each micro-batch of the term {use.objective.term} weighs {weight:.6g} as in windows of {typical_k}"
-        note = f"{use.length}/{whole}: {what}, where the window has {counted(use.length, 'micro-batch')}"
+            what = (
+                f"each micro-batch of the term {use.objective.term} weighs {weight:.6g} as in"
+                f" windows of {typical_k}"
+            )
+        note = (
+            f"{use.length}/{whole}: {what}, where the window has"
+            f" {counted(use.length, 'micro-batch')}"
+        )
         return Scale(use, note, "short-window", expected=base)
     return None
 
@@ -759,10 +938,18 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
         return whose
     tolerance, r = use.objective.tolerance, use.length
     others = {u.items for u in uses if u.items != use.items}
-    if not use.is_mean and others and all(near(u.objective.weight, use.objective.weight, tolerance) for u in uses):
+    if (
+        not use.is_mean
+        and others
+        and all(near(u.objective.weight, use.objective.weight, tolerance) for u in uses)
+    ):
         # a sum times a constant: that it fits the count of one window may be chance
         planned = Counter(u.items for u in uses if u.right and u.length > 1).most_common(1)
-        return PLANNED.format(planned[0][0], use.items) if r > 1 and planned and planned[0][1] > 1 else whose
+        return (
+            PLANNED.format(planned[0][0], use.items)
+            if r > 1 and planned and planned[0][1] > 1
+            else whose
+        )
     masses = use.masses
     by_hand = all(near(mass, 1.0, tolerance) for mass in masses) and use.items > len(masses)
     of_means = r > 1 and (use.is_mean or by_hand)
@@ -773,7 +960,10 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
     never = f"the sum of {r} means{{}}, never divided by their number"
     # a small coefficient is a common one, of one loss beside a larger one above all
     is_small = r == 2 or (use.total or 0.0) > 2 * use.own
-    of_ranks, by_all = never.format(f", times the {ranks} ranks"), "each loss is divided by the count of all ranks"
+    of_ranks, by_all = (
+        never.format(f", times the {ranks} ranks"),
+        "each loss is divided by the count of all ranks",
+    )
     # by which powers of the window's length and of the number of ranks the weights are too large
     readings = [
         (of_means, 1, 0, never.format(""), "not-divided"),
@@ -789,7 +979,11 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
     for what, of in alone_or_together:
         for applies, power, power_of_ranks, why, cause in readings:
             times = float(ranks) ** power_of_ranks
-            fitting = [u for u in uses if (c := of(u)) is not None and near(c, times * u.length**power, tolerance)]
+            fitting = [
+                u
+                for u in uses
+                if (c := of(u)) is not None and near(c, times * u.length**power, tolerance)
+            ]
             if not applies or use not in fitting:
                 continue
             # of a coefficient that changes from step to step, one value may be any number
@@ -806,9 +1000,11 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
     if use.is_mean or r < 2 or not use.items or weight <= 0:
         return None
     divisor = 1 / weight
-    integer = abs(divisor - round(divisor)) < 1e-4 * divisor and 0.5 * use.items < divisor < 2 * use.items
-    # one denominator for the window is no fault of accumulation, whatever it counts, unless another window or rank
-    # shows the right one
+    integer = (
+        abs(divisor - round(divisor)) < 1e-4 * divisor and 0.5 * use.items < divisor < 2 * use.items
+    )
+    # one denominator for the window is no fault of accumulation, whatever it counts, unless another
+    # window or rank shows the right one
     varies = any(not near(u.own, use.own, tolerance) for u in uses)
     shown = len({u.items for u in uses if u.right and u.length > 1}) > 1
     if not integer or divisor <= 2 or not varies:

@@ -49,7 +49,9 @@ from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run.functions import Forward, kinds_of, replaced_forwards
 from gradcheck_suite.run.instance import leaves, map_leaves
 
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>[^\n]*)')
+_FRAME = re.compile(
+    r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>[^\n]*)'
+)
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
@@ -86,7 +88,12 @@ def place_of_error(error: BaseException) -> Place | None:
         code = frame.f_code
         if _is_the_users(code.co_filename):
             line = linecache.getline(code.co_filename, number).strip()
-            return Place(code.co_filename, number, line, f"{frame.f_globals.get('__name__')}.{code.co_qualname}")
+            return Place(
+                code.co_filename,
+                number,
+                line,
+                f"{frame.f_globals.get('__name__')}.{code.co_qualname}",
+            )
     return None
 
 
@@ -115,7 +122,10 @@ for number in range(most):
 BRANCHES = """\
 # both branches are computed; the gradient follows the one whose condition holds
 chosen = torch.where({condition}, value_if_true, value_if_false)"""
-ASSERTION = "# an assertion has no gradient: leave it out of the loss, and check the condition where the batch is drawn"
+ASSERTION = (
+    "# an assertion has no gradient: leave it out of the loss, and check the condition where the"
+    " batch is drawn"
+)
 NUMBER = """\
 # the number is data: compute it where the batch is drawn, and read it as a tensor in the loss
 def batch(items, seed):
@@ -127,7 +137,9 @@ COPY = """\
 
 
 class _Tensors(ast.NodeTransformer):
-    """Turns what decides on a value into what computes with it: `a if c else b`, `and`, `or`, `not`, `float`."""
+    """Turns what decides on a value into what computes with it: `a if c else b`, `and`, `or`,
+    `not`, `float`.
+    """
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
         self.generic_visit(node)
@@ -145,7 +157,9 @@ class _Tensors(ast.NodeTransformer):
         self.generic_visit(node)
         sides = [node.left, *node.comparators]
         pairs = zip(sides, node.ops, sides[1:], strict=False)
-        return _joined([ast.Compare(left, [op], [right]) for left, op, right in pairs], ast.BitAnd())
+        return _joined(
+            [ast.Compare(left, [op], [right]) for left, op, right in pairs], ast.BitAnd()
+        )
 
     def visit_Slice(self, node: ast.Slice) -> ast.expr:
         return node  # a length must be a number
@@ -153,13 +167,17 @@ class _Tensors(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
         match node:
-            case ast.Call(ast.Name("float"), [number]) | ast.Call(ast.Attribute(number, "item"), []):
+            case ast.Call(ast.Name("float"), [number]) | ast.Call(
+                ast.Attribute(number, "item"), []
+            ):
                 return ast.Call(ast.Attribute(number, "detach", ast.Load()), [], [])
         return node
 
 
 def _call(function: str, *arguments: ast.expr) -> ast.expr:
-    return ast.Call(ast.Attribute(ast.Name("torch", ast.Load()), function, ast.Load()), list(arguments), [])
+    return ast.Call(
+        ast.Attribute(ast.Name("torch", ast.Load()), function, ast.Load()), list(arguments), []
+    )
 
 
 def _joined(parts: list[ast.expr], operator: ast.operator) -> ast.expr:
@@ -174,7 +192,9 @@ def rewrite_of(line: str) -> str:
     """Return lines of Python that take no decision on data, in place of a line that does."""
     try:
         # a header needs a body, and `elif` would need an `if`
-        (statement,) = ast.parse(f"{line.removeprefix('el')} pass" if line.endswith(":") else line).body
+        (statement,) = ast.parse(
+            f"{line.removeprefix('el')} pass" if line.endswith(":") else line
+        ).body
     except (SyntaxError, ValueError):
         return NUMBER
     match statement:
@@ -225,9 +245,16 @@ def restored(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def _refuse_changing_hooks(model: nn.Module, loss: Callable[..., torch.Tensor], batch: Batch) -> None:
-    """Refuse a module whose backward hook changes a gradient; one that only looks at it is no matter."""
-    hooked = {name: m for name, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks}
+def _refuse_changing_hooks(
+    model: nn.Module, loss: Callable[..., torch.Tensor], batch: Batch
+) -> None:
+    """Refuse a module whose backward hook changes a gradient.
+
+    One that only looks at it is no matter.
+    """
+    hooked = {
+        name: m for name, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks
+    }
     wanted = [p for p in model.parameters() if p.requires_grad]
 
     def gradient() -> list[torch.Tensor]:
@@ -248,12 +275,19 @@ def _refuse_changing_hooks(model: nn.Module, loss: Callable[..., torch.Tensor], 
             mock.patch.object(module, "_backward_pre_hooks", OrderedDict()),
         ):
             without = gradient()
-        if not all(map(partial(torch.allclose, rtol=1e-12, atol=0.0, equal_nan=True), gradient(), without)):
-            raise BridgeError(f"the module {name!r} has a backward hook that changes a gradient: {_ADVICE}")
+        if not all(
+            map(partial(torch.allclose, rtol=1e-12, atol=0.0, equal_nan=True), gradient(), without)
+        ):
+            raise BridgeError(
+                f"the module {name!r} has a backward hook that changes a gradient: {_ADVICE}"
+            )
 
 
-def functions_of(model: nn.Module, loss: Callable[..., torch.Tensor], batch: Batch) -> frozenset[type]:
-    """Run the loss once in torch and return the classes of its custom functions, custom operations left out.
+def functions_of(
+    model: nn.Module, loss: Callable[..., torch.Tensor], batch: Batch
+) -> frozenset[type]:
+    """Run the loss once in torch and return the classes of its custom functions, custom operations
+    left out.
 
     Args:
         model: the model; its buffers and torch's random state are restored.
@@ -261,7 +295,8 @@ def functions_of(model: nn.Module, loss: Callable[..., torch.Tensor], batch: Bat
         batch: a tree of dicts, lists and tuples of tensors.
 
     Raises:
-        BridgeError: the loss is not a floating-point scalar, or has a gradient hook, which the message names.
+        BridgeError: the loss is not a floating-point scalar, or has a gradient hook, which the
+            message names.
     """
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
@@ -272,12 +307,19 @@ def functions_of(model: nn.Module, loss: Callable[..., torch.Tensor], batch: Bat
     if recorder.hooked:
         raise BridgeError(f"the forward registers a gradient hook on a tensor: {_ADVICE}")
     if not isinstance(value, torch.Tensor) or value.ndim or not value.is_floating_point():
-        got = f"a {value.dtype} tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        got = (
+            f"a {value.dtype} tensor of shape {list(value.shape)}"
+            if isinstance(value, torch.Tensor)
+            else repr(value)
+        )
         raise BridgeError(
-            f"the loss must be one scalar tensor of floating point, got {got}: reduce it with .mean() or .sum()"
+            f"the loss must be one scalar tensor of floating point, got {got}: reduce it with"
+            " .mean() or .sum()"
         )
     _refuse_changing_hooks(model, loss, batch)
-    return frozenset(kind for kind in kinds_of([value]) if not kind.__name__.startswith(_CUSTOM_OPERATION))
+    return frozenset(
+        kind for kind in kinds_of([value]) if not kind.__name__.startswith(_CUSTOM_OPERATION)
+    )
 
 
 ACCEPTED: set[type] = set()
@@ -289,7 +331,8 @@ _TENSOR = object()
 
 
 def accept_backward(function: _FunctionT) -> _FunctionT:
-    """Declare that the backward of a custom function differs from the derivative of its forward on purpose.
+    """Declare that the backward of a custom function differs from the derivative of its forward on
+    purpose.
 
     As a decorator, or as a call beside a `Problem` whose model uses the function::
 
@@ -304,8 +347,8 @@ def accept_backward(function: _FunctionT) -> _FunctionT:
     """
     if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
         raise UsageError(
-            f"accept_backward: expected a subclass of torch.autograd.Function, got {function!r}: pass the class whose "
-            "backward differs from the derivative of its forward on purpose"
+            f"accept_backward: expected a subclass of torch.autograd.Function, got {function!r}:"
+            " pass the class whose backward differs from the derivative of its forward on purpose"
         )
     ACCEPTED.add(function)
     return function
@@ -321,10 +364,11 @@ def real_results(out: Any) -> list[torch.Tensor]:
 
 
 class _WithoutDetaching(TorchFunctionMode):
-    """Ignores `detach` and `no_grad`, which have no meaning in a custom forward: it runs without gradients anyway.
+    """Ignores `detach` and `no_grad`, which have no meaning in a custom forward: it runs without
+    gradients anyway.
 
-    The graph would keep them: JAX would find no derivative of what is detached, nor of anything after a `no_grad`, at
-    whose end gradients stay off as they were before it.
+    The graph would keep them: JAX would find no derivative of what is detached, nor of anything
+    after a `no_grad`, at whose end gradients stay off as they were before it.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -354,12 +398,19 @@ def _with_its_backward(kind: type) -> Any:
             # clones: the forward may write to its arguments
             tensors = [x.clone() for x in leaves if isinstance(x, torch.Tensor)]
             number = next(_NUMBERS)
-            _CALLS[number] = kind, [_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves], spec
+            _CALLS[number] = (
+                kind,
+                [_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves],
+                spec,
+            )
             out = _differentiated(forward, first)(*arguments)
             if first:
                 arguments[0].dirty_tensors = None  # what is returned is no longer what it wrote to
             tied = iter(torch.ops.gradcheck_suite.own_backward(real_results(out), tensors, number))
-            after = tuple(next(tied) if _is_real(x) else x for x in (out if isinstance(out, tuple) else (out,)))
+            after = tuple(
+                next(tied) if _is_real(x) else x
+                for x in (out if isinstance(out, tuple) else (out,))
+            )
             return after if isinstance(out, tuple) else after[0]
 
         return exported
@@ -375,7 +426,9 @@ def exported_functions(functions: Collection[type], own: Collection[type]) -> It
         functions: those whose forward JAX differentiates.
         own: those whose own backward is called.
     """
-    replacements: list[tuple[type, Any]] = [(kind, _differentiated) for kind in functions if kind not in own]
+    replacements: list[tuple[type, Any]] = [
+        (kind, _differentiated) for kind in functions if kind not in own
+    ]
     replacements += [(kind, _with_its_backward(kind)) for kind in functions if kind in own]
     with replaced_forwards(replacements), ExitStack() as saving:
         for kind, _ in replacements:
@@ -386,13 +439,17 @@ def exported_functions(functions: Collection[type], own: Collection[type]) -> It
 
 
 @torch.library.custom_op("gradcheck_suite::own_backward", mutates_args=())
-def _own_backward(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
+def _own_backward(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], number: int
+) -> list[torch.Tensor]:
     """Return the outputs of a custom function; the operation ties them to the function's inputs."""
     return [x.clone() for x in outputs]
 
 
 @_own_backward.register_fake
-def _(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
+def _(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], number: int
+) -> list[torch.Tensor]:
     return [torch.empty_like(x) for x in outputs]
 
 
@@ -407,9 +464,13 @@ def own_backward(outputs: list[Array], inputs: list[Array], number: int) -> list
 
     def backward(inputs: list[Array], cotangents: list[Array]) -> Any:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs if is_float(x)]
-        found = iter(jax.pure_callback(lambda *given: _in_torch(call, *given), shapes, inputs, cotangents))
+        found = iter(
+            jax.pure_callback(lambda *given: _in_torch(call, *given), shapes, inputs, cotangents)
+        )
         # the cotangent of whole numbers has a dtype of its own
-        gradients = [next(found) if is_float(x) else np.zeros(x.shape, jax.dtypes.float0) for x in inputs]
+        gradients = [
+            next(found) if is_float(x) else np.zeros(x.shape, jax.dtypes.float0) for x in inputs
+        ]
         return [jnp.zeros_like(c) for c in cotangents], gradients
 
     tied.defvjp(lambda outputs, inputs: (outputs, inputs), backward)
@@ -432,27 +493,52 @@ def _numbers(tensor: torch.Tensor) -> Any:
 
 
 def _in_torch(call: tuple[Any, list[Any], Any], inputs: Any, cotangents: Any) -> list[Any]:
-    """Return what the backward of a custom function makes of some cotangents, for each input of floating point."""
+    """Return what the backward of a custom function makes of some cotangents, for each input of
+    floating point.
+    """
     kind, others, spec = call
     tensors = [_tensor(x) for x in inputs]
     wanted = [x.requires_grad_() for x in tensors if x.is_floating_point()]
     remaining = (x.clone() for x in tensors)
     with torch.enable_grad():
-        out = kind.apply(*pytree.tree_unflatten([next(remaining) if x is _TENSOR else x for x in others], spec))
-    pairs = [(x, _tensor(c)) for x, c in zip(real_results(out), cotangents, strict=True) if x.requires_grad]
+        out = kind.apply(
+            *pytree.tree_unflatten([next(remaining) if x is _TENSOR else x for x in others], spec)
+        )
+    pairs = [
+        (x, _tensor(c))
+        for x, c in zip(real_results(out), cotangents, strict=True)
+        if x.requires_grad
+    ]
     real, weights = [x for x, _ in pairs], [c for _, c in pairs]
-    return [_numbers(g) for g in torch.autograd.grad(real, wanted, weights, allow_unused=True, materialize_grads=True)]
+    return [
+        _numbers(g)
+        for g in torch.autograd.grad(
+            real, wanted, weights, allow_unused=True, materialize_grads=True
+        )
+    ]
 
 
 LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
 _GRAD_MODE = "wrap_with_set_grad_enabled"
 _IN_ORDER = "with_effects"
 _CORE = (
-    "_batch_norm_with_update_functional", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
-    "_native_batch_norm_legit_no_training", "elu", "gelu", "native_batch_norm", "native_group_norm",
-    "native_layer_norm", "slice_scatter", "tril_indices", "triu_indices", "unfold", "upsample_bicubic2d",
-    "upsample_bilinear2d", "upsample_trilinear3d",
-)  # fmt: skip
+    "_batch_norm_with_update_functional",
+    "_native_batch_norm_legit",
+    "_native_batch_norm_legit_functional",
+    "_native_batch_norm_legit_no_training",
+    "elu",
+    "gelu",
+    "native_batch_norm",
+    "native_group_norm",
+    "native_layer_norm",
+    "slice_scatter",
+    "tril_indices",
+    "triu_indices",
+    "unfold",
+    "upsample_bicubic2d",
+    "upsample_bilinear2d",
+    "upsample_trilinear3d",
+)
 """Operations that `torch.export` leaves whole, and whose decomposition in torch has the same derivative."""
 
 
@@ -471,11 +557,15 @@ class _LossModule(nn.Module):
 
 
 def _named_forward(function: Any) -> Any:
-    """Return a copy of a function named `forward`: export records source lines for frames of that name only."""
+    """Return a copy of a function named `forward`: export records source lines for frames of that
+    name only.
+    """
     if not isinstance(function, FunctionType):
         return function
     code = function.__code__.replace(co_name="forward")
-    copy = FunctionType(code, function.__globals__, "forward", function.__defaults__, function.__closure__)
+    copy = FunctionType(
+        code, function.__globals__, "forward", function.__defaults__, function.__closure__
+    )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
@@ -489,7 +579,8 @@ def export_loss(
         model: a module.
         loss: (model, batch) -> scalar tensor.
         batch: a tree of dicts, lists and tuples of tensors.
-        own_backwards: custom functions, beside the accepted ones, whose own backward the graph calls.
+        own_backwards: custom functions, beside the accepted ones, whose own backward the graph
+            calls.
 
     Raises:
         BridgeError: the loss has a gradient hook, or is not a scalar.
@@ -501,7 +592,11 @@ def export_loss(
     tensors = tuple(leaves(batch))
     module = _LossModule(model, loss, batch)
     module.training = model.training  # `train()` would change the submodules that are in eval mode
-    with _quiet(), _operations_listed_once(), exported_functions(functions, ACCEPTED.union(own_backwards)):
+    with (
+        _quiet(),
+        _operations_listed_once(),
+        exported_functions(functions, ACCEPTED.union(own_backwards)),
+    ):
         try:
             program = torch.export.export(module, tensors, strict=False)
             # torch 2.9 keeps such a tensor as a constant, where later versions refuse
@@ -513,9 +608,11 @@ def export_loss(
             if isinstance(graph_module, fx.GraphModule):
                 _stop_gradients_without_grad(graph_module)
         decompositions = default_decompositions()
-        # where torch has its own derivative formula for an operation, the table's entry follows that formula's
-        # conventions, which a decomposition would lose
-        for op in [op for op in decompositions if isinstance(op, torch._ops.OpOverload) and lowering_of(op)]:
+        # where torch has its own derivative formula for an operation, the table's entry follows
+        # that formula's conventions, which a decomposition would lose
+        for op in [
+            op for op in decompositions if isinstance(op, torch._ops.OpOverload) and lowering_of(op)
+        ]:
             del decompositions[op]
         decompositions.update(get_decompositions([getattr(torch.ops.aten, name) for name in _CORE]))
         program = program.run_decompositions(decompositions)
@@ -532,7 +629,8 @@ def _quiet() -> Iterator[None]:
         before, trace = logging.root.manager.disable, logging.getLogger("torch.__trace")
         traced = trace.disabled
         logging.disable(logging.CRITICAL)
-        # `logging.disable` does not reach this logger, and pytest prints its output under a failing test
+        # `logging.disable` does not reach this logger, and pytest prints its output under a failing
+        # test
         trace.disabled = True
         try:
             yield
@@ -543,9 +641,11 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _operations_listed_once() -> Iterator[None]:
-    """Let torch list its composite operations once: it does so three times for each namespace of operations.
+    """Let torch list its composite operations once: it does so three times for each namespace of
+    operations.
 
-    That takes half of the time of a small export (torch 2.13); not reported upstream as far as known.
+    That takes half of the time of a small export (torch 2.13); not reported upstream as far as
+    known.
     """
     utilities, name = torch._export.utils, "_materialize_cpp_cia_ops"
     with (
@@ -558,7 +658,9 @@ def _operations_listed_once() -> Iterator[None]:
 
 # run_decompositions drops no_grad regions (torch 2.13); not reported upstream as far as known
 def _stop_gradients_without_grad(graph_module: fx.GraphModule) -> None:
-    """Detach the arguments of every operation inside a `no_grad` region: decomposition drops such regions."""
+    """Detach the arguments of every operation inside a `no_grad` region: decomposition drops such
+    regions.
+    """
     for node in list(graph_module.graph.nodes):
         if getattr(node.target, "__name__", "") != _GRAD_MODE or node.args[0]:
             continue
@@ -566,7 +668,9 @@ def _stop_gradients_without_grad(graph_module: fx.GraphModule) -> None:
         for inner in list(region.graph.nodes):
             if inner.op == "call_function" and isinstance(inner.target, torch._ops.OpOverload):
                 with region.graph.inserting_before(inner):
-                    inner.args, inner.kwargs = fx.map_arg((inner.args, inner.kwargs), partial(_detached, region.graph))
+                    inner.args, inner.kwargs = fx.map_arg(
+                        (inner.args, inner.kwargs), partial(_detached, region.graph)
+                    )
         region.recompile()
 
 
@@ -580,7 +684,9 @@ def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def operation_of(node: fx.Node) -> Any:
-    """Return what a call calls: of an operation that export keeps in order by a token, the operation."""
+    """Return what a call calls: of an operation that export keeps in order by a token, the
+    operation.
+    """
     return node.args[1] if getattr(node.target, "__name__", "") == _IN_ORDER else node.target
 
 
@@ -596,44 +702,63 @@ def _check(node: fx.Node) -> None:
         if torch.Tag.nondeterministic_seeded in op.tags:
             raise RandomnessError(random_message(f"{op} draws random numbers", node))
         name = str(op)
-        register = f"register one with @gradcheck_suite.bridge.register_op({name!r}) on a function of JAX arrays, or "
+        register = (
+            f"register one with @gradcheck_suite.bridge.register_op({name!r}) on a function of JAX"
+            " arrays, or "
+        )
     raise UnknownOperation(
-        f"the bridge has no JAX implementation of {name}{source_line(node)}: {register}replace the operation"
+        f"the bridge has no JAX implementation of {name}{source_line(node)}: {register}replace the"
+        " operation"
     )
 
 
 def random_message(what: str, node: fx.Node) -> str:
     """Return the message of a `RandomnessError`."""
     return (
-        f"{what}{source_line(node)}: torch and JAX would draw different numbers. Set its probability to 0, "
-        "or make the random numbers part of the batch"
+        f"{what}{source_line(node)}: torch and JAX would draw different numbers. Set its"
+        " probability to 0, or make the random numbers part of the batch"
     )
 
 
-def _not_exportable(error: Exception, model: nn.Module, loss: LossFunction, batch: Batch) -> NotExportable:
+def _not_exportable(
+    error: Exception, model: nn.Module, loss: LossFunction, batch: Batch
+) -> NotExportable:
     text = " ".join(str(error).split())
     kind = type(error).__name__
-    depends = "DataDependent" in kind or "data-dependent" in text.lower() or "unbacked" in text.lower()
+    depends = (
+        "DataDependent" in kind or "data-dependent" in text.lower() or "unbacked" in text.lower()
+    )
     place, rewrite = place_of_error(error), ""
-    if any(frame.name == "_detect_is_causal_mask" for frame in traceback.extract_tb(error.__traceback__)):
+    if any(
+        frame.name == "_detect_is_causal_mask"
+        for frame in traceback.extract_tb(error.__traceback__)
+    ):
         advice = (
-            "torch.nn's transformer compares the values of its mask with a causal one: say which it is, with is_causal "
-            "(of nn.Transformer tgt_is_causal, src_is_causal) beside the mask"
+            "torch.nn's transformer compares the values of its mask with a causal one: say which it"
+            " is, with is_causal (of nn.Transformer tgt_is_causal, src_is_causal) beside the mask"
         )
     elif depends:
         advice = (
-            "the loss takes a Python decision (if, while, int(), an index) on the values of tensors, which JAX would "
-            "not repeat. Write it with torch.where or masks, or compute the decision in Problem.batch"
+            "the loss takes a Python decision (if, while, int(), an index) on the values of"
+            " tensors, which JAX would not repeat. Write it with torch.where or masks, or compute"
+            " the decision in Problem.batch"
         )
         if place is not None:
             rewrite = _rewrite(place, model, loss, batch)
     elif "fake tensor in the exported program" in text:
         advice = "tensor.data cannot be exported: write tensor.detach()"
     else:
-        advice = "make the loss exportable (torch.export.export with strict=False), or check this loop without JAX"
+        advice = (
+            "make the loss exportable (torch.export.export with strict=False), or check this loop"
+            " without JAX"
+        )
     reason = re.split(r"(?<=[.:)]) (?=[A-Z(])", text, maxsplit=1)[0].rstrip(". ")
-    where = "" if place is None else f" ({Path(place.file).name}, line {place.number}: {place.line})"
-    return NotExportable(f"torch.export does not take this loss{where}: {kind}: {reason[:200]}; {advice}", rewrite)
+    where = (
+        "" if place is None else f" ({Path(place.file).name}, line {place.number}: {place.line})"
+    )
+    return NotExportable(
+        f"torch.export does not take this loss{where}: {kind}: {reason[:200]}; {advice}", rewrite
+    )
 
 
 def _rewrite(place: Place, model: nn.Module, loss: LossFunction, batch: Batch) -> str:
@@ -644,18 +769,27 @@ def _rewrite(place: Place, model: nn.Module, loss: LossFunction, batch: Batch) -
         return LOSS
     lines = rewrite_of(place.line)
     installed = {"site-packages", "dist-packages"}.intersection(Path(place.file).parts)
-    return COPY.format(name=place.function, lines=lines) if installed and "<" not in place.function else lines
+    return (
+        COPY.format(name=place.function, lines=lines)
+        if installed and "<" not in place.function
+        else lines
+    )
 
 
 def _of_logits_helps(model: nn.Module, loss: LossFunction, batch: Batch) -> bool:
-    """Return whether the model has logits whose loss, as in `LOSS`, is the same and can be exported."""
+    """Return whether the model has logits whose loss, as in `LOSS`, is the same and can be
+    exported.
+    """
     if not (isinstance(batch, dict) and "labels" in batch):
         return False
     names: dict[str, Any] = {"torch": torch}
     exec(LOSS, names)
     try:
         with restored(model):
-            values = [function(model, map_leaves(torch.clone, batch)).item() for function in (names["loss"], loss)]
+            values = [
+                function(model, map_leaves(torch.clone, batch)).item()
+                for function in (names["loss"], loss)
+            ]
         module = _LossModule(model, names["loss"], batch)
         torch.export.export(module, tuple(leaves(batch)), strict=False)
     except Exception:  # any: the model is unknown

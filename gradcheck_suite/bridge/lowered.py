@@ -72,10 +72,16 @@ def _is_op(node: fx.Node) -> bool:
 
 
 def _low_precision_operations(nodes: Iterable[fx.Node]) -> Iterator[str]:
-    """Yield the operations whose results are floats of less than 64 bits, each with its source line."""
+    """Yield the operations whose results are floats of less than 64 bits, each with its source
+    line.
+    """
     for node in nodes:
         value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.dtype.is_floating_point and value.dtype.itemsize < 8:
+        if (
+            isinstance(value, torch.Tensor)
+            and value.dtype.is_floating_point
+            and value.dtype.itemsize < 8
+        ):
             # `getitem` picks one of several results; the operation is the call that made them
             source = node.args[0] if node.target is operator.getitem else node
             source = source if isinstance(source, fx.Node) else node
@@ -87,7 +93,8 @@ def _run(node: fx.Node, function: Callable[..., Any], values: dict[str, Any]) ->
 
     Raises:
         RandomnessError: the operation draws random numbers.
-        WrongLowering: the JAX function failed, or its result has another shape or dtype than torch's.
+        WrongLowering: the JAX function failed, or its result has another shape or dtype than
+            torch's.
     """
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: values[argument.name])
     try:
@@ -98,7 +105,8 @@ def _run(node: fx.Node, function: Callable[..., Any], values: dict[str, Any]) ->
         raise  # JAX's: a Python decision on a traced value; the caller runs the program without jit instead
     except Exception as error:
         raise WrongLowering(
-            f"the lowering of {node.target}{source_line(node)} failed: {type(error).__name__}: {error}"
+            f"the lowering of {node.target}{source_line(node)} failed: {type(error).__name__}:"
+            f" {error}"
         ) from error
     _check_shape_and_dtype(node, out)
     return out
@@ -112,11 +120,16 @@ def _check_shape_and_dtype(node: fx.Node, out: Any) -> None:
     dtype, shape = jax_dtype(expected.dtype), tuple(expected.shape)
     known = all(isinstance(n, int) for n in shape)
     weak = getattr(out, "weak_type", False)
-    if getattr(out, "dtype", None) != dtype or (known and tuple(getattr(out, "shape", ())) != shape) or weak:
+    if (
+        getattr(out, "dtype", None) != dtype
+        or (known and tuple(getattr(out, "shape", ())) != shape)
+        or weak
+    ):
         got = f"{out.dtype}{list(out.shape)}" if hasattr(out, "dtype") else type(out).__name__
         raise WrongLowering(
-            f"the lowering of {node.target}{source_line(node)} gives {got}{' (weakly typed)' if weak else ''} where "
-            f"torch gives {dtype}{list(shape)}: correct the function registered for it"
+            f"the lowering of {node.target}{source_line(node)} gives"
+            f" {got}{' (weakly typed)' if weak else ''} where torch gives {dtype}{list(shape)}:"
+            " correct the function registered for it"
         )
 
 
@@ -132,8 +145,9 @@ class Lowered:
         trainable: names of the parameters that require a gradient.
         buffers: names of the buffers.
         operations: number of ATen operations in the loss.
-        narrow: operations whose results are floats of less than 64 bits, each with its source line. The model asks for
-            that precision (`.float()` in a norm, a loss, a rotary embedding); torch and JAX agree only to it.
+        narrow: operations whose results are floats of less than 64 bits, each with its source line.
+            The model asks for that precision (`.float()` in a norm, a loss, a rotary embedding);
+            torch and JAX agree only to it.
     """
 
     def __init__(self, program: ExportedProgram, model: nn.Module) -> None:
@@ -156,7 +170,9 @@ class Lowered:
         # functions that users registered: their names do not identify what they compute
         own = f"{__package__}.ops."
         functions = [lowering_of(operation_of(node)) for node in operations]
-        self._foreign = tuple(id(function) for function in functions if not function.__module__.startswith(own))
+        self._foreign = tuple(
+            id(function) for function in functions if not function.__module__.startswith(own)
+        )
 
     def _read_inputs(self, program: Any) -> None:
         position = 0
@@ -168,14 +184,16 @@ class Lowered:
                 self._inputs.append((name, position))
                 position += 1
             elif spec.kind in (InputKind.CONSTANT_TENSOR, InputKind.BUFFER, InputKind.PARAMETER):
-                stored = program.constants if spec.target in program.constants else program.state_dict
+                stored = (
+                    program.constants if spec.target in program.constants else program.state_dict
+                )
                 self._constants[name] = to_array(stored[spec.target])
             elif spec.kind is InputKind.TOKEN:
                 self._constants[name] = to_array(torch.zeros(0))
             else:
                 raise BridgeError(
-                    f"the loss uses {spec.target!r}, a {spec.kind.name.lower()} that JAX has no counterpart of: "
-                    "use tensors, numbers, strings and containers of them"
+                    f"the loss uses {spec.target!r}, a {spec.kind.name.lower()} that JAX has no"
+                    " counterpart of: use tensors, numbers, strings and containers of them"
                 )
 
     def _known(self, target: str) -> bool:
@@ -192,11 +210,18 @@ class Lowered:
                 changed[self._names[spec.target.removeprefix(_PREFIX)]] = value
             elif spec.kind.name == "PARAMETER_MUTATION":
                 raise BridgeError(
-                    f"the loss writes to the parameter {spec.target.removeprefix(_PREFIX)!r} while it is computed: "
-                    "only the optimizer should; compute a new tensor instead"
+                    f"the loss writes to the parameter {spec.target.removeprefix(_PREFIX)!r} while"
+                    " it is computed: only the optimizer should; compute a new tensor instead"
                 )
-        if len(losses) != 1 or not isinstance(losses[0], fx.Node) or tuple(losses[0].meta["val"].shape):
-            raise BridgeError("the loss must be one scalar tensor: reduce it over the items with .mean() or .sum()")
+        if (
+            len(losses) != 1
+            or not isinstance(losses[0], fx.Node)
+            or tuple(losses[0].meta["val"].shape)
+        ):
+            raise BridgeError(
+                "the loss must be one scalar tensor: reduce it over the items with .mean() or"
+                " .sum()"
+            )
         return changed, losses[0]
 
     def __call__(
@@ -214,11 +239,16 @@ class Lowered:
             values = {**self._constants, **{name: given[source] for name, source in self._inputs}}
             for node, function in self._calls:
                 values[node.name] = _run(node, function, values)
-            return values[self._loss.name], {**buffers, **{name: values[x.name] for name, x in self._outputs.items()}}
+            return values[self._loss.name], {
+                **buffers,
+                **{name: values[x.name] for name, x in self._outputs.items()},
+            }
 
     @cached_property
     def gradient_function(self) -> Callable[..., Any]:
-        """`f(trainable, others, inputs) -> ((loss, new_buffers), gradients)`, for `jax.jit` or as it is."""
+        """`f(trainable, others, inputs) -> ((loss, new_buffers), gradients)`, for `jax.jit` or as
+        it is.
+        """
 
         def loss(trainable: Arrays, others: tuple[Arrays, Arrays], inputs: Sequence[Array]) -> Any:
             frozen, buffers = others
@@ -229,23 +259,36 @@ class Lowered:
     @cached_property
     def _key(self) -> tuple[Any, ...]:
         """A key of the computation that is the same in every process."""
-        digest = hashlib.sha256(f"{_source_digest()} {torch.__version__} {self._default_float} {self._text}".encode())
+        digest = hashlib.sha256(
+            f"{_source_digest()} {torch.__version__} {self._default_float} {self._text}".encode()
+        )
         for name, constant in sorted(self._constants.items()):
-            digest.update(f"{name} {constant.dtype} {constant.shape}".encode() + np.asarray(constant).tobytes())
+            digest.update(
+                f"{name} {constant.dtype} {constant.shape}".encode()
+                + np.asarray(constant).tobytes()
+            )
         return "bridge", digest.hexdigest(), self._foreign
 
     def _compiled(self, arguments: tuple[Any, ...]) -> Any:
         if not self._needs_values:
             try:
-                return PROGRAMS.call(self._key, self.gradient_function, *arguments, store=not self._foreign)
+                return PROGRAMS.call(
+                    self._key, self.gradient_function, *arguments, store=not self._foreign
+                )
             except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
                 self._needs_values = True  # a shape or a Python number depends on values
         return self.gradient_function(*arguments)
 
     def value_and_gradient(
-        self, parameters: Mapping[str, Any], buffers: Mapping[str, Any], inputs: Sequence[Any], *, jit: bool = True
+        self,
+        parameters: Mapping[str, Any],
+        buffers: Mapping[str, Any],
+        inputs: Sequence[Any],
+        *,
+        jit: bool = True,
     ) -> tuple[float, dict[str, npt.NDArray[Any]], dict[str, npt.NDArray[Any]]]:
-        """Return the loss, the gradient of every trainable parameter, and the new buffers, as numpy arrays.
+        """Return the loss, the gradient of every trainable parameter, and the new buffers, as numpy
+        arrays.
 
         The gradient of a parameter that the loss does not reach is zeros.
 
@@ -253,14 +296,16 @@ class Lowered:
             parameters: name -> array, of the module's dtypes and shapes.
             buffers: name -> array.
             inputs: the batch's tensors, in the order of `gradcheck_suite.run.instance.leaves`.
-            jit: whether to compile the program, which takes seconds; compiled programs are kept on disk. A program
-                whose shapes depend on values is never compiled.
+            jit: whether to compile the program, which takes seconds; compiled programs are kept on
+                disk. A program whose shapes depend on values is never compiled.
         """
         with jax.default_device(device()):
             trainable = {name: parameters[name] for name in self.trainable}
             frozen = {name: value for name, value in parameters.items() if name not in trainable}
             arguments = trainable, (frozen, dict(buffers)), tuple(inputs)
-            (loss, after), gradient = self._compiled(arguments) if jit else self.gradient_function(*arguments)
+            (loss, after), gradient = (
+                self._compiled(arguments) if jit else self.gradient_function(*arguments)
+            )
         # JAX's gradient of a complex parameter is the conjugate of torch's
         gradient = {name: np.conj(np.asarray(g)) for name, g in gradient.items()}
         return float(loss), gradient, {name: np.asarray(b) for name, b in after.items()}
@@ -286,22 +331,27 @@ def _canonical_names(model: nn.Module) -> dict[str, str]:
 
 
 def arguments_of(model: nn.Module, batch: Batch) -> tuple[Arrays, Arrays, list[Array]]:
-    """Return the arguments of `Lowered`: parameters and buffers by name and the batch's tensors, as JAX arrays."""
+    """Return the arguments of `Lowered`: parameters and buffers by name and the batch's tensors, as
+    JAX arrays.
+    """
     with jax.default_device(device()):
         parameters = {name: to_array(p) for name, p in model.named_parameters()}
         buffers = {name: to_array(b) for name, b in model.named_buffers()}
         return parameters, buffers, [to_array(t) for t in leaves(batch)]
 
 
-def lower(model: nn.Module, loss: LossFunction, batch: Batch, *, own_backwards: Collection[type] = ()) -> Lowered:
+def lower(
+    model: nn.Module, loss: LossFunction, batch: Batch, *, own_backwards: Collection[type] = ()
+) -> Lowered:
     """Translate `loss(model, batch)` to JAX, for this batch's shapes.
 
     Args:
-        model: a module in the mode and the dtype in which it is trained. A tensor with several names stays shared.
+        model: a module in the mode and the dtype in which it is trained. A tensor with several
+            names stays shared.
         loss: (model, batch) -> scalar tensor.
         batch: a tree of dicts, lists and tuples of tensors; anything else in it is a constant.
-        own_backwards: custom `autograd.Function`s whose own backward is called, as that of those for which
-            `accept_backward` was called. JAX differentiates the forward of all others.
+        own_backwards: custom `autograd.Function`s whose own backward is called, as that of those
+            for which `accept_backward` was called. JAX differentiates the forward of all others.
 
     Raises:
         BridgeError: the loss cannot be translated; the message says why and what to do.
@@ -313,10 +363,11 @@ def lower(model: nn.Module, loss: LossFunction, batch: Batch, *, own_backwards: 
 def jax_gradient(
     model: nn.Module, loss: LossFunction, batch: Batch, *, jit: bool = True
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return the gradient of `loss(model, batch)` for every trainable parameter, computed by JAX alone.
+    """Return the gradient of `loss(model, batch)` for every trainable parameter, computed by JAX
+    alone.
 
-    The module and its buffers are left unchanged. The arguments and errors are those of `lower`; `jit` says whether to
-    compile the program.
+    The module and its buffers are left unchanged. The arguments and errors are those of `lower`;
+    `jit` says whether to compile the program.
     """
     return lower(model, loss, batch).value_and_gradient(*arguments_of(model, batch), jit=jit)[1]
 
@@ -339,8 +390,8 @@ class WrongBackward:
         argument: number of the argument whose gradient differs, the context not counted.
         error: largest difference of an entry, over the largest entry of the two gradients.
         allowed: likewise, what rounding may do.
-        factor: the number by which the derivative is multiplied, where that is all, and infinity where the derivative
-            is 0; None otherwise.
+        factor: the number by which the derivative is multiplied, where that is all, and infinity
+            where the derivative is 0; None otherwise.
     """
 
     function: type
@@ -358,19 +409,26 @@ class WrongBackward:
         elif self.factor is not None and (factor := f"{self.factor:.6g}") != "1":
             what = f"{factor} times the derivative"
         else:
-            what = f"off by {self.error:.2g} of its largest entry, where rounding allows {self.allowed:.1g}"
+            what = (
+                f"off by {self.error:.2g} of its largest entry, where rounding allows"
+                f" {self.allowed:.1g}"
+            )
         return (
-            f"{name}.backward is not the derivative of {name}.forward, which JAX computes: the gradient of argument "
-            f"{self.argument} is {what}. If that is on purpose, as in a straight-through estimator, call "
-            f"gradcheck_suite.bridge.accept_backward({name})"
+            f"{name}.backward is not the derivative of {name}.forward, which JAX computes: the"
+            f" gradient of argument {self.argument} is {what}. If that is on purpose, as in a"
+            f" straight-through estimator, call gradcheck_suite.bridge.accept_backward({name})"
         )
 
 
-def wrong_backwards(model: nn.Module, loss: LossFunction, batch: Batch) -> tuple[WrongBackward, ...]:
-    """Return the custom functions of a loss whose backward is not the derivative of their forward, one line for each.
+def wrong_backwards(
+    model: nn.Module, loss: LossFunction, batch: Batch
+) -> tuple[WrongBackward, ...]:
+    """Return the custom functions of a loss whose backward is not the derivative of their forward,
+    one line for each.
 
-    Functions for which `accept_backward` was called are left out, and so are those that cannot be called by
-    themselves: they show in the gradient of the whole loss. The arguments and errors are those of `lower`.
+    Functions for which `accept_backward` was called are left out, and so are those that cannot be
+    called by themselves: they show in the gradient of the whole loss. The arguments and errors are
+    those of `lower`.
     """
     functions = functions_of(model, loss, batch) - ACCEPTED - {CheckpointFunction}
     if not functions:
@@ -388,7 +446,11 @@ def wrong_backwards(model: nn.Module, loss: LossFunction, batch: Batch) -> tuple
 
         return made
 
-    with restored(model), replaced_forwards((kind, recording(kind)) for kind in functions), torch.enable_grad():
+    with (
+        restored(model),
+        replaced_forwards((kind, recording(kind)) for kind in functions),
+        torch.enable_grad(),
+    ):
         loss(model, map_leaves(torch.clone, batch))
     found: list[WrongBackward] = []
     for kind in sorted(functions, key=lambda kind: kind.__qualname__):
@@ -400,9 +462,11 @@ def wrong_backwards(model: nn.Module, loss: LossFunction, batch: Batch) -> tuple
 
 
 class _Call(nn.Module):
-    """A call of a custom function in float64, as a module: its parameters are the arguments that require a gradient.
+    """A call of a custom function in float64, as a module: its parameters are the arguments that
+    require a gradient.
 
-    The gradient of a random combination of the outputs is computed by the function's own backward and by JAX.
+    The gradient of a random combination of the outputs is computed by the function's own backward
+    and by JAX.
     """
 
     def __init__(self, kind: Any, arguments: tuple[Any, ...]) -> None:
@@ -428,7 +492,9 @@ class _Call(nn.Module):
         """Return the outputs of floating point that are differentiable."""
         leaves = list(self._leaves)
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
-            leaves[int(name.removeprefix("argument_"))] = tensor.clone()  # the function may write to it
+            leaves[int(name.removeprefix("argument_"))] = (
+                tensor.clone()
+            )  # the function may write to it
         return real_results(self.kind.apply(*pytree.tree_unflatten(leaves, self._spec)))
 
 
@@ -438,7 +504,9 @@ def _combined(call: nn.Module, weights: list[torch.Tensor]) -> torch.Tensor:
 
 def _own_gradient(call: _Call, weights: list[torch.Tensor]) -> list[npt.NDArray[np.float64]]:
     wanted = list(call.parameters())
-    found = torch.autograd.grad(_combined(call, weights), wanted, allow_unused=True, materialize_grads=True)
+    found = torch.autograd.grad(
+        _combined(call, weights), wanted, allow_unused=True, materialize_grads=True
+    )
     return [g.numpy() for g in found]
 
 
@@ -446,7 +514,8 @@ def _judged(call: _Call) -> WrongBackward | None:
     generator = torch.Generator().manual_seed(0)
     try:
         weights = [
-            torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) * x.requires_grad for x in call()
+            torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) * x.requires_grad
+            for x in call()
         ]
         own = _own_gradient(call, weights)
         lowered = lower(call, _combined, weights)
@@ -457,13 +526,17 @@ def _judged(call: _Call) -> WrongBackward | None:
         for _ in range(DRAWS):
             with torch.no_grad():
                 for x, point in zip(call.parameters(), points, strict=True):
-                    x.copy_(point * (1 + unit * torch.randint(-1, 2, point.shape, generator=generator)))
+                    x.copy_(
+                        point * (1 + unit * torch.randint(-1, 2, point.shape, generator=generator))
+                    )
             moved = _own_gradient(call, weights)
             noise = [max(n, _largest(a - b)) for n, a, b in zip(noise, moved, own, strict=True)]
     except (BridgeError, RuntimeError, TypeError, ValueError):
         return None  # it cannot be called by itself
     relative = max(RELATIVE, 2 * unit * len(lowered.narrow))
-    for number, got, name, rounding in zip(call.numbers, own, lowered.trainable, noise, strict=True):
+    for number, got, name, rounding in zip(
+        call.numbers, own, lowered.trainable, noise, strict=True
+    ):
         if wrong := _compared(call.kind, number, got, by_name[name], (relative, NOISE * rounding)):
             return wrong
     return None
@@ -474,7 +547,11 @@ def _largest(x: npt.NDArray[np.float64]) -> float:
 
 
 def _compared(
-    kind: type, number: int, got: npt.NDArray[Any], right: npt.NDArray[Any], tolerances: tuple[float, float]
+    kind: type,
+    number: int,
+    got: npt.NDArray[Any],
+    right: npt.NDArray[Any],
+    tolerances: tuple[float, float],
 ) -> WrongBackward | None:
     largest = max(_largest(got), _largest(right))
     allowed = tolerances[0] * largest + tolerances[1]

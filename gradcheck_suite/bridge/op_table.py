@@ -1,7 +1,8 @@
 """The table of ATen operations and their JAX implementations, and the dtypes in which they compute.
 
-An operation is looked up by its full name (`aten.add.Tensor`), then by the name without the overload (`aten.add`),
-which stands for all overloads. torch decomposes the operations that are not in the table, and no others.
+An operation is looked up by its full name (`aten.add.Tensor`), then by the name without the
+overload (`aten.add`), which stands for all overloads. torch decomposes the operations that are not
+in the table, and no others.
 """
 
 from __future__ import annotations
@@ -69,13 +70,14 @@ def register_op(*names: str, dynamic: bool = False) -> Callable[[_LoweringT], _L
         def cosh(self):
             return jax.numpy.cosh(self)
 
-    The function takes the operation's arguments, named as in torch's schema, with JAX arrays in place of tensors and
-    dtypes as `torch.dtype`. It returns an array, or a tuple for several results, of the shapes and dtypes that torch
-    returns; the bridge checks them at every call. JAX must be able to differentiate the function.
+    The function takes the operation's arguments, named as in torch's schema, with JAX arrays in
+    place of tensors and dtypes as `torch.dtype`. It returns an array, or a tuple for several
+    results, of the shapes and dtypes that torch returns; the bridge checks them at every call. JAX
+    must be able to differentiate the function.
 
     Args:
-        names: `namespace.name`, for all overloads, or `namespace.name.overload`. A later registration replaces an
-            earlier one.
+        names: `namespace.name`, for all overloads, or `namespace.name.overload`. A later
+            registration replaces an earlier one.
         dynamic: whether the shape of the result depends on the arguments' values.
 
     Raises:
@@ -84,8 +86,8 @@ def register_op(*names: str, dynamic: bool = False) -> Callable[[_LoweringT], _L
     for name in names:
         if not isinstance(name, str) or name.count(".") not in (1, 2):
             raise UsageError(
-                f"register_op: expected names such as 'aten.add' or 'aten.add.Tensor', got {name!r}: "
-                "write the namespace, a dot and the operation's name"
+                "register_op: expected names such as 'aten.add' or 'aten.add.Tensor', got"
+                f" {name!r}: write the namespace, a dot and the operation's name"
             )
 
     def register(lowering: _LoweringT) -> _LoweringT:
@@ -98,7 +100,8 @@ def register_op(*names: str, dynamic: bool = False) -> Callable[[_LoweringT], _L
 
 
 def register_table(
-    lowerings: Mapping[str, Lowering], wrapped: Callable[[Lowering], Lowering] = lambda function: function
+    lowerings: Mapping[str, Lowering],
+    wrapped: Callable[[Lowering], Lowering] = lambda function: function,
 ) -> None:
     """Register each of several operations, after `wrapped` is applied to its function."""
     for name, lowering in lowerings.items():
@@ -123,7 +126,9 @@ def is_dynamic(op: torch._ops.OpOverload) -> bool:
 
 def table() -> dict[str, str]:
     """Return every registered name and its family: the name of the module that registered it."""
-    return {name: lowering.__module__.rpartition(".")[2] for name, lowering in sorted(_TABLE.items())}
+    return {
+        name: lowering.__module__.rpartition(".")[2] for name, lowering in sorted(_TABLE.items())
+    }
 
 
 jax.config.update("jax_enable_x64", True)
@@ -185,7 +190,9 @@ def _joined(dtypes: Iterable[Any]) -> Any:
 
 
 def _over(high: Any, low: Any) -> Any:
-    """Return the result dtype of operands of dtype `high` and of lower-priority operands of dtype `low`."""
+    """Return the result dtype of operands of dtype `high` and of lower-priority operands of dtype
+    `low`.
+    """
     if high is None or low is None:
         return low if high is None else high
     if is_complex(high):
@@ -200,10 +207,11 @@ def _over(high: Any, low: Any) -> Any:
 def result_dtype(*operands: Any) -> Any:
     """Return the dtype in which torch computes with these operands: arrays or Python numbers.
 
-    JAX promotes by its own lattice and treats Python numbers as weakly typed. torch has three priorities (tensors with
-    dimensions, zero-dimensional tensors, Python numbers), and an operand of a lower priority changes the dtype only if
-    its category (boolean, integer, float, complex) is higher. Every lowered operation calls `promote`, so that no
-    result is weakly typed. Source: "Tensor attributes, type promotion" of torch's documentation.
+    JAX promotes by its own lattice and treats Python numbers as weakly typed. torch has three
+    priorities (tensors with dimensions, zero-dimensional tensors, Python numbers), and an operand
+    of a lower priority changes the dtype only if its category (boolean, integer, float, complex) is
+    higher. Every lowered operation calls `promote`, so that no result is weakly typed. Source:
+    "Tensor attributes, type promotion" of torch's documentation.
     """
     arrays = [x for x in operands if hasattr(x, "dtype")]
     numbers = _joined(_number_dtype(x) for x in operands if not hasattr(x, "dtype"))
@@ -226,7 +234,9 @@ def promote(*operands: Any, floating: bool = False) -> list[Array]:
 
 
 def on_vectors(function: _LoweringT) -> _LoweringT:
-    """Return the function of tensors with axes for a first tensor without any, which torch takes as a vector of one."""
+    """Return the function of tensors with axes for a first tensor without any, which torch takes as
+    a vector of one.
+    """
 
     @wraps(function)
     def lowering(self: Array, *args: Any, **kwargs: Any) -> Any:
@@ -239,7 +249,10 @@ def on_vectors(function: _LoweringT) -> _LoweringT:
 
 
 def absolute(x: Array) -> Array:
-    """Return |x| with gradient 0 at 0, as in torch; JAX's gradient is 1 there for real and NaN for complex numbers."""
+    """Return |x| with gradient 0 at 0, as in torch.
+
+    JAX's gradient is 1 there for real and NaN for complex numbers.
+    """
     if is_float(x):
         return x * lax.stop_gradient(jnp.sign(x))
     zero = x == 0
@@ -256,7 +269,9 @@ def to_array(tensor: torch.Tensor) -> Array:
 
 
 @jax.custom_jvp
-def _with_derivatives(value: Array, inputs: tuple[Array, ...], derivatives: tuple[Array, ...]) -> Array:
+def _with_derivatives(
+    value: Array, inputs: tuple[Array, ...], derivatives: tuple[Array, ...]
+) -> Array:
     del inputs, derivatives
     return value
 
@@ -276,15 +291,21 @@ _with_derivatives.defjvp(_jvp, symbolic_zeros=True)
 
 
 def with_derivatives(value: Array, *inputs_and_derivatives: tuple[Array, Array]) -> Array:
-    """Return `value` as a function of some inputs with given partial derivatives. Second derivatives are wrong.
+    """Return `value` as a function of some inputs with given partial derivatives.
 
-    It serves where torch's derivative is a convention and not a limit.
+    Second derivatives are wrong. It serves where torch's derivative is a convention and not a
+    limit.
 
     Args:
         value: the function's value.
-        inputs_and_derivatives: pairs of an input and the partial derivative with respect to it, each broadcastable to
-            the value's shape. Derivatives may be infinite or NaN.
+        inputs_and_derivatives: pairs of an input and the partial derivative with respect to it,
+            each broadcastable to the value's shape. Derivatives may be infinite or NaN.
     """
-    pairs = [(jnp.broadcast_to(x, value.shape), jnp.broadcast_to(s, value.shape)) for x, s in inputs_and_derivatives]
+    pairs = [
+        (jnp.broadcast_to(x, value.shape), jnp.broadcast_to(s, value.shape))
+        for x, s in inputs_and_derivatives
+    ]
     detach = jax.lax.stop_gradient
-    return _with_derivatives(detach(value), tuple(x for x, _ in pairs), tuple(detach(s) for _, s in pairs))
+    return _with_derivatives(
+        detach(value), tuple(x for x, _ in pairs), tuple(detach(s) for _, s in pairs)
+    )

@@ -1,8 +1,8 @@
 """The records of the catalogue: the definition of an input, of a layer and of a loss.
 
-A layer or loss is implemented twice, in torch as its users write it and in JAX from the mathematics. The two
-implementations share nothing but the values of parameters and data. Adding a layer or a loss means adding one record to
-the `KINDS` of one file.
+A layer or loss is implemented twice, in torch as its users write it and in JAX from the
+mathematics. The two implementations share nothing but the values of parameters and data. Adding a
+layer or a loss means adding one record to the `KINDS` of one file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Signal:
     Attributes:
         form: `"vector"`, `"sequence"`, `"image"` or `"tokens"`.
         size: shape of one item: (D,), (T, D), (C, H, W) or (T,).
-        padded: whether the batch has a `mask`, (n, T), True at valid positions and False at padding.
+        padded: whether the batch has a `mask`, (n, T), True at valid positions and False at
+            padding.
         vocabulary: number of distinct token ids, 0 for other forms. Id 0 is the padding token.
     """
 
@@ -51,7 +52,9 @@ class Signal:
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """Lengths of the axes that have one feature row each: () for a vector, (T,) for a sequence, (H, W)."""
+        """Lengths of the axes that have one feature row each: () for a vector, (T,) for a sequence,
+        (H, W).
+        """
         return self.size[1:] if self.form == "image" else self.size[:-1]
 
     def with_features(self, features: int) -> Signal:
@@ -71,7 +74,9 @@ def vector(size: int) -> Signal:
 
 
 def product(**choices: Sequence[Any]) -> list[Options]:
-    """Return every combination of the choices, ordered by the sum of their positions: simplest first."""
+    """Return every combination of the choices, ordered by the sum of their positions: simplest
+    first.
+    """
     combinations: list[dict[str, Any]] = [{}]
     for name, values in choices.items():
         combinations = [{**c, name: v} for c in combinations for v in values]
@@ -80,7 +85,9 @@ def product(**choices: Sequence[Any]) -> list[Options]:
 
 @dataclass(frozen=True, eq=False)
 class Variants:
-    """What a layer or a loss accepts, and what is drawn for it; called with a signal, it returns the options for that.
+    """What a layer or a loss accepts, and what is drawn for it.
+
+    Called with a signal, it returns the options for that.
 
     Attributes:
         forms: of the signals that it accepts.
@@ -107,7 +114,10 @@ def on(
     min_features: int = 1,
     **choices: Sequence[Any],
 ) -> Variants:
-    """Return the `variants` of a layer or a loss; without options, these are every combination of the choices."""
+    """Return the `variants` of a layer or a loss.
+
+    Without options, these are every combination of the choices.
+    """
     return Variants(forms, product(**choices) if options is None else options, fits, min_features)
 
 
@@ -179,7 +189,8 @@ class InputDefinition:
         name: the kind's name in specs.
         variants: options to draw from, simplest first.
         signal: options -> the signal that the first layer receives.
-        draw: (options, rng, items) -> arrays with leading dimension `items`: `x`, and `mask` for a padded signal.
+        draw: (options, rng, items) -> arrays with leading dimension `items`: `x`, and `mask` for a
+            padded signal.
         drawn: whether the strategies draw this kind.
     """
 
@@ -196,22 +207,29 @@ class LayerDefinition:
 
     Attributes:
         name: the kind's name in specs.
-        variants: input signal -> options to draw from, simplest first; empty where the layer does not accept it.
-        out: (input signal, options) -> the output signal; raises `UsageError` where they do not fit.
-        torch_module: (input signal, options) -> the module. Its forward takes the input, and by keyword the arrays of
-            `extras` and, with `uses_mask`, `mask`. A module class of the catalogue stores its constructor's arguments
-            in attributes of the same names, as torch's modules do: scripts of counterexamples print constructor calls
-            from them.
-        jax_apply: (options, parameters and buffers by name, input of shape (n, *size), extras) -> output. Pure.
-        axes: number of trailing axes that the layer mixes: 0 for pointwise layers, 1 for layers of feature rows, None
-            for all axes of an item. The JAX reference merges the other axes, so that fewer shapes are compiled.
-        extras: (input signal, options, rng, items) -> further arrays per item, such as a dropout mask.
+        variants: input signal -> options to draw from, simplest first; empty where the layer does
+            not accept it.
+        out: (input signal, options) -> the output signal; raises `UsageError` where they do not
+            fit.
+        torch_module: (input signal, options) -> the module. Its forward takes the input, and by
+            keyword the arrays of `extras` and, with `uses_mask`, `mask`. A module class of the
+            catalogue stores its constructor's arguments in attributes of the same names, as torch's
+            modules do: scripts of counterexamples print constructor calls from them.
+        jax_apply: (options, parameters and buffers by name, input of shape (n, *size), extras) ->
+            output. Pure.
+        axes: number of trailing axes that the layer mixes: 0 for pointwise layers, 1 for layers of
+            feature rows, None for all axes of an item. The JAX reference merges the other axes, so
+            that fewer shapes are compiled.
+        extras: (input signal, options, rng, items) -> further arrays per item, such as a dropout
+            mask.
         uses_mask: whether the layer takes the padding mask of a padded signal, as `mask`.
         trainable: whether every variant has a parameter that receives a gradient from every item.
-        wraps: for layers made of other layers: `"residual"` adds the input to their output, `"shared"` applies them
-            twice; `"sum"` and `"concat"` hand their input to each of them and join the outputs, by addition or along
-            the features. Such a definition has no implementation of its own.
-        separable: whether the layer is separable over samples. One that is not needs no `jax_apply`.
+        wraps: for layers made of other layers: `"residual"` adds the input to their output,
+            `"shared"` applies them twice; `"sum"` and `"concat"` hand their input to each of them
+            and join the outputs, by addition or along the features. Such a definition has no
+            implementation of its own.
+        separable: whether the layer is separable over samples. One that is not needs no
+            `jax_apply`.
     """
 
     name: str
@@ -250,22 +268,28 @@ class LossDefinition:
 
     Attributes:
         name: the kind's name in specs.
-        variants: signal -> options to draw from without `reduction`, simplest first; empty where the loss does not
-            accept it.
-        targets: (signal, options, rng, ignored) -> arrays of a batch for this loss, such as `target` and `weight`.
-            `ignored` is (items, T) for a sequence and (items,) otherwise, True where a target is ignored. A loss that
-            cannot ignore targets reads only its length.
-        torch_loss: (options, model output, batch, reduction) -> the scalar loss, written as users write it.
-        jax_items: (options, model output of shape (n, *size), batch) -> (n,): each item's summed loss.
-        count: (options, batch) -> scalar tensor: the divisor of the mean; by default the target's elements.
+        variants: signal -> options to draw from without `reduction`, simplest first; empty where
+            the loss does not accept it.
+        targets: (signal, options, rng, ignored) -> arrays of a batch for this loss, such as
+            `target` and `weight`. `ignored` is (items, T) for a sequence and (items,) otherwise,
+            True where a target is ignored. A loss that cannot ignore targets reads only its length.
+        torch_loss: (options, model output, batch, reduction) -> the scalar loss, written as users
+            write it.
+        jax_items: (options, model output of shape (n, *size), batch) -> (n,): each item's summed
+            loss.
+        count: (options, batch) -> scalar tensor: the divisor of the mean; by default the target's
+            elements.
         jax_counts: (options, batch) -> (n,): each item's part of the divisor.
-        axes: number of trailing axes that the loss mixes: 0 for one that is a sum over elements, 1 for a sum over
-            positions, where features or classes count as the last axis; None for all axes of an item. The JAX reference
-            makes each element or position an item, so that fewer shapes are compiled.
-        maskable: options -> whether a micro-batch without valid targets has a zero gradient rather than 0/0.
+        axes: number of trailing axes that the loss mixes: 0 for one that is a sum over elements, 1
+            for a sum over positions, where features or classes count as the last axis; None for all
+            axes of an item. The JAX reference makes each element or position an item, so that fewer
+            shapes are compiled.
+        maskable: options -> whether a micro-batch without valid targets has a zero gradient rather
+            than 0/0.
         uniform: (signal, options) -> whether every item has the same count.
         drawn: whether the strategies draw this kind.
-        separable: whether the loss is separable over samples. The item losses of one that is not are never asked for.
+        separable: whether the loss is separable over samples. The item losses of one that is not
+            are never asked for.
     """
 
     name: str
@@ -342,7 +366,9 @@ KINDS = (
     InputDefinition(
         "tokens",
         tuple(
-            o for n, v in ((3, 5), (5, 5), (3, 9)) for o in product(length=(n,), vocabulary=(v,), padded=(False, True))
+            o
+            for n, v in ((3, 5), (5, 5), (3, 9))
+            for o in product(length=(n,), vocabulary=(v,), padded=(False, True))
         ),
         lambda o: Signal("tokens", (o["length"],), padded=o["padded"], vocabulary=o["vocabulary"]),
         _tokens,

@@ -17,16 +17,20 @@ SPLIT = (*ALWAYS_WRITTEN, "ranks")
 
 
 def describe_plan(plan: Plan) -> list[str]:
-    """Return the split of a run: one line for its counts and one for the meaning of `*` where it occurs.
+    """Return the split of a run: one line for its counts and one for the meaning of `*` where it
+    occurs.
 
-    A field of the plan that is not in the split is stated by its name where it differs from its default.
+    A field of the plan that is not in the split is stated by its name where it differs from its
+    default.
     """
     windows = counted(len(plan.windows), "window")
     short = ", the last one short" if plan.has_short_window else ""
     lines = [
-        f"{split_text(plan)} items; accumulation_steps = {plan.accumulation_steps}, {windows}{short}; "
-        f"{counted(plan.epochs, 'epoch')}"
-        + "".join(f"; {name} = {value}" for name, value in plan.to_json().items() if name not in SPLIT)
+        f"{split_text(plan)} items; accumulation_steps = {plan.accumulation_steps},"
+        f" {windows}{short}; {counted(plan.epochs, 'epoch')}"
+        + "".join(
+            f"; {name} = {value}" for name, value in plan.to_json().items() if name not in SPLIT
+        )
         + (f"; {plan.world_size} ranks, between which / stands" if plan.ranks else "")
     ]
     if plan.masked:
@@ -35,7 +39,10 @@ def describe_plan(plan: Plan) -> list[str]:
 
 
 def describe_problem(problem: ProblemSpec | str) -> list[tuple[str, str]]:
-    """Return a problem as (place, description) pairs, shapes for n items; places: `input`, `0`, `1.0`, `loss`."""
+    """Return a problem as (place, description) pairs, shapes for n items.
+
+    Places: `input`, `0`, `1.0`, `loss`.
+    """
     if isinstance(problem, str):
         return [("problem", f"{problem} (a user's)")]
     signal = input_signal(problem.input)
@@ -51,20 +58,27 @@ def describe_problem(problem: ProblemSpec | str) -> list[tuple[str, str]]:
 
 def describe_case(case: Case) -> list[str]:
     """Return a case in words: one line per part, in two aligned columns."""
-    optimizer = "an optimizer whose step changes nothing" if case.optimizer is None else f"optimizer {case.optimizer}"
+    optimizer = (
+        "an optimizer whose step changes nothing"
+        if case.optimizer is None
+        else f"optimizer {case.optimizer}"
+    )
     if case.groups > 1:
         optimizer += f" with {case.groups} parameter groups"
     pairs = [
         *describe_problem(case.problem),
         *zip(("split", ""), describe_plan(case.plan), strict=False),
-        *[("items", f"{counted(case.distinct_items, 'different one')}, repeated in turn")] * (case.distinct_items > 0),
+        *[("items", f"{counted(case.distinct_items, 'different one')}, repeated in turn")]
+        * (case.distinct_items > 0),
         ("run", f"{case.dtype} on {case.device}, seed {case.seed}, {optimizer}"),
     ]
     return aligned(pairs)
 
 
 def with_case_described(violation: Violation) -> Violation:
-    """Return a violation on a case with that case in words, and with the decorator that makes Hypothesis try it."""
+    """Return a violation on a case with that case in words, and with the decorator that makes
+    Hypothesis try it.
+    """
     lines = [f"  {line}" for line in describe_case(violation.case)]
     return replace(violation, described=("the case", *lines, example_text(violation.case)))
 

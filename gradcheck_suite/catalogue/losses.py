@@ -1,11 +1,13 @@
-"""Losses: of values, classes, distributions, margins and several terms, and some that are not separable over samples.
+"""Losses: of values, classes, distributions, margins and several terms, and some that are not
+separable over samples.
 
-Shapes: n is the number of items; `positions` are the axes with one prediction each: () for a vector, (T,) for a
-sequence, (H, W) for an image. A vector, each position of a sequence and each pixel has one class or one distribution.
+Shapes: n is the number of items; `positions` are the axes with one prediction each: () for a
+vector, (T,) for a sequence, (H, W) for an image. A vector, each position of a sequence and each
+pixel has one class or one distribution.
 
-torch's functions are written as their users write them; scripts of counterexamples copy them by their source. Drawn
-data may hit kinks: outputs of few digits meet a margin, and an output of exactly 0 has cosine 0 with every vector.
-There JAX's functions have torch's derivative.
+torch's functions are written as their users write them; scripts of counterexamples copy them by
+their source. Drawn data may hit kinks: outputs of few digits meet a margin, and an output of
+exactly 0 has cosine 0 with every vector. There JAX's functions have torch's derivative.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ SECOND = 0.5
 def at_positions(signal: Signal, ignored: Bools) -> Bools:
     """Return the ignored targets, (n, *positions), from those of shape (n,) or (n, T)."""
     where = signal.positions
-    per_item = ignored.reshape(len(ignored), *ignored.shape[1:], *(1,) * (len(where) + 1 - ignored.ndim))
+    per_item = ignored.reshape(
+        len(ignored), *ignored.shape[1:], *(1,) * (len(where) + 1 - ignored.ndim)
+    )
     return np.broadcast_to(per_item, (len(ignored), *where))
 
 
@@ -72,12 +76,16 @@ def signs(rng: np.random.Generator, *shape: int) -> Floats:
     return np.where(rng.random(shape) < 1 / 3, 1.0, -1.0)
 
 
-def normal_targets(signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools) -> Arrays:
+def normal_targets(
+    signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools
+) -> Arrays:
     """Return standard normal targets, (n, *size)."""
     return {"target": rng.standard_normal((len(ignored), *signal.size))}
 
 
-def sign_targets(signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools) -> Arrays:
+def sign_targets(
+    signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools
+) -> Arrays:
     """Return targets of -1 and 1, (n, *size)."""
     return {"target": signs(rng, len(ignored), *signal.size)}
 
@@ -93,7 +101,8 @@ def _with_other(targets: Targets) -> Targets:
 
 
 def ignore_some(rng: np.random.Generator, ignored: Bools) -> Bools:
-    """Return a mask of ignored positions, (n, *positions): those given and about a third of the others.
+    """Return a mask of ignored positions, (n, *positions): those given and about a third of the
+    others.
 
     At least one position of every item that has a valid one stays valid.
 
@@ -108,7 +117,9 @@ def ignore_some(rng: np.random.Generator, ignored: Bools) -> Bools:
     return (flat | dropped).reshape(ignored.shape)
 
 
-def class_targets(signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools) -> Arrays:
+def class_targets(
+    signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools
+) -> Arrays:
     """Return drawn classes, (n, *positions), some of them `IGNORE_INDEX` if asked for.
 
     Each class is half as likely as the class before it.
@@ -120,9 +131,13 @@ def class_targets(signal: Signal, options: Options, rng: np.random.Generator, ig
     return {"target": target}
 
 
-def _weighted_class_targets(signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools) -> Arrays:
+def _weighted_class_targets(
+    signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools
+) -> Arrays:
     # a loss mask gives padding the weight 0
-    weight = np.where(at_positions(signal, ignored), 0.0, positive(rng, len(ignored), *signal.positions))
+    weight = np.where(
+        at_positions(signal, ignored), 0.0, positive(rng, len(ignored), *signal.positions)
+    )
     return {**class_targets(signal, options, rng, ignored), "weight": weight}
 
 
@@ -131,37 +146,51 @@ def _normalised(drawn: Floats, signal: Signal) -> Floats:
     return drawn / drawn.sum(axis=feature_axis(signal), keepdims=True)
 
 
-def _distributions(signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools) -> Arrays:
+def _distributions(
+    signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools
+) -> Arrays:
     """Return drawn Dirichlet(1/2, ..., 1/2) probabilities over the class axis."""
     return {"target": _normalised(rng.standard_gamma(0.5, (len(ignored), *signal.size)), signal)}
 
 
-def _binary_targets(signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools) -> Arrays:
-    """Return drawn targets of 0 and 1, of which three quarters are 0 on average, and element weights if asked for."""
+def _binary_targets(
+    signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools
+) -> Arrays:
+    """Return drawn targets of 0 and 1, of which three quarters are 0 on average, and element
+    weights if asked for.
+    """
     shape = (len(ignored), *signal.size)
     arrays: Arrays = {"target": (rng.random(shape) < 0.25).astype(np.float64)}
     return {**arrays, "weight": positive(rng, *shape)} if options.get("weight") else arrays
 
 
-def _kl_targets(signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools) -> Arrays:
+def _kl_targets(
+    signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools
+) -> Arrays:
     """Return drawn probabilities over the class axis, none below about 1/100, or their logarithms."""
     probabilities = _normalised(positive(rng, len(ignored), *signal.size) ** 2, signal)
     return {"target": np.log(probabilities) if options["log_target"] else probabilities}
 
 
-def _gaussian_targets(signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools) -> Arrays:
+def _gaussian_targets(
+    signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools
+) -> Arrays:
     if options["learned_variance"]:
         return normal_targets(signal.with_features(signal.features // 2), options, rng, ignored)
     targets = normal_targets(signal, options, rng, ignored)
     return {**targets, "variance": positive(rng, len(ignored), *signal.size)}
 
 
-def _distillation_targets(signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools) -> Arrays:
+def _distillation_targets(
+    signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools
+) -> Arrays:
     teacher = rng.standard_normal((len(ignored), *signal.size))
     return {**class_targets(signal, options, rng, ignored), "other": teacher}
 
 
-def _probe_targets(signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools) -> Arrays:
+def _probe_targets(
+    signal: Signal, options: Options, rng: np.random.Generator, ignored: Bools
+) -> Arrays:
     arrays = {"target": np.ones(len(ignored))}
     if "slopes" in options:
         arrays["weight"] = np.array(read_slopes(options["slopes"], len(ignored)))
@@ -183,7 +212,9 @@ def one_per_item(options: Options, batch: Arguments) -> jax.Array:
 
 
 def count_weights(options: Options, batch: Tensors) -> torch.Tensor:
-    """Return the sum of the batch's weights in float64, so that a lower precision of the weights does not round it."""
+    """Return the sum of the batch's weights in float64, so that a lower precision of the weights
+    does not round it.
+    """
     return batch["weight"].sum(dtype=torch.float64)
 
 
@@ -227,7 +258,10 @@ def _count_positions(options: Options, batch: Tensors) -> torch.Tensor:
 
 
 def _positions_per_item(options: Options, batch: Arguments) -> jax.Array:
-    return jnp.full(batch["target"].shape[0], float(np.prod(classes_last(batch["target"]).shape[1:-1], dtype=int)))
+    return jnp.full(
+        batch["target"].shape[0],
+        float(np.prod(classes_last(batch["target"]).shape[1:-1], dtype=int)),
+    )
 
 
 def _kl_count(options: Options, batch: Tensors) -> torch.Tensor:
@@ -235,24 +269,33 @@ def _kl_count(options: Options, batch: Tensors) -> torch.Tensor:
 
 
 def _kl_counts(options: Options, batch: Arguments) -> jax.Array:
-    return one_per_item(options, batch) if options["batchmean"] else elements_per_item(options, batch)
+    return (
+        one_per_item(options, batch) if options["batchmean"] else elements_per_item(options, batch)
+    )
 
 
 # Helpers of the implementations, in torch and in JAX
 
 
 def class_axis(array: torch.Tensor | jax.Array | npt.NDArray[Any]) -> int:
-    """Return the axis of an output that holds the classes: the second one of an image, the last one otherwise."""
+    """Return the axis of an output that holds the classes: the second one of an image, the last one
+    otherwise.
+    """
     return 1 if array.ndim == 4 else -1
 
 
 def rows(out: torch.Tensor) -> torch.Tensor:
-    """Return a sequence's output as (n * T, C), the shape that class losses are usually called with."""
+    """Return a sequence's output as (n * T, C), the shape that class losses are usually called
+    with.
+    """
     return out.flatten(0, 1) if out.ndim == 3 else out
 
 
 def class_weights(options: Options, out: torch.Tensor) -> torch.Tensor | None:
-    """Return the weight 0.5 + c of each class c, the second axis of the output; None for classes without weights."""
+    """Return the weight 0.5 + c of each class c, the second axis of the output.
+
+    None for classes without weights.
+    """
     if not options["class_weights"]:
         return None
     return 0.5 + torch.arange(out.shape[1], dtype=out.dtype, device=out.device)
@@ -283,12 +326,18 @@ def softplus(x: jax.Array) -> jax.Array:
 
 
 def hinge(x: jax.Array) -> jax.Array:
-    """Return max(x, 0) with derivative 1 at 0, as torch's `clamp_min`; the derivative of `jnp.maximum` is 1/2 there."""
+    """Return max(x, 0) with derivative 1 at 0, as torch's `clamp_min`.
+
+    The derivative of `jnp.maximum` is 1/2 there.
+    """
     return jnp.where(x >= 0, x, 0.0)
 
 
 def absolute(x: jax.Array) -> jax.Array:
-    """Return |x| with derivative 0 at 0, as torch's `abs` and `l1_loss`; the derivative of `jnp.abs` is 1 there."""
+    """Return |x| with derivative 0 at 0, as torch's `abs` and `l1_loss`.
+
+    The derivative of `jnp.abs` is 1 there.
+    """
     return jnp.sign(x) * x
 
 
@@ -316,20 +365,32 @@ def _huber(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) 
     return F.huber_loss(out, batch["target"], delta=options["delta"], reduction=reduction)
 
 
-def _mse_and_l1(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
+def _mse_and_l1(
+    options: Options, out: torch.Tensor, batch: Tensors, reduction: str
+) -> torch.Tensor:
     target = batch["target"]
-    return F.mse_loss(out, target, reduction=reduction) + SECOND * F.l1_loss(out, target, reduction=reduction)
+    return F.mse_loss(out, target, reduction=reduction) + SECOND * F.l1_loss(
+        out, target, reduction=reduction
+    )
 
 
-def _hinge_embedding(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
-    return F.hinge_embedding_loss(out, batch["target"], margin=options["margin"], reduction=reduction)
+def _hinge_embedding(
+    options: Options, out: torch.Tensor, batch: Tensors, reduction: str
+) -> torch.Tensor:
+    return F.hinge_embedding_loss(
+        out, batch["target"], margin=options["margin"], reduction=reduction
+    )
 
 
-def _soft_margin(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
+def _soft_margin(
+    options: Options, out: torch.Tensor, batch: Tensors, reduction: str
+) -> torch.Tensor:
     return F.soft_margin_loss(out, batch["target"], reduction=reduction)
 
 
-def _weighted_mse(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
+def _weighted_mse(
+    options: Options, out: torch.Tensor, batch: Tensors, reduction: str
+) -> torch.Tensor:
     weight = batch["weight"]
     total = (weight * F.mse_loss(out, batch["target"], reduction="none").flatten(1).mean(1)).sum()
     return total / weight.sum() if reduction == "mean" else total
@@ -343,7 +404,9 @@ def _weighted_mse_items(options: Options, out: jax.Array, batch: Arguments) -> j
 # Losses over classes
 
 
-def _cross_entropy(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
+def _cross_entropy(
+    options: Options, out: torch.Tensor, batch: Tensors, reduction: str
+) -> torch.Tensor:
     logits, target = rows(out), batch["target"]
     return F.cross_entropy(
         logits,
@@ -356,10 +419,14 @@ def _cross_entropy(options: Options, out: torch.Tensor, batch: Tensors, reductio
 
 
 def _cross(options: Options, out: jax.Array, distribution: jax.Array) -> jax.Array:
-    """Return -sum_c w_c q_c log p_c, (n, *positions), for a distribution q that is smoothed first; classes last."""
+    """Return -sum_c w_c q_c log p_c, (n, *positions), for a distribution q that is smoothed first;
+    classes last.
+    """
     smoothing, classes = options["label_smoothing"], distribution.shape[-1]
     smoothed = (1 - smoothing) * distribution + smoothing / classes
-    return -(_weights(options, classes) * smoothed * jax.nn.log_softmax(classes_last(out))).sum(axis=-1)
+    return -(_weights(options, classes) * smoothed * jax.nn.log_softmax(classes_last(out))).sum(
+        axis=-1
+    )
 
 
 def _cross_entropy_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
@@ -386,7 +453,9 @@ def _nll(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) ->
     )
 
 
-def _weighted_cross_entropy(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
+def _weighted_cross_entropy(
+    options: Options, out: torch.Tensor, batch: Tensors, reduction: str
+) -> torch.Tensor:
     target, weight = batch["target"], batch["weight"]
     if out.ndim == 3:
         target, weight = target.flatten(), weight.flatten()
@@ -403,8 +472,13 @@ def _weighted_cross_entropy_items(options: Options, out: jax.Array, batch: Argum
     return per_item(-batch["weight"] * focus * log_p)
 
 
-def _with_z_loss(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
-    """Return the cross entropy and the penalty on log(Z)^2 of A. Chowdhery et al. 2022 (PaLM), section 5."""
+def _with_z_loss(
+    options: Options, out: torch.Tensor, batch: Tensors, reduction: str
+) -> torch.Tensor:
+    """Return the cross entropy and the penalty on log(Z)^2 of A. Chowdhery et al.
+
+    2022 (PaLM), section 5.
+    """
     logits, target = rows(out), batch["target"].flatten()
     penalty = logits.logsumexp(1)[target != IGNORE_INDEX] ** 2
     cross_entropy = F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX, reduction=reduction)
@@ -413,30 +487,47 @@ def _with_z_loss(options: Options, out: torch.Tensor, batch: Tensors, reduction:
 
 def _with_z_loss_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
     target, log_z = batch["target"], jax.nn.logsumexp(out, axis=-1)
-    # JAX returns NaN for an index outside, and the derivative of `where` is NaN where the branch not taken is
+    # JAX returns NaN for an index outside, and the derivative of `where` is NaN where the branch
+    # not taken is
     chosen = _of_class(out, jnp.where(target == IGNORE_INDEX, 0, target))
     return per_item(jnp.where(target == IGNORE_INDEX, 0.0, log_z - chosen + SECOND * log_z**2))
 
 
-def _distillation(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
-    """Return the cross entropy and the divergence from a teacher of G. Hinton et al. 2015, section 2."""
+def _distillation(
+    options: Options, out: torch.Tensor, batch: Tensors, reduction: str
+) -> torch.Tensor:
+    """Return the cross entropy and the divergence from a teacher of G. Hinton et al.
+
+    2015, section 2.
+    """
     student, teacher, temperature = rows(out), rows(batch["other"]), options["temperature"]
-    log_student, log_teacher = ((logits / temperature).log_softmax(1) for logits in (student, teacher))
+    log_student, log_teacher = (
+        (logits / temperature).log_softmax(1) for logits in (student, teacher)
+    )
     soft = F.kl_div(log_student, log_teacher, log_target=True, reduction="sum")
     soft = soft / len(student) if reduction == "mean" else soft
-    return F.cross_entropy(student, batch["target"].flatten(), reduction=reduction) + temperature**2 * soft
+    return (
+        F.cross_entropy(student, batch["target"].flatten(), reduction=reduction)
+        + temperature**2 * soft
+    )
 
 
 def _distillation_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
     temperature = options["temperature"]
     hard = -_of_class(jax.nn.log_softmax(out), batch["target"])
-    log_student, log_teacher = (jax.nn.log_softmax(logits / temperature) for logits in (out, batch["other"]))
+    log_student, log_teacher = (
+        jax.nn.log_softmax(logits / temperature) for logits in (out, batch["other"])
+    )
     soft = (jnp.exp(log_teacher) * (log_teacher - log_student)).sum(axis=-1)
     return per_item(hard + temperature**2 * soft)
 
 
-def _large_logits(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
-    return F.cross_entropy(options["scale"] * rows(out), batch["target"].flatten(), reduction=reduction)
+def _large_logits(
+    options: Options, out: torch.Tensor, batch: Tensors, reduction: str
+) -> torch.Tensor:
+    return F.cross_entropy(
+        options["scale"] * rows(out), batch["target"].flatten(), reduction=reduction
+    )
 
 
 def _large_logits_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
@@ -450,10 +541,14 @@ CLOSEST = 2.0**-7
 """Distance from 0 or 1 at which a probability is clamped. CLOSEST and 1 - CLOSEST are exact in every dtype."""
 
 
-def _with_logits(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
+def _with_logits(
+    options: Options, out: torch.Tensor, batch: Tensors, reduction: str
+) -> torch.Tensor:
     pos_weight = None
     if options["pos_weight"]:
-        pos_weight = 0.5 + torch.arange(out.shape[class_axis(out)], dtype=out.dtype, device=out.device)
+        pos_weight = 0.5 + torch.arange(
+            out.shape[class_axis(out)], dtype=out.dtype, device=out.device
+        )
         pos_weight = pos_weight[:, None, None] if out.ndim == 4 else pos_weight
     return F.binary_cross_entropy_with_logits(
         out, batch["target"], weight=batch.get("weight"), pos_weight=pos_weight, reduction=reduction
@@ -471,9 +566,12 @@ def _with_logits_items(options: Options, out: jax.Array, batch: Arguments) -> ja
 
 
 def _bce(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
-    # torch clamps each logarithm at -100, with another derivative: https://pytorch.org/docs/stable/generated/torch.nn.BCELoss.html
+    # torch clamps each logarithm at -100, with another derivative:
+    # https://pytorch.org/docs/stable/generated/torch.nn.BCELoss.html
     probability = torch.sigmoid(out).clamp(CLOSEST, 1 - CLOSEST)
-    return F.binary_cross_entropy(probability, batch["target"], weight=batch.get("weight"), reduction=reduction)
+    return F.binary_cross_entropy(
+        probability, batch["target"], weight=batch.get("weight"), reduction=reduction
+    )
 
 
 def _bce_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
@@ -483,7 +581,9 @@ def _bce_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
     return per_item(batch["weight"] * loss if options["weight"] else loss)
 
 
-def _multilabel(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
+def _multilabel(
+    options: Options, out: torch.Tensor, batch: Tensors, reduction: str
+) -> torch.Tensor:
     weight = class_weights(options, rows(out))
     return F.multilabel_soft_margin_loss(out, batch["target"], weight=weight, reduction=reduction)
 
@@ -518,10 +618,14 @@ def _kl_div_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Arr
     return per_item(xlogy(target, target) - target * log_probabilities)
 
 
-def _poisson_nll(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
+def _poisson_nll(
+    options: Options, out: torch.Tensor, batch: Tensors, reduction: str
+) -> torch.Tensor:
     log_input = options["log_input"]
     rate = out if log_input else F.softplus(out)
-    return F.poisson_nll_loss(rate, batch["target"], log_input=log_input, eps=POISSON_EPS, reduction=reduction)
+    return F.poisson_nll_loss(
+        rate, batch["target"], log_input=log_input, eps=POISSON_EPS, reduction=reduction
+    )
 
 
 def _poisson_nll_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
@@ -532,11 +636,15 @@ def _poisson_nll_items(options: Options, out: jax.Array, batch: Arguments) -> ja
     return per_item(rate - target * jnp.log(rate + POISSON_EPS))
 
 
-def _gaussian_nll(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
+def _gaussian_nll(
+    options: Options, out: torch.Tensor, batch: Tensors, reduction: str
+) -> torch.Tensor:
     if not options["learned_variance"]:
         return F.gaussian_nll_loss(out, batch["target"], batch["variance"], reduction=reduction)
     mean, raw = out.chunk(2, dim=class_axis(out))
-    return F.gaussian_nll_loss(mean, batch["target"], F.softplus(raw) + SMALLEST_VARIANCE, reduction=reduction)
+    return F.gaussian_nll_loss(
+        mean, batch["target"], F.softplus(raw) + SMALLEST_VARIANCE, reduction=reduction
+    )
 
 
 def _gaussian_nll_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
@@ -557,7 +665,9 @@ TRIPLET_EPS = 1e-6
 """torch's addend to every difference in a triplet's distances."""
 
 
-def _multi_margin(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
+def _multi_margin(
+    options: Options, out: torch.Tensor, batch: Tensors, reduction: str
+) -> torch.Tensor:
     return F.multi_margin_loss(
         rows(out),
         batch["target"].flatten(),
@@ -580,7 +690,9 @@ def _multi_margin_items(options: Options, out: jax.Array, batch: Arguments) -> j
 
 
 def _cosine(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
-    return F.cosine_embedding_loss(out, batch["other"], batch["target"], margin=options["margin"], reduction=reduction)
+    return F.cosine_embedding_loss(
+        out, batch["other"], batch["target"], margin=options["margin"], reduction=reduction
+    )
 
 
 def _cosine_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
@@ -592,7 +704,12 @@ def _cosine_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Arr
 
 def _triplet(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
     return F.triplet_margin_loss(
-        out, batch["target"], batch["other"], margin=options["margin"], eps=TRIPLET_EPS, reduction=reduction
+        out,
+        batch["target"],
+        batch["other"],
+        margin=options["margin"],
+        eps=TRIPLET_EPS,
+        reduction=reduction,
     )
 
 
@@ -604,15 +721,18 @@ def _triplet_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Ar
 
 
 def _ranking(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
-    return F.margin_ranking_loss(out, batch["other"], batch["target"], margin=options["margin"], reduction=reduction)
+    return F.margin_ranking_loss(
+        out, batch["other"], batch["target"], margin=options["margin"], reduction=reduction
+    )
 
 
 def _ranking_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
     return per_item(hinge(options["margin"] - batch["target"] * (out - batch["other"])))
 
 
-# The loss of the weight probe: an item's loss is its entry of the parameter. With the option `slopes` the item losses
-# are multiples of the entries, so that gradients are large, small or not finite. With `unit` an item counts that much
+# The loss of the weight probe: an item's loss is its entry of the parameter. With the option
+# `slopes` the item losses are multiples of the entries, so that gradients are large, small or not
+# finite. With `unit` an item counts that much
 
 
 def _identity(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
@@ -641,9 +761,10 @@ def _unit_per_item(options: Options, batch: Arguments) -> jax.Array:
 
 # Losses that are not separable over samples, such as in-batch negatives.
 #
-# No accumulation over micro-batches equals the large batch of such a problem. The strategies draw these kinds only
-# for `problems(accumulable=False)`, to test that the forward-only check detects each of them before a loop is blamed.
-# They have no JAX implementation, since their gradients are never compared.
+# No accumulation over micro-batches equals the large batch of such a problem. The strategies draw
+# these kinds only for `problems(accumulable=False)`, to test that the forward-only check detects
+# each of them before a loop is blamed. They have no JAX implementation, since their gradients are
+# never compared.
 
 
 def _negatives(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
@@ -656,7 +777,9 @@ def _product(options: Options, out: torch.Tensor, batch: Tensors, reduction: str
     return mean if reduction == "mean" else mean * len(out)
 
 
-def _standardised(options: Options, out: torch.Tensor, batch: Tensors, reduction: str) -> torch.Tensor:
+def _standardised(
+    options: Options, out: torch.Tensor, batch: Tensors, reduction: str
+) -> torch.Tensor:
     target = batch["target"]
     target = (target - target.mean(0)) / (target.var(0, correction=0) + EPS).sqrt()
     errors = ((out - target) ** 2).mean(1)
@@ -678,7 +801,9 @@ def elementwise(
     targets: Targets = normal_targets,
     **choices: Any,
 ) -> LossDefinition:
-    """Return a loss that compares output and target element by element; its mean divides by the number of elements.
+    """Return a loss that compares output and target element by element.
+
+    Its mean divides by the number of elements.
 
     Args:
         name: the kind's name in specs.
@@ -689,7 +814,9 @@ def elementwise(
     """
 
     def jax_items(options: Options, out: jax.Array, batch: Arguments) -> jax.Array:
-        return per_item(jax_loss(out, batch["target"], **{option: options[option] for option in choices}))
+        return per_item(
+            jax_loss(out, batch["target"], **{option: options[option] for option in choices})
+        )
 
     return LossDefinition(name, on(*FLOATS, **choices), targets, torch_loss, jax_items, axes=0)
 
@@ -702,7 +829,9 @@ def _over_targets(
     forms: tuple[Form, ...] = ROWS,
     **choices: Any,
 ) -> LossDefinition:
-    """Return a loss over classes that divides by the number of valid targets, or by the sum of their weights."""
+    """Return a loss over classes that divides by the number of valid targets, or by the sum of
+    their weights.
+    """
     return LossDefinition(
         name,
         on(*forms, min_features=2, **choices),
@@ -718,14 +847,21 @@ def _over_targets(
 
 
 _weighted = partial(
-    LossDefinition, count=count_weights, jax_counts=weight_per_item, uniform=lambda signal, options: False
+    LossDefinition,
+    count=count_weights,
+    jax_counts=weight_per_item,
+    uniform=lambda signal, options: False,
 )
-_per_position = partial(LossDefinition, count=_count_positions, jax_counts=_positions_per_item, axes=1)
+_per_position = partial(
+    LossDefinition, count=_count_positions, jax_counts=_positions_per_item, axes=1
+)
 _per_item = partial(LossDefinition, count=count_items, jax_counts=one_per_item)
 
 
 def _not_separable(name: str, torch_loss: TorchLoss) -> LossDefinition:
-    return _per_item(name, on("vector"), normal_targets, torch_loss, _no_item_losses, separable=False)
+    return _per_item(
+        name, on("vector"), normal_targets, torch_loss, _no_item_losses, separable=False
+    )
 
 
 KINDS = (
@@ -733,7 +869,10 @@ KINDS = (
     elementwise("l1", _l1, lambda out, target: absolute(out - target)),
     elementwise("smooth_l1", _smooth_l1, _smooth_l1_in_jax, beta=(1.0, 0.25)),
     elementwise(
-        "huber", _huber, lambda out, target, delta: delta * _smooth_l1_in_jax(out, target, delta), delta=(1.0, 0.25)
+        "huber",
+        _huber,
+        lambda out, target, delta: delta * _smooth_l1_in_jax(out, target, delta),
+        delta=(1.0, 0.25),
     ),
     _weighted(
         "weighted_mse",
@@ -785,7 +924,9 @@ KINDS = (
         _with_logits_items,
         axes=1,
     ),
-    LossDefinition("bce", on(*FLOATS, weight=(False, True)), _binary_targets, _bce, _bce_items, axes=0),
+    LossDefinition(
+        "bce", on(*FLOATS, weight=(False, True)), _binary_targets, _bce, _bce_items, axes=0
+    ),
     _per_position(
         "multilabel_soft_margin",
         on(*ROWS, class_weights=(False, True)),
@@ -805,7 +946,9 @@ KINDS = (
     LossDefinition(
         "poisson_nll",
         on(*FLOATS, log_input=(True, False)),
-        lambda signal, o, rng, ignored: {"target": rng.poisson(1.5, (len(ignored), *signal.size)).astype(np.float64)},
+        lambda signal, o, rng, ignored: {
+            "target": rng.poisson(1.5, (len(ignored), *signal.size)).astype(np.float64)
+        },
         _poisson_nll,
         _poisson_nll_items,
         axes=0,
@@ -867,10 +1010,24 @@ KINDS = (
         _ranking_items,
         axes=0,
     ),
-    elementwise("mse_and_l1", _mse_and_l1, lambda out, target: (out - target) ** 2 + SECOND * absolute(out - target)),
-    _over_targets("cross_entropy_and_z", _with_z_loss, _with_z_loss_items, ignore_index=(False, True)),
-    _over_targets("distillation", _distillation, _distillation_items, _distillation_targets, temperature=(1.0, 4.0)),
-    _over_targets("cross_entropy_of_large_logits", _large_logits, _large_logits_items, scale=(100.0, 10000.0)),
+    elementwise(
+        "mse_and_l1",
+        _mse_and_l1,
+        lambda out, target: (out - target) ** 2 + SECOND * absolute(out - target),
+    ),
+    _over_targets(
+        "cross_entropy_and_z", _with_z_loss, _with_z_loss_items, ignore_index=(False, True)
+    ),
+    _over_targets(
+        "distillation",
+        _distillation,
+        _distillation_items,
+        _distillation_targets,
+        temperature=(1.0, 4.0),
+    ),
+    _over_targets(
+        "cross_entropy_of_large_logits", _large_logits, _large_logits_items, scale=(100.0, 10000.0)
+    ),
     LossDefinition(
         "identity",
         # the readout's output alone: an item must have one entry of the parameter

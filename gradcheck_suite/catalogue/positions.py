@@ -1,7 +1,9 @@
-"""Layers over the positions of a sequence and the pixels of an image, and layers with arrays of their own.
+"""Layers over the positions of a sequence and the pixels of an image, and layers with arrays of
+their own.
 
-A sequence is (T, D) per item, and torch's convolutions and most normalizations take (D, T): their modules transpose.
-Variants are few and produce the sizes of other layers, because every new shape is one more compilation.
+A sequence is (T, D) per item, and torch's convolutions and most normalizations take (D, T): their
+modules transpose. Variants are few and produce the sizes of other layers, because every new shape
+is one more compilation.
 """
 
 from __future__ import annotations
@@ -32,19 +34,34 @@ from gradcheck_suite.catalogue.definitions import (
     same,
     vector,
 )
-from gradcheck_suite.catalogue.rows import PADDING, embedding_arguments, few_in_sequences, standardised
+from gradcheck_suite.catalogue.rows import (
+    PADDING,
+    embedding_arguments,
+    few_in_sequences,
+    standardised,
+)
 
-# Layers over the positions of a sequence and the pixels of an image: convolution, pooling, normalization, reshaping.
+# Layers over the positions of a sequence and the pixels of an image: convolution, pooling,
+# normalization, reshaping.
 #
-# A sequence is (T, D) per item, and torch's convolutions and most normalizations take (D, T): their modules
-# transpose. Variants are few and produce the sizes of other layers, because every new shape is one more compilation.
+# A sequence is (T, D) per item, and torch's convolutions and most normalizations take (D, T): their
+# modules transpose. Variants are few and produce the sizes of other layers, because every new shape
+# is one more compilation.
 
 
 # Convolutions
 
 
 _AREAS = ((4, 5), (2, 2), (1, 1))
-_PLAIN = {"features": 2, "kernel": 1, "stride": 1, "padding": 0, "dilation": 1, "groups": 1, "bias": False}
+_PLAIN = {
+    "features": 2,
+    "kernel": 1,
+    "stride": 1,
+    "padding": 0,
+    "dilation": 1,
+    "groups": 1,
+    "bias": False,
+}
 
 
 class ChannelsLast(torch.nn.Module):
@@ -60,8 +77,12 @@ class SequenceConv(ChannelsLast, torch.nn.Conv1d):
 
 
 def _length(size: int, o: Options) -> int:
-    """Return the output length along an axis of `size`, as torch's `Conv1d` and `MaxPool2d` document it."""
-    return int((size + 2 * o["padding"] - o.get("dilation", 1) * (o["kernel"] - 1) - 1) // o["stride"] + 1)
+    """Return the output length along an axis of `size`, as torch's `Conv1d` and `MaxPool2d`
+    document it.
+    """
+    return int(
+        (size + 2 * o["padding"] - o.get("dilation", 1) * (o["kernel"] - 1) - 1) // o["stride"] + 1
+    )
 
 
 def _lengths(signal: Signal, options: Options) -> tuple[int, ...]:
@@ -69,7 +90,9 @@ def _lengths(signal: Signal, options: Options) -> tuple[int, ...]:
 
 
 def _has_usual_size(signal: Signal, options: Options) -> bool:
-    """Return whether the output keeps a sequence's length, so that its mask still fits, or has an area of `_AREAS`."""
+    """Return whether the output keeps a sequence's length, so that its mask still fits, or has an
+    area of `_AREAS`.
+    """
     lengths = _lengths(signal, options)
     return lengths == signal.positions if signal.form == "sequence" else lengths in _AREAS
 
@@ -89,10 +112,18 @@ def _convolution(
         expect(o["padding"] >= 0, "padding of at least 0", o["padding"])
         groups, features, lengths = o["groups"], o["features"], _lengths(signal, o)
         divided = signal.features % groups == 0 and features % groups == 0
-        expect(divided, f"input and output features that {groups} groups divide", (signal.features, features))
-        expect(min(lengths) >= 1, "a kernel that the padded input holds", f"{dict(o)} on {signal.size}")
+        expect(
+            divided,
+            f"input and output features that {groups} groups divide",
+            (signal.features, features),
+        )
+        expect(
+            min(lengths) >= 1, "a kernel that the padded input holds", f"{dict(o)} on {signal.size}"
+        )
         padded = signal.padded and lengths == signal.positions
-        return Signal(form, (*lengths, features) if form == "sequence" else (features, *lengths), padded)
+        return Signal(
+            form, (*lengths, features) if form == "sequence" else (features, *lengths), padded
+        )
 
     def convolved(o: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
         spatial = x.ndim - 2
@@ -106,7 +137,11 @@ def _convolution(
             feature_group_count=o["groups"],
             precision=jax.lax.Precision.HIGHEST,
         )
-        return y + params["bias"].reshape([-1 if axis == "C" else 1 for axis in axes[2]]) if o["bias"] else y
+        return (
+            y + params["bias"].reshape([-1 if axis == "C" else 1 for axis in axes[2]])
+            if o["bias"]
+            else y
+        )
 
     return LayerDefinition(
         name,
@@ -118,19 +153,25 @@ def _convolution(
     )
 
 
-# Average and maximum pooling of images, over windows of one size (pooling) or a number of bins (adaptive pooling).
+# Average and maximum pooling of images, over windows of one size (pooling) or a number of bins
+# (adaptive pooling).
 #
-# Equal maxima are common after a ReLU. torch gives the gradient to the first one in row-major order, as `argmax`
-# does.
+# Equal maxima are common after a ReLU. torch gives the gradient to the first one in row-major
+# order, as `argmax` does.
 
 
 def _every_window_holds_a_pixel(signal: Signal, o: Options) -> bool:
-    """Return whether every window contains a pixel: with dilation, a window can lie in the padding alone.
+    """Return whether every window contains a pixel: with dilation, a window can lie in the padding
+    alone.
 
-    For such a window torch's maximum is -inf, and its backward writes outside of the image's gradient.
+    For such a window torch's maximum is -inf, and its backward writes outside of the image's
+    gradient.
     """
     return all(
-        any(0 <= o["stride"] * i - o["padding"] + o.get("dilation", 1) * j < size for j in range(o["kernel"]))
+        any(
+            0 <= o["stride"] * i - o["padding"] + o.get("dilation", 1) * j < size
+            for j in range(o["kernel"])
+        )
         for size in signal.positions
         for i in range(_length(size, o))
     )
@@ -138,26 +179,43 @@ def _every_window_holds_a_pixel(signal: Signal, o: Options) -> bool:
 
 def _pooled(signal: Signal, options: Options) -> Signal:
     expect_counts({"dilation": 1, **options}, "kernel", "stride", "dilation")
-    expect(0 <= options["padding"] <= options["kernel"] // 2, "padding of at most half the kernel", dict(options))
+    expect(
+        0 <= options["padding"] <= options["kernel"] // 2,
+        "padding of at most half the kernel",
+        dict(options),
+    )
     lengths = _lengths(signal, options)
-    expect(min(lengths) >= 1, "a kernel that the padded image holds", f"{dict(options)} on {signal}")
-    # torch returns -inf and an index outside the image: https://github.com/pytorch/pytorch/issues/114216
+    expect(
+        min(lengths) >= 1, "a kernel that the padded image holds", f"{dict(options)} on {signal}"
+    )
+    # torch returns -inf and an index outside the image:
+    # https://github.com/pytorch/pytorch/issues/114216
     whole = _every_window_holds_a_pixel(signal, options)
     expect(whole, "a pixel in every window", f"{dict(options)} on {signal}")
     return Signal("image", (signal.features, *lengths))
 
 
 def _windows(x: jax.Array, options: Options, outside: float) -> jax.Array:
-    """Return the windows, (n, C, H', W', kernel * kernel), row by row, with `outside` beyond the image."""
+    """Return the windows, (n, C, H', W', kernel * kernel), row by row, with `outside` beyond the
+    image.
+    """
     kernel, stride, padding = options["kernel"], options["stride"], options["padding"]
     dilation = options.get("dilation", 1)
-    padded = jnp.pad(x, ((0, 0), (0, 0), (padding, padding), (padding, padding)), constant_values=outside)
+    padded = jnp.pad(
+        x, ((0, 0), (0, 0), (padding, padding), (padding, padding)), constant_values=outside
+    )
 
     def places(offset: int, size: int) -> slice:
-        return slice(dilation * offset, dilation * offset + stride * (_length(size, options) - 1) + 1, stride)
+        return slice(
+            dilation * offset, dilation * offset + stride * (_length(size, options) - 1) + 1, stride
+        )
 
     _, _, height, width = x.shape
-    windows = [padded[:, :, places(i, height), places(j, width)] for i in range(kernel) for j in range(kernel)]
+    windows = [
+        padded[:, :, places(i, height), places(j, width)]
+        for i in range(kernel)
+        for j in range(kernel)
+    ]
     return jnp.stack(windows, axis=-1)
 
 
@@ -174,7 +232,10 @@ def _average(options: Options, params: Arguments, x: jax.Array, extras: Argument
 
 
 def _pooling(
-    name: str, module: Callable[[Options], torch.nn.Module], jax_apply: Implementation, *options: Options
+    name: str,
+    module: Callable[[Options], torch.nn.Module],
+    jax_apply: Implementation,
+    *options: Options,
 ) -> LayerDefinition:
     def fits(signal: Signal, o: Options) -> bool:
         return _every_window_holds_a_pixel(signal, o) and _has_usual_size(signal, o)
@@ -184,7 +245,9 @@ def _pooling(
 
 
 def _bins(x: jax.Array, size: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the bins row by row, from floor(i H / size) to ceil((i + 1) H / size): neighbours may overlap."""
+    """Yield the bins row by row, from floor(i H / size) to ceil((i + 1) H / size): neighbours may
+    overlap.
+    """
     height, width = x.shape[2:]
     for i in range(size):
         for j in range(size):
@@ -239,7 +302,9 @@ class MaxOverTime(torch.nn.Module):
 
 
 class LastStep(torch.nn.Module):
-    """Last position where the mask is True: (n, T, D) and a mask (n, T), True on a prefix, to (n, D)."""
+    """Last position where the mask is True: (n, T, D) and a mask (n, T), True on a prefix, to (n,
+    D).
+    """
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         if mask is None:
@@ -262,7 +327,8 @@ def _last(options: Options, params: Arguments, x: jax.Array, extras: Arguments) 
     if "mask" not in extras:
         return x[:, -1]
     position = jnp.arange(x.shape[1])
-    # from the mask itself, not from its sum: so a mask that is no prefix shows as a difference from torch's
+    # from the mask itself, not from its sum: so a mask that is no prefix shows as a difference from
+    # torch's
     last = jnp.where(extras["mask"], position, -1).max(1)
     return jnp.where((position == last[:, None])[:, :, None], x, 0.0).sum(1)
 
@@ -282,9 +348,10 @@ def _over_time(
 
 # Normalization layers: layer, RMS, group and instance norm, batch norm in eval mode.
 #
-# Batch norm in train mode is not separable over samples. Here a model in train mode keeps its batch norms in eval mode,
-# as fine-tuning with frozen statistics does. The strategies draw one in train mode only for
-# `problems(accumulable=False)`: the forward-only check must detect it before a loop is blamed.
+# Batch norm in train mode is not separable over samples. Here a model in train mode keeps its batch
+# norms in eval mode, as fine-tuning with frozen statistics does. The strategies draw one in train
+# mode only for `problems(accumulable=False)`: the forward-only check must detect it before a loop
+# is blamed.
 
 
 EPS = 1e-2
@@ -312,7 +379,11 @@ class FrozenBatchNorm1d(torch.nn.BatchNorm1d):
         return super().train(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) if x.ndim == 2 else super().forward(x.transpose(1, 2)).transpose(1, 2)
+        return (
+            super().forward(x)
+            if x.ndim == 2
+            else super().forward(x.transpose(1, 2)).transpose(1, 2)
+        )
 
 
 class FrozenBatchNorm2d(torch.nn.BatchNorm2d):
@@ -323,13 +394,19 @@ class FrozenBatchNorm2d(torch.nn.BatchNorm2d):
 
 
 def _per_channel(values: jax.Array, x: jax.Array) -> jax.Array:
-    """Return (D,) in a shape that broadcasts over x: channels are axis 1 of an image, the last axis otherwise."""
+    """Return (D,) in a shape that broadcasts over x: channels are axis 1 of an image, the last axis
+    otherwise.
+    """
     return values.reshape(-1, 1, 1) if x.ndim == 4 else values
 
 
 def _affine(options: Options, params: Arguments, x: jax.Array) -> jax.Array:
     """Return x scaled and shifted per channel."""
-    return x * _per_channel(params["weight"], x) + _per_channel(params["bias"], x) if options["affine"] else x
+    return (
+        x * _per_channel(params["weight"], x) + _per_channel(params["bias"], x)
+        if options["affine"]
+        else x
+    )
 
 
 def _layer_norm(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
@@ -348,7 +425,9 @@ def _group_norm(options: Options, params: Arguments, x: jax.Array, extras: Argum
     return _affine(options, params, jnp.moveaxis(grouped.reshape(channels_first.shape), 1, axis))
 
 
-def _instance_norm(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
+def _instance_norm(
+    options: Options, params: Arguments, x: jax.Array, extras: Arguments
+) -> jax.Array:
     return _affine(options, params, standardised(x, (1,) if x.ndim == 3 else (2, 3), EPS))
 
 
@@ -363,7 +442,10 @@ def _elements(signal: Signal, groups: int) -> int:
 
 
 def _takes_groups(signal: Signal, options: Options) -> bool:
-    """Return whether a group has several numbers; two groups with parameters are drawn where that is so, else one."""
+    """Return whether a group has several numbers.
+
+    Two groups with parameters are drawn where that is so, else one.
+    """
     pairs = signal.features % 2 == 0 and _elements(signal, 2) > 1
     return _elements(signal, 1) > 1 and (not options["affine"] or options["groups"] == 1 + pairs)
 
@@ -371,7 +453,9 @@ def _takes_groups(signal: Signal, options: Options) -> bool:
 def _group_out(signal: Signal, options: Options) -> Signal:
     groups = options["groups"]
     expect(groups >= 1 and signal.features % groups == 0, "groups that divide the features", groups)
-    expect(_elements(signal, groups) > 1, "more than one number in a group", f"{groups} of {signal}")
+    expect(
+        _elements(signal, groups) > 1, "more than one number in a group", f"{groups} of {signal}"
+    )
     return signal
 
 
@@ -396,7 +480,10 @@ def _normalization(  # noqa: PLR0913 - the arguments of a kind of layer
     variants: Variants | None = None,
     out: Callable[[Signal, Options], Signal] | None = None,
 ) -> LayerDefinition:
-    """Return a normalization; `affine` is torch's name of that option, `in_sequences` the module of a sequence."""
+    """Return a normalization.
+
+    `affine` is torch's name of that option, `in_sequences` the module of a sequence.
+    """
 
     def torch_module(signal: Signal, o: Options) -> torch.nn.Module:
         make = in_sequences if in_sequences and signal.form == "sequence" else module
@@ -409,16 +496,25 @@ def _normalization(  # noqa: PLR0913 - the arguments of a kind of layer
 
 
 def _batch_norm_in_train_mode(signal: Signal, options: Options) -> torch.nn.Module:
-    module = {"vector": torch.nn.BatchNorm1d, "sequence": SequenceBatchNorm, "image": torch.nn.BatchNorm2d}
+    module = {
+        "vector": torch.nn.BatchNorm1d,
+        "sequence": SequenceBatchNorm,
+        "image": torch.nn.BatchNorm2d,
+    }
     return module[signal.form](signal.features, eps=EPS)
 
 
-# Layers that only reshape. Their output sizes are those of other layers, so that few shapes are compiled
+# Layers that only reshape. Their output sizes are those of other layers, so that few shapes are
+# compiled
 
 
 def _unflattened(signal: Signal, options: Options) -> Signal:
     length = options["length"]
-    expect(length >= 1 and signal.size[0] % length == 0, f"a length that divides {signal.size[0]}", length)
+    expect(
+        length >= 1 and signal.size[0] % length == 0,
+        f"a length that divides {signal.size[0]}",
+        length,
+    )
     return Signal("sequence", (length, signal.size[0] // length))
 
 
@@ -474,7 +570,9 @@ _POSITIONS = (
     ),
     _pooling(
         "average_pool2d",
-        lambda o: torch.nn.AvgPool2d(o["kernel"], o["stride"], o["padding"], count_include_pad=o["count_padding"]),
+        lambda o: torch.nn.AvgPool2d(
+            o["kernel"], o["stride"], o["padding"], count_include_pad=o["count_padding"]
+        ),
         _average,
         {"kernel": 2, "stride": 2, "padding": 0, "count_padding": True},
         {"kernel": 3, "stride": 1, "padding": 1, "count_padding": True},
@@ -489,11 +587,17 @@ _POSITIONS = (
         {"kernel": 2, "stride": 1, "padding": 1, "dilation": 2},
     ),
     _adaptive("adaptive_average_pool2d", torch.nn.AdaptiveAvgPool2d, lambda x: x.mean((2, 3))),
-    _adaptive("adaptive_max_pool2d", torch.nn.AdaptiveMaxPool2d, lambda x: first_maximum(x.reshape(*x.shape[:2], -1))),
+    _adaptive(
+        "adaptive_max_pool2d",
+        torch.nn.AdaptiveMaxPool2d,
+        lambda x: first_maximum(x.reshape(*x.shape[:2], -1)),
+    ),
     _over_time("mean_over_time", MeanOverTime, _mean),
     _over_time("max_over_time", MaxOverTime, _max, shared=(False, True)),
     _over_time("last_step", LastStep, _last),
-    _normalization("layer_norm", torch.nn.LayerNorm, _layer_norm, axes=1, affine="elementwise_affine"),
+    _normalization(
+        "layer_norm", torch.nn.LayerNorm, _layer_norm, axes=1, affine="elementwise_affine"
+    ),
     _normalization("rms_norm", torch.nn.RMSNorm, _rms_norm, axes=1, affine="elementwise_affine"),
     _normalization(
         "group_norm",
@@ -502,7 +606,10 @@ _POSITIONS = (
         in_sequences=SequenceGroupNorm,
         variants=on(
             *FLOATS,
-            options=[{"groups": groups, "affine": affine} for groups, affine in ((1, False), (1, True), (2, True))],
+            options=[
+                {"groups": groups, "affine": affine}
+                for groups, affine in ((1, False), (1, True), (2, True))
+            ],
             fits=_takes_groups,
         ),
         out=_group_out,
@@ -541,7 +648,9 @@ _POSITIONS = (
     ),
     LayerDefinition(
         "transpose",
-        on("sequence", fits=lambda signal, o: not signal.padded and signal.size in ((3, 4), (4, 3))),
+        on(
+            "sequence", fits=lambda signal, o: not signal.padded and signal.size in ((3, 4), (4, 3))
+        ),
         _transposed,
         lambda signal, o: Transpose(),
         lambda o, params, x, extras: jnp.swapaxes(x, 1, 2),
@@ -556,9 +665,11 @@ _POSITIONS = (
 )
 
 
-# Further layers: with arrays of their own beside the input, that scale, made of other layers, and the weight probe's.
+# Further layers: with arrays of their own beside the input, that scale, made of other layers, and
+# the weight probe's.
 #
-# They come after `rows` and `positions` because the strategies draw kinds by their place in the table.
+# They come after `rows` and `positions` because the strategies draw kinds by their place in the
+# table.
 
 
 # Dropout whose mask is part of the batch, so that every split of the items drops the same elements
@@ -602,7 +713,11 @@ def _weight_norm(options: Options, params: Arguments, x: jax.Array, extras: Argu
 _MODES = ("sum", "mean", "max")
 # torch supports per-sample weights for mode 'sum' only, and no sparse gradient for mode 'max'
 _BAGS = [
-    {"features": 2, "mode": mode, **{flag: flag in flags for flag in ("sparse", "padding_idx", "weighted")}}
+    {
+        "features": 2,
+        "mode": mode,
+        **{flag: flag in flags for flag in ("sparse", "padding_idx", "weighted")},
+    }
     for mode, *flags in (
         *((mode,) for mode in _MODES),
         ("sum", "sparse"),
@@ -619,7 +734,9 @@ def _bag_out(signal: Signal, options: Options) -> Signal:
     expect_counts(options, "features")
     expect(mode in _MODES, f"mode to be one of {', '.join(_MODES)}", mode)
     expect(mode != "max" or not options["sparse"], "a dense gradient for mode 'max'", "sparse=True")
-    expect(mode == "sum" or not options["weighted"], "weights for mode 'sum' only", f"mode {mode!r}")
+    expect(
+        mode == "sum" or not options["weighted"], "weights for mode 'sum' only", f"mode {mode!r}"
+    )
     return vector(options["features"])
 
 
@@ -662,7 +779,9 @@ class Scale(torch.nn.Module):
 
 
 class TrainScale(torch.nn.Module):
-    """x * factor in train mode and x in eval mode: a difference between the modes without random numbers."""
+    """x * factor in train mode and x in eval mode: a difference between the modes without random
+    numbers.
+    """
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -672,7 +791,8 @@ class TrainScale(torch.nn.Module):
         return x * self.factor if self.training else x
 
 
-# A layer with an input of its own: each item has a second vector beside the one that the first layer receives
+# A layer with an input of its own: each item has a second vector beside the one that the first
+# layer receives
 
 
 WIDTH = 3
@@ -690,8 +810,8 @@ class SecondInput(torch.nn.Module):
         return x + torch.nn.functional.linear(other, self.weight)
 
 
-# The layer of the weight probe: one parameter entry per item. The gradient that a loop accumulates for this parameter
-# is the vector of the weights that the loop gives to the items
+# The layer of the weight probe: one parameter entry per item. The gradient that a loop accumulates
+# for this parameter is the vector of the weights that the loop gives to the items
 
 
 class Readout(torch.nn.Module):
@@ -772,7 +892,9 @@ _OWN_ARRAYS = (
     LayerDefinition("shared", on(*FLOATS), same, wraps="shared"),
     LayerDefinition("sum", on(*FLOATS), same, wraps="sum"),
     # few features, so that few new shapes occur
-    LayerDefinition("concat", on(*FLOATS, fits=lambda signal, o: signal.features <= 2), same, wraps="concat"),
+    LayerDefinition(
+        "concat", on(*FLOATS, fits=lambda signal, o: signal.features <= 2), same, wraps="concat"
+    ),
     LayerDefinition(
         "readout",
         on("tokens", fits=lambda signal, o: _is_index(signal)),

@@ -1,7 +1,7 @@
 """Layers of feature rows and of sequences.
 
-Linear layers and embeddings, activations, attention and recurrence, and linear layers whose parameters are tied, frozen
-or unreached.
+Linear layers and embeddings, activations, attention and recurrence, and linear layers whose
+parameters are tied, frozen or unreached.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ PADDING = 0
 
 
 def linear(params: Arguments, x: jax.Array, prefix: str = "") -> jax.Array:
-    """Return x W^T + b over the feature axis; `prefix` is that of the names `weight` and `bias` in `params`."""
+    """Return x W^T + b over the feature axis.
+
+    `prefix` is that of the names `weight` and `bias` in `params`.
+    """
     return x @ params[f"{prefix}weight"].T + params[f"{prefix}bias"]
 
 
@@ -46,7 +49,9 @@ def _linear(options: Options, params: Arguments, x: jax.Array, extras: Arguments
 
 
 def few_in_sequences(signal: Signal, options: Options) -> bool:
-    """Return False for more than two output features of a sequence: every new shape is one more compilation."""
+    """Return False for more than two output features of a sequence: every new shape is one more
+    compilation.
+    """
     return signal.form != "sequence" or options["features"] <= 2
 
 
@@ -69,15 +74,18 @@ def _embedding(options: Options, params: Arguments, x: jax.Array, extras: Argume
     table = params["weight"]
     if options["padding_idx"]:
         # the padding row gets no gradient
-        table = jnp.where((jnp.arange(len(table)) == PADDING)[:, None], jax.lax.stop_gradient(table), table)
+        table = jnp.where(
+            (jnp.arange(len(table)) == PADDING)[:, None], jax.lax.stop_gradient(table), table
+        )
     return table[x]
 
 
 # Pointwise activations.
 #
-# At a kink an activation has several subgradients, of which torch returns one. Inputs at a kink are common: a dropped
-# or clamped value is exactly 0, 1 or 6. Each definition therefore states with `>` or `>=` on which side a kink lies.
-# JAX's own functions stand where their derivative at a kink is torch's: not that of leaky_relu, which is 1 at 0.
+# At a kink an activation has several subgradients, of which torch returns one. Inputs at a kink are
+# common: a dropped or clamped value is exactly 0, 1 or 6. Each definition therefore states with `>`
+# or `>=` on which side a kink lies. JAX's own functions stand where their derivative at a kink is
+# torch's: not that of leaky_relu, which is 1 at 0.
 
 
 def _between(x: jax.Array, low: float, high: float, inside: jax.Array) -> jax.Array:
@@ -90,7 +98,10 @@ def _shrink(x: jax.Array, lambd: float, by: float) -> jax.Array:
 
 
 def _pointwise(
-    name: str, module: Callable[..., torch.nn.Module], function: Callable[..., jax.Array], *options: Options
+    name: str,
+    module: Callable[..., torch.nn.Module],
+    function: Callable[..., jax.Array],
+    *options: Options,
 ) -> LayerDefinition:
     return LayerDefinition(
         name,
@@ -133,8 +144,9 @@ def _prelu_out(signal: Signal, options: Options) -> Signal:
     return signal
 
 
-# Multi-head self-attention, optionally causal, with padding masked (Vaswani et al. 2017, section 3.2), and transformer
-# encoder layers: self-attention and a two-layer network, each with a residual and a layer norm
+# Multi-head self-attention, optionally causal, with padding masked (Vaswani et al. 2017, section
+# 3.2), and transformer encoder layers: self-attention and a two-layer network, each with a residual
+# and a layer norm
 
 
 class SelfAttention(torch.nn.Module):
@@ -147,7 +159,11 @@ class SelfAttention(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         length = x.shape[1]
-        future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1) if self.causal else None
+        future = (
+            torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+            if self.causal
+            else None
+        )
         y, _ = self.attention(
             x,
             x,
@@ -161,17 +177,20 @@ class SelfAttention(torch.nn.Module):
         return y
 
 
-def attend(params: Arguments, prefix: str, x: jax.Array, heads: int, visible: jax.Array) -> jax.Array:
+def attend(
+    params: Arguments, prefix: str, x: jax.Array, heads: int, visible: jax.Array
+) -> jax.Array:
     """Return multi-head self-attention.
 
     Args:
-        params: `in_proj_weight` (3D, D) and `in_proj_bias` (3D,), the stacked projections to queries, keys and values;
-            `out_proj.weight` (D, D) and `out_proj.bias` (D,), the projection of the concatenated heads.
+        params: `in_proj_weight` (3D, D) and `in_proj_bias` (3D,), the stacked projections to
+            queries, keys and values; `out_proj.weight` (D, D) and `out_proj.bias` (D,), the
+            projection of the concatenated heads.
         prefix: prefix of those names in `params`.
         x: (n, T, D).
         heads: H, which divides D.
-        visible: broadcasts to (n, H, T, T); True where a query (third axis) attends to a key (fourth axis). Every
-            query attends to at least one key.
+        visible: broadcasts to (n, H, T, T); True where a query (third axis) attends to a key
+            (fourth axis). Every query attends to at least one key.
 
     Returns:
         (n, T, D).
@@ -186,7 +205,9 @@ def attend(params: Arguments, prefix: str, x: jax.Array, heads: int, visible: ja
 
 
 def visible_keys(x: jax.Array, extras: Arguments, causal: bool) -> jax.Array:
-    """Return the attention mask, (n or 1, 1, T, T): True at keys that are valid and, if `causal`, not in the future."""
+    """Return the attention mask, (n or 1, 1, T, T): True at keys that are valid and, if `causal`,
+    not in the future.
+    """
     length = x.shape[1]
     visible = jnp.ones((1, 1, length, length), dtype=bool)
     if causal:
@@ -200,12 +221,16 @@ def _heads_divide(signal: Signal, options: Options) -> bool:
 
 
 def _attended(signal: Signal, options: Options) -> Signal:
-    expect(_heads_divide(signal, options), "heads that divide the features", (options["heads"], signal))
+    expect(
+        _heads_divide(signal, options), "heads that divide the features", (options["heads"], signal)
+    )
     return signal
 
 
 def _attention(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
-    return attend(params, "attention.", x, options["heads"], visible_keys(x, extras, options["causal"]))
+    return attend(
+        params, "attention.", x, options["heads"], visible_keys(x, extras, options["causal"])
+    )
 
 
 TRANSFORMER_HIDDEN = 3
@@ -217,11 +242,18 @@ _TRANSFORMER_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class Block(torch.nn.Module):
-    """`torch.nn.TransformerEncoderLayer` without dropout, whose random numbers differ between torch and JAX."""
+    """`torch.nn.TransformerEncoderLayer` without dropout, whose random numbers differ between torch
+    and JAX.
+    """
 
     def __init__(self, features: int, heads: int, activation: str, norm_first: bool) -> None:
         super().__init__()
-        self.features, self.heads, self.activation, self.norm_first = features, heads, activation, norm_first
+        self.features, self.heads, self.activation, self.norm_first = (
+            features,
+            heads,
+            activation,
+            norm_first,
+        )
         self.block = torch.nn.TransformerEncoderLayer(
             features,
             heads,
@@ -240,7 +272,11 @@ class Block(torch.nn.Module):
 
 def _transformer_out(signal: Signal, options: Options) -> Signal:
     out, activations = _attended(signal, options), tuple(_TRANSFORMER_ACTIVATIONS)
-    expect(options["activation"] in activations, f"an activation among {activations}", options["activation"])
+    expect(
+        options["activation"] in activations,
+        f"an activation among {activations}",
+        options["activation"],
+    )
     return out
 
 
@@ -257,7 +293,9 @@ def _transformer(options: Options, params: Arguments, x: jax.Array, extras: Argu
         return attend(params, "block.self_attn.", x, options["heads"], visible)
 
     def network(x: jax.Array) -> jax.Array:
-        hidden = _TRANSFORMER_ACTIVATIONS[options["activation"]](linear(params, x, "block.linear1."))
+        hidden = _TRANSFORMER_ACTIVATIONS[options["activation"]](
+            linear(params, x, "block.linear1.")
+        )
         return linear(params, hidden, "block.linear2.")
 
     def norm(name: str, x: jax.Array) -> jax.Array:
@@ -271,7 +309,8 @@ def _transformer(options: Options, params: Arguments, x: jax.Array, extras: Argu
     return norm("norm2", x + network(x))
 
 
-# Recurrent layers: RNN, GRU, LSTM. The output is the hidden state at every step, (n, T, H) or (n, T, 2H).
+# Recurrent layers: RNN, GRU, LSTM. The output is the hidden state at every step, (n, T, H) or (n,
+# T, 2H).
 
 
 # (options, W x + b, U h + b', hidden state, memory) -> the next hidden state and memory.
@@ -291,21 +330,28 @@ class AllSteps(torch.nn.Module):
         return y
 
 
-def _rnn(o: Options, xs: jax.Array, hs: jax.Array, h: jax.Array, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _rnn(
+    o: Options, xs: jax.Array, hs: jax.Array, h: jax.Array, memory: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     s = xs + hs
     return (jax.nn.relu(s) if o["nonlinearity"] == "relu" else jnp.tanh(s)), memory
 
 
-def _gru(o: Options, xs: jax.Array, hs: jax.Array, h: jax.Array, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _gru(
+    o: Options, xs: jax.Array, hs: jax.Array, h: jax.Array, memory: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     reset_x, update_x, new_x = jnp.split(xs, 3, axis=-1)
     reset_h, update_h, new_h = jnp.split(hs, 3, axis=-1)
     reset, update = jax.nn.sigmoid(reset_x + reset_h), jax.nn.sigmoid(update_x + update_h)
-    # torch, like cuDNN, applies the reset gate after the projection and its bias; Cho et al. 2014 apply it before
+    # torch, like cuDNN, applies the reset gate after the projection and its bias; Cho et al. 2014
+    # apply it before
     new = jnp.tanh(new_x + reset * new_h)
     return (1 - update) * new + update * h, memory
 
 
-def _lstm(o: Options, xs: jax.Array, hs: jax.Array, h: jax.Array, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _lstm(
+    o: Options, xs: jax.Array, hs: jax.Array, h: jax.Array, memory: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     write, forget, candidate, read = jnp.split(xs + hs, 4, axis=-1)
     memory = jax.nn.sigmoid(forget) * memory + jax.nn.sigmoid(write) * jnp.tanh(candidate)
     return jax.nn.sigmoid(read) * jnp.tanh(memory), memory
@@ -313,11 +359,15 @@ def _lstm(o: Options, xs: jax.Array, hs: jax.Array, h: jax.Array, memory: jax.Ar
 
 def _run(cell: Cell, options: Options, params: Arguments, suffix: str, x: jax.Array) -> jax.Array:
     """Return (n, T, H), the hidden states of one layer in one direction."""
-    w_x, w_h, b_x, b_h = (params[f"cell.{name}_{suffix}"] for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
+    w_x, w_h, b_x, b_h = (
+        params[f"cell.{name}_{suffix}"] for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+    )
     from_input = jnp.swapaxes(x @ w_x.T + b_x, 0, 1)
     start = jnp.zeros((len(x), w_h.shape[1]), x.dtype)
 
-    def step(state: tuple[jax.Array, jax.Array], xs: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    def step(
+        state: tuple[jax.Array, jax.Array], xs: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         state = cell(options, xs, state[0] @ w_h.T + b_h, *state)
         return state, state[0]
 
@@ -333,8 +383,11 @@ def _recurrent(
         {"depth": 1, "bidirectional": True},
         {"depth": 2, "bidirectional": False},
     )
-    # further options are drawn with one layer in one direction only: the other shapes share their code
-    more = [{**shapes[0], option: value} for option, values in choices.items() for value in values[1:]]
+    # further options are drawn with one layer in one direction only: the other shapes share their
+    # code
+    more = [
+        {**shapes[0], option: value} for option, values in choices.items() for value in values[1:]
+    ]
     first = {option: values[0] for option, values in choices.items()}
     options = [{"features": 2, **first, **o} for o in (*shapes, *more)]
 
@@ -348,16 +401,27 @@ def _recurrent(
         further = {option: o[option] for option in choices}
         size, depth, both = o["features"], o["depth"], o["bidirectional"]
         return AllSteps(
-            module(signal.features, size, num_layers=depth, bidirectional=both, batch_first=True, **further)
+            module(
+                signal.features,
+                size,
+                num_layers=depth,
+                bidirectional=both,
+                batch_first=True,
+                **further,
+            )
         )
 
     def jax_apply(o: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
         for i in range(o["depth"]):
             directions = [f"l{i}", f"l{i}_reverse"] if o["bidirectional"] else [f"l{i}"]
-            x = jnp.concatenate([_run(cell, o, params, suffix, x) for suffix in directions], axis=-1)
+            x = jnp.concatenate(
+                [_run(cell, o, params, suffix, x) for suffix in directions], axis=-1
+            )
         return x
 
-    return LayerDefinition(name, on("sequence", options=options), out, build, jax_apply, trainable=True)
+    return LayerDefinition(
+        name, on("sequence", options=options), out, build, jax_apply, trainable=True
+    )
 
 
 # Layers that use one weight twice: its gradient is the sum over both uses.
@@ -392,7 +456,9 @@ def _tied_linear(options: Options, params: Arguments, x: jax.Array, extras: Argu
     return jnp.tanh(x @ params["weight"].T) @ params["weight"]
 
 
-def _tied_embedding(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
+def _tied_embedding(
+    options: Options, params: Arguments, x: jax.Array, extras: Arguments
+) -> jax.Array:
     return jnp.tanh(params["weight"][x]) @ params["weight"].T
 
 
@@ -419,25 +485,32 @@ def _frozen_module(signal: Signal, options: Options) -> torch.nn.Module:
     return module
 
 
-def _frozen_linear(options: Options, params: Arguments, x: jax.Array, extras: Arguments) -> jax.Array:
+def _frozen_linear(
+    options: Options, params: Arguments, x: jax.Array, extras: Arguments
+) -> jax.Array:
     frozen = _frozen_parts(options)
-    return linear({p: jax.lax.stop_gradient(params[p]) if p in frozen else params[p] for p in _PARTS}, x)
+    return linear(
+        {p: jax.lax.stop_gradient(params[p]) if p in frozen else params[p] for p in _PARTS}, x
+    )
 
 
 def _frozen(name: str, *, trainable: bool, **choices: Any) -> LayerDefinition:
     variants = on(*ROWS, features=(1, 2), **choices)
-    return LayerDefinition(name, variants, _frozen_out, _frozen_module, _frozen_linear, axes=1, trainable=trainable)
+    return LayerDefinition(
+        name, variants, _frozen_out, _frozen_module, _frozen_linear, axes=1, trainable=trainable
+    )
 
 
-# Layers with parameters that receive no gradient: unused ones, and those of branches that no item takes.
+# Layers with parameters that receive no gradient: unused ones, and those of branches that no item
+# takes.
 #
-# The torch modules select rows by index, as mixture-of-experts implementations do, so a branch that no row takes is
-# not in the graph and its gradient is None. Every row, including every position of a sequence, is routed
-# independently.
+# The torch modules select rows by index, as mixture-of-experts implementations do, so a branch that
+# no row takes is not in the graph and its gradient is None. Every row, including every position of
+# a sequence, is routed independently.
 #
-# Routing is discontinuous: at a threshold, torch and JAX could take different branches. Inputs of exactly 0 are
-# common (after relu or dropout), and so are inputs within rounding of 0 (a normalized constant). The branch's
-# threshold is therefore not 0, and the mixture's gate has a bias.
+# Routing is discontinuous: at a threshold, torch and JAX could take different branches. Inputs of
+# exactly 0 are common (after relu or dropout), and so are inputs within rounding of 0 (a normalized
+# constant). The branch's threshold is therefore not 0, and the mixture's gate has a bias.
 
 
 THRESHOLD = 9 / 64  # exact in every dtype, bfloat16 included
@@ -470,7 +543,9 @@ class Routed(torch.nn.Module):
 
 
 class Branch(Routed):
-    """One linear layer for rows whose first feature is above the threshold, another for the other rows."""
+    """One linear layer for rows whose first feature is above the threshold, another for the other
+    rows.
+    """
 
     def __init__(self, size: int, features: int) -> None:
         super().__init__(size, features, 2)
@@ -481,7 +556,9 @@ class Branch(Routed):
 
 
 class Mixture(Routed):
-    """A top-1 mixture of experts: the likeliest expert's output times its probability (Fedus et al. 2022, eq. 2)."""
+    """A top-1 mixture of experts: the likeliest expert's output times its probability (Fedus et al.
+    2022, eq. 2).
+    """
 
     def __init__(self, size: int, features: int, experts: int) -> None:
         super().__init__(size, features, experts)
@@ -521,7 +598,9 @@ def _routed(
         name,
         on(*ROWS, features=(1, 2), **choices),
         rows_to_features(*choices),
-        lambda signal, o: module(signal.features, *(o[option] for option in ("features", *choices))),
+        lambda signal, o: module(
+            signal.features, *(o[option] for option in ("features", *choices))
+        ),
         jax_apply,
         axes=1,
         trainable=True,
@@ -557,7 +636,9 @@ KINDS = (
         "softplus",
         torch.nn.Softplus,
         # torch is linear above the threshold; the second variant has one that drawn numbers exceed
-        lambda x, beta, threshold: jnp.where(beta * x > threshold, x, jnp.logaddexp(beta * x, 0.0) / beta),
+        lambda x, beta, threshold: jnp.where(
+            beta * x > threshold, x, jnp.logaddexp(beta * x, 0.0) / beta
+        ),
         {"beta": 1.0, "threshold": 20.0},
         {"beta": 2.0, "threshold": 1.0},
     ),

@@ -34,14 +34,23 @@ from gradcheck_suite.errors import UsageError
 
 _KindT = TypeVar("_KindT")
 
-# The strategies draw kinds by their place in these tables, so their order belongs to what a seed means.
+# The strategies draw kinds by their place in these tables, so their order belongs to what a seed
+# means.
 INPUTS: Mapping[str, InputDefinition] = {kind.name: kind for kind in definitions.KINDS}
 _LAYERS = {kind.name: kind for kind in (*rows.KINDS, *positions.KINDS)}
-LAYERS: Mapping[str, LayerDefinition] = {name: kind for name, kind in _LAYERS.items() if kind.separable}
-CROSS_SAMPLE_LAYERS: Mapping[str, LayerDefinition] = {name: k for name, k in _LAYERS.items() if not k.separable}
+LAYERS: Mapping[str, LayerDefinition] = {
+    name: kind for name, kind in _LAYERS.items() if kind.separable
+}
+CROSS_SAMPLE_LAYERS: Mapping[str, LayerDefinition] = {
+    name: k for name, k in _LAYERS.items() if not k.separable
+}
 _LOSSES = {kind.name: kind for kind in losses.KINDS}
-LOSSES: Mapping[str, LossDefinition] = {name: kind for name, kind in _LOSSES.items() if kind.separable}
-CROSS_SAMPLE_LOSSES: Mapping[str, LossDefinition] = {name: k for name, k in _LOSSES.items() if not k.separable}
+LOSSES: Mapping[str, LossDefinition] = {
+    name: kind for name, kind in _LOSSES.items() if kind.separable
+}
+CROSS_SAMPLE_LOSSES: Mapping[str, LossDefinition] = {
+    name: k for name, k in _LOSSES.items() if not k.separable
+}
 """Kinds that are not separable over samples, so that no accumulation is right; drawn only where asked for."""
 
 
@@ -49,7 +58,9 @@ def _look_up(table: Mapping[str, _KindT], what: str, name: str) -> _KindT:
     try:
         return table[name]
     except KeyError:
-        raise UsageError(f"{what} kind must be one of {', '.join(sorted(table))}; got {name!r}") from None
+        raise UsageError(
+            f"{what} kind must be one of {', '.join(sorted(table))}; got {name!r}"
+        ) from None
 
 
 def input_definition(spec: Input) -> InputDefinition:
@@ -68,7 +79,9 @@ def loss_definition(spec: Loss) -> LossDefinition:
 
 
 def _check_options(what: str, options: Options, variants: Sequence[Options]) -> None:
-    """Raise `UsageError` where options differ in name or type from the kind's variants, if it has any for its input."""
+    """Raise `UsageError` where options differ in name or type from the kind's variants, if it has
+    any for its input.
+    """
     fitting = [v for v in variants if v.keys() == options.keys()]
     if not fitting:
         if names := [sorted(v) for v in variants]:
@@ -84,7 +97,10 @@ def _check_options(what: str, options: Options, variants: Sequence[Options]) -> 
 
 @cache
 def out_signal(layer: Layer, signal: Signal) -> Signal:
-    """Return the output signal of a layer; raises `UsageError` where its options or its input do not fit."""
+    """Return the output signal of a layer.
+
+    Raises `UsageError` where its options or its input do not fit.
+    """
     kind = layer_definition(layer)
     if kind.wraps is None and layer.layers:
         raise UsageError(f"layer {layer.kind!r}: expected no inner layers, got {len(layer.layers)}")
@@ -95,7 +111,10 @@ def out_signal(layer: Layer, signal: Signal) -> Signal:
             return _joined_signal(layer, signal)
         inner = chain_signal(layer.layers, signal)
         if inner != signal:
-            raise UsageError(f"layer {layer.kind!r}: inner layers must keep the shape {signal.size}, got {inner.size}")
+            raise UsageError(
+                f"layer {layer.kind!r}: inner layers must keep the shape {signal.size}, got"
+                f" {inner.size}"
+            )
     _check_options(f"layer {layer.kind!r}", layer.o, kind.variants(signal))
     try:
         expect_form(signal, *kind.variants.forms)
@@ -103,23 +122,36 @@ def out_signal(layer: Layer, signal: Signal) -> Signal:
     except UsageError as error:
         raise UsageError(f"layer {layer.kind!r}: {error}") from None
     except (KeyError, TypeError) as error:
-        raise UsageError(f"layer {layer.kind!r}: missing or ill-typed option {error} in {dict(layer.o)}") from None
+        raise UsageError(
+            f"layer {layer.kind!r}: missing or ill-typed option {error} in {dict(layer.o)}"
+        ) from None
     return out
 
 
 def _joined_signal(layer: Layer, signal: Signal) -> Signal:
     """Return the output signal of branches that join."""
     outs = [out_signal(branch, signal) for branch in layer.layers]
-    joined = outs[0].with_features(sum(out.features for out in outs)) if layer.kind == "concat" else outs[0]
+    joined = (
+        outs[0].with_features(sum(out.features for out in outs))
+        if layer.kind == "concat"
+        else outs[0]
+    )
     for out in outs[1:]:
         alike = outs[0].with_features(out.features) if layer.kind == "concat" else outs[0]
         if out != alike:
-            raise UsageError(f"layer {layer.kind!r}: branches must have outputs that join, got {outs[0]} and {out}")
+            raise UsageError(
+                f"layer {layer.kind!r}: branches must have outputs that join, got {outs[0]} and"
+                f" {out}"
+            )
     return joined
 
 
-def with_signals(layers: Iterable[Layer], signal: Signal, *, parallel: bool = False) -> Iterator[tuple[Layer, Signal]]:
-    """Yield layers with their input signals: of a chain, or of branches that all receive the first one's."""
+def with_signals(
+    layers: Iterable[Layer], signal: Signal, *, parallel: bool = False
+) -> Iterator[tuple[Layer, Signal]]:
+    """Yield layers with their input signals: of a chain, or of branches that all receive the first
+    one's.
+    """
     for layer in layers:
         yield layer, signal
         if not parallel:
@@ -129,10 +161,14 @@ def with_signals(layers: Iterable[Layer], signal: Signal, *, parallel: bool = Fa
 def walk(
     layers: Iterable[Layer], signal: Signal, path: str = "", *, parallel: bool = False
 ) -> Iterator[tuple[str, Layer, Signal]]:
-    """Yield each layer with its name in the model and its input signal, those inside of a layer after it."""
+    """Yield each layer with its name in the model and its input signal, those inside of a layer
+    after it.
+    """
     for i, (layer, given) in enumerate(with_signals(layers, signal, parallel=parallel)):
         yield f"{path}{i}", layer, given
-        yield from walk(layer.layers, given, f"{path}{i}.", parallel=layer_definition(layer).parallel)
+        yield from walk(
+            layer.layers, given, f"{path}{i}.", parallel=layer_definition(layer).parallel
+        )
 
 
 def chain_signal(layers: Iterable[Layer], signal: Signal) -> Signal:
@@ -146,7 +182,10 @@ def input_signal(spec: Input) -> Signal:
     """Return the signal that the first layer receives."""
     kind = input_definition(spec)
     if spec.o.keys() not in [variant.keys() for variant in kind.variants]:
-        raise UsageError(f"input {spec.kind!r}: expected options {sorted(kind.variants[0])}, got {sorted(spec.o)}")
+        raise UsageError(
+            f"input {spec.kind!r}: expected options {sorted(kind.variants[0])}, got"
+            f" {sorted(spec.o)}"
+        )
     return kind.signal(spec.o)
 
 
@@ -156,24 +195,39 @@ def output_signal(problem: ProblemSpec) -> Signal:
 
 
 def checked_loss(problem: ProblemSpec) -> LossDefinition:
-    """Return the kind of a problem's loss; `UsageError` where it does not take the output or its options do not fit."""
-    kind, signal, options = loss_definition(problem.loss), output_signal(problem), dict(problem.loss.o)
+    """Return the kind of a problem's loss.
+
+    `UsageError` where it does not take the output or its options do not fit.
+    """
+    kind, signal, options = (
+        loss_definition(problem.loss),
+        output_signal(problem),
+        dict(problem.loss.o),
+    )
     reduction = options.pop("reduction", "mean")
     if reduction not in REDUCTIONS:
-        raise UsageError(f"loss {kind.name!r}: reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
+        raise UsageError(
+            f"loss {kind.name!r}: reduction must be one of {', '.join(REDUCTIONS)}; got"
+            f" {reduction!r}"
+        )
     variants = kind.variants(signal)
     if not variants:
-        raise UsageError(f"loss {kind.name!r} does not take {signal}: choose another loss or another last layer")
+        raise UsageError(
+            f"loss {kind.name!r} does not take {signal}: choose another loss or another last layer"
+        )
     _check_options(f"loss {kind.name!r}", options, variants)
     return kind
 
 
 def is_accumulable(problem: ProblemSpec) -> bool:
     """Return whether all layers and the loss of a problem are separable over samples."""
-    return problem.loss.kind not in CROSS_SAMPLE_LOSSES and CROSS_SAMPLE_LAYERS.keys().isdisjoint(problem.layer_kinds)
+    return problem.loss.kind not in CROSS_SAMPLE_LOSSES and CROSS_SAMPLE_LAYERS.keys().isdisjoint(
+        problem.layer_kinds
+    )
 
 
-# From a spec to a torch model and the numbers it works on, drawn by numpy so that both frameworks share them.
+# From a spec to a torch model and the numbers it works on, drawn by numpy so that both frameworks
+# share them.
 
 
 _PARAMETER_STREAM, _DATA_STREAM = 0, 1
@@ -244,11 +298,19 @@ class Concat(Chain):
         return torch.cat([call(x) for call in self._calls(batch)], self._axis)
 
 
-COMPOSITES: dict[str, type[Chain]] = {"residual": Residual, "shared": Shared, "sum": Sum, "concat": Concat}
+COMPOSITES: dict[str, type[Chain]] = {
+    "residual": Residual,
+    "shared": Shared,
+    "sum": Sum,
+    "concat": Concat,
+}
 
 
 class GeneratedModel(Chain):
-    """The model of a `ProblemSpec`: takes a batch, or its `x` if it needs nothing else; returns what the loss takes."""
+    """The model of a `ProblemSpec`: takes a batch, or its `x` if it needs nothing else.
+
+    Returns what the loss takes.
+    """
 
     def __init__(self, problem: ProblemSpec) -> None:
         super().__init__(problem.layers, input_signal(problem.input))
@@ -267,10 +329,15 @@ def _tie(model: torch.nn.Module, name: str, original: str) -> None:
     try:
         found, replaced = (_member(model, place) for place in (original, name))
     except AttributeError as error:
-        raise UsageError(f"ties: the model has no module or parameter of that name: {error}") from None
+        raise UsageError(
+            f"ties: the model has no module or parameter of that name: {error}"
+        ) from None
     shapes = [{key: p.shape for key, p in _named(member)} for member in (found, replaced)]
     if type(found) is not type(replaced) or shapes[0] != shapes[1]:
-        raise UsageError(f"ties: expected two modules or two parameters of one shape, got {name!r} and {original!r}")
+        raise UsageError(
+            f"ties: expected two modules or two parameters of one shape, got {name!r} and"
+            f" {original!r}"
+        )
     setattr(model.get_submodule(parent), last, found)
 
 
@@ -285,7 +352,8 @@ def _named(member: torch.nn.Module | torch.nn.Parameter) -> Iterable[tuple[str, 
 
 
 def value_names(path: str, names: Iterable[str], ties: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return the model's name of each parameter and buffer of a layer, by its name within the layer.
+    """Return the model's name of each parameter and buffer of a layer, by its name within the
+    layer.
 
     Args:
         path: of the layer in the model, such as `"1.0"`.
@@ -297,7 +365,9 @@ def value_names(path: str, names: Iterable[str], ties: Iterable[tuple[str, str]]
         if prefix.startswith(f"{name}."):
             prefix = original + prefix.removeprefix(name)
     own = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
-    return own | {n.removeprefix(f"{path}."): first for n, first in ties if n.startswith(f"{path}.")}
+    return own | {
+        n.removeprefix(f"{path}."): first for n, first in ties if n.startswith(f"{path}.")
+    }
 
 
 def needs_batch(problem: ProblemSpec) -> bool:
@@ -310,7 +380,11 @@ def needs_batch(problem: ProblemSpec) -> bool:
 def _extra_names(layer: Layer, signal: Signal) -> tuple[str, ...]:
     """Return the names of what a layer draws beside its input."""
     kind = layer_definition(layer)
-    return () if kind.extras is no_extras else tuple(kind.extras(signal, layer.o, np.random.default_rng(0), 1))
+    return (
+        ()
+        if kind.extras is no_extras
+        else tuple(kind.extras(signal, layer.o, np.random.default_rng(0), 1))
+    )
 
 
 def extra_keys(layer: Layer, signal: Signal, path: str) -> dict[str, str]:
@@ -350,14 +424,17 @@ def draw_data(problem: ProblemSpec, seed: int, masked: npt.NDArray[np.bool_]) ->
 
 
 def _value(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    """Draw a parameter or buffer so that signals keep a size of about 1 and no symmetry hides an error."""
+    """Draw a parameter or buffer so that signals keep a size of about 1 and no symmetry hides an
+    error.
+    """
     last = name.rpartition(".")[2]
     if last == "running_var":
         return rng.uniform(0.5, 1.5, shape)
     values = rng.standard_normal(shape)
     if len(shape) >= 2:
         return values / np.sqrt(np.prod(shape[1:]))
-    # never negative: the losses of the probe are these, and the sign of one in a thousand would look like a counter
+    # never negative: the losses of the probe are these, and the sign of one in a thousand would
+    # look like a counter
     return np.abs(1 + 0.3 * values) if last == "weight" else 0.5 * values
 
 
@@ -371,7 +448,9 @@ def fill(model: torch.nn.Module, seed: int) -> None:
 
 
 def build_model(problem: ProblemSpec, seed: int, dtype: torch.dtype) -> GeneratedModel:
-    """Build a problem's model in train mode with drawn values, leaving torch's random state untouched."""
+    """Build a problem's model in train mode with drawn values, leaving torch's random state
+    untouched.
+    """
     with torch.random.fork_rng(devices=[]):
         model = GeneratedModel(problem)
     fill(model, seed)
@@ -398,8 +477,14 @@ def _apply(
     for i, layer in enumerate(layers, start):
         kind, name = layer_definition(layer), f"{path}{i}"
         if kind.parallel:
-            outs = [_apply([b], signal, given, x, f"{name}.", j) for j, b in enumerate(layer.layers)]
-            x = sum(outs[1:], outs[0]) if kind.wraps == "sum" else jnp.concatenate(outs, feature_axis(signal))
+            outs = [
+                _apply([b], signal, given, x, f"{name}.", j) for j, b in enumerate(layer.layers)
+            ]
+            x = (
+                sum(outs[1:], outs[0])
+                if kind.wraps == "sum"
+                else jnp.concatenate(outs, feature_axis(signal))
+            )
         elif kind.wraps == "residual":
             x = x + _apply(layer.layers, signal, given, x, f"{name}.")
         elif kind.wraps == "shared":
@@ -409,18 +494,28 @@ def _apply(
             assert kind.jax_apply is not None
             names = value_names(name, given.values, given.ties)
             extras = {k: given.batch[key] for k, key in extra_keys(layer, signal, name).items()}
-            x = kind.jax_apply(layer.o, {own: given.values[n] for own, n in names.items()}, x, extras)
+            x = kind.jax_apply(
+                layer.o, {own: given.values[n] for own, n in names.items()}, x, extras
+            )
         signal = out_signal(layer, signal)
     return x
 
 
 def jax_output(problem: ProblemSpec, values: Arguments, batch: Arguments) -> jax.Array:
-    """Return what a problem's model returns for a batch, given its parameters and floating buffers by name."""
-    return _apply(problem.layers, input_signal(problem.input), _ModelInputs(values, batch, problem.ties), batch["x"])
+    """Return what a problem's model returns for a batch, given its parameters and floating buffers
+    by name.
+    """
+    return _apply(
+        problem.layers,
+        input_signal(problem.input),
+        _ModelInputs(values, batch, problem.ties),
+        batch["x"],
+    )
 
 
 def objective(loss: Loss, out: Any, batch: Any, weight: Any) -> Any:
-    """Return (sum of the item losses) / (sum of the counts) for a mean, the sum of the item losses for a sum.
+    """Return (sum of the item losses) / (sum of the counts) for a mean, the sum of the item losses
+    for a sum.
 
     Args:
         loss: the loss and its reduction.

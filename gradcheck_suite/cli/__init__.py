@@ -1,7 +1,8 @@
 """The command line: parses arguments, prints results, returns an exit status.
 
-Must not judge, measure or explain anything itself. A command is one row of a program's table, and a module with
-`add_arguments(parser)` and `run(arguments) -> int`, which is imported when the command is asked for.
+Must not judge, measure or explain anything itself. A command is one row of a program's table, and a
+module with `add_arguments(parser)` and `run(arguments) -> int`, which is imported when the command
+is asked for.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from typing import Any
 
 from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.arguments import BadUsageError, Parser, top_parser
-from gradcheck_suite.cli.exit_status import BAD_USAGE, HOLDS, JUDGED, VIOLATED, ends_with, noted_interrupts
+from gradcheck_suite.cli.exit_status import (
+    BAD_USAGE,
+    HOLDS,
+    JUDGED,
+    VIOLATED,
+    ends_with,
+    noted_interrupts,
+)
 from gradcheck_suite.core.text import aligned
 from gradcheck_suite.errors import UsageError
 
@@ -29,7 +37,8 @@ class Command:
 
     Attributes:
         summary: a line of the program's help.
-        module: that has the command; the first paragraph of its docstring begins the command's help.
+        module: that has the command; the first paragraph of its docstring begins the command's
+            help.
         examples: of the command and its arguments, at the end of its help.
         meanings: of its exit statuses, beside those that every command has.
         passes_on: whether what follows its first positional argument belongs to what it runs.
@@ -64,16 +73,22 @@ class Program:
         """Return the parser of a command."""
         module = self.load(command)
         about = (module.__doc__ or "").partition("\n\n")[0]
-        parser = Parser(prog=f"{self.name} {command}", description=about, epilog=self.epilog(command))
+        parser = Parser(
+            prog=f"{self.name} {command}", description=about, epilog=self.epilog(command)
+        )
         module.add_arguments(parser)
         return parser
 
     def epilog(self, command: str) -> str:
         """Return the end of a command's help: examples, and what its exit statuses mean."""
         row = self.commands[command]
-        statuses = aligned((str(status), meaning) for status, meaning in exit_status.meanings(row.meanings).items())
+        statuses = aligned(
+            (str(status), meaning) for status, meaning in exit_status.meanings(row.meanings).items()
+        )
         examples = (f"  {self.name} {line}" for line in row.examples)
-        return "\n".join(["examples:", *examples, "", "exit status:", *(f"  {line}" for line in statuses)])
+        return "\n".join(
+            ["examples:", *examples, "", "exit status:", *(f"  {line}" for line in statuses)]
+        )
 
 
 PROGRAM = Program(
@@ -94,7 +109,10 @@ PROGRAM = Program(
         "replay": Command(
             "run one stored case again",
             "gradcheck_suite.cli.replay",
-            ("replay reports/counterexamples/NAME.json", "replay reports/counterexamples/NAME.json my_loop.py:fixed"),
+            (
+                "replay reports/counterexamples/NAME.json",
+                "replay reports/counterexamples/NAME.json my_loop.py:fixed",
+            ),
             {**JUDGED, HOLDS: "the case holds", VIOLATED: "the case is violated"},
         ),
         "audit": Command(
@@ -141,14 +159,20 @@ PROGRAM = Program(
             "say what is installed and what can run here",
             "gradcheck_suite.cli.doctor",
             ("doctor",),
-            {HOLDS: "verify and replay can run here", VIOLATED: "they cannot", BAD_USAGE: "bad usage"},
+            {
+                HOLDS: "verify and replay can run here",
+                VIOLATED: "they cannot",
+                BAD_USAGE: "bad usage",
+            },
         ),
     },
 )
 
 
 def run(argv: Sequence[str], program: Program = PROGRAM) -> int:
-    """Run one command line and return its exit status; every exception becomes a status and a message.
+    """Run one command line and return its exit status.
+
+    Every exception becomes a status and a message.
 
     Args:
         argv: the command and its arguments.
@@ -167,7 +191,10 @@ def run(argv: Sequence[str], program: Program = PROGRAM) -> int:
             passes_on = program.commands[command].passes_on
             arguments = parser.parse_args(rest) if passes_on else parser.parse_intermixed_args(rest)
             parsed = True
-            with noted_interrupts(), ends_with(lambda status: _ended(called, f"os._exit({status})")):
+            with (
+                noted_interrupts(),
+                ends_with(lambda status: _ended(called, f"os._exit({status})")),
+            ):
                 status: int = program.load(command).run(arguments)
             if (fault := _output_fault()) is None:
                 return status
@@ -178,7 +205,9 @@ def run(argv: Sequence[str], program: Program = PROGRAM) -> int:
     except SystemExit as error:
         if parsed:
             return _ended(called, f"sys.exit({error.code!r})")
-        return error.code if isinstance(error.code, int) else exit_status.HOLDS  # --help and --version
+        return (
+            error.code if isinstance(error.code, int) else exit_status.HOLDS
+        )  # --help and --version
     except KeyboardInterrupt:
         return _fail(called, "interrupted", exit_status.INTERRUPTED)
     except BrokenPipeError:
@@ -188,7 +217,9 @@ def run(argv: Sequence[str], program: Program = PROGRAM) -> int:
         if isinstance(error, OSError) and (fault := _output_fault("\n")) is not None:
             return _fail(called, fault)
         if isinstance(error, ValueError) and sys.stdout.closed:
-            return _fail(called, "the code under test has closed standard output, where the verdict goes")
+            return _fail(
+                called, "the code under test has closed standard output, where the verdict goes"
+            )
         traceback.print_exc()
         return _fail(called, "this is a bug in gradcheck-suite; please report it", exit_status.BUG)
 
@@ -196,7 +227,9 @@ def run(argv: Sequence[str], program: Program = PROGRAM) -> int:
 def _command(argv: Sequence[str], program: Program) -> tuple[str, list[str]]:
     if argv and argv[0] in program.commands:
         return argv[0], list(argv[1:])
-    parser = top_parser(program.name, {name: command.summary for name, command in program.commands.items()})
+    parser = top_parser(
+        program.name, {name: command.summary for name, command in program.commands.items()}
+    )
     parser.description = program.about
     parser.parse_args(list(argv))
     raise BadUsageError(f"expected a command, one of {', '.join(program.commands)}")
@@ -207,17 +240,21 @@ def _ended(program: str, how: str) -> int:
 
 
 def _fail(program: str, message: str, status: int = exit_status.BAD_USAGE) -> int:
-    """Print one line on standard error and return the status, also where one of the outputs takes no more."""
+    """Print one line on standard error and return the status, also where one of the outputs takes
+    no more.
+    """
     _output_fault()
     return exit_status.fail(program, message, status)
 
 
 def _output_fault(more: str = "") -> str | None:
-    """Return why standard output took not all; None where it did, or where the code under test has closed it.
+    """Return why standard output took not all.
 
-    Nothing, `""`, is to be said where the reader closed the pipe, as `| head` does.
+    None where it did, or where the code under test has closed it. Nothing, `""`, is to be said
+    where the reader closed the pipe, as `| head` does.
 
-    What it did not take is dropped: Python would try again at its exit, complain, and end with status 120.
+    What it did not take is dropped: Python would try again at its exit, complain, and end with
+    status 120.
 
     Args:
         more: written first, where a write has failed and left nothing to flush.

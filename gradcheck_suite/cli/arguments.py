@@ -46,10 +46,13 @@ class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` that raises in place of printing its usage, and takes no abbreviations."""
 
     def __init__(self, **settings: Any) -> None:
-        # the examples at the end keep their lines, and the formatter that keeps them wraps no description
+        # the examples at the end keep their lines, and the formatter that keeps them wraps no
+        # description
         width = shutil.get_terminal_size().columns - 2
         settings["description"] = textwrap.fill(settings.get("description") or "", width)
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
+        super().__init__(
+            allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings
+        )
 
     def error(self, message: str) -> NoReturn:
         """Raise `BadUsageError`; if an option is unknown, suggest a similar one."""
@@ -60,7 +63,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def top_parser(program: str, commands: Mapping[str, str]) -> Parser:
-    """Return the parser of command lines without a valid command: `--help`, `--version`, or a misspelt command."""
+    """Return the parser of command lines without a valid command: `--help`, `--version`, or a
+    misspelt command.
+    """
     listed = "\n".join(f"  {line}" for line in aligned(commands.items()))
     parser = Parser(
         prog=program,
@@ -108,8 +113,10 @@ def add_framework(parser: Parser, names: tuple[str, ...]) -> None:
         "--framework",
         type=one_of(names),
         metavar="NAME",
-        help=f"{', '.join(names)}: what loops without a decorator are written in, and whose reset modes are verified "
-        "where no loop is named (default: torch)",
+        help=(
+            f"{', '.join(names)}: what loops without a decorator are written in, and whose reset"
+            " modes are verified where no loop is named (default: torch)"
+        ),
     )
 
 
@@ -120,17 +127,23 @@ CONFIGURED = "[tool.gradcheck-suite] in pyproject.toml"
 
 
 def project_table() -> tuple[Path, dict[str, Any]]:
-    """Return the nearest `pyproject.toml`, from the working directory upwards, and its table `[tool.gradcheck-suite]`.
+    """Return the nearest `pyproject.toml`, from the working directory upwards, and its table
+    `[tool.gradcheck-suite]`.
 
     Raises:
         UsageError: the file cannot be read.
     """
     here = Path.cwd()
-    file = next((path for folder in (here, *here.parents) if (path := folder / "pyproject.toml").is_file()), None)
+    file = next(
+        (path for folder in (here, *here.parents) if (path := folder / "pyproject.toml").is_file()),
+        None,
+    )
     if file is None:
         return here, {}
     try:
-        return file, tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {}).get("gradcheck-suite", {})
+        return file, tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {}).get(
+            "gradcheck-suite", {}
+        )
     except (OSError, ValueError) as error:
         raise UsageError(f"{file}: {error}") from None
 
@@ -161,7 +174,9 @@ def configured(declared: type[Options]) -> dict[str, Any]:
 
 
 def _configured(one: Option, value: Any, folder: Path) -> Any:
-    """Return the value of an option in a table of a file in a folder, to which its paths are relative."""
+    """Return the value of an option in a table of a file in a folder, to which its paths are
+    relative.
+    """
     if one.repeatable and not isinstance(value, list):
         raise UsageError(f"expected a list, with {one.values.expected}; got {value!r}")
     if one.values is PATH and isinstance(value, str) and value:
@@ -182,17 +197,22 @@ class OutputOptions(Options):
     output_format: str = option(
         "text",
         values_of(FORMATS),
-        "print on standard output nothing but a document that programs read, and all else on standard error: "
-        "json (as --json), github (annotations), sarif (2.1.0)",
+        "print on standard output nothing but a document that programs read, and all else on"
+        " standard error: json (as --json), github (annotations), sarif (2.1.0)",
         "--output-format",
         metavar="FORMAT",
     )
-    quiet: bool = option(False, FLAG, "print each verdict in one line, and no more", "--quiet", short="-q")
-    json: Path | None = option(None, PATH, "write the results here as JSON", "--json", metavar="PATH")
+    quiet: bool = option(
+        False, FLAG, "print each verdict in one line, and no more", "--quiet", short="-q"
+    )
+    json: Path | None = option(
+        None, PATH, "write the results here as JSON", "--json", metavar="PATH"
+    )
     html: Path | None = option(
         None,
         PATH,
-        "write a page on each violation here, one HTML file, and open it if a desktop's terminal runs the command",
+        "write a page on each violation here, one HTML file, and open it if a desktop's terminal"
+        " runs the command",
         "--html",
         metavar="PATH",
     )
@@ -202,8 +222,10 @@ class OutputOptions(Options):
         "append the verdicts to the records under DIR",
         "--reports",
         metavar="DIR",
-        unset=f"reports of {CONFIGURED}; without that, nothing is recorded, and counterexamples of verify go to "
-        "./reports",
+        unset=(
+            f"reports of {CONFIGURED}; without that, nothing is recorded, and counterexamples of"
+            " verify go to ./reports"
+        ),
         in_project=True,
     )
     baseline: tuple[Accepted, ...] = option(
@@ -216,7 +238,9 @@ class OutputOptions(Options):
     )
 
     def expect_writable(self) -> None:
-        """Raise `UsageError` if a path cannot be written, or if `--html` lacks the package that it needs."""
+        """Raise `UsageError` if a path cannot be written, or if `--html` lacks the package that it
+        needs.
+        """
         expect_writable(self.reports, json=self.json, html=self.html)
         if self.html is not None:
             from gradcheck_suite.page.render import expect_installed
@@ -226,13 +250,18 @@ class OutputOptions(Options):
     def absolute(self) -> OutputOptions:
         """Return the options with absolute paths, for code that may change the working directory."""
         paths = {
-            name: path and path.absolute() for name in ("json", "html", "reports") if (path := getattr(self, name))
+            name: path and path.absolute()
+            for name in ("json", "html", "reports")
+            if (path := getattr(self, name))
         }
         return self.replace(**paths)
 
 
 def add_options(parser: Parser, *declared: type[Options]) -> None:
-    """Add the options of some dataclasses; their defaults are those that `pyproject.toml` sets, else the fields'."""
+    """Add the options of some dataclasses.
+
+    Their defaults are those that `pyproject.toml` sets, else the fields'.
+    """
     for each in declared:
         kept = configured(each)
         for one in options_of(each):
@@ -263,7 +292,11 @@ def add_option(parser: Parser, one: Option, default: Any) -> None:
 def parsed(arguments: Namespace, declared: type[_Options]) -> _Options:
     """Return the options that a command line sets."""
     return declared(
-        **{one.name: getattr(arguments, one.name) for one in options_of(declared) if one.flag or one.in_project}
+        **{
+            one.name: getattr(arguments, one.name)
+            for one in options_of(declared)
+            if one.flag or one.in_project
+        }
     )
 
 
@@ -273,12 +306,21 @@ def to_argv(options: Options) -> list[str]:
     argv: list[str] = []
     for one in options_of(type(options)):
         value = getattr(options, one.name)
-        if not one.flag or value is None or value is False or value == one.default == kept.get(one.name, one.default):
+        if (
+            not one.flag
+            or value is None
+            or value is False
+            or value == one.default == kept.get(one.name, one.default)
+        ):
             continue
         if one.values is FLAG:
             argv.append(one.flag)
         else:
-            argv += [part for each in (value if one.repeatable else [value]) for part in (one.flag, str(each))]
+            argv += [
+                part
+                for each in (value if one.repeatable else [value])
+                for part in (one.flag, str(each))
+            ]
     return argv
 
 
@@ -293,7 +335,8 @@ def add_reports(parser: Parser, what: str, default: Path | None = None) -> None:
     Args:
         parser: of the command.
         what: it writes.
-        default: the folder if neither the option nor the project names one; None if nothing is recorded then.
+        default: the folder if neither the option nor the project names one; None if nothing is
+            recorded then.
     """
     nowhere = "nothing is recorded" if default is None else f"{default}"
     shown = f"{what} (default: reports of {CONFIGURED}; without that, {nowhere})"
@@ -310,13 +353,18 @@ def add_number(
     metavar: str | None = "N",
 ) -> None:
     """Add an option that takes a whole number; its help ends with the default."""
-    parser.add_argument(flag, type=read, default=default, metavar=metavar, help=f"{what} (default %(default)s)")
+    parser.add_argument(
+        flag, type=read, default=default, metavar=metavar, help=f"{what} (default %(default)s)"
+    )
 
 
 def add_rows(parser: Parser) -> None:
     """Add `--device`, `--json` and `--reports` of a command that computes rows by torch and by JAX."""
     parser.add_argument(
-        "--device", type=one_of(DEVICES), default="cpu", help="where torch computes (default %(default)s)"
+        "--device",
+        type=one_of(DEVICES),
+        default="cpu",
+        help="where torch computes (default %(default)s)",
     )
     add_json(parser, "the rows")
     add_reports(parser, "the rows are recorded in DIR/records")
@@ -340,7 +388,10 @@ def expect_writable(reports: Path | None, *folders: str, **files: Path | None) -
             raise UsageError(f"--{name} {path}: expected the path of a file, got a folder")
         # `--json train.py other.py` would replace the user's script by the results
         if path.suffix == ".py":
-            raise UsageError(f"--{name} {path}: expected a path for the results, such as results.{name}, got a script")
+            raise UsageError(
+                f"--{name} {path}: expected a path for the results, such as results.{name}, got a"
+                " script"
+            )
         if not path.parent.is_dir():
             raise UsageError(f"--{name} {path}: there is no folder {path.parent}; make it first")
         expect_writable_folder(path.parent, f"--{name} {path}")

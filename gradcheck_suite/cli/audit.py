@@ -41,7 +41,10 @@ PROGRAM = "gradcheck-suite audit"
 
 @contextlib.contextmanager
 def _interpreter_of(argv: list[str], folder: str) -> Iterator[None]:
-    """Set `sys.argv` and the first entry of `sys.path` as Python does; put them and the main module back."""
+    """Set `sys.argv` and the first entry of `sys.path` as Python does.
+
+    Put them and the main module back.
+    """
     kept = sys.argv, sys.path[:], sys.modules["__main__"]
     sys.argv = argv
     sys.path.insert(0, folder)
@@ -61,13 +64,16 @@ def script_runner(path: str, arguments: Sequence[str]) -> Callable[[], dict[str,
     if file.is_dir():
         module = ".".join(file.parts)
         package = f", or `-m {module}` for the package" if (file / "__main__.py").is_file() else ""
-        raise UsageError(f"{path} is a folder: expected a Python script in it, such as {file / 'train.py'}{package}")
+        raise UsageError(
+            f"{path} is a folder: expected a Python script in it, such as"
+            f" {file / 'train.py'}{package}"
+        )
     if not file.is_file():
         raise UsageError(no_file(file))
     if file.suffix == ".ipynb":
         raise UsageError(
-            f"{path} is a notebook: expected a script; put `with gradcheck_suite.audit():` around the training in its "
-            "cell, or convert it with `jupyter nbconvert --to script`"
+            f"{path} is a notebook: expected a script; put `with gradcheck_suite.audit():` around"
+            " the training in its cell, or convert it with `jupyter nbconvert --to script`"
         )
     try:
         with io.open_code(str(file.resolve())) as opened:
@@ -116,13 +122,18 @@ def module_runner(name: str, arguments: Sequence[str]) -> Callable[[], dict[str,
 
 def add_arguments(parser: parsers.Parser) -> None:
     """Add the command's arguments; what follows the script belongs to the script."""
-    parser.usage = f"{parser.prog} [OPTIONS] SCRIPT.py [ARGS ...]\n       {parser.prog} [OPTIONS] -m MODULE [ARGS ...]"
+    parser.usage = (
+        f"{parser.prog} [OPTIONS] SCRIPT.py [ARGS ...]\n       {parser.prog} [OPTIONS] -m MODULE"
+        " [ARGS ...]"
+    )
     parsers.add_options(parser, AuditOptions, OutputOptions)
     add = parser.add_argument
     add("-m", dest="module", action="store_true", help="SCRIPT is a module, as for `python -m`")
     add("script", metavar="SCRIPT.py", help="the script, and its own arguments")
     rest = add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help=argparse.SUPPRESS)
-    rest.required = False  # before Python 3.12 argparse asks for them too, where the script is missing
+    rest.required = (
+        False  # before Python 3.12 argparse asks for them too, where the script is missing
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -132,7 +143,9 @@ def run(arguments: argparse.Namespace) -> int:
     options = parsers.parsed(arguments, AuditOptions)
     live = tuple(str(one) for one in wanted.baseline if one.fault in LIVE_DIAGNOSES)
     options = options.replace(accept=(*options.accept, *live))
-    runner = (module_runner if arguments.module else script_runner)(arguments.script, arguments.arguments)
+    runner = (module_runner if arguments.module else script_runner)(
+        arguments.script, arguments.arguments
+    )
     from gradcheck_suite.auditing.context import StoppedOnViolation, audit
 
     # the script's warnings are the script's
@@ -141,7 +154,8 @@ def run(arguments: argparse.Namespace) -> int:
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     terminated = signal.getsignal(signal.SIGTERM)
     if "RANK" in os.environ and terminated is signal.SIG_DFL:
-        # a launcher ends the other ranks so when one has failed: what was seen is still to be written
+        # a launcher ends the other ranks so when one has failed: what was seen is still to be
+        # written
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     name = f"-m {arguments.script}" if arguments.module else arguments.script
     output = Output(wanted)
@@ -176,7 +190,9 @@ def _page(violations: Sequence[Violation], loop: str, lines: Sequence[str]) -> s
     from gradcheck_suite.page.render import violations_html
     from gradcheck_suite.page.violation import violation_page
 
-    return violations_html([violation_page(v, loop=loop, name=str(i)) for i, v in enumerate(violations)], lines)
+    return violations_html(
+        [violation_page(v, loop=loop, name=str(i)) for i, v in enumerate(violations)], lines
+    )
 
 
 def _finish(arguments: list[str], output: Output, result: Result, status: int) -> int:
@@ -200,16 +216,24 @@ def _finish(arguments: list[str], output: Output, result: Result, status: int) -
         say(lines[:1] if options.quiet else ["", *lines], sys.stderr)
     about = environment.environment()
     found = [replace(v, source=places_source(v.places, output.folder)) for v in result.violations]
-    output.deliver(PROGRAM, [result], about, lambda: _page(found, result.loop, lines), stale, sys.stderr)
+    output.deliver(
+        PROGRAM, [result], about, lambda: _page(found, result.loop, lines), stale, sys.stderr
+    )
     violations = [{**violation.to_json(), "source": violation.source} for violation in found]
     data = {**result.to_json(), "arguments": arguments, "violations": violations}
-    exit_status.attempt(PROGRAM, lambda: append_record(options.reports, KINDS["audit"], data, environment=about))
+    exit_status.attempt(
+        PROGRAM, lambda: append_record(options.reports, KINDS["audit"], data, environment=about)
+    )
     if result.violations or stale:
         return exit_status.VIOLATED
     if result.unjudged is not None:
         # if the script failed before it trained, it may well train otherwise
         early = status and not result.steps
-        why = f"the script ended with status {status} before its first step" if early else result.unjudged
+        why = (
+            f"the script ended with status {status} before its first step"
+            if early
+            else result.unjudged
+        )
         failed = exit_status.fail(PROGRAM, f"{result.loop}: unjudged: {why}")
         return status or failed
     if status:
@@ -242,7 +266,9 @@ def _status(stop: SystemExit) -> int:
 def _print_own_traceback(error: BaseException) -> None:
     """Print the traceback from the script's first frame on, as `python SCRIPT` does."""
     own: TracebackType | None = error.__traceback__
-    while own is not None and own.tb_frame.f_globals.get("__name__", "").startswith("gradcheck_suite"):
+    while own is not None and own.tb_frame.f_globals.get("__name__", "").startswith(
+        "gradcheck_suite"
+    ):
         own = own.tb_next
     sys.stdout.flush()
     traceback.print_exception(type(error), error, own)

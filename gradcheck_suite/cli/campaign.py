@@ -1,4 +1,7 @@
-"""Run verify or trainers in shards, on several processes or machines; a run that is stopped goes on."""
+"""Run verify or trainers in shards, on several processes or machines.
+
+A run that is stopped goes on.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,16 @@ from gradcheck_suite.cli import PROGRAM, Program, exit_status
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli.arguments import Parser, parsed, to_argv
 from gradcheck_suite.cli.progress import Progress
-from gradcheck_suite.cli.shards import COULD_NOT_RUN, OUTPUT, Json, Shard, Shards, merge, run_locally, run_on_ray
+from gradcheck_suite.cli.shards import (
+    COULD_NOT_RUN,
+    OUTPUT,
+    Json,
+    Shard,
+    Shards,
+    merge,
+    run_locally,
+    run_on_ray,
+)
 from gradcheck_suite.core import records
 from gradcheck_suite.core.options import BY_FRAMEWORK, VerifyOptions
 from gradcheck_suite.core.records import append_record, judge_digest, write_document
@@ -63,17 +75,22 @@ class Campaign:
 
     @property
     def key(self) -> str:
-        """A digest of all that the shards' records depend on: the command lines, the judge and the versions."""
+        """A digest of all that the shards' records depend on: the command lines, the judge and the
+        versions.
+        """
         parts = [list(map(str, self.shards)), judge_digest(), versions()]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def cut_up(what: str, rest: Sequence[str], kinds: Mapping[str, Kind], program: Program = PROGRAM) -> Campaign:
+def cut_up(
+    what: str, rest: Sequence[str], kinds: Mapping[str, Kind], program: Program = PROGRAM
+) -> Campaign:
     """Return a campaign of one command.
 
     Args:
         what: the command, a key of `kinds`.
-        rest: the command's own arguments; it writes where the campaign says, so `--json` and `--reports` are refused.
+        rest: the command's own arguments; it writes where the campaign says, so `--json` and
+            `--reports` are refused.
         kinds: of campaigns.
         program: that has the command `campaign`.
 
@@ -86,7 +103,9 @@ def cut_up(what: str, rest: Sequence[str], kinds: Mapping[str, Kind], program: P
     asked = parser.parse_intermixed_args(list(rest))
     for option in ("--json", "--reports"):
         if any(argument == option or argument.startswith(f"{option}=") for argument in rest):
-            raise UsageError(f"{option} stands before {what}: {program.name} campaign {option} PATH {what} ...")
+            raise UsageError(
+                f"{option} stands before {what}: {program.name} campaign {option} PATH {what} ..."
+            )
     if getattr(asked, "list", False):
         raise UsageError(f"--list is no campaign: {kind.program.name} {what} --list")
     return Campaign(kind, asked, tuple(kind.cut(asked)))
@@ -103,7 +122,10 @@ def _cut_verify(asked: argparse.Namespace) -> list[Shard]:
     from gradcheck_suite.loops.jax_modes import JAX_MODES
 
     if asked.stop_on_violation or asked.html is not None:
-        raise UsageError(f"{'-x' if asked.stop_on_violation else '--html'} is no option of a campaign: leave it out")
+        raise UsageError(
+            f"{'-x' if asked.stop_on_violation else '--html'} is no option of a campaign: leave"
+            " it out"
+        )
     named = {"--problem": asked.problem, "--framework": asked.framework}
     options = [part for flag, value in named.items() if value is not None for part in (flag, value)]
     options += to_argv(parsed(asked, VerifyOptions).replace(examples=None, seed=0))
@@ -113,7 +135,9 @@ def _cut_verify(asked: argparse.Namespace) -> list[Shard]:
         return int(asked.examples or BY_FRAMEWORK["jax" if of_jax else "torch"][0])
 
     loops = asked.loops or modes_of(asked.framework, asked.ranks)
-    return [shard for loop in loops for shard in shards_of(loop, examples(loop), asked.seed, options)]
+    return [
+        shard for loop in loops for shard in shards_of(loop, examples(loop), asked.seed, options)
+    ]
 
 
 def shards_of(loop: str, examples: int, seed: int, options: Iterable[str]) -> list[Shard]:
@@ -126,7 +150,9 @@ def shards_of(loop: str, examples: int, seed: int, options: Iterable[str]) -> li
         options: of `verify`.
     """
     return [
-        Shard(PROGRAM, ("verify", loop, "--examples", str(cases), "--seed", str(seed + i), *options))
+        Shard(
+            PROGRAM, ("verify", loop, "--examples", str(cases), "--seed", str(seed + i), *options)
+        )
         for i, cases in enumerate(blocks(examples, CASES))
     ]
 
@@ -136,8 +162,12 @@ def _cut_trainers(asked: argparse.Namespace) -> list[Shard]:
     from gradcheck_suite.loops.trainers import TRAINERS
 
     if asked.heads:
-        raise UsageError("--heads asks one trainer and is no campaign: gradcheck-suite trainers --heads")
-    chosen = asked.trainers or [trainer.name for trainer in TRAINERS.values() if trainer.missing is None]
+        raise UsageError(
+            "--heads asks one trainer and is no campaign: gradcheck-suite trainers --heads"
+        )
+    chosen = asked.trainers or [
+        trainer.name for trainer in TRAINERS.values() if trainer.missing is None
+    ]
     options = ["--examples", str(asked.examples), "--seed", str(asked.seed)]
     options += [] if asked.problem is None else ["--problem", asked.problem]
     options += ["--exit-zero"] * asked.exit_zero
@@ -153,7 +183,8 @@ class Found:
         lines: to print.
         status: exit status.
         copied: kinds of the shards' own records that are kept.
-        record: kind and data of a record of the campaign itself; None where the shards' own records say all.
+        record: kind and data of a record of the campaign itself; None where the shards' own records
+            say all.
     """
 
     document: Json
@@ -164,7 +195,10 @@ class Found:
 
 
 def failed(campaign: Campaign, shards: Shards) -> tuple[int, str] | None:
-    """Return exit status and error message of the first shard that could not be run; None where every shard was."""
+    """Return exit status and error message of the first shard that could not be run.
+
+    None where every shard was.
+    """
     for number, shard in enumerate(campaign.shards):
         status = shards.status(number)
         if status not in COULD_NOT_RUN:
@@ -173,9 +207,13 @@ def failed(campaign: Campaign, shards: Shards) -> tuple[int, str] | None:
         message = said.partition(" error: ")[2] or said
         if status == exit_status.BAD_USAGE:
             return status, message
-        return status, (
-            f"`{shard}` ended with status {status}: {message}; its output is in "
-            f"{shards.place(number) / OUTPUT}, and the same campaign goes on with the shards that are not done"
+        return (
+            status,
+            (
+                f"`{shard}` ended with status {status}: {message}; its output is in"
+                f" {shards.place(number) / OUTPUT}, and the same campaign goes on with the shards"
+                " that are not done"
+            ),
         )
     return None
 
@@ -186,26 +224,38 @@ def merged_result(parts: Sequence[Json]) -> Json:
     before = parts[: parts.index(first)] if first is not None else []
     violation = first and first["violation"]
     if violation and violation["found_after"] is not None:
-        violation = violation | {"found_after": violation["found_after"] + sum(part["cases"] for part in before)}
+        violation = violation | {
+            "found_after": violation["found_after"] + sum(part["cases"] for part in before)
+        }
     moved = [part["moved_by_zeros"] for part in parts if part.get("moved_by_zeros")]
     return parts[0] | {
-        "verdict": next(v for v in ("violated", "holds", "unjudged") if any(part["verdict"] == v for part in parts)),
+        "verdict": next(
+            v
+            for v in ("violated", "holds", "unjudged")
+            if any(part["verdict"] == v for part in parts)
+        ),
         **{name: sum(part[name] for part in parts) for name in ("cases", "judged", "windows")},
         "seconds": round(sum(part["seconds"] for part in parts), 3),
-        "worst_error_over_allowed": json_number(max(float(part["worst_error_over_allowed"]) for part in parts)),
+        "worst_error_over_allowed": json_number(
+            max(float(part["worst_error_over_allowed"]) for part in parts)
+        ),
         "findings": list(dict.fromkeys(finding for part in parts for finding in part["findings"])),
         **{
             name: dict(sum((Counter(part[name]) for part in parts), Counter()))
             for name in ("skipped", "windows_skipped")
         },
-        "moved_by_zeros": {**moved[0], "cases": sum(part["cases"] for part in moved)} if moved else None,
+        "moved_by_zeros": (
+            {**moved[0], "cases": sum(part["cases"] for part in moved)} if moved else None
+        ),
         "shrinking": (first or parts[0])["shrinking"],
         "violation": violation,
     }
 
 
 def results_of(campaign: Campaign, shards: Shards) -> list[Json]:
-    """Return one merged result for each loop that shards of `verify` verified, in the order of the shards."""
+    """Return one merged result for each loop that shards of `verify` verified, in the order of the
+    shards.
+    """
     by_loop: dict[str, list[Json]] = {}
     for number, shard in enumerate(campaign.shards):
         if shard.words[0] == "verify":
@@ -217,7 +267,11 @@ def results_of(campaign: Campaign, shards: Shards) -> list[Json]:
 def line(result: Json) -> str:
     """Return a merged result on one line."""
     violation = result["violation"]
-    verdict = f"VIOLATED  {violation['kind']}: {violation['diagnosis']}" if violation else result["verdict"]
+    verdict = (
+        f"VIOLATED  {violation['kind']}: {violation['diagnosis']}"
+        if violation
+        else result["verdict"]
+    )
     return f"{result['loop']}  {verdict}  {result['cases']:,} cases"
 
 
@@ -244,7 +298,9 @@ def _found_by_trainers(campaign: Campaign, shards: Shards) -> Found:
     answers = [answer for number in numbers for answer in shards.result(number)["answers"]]
     lines = [line for number in numbers for line in shards.output(number)]
     order = (exit_status.HOLDS, exit_status.DISAGREEMENT, exit_status.VIOLATED)
-    return Found({"answers": answers}, lines, max(map(shards.status, numbers), key=order.index), ("trainer",))
+    return Found(
+        {"answers": answers}, lines, max(map(shards.status, numbers), key=order.index), ("trainer",)
+    )
 
 
 KINDS = {
@@ -255,8 +311,13 @@ KINDS = {
 
 def add_arguments(parser: Parser, kinds: Iterable[str] = tuple(KINDS)) -> None:
     """Add the command's arguments."""
-    work = "processes that work at the same time (default %(default)s); the records do not depend on it"
-    parser.add_argument("--workers", type=parsers.positive_integer, default=1, metavar="N", help=work)
+    work = (
+        "processes that work at the same time (default %(default)s); the records do not depend"
+        " on it"
+    )
+    parser.add_argument(
+        "--workers", type=parsers.positive_integer, default=1, metavar="N", help=work
+    )
     parser.add_argument(
         "--engine",
         type=parsers.one_of(("processes", "ray")),
@@ -265,13 +326,19 @@ def add_arguments(parser: Parser, kinds: Iterable[str] = tuple(KINDS)) -> None:
         help="processes of this machine, or ray (default %(default)s)",
     )
     parser.add_argument(
-        "--address", metavar="ADDR", help="with --engine ray: the cluster to join, in place of a local one"
+        "--address",
+        metavar="ADDR",
+        help="with --engine ray: the cluster to join, in place of a local one",
     )
     parsers.add_json(parser, "the merged results")
     where = f"the records go to DIR/records, and until then the shards to DIR/{FOLDER}"
     parsers.add_reports(parser, where, Path("reports"))
-    parser.add_argument("what", type=parsers.one_of(kinds), metavar="COMMAND", help=f"one of {', '.join(kinds)}")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="the command's own arguments")
+    parser.add_argument(
+        "what", type=parsers.one_of(kinds), metavar="COMMAND", help=f"one of {', '.join(kinds)}"
+    )
+    parser.add_argument(
+        "rest", nargs=argparse.REMAINDER, metavar="...", help="the command's own arguments"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -293,13 +360,17 @@ def run_campaign(arguments: argparse.Namespace, kinds: Mapping[str, Kind], progr
     done = len(numbers) - len(waiting)
     before = f", {done} of them done before" if done else ""
     print(f"{counted(len(numbers), 'shard')} of {arguments.what}{before}", flush=True)
-    engine = partial(run_on_ray, address=arguments.address) if arguments.engine == "ray" else run_locally
+    engine = (
+        partial(run_on_ray, address=arguments.address) if arguments.engine == "ray" else run_locally
+    )
     try:
         with Progress(examples=len(numbers)) as progress:
             progress.start(f"shards of {arguments.what}")
             progress.count(done)
             if waiting:
-                engine(campaign.shards, waiting, shards, arguments.workers, lambda: progress.count(1))
+                engine(
+                    campaign.shards, waiting, shards, arguments.workers, lambda: progress.count(1)
+                )
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here", flush=True)
         raise

@@ -1,4 +1,6 @@
-"""Say what is installed, which devices and precision flags there are, and what can run here and what cannot."""
+"""Say what is installed, which devices and precision flags there are, and what can run here and
+what cannot.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,20 @@ MAIN = "verify and replay on the CPU"
 
 
 def capabilities() -> dict[str, str | None]:
-    """Try what the suite can do on some machines; return why it cannot run here, None where it can."""
+    """Try what the suite can do on some machines.
+
+    Return why it cannot run here, None where it can.
+    """
     reasons = environment.missing()
     found = {MAIN: reasons[0] if reasons else _cannot_run(_small_job)}
     torch, jax = environment.imported("torch"), environment.imported("jax")
     no_torch = no_cuda = torch if isinstance(torch, str) else None
     if no_cuda is None and not torch.cuda.is_available():
         no_cuda = f"torch {torch.__version__} sees no CUDA device"
-    found |= {f"--dtype {name}": no_torch or _cannot_run(partial(_backward, name, "cpu")) for name in DTYPES}
+    found |= {
+        f"--dtype {name}": no_torch or _cannot_run(partial(_backward, name, "cpu"))
+        for name in DTYPES
+    }
     found["--device cuda"] = no_cuda or _cannot_run(partial(_backward, "float32", "cuda"))
     no_alarm = f"{sys.platform} has no SIGALRM: a loop that hangs hangs the suite"
     found["--time-limit"] = None if hasattr(signal, "setitimer") else no_alarm
@@ -98,11 +106,18 @@ def run(arguments: argparse.Namespace) -> int:
     _section("versions", {name: version or "not installed" for name, version in versions.items()})
     _section("machine", {"platform": platform.platform(), "processors": str(os.cpu_count())})
     _section("devices", {name: ", ".join(listed) or "none" for name, listed in devices.items()})
-    _section("precision flags, as verify sets them", {name: str(value) for name, value in flags.items()})
+    _section(
+        "precision flags, as verify sets them", {name: str(value) for name, value in flags.items()}
+    )
     _section("compiled programs", {"kept in": str(environment.cache_directory() or "nowhere")})
-    _section("can run here", {name: f"no: {reason}" if reason else "yes" for name, reason in found.items()})
+    _section(
+        "can run here",
+        {name: f"no: {reason}" if reason else "yes" for name, reason in found.items()},
+    )
     if len(reasons) > 1:
-        _section("to install", {str(number): reason for number, reason in enumerate(reasons, start=1)})
+        _section(
+            "to install", {str(number): reason for number, reason in enumerate(reasons, start=1)}
+        )
     able = found[MAIN] is None
     print("verify and replay can run here" if able else "verify and replay cannot run here")
     return exit_status.HOLDS if able else exit_status.VIOLATED

@@ -46,7 +46,9 @@ def meanings(own: Mapping[int, str]) -> dict[int, str]:
 
 
 def status_of(*, violated: bool, findings: bool, interrupted: bool = False) -> int:
-    """Return the status of a command that judged loops: a violation outweighs an interrupt, and this a finding."""
+    """Return the status of a command that judged loops: a violation outweighs an interrupt, and
+    this a finding.
+    """
     if violated:
         return VIOLATED
     if interrupted:
@@ -65,7 +67,9 @@ def fail(program: str, message: str, status: int = BAD_USAGE) -> int:
 
 
 def attempt(program: str, write: Callable[[], _T]) -> _T | None:
-    """Call `write`; if it raises `UsageError`, print its message and return None, so that the verdict stays."""
+    """Call `write`; if it raises `UsageError`, print its message and return None, so that the
+    verdict stays.
+    """
     try:
         return write()
     except UsageError as error:
@@ -105,10 +109,11 @@ _active: list[list[int]] = []
 
 @contextmanager
 def noted_interrupts() -> Iterator[list[int]]:
-    """Yield a list to which every Ctrl-C inside the block is added; `KeyboardInterrupt` is still raised.
+    """Yield a list to which every Ctrl-C inside the block is added.
 
-    A nested block yields the list of the outer one: a callback of the garbage collector may lose an interrupt during
-    start-up, and the work that follows finds it in the list.
+    `KeyboardInterrupt` is still raised. A nested block yields the list of the outer one: a callback
+    of the garbage collector may lose an interrupt during start-up, and the work that follows finds
+    it in the list.
     """
     if _active:
         yield _active[-1]

@@ -1,7 +1,9 @@
-"""Load the loop or the problem that a command line names: from a file, from a module, built in, or a trainer.
+"""Load the loop or the problem that a command line names: from a file, from a module, built in, or
+a trainer.
 
-A user's file is imported under a name of its own, with its folder on `sys.path`, so that its imports work as in a
-script. Every error becomes one line: the file, the line number, what was expected.
+A user's file is imported under a name of its own, with its folder on `sys.path`, so that its
+imports work as in a script. Every error becomes one line: the file, the line number, what was
+expected.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def one_line(error: BaseException) -> str:
 
 
 def expect_found(text: str) -> None:
-    """Refuse `FILE.py:NAME` where there is no such file, before the import of torch and jax, which takes seconds.
+    """Refuse `FILE.py:NAME` where there is no such file, before the import of torch and jax, which
+    takes seconds.
 
     Raises:
         UsageError: the file does not exist.
@@ -48,23 +51,28 @@ def expect_found(text: str) -> None:
 
 def _no_built_in(text: str, names: Iterable[str]) -> str:
     return (
-        f"no built-in loop is called {text!r}{suggestion(text, names)}; `gradcheck-suite verify --list` prints them, "
-        "and a loop of your own is FILE.py:NAME or package.module:NAME"
+        f"no built-in loop is called {text!r}{suggestion(text, names)}; `gradcheck-suite verify"
+        " --list` prints them, and a loop of your own is FILE.py:NAME or package.module:NAME"
     )
 
 
 def resolve_loop(text: str, framework: str | None = None) -> Loop:
-    """Return the loop of `FILE.py:NAME` or `package.module:NAME`, or the built-in loop or trainer of this name.
+    """Return the loop of `FILE.py:NAME` or `package.module:NAME`, or the built-in loop or trainer
+    of this name.
 
     If the framework is `"jax"`, a loop from a file or module is declared as a JAX loop.
 
     Raises:
-        UsageError: no loop has this name, its file cannot be imported, or it cannot be called with one argument.
+        UsageError: no loop has this name, its file cannot be imported, or it cannot be called with
+            one argument.
         CannotRunHere: it is a trainer that is not installed.
     """
     if ":" not in text:
         return _built_in(text)
-    from gradcheck_suite.run.torch_state import BY_IMPORT, changes_undone  # imports torch, which takes a second
+    from gradcheck_suite.run.torch_state import (
+        BY_IMPORT,
+        changes_undone,
+    )  # imports torch, which takes a second
 
     with changes_undone() as changed:
         loop, module = _find(text, "a loop")
@@ -82,21 +90,29 @@ def resolve_problem(text: str) -> Problem:
     """Return the problem of `FILE.py:NAME` or `package.module:NAME`.
 
     Raises:
-        UsageError: the name does not exist, or is neither a `Problem` nor a function that returns one.
+        UsageError: the name does not exist, or is neither a `Problem` nor a function that returns
+            one.
     """
     if ":" not in text:
         raise _without_name(text, "a problem")
     found, module = _find(text, "a problem")
     if issubclass(type(found), Problem):
         return cast("Problem", _noted(found, resolve_problem, text))
-    _expect_function(found, text, module, "a gradcheck_suite.Problem, or a function of no argument that returns one")
+    _expect_function(
+        found,
+        text,
+        module,
+        "a gradcheck_suite.Problem, or a function of no argument that returns one",
+    )
     try:
         problem = found()
     except Exception as error:
         where = _line_in(error, getattr(module, "__file__", None))
         raise UsageError(f"{text} failed{where}: {one_line(error)}") from None
     if not issubclass(type(problem), Problem):
-        raise UsageError(f"{text} returned {type(problem).__name__}: expected a gradcheck_suite.Problem")
+        raise UsageError(
+            f"{text} returned {type(problem).__name__}: expected a gradcheck_suite.Problem"
+        )
     return _noted(problem, resolve_problem, text)
 
 
@@ -125,7 +141,9 @@ def _noted(found: Any, resolve: Callable[[str], Any], text: str) -> Any:
 
 def _built_in(text: str) -> Loop:
     if text and Path(text).is_dir():
-        raise UsageError(f"{text} is a folder: expected FILE.py:NAME, package.module:NAME or a built-in's name")
+        raise UsageError(
+            f"{text} is a folder: expected FILE.py:NAME, package.module:NAME or a built-in's name"
+        )
     if text.endswith(".py"):
         raise _without_name(text, "a loop")
     if text in TRAINERS:
@@ -169,7 +187,9 @@ def _find(text: str, what: str) -> tuple[Any, ModuleType]:
         try:
             found = getattr(found, part)
         except AttributeError:
-            raise UsageError(f"{place} has no {name!r}{suggestion(name, vars(module))}{_offer(module)}") from None
+            raise UsageError(
+                f"{place} has no {name!r}{suggestion(name, vars(module))}{_offer(module)}"
+            ) from None
         except Exception as error:  # a lazy module imports what it stands for at the first access
             raise UsageError(f"cannot look up {name} in {place}: {one_line(error)}") from None
     return found, module
@@ -178,19 +198,25 @@ def _find(text: str, what: str) -> tuple[Any, ModuleType]:
 def _module(place: str) -> ModuleType:
     path = Path(place)
     if path.is_dir() and not (path / "__init__.py").is_file():
-        raise UsageError(f"{place} is a folder: expected a Python file in it, {path / 'FILE.py'}:NAME")
+        raise UsageError(
+            f"{place} is a folder: expected a Python file in it, {path / 'FILE.py'}:NAME"
+        )
     if place.endswith(".py") or "/" in place or "\\" in place:
         return _import_file(path)
     if path.is_file():
         raise UsageError(f"{place} is not a Python file: expected a name that ends in .py")
     if not all(part.isidentifier() for part in place.split(".")):
-        raise UsageError(f"expected FILE.py:NAME or package.module:NAME, got {place!r} before the colon")
+        raise UsageError(
+            f"expected FILE.py:NAME or package.module:NAME, got {place!r} before the colon"
+        )
     return _import_module(place)
 
 
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise UsageError(f"{path} is a folder: expected a Python file" if path.is_dir() else no_file(path))
+        raise UsageError(
+            f"{path} is a folder: expected a Python file" if path.is_dir() else no_file(path)
+        )
     if path.suffix != ".py":
         raise UsageError(f"{path} is not a Python file: expected a name that ends in .py")
     resolved, status = path.resolve(), path.stat()
@@ -225,10 +251,14 @@ def _import_module(name: str) -> ModuleType:
             raise UsageError(f"cannot import {name}: {one_line(error)}") from None
         found = None
     except Exception as error:
-        raise UsageError(f"cannot import {name}{_line_in(error, None)}: {one_line(error)}") from None
+        raise UsageError(
+            f"cannot import {name}{_line_in(error, None)}: {one_line(error)}"
+        ) from None
     if found is None:
         hint = f" (did you mean {name}.py:NAME?)" if Path(f"{name}.py").is_file() else ""
-        raise UsageError(f"there is no module {name!r} on Python's path or in the working directory{hint}")
+        raise UsageError(
+            f"there is no module {name!r} on Python's path or in the working directory{hint}"
+        )
     return _guarded(lambda: importlib.import_module(name), name, found.origin)
 
 
@@ -243,20 +273,30 @@ def _guarded(load: Callable[[], Any], shown: str, file: str | None) -> Any:
             'put what should only run as a script under `if __name__ == "__main__":`'
         ) from None
     except Exception as error:
-        raise UsageError(f"cannot import {shown}{_line_in(error, file)}: {one_line(error)}") from None
+        raise UsageError(
+            f"cannot import {shown}{_line_in(error, file)}: {one_line(error)}"
+        ) from None
 
 
 def _line_in(error: BaseException, file: str | None) -> str:
-    """Return the line of a file that an exception passed through, or the last line of any user's file."""
+    """Return the line of a file that an exception passed through, or the last line of any user's
+    file.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if frame.filename == file]
     if inside:
         return f" (line {inside[-1].lineno})"
-    own = [frame for frame in frames if frame.filename != __file__ and not frame.filename.startswith("<frozen")]
+    own = [
+        frame
+        for frame in frames
+        if frame.filename != __file__ and not frame.filename.startswith("<frozen")
+    ]
     return f" ({own[-1].filename}, line {own[-1].lineno})" if own and file is None else ""
 
 
-def _expect_function(found: Any, text: str, module: ModuleType, expected: str, *arguments: object) -> None:
+def _expect_function(
+    found: Any, text: str, module: ModuleType, expected: str, *arguments: object
+) -> None:
     """Refuse what is no plain function of so many arguments.
 
     Args:
@@ -267,11 +307,18 @@ def _expect_function(found: Any, text: str, module: ModuleType, expected: str, *
         arguments: as many as the function is called with.
     """
     if not callable(found):
-        raise UsageError(f"{text} is of type {type(found).__name__}: expected {expected}{_offer(module)}")
+        raise UsageError(
+            f"{text} is of type {type(found).__name__}: expected {expected}{_offer(module)}"
+        )
     if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found):
-        raise UsageError(f"{text} is an async function, and calling it runs nothing: expected a plain function")
+        raise UsageError(
+            f"{text} is an async function, and calling it runs nothing: expected a plain function"
+        )
     if inspect.isgeneratorfunction(found):
-        raise UsageError(f"{text} is a generator (it contains yield), and calling it runs nothing: remove the yield")
+        raise UsageError(
+            f"{text} is a generator (it contains yield), and calling it runs nothing: remove the"
+            " yield"
+        )
     try:
         signature = inspect.signature(found)
     except (TypeError, ValueError):
@@ -279,7 +326,9 @@ def _expect_function(found: Any, text: str, module: ModuleType, expected: str, *
     try:
         signature.bind(*arguments)
     except TypeError:
-        raise UsageError(f"{text} is {text.rpartition(':')[2]}{signature}: expected {expected}") from None
+        raise UsageError(
+            f"{text} is {text.rpartition(':')[2]}{signature}: expected {expected}"
+        ) from None
 
 
 def _put_on_path(folder: str) -> None:
@@ -288,12 +337,15 @@ def _put_on_path(folder: str) -> None:
 
 
 def _offer(module: ModuleType) -> str:
-    """List a module's problems, and the functions and classes that it defines, for the end of a message."""
+    """List a module's problems, and the functions and classes that it defines, for the end of a
+    message.
+    """
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     names = [
         name
         for name, value in public.items()
-        if issubclass(type(value), Problem) or (callable(value) and _place_of(value) == module.__name__)
+        if issubclass(type(value), Problem)
+        or (callable(value) and _place_of(value) == module.__name__)
     ]
     return _listed(names)
 
@@ -304,7 +356,10 @@ def _listed(names: list[str]) -> str:
 
 
 def _place_of(value: Any) -> Any:
-    """Return the name of the module that defines an object; a lazy object is not asked, which would import it."""
+    """Return the name of the module that defines an object.
+
+    A lazy object is not asked, which would import it.
+    """
     return (value if issubclass(type(value), type | FunctionType) else type(value)).__module__
 
 
@@ -322,14 +377,17 @@ def no_file(path: Path) -> str:
     return f"{path}: no such file{suggestion(path.name, beside)}"
 
 
-# The installed libraries that a user's loop imports: a verdict on a trainer is about their versions.
+# The installed libraries that a user's loop imports: a verdict on a trainer is about their
+# versions.
 
 
 ALWAYS_NAMED = {"gradcheck-suite", "torch", "jax"}
 
 
 def libraries_of(loop: Loop) -> tuple[str, ...]:
-    """Return the distributions that the loop's file and the files beside it import, in order of appearance."""
+    """Return the distributions that the loop's file and the files beside it import, in order of
+    appearance.
+    """
     module = sys.modules.get(getattr(loop, "__module__", None) or type(loop).__module__)
     file = getattr(module, "__file__", None)
     if file is None or module.__name__.partition(".")[0] == "gradcheck_suite":  # type: ignore[union-attr]
@@ -343,18 +401,32 @@ def libraries_of(loop: Loop) -> tuple[str, ...]:
 
 
 def _imports(file: Path) -> list[str]:
-    """Return the top-level names that a file, and the files beside it that it imports, take from elsewhere."""
+    """Return the top-level names that a file, and the files beside it that it imports, take from
+    elsewhere.
+    """
     files, found = [file], list[str]()
     for path in files:  # it grows
         for node in ast.walk(_parsed(path)):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            names = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import | ast.ImportFrom)
+                else []
+            )
             if isinstance(node, ast.ImportFrom) and node.module:
                 names = [node.module]
             for name in names:
                 top, beside = name.partition(".")[0], path.parent.joinpath(*name.split("."))
-                local = [each for each in (beside.with_suffix(".py"), beside / "__init__.py") if each.is_file()]
+                local = [
+                    each
+                    for each in (beside.with_suffix(".py"), beside / "__init__.py")
+                    if each.is_file()
+                ]
                 files += [each for each in local[:1] if each not in files]
-                if not local and top not in sys.stdlib_module_names and not (path.parent / top).is_dir():
+                if (
+                    not local
+                    and top not in sys.stdlib_module_names
+                    and not (path.parent / top).is_dir()
+                ):
                     found.append(top)
     return found
 

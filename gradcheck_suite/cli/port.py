@@ -25,7 +25,11 @@ JAX while they are imported, which takes a tenth of the time of a small pair and
 
 def add_arguments(parser: parsers.Parser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("pair", metavar="FILE.py:PAIR", help="a function that returns a gradcheck_suite.Port or a dict")
+    parser.add_argument(
+        "pair",
+        metavar="FILE.py:PAIR",
+        help="a function that returns a gradcheck_suite.Port or a dict",
+    )
     parsers.add_options(parser, PortOptions)
     for one in options_of(OutputOptions):
         if one.name in OUTPUTS:

@@ -1,4 +1,6 @@
-"""What goes where: progress to a terminal alone, and to standard output nothing beside a document for programs."""
+"""What goes where: progress to a terminal alone, and to standard output nothing beside a document
+for programs.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ class Progress(AbstractContextManager["Progress"]):
             TimeElapsedColumn(),
             console=Console(stderr=True),
             transient=True,
-            # what a loop prints goes where it prints it; only on a terminal is it kept clear of the bar
+            # what a loop prints goes where it prints it; only on a terminal is it kept clear of the
+            # bar
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=True,
         )
@@ -79,10 +82,11 @@ class Progress(AbstractContextManager["Progress"]):
 
 
 class Output(AbstractContextManager["Output"]):
-    """What a command hands over beside its lines: the files that its options name, and a document where one is wanted.
+    """What a command hands over beside its lines: the files that its options name, and a document
+    where one is wanted.
 
-    Standard output is then kept for the document. What the code under test prints goes to standard error, also that of
-    child processes and of C.
+    Standard output is then kept for the document. What the code under test prints goes to standard
+    error, also that of child processes and of C.
 
     Attributes:
         options: with absolute paths, since the code under test may change the working directory.
@@ -92,7 +96,12 @@ class Output(AbstractContextManager["Output"]):
     def __init__(self, options: OutputOptions) -> None:
         """Keep standard output from now on, where a document is wanted."""
         self.options, self.folder = options.absolute(), Path.cwd()
-        self._stdout, self._kept, self._keeps, self._document = sys.stdout, -1, options.output_format != "text", ""
+        self._stdout, self._kept, self._keeps, self._document = (
+            sys.stdout,
+            -1,
+            options.output_format != "text",
+            "",
+        )
         if not self._keeps:
             return
         with suppress(OSError, ValueError):
@@ -120,7 +129,9 @@ class Output(AbstractContextManager["Output"]):
         stale: Sequence[str] = (),
         file: TextIO | None = None,
     ) -> None:
-        """Write the results to the files that are asked for; if a file cannot be written, a message says so.
+        """Write the results to the files that are asked for.
+
+        If a file cannot be written, a message says so.
 
         Args:
             program: the command.
@@ -134,9 +145,13 @@ class Output(AbstractContextManager["Output"]):
         if (json := self.options.json) is not None:
             attempt(program, lambda: write_json(json, document))
         if self._keeps:
-            self._document = rendered(self.options.output_format, document, notices_of(results, stale), self.folder)
+            self._document = rendered(
+                self.options.output_format, document, notices_of(results, stale), self.folder
+            )
         if (html := self.options.html) is not None and results:
-            violated = any(result["verdict"] in ("violated", "differs") for result in document["results"])
+            violated = any(
+                result["verdict"] in ("violated", "differs") for result in document["results"]
+            )
             attempt(program, lambda: self._write_page(html, page(), file, opens=violated))
         for line in stale:
             fail(program, line)

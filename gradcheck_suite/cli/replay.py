@@ -1,4 +1,6 @@
-"""Run one stored case again: a counterexample's file, a bare case, or a `--json` result with one violation."""
+"""Run one stored case again: a counterexample's file, a bare case, or a `--json` result with one
+violation.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ from typing import TypeVar
 
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
-from gradcheck_suite.cli.loading import expect_found, note_untested_trainers, resolve_loop, resolve_problem
+from gradcheck_suite.cli.loading import (
+    expect_found,
+    note_untested_trainers,
+    resolve_loop,
+    resolve_problem,
+)
 from gradcheck_suite.core.contract import Loop, Problem, is_jax
 from gradcheck_suite.core.counterexamples import StoredCase, loop_places, read_case_file
 from gradcheck_suite.core.options import VerifyOptions, options_of
@@ -28,7 +35,10 @@ def add_arguments(parser: parsers.Parser) -> None:
         "loop",
         nargs="?",
         metavar="LOOP",
-        help="FILE.py:NAME, package.module:NAME or a built-in's name (default: the loop that the file names)",
+        help=(
+            "FILE.py:NAME, package.module:NAME or a built-in's name (default: the loop that the"
+            " file names)"
+        ),
     )
     parsers.add_framework(parser, ("torch", "jax"))
     parsers.add_problem(parser)
@@ -42,7 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
     stored = read_case_file(arguments.case)
     name = arguments.loop or stored.loop
     if name is None:
-        raise UsageError(f"{arguments.case} holds a bare case, which names no loop: pass LOOP after it")
+        raise UsageError(
+            f"{arguments.case} holds a bare case, which names no loop: pass LOOP after it"
+        )
     environment.expect_main_job()
     for text in filter(None, (arguments.loop, arguments.problem)):
         expect_found(text)
@@ -81,10 +93,15 @@ def run(arguments: argparse.Namespace) -> int:
     return exit_status.status_of(violated=not verdict.holds, findings=bool(findings))
 
 
-def _subjects(arguments: argparse.Namespace, stored: StoredCase, name: str) -> tuple[Loop, Problem | None]:
+def _subjects(
+    arguments: argparse.Namespace, stored: StoredCase, name: str
+) -> tuple[Loop, Problem | None]:
     asked, named = arguments.problem, stored.case.problem
     if asked is not None and not isinstance(named, str):
-        raise UsageError(f"--problem {asked}: case {stored.case.digest} has its own generated problem; drop --problem")
+        raise UsageError(
+            f"--problem {asked}: case {stored.case.digest} has its own generated problem; drop"
+            " --problem"
+        )
 
     def resolve(text: str) -> Loop:
         return resolve_loop(text, arguments.framework)
@@ -92,7 +109,11 @@ def _subjects(arguments: argparse.Namespace, stored: StoredCase, name: str) -> t
     loop = _named_by(arguments.case, name, resolve) if arguments.loop is None else resolve(name)
     if not isinstance(named, str):
         return loop, None
-    return loop, _named_by(arguments.case, named, resolve_problem) if asked is None else resolve_problem(asked)
+    return loop, (
+        _named_by(arguments.case, named, resolve_problem)
+        if asked is None
+        else resolve_problem(asked)
+    )
 
 
 def _named_by(case: Path, name: str, resolve: Callable[[str], _T]) -> _T:
@@ -100,4 +121,6 @@ def _named_by(case: Path, name: str, resolve: Callable[[str], _T]) -> _T:
     try:
         return resolve(name)
     except UsageError as error:
-        raise UsageError(f"{case} names {name}, but {error}; pass another LOOP or --problem") from None
+        raise UsageError(
+            f"{case} names {name}, but {error}; pass another LOOP or --problem"
+        ) from None

@@ -1,4 +1,6 @@
-"""Build the report from the records: one HTML page that opens offline, the short story as Markdown, and JSON."""
+"""Build the report from the records: one HTML page that opens offline, the short story as Markdown,
+and JSON.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def add_arguments(parser: parsers.Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write `report.html`, `report.md` with its pictures and `report.json` beside the records, or compare records."""
+    """Write `report.html`, `report.md` with its pictures and `report.json` beside the records, or
+    compare records.
+    """
     return run_report(arguments, _own)
 
 
@@ -46,8 +50,8 @@ def run_report(arguments: argparse.Namespace, contents_of: Callable[[], Contents
 
     Args:
         arguments: parsed by `add_arguments`.
-        contents_of: imports the contents and, with them, torch, which takes seconds: what is not installed is said
-            before.
+        contents_of: imports the contents and, with them, torch, which takes seconds: what is not
+            installed is said before.
     """
     from gradcheck_suite.page import render
 
@@ -69,7 +73,10 @@ def run_report(arguments: argparse.Namespace, contents_of: Callable[[], Contents
     built = report.build(reports, contents)
     drawn = {figure.key: render.svg(figure.spec, figure.alt) for figure in render.pictures(built)}
     write_text(reports / "report.html", render.report_html(built))
-    write_text(reports / "report.md", render.report_markdown(built, lambda figure: f"{PICTURES}/{figure.key}.svg"))
+    write_text(
+        reports / "report.md",
+        render.report_markdown(built, lambda figure: f"{PICTURES}/{figure.key}.svg"),
+    )
     write_json(reports / "report.json", to_json(built))
     for path in (reports / PICTURES).glob("*.svg"):
         if path.stem not in drawn:
@@ -88,6 +95,6 @@ def run_report(arguments: argparse.Namespace, contents_of: Callable[[], Contents
 def _expect_records(folder: Path, option: str) -> None:
     if not (folder / FOLDER).is_dir():
         raise UsageError(
-            f"{option} {folder}: there are no records in {folder / FOLDER}; `gradcheck-suite verify` and `audit` make "
-            "them, with `--reports`"
+            f"{option} {folder}: there are no records in {folder / FOLDER}; `gradcheck-suite"
+            " verify` and `audit` make them, with `--reports`"
         )

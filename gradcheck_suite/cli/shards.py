@@ -1,7 +1,8 @@
-"""The engine of a campaign: each shard is one command line in a process of its own, and their files are merged.
+"""The engine of a campaign: each shard is one command line in a process of its own, and their files
+are merged.
 
-A shard depends on what is asked and on its seeds alone, so the records are the same whatever the number of workers.
-Must not judge anything itself.
+A shard depends on what is asked and on its seeds alone, so the records are the same whatever the
+number of workers. Must not judge anything itself.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ class Shards:
         """Note a shard's exit status, and put its folder in place in one step."""
         partial = self.partial_place(number)
         (partial / STATUS).write_text(f"{status}\n")
-        shutil.rmtree(self.place(number), ignore_errors=True)  # where it is, it failed or a file of it was cut short
+        shutil.rmtree(
+            self.place(number), ignore_errors=True
+        )  # where it is, it failed or a file of it was cut short
         partial.rename(self.place(number))
 
     def remove(self) -> None:
@@ -92,7 +95,9 @@ class Shards:
             self.folder.parent.rmdir()
 
     def done(self, number: int) -> bool:
-        """Return whether a shard is done: one that failed is not, nor is one with a file that is cut short."""
+        """Return whether a shard is done: one that failed is not, nor is one with a file that is
+        cut short.
+        """
         try:
             if self.status(number) in COULD_NOT_RUN:
                 return False
@@ -142,7 +147,9 @@ def merge(shards: Shards, numbers: range, reports: Path, kinds: tuple[str, ...])
         path = records_path(reports, kind)
         old = _lines(path)
         known = set(old)
-        new = [line for number in numbers for line in shards.lines(number, kind) if line not in known]
+        new = [
+            line for number in numbers for line in shards.lines(number, kind) if line not in known
+        ]
         if new:
             write_text(path, "".join(f"{line}\n" for line in (*old, *new)))
     for number in numbers:
@@ -157,7 +164,9 @@ ANSWER_S = 30
 
 
 def run_shard(shard: Shard, folder: Path) -> int:
-    """Run a shard's command line in this process, with all its files under `folder`, and return its exit status."""
+    """Run a shard's command line in this process, with all its files under `folder`, and return its
+    exit status.
+    """
     os.environ[PROCESSES_VARIABLE] = "1"  # there is a worker for each processor
     paths = ["--reports", str(folder)]
     if shard.writes_json:
@@ -192,7 +201,11 @@ def main(connection: Connection, shard: Shard, folder: Path) -> None:
 
 
 def run_locally(
-    asked: Sequence[Shard], waiting: Sequence[int], shards: Shards, workers: int, progress: Callable[[], None]
+    asked: Sequence[Shard],
+    waiting: Sequence[int],
+    shards: Shards,
+    workers: int,
+    progress: Callable[[], None],
 ) -> None:
     """Run the waiting shards, so many at a time.
 
@@ -211,15 +224,17 @@ def run_locally(
     def work(number: int) -> None:
         template = free.get()
         for _ in range(LOSSES):
-            _, (connection,) = template.fork(__name__, [(asked[number], shards.partial(number).resolve())])
+            _, (connection,) = template.fork(
+                __name__, [(asked[number], shards.partial(number).resolve())]
+            )
             with connection, suppress(EOFError, OSError):
                 shards.finish(number, connection.recv())
                 free.put(template)
                 return
         where = shards.partial_place(number) / OUTPUT
         raise CannotRunHere(
-            f"shard {number} ended {LOSSES} worker processes, so the campaign stops; what is done is kept. "
-            f"It is `{asked[number]}`, and what it printed is in {where}"
+            f"shard {number} ended {LOSSES} worker processes, so the campaign stops; what is done"
+            f" is kept. It is `{asked[number]}`, and what it printed is in {where}"
         )
 
     with ExitStack() as stack:
@@ -235,14 +250,19 @@ def run_locally(
 
 
 def files_of_shard(shard: Shard) -> tuple[int, dict[str, bytes]]:
-    """Run a shard in a temporary folder; return its exit status, and its files by their path within the folder.
+    """Run a shard in a temporary folder.
 
-    So the machines of a cluster need not share a disk.
+    Return its exit status, and its files by their path within the folder. So the machines of a
+    cluster need not share a disk.
     """
     with tempfile.TemporaryDirectory() as folder:
         top = Path(folder)
         status = run_shard(shard, top)
-        files = {str(path.relative_to(top)): path.read_bytes() for path in top.rglob("*") if path.is_file()}
+        files = {
+            str(path.relative_to(top)): path.read_bytes()
+            for path in top.rglob("*")
+            if path.is_file()
+        }
     return status, files
 
 
@@ -267,16 +287,21 @@ def run_on_ray(
         address: of a cluster to join; None starts one here.
 
     Raises:
-        CannotRunHere: Ray is not installed, the cluster does not answer, or a shard ends its worker again and again.
+        CannotRunHere: Ray is not installed, the cluster does not answer, or a shard ends its worker
+            again and again.
     """
     _expect_listener(address)
     try:
         import ray
     except ImportError:
-        raise CannotRunHere("--engine ray: ray is not installed: pip install 'gradcheck-suite[ray]'") from None
+        raise CannotRunHere(
+            "--engine ray: ray is not installed: pip install 'gradcheck-suite[ray]'"
+        ) from None
     _expect_cluster(address)
     try:
-        cluster = {"address": address} if address else {"num_cpus": workers, "include_dashboard": False}
+        cluster = (
+            {"address": address} if address else {"num_cpus": workers, "include_dashboard": False}
+        )
         ray.init(**cluster, logging_level="error", log_to_driver=False)
     except (ConnectionError, ValueError, RuntimeError) as error:
         reason = (str(error).splitlines() or [""])[0]
@@ -293,7 +318,8 @@ def run_on_ray(
                 status, files = ray.get(done)
             except ray.exceptions.WorkerCrashedError:
                 raise CannotRunHere(
-                    f"shard {number} ended {1 + LOSSES} worker processes of Ray: run {asked[number]} by itself"
+                    f"shard {number} ended {1 + LOSSES} worker processes of Ray: run"
+                    f" {asked[number]} by itself"
                 ) from None
             folder = shards.partial(number)
             for name, content in files.items():
@@ -320,10 +346,16 @@ def _expect_listener(address: str | None) -> None:
 
 
 def _expect_cluster(address: str | None) -> None:
-    """Refuse an address at which something else than Ray listens: another process joins first, which can be ended."""
+    """Refuse an address at which something else than Ray listens: another process joins first,
+    which can be ended.
+    """
     joins = f"import ray; ray.init({address!r}, logging_level='error', log_to_driver=False)"
     try:
         if address is not None:
-            subprocess.run([sys.executable, "-Pc", joins], timeout=ANSWER_S, capture_output=True, check=False)
+            subprocess.run(
+                [sys.executable, "-Pc", joins], timeout=ANSWER_S, capture_output=True, check=False
+            )
     except subprocess.TimeoutExpired:
-        raise CannotRunHere(f"--address {address}: no Ray cluster answers there within {ANSWER_S} s") from None
+        raise CannotRunHere(
+            f"--address {address}: no Ray cluster answers there within {ANSWER_S} s"
+        ) from None

@@ -6,7 +6,12 @@ from argparse import Namespace
 
 from gradcheck_suite.cli import arguments as parsers
 from gradcheck_suite.cli import exit_status
-from gradcheck_suite.cli.loading import libraries_of, note_untested_trainers, resolve_loop, resolve_problem
+from gradcheck_suite.cli.loading import (
+    libraries_of,
+    note_untested_trainers,
+    resolve_loop,
+    resolve_problem,
+)
 from gradcheck_suite.core.contract import is_jax
 from gradcheck_suite.core.options import VerifyOptions
 from gradcheck_suite.core.records import KINDS, append_record, write_document
@@ -22,8 +27,10 @@ def add_arguments(parser: parsers.Parser) -> None:
         "trainers",
         nargs="*",
         metavar="LOOP",
-        help="names of trainers, or loops of one's own as FILE.py:NAME or package.module:NAME; without one, all "
-        "trainers that are installed",
+        help=(
+            "names of trainers, or loops of one's own as FILE.py:NAME or package.module:NAME;"
+            " without one, all trainers that are installed"
+        ),
     )
     parsers.add_problem(parser)
     parser.add_argument(
@@ -33,9 +40,13 @@ def add_arguments(parser: parsers.Parser) -> None:
     )
     parser.add_argument("--list", action="store_true", help="print the trainers and stop")
     parsers.add_number(parser, "--examples", 20, "cases drawn for each question")
-    parser.add_argument("--seed", type=parsers.seed, default=0, metavar="S", help="default %(default)s")
     parser.add_argument(
-        "--exit-zero", action="store_true", help="status 0 also where a trainer is violated: that is an answer too"
+        "--seed", type=parsers.seed, default=0, metavar="S", help="default %(default)s"
+    )
+    parser.add_argument(
+        "--exit-zero",
+        action="store_true",
+        help="status 0 also where a trainer is violated: that is an answer too",
     )
     parsers.add_json(parser, "the answers")
     parsers.add_reports(parser, "each answer is recorded in DIR/records")
@@ -56,11 +67,16 @@ def run(arguments: Namespace) -> int:
     from gradcheck_suite.verification.trainers import ask, closing, line
 
     problem = None if arguments.problem is None else resolve_problem(arguments.problem)
-    libraries = [name for trainer in trainers if not trainer.requires for name in libraries_of(trainer.loop)]
+    libraries = [
+        name for trainer in trainers if not trainer.requires for name in libraries_of(trainer.loop)
+    ]
     about = environment.environment((*PACKAGES, *libraries))
     about_what = subjects((trainer.name for trainer in trainers), about["versions"], libraries)
     dtypes = {is_jax(trainer.loop): VerifyOptions().of(trainer.loop).dtype for trainer in trainers}
-    on = " and ".join(f"{dtype} on cpu{' of JAX' * (of_jax and len(dtypes) > 1)}" for of_jax, dtype in dtypes.items())
+    on = " and ".join(
+        f"{dtype} on cpu{' of JAX' * (of_jax and len(dtypes) > 1)}"
+        for of_jax, dtype in dtypes.items()
+    )
     asked = f"up to {arguments.examples} cases for each question, seed {arguments.seed}, {on}"
     print(f"{about_what}: {asked}", flush=True)
     answers = []
@@ -68,29 +84,45 @@ def run(arguments: Namespace) -> int:
         for trainer in trainers:
             own = trainer.questions if problem is None else on_problem(arguments.problem)
             for question in model_questions() if arguments.heads else own:
-                answer = ask(trainer, question, examples=arguments.examples, seed=arguments.seed, problem=problem)
+                answer = ask(
+                    trainer,
+                    question,
+                    examples=arguments.examples,
+                    seed=arguments.seed,
+                    problem=problem,
+                )
                 if answer.result is not None and answer.result.interrupted:
                     raise KeyboardInterrupt
                 answers.append(answer)
                 print(line(answer), flush=True)
-                append_record(arguments.reports, KINDS["trainer"], answer.to_json(), environment=about)
+                append_record(
+                    arguments.reports, KINDS["trainer"], answer.to_json(), environment=about
+                )
     finally:
         if answers:
-            write_document(arguments.json, about, {"answers": [answer.to_json() for answer in answers]})
+            write_document(
+                arguments.json, about, {"answers": [answer.to_json() for answer in answers]}
+            )
     print("\n".join(closing(answers)), flush=True)
     if arguments.exit_zero:
         return exit_status.HOLDS
     if all(answer.result is None for answer in answers):
         raise CannotRunHere("no question could be asked here: the lines above say what is missing")
     findings = any(answer.result is not None and answer.result.findings for answer in answers)
-    return exit_status.status_of(violated=any(answer.violated for answer in answers), findings=findings)
+    return exit_status.status_of(
+        violated=any(answer.violated for answer in answers), findings=findings
+    )
 
 
 def _models_only(arguments: Namespace) -> list[str]:
     if arguments.problem is not None:
-        raise UsageError("--heads asks about models of its own: leave out --problem, or leave out --heads")
+        raise UsageError(
+            "--heads asks about models of its own: leave out --problem, or leave out --heads"
+        )
     if others := [name for name in arguments.trainers if name != "hf-trainer"]:
-        raise UsageError(f"--heads asks hf-trainer alone; got {others[0]!r}: leave it out, or leave out --heads")
+        raise UsageError(
+            f"--heads asks hf-trainer alone; got {others[0]!r}: leave it out, or leave out --heads"
+        )
     return ["hf-trainer"]
 
 
@@ -100,8 +132,8 @@ def _named(name: str) -> Trainer:
     if ":" in name:
         return Trainer(name, resolve_loop(name), "a loop of one's own")
     raise UsageError(
-        f"expected a loop of one's own as FILE.py:NAME, or the name of a trainer, one of {', '.join(TRAINERS)}; "
-        f"got {name!r}"
+        "expected a loop of one's own as FILE.py:NAME, or the name of a trainer, one of"
+        f" {', '.join(TRAINERS)}; got {name!r}"
     )
 
 
@@ -111,5 +143,7 @@ def _chosen(names: list[str]) -> list[Trainer]:
         raise CannotRunHere(lacking[0])
     installed = chosen or [trainer for trainer in TRAINERS.values() if trainer.missing is None]
     if not installed:
-        raise CannotRunHere(f"no trainer is installed: pip install {' '.join(PACKAGES)}, or one of them")
+        raise CannotRunHere(
+            f"no trainer is installed: pip install {' '.join(PACKAGES)}, or one of them"
+        )
     return installed

@@ -1,4 +1,6 @@
-"""Verify loops: each trains random models on random splits, and every gradient that reaches its optimizer is judged."""
+"""Verify loops: each trains random models on random splits, and every gradient that reaches its
+optimizer is judged.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,13 @@ from gradcheck_suite.core.contract import (
 from gradcheck_suite.core.counterexamples import FOLDER as COUNTEREXAMPLES
 from gradcheck_suite.core.counterexamples import Counterexample, loop_source, store_counterexample
 from gradcheck_suite.core.options import ChosenOptions, VerifyOptions
-from gradcheck_suite.core.records import KINDS, append_record, expect_writable_folder, judge_digest, write_text
+from gradcheck_suite.core.records import (
+    KINDS,
+    append_record,
+    expect_writable_folder,
+    judge_digest,
+    write_text,
+)
 from gradcheck_suite.core.results import Result, Verdict, no_longer_found, result_lines
 from gradcheck_suite.core.text import aligned, counted, say
 from gradcheck_suite.errors import UsageError
@@ -67,7 +75,8 @@ class Subject:
 def verify_subject(
     subject: Subject, options: VerifyOptions, progress: Callable[[Verdict], None]
 ) -> tuple[Result, Coverage]:
-    """Verify a loop; return the result, and how many judged cases had each layer, loss and kind of split.
+    """Verify a loop; return the result, and how many judged cases had each layer, loss and kind of
+    split.
 
     Args:
         subject: the loop.
@@ -96,7 +105,11 @@ def verify_subject(
 
 
 def store(
-    subject: Subject, options: VerifyOptions, result: Result, reports: Path, environment: Mapping[str, Any]
+    subject: Subject,
+    options: VerifyOptions,
+    result: Result,
+    reports: Path,
+    environment: Mapping[str, Any],
 ) -> Counterexample | None:
     """Store a violation under a reports folder; return its files, or None if the loop holds.
 
@@ -175,28 +188,46 @@ def header(
     versions, flags = about["versions"], about["precision"]
     options = next(iter(chosen.values()))
     optimizer = "" if options.optimizer is None else f", optimizer {options.optimizer}"
-    others = "".join(f"; of JAX {counted(o.examples, 'case')}, {o.dtype}" for o in chosen.values() if o != options)
+    others = "".join(
+        f"; of JAX {counted(o.examples, 'case')}, {o.dtype}"
+        for o in chosen.values()
+        if o != options
+    )
     lines = [
-        f"{subjects(loops, versions, libraries)}: {counted(options.examples, 'case')} per loop, seed {options.seed}, "
-        f"{options.dtype} on {options.device}{optimizer}{others}",
-        f"matmul precision: torch {flags.get('torch_float32_matmul_precision')} "
-        f"(TF32 {_on(flags.get('torch_cuda_matmul_allow_tf32'))}, "
-        f"cuDNN TF32 {_on(flags.get('torch_cudnn_allow_tf32'))}), "
-        f"jax {flags.get('jax_default_matmul_precision')}",
+        (
+            f"{subjects(loops, versions, libraries)}: {counted(options.examples, 'case')} per loop,"
+            f" seed {options.seed}, {options.dtype} on {options.device}{optimizer}{others}"
+        ),
+        (
+            f"matmul precision: torch {flags.get('torch_float32_matmul_precision')} "
+            f"(TF32 {_on(flags.get('torch_cuda_matmul_allow_tf32'))}, "
+            f"cuDNN TF32 {_on(flags.get('torch_cudnn_allow_tf32'))}), "
+            f"jax {flags.get('jax_default_matmul_precision')}"
+        ),
     ]
     if problem is not None:
         lines.append(f"problem {problem}: only plans are drawn")
     return lines
 
 
-def subjects(names: Iterable[str], versions: Mapping[str, str | None], libraries: Iterable[str] = ()) -> str:
-    """Return the versions on which a verdict depends: of the suite, the frameworks and the loops' libraries."""
-    packages = dict.fromkeys(package for name in names if name in TRAINERS for package in TRAINERS[name].packages)
+def subjects(
+    names: Iterable[str], versions: Mapping[str, str | None], libraries: Iterable[str] = ()
+) -> str:
+    """Return the versions on which a verdict depends: of the suite, the frameworks and the loops'
+    libraries.
+    """
+    packages = dict.fromkeys(
+        package for name in names if name in TRAINERS for package in TRAINERS[name].packages
+    )
     packages |= dict.fromkeys(libraries)
-    return ", ".join(f"{name} {versions[name]}" for name in ("gradcheck-suite", "torch", "jax", *packages))
+    return ", ".join(
+        f"{name} {versions[name]}" for name in ("gradcheck-suite", "torch", "jax", *packages)
+    )
 
 
-def file_lines(stored: Counterexample, options: VerifyOptions, seen: Callable[[Path], Path]) -> list[str]:
+def file_lines(
+    stored: Counterexample, options: VerifyOptions, seen: Callable[[Path], Path]
+) -> list[str]:
     """Return the files of a violation in words.
 
     Args:
@@ -204,13 +235,20 @@ def file_lines(stored: Counterexample, options: VerifyOptions, seen: Callable[[P
         options: of the verification.
         seen: returns a path as messages have it.
     """
-    further = "" if options.time_limit_s == DEFAULT_TIME_LIMIT else f" --time-limit {options.time_limit_s:g}"
+    further = (
+        ""
+        if options.time_limit_s == DEFAULT_TIME_LIMIT
+        else f" --time-limit {options.time_limit_s:g}"
+    )
     further += "" if options.autocast is None else f" --autocast {options.autocast}"
     not_so = "" if stored.unrepeatable is None else f"  (not repeatable: {stored.unrepeatable})"
     lines = [f"    stored  {seen(stored.case)}"]
     if stored.script is not None:
         lines.append(f"    script  python {shlex.quote(str(seen(stored.script)))}{not_so}")
-    return [*lines, f"    replay  gradcheck-suite replay {shlex.quote(str(seen(stored.case)))}{further}"]
+    return [
+        *lines,
+        f"    replay  gradcheck-suite replay {shlex.quote(str(seen(stored.case)))}{further}",
+    ]
 
 
 def summary(results: Sequence[Result], asked: int, *, interrupted: bool) -> str:
@@ -249,13 +287,18 @@ def add_arguments(parser: parsers.Parser) -> None:
         "loops",
         nargs="*",
         metavar="LOOP",
-        help="FILE.py:NAME, package.module:NAME, a built-in's or a trainer's name; without one, every built-in reset "
-        "mode",
+        help=(
+            "FILE.py:NAME, package.module:NAME, a built-in's or a trainer's name; without one,"
+            " every built-in reset mode"
+        ),
     )
     parser.add_argument(
         "--list",
         action="store_true",
-        help="print the built-in loops and the trainers, and stop; with --ranks, those for several ranks",
+        help=(
+            "print the built-in loops and the trainers, and stop; with --ranks, those for several"
+            " ranks"
+        ),
     )
     parsers.add_framework(parser, ("torch", "jax", "all"))
     parsers.add_problem(parser)
@@ -265,10 +308,15 @@ def add_arguments(parser: parsers.Parser) -> None:
         type=int,
         choices=(1, 2),
         default=environment.processes(),
-        help="with 2, a second process judges gradients while this one runs the loop on the next cases, with the same "
-        f"verdicts (default: {environment.PROCESSES_VARIABLE}, or 2 where there are two processors)",
+        help=(
+            "with 2, a second process judges gradients while this one runs the loop on the next"
+            f" cases, with the same verdicts (default: {environment.PROCESSES_VARIABLE}, or 2 where"
+            " there are two processors)"
+        ),
     )
-    parser.add_argument("-x", "--stop-on-violation", action="store_true", help="stop after the first violated loop")
+    parser.add_argument(
+        "-x", "--stop-on-violation", action="store_true", help="stop after the first violated loop"
+    )
     add_options(parser, OutputOptions)
 
 
@@ -294,8 +342,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _is_worth_a_process(arguments: argparse.Namespace, options: VerifyOptions) -> bool:
-    """Whether a second process, which takes seconds to start, can judge enough: generated problems on one CPU rank."""
-    if arguments.processes == 1 or arguments.problem is not None or options.ranks > 1 or options.device != "cpu":
+    """Whether a second process, which takes seconds to start, can judge enough: generated problems
+    on one CPU rank.
+    """
+    if (
+        arguments.processes == 1
+        or arguments.problem is not None
+        or options.ranks > 1
+        or options.device != "cpu"
+    ):
         return False
     return (options.examples or FEW_CASES) * max(len(arguments.loops), 1) >= FEW_CASES
 
@@ -338,7 +393,9 @@ def _verify(arguments: argparse.Namespace, options: VerifyOptions, output: Outpu
 
 @dataclass
 class _Run:
-    """The verifications so far, what was printed on them and stored, and whether Ctrl-C has stopped them."""
+    """The verifications so far, what was printed on them and stored, and whether Ctrl-C has stopped
+    them.
+    """
 
     output: Output
     lines: list[str]
@@ -352,11 +409,17 @@ class _Run:
         from gradcheck_suite.page.render import violations_html
         from gradcheck_suite.page.violation import read_violation
 
-        return violations_html([read_violation(path, self.output.seen(path)) for path in self.stored], self.lines)
+        return violations_html(
+            [read_violation(path, self.output.seen(path)) for path in self.stored], self.lines
+        )
 
 
-def _verify_all(subjects: list[Subject], options: VerifyOptions, about: dict[str, Any], done: _Run) -> None:
-    """Verify, store and print the subjects one after the other, until Ctrl-C, or the first violation with `-x`."""
+def _verify_all(
+    subjects: list[Subject], options: VerifyOptions, about: dict[str, Any], done: _Run
+) -> None:
+    """Verify, store and print the subjects one after the other, until Ctrl-C, or the first
+    violation with `-x`.
+    """
     from gradcheck_suite.run.ranks import kept_ranks
 
     width = max(len(subject.name) for subject in subjects)
@@ -379,7 +442,10 @@ def _verify_all(subjects: list[Subject], options: VerifyOptions, about: dict[str
                 done.results.append(result)
                 stored = _keep(subject, chosen, result, about, done, width)
                 reports = done.output.options.reports
-                exit_status.attempt(PROGRAM, partial(record, subject, chosen, result, reached, reports, about, stored))
+                exit_status.attempt(
+                    PROGRAM,
+                    partial(record, subject, chosen, result, reached, reports, about, stored),
+                )
                 if result.interrupted or pressed:
                     done.interrupted = True
                     return
@@ -390,17 +456,26 @@ def _verify_all(subjects: list[Subject], options: VerifyOptions, about: dict[str
 
 
 def _keep(
-    subject: Subject, options: VerifyOptions, result: Result, about: dict[str, Any], done: _Run, width: int
+    subject: Subject,
+    options: VerifyOptions,
+    result: Result,
+    about: dict[str, Any],
+    done: _Run,
+    width: int,
 ) -> Counterexample | None:
     """Print the verdict, then store a violation and print the names of its files; return these.
 
-    If a file cannot be written, a message says so, and the exit status stays. The script runs after the verdict, too:
-    it imports torch, which takes seconds.
+    If a file cannot be written, a message says so, and the exit status stays. The script runs after
+    the verdict, too: it imports torch, which takes seconds.
     """
     output, quiet = done.output, done.output.options.quiet
     lines = result_lines(result, width=width)
     done.lines.append(lines[0])
-    say(["  ".join([lines[0], *(violation.title for violation in result.violations)])] if quiet else lines)
+    say(
+        ["  ".join([lines[0], *(violation.title for violation in result.violations)])]
+        if quiet
+        else lines
+    )
     reports = output.options.reports or output.folder / DEFAULT_REPORTS
     stored = exit_status.attempt(PROGRAM, lambda: store(subject, options, result, reports, about))
     if stored is None:
@@ -408,7 +483,9 @@ def _keep(
     if stored.script is not None and result.violation is not None:
         from gradcheck_suite.script import unrepeatable
 
-        stored = replace(stored, unrepeatable=unrepeatable(stored.script, result.violation, options.time_limit_s))
+        stored = replace(
+            stored, unrepeatable=unrepeatable(stored.script, result.violation, options.time_limit_s)
+        )
     done.stored.append(stored.case)
     if not quiet:
         say(file_lines(stored, options, output.seen))
@@ -421,30 +498,42 @@ def _list(ranks: int) -> int:
     from gradcheck_suite.loops.reset_modes import BUILT_IN
 
     loops = {**BUILT_IN, **JAX_MODES} if ranks == 1 else RANK_LOOPS
-    built_in = [(name, (loop.__doc__ or "").strip().splitlines()[0]) for name, loop in loops.items()]
+    built_in = [
+        (name, (loop.__doc__ or "").strip().splitlines()[0]) for name, loop in loops.items()
+    ]
     trainers = [(name, f"{trainer.about} [{trainer.status}]") for name, trainer in TRAINERS.items()]
     print("\n".join(aligned([*built_in, *(trainers if ranks == 1 else [])])))
     return exit_status.HOLDS
 
 
 def modes_of(framework: str | None, ranks: int) -> dict[str, Loop]:
-    """Return the reset modes of a framework, `"torch"`, `"jax"` or `"all"`, or those for several ranks."""
+    """Return the reset modes of a framework, `"torch"`, `"jax"` or `"all"`, or those for several
+    ranks.
+    """
     from gradcheck_suite.loops.jax_modes import JAX_MODES
     from gradcheck_suite.loops.ranks import RANK_MODES
     from gradcheck_suite.loops.reset_modes import MODES
 
     if ranks > 1:
         return dict(RANK_MODES)
-    return {**({} if framework == "jax" else MODES), **(JAX_MODES if framework in ("jax", "all") else {})}
+    return {
+        **({} if framework == "jax" else MODES),
+        **(JAX_MODES if framework in ("jax", "all") else {}),
+    }
 
 
 def _subjects(arguments: argparse.Namespace, options: VerifyOptions) -> list[Subject]:
-    """Load the loops and the problem; raise `UsageError` if a loop's assumptions exclude the problem."""
+    """Load the loops and the problem.
+
+    Raise `UsageError` if a loop's assumptions exclude the problem.
+    """
     from gradcheck_suite.cli.loading import resolve_loop, resolve_problem
     from gradcheck_suite.loops.ranks import RANK_LOOPS
     from gradcheck_suite.strategies.cases import expect_layers_left
 
-    if options.ranks == 1 and (over_ranks := next((text for text in arguments.loops if text in RANK_LOOPS), None)):
+    if options.ranks == 1 and (
+        over_ranks := next((text for text in arguments.loops if text in RANK_LOOPS), None)
+    ):
         raise UsageError(f"{over_ranks} trains on several ranks: give --ranks 2, 3 or 4")
     problem = None if arguments.problem is None else resolve_problem(arguments.problem)
     loops = {text: resolve_loop(text, arguments.framework) for text in arguments.loops} or modes_of(

@@ -1,4 +1,5 @@
-"""A case as plain data: the spec of a problem, the plan of micro-batches and windows, and the weight probe.
+"""A case as plain data: the spec of a problem, the plan of micro-batches and windows, and the
+weight probe.
 
 Must import neither torch nor JAX, and of this package only `errors`.
 """
@@ -19,8 +20,8 @@ from gradcheck_suite.errors import UsageError
 
 # Specs: generated problems as data, made of an input, a chain of layers and a loss.
 #
-# Hypothesis shrinks and prints specs, and they convert to and from JSON, so they contain no module and no tensor. The
-# catalogue implements them in torch and in JAX.
+# Hypothesis shrinks and prints specs, and they convert to and from JSON, so they contain no module
+# and no tensor. The catalogue implements them in torch and in JAX.
 
 
 Scalar = bool | int | float | str | None
@@ -34,10 +35,14 @@ OBJECTIVES: tuple[Objective, ...] = (*REDUCTIONS, "batch")
 def _freeze(options: Mapping[str, Any], where: str) -> tuple[tuple[str, Scalar], ...]:
     for name, value in options.items():
         if name in ("kind", "layers"):
-            raise UsageError(f"{where}: option {name!r} has a name that JSON uses for something else; choose another")
+            raise UsageError(
+                f"{where}: option {name!r} has a name that JSON uses for something else; choose"
+                " another"
+            )
         if not isinstance(value, bool | int | float | str | None):
             raise UsageError(
-                f"{where}: option {name!r} must be a bool, int, float, str or None, got {type(value).__name__}"
+                f"{where}: option {name!r} must be a bool, int, float, str or None, got"
+                f" {type(value).__name__}"
             )
     return tuple(sorted(options.items()))
 
@@ -51,7 +56,9 @@ class _Spec:
 
     def __init__(self, kind: str, /, **options: Scalar) -> None:
         if not isinstance(kind, str):
-            raise UsageError(f"{type(self).__name__}: kind must be a string, got {type(kind).__name__}")
+            raise UsageError(
+                f"{type(self).__name__}: kind must be a string, got {type(kind).__name__}"
+            )
         object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "options", _freeze(options, f"{type(self).__name__}({kind!r})"))
 
@@ -98,7 +105,9 @@ class Layer(_Spec):
         super().__init__(kind, **options)
         for layer in layers:
             if not isinstance(layer, Layer):
-                raise UsageError(f"Layer({kind!r}): inner layers must be Layer, got {type(layer).__name__}")
+                raise UsageError(
+                    f"Layer({kind!r}): inner layers must be Layer, got {type(layer).__name__}"
+                )
         object.__setattr__(self, "layers", tuple(layers))
 
     def _arguments(self) -> list[str]:
@@ -122,8 +131,8 @@ class ProblemSpec:
         input: the source of items.
         layers: the model: a chain of layers.
         loss: the loss of the model's output.
-        ties: modules or parameters under a second name: pairs of that name and the first one, such as
-            `("2.weight", "0.weight")`; the first one is of an earlier layer.
+        ties: modules or parameters under a second name: pairs of that name and the first one, such
+            as `("2.weight", "0.weight")`; the first one is of an earlier layer.
     """
 
     input: Input
@@ -153,10 +162,15 @@ class ProblemSpec:
 
     def __repr__(self) -> str:
         ties = f", ties={self.ties!r}" if self.ties else ""
-        return f"ProblemSpec(input={self.input!r}, layers={self.layers!r}, loss={self.loss!r}{ties})"
+        return (
+            f"ProblemSpec(input={self.input!r}, layers={self.layers!r}, loss={self.loss!r}{ties})"
+        )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the problem as JSON-ready data; without ties where there are none, so that digests stay."""
+        """Return the problem as JSON-ready data.
+
+        Without ties where there are none, so that digests stay.
+        """
         return {
             "input": self.input.to_json(),
             "layers": [layer.to_json() for layer in self.layers],
@@ -173,7 +187,9 @@ def _checked_tie(tie: Any) -> Tie:
             return name, original
     except (AttributeError, TypeError, ValueError):
         pass
-    raise UsageError(f"ProblemSpec: ties must be pairs of a name and one of an earlier layer, got {tie!r}")
+    raise UsageError(
+        f"ProblemSpec: ties must be pairs of a name and one of an earlier layer, got {tie!r}"
+    )
 
 
 def _kind_and_options(data: Any, where: str) -> tuple[str, dict[str, Any]]:
@@ -229,13 +245,14 @@ class Plan:
 
     Attributes:
         micro_batches: number of items of each micro-batch of one epoch, in order; each at least 1.
-        accumulation_steps: number of micro-batches in a window (K), at least 1. The last window of an epoch is shorter
-            if K does not divide the number of micro-batches.
+        accumulation_steps: number of micro-batches in a window (K), at least 1. The last window of
+            an epoch is shorter if K does not divide the number of micro-batches.
         epochs: number of passes over the items, at least 1.
         masked: indices of the micro-batches without valid targets: all their targets are ignored.
-        ranks: number of micro-batches that each rank gets in an epoch, each at least 1; empty for one rank. A rank's
-            window has `accumulation_steps` micro-batches or what is left, possibly none. `micro_batches` lists the
-            first window's micro-batches of rank 0, then those of rank 1 and so on, then the second window's.
+        ranks: number of micro-batches that each rank gets in an epoch, each at least 1; empty for
+            one rank. A rank's window has `accumulation_steps` micro-batches or what is left,
+            possibly none. `micro_batches` lists the first window's micro-batches of rank 0, then
+            those of rank 1 and so on, then the second window's.
 
     Raises:
         UsageError: a value is out of range, or a window has no valid targets.
@@ -252,7 +269,10 @@ class Plan:
         object.__setattr__(self, "ranks", () if len(self.ranks) == 1 else tuple(self.ranks))
         object.__setattr__(self, "masked", tuple(sorted(set(self.masked))))
         if not self.micro_batches or not all(is_integer(n) and n >= 1 for n in self.micro_batches):
-            raise UsageError(f"Plan: micro_batches must be positive integers, at least one, got {self.micro_batches}")
+            raise UsageError(
+                "Plan: micro_batches must be positive integers, at least one, got"
+                f" {self.micro_batches}"
+            )
         for name in ("accumulation_steps", "epochs"):
             value = getattr(self, name)
             if not is_integer(value) or value < 1:
@@ -261,16 +281,20 @@ class Plan:
             self.ranks and sum(self.ranks) != len(self.micro_batches)
         ):
             raise UsageError(
-                f"Plan: ranks must be positive integers that add up to the {len(self.micro_batches)} micro-batches, "
-                f"got {self.ranks}"
+                "Plan: ranks must be positive integers that add up to the"
+                f" {len(self.micro_batches)} micro-batches, got {self.ranks}"
             )
         if not all(is_integer(j) and 0 <= j < len(self.micro_batches) for j in self.masked):
             raise UsageError(
-                f"Plan: masked must be indices of micro-batches below {len(self.micro_batches)}, got {self.masked}"
+                f"Plan: masked must be indices of micro-batches below {len(self.micro_batches)},"
+                f" got {self.masked}"
             )
         for w, window in enumerate(self.windows):
             if set(window) <= set(self.masked):
-                raise UsageError(f"Plan: window {w} has no valid targets: all its micro-batches {window} are masked")
+                raise UsageError(
+                    f"Plan: window {w} has no valid targets: all its micro-batches {window} are"
+                    " masked"
+                )
 
     @property
     def world_size(self) -> int:
@@ -309,7 +333,9 @@ class Plan:
 
     def items(self, micro_batch: int) -> range:
         """Return the indices of the items of a micro-batch."""
-        return range(self.starts[micro_batch], self.starts[micro_batch] + self.micro_batches[micro_batch])
+        return range(
+            self.starts[micro_batch], self.starts[micro_batch] + self.micro_batches[micro_batch]
+        )
 
     @property
     def cuts(self) -> list[range]:
@@ -333,7 +359,9 @@ class Plan:
 
     @property
     def step_limit(self) -> int:
-        """The number of optimizer steps after which a loop is stopped: more than two per micro-batch."""
+        """The number of optimizer steps after which a loop is stopped: more than two per
+        micro-batch.
+        """
         return 2 * self.epochs * len(self.micro_batches) + 8
 
     @property
@@ -343,7 +371,9 @@ class Plan:
 
     @property
     def has_idle_rank(self) -> bool:
-        """Whether some rank has no micro-batch in the last window of an epoch, while others have some."""
+        """Whether some rank has no micro-batch in the last window of an epoch, while others have
+        some.
+        """
         return not all(self._parts[-1])
 
     def replace(self, **changes: Any) -> Plan:
@@ -358,7 +388,11 @@ class Plan:
         kept = tuple(kept)
         if self.ranks:
             counts = [sum(self.owners[j] == rank for j in kept) for rank in range(self.world_size)]
-            given = [iter([j for j in kept if self.owners[j] == rank]) for rank, n in enumerate(counts) if n]
+            given = [
+                iter([j for j in kept if self.owners[j] == rank])
+                for rank, n in enumerate(counts)
+                if n
+            ]
             ranks = tuple(n for n in counts if n)
             owners = Plan((1,) * len(kept), self.accumulation_steps, ranks=ranks).owners
             kept = tuple(next(given[owner]) for owner in owners)
@@ -373,8 +407,8 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON-ready data.
 
-        A field that is not among `ALWAYS_WRITTEN` is left out where it has its default, so that a field which is added
-        later changes no stored case and no digest.
+        A field that is not among `ALWAYS_WRITTEN` is left out where it has its default, so that a
+        field which is added later changes no stored case and no digest.
         """
         values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
         return {
@@ -403,7 +437,9 @@ def plan_from_json(data: Any) -> Plan:
     for name, value in data.items():
         if str(known[name].type).startswith("tuple") and not isinstance(value, list):
             raise UsageError(f"plan: {name} must be a list, got {value!r}")
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in data.items()}
+    values: dict[str, Any] = {
+        name: tuple(v) if isinstance(v, list) else v for name, v in data.items()
+    }
     return Plan(**values)
 
 
@@ -426,10 +462,11 @@ class Case:
         dtype: dtype of parameters and floating-point inputs, one of `DTYPES`.
         device: device of model and data, one of `DEVICES`.
         seed: seed of parameter values and data, 0 to 2**32 - 1.
-        optimizer: name of the optimizer, or None for one whose step leaves the parameters unchanged.
+        optimizer: name of the optimizer, or None for one whose step leaves the parameters
+            unchanged.
         groups: number of parameter groups of the optimizer; each has a learning rate of its own.
-        distinct_items: number of different items of an epoch, which repeat in turn, so that whole micro-batches are
-            equal, and with 1 all losses; 0 where every item is drawn.
+        distinct_items: number of different items of an epoch, which repeat in turn, so that whole
+            micro-batches are equal, and with 1 all losses; 0 where every item is drawn.
     """
 
     problem: ProblemSpec | str
@@ -443,7 +480,9 @@ class Case:
 
     def __post_init__(self) -> None:
         if not isinstance(self.problem, ProblemSpec | str):
-            raise UsageError(f"Case: problem must be a ProblemSpec or 'FILE.py:NAME', got {self.problem!r}")
+            raise UsageError(
+                f"Case: problem must be a ProblemSpec or 'FILE.py:NAME', got {self.problem!r}"
+            )
         if not isinstance(self.plan, Plan):
             raise UsageError(f"Case: plan must be a Plan, got {self.plan!r}")
         if self.dtype not in DTYPES:
@@ -457,18 +496,29 @@ class Case:
         if not is_integer(self.groups) or self.groups < 1:
             raise UsageError(f"groups must be a positive integer, got {self.groups!r}")
         if not is_integer(self.distinct_items) or self.distinct_items < 0:
-            raise UsageError(f"distinct_items must be an integer from 0 on, got {self.distinct_items!r}")
+            raise UsageError(
+                f"distinct_items must be an integer from 0 on, got {self.distinct_items!r}"
+            )
         if self.distinct_items and self.plan.masked:
-            raise UsageError("distinct_items: micro-batches without valid targets differ from others; drop plan.masked")
+            raise UsageError(
+                "distinct_items: micro-batches without valid targets differ from others; drop"
+                " plan.masked"
+            )
 
     def __repr__(self) -> str:
         return f"Case({', '.join(f'{name}={value!r}' for name, value in self._written().items())})"
 
     def _written(self) -> dict[str, Any]:
-        """Return the fields, without later ones that have their default, so that the digests of stored cases stay."""
+        """Return the fields, without later ones that have their default, so that the digests of
+        stored cases stay.
+        """
         values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
         later = ("groups", "distinct_items")
-        return {name: value for name, (value, default) in values.items() if name not in later or value != default}
+        return {
+            name: value
+            for name, (value, default) in values.items()
+            if name not in later or value != default
+        }
 
     @property
     def spec(self) -> ProblemSpec | None:
@@ -477,7 +527,10 @@ class Case:
 
     @property
     def problem_name(self) -> str | None:
-        """The file and name of the user's problem, as on the command line; None for a generated one."""
+        """The file and name of the user's problem, as on the command line.
+
+        None for a generated one.
+        """
         return self.problem if isinstance(self.problem, str) else None
 
     @cached_property
@@ -492,7 +545,12 @@ class Case:
 
     def _content(self) -> dict[str, Any]:
         problem = self.problem if isinstance(self.problem, str) else self.problem.to_json()
-        return {"schema": SCHEMA, **self._written(), "problem": problem, "plan": self.plan.to_json()}
+        return {
+            "schema": SCHEMA,
+            **self._written(),
+            "problem": problem,
+            "plan": self.plan.to_json(),
+        }
 
     def to_json(self) -> dict[str, Any]:
         """Return the case as JSON-ready data, with its digest."""
@@ -503,22 +561,29 @@ def case_from_json(data: Any) -> Case:
     """Return the case of JSON data.
 
     Raises:
-        UsageError: the data is not a case, has another schema version, or was edited (its digest does not match).
+        UsageError: the data is not a case, has another schema version, or was edited (its digest
+            does not match).
     """
     if not isinstance(data, Mapping) or "problem" not in data or "plan" not in data:
         raise UsageError("not a gradcheck-suite case: expected an object with 'problem' and 'plan'")
     if data.get("schema") != SCHEMA:
-        raise UsageError(f"case schema must be {SCHEMA}, got {data.get('schema')!r}: it comes from another version")
+        raise UsageError(
+            f"case schema must be {SCHEMA}, got {data.get('schema')!r}: it comes from another"
+            " version"
+        )
     given = {name: value for name, value in data.items() if name not in ("schema", "digest")}
     if unknown := given.keys() - {field.name for field in fields(Case)}:
-        raise UsageError(f"case has unknown fields {sorted(unknown)}: it comes from another version or was edited")
+        raise UsageError(
+            f"case has unknown fields {sorted(unknown)}: it comes from another version or was"
+            " edited"
+        )
     problem = data["problem"]
     given["problem"] = problem if isinstance(problem, str) else problem_from_json(problem)
     case = Case(**{**given, "plan": plan_from_json(data["plan"])})
     if "digest" in data and data["digest"] != case.digest:
         raise UsageError(
-            f"case was edited: its digest is {data['digest']!r} but its content has {case.digest!r}; "
-            "remove the 'digest' field to accept the edit"
+            f"case was edited: its digest is {data['digest']!r} but its content has"
+            f" {case.digest!r}; remove the 'digest' field to accept the edit"
         )
     return case
 
@@ -543,7 +608,8 @@ def probe_case(
     slopes: str = "",
     unit: float = 1.0,
 ) -> Case:
-    """Return the case whose accumulated gradient is the weights that a loop gives to the items of `plan`.
+    """Return the case whose accumulated gradient is the weights that a loop gives to the items of
+    `plan`.
 
     If the counts are powers of two, the weights of a correct loop equal 1/N bit for bit.
 
@@ -552,7 +618,8 @@ def probe_case(
         reduction: reduction of the loss.
         device: device of the model and the data.
         dtype: dtype of the parameter.
-        slopes: derivatives of the item losses as `slopes_text` writes them, repeated over the items; 1 each if empty.
+        slopes: derivatives of the item losses as `slopes_text` writes them, repeated over the
+            items; 1 each if empty.
         unit: what an item counts.
     """
     items = plan.total_items
@@ -580,7 +647,10 @@ def slopes_text(slopes: Iterable[float]) -> str:
 
 
 def read_slopes(text: str, items: int) -> list[float]:
-    """Return the slope of each item's loss; the text's slopes are repeated, and without a text all are 1."""
+    """Return the slope of each item's loss.
+
+    The text's slopes are repeated, and without a text all are 1.
+    """
     slopes = [_read(word) for word in text.split()] or [1.0]
     return [slopes[i % len(slopes)] for i in range(items)]
 

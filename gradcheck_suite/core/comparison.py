@@ -93,7 +93,8 @@ class Difference:
 
 
 def elementwise_error(observed: Any, expected: Any) -> Any:
-    """Return |observed - expected|: 0 for equal infinities and for two NaN, infinite where one alone is NaN.
+    """Return |observed - expected|: 0 for equal infinities and for two NaN, infinite where one
+    alone is NaN.
 
     Args:
         observed: an array of numpy or a tensor of torch, floating.
@@ -121,7 +122,9 @@ def worst_difference(observed: Vector, expected: Vector, allowed: Vector) -> Dif
     with np.errstate(divide="ignore"):
         ratio = np.divide(error, allowed, out=np.zeros_like(error), where=error > 0)
     index = int(np.argmax(ratio))
-    return Difference(index, float(error[index]), float(allowed[index]), int(np.count_nonzero(error > allowed)))
+    return Difference(
+        index, float(error[index]), float(allowed[index]), int(np.count_nonzero(error > allowed))
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +152,10 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """The largest error over allowed; above 1 is a difference that rounding does not explain."""
+        """The largest error over allowed.
+
+        Above 1 is a difference that rounding does not explain.
+        """
         return self.worst.ratio
 
     def seen(self, name: str) -> npt.NDArray[np.float64] | None:
@@ -159,24 +165,27 @@ class Comparison:
 
 # Bounds on the rounding error of a gradient, element by element.
 #
-# A window's gradient is a sum of K contributions c_j, one per micro-batch, computed and added up in some precision
-# with unit roundoff u. The result of a correct loop differs from the float64 gradient by at most
+# A window's gradient is a sum of K contributions c_j, one per micro-batch, computed and added up in
+# some precision with unit roundoff u. The result of a correct loop differs from the float64
+# gradient by at most
 #
 #     |acc - g64| <= growth(K + 4, u) * sum_j |c_j| + student_factor(D) * noise + underflow
 #
-# Adding contributions in any order multiplies each by K - 1 factors (1 + d), |d| <= u, and a few more
-# (`FURTHER_ROUNDINGS`); `growth` bounds their product. `noise` is the size of the rounding errors of the forward and
-# the backward pass, measured by D Monte Carlo draws. `underflow` is the spacing of the smallest numbers, whose
-# rounding relative errors do not bound. All of it comes from float64 computations: a gradient that torch computes in
-# a lower precision says nothing about what is allowed.
+# Adding contributions in any order multiplies each by K - 1 factors (1 + d), |d| <= u, and a few
+# more (`FURTHER_ROUNDINGS`); `growth` bounds their product. `noise` is the size of the rounding
+# errors of the forward and the backward pass, measured by D Monte Carlo draws. `underflow` is the
+# spacing of the smallest numbers, whose rounding relative errors do not bound. All of it comes from
+# float64 computations: a gradient that torch computes in a lower precision says nothing about what
+# is allowed.
 #
-# In float64 the bound is the same, with `summation_bound` in place of `growth`, which also covers the items of a
-# micro-batch. In every precision there is a resolution below which differences are not measured: `quick_bound` and
-# `coarse_bound`.
+# In float64 the bound is the same, with `summation_bound` in place of `growth`, which also covers
+# the items of a micro-batch. In every precision there is a resolution below which differences are
+# not measured: `quick_bound` and `coarse_bound`.
 #
-# Sources: N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., sections 3.1 and 4.2; N. J. Higham
-# and T. Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41 (2019), theorem 2.4;
-# D. S. Parker, Monte Carlo Arithmetic, UCLA CSD-970002 (1997), for Monte Carlo rounding errors.
+# Sources: N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., sections 3.1 and
+# 4.2; N. J. Higham and T. Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM J.
+# Sci. Comput. 41 (2019), theorem 2.4; D. S. Parker, Monte Carlo Arithmetic, UCLA CSD-970002 (1997),
+# for Monte Carlo rounding errors.
 
 
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -216,27 +225,34 @@ few windows need the measurement."""
 def growth(factors: int, dtype: str) -> float:
     """Return g such that a product of `factors` terms (1 + d), |d| <= u, lies within 1 +- g.
 
-    The deterministic bound is (1 + u)**n - 1. For float64 and float32 the probabilistic bound of Higham and Mary holds
-    as well, exp(l * sqrt(n) * u + n * u**2 / (1 - u)) - 1. Its probability of failure is
-    2 * exp(-(l * (1 - u))**2 / 2), so l = 6.54 for `FALSE_ALARM`, and it is the smaller one from 43 factors on. It
-    assumes independent errors of mean zero. A bfloat16 or float16 sum stagnates (256 + 1 = 256, repeatedly): its errors
-    have one sign, and only the deterministic bound holds.
+    The deterministic bound is (1 + u)**n - 1. For float64 and float32 the probabilistic bound of
+    Higham and Mary holds as well, exp(l * sqrt(n) * u + n * u**2 / (1 - u)) - 1. Its probability of
+    failure is 2 * exp(-(l * (1 - u))**2 / 2), so l = 6.54 for `FALSE_ALARM`, and it is the smaller
+    one from 43 factors on. It assumes independent errors of mean zero. A bfloat16 or float16 sum
+    stagnates (256 + 1 = 256, repeatedly): its errors have one sign, and only the deterministic
+    bound holds.
     """
     unit = UNIT_ROUNDOFF[dtype]
     sure = math.expm1(factors * math.log1p(unit))
     if dtype not in ("float64", "float32"):
         return sure
     spread = math.sqrt(2 * math.log(2 / FALSE_ALARM)) / (1 - unit)
-    return min(sure, math.expm1(spread * math.sqrt(factors) * unit + factors * unit**2 / (1 - unit)))
+    return min(
+        sure, math.expm1(spread * math.sqrt(factors) * unit + factors * unit**2 / (1 - unit))
+    )
 
 
 def student_factor(draws: int = DRAWS) -> float:
-    """Return f such that a further draw exceeds f times the root mean square of `draws` others with `FALSE_ALARM`.
+    """Return f such that a further draw exceeds f times the root mean square of `draws` others with
+    `FALSE_ALARM`.
 
-    An element's error is a sum of many small independent roundings, so approximately normal with unknown variance. The
-    ratio of a normal variable to the root mean square of D others has Student's distribution with D degrees of freedom.
+    An element's error is a sum of many small independent roundings, so approximately normal with
+    unknown variance. The ratio of a normal variable to the root mean square of D others has
+    Student's distribution with D degrees of freedom.
     """
-    from scipy.special import stdtrit  # its import takes a third of a second, and most gradients need no such bound
+    from scipy.special import (
+        stdtrit,
+    )  # its import takes a third of a second, and most gradients need no such bound
 
     return -float(stdtrit(draws, FALSE_ALARM / 2))
 
@@ -244,21 +260,29 @@ def student_factor(draws: int = DRAWS) -> float:
 def finite_or_right(observed: Vector, expected: Vector) -> Vector:
     """Return an observed gradient in which what may be NaN is as expected, (P,).
 
-    Where one element is rightly infinite or NaN, all may be NaN: `clip_grad_norm_(parameters, inf)`, which trainers
-    call to log the norm, multiplies by infinity over infinity, and the optimizer's step diverges anyway. An infinity is
-    held to the right value: in whatever order, infinity plus what else there is stays that infinity or becomes NaN.
+    Where one element is rightly infinite or NaN, all may be NaN: `clip_grad_norm_(parameters,
+    inf)`, which trainers call to log the norm, multiplies by infinity over infinity, and the
+    optimizer's step diverges anyway. An infinity is held to the right value: in whatever order,
+    infinity plus what else there is stays that infinity or becomes NaN.
     """
-    return observed if np.isfinite(expected).all() else np.where(np.isnan(observed), expected, observed)
+    return (
+        observed
+        if np.isfinite(expected).all()
+        else np.where(np.isnan(observed), expected, observed)
+    )
 
 
 def other_infinity(observed: Vector, expected: Vector) -> npt.NDArray[np.bool_]:
     """Return where a gradient is infinite in place of NaN or of the other infinity, (P,)."""
-    found: npt.NDArray[np.bool_] = np.isinf(observed) & ~np.isfinite(expected) & (observed != expected)
+    found: npt.NDArray[np.bool_] = (
+        np.isinf(observed) & ~np.isfinite(expected) & (observed != expected)
+    )
     return found
 
 
 def quick_bound(expected: Vector, terms: int) -> Vector:
-    """Return the float64 bound that needs no measurement: the resolution and the additions of the micro-batches, (P,).
+    """Return the float64 bound that needs no measurement: the resolution and the additions of the
+    micro-batches, (P,).
 
     Args:
         expected: (P,), the window's gradient.
@@ -270,10 +294,11 @@ def quick_bound(expected: Vector, terms: int) -> Vector:
 
 
 def summation_bound(sizes: Vector, items: int, layout: Layout) -> Vector:
-    """Return a bound on the difference of two float64 sums of the same items' parts, in any order and grouping, (P,).
+    """Return a bound on the difference of two float64 sums of the same items' parts, in any order
+    and grouping, (P,).
 
-    Each sum is within `growth` of the exact one. If the parts cancel, the error does not depend on the size of the
-    gradient, which may be exactly 0, but on the sizes of the parts.
+    Each sum is within `growth` of the exact one. If the parts cancel, the error does not depend on
+    the size of the gradient, which may be exactly 0, but on the sizes of the parts.
 
     Args:
         sizes: (P,), the sum over items of the absolute values of their parts.
@@ -284,7 +309,8 @@ def summation_bound(sizes: Vector, items: int, layout: Layout) -> Vector:
 
 
 def likely_bound(mean_square: Vector) -> Vector:
-    """Return the bound on a further draw where the mean square is the variance, not an estimate of it, (P,).
+    """Return the bound on a further draw where the mean square is the variance, not an estimate of
+    it, (P,).
 
     Args:
         mean_square: (P,), the mean over any number of draws of the squared deviations.
@@ -304,22 +330,29 @@ def noise_bound(mean_square: Vector, draws: int = DRAWS) -> Vector:
     return student_factor(draws) * np.sqrt(_finite(mean_square))
 
 
-def accumulation_bound(sizes: Vector, terms: int, dtype: str, *, smallest: float | None = None) -> Vector:
-    """Return a bound on the rounding error of scaling contributions and adding them in `dtype`, in any order, (P,).
+def accumulation_bound(
+    sizes: Vector, terms: int, dtype: str, *, smallest: float | None = None
+) -> Vector:
+    """Return a bound on the rounding error of scaling contributions and adding them in `dtype`, in
+    any order, (P,).
 
     Args:
         sizes: (P,), the sum over micro-batches of the absolute values of their contributions.
         terms: number of micro-batches.
         dtype: the coarsest dtype in which contributions are computed or added up.
-        smallest: the largest spacing of smallest numbers where several dtypes take part; None for that of `dtype`.
+        smallest: the largest spacing of smallest numbers where several dtypes take part; None for
+            that of `dtype`.
     """
     roundings = terms - 1 + FURTHER_ROUNDINGS
     underflow = roundings * (SMALLEST[dtype] if smallest is None else smallest)
     return growth(roundings, dtype) * _finite(sizes) + underflow
 
 
-def coarse_bound(sizes: Vector, terms: int, dtype: str, layout: Layout, *, smallest: float | None = None) -> Vector:
-    """Return the bound in a lower precision that needs no draws, (P,): smaller differences are not looked at.
+def coarse_bound(
+    sizes: Vector, terms: int, dtype: str, layout: Layout, *, smallest: float | None = None
+) -> Vector:
+    """Return the bound in a lower precision that needs no draws, (P,): smaller differences are not
+    looked at.
 
     It is `accumulation_bound` of the largest element of each parameter.
 

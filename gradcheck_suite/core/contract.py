@@ -53,7 +53,10 @@ ASSUMPTIONS = {
     FINITE_GRADIENTS: "no gradient of a window is infinite or NaN",
     BUSY_RANKS: "every rank has a micro-batch in every window",
     EVEN_RANKS: "every rank has the same number of micro-batches",
-    EDITS_PARAMETERS: "the loop itself changes parameters between steps, as an average or clipping of weights does",
+    EDITS_PARAMETERS: (
+        "the loop itself changes parameters between steps, as an average or clipping of weights"
+        " does"
+    ),
     EDITS_SETTINGS: "the loop itself changes settings of the optimizer, as a schedule by hand does",
     SCHEDULES_MICRO_BATCHES: "the learning rate schedule is meant to advance once per micro-batch",
     f"{NO_LAYER}KIND": "no layer of this kind, such as no-layer:embedding",
@@ -77,19 +80,26 @@ class TrainingRun:
         model: a fresh `torch.nn.Module` in train mode, on `device`.
         optimizer: a `torch.optim.Optimizer` of the model's trainable parameters.
         loader: a `DataLoader`; one pass is one epoch and yields the micro-batches in order.
-        loss: (model, batch) -> the scalar loss of a micro-batch, reduced over its items as `reduction` says.
-        pairs: a `DataLoader` of the same micro-batches as pairs (x, y), whose loss is `criterion(model(x), y)`. Both
-            are tensors where the batch has two tensors; otherwise they may be the whole batch.
+        loss: (model, batch) -> the scalar loss of a micro-batch, reduced over its items as
+            `reduction` says.
+        pairs: a `DataLoader` of the same micro-batches as pairs (x, y), whose loss is
+            `criterion(model(x), y)`. Both are tensors where the batch has two tensors; otherwise
+            they may be the whole batch.
         criterion: (output, y) -> the same loss, from what the model returns.
-        count: batch -> a scalar tensor, the divisor of the mean: items, valid targets, or the sum of their weights.
-        accumulation_steps: number of micro-batches in a window; the last window of an epoch may be shorter.
+        count: batch -> a scalar tensor, the divisor of the mean: items, valid targets, or the sum
+            of their weights.
+        accumulation_steps: number of micro-batches in a window; the last window of an epoch may be
+            shorter.
         epochs: number of passes over `loader`.
-        reduction: `"mean"` or `"sum"`; `"batch"` if the objective is a function of the window's items in one batch.
+        reduction: `"mean"` or `"sum"`; `"batch"` if the objective is a function of the window's
+            items in one batch.
         device: device of the model and the batches.
         dtype: dtype of the parameters.
-        rank: index of this process among those that train together. `loader` yields this rank's micro-batches, and
-            `count` is of one of them; the window is what all ranks together contribute to one step.
-        world_size: number of processes that train together, in the default group of `torch.distributed`.
+        rank: index of this process among those that train together. `loader` yields this rank's
+            micro-batches, and `count` is of one of them; the window is what all ranks together
+            contribute to one step.
+        world_size: number of processes that train together, in the default group of
+            `torch.distributed`.
     """
 
     model: torch.nn.Module
@@ -114,17 +124,20 @@ class JaxTrainingRun:
 
     Attributes:
         params: a pytree of JAX arrays.
-        optimizer: an `optax.GradientTransformation`. What reaches its `update` is judged; its updates are zeros, unless
-            the case has an optimizer.
-        batches: one pass is one epoch and yields the micro-batches in order, pytrees of JAX arrays with the items as
-            leading dimension; `len` is their number.
-        loss: (params, batch) -> the scalar loss of a micro-batch, reduced over its items as `reduction` says. It is
-            pure: `jit`, `vmap`, `scan` and `grad` may be applied to it. The mean over no valid target is 0.
-        count: batch -> a scalar array, the divisor of the mean: items, valid targets, or the sum of their weights. Pure
-            as well.
-        accumulation_steps: number of micro-batches in a window; the last window of an epoch may be shorter.
+        optimizer: an `optax.GradientTransformation`. What reaches its `update` is judged; its
+            updates are zeros, unless the case has an optimizer.
+        batches: one pass is one epoch and yields the micro-batches in order, pytrees of JAX arrays
+            with the items as leading dimension; `len` is their number.
+        loss: (params, batch) -> the scalar loss of a micro-batch, reduced over its items as
+            `reduction` says. It is pure: `jit`, `vmap`, `scan` and `grad` may be applied to it. The
+            mean over no valid target is 0.
+        count: batch -> a scalar array, the divisor of the mean: items, valid targets, or the sum of
+            their weights. Pure as well.
+        accumulation_steps: number of micro-batches in a window; the last window of an epoch may be
+            shorter.
         epochs: number of passes over `batches`.
-        reduction: `"mean"` or `"sum"`; `"batch"` if the objective is a function of the window's items in one batch.
+        reduction: `"mean"` or `"sum"`; `"batch"` if the objective is a function of the window's
+            items in one batch.
         dtype: dtype of the parameters.
     """
 
@@ -143,14 +156,17 @@ class JaxTrainingRun:
 class Problem:
     """A user's problem: a model, a source of items and a loss.
 
-    For a JAX loop the model is a pytree of arrays, and the batch and the loss consist of arrays, too.
+    For a JAX loop the model is a pytree of arrays, and the batch and the loss consist of arrays,
+    too.
 
     Attributes:
         model: seed -> a fresh module; the same seed gives the same parameter values.
-        batch: (items, seed) -> a pytree (dict, list, tuple) of tensors whose leading dimension is `items`.
+        batch: (items, seed) -> a pytree (dict, list, tuple) of tensors whose leading dimension is
+            `items`.
         loss: (model, batch) -> a scalar tensor, reduced over the items as `reduction` says.
-        reduction: `"mean"` or `"sum"`, or `"batch"` if the objective is no sum over items (contrastive losses,
-            statistics of the batch): loops are then held to the loss of the window's items in one batch.
+        reduction: `"mean"` or `"sum"`, or `"batch"` if the objective is no sum over items
+            (contrastive losses, statistics of the batch): loops are then held to the loss of the
+            window's items in one batch.
         count: batch -> the divisor of the mean; None if it is the number of items.
 
     Raises:
@@ -166,23 +182,36 @@ class Problem:
     def __post_init__(self) -> None:
         for name in ("model", "batch", "loss"):
             if not callable(getattr(self, name)):
-                raise UsageError(f"Problem: {name} must be callable, got {type(getattr(self, name)).__name__}")
+                raise UsageError(
+                    f"Problem: {name} must be callable, got {type(getattr(self, name)).__name__}"
+                )
         if self.count is not None and not callable(self.count):
-            raise UsageError(f"Problem: count must be callable or None, got {type(self.count).__name__}")
+            raise UsageError(
+                f"Problem: count must be callable or None, got {type(self.count).__name__}"
+            )
         for name, wanted in _ARGUMENTS.items():
             _expect_arguments(name, getattr(self, name), wanted)
         if self.reduction not in OBJECTIVES:
-            raise UsageError(f"Problem: reduction must be one of {', '.join(OBJECTIVES)}; got {self.reduction!r}")
+            raise UsageError(
+                f"Problem: reduction must be one of {', '.join(OBJECTIVES)}; got {self.reduction!r}"
+            )
 
 
-_ARGUMENTS = {"model": ("seed",), "batch": ("items", "seed"), "loss": ("model", "batch"), "count": ("batch",)}
+_ARGUMENTS = {
+    "model": ("seed",),
+    "batch": ("items", "seed"),
+    "loss": ("model", "batch"),
+    "count": ("batch",),
+}
 
 
 def _expect_arguments(name: str, function: Any, wanted: tuple[str, ...]) -> None:
     """Raise `UsageError` if a function does not take these arguments."""
     # a plain function tells at once; a signature takes 30 times as long to find out more
     code = function.__code__ if isinstance(function, FunctionType) else None
-    if function is None or (code and (code.co_argcount, code.co_kwonlyargcount) == (len(wanted), 0)):
+    if function is None or (
+        code and (code.co_argcount, code.co_kwonlyargcount) == (len(wanted), 0)
+    ):
         return
     try:
         signature = inspect.signature(function)
@@ -193,13 +222,16 @@ def _expect_arguments(name: str, function: Any, wanted: tuple[str, ...]) -> None
     except TypeError:
         shown = f"{getattr(function, '__name__', type(function).__name__)}{signature}"
         raise UsageError(
-            f"Problem: {name} is called as {name}({', '.join(wanted)}), and {shown} does not take these arguments"
+            f"Problem: {name} is called as {name}({', '.join(wanted)}), and {shown} does not take"
+            " these arguments"
         ) from None
 
 
 def is_assumption(name: Any) -> bool:
     """Return whether a value is the name of an assumption."""
-    return isinstance(name, str) and (name in ASSUMPTIONS or (name.startswith(NO_LAYER) and name != NO_LAYER))
+    return isinstance(name, str) and (
+        name in ASSUMPTIONS or (name.startswith(NO_LAYER) and name != NO_LAYER)
+    )
 
 
 def checked_assumptions(names: Iterable[str]) -> frozenset[str]:
@@ -209,12 +241,19 @@ def checked_assumptions(names: Iterable[str]) -> frozenset[str]:
         UsageError: a name is unknown, or two names exclude each other.
     """
     if isinstance(names, str):
-        raise UsageError(f"assumes must be a tuple of names such as ({names!r},), got the string {names!r}")
+        raise UsageError(
+            f"assumes must be a tuple of names such as ({names!r},), got the string {names!r}"
+        )
     chosen = frozenset(names)
     if unknown := sorted(name for name in chosen if not is_assumption(name)):
-        raise UsageError(f"assumption must be one of {', '.join(ASSUMPTIONS)}; got {', '.join(map(repr, unknown))}")
+        raise UsageError(
+            f"assumption must be one of {', '.join(ASSUMPTIONS)}; got"
+            f" {', '.join(map(repr, unknown))}"
+        )
     if chosen >= {SUM_REDUCTION, MEAN_REDUCTION}:
-        raise UsageError(f"{MEAN_REDUCTION} and {SUM_REDUCTION} exclude each other: assume one of them")
+        raise UsageError(
+            f"{MEAN_REDUCTION} and {SUM_REDUCTION} exclude each other: assume one of them"
+        )
     if EQUAL_BATCHES in chosen:
         chosen |= {EQUAL_MICRO_BATCHES}
     if EVEN_RANKS in chosen:
@@ -227,7 +266,9 @@ def excluded_layers(assumes: Iterable[str]) -> frozenset[str]:
     return frozenset(name.removeprefix(NO_LAYER) for name in assumes if name.startswith(NO_LAYER))
 
 
-def expect_within(problem: Problem, assumes: frozenset[str], *, loop: str = "the loop", name: str = "problem") -> None:
+def expect_within(
+    problem: Problem, assumes: frozenset[str], *, loop: str = "the loop", name: str = "problem"
+) -> None:
     """Raise `UsageError` if a user's problem contradicts what a loop assumes.
 
     Args:
@@ -239,13 +280,14 @@ def expect_within(problem: Problem, assumes: frozenset[str], *, loop: str = "the
     for assumption, reduction in ((SUM_REDUCTION, "sum"), (MEAN_REDUCTION, "mean")):
         if assumption in assumes and problem.reduction != reduction:
             raise UsageError(
-                f"{loop} assumes {assumption}, but the reduction of {name} is {problem.reduction!r}: "
-                f"drop the assumption or pass a problem with reduction={reduction!r}"
+                f"{loop} assumes {assumption}, but the reduction of {name} is"
+                f" {problem.reduction!r}: drop the assumption or pass a problem with"
+                f" reduction={reduction!r}"
             )
     if PLAIN_COUNTS in assumes and problem.count is not None:
         raise UsageError(
-            f"{loop} assumes {PLAIN_COUNTS}, but {name} has a count of its own: drop the assumption, or leave "
-            "Problem.count out if every item counts once"
+            f"{loop} assumes {PLAIN_COUNTS}, but {name} has a count of its own: drop the"
+            " assumption, or leave Problem.count out if every item counts once"
         )
 
 
@@ -256,14 +298,17 @@ def checked_autocast(name: str | None) -> str | None:
     return name
 
 
-def training_loop(*, assumes: Iterable[str] = (), autocast: str | None = None) -> Callable[[_LoopT], _LoopT]:
+def training_loop(
+    *, assumes: Iterable[str] = (), autocast: str | None = None
+) -> Callable[[_LoopT], _LoopT]:
     """Declare what a loop assumes, and in which lower precision it computes its losses.
 
     Args:
-        assumes: names from `ASSUMPTIONS`, such as `"equal-micro-batches"`; only plans and problems that satisfy them
-            are drawn.
-        autocast: `"bfloat16"` or `"float16"` for a loop that computes its losses under `torch.autocast` in this dtype;
-            its gradients are then held to this dtype's rounding errors.
+        assumes: names from `ASSUMPTIONS`, such as `"equal-micro-batches"`; only plans and problems
+            that satisfy them are drawn.
+        autocast: `"bfloat16"` or `"float16"` for a loop that computes its losses under
+            `torch.autocast` in this dtype; its gradients are then held to this dtype's rounding
+            errors.
     """
     chosen, declared = checked_assumptions(assumes), checked_autocast(autocast)
 
@@ -280,13 +325,16 @@ def jax_training_loop(loop: _LoopT, *, assumes: Iterable[str] = ()) -> _LoopT: .
 
 
 @overload
-def jax_training_loop(loop: None = None, *, assumes: Iterable[str] = ()) -> Callable[[_LoopT], _LoopT]: ...
+def jax_training_loop(
+    loop: None = None, *, assumes: Iterable[str] = ()
+) -> Callable[[_LoopT], _LoopT]: ...
 
 
 def jax_training_loop(loop: Any = None, *, assumes: Iterable[str] = ()) -> Any:
     """Declare a JAX loop, which takes a `JaxTrainingRun`, and what it assumes.
 
-    Use it with or without arguments: `@jax_training_loop`, `@jax_training_loop(assumes=("whole-windows",))`.
+    Use it with or without arguments: `@jax_training_loop`,
+    `@jax_training_loop(assumes=("whole-windows",))`.
 
     Args:
         loop: the loop.
@@ -328,14 +376,18 @@ ITEMS_OF_RANKS = (1, 3, 4, 8)
 """How many times as many items as rank 0 each rank has: together 4, 8 and 16 times as many, powers of two."""
 
 
-def dealt_to_ranks(plan: Plan, ranks: int, assumes: Collection[str], *, uneven: bool = False) -> Plan:
-    """Return a plan for several ranks: each has the micro-batches of a plan of one rank, in sizes of its own.
+def dealt_to_ranks(
+    plan: Plan, ranks: int, assumes: Collection[str], *, uneven: bool = False
+) -> Plan:
+    """Return a plan for several ranks: each has the micro-batches of a plan of one rank, in sizes
+    of its own.
 
     Args:
         plan: a plan of one rank, within the assumptions.
         ranks: number of ranks.
         assumes: what the loop assumes.
-        uneven: whether the last rank has fewer micro-batches in the last window, or none, as the assumptions allow.
+        uneven: whether the last rank has fewer micro-batches in the last window, or none, as the
+            assumptions allow.
     """
     if ranks == 1:
         return plan
@@ -347,4 +399,6 @@ def dealt_to_ranks(plan: Plan, ranks: int, assumes: Collection[str], *, uneven: 
     factors = (1,) * ranks if EQUAL_MICRO_BATCHES in assumes else ITEMS_OF_RANKS
     owners = Plan((1,) * sum(shares), plan.accumulation_steps, ranks=tuple(shares)).owners
     own = [iter([n * factor for n in plan.micro_batches]) for factor in factors]
-    return plan.replace(micro_batches=tuple(next(own[rank]) for rank in owners), ranks=tuple(shares))
+    return plan.replace(
+        micro_batches=tuple(next(own[rank]) for rank in owners), ranks=tuple(shares)
+    )

@@ -22,7 +22,8 @@ from gradcheck_suite.core.results import Result, json_number
 from gradcheck_suite.core.text import file_text
 from gradcheck_suite.errors import UsageError
 
-# The evidence of a violation as plain data: the elements of the gradient that differ, as many as a page can show.
+# The evidence of a violation as plain data: the elements of the gradient that differ, as many as a
+# page can show.
 
 
 SIDE = 24
@@ -34,15 +35,23 @@ MOST = 4
 def evidence_to_json(comparison: Comparison) -> list[dict[str, Any]]:
     """Return the wrong parameters, the worst first, with their elements seen as a matrix.
 
-    Of a parameter with more than two dimensions the last ones are joined. `rows` and `columns` say which elements are
-    kept: from the first index up to, without, the second.
+    Of a parameter with more than two dimensions the last ones are joined. `rows` and `columns` say
+    which elements are kept: from the first index up to, without, the second.
     """
     layout = comparison.layout
     with np.errstate(invalid="ignore", divide="ignore"):
         error = elementwise_error(comparison.observed.copy(), comparison.expected)
-        ratio: Vector = np.divide(error, comparison.allowed, out=np.zeros_like(error), where=error > 0)
-    worst = {name: float(part.max()) for name in layout.names if (part := ratio[layout.elements(name)]).size}
-    wrong = sorted((name for name, value in worst.items() if value > 1), key=lambda name: -worst[name])
+        ratio: Vector = np.divide(
+            error, comparison.allowed, out=np.zeros_like(error), where=error > 0
+        )
+    worst = {
+        name: float(part.max())
+        for name in layout.names
+        if (part := ratio[layout.elements(name)]).size
+    }
+    wrong = sorted(
+        (name for name, value in worst.items() if value > 1), key=lambda name: -worst[name]
+    )
     return [_parameter(comparison, name, layout.part(ratio, name)) for name in wrong[:MOST]]
 
 
@@ -85,9 +94,10 @@ MOST_LINES = 60
 
 
 def loop_source(loop: Any) -> dict[str, Any] | None:
-    """Return the lines of a loop as JSON-ready data; None where it has no source, as a trainer's loop has none of one.
+    """Return the lines of a loop as JSON-ready data.
 
-    `marks` has the number of each line that calls `backward` or `step`, and of those that assign what goes backward.
+    None where it has no source, as a trainer's loop has none of one. `marks` has the number of each
+    line that calls `backward` or `step`, and of those that assign what goes backward.
     """
     try:
         lines, first = inspect.getsourcelines(inspect.unwrap(loop))
@@ -101,13 +111,18 @@ def loop_source(loop: Any) -> dict[str, Any] | None:
     backward = {part.id for part in sent if isinstance(part, ast.Name)}
     for node in ast.walk(tree):
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if isinstance(node, ast.Assign | ast.AugAssign) and backward & {getattr(t, "id", "") for t in targets}:
+        if isinstance(node, ast.Assign | ast.AugAssign) and backward & {
+            getattr(t, "id", "") for t in targets
+        }:
             marks.setdefault(node.lineno, "loss")
-    return _source(Path(file).name, first, lines, {first + line - 1: name for line, name in marks.items()})
+    return _source(
+        Path(file).name, first, lines, {first + line - 1: name for line, name in marks.items()}
+    )
 
 
 def loop_places(loop: Any) -> dict[str, Any]:
-    """Return where a loop computes its loss, sends it backward and steps, under the names of `Violation`'s fields.
+    """Return where a loop computes its loss, sends it backward and steps, under the names of
+    `Violation`'s fields.
 
     Of several calls it is the last one, and the loop's first line where it calls neither itself.
     """
@@ -117,11 +132,18 @@ def loop_places(loop: Any) -> dict[str, Any]:
     file, span = place
     lines = {mark: f"{file}:{number}" for number, _, mark in source["lines"] if mark}
     fields = {"where": "loss", "backward": "backward", "stepped": "step"}
-    return {name: lines.get(mark) for name, mark in fields.items()} if lines else {"where": f"{file}:{span.start}"}
+    return (
+        {name: lines.get(mark) for name, mark in fields.items()}
+        if lines
+        else {"where": f"{file}:{span.start}"}
+    )
 
 
 def loop_lines(loop: Any) -> tuple[str, range] | None:
-    """Return the file of a loop, as seen from the working directory, and its lines; None for a loop of the suite."""
+    """Return the file of a loop, as seen from the working directory, and its lines.
+
+    None for a loop of the suite.
+    """
     try:
         lines, first = inspect.getsourcelines(inspect.unwrap(loop))
         path = inspect.getsourcefile(inspect.unwrap(loop)) or ""
@@ -157,15 +179,22 @@ def places_source(places: Mapping[str, str | None], folder: Path) -> dict[str, A
     return _source(file, first, lines[first - 1 : max(marks) + MARGIN], marks)
 
 
-def _source(file: str, first: int, lines: Sequence[str], marks: Mapping[int, str]) -> dict[str, Any]:
+def _source(
+    file: str, first: int, lines: Sequence[str], marks: Mapping[int, str]
+) -> dict[str, Any]:
     """Return some lines; of more than `MOST_LINES` those around the marked ones."""
     shown = {n: line.rstrip() for n, line in enumerate(lines, first)}
     if len(shown) > MOST_LINES:
-        shown = {n: line for n, line in shown.items() if any(abs(n - marked) <= MARGIN for marked in marks)}
+        shown = {
+            n: line
+            for n, line in shown.items()
+            if any(abs(n - marked) <= MARGIN for marked in marks)
+        }
     return {"file": file, "lines": [[n, line, marks.get(n, "")] for n, line in shown.items()]}
 
 
-# Counterexamples on disk: one JSON file each, which `gradcheck-suite replay` takes, and a script beside it.
+# Counterexamples on disk: one JSON file each, which `gradcheck-suite replay` takes, and a script
+# beside it.
 
 
 FOLDER = "counterexamples"
@@ -194,9 +223,13 @@ def counterexample_path(reports: Path, loop: str, case: Case) -> Path:
 
 
 def store_counterexample(
-    reports: Path, result: Result, environment: Mapping[str, Any], source: Mapping[str, Any] | None = None
+    reports: Path,
+    result: Result,
+    environment: Mapping[str, Any],
+    source: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a result's violation, with the lines of its loop, whole or not at all, and return where.
+    """Write a result's violation, with the lines of its loop, whole or not at all, and return
+    where.
 
     Raises:
         UsageError: the file cannot be written.
@@ -211,7 +244,11 @@ def store_counterexample(
         "loop": result.loop,
         "assumes": list(result.assumes),
         "case": case,
-        "violation": {**about, "details": list(violation.details), "described": list(violation.described)},
+        "violation": {
+            **about,
+            "details": list(violation.details),
+            "described": list(violation.described),
+        },
         "evidence": [] if violation.evidence is None else evidence_to_json(violation.evidence),
         "source": source,
         "environment": dict(environment),
@@ -221,7 +258,8 @@ def store_counterexample(
 
 
 def read_case_file(path: Path) -> StoredCase:
-    """Read a stored counterexample, a bare case, or a `--json` result that holds exactly one violation.
+    """Read a stored counterexample, a bare case, or a `--json` result that holds exactly one
+    violation.
 
     Raises:
         UsageError: there is no such file, it is truncated or foreign, or the case was edited.
@@ -230,16 +268,21 @@ def read_case_file(path: Path) -> StoredCase:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(
-            f"cannot read {path} ({error.strerror or error}): expected the JSON file of one case, which `verify` stores"
+            f"cannot read {path} ({error.strerror or error}): expected the JSON file of one case,"
+            " which `verify` stores"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not valid JSON ({error}): it is truncated or no case file") from None
+        raise UsageError(
+            f"{path} is not valid JSON ({error}): it is truncated or no case file"
+        ) from None
     try:
         return _stored(data)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-        raise UsageError(f"{path}: not a gradcheck-suite case ({type(error).__name__}: {error})") from None
+        raise UsageError(
+            f"{path}: not a gradcheck-suite case ({type(error).__name__}: {error})"
+        ) from None
 
 
 def _stored(data: Any) -> StoredCase:
@@ -250,14 +293,23 @@ def _stored(data: Any) -> StoredCase:
     if "case" not in data:
         return StoredCase(case_from_json(data), None)
     if data.get("schema") != SCHEMA:
-        raise UsageError(f"schema must be {SCHEMA}, got {data.get('schema')!r}: the file comes from another version")
+        raise UsageError(
+            f"schema must be {SCHEMA}, got {data.get('schema')!r}: the file comes from another"
+            " version"
+        )
     return _named(data["case"], data)
 
 
 def _only_violation(data: Mapping[str, Any]) -> StoredCase:
     if data.get("schema") != SCHEMA or not isinstance(data["results"], list):
-        raise UsageError(f"expected the results of schema {SCHEMA}, got schema {data.get('schema')!r}")
-    violated = [r for r in data["results"] if isinstance(r, Mapping) and isinstance(r.get("violation"), Mapping)]
+        raise UsageError(
+            f"expected the results of schema {SCHEMA}, got schema {data.get('schema')!r}"
+        )
+    violated = [
+        r
+        for r in data["results"]
+        if isinstance(r, Mapping) and isinstance(r.get("violation"), Mapping)
+    ]
     if len(violated) != 1:
         raise UsageError(
             f"expected the results of exactly one violated loop, got {len(violated)}: "
@@ -282,7 +334,8 @@ class Counterexample:
     Attributes:
         case: the JSON file that `gradcheck-suite replay` takes.
         script: the stand-alone script, None where none was written.
-        unrepeatable: why the script, run in a process of its own, does not show the fault; None where it does.
+        unrepeatable: why the script, run in a process of its own, does not show the fault; None
+            where it does.
     """
 
     case: Path

@@ -1,8 +1,8 @@
 """The one table of faults: what each name means, what to do, by which evidence it is recognised.
 
-Console, JSON, `--accept`, report, audit and the documents' tables read it. What a loop did is a sentence of the
-predicate that has the numbers; what to do about it stands here alone, for the fault or for one of its causes. To add a
-fault: a row here, and its predicate in `judge`.
+Console, JSON, `--accept`, report, audit and the documents' tables read it. What a loop did is a
+sentence of the predicate that has the numbers; what to do about it stands here alone, for the fault
+or for one of its causes. To add a fault: a row here, and its predicate in `judge`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-EvidenceKind = Literal["weights", "elements", "sizes", "inputs", "steps", "state", "outcome", "problem"]
+EvidenceKind = Literal[
+    "weights", "elements", "sizes", "inputs", "steps", "state", "outcome", "problem"
+]
 """What a name is read off: weights of micro-batches, elements of parameters, sizes of gradients, inputs of losses, the
 micro-batches of steps, parameters and the optimizer's state, how the loop ended, the objective."""
 
@@ -35,8 +37,10 @@ class Fault:
 
     Attributes:
         name: the name of the fault, in every command.
-        kind: the part of the contract that it violates; a fault of gradients may also show as NaN or as None.
-        meaning: what the loop does, in about ten words; the first line of a verdict whose own sentence is longer.
+        kind: the part of the contract that it violates; a fault of gradients may also show as NaN
+            or as None.
+        meaning: what the loop does, in about ten words; the first line of a verdict whose own
+            sentence is longer.
         remedy: what to do.
         evidence: the evidence by which it is recognised.
         causes: what may cause it -> a remedy for that cause, in place of the general one.
@@ -55,7 +59,13 @@ class Fault:
 
 
 def _gradient(
-    name: str, evidence: EvidenceKind, meaning: str, remedy: str, *, jax: str | None = None, **more: Any
+    name: str,
+    evidence: EvidenceKind,
+    meaning: str,
+    remedy: str,
+    *,
+    jax: str | None = None,
+    **more: Any,
 ) -> Fault:
     return Fault(name, "gradient", meaning, Remedy(remedy, jax), evidence, **more)
 
@@ -72,56 +82,79 @@ _ROWS = (
     _gradient(
         "mean-of-means",
         "weights",
-        "every mean (of a micro-batch, a rank or a group of them) has the same weight, whatever its count",
-        "multiply each mean by its count and divide by the window's count, added up over all ranks or devices",
+        "every mean (of a micro-batch, a rank or a group of them) has the same weight, whatever its"
+        " count",
+        "multiply each mean by its count and divide by the window's count, added up over all ranks"
+        " or devices",
         causes={"sum": Remedy("do not divide a summed loss by the micro-batch's count")},
     ),
     _gradient(
         "wrong-count",
         "weights",
         "means are weighted by something other than their counts, such as items or rounded counts",
-        "divide each summed loss by the window's count, or weight each mean by its own count over it",
+        "divide each summed loss by the window's count, or weight each mean by its own count"
+        " over it",
     ),
     _gradient(
         "wrong-scale",
         "weights",
         "every item of the window, or of one rank, has the same wrong weight",
-        "divide each summed loss by the window's count, once; check that no library divides a second time",
+        "divide each summed loss by the window's count, once; check that no library divides a"
+        " second time",
         causes={
-            "not-divided": Remedy("a division is missing: divide each summed loss by the window's count"),
-            "divided-twice": Remedy("divide each summed loss by the window's count, and by nothing else"),
-            "short-window": Remedy("divide a short window by its own number or count, not by that of a whole one"),
-            "ranks": Remedy(
-                "divide each rank's summed loss by the count of all ranks; where gradients are averaged over ranks "
-                "(DistributedDataParallel, fully_shard), multiply it by the number of ranks"
+            "not-divided": Remedy(
+                "a division is missing: divide each summed loss by the window's count"
             ),
-            "one-rank": Remedy("look for what a rank does to its losses or gradients before they are added up"),
+            "divided-twice": Remedy(
+                "divide each summed loss by the window's count, and by nothing else"
+            ),
+            "short-window": Remedy(
+                "divide a short window by its own number or count, not by that of a whole one"
+            ),
+            "ranks": Remedy(
+                "divide each rank's summed loss by the count of all ranks; where gradients are"
+                " averaged over ranks (DistributedDataParallel, fully_shard), multiply it by the"
+                " number of ranks"
+            ),
+            "one-rank": Remedy(
+                "look for what a rank does to its losses or gradients before they are added up"
+            ),
             "items": Remedy("divide by `run.count(batch)`, which is not the number of items"),
             "extra-target": Remedy(
-                "one target too many is counted for every item: count the targets that are not ignored"
+                "one target too many is counted for every item: count the targets that are not"
+                " ignored"
             ),
             "ignored-targets": Remedy("let a micro-batch without valid targets count 0"),
             "at-least-1": Remedy(
-                "do not raise a count to 1: a micro-batch without valid targets counts 0, and a sum of class weights "
-                "may be below 1"
+                "do not raise a count to 1: a micro-batch without valid targets counts 0, and a sum"
+                " of class weights may be below 1"
             ),
-            "rounded-count": Remedy("do not round a count: a sum of class weights may be a fraction"),
+            "rounded-count": Remedy(
+                "do not round a count: a sum of class weights may be a fraction"
+            ),
             "other-count": Remedy(
-                "divide by the count of the micro-batches whose gradients are in this step, of all ranks"
+                "divide by the count of the micro-batches whose gradients are in this step, of all"
+                " ranks"
             ),
             "running-count": Remedy("set the count to 0 when a window begins"),
-            "off-by-one": Remedy("count the targets that the loss divides by, not one more or less"),
-            "equal-counts": Remedy("add up the counts of the window's micro-batches: they are not all alike"),
+            "off-by-one": Remedy(
+                "count the targets that the loss divides by, not one more or less"
+            ),
+            "equal-counts": Remedy(
+                "add up the counts of the window's micro-batches: they are not all alike"
+            ),
             "sign": Remedy("subtract where you add, or maximise the right quantity"),
             "loss-scale": Remedy("unscale the gradients once before the step"),
             "growing": Remedy(
-                "look for something that is applied once more in every step, such as a hook that is registered anew "
-                "and never removed",
-                "look for something that is applied once more in every step, such as a factor that stays in a state",
+                "look for something that is applied once more in every step, such as a hook that is"
+                " registered anew and never removed",
+                "look for something that is applied once more in every step, such as a factor that"
+                " stays in a state",
             ),
             "constant": Remedy("look for a constant, such as a number of ranks or a coefficient"),
             "varying": Remedy(
-                "look for a coefficient, a schedule, a hook, or a count that other windows take part in",
+                "look for a coefficient, a schedule, a hook, or a count that other windows take"
+                " part in",
                 "look for a coefficient, a schedule, or a count that other windows take part in",
             ),
         },
@@ -130,8 +163,8 @@ _ROWS = (
         "weighted-by-place",
         "weights",
         "an item's weight depends on the place of its micro-batch in the window",
-        "weight each micro-batch by its count alone; look for a schedule, a loss scale or an index in the loss, or a "
-        "special case for the first or last micro-batch",
+        "weight each micro-batch by its count alone; look for a schedule, a loss scale or an index"
+        " in the loss, or a special case for the first or last micro-batch",
         causes={
             "sign": Remedy(
                 "send the losses of all micro-batches backward with the same sign",
@@ -150,95 +183,126 @@ _ROWS = (
         "rescaled-accumulator",
         "weights",
         "each micro-batch weighs a constant factor times the one before it",
-        "scale each contribution and not the accumulated gradient; add up over ranks once per window, after its last "
-        "micro-batch",
+        "scale each contribution and not the accumulated gradient; add up over ranks once per"
+        " window, after its last micro-batch",
     ),
     _gradient(
         "repeated-micro-batch",
         "weights",
         "some micro-batches are in the gradient more than once",
-        "call backward once per micro-batch, on its own loss and not on the running sum; look for closures that read a "
-        "loop's variable late, and for losses that are multiplied",
-        jax="differentiate each loss once, and not the running sum; look for closures that read a loop's "
-        "variable late, and for losses that are multiplied",
+        "call backward once per micro-batch, on its own loss and not on the running sum; look for"
+        " closures that read a loop's variable late, and for losses that are multiplied",
+        jax=(
+            "differentiate each loss once, and not the running sum; look for closures that read a"
+            " loop's variable late, and for losses that are multiplied"
+        ),
         causes={
             "exception": Remedy(
-                "where an exception of backward is caught, reset the gradients and begin the window anew: a part of "
-                "the micro-batch has arrived"
+                "where an exception of backward is caught, reset the gradients and begin the window"
+                " anew: a part of the micro-batch has arrived"
             ),
-            "begun-anew": Remedy("reset the gradients before a window is begun anew, as after an exception"),
+            "begun-anew": Remedy(
+                "reset the gradients before a window is begun anew, as after an exception"
+            ),
         },
     ),
     _gradient(
         "dropped-micro-batch",
         "weights",
         "some micro-batches of the window are missing from the gradient",
-        "look for a `continue`, a `break` or a reset between them, an iterator that is advanced twice, and for what is "
-        "chosen by chance, by size or by value",
-        causes={"duplicates": Remedy("look for a set, a cache, or a comparison of batches or losses")},
+        "look for a `continue`, a `break` or a reset between them, an iterator that is advanced"
+        " twice, and for what is chosen by chance, by size or by value",
+        causes={
+            "duplicates": Remedy("look for a set, a cache, or a comparison of batches or losses")
+        },
     ),
     _gradient(
         "reset-inside-window",
         "weights",
         "a reset inside the window leaves only the micro-batches after it in the gradient",
-        "reset once per window, not once per micro-batch; add to the gradient instead of setting it",
+        "reset once per window, not once per micro-batch; add to the gradient instead of"
+        " setting it",
     ),
     _gradient(
         "first-only",
         "weights",
         "the gradient contains only the window's first micro-batch",
         "look for what excludes later ones: a flag, a `no_sync`, a detached graph",
-        jax="look for what excludes later ones: a flag, a carry that is not handed on, `stop_gradient`",
+        jax=(
+            "look for what excludes later ones: a flag, a carry that is not handed on,"
+            " `stop_gradient`"
+        ),
     ),
     _gradient(
         "no-gradient",
         "weights",
-        "the gradient contains nothing of the window, or is None for a parameter that its items reach",
-        "do not reset between backward and step; look for a loss that is not sent backward, a `no_grad`, and for a "
-        "parameter that is frozen, replaced or reset to None",
-        jax="do not start a new sum between the last gradient and the step; look for a `stop_gradient`",
-        causes={"by-value": Remedy("look for what sets a gradient to None or leaves it out by its value")},
+        "the gradient contains nothing of the window, or is None for a parameter that its items"
+        " reach",
+        "do not reset between backward and step; look for a loss that is not sent backward, a"
+        " `no_grad`, and for a parameter that is frozen, replaced or reset to None",
+        jax=(
+            "do not start a new sum between the last gradient and the step; look for a"
+            " `stop_gradient`"
+        ),
+        causes={
+            "by-value": Remedy(
+                "look for what sets a gradient to None or leaves it out by its value"
+            )
+        },
         general=True,
     ),
     _gradient(
         "not-reduced",
         "weights",
         "the gradient lacks micro-batches of some ranks",
-        "add up gradients of all ranks once, after the last backward of the window: look for a forward under `no_sync` "
-        "(DistributedDataParallel decides in the forward whether backward reduces), a rank that leaves out its "
-        "all-reduce or does not wait for it, a broadcast or a reduce in place of an all-reduce, a process group "
-        "without some ranks",
+        "add up gradients of all ranks once, after the last backward of the window: look for a"
+        " forward under `no_sync` (DistributedDataParallel decides in the forward whether backward"
+        " reduces), a rank that leaves out its all-reduce or does not wait for it, a broadcast or a"
+        " reduce in place of an all-reduce, a process group without some ranks",
     ),
     _gradient(
         "stale-window",
         "weights",
         "the gradient contains its own window and something of earlier ones",
-        "reset once after every step, including that of the short last window; in a closure, reset at its start",
+        "reset once after every step, including that of the short last window; in a closure, reset"
+        " at its start",
         causes={
-            "average": Remedy("reset once after every step, and leave moving averages to the optimizer"),
-            "other-optimizer": Remedy("reset the gradients of this optimizer before its own backward passes"),
-            "buffer": Remedy("zero what the program adds gradients up in, such as `main_grad`, after every step"),
+            "average": Remedy(
+                "reset once after every step, and leave moving averages to the optimizer"
+            ),
+            "other-optimizer": Remedy(
+                "reset the gradients of this optimizer before its own backward passes"
+            ),
+            "buffer": Remedy(
+                "zero what the program adds gradients up in, such as `main_grad`, after every step"
+            ),
             "handed-over": Remedy(
-                "hand `.grad` over at every step: after `zero_grad` the next backward makes a new tensor"
+                "hand `.grad` over at every step: after `zero_grad` the next backward makes a new"
+                " tensor"
             ),
         },
     ),
     _gradient(
         "other-window",
         "weights",
-        "the gradient contains micro-batches of another window in place of its own, or of a later one",
-        "train the windows in the loader's order, each once; read gradients after they have been computed or "
-        "communicated, and send a micro-batch backward after the step of the window before it",
-        jax="train the windows in the order of `run.batches`, each once; read gradients after they have been computed, "
-        "and differentiate a micro-batch after the step of the window before it",
+        "the gradient contains micro-batches of another window in place of its own, or of a"
+        " later one",
+        "train the windows in the loader's order, each once; read gradients after they have been"
+        " computed or communicated, and send a micro-batch backward after the step of the window"
+        " before it",
+        jax=(
+            "train the windows in the order of `run.batches`, each once; read gradients after they"
+            " have been computed, and differentiate a micro-batch after the step of the window"
+            " before it"
+        ),
     ),
     _gradient(
         "wrong-windows",
         "weights",
         "windows begin and end at other micro-batches than they should",
-        "step after K micro-batches and after the last one of every epoch, where `(i + 1) % K == 0`, and begin anew in "
-        "every epoch; look at the counter that decides when to step; a loop without a short window assumes "
-        "`whole-windows`",
+        "step after K micro-batches and after the last one of every epoch, where `(i + 1) % K =="
+        " 0`, and begin anew in every epoch; look at the counter that decides when to step; a loop"
+        " without a short window assumes `whole-windows`",
     ),
     _gradient(
         "unequal-items",
@@ -259,15 +323,16 @@ _ROWS = (
         "low-precision",
         "elements",
         "counts, weights or gradients are rounded to a narrower dtype than the parameter's",
-        "compute counts, quotients and sums in the parameter's dtype or a wider one; if autocast is meant, declare it: "
-        '`--autocast DTYPE` or `@training_loop(autocast="bfloat16")`; do not quantise gradients',
+        "compute counts, quotients and sums in the parameter's dtype or a wider one; if autocast"
+        ' is meant, declare it: `--autocast DTYPE` or `@training_loop(autocast="bfloat16")`; do not'
+        " quantise gradients",
     ),
     _gradient(
         "changed-batch",
         "inputs",
         "a loss is computed from other items or values than the loader yields",
-        "look for what changes batches before they reach the loss: a normalization in place, augmentation, "
-        "truncation, padding, targets shifted against inputs",
+        "look for what changes batches before they reach the loss: a normalization in place,"
+        " augmentation, truncation, padding, targets shifted against inputs",
         command="verify",
     ),
     _gradient(
@@ -286,25 +351,29 @@ _ROWS = (
     _gradient(
         "stale-parameters",
         "inputs",
-        "losses are computed at parameters of an earlier step, or parameters change inside the window",
-        "look for a copy of the model that is not updated, a forward that runs before the previous step, a step or an "
-        "edit of parameters inside the window",
-        jax="look for parameters that a compiled function closes over, a gradient that is computed before the previous "
-        "step, a step or an edit of parameters inside the window",
+        "losses are computed at parameters of an earlier step, or parameters change inside the"
+        " window",
+        "look for a copy of the model that is not updated, a forward that runs before the previous"
+        " step, a step or an edit of parameters inside the window",
+        jax=(
+            "look for parameters that a compiled function closes over, a gradient that is computed"
+            " before the previous step, a step or an edit of parameters inside the window"
+        ),
     ),
     _gradient(
         "misplaced-gradient",
         "elements",
         "a gradient has the right elements at the wrong places, or those of another parameter",
-        "match parameters by name; look for an index, a gather or a reshape; go through the parameters in the same "
-        "order on every rank",
+        "match parameters by name; look for an index, a gather or a reshape; go through the"
+        " parameters in the same order on every rank",
         command="verify",
     ),
     _gradient(
         "partial-gradient",
         "elements",
         "some elements of a parameter's gradient are right and others wrong",
-        "look for a slice, a mask, a shard, a clamp or a threshold, and for a copy in which tied parameters are two",
+        "look for a slice, a mask, a shard, a clamp or a threshold, and for a copy in which tied"
+        " parameters are two",
         general=True,
         command="verify",
     ),
@@ -339,17 +408,22 @@ _ROWS = (
     _gradient(
         "added-term",
         "sizes",
-        "something that does not scale with the loss is added to the gradient: decay, a penalty, noise",
-        "leave decay to the optimizer; make a penalty part of the objective; switch noise off for the verification",
+        "something that does not scale with the loss is added to the gradient: decay, a penalty,"
+        " noise",
+        "leave decay to the optimizer; make a penalty part of the objective; switch noise off for"
+        " the verification",
         command="verify",
     ),
     _gradient(
         "skipped-by-size",
         "sizes",
         "micro-batches, windows or elements are left out by the size of their loss or gradient",
-        "switch off what skips them; give a `GradScaler` a smaller `init_scale`; look for a threshold, a sparse "
-        "communication, a format with a narrow exponent",
-        jax="switch off what skips them; look for a threshold, a sparse communication, a format with a narrow exponent",
+        "switch off what skips them; give a `GradScaler` a smaller `init_scale`; look for a"
+        " threshold, a sparse communication, a format with a narrow exponent",
+        jax=(
+            "switch off what skips them; look for a threshold, a sparse communication, a format"
+            " with a narrow exponent"
+        ),
         command="verify",
     ),
     _gradient(
@@ -362,11 +436,14 @@ _ROWS = (
     _gradient(
         "skipped-non-finite",
         "sizes",
-        "micro-batches or windows with infinite or NaN gradients are left out, or such elements replaced",
-        "use a `GradScaler`, or assume `finite-gradients`; remove `nan_to_num` or the clamp: it hides that the run "
-        "diverged",
-        jax="assume `finite-gradients` if that is meant; remove `nan_to_num` or the clamp: it hides that the run "
-        "diverged",
+        "micro-batches or windows with infinite or NaN gradients are left out, or such elements"
+        " replaced",
+        "use a `GradScaler`, or assume `finite-gradients`; remove `nan_to_num` or the clamp: it"
+        " hides that the run diverged",
+        jax=(
+            "assume `finite-gradients` if that is meant; remove `nan_to_num` or the clamp: it hides"
+            " that the run diverged"
+        ),
         causes={"no-targets": Remedy("leave out that micro-batch alone, or add it")},
         command="verify",
     ),
@@ -381,32 +458,38 @@ _ROWS = (
     _gradient(
         "stolen-buffer",
         "elements",
-        "a gradient shares memory with a buffer that backward writes again, or with another gradient",
-        "return a new tensor (`buffer.clone()`) from that backward, or allocate `.grad` as zeros before the first "
-        "backward and reset with `zero_`",
+        "a gradient shares memory with a buffer that backward writes again, or with another"
+        " gradient",
+        "return a new tensor (`buffer.clone()`) from that backward, or allocate `.grad` as zeros"
+        " before the first backward and reset with `zero_`",
         command="verify",
     ),
     _gradient(
         "wrong-backward",
         "elements",
-        "the backward of a `torch.autograd.Function`, or of a checkpoint, is not the derivative of its forward",
-        "mend its backward, let a checkpoint preserve the random state, or accept it with `--accept wrong-backward` if "
-        "it is meant, as a straight-through estimator is",
+        "the backward of a `torch.autograd.Function`, or of a checkpoint, is not the derivative of"
+        " its forward",
+        "mend its backward, let a checkpoint preserve the random state, or accept it with `--accept"
+        " wrong-backward` if it is meant, as a straight-through estimator is",
         command="audit",
     ),
     _gradient(
         "not-repeatable",
         "outcome",
         "the loop gives another gradient when it runs again on the same case",
-        "start anew in every run: no global counter, cache or iterator, no `id` of batches that are freed; draw from "
-        "torch's generator alone",
-        jax="start anew in every run: no global counter, cache or iterator; draw from keys with seeds of their own",
+        "start anew in every run: no global counter, cache or iterator, no `id` of batches that are"
+        " freed; draw from torch's generator alone",
+        jax=(
+            "start anew in every run: no global counter, cache or iterator; draw from keys with"
+            " seeds of their own"
+        ),
         command="verify",
     ),
     _gradient(
         "plain-accumulation",
         "elements",
-        "gradients of micro-batches are added up, but the objective is a function of the whole window",
+        "gradients of micro-batches are added up, but the objective is a function of the whole"
+        " window",
         "compute it for the window's items together, or cache what they share (GradCache)",
         command="verify",
     ),
@@ -417,13 +500,18 @@ _ROWS = (
         "switch off clipping and noise; check hooks, custom backwards, buffers and casts",
         jax="switch off clipping and noise; check each `custom_vjp`, buffers and casts",
         general=True,
-        causes={"between-passes": Remedy("change `.grad` once, after the window's last backward pass")},
+        causes={
+            "between-passes": Remedy("change `.grad` once, after the window's last backward pass")
+        },
     ),
     _steps(
         "step-per-micro-batch",
         "the optimizer, its scheduler or its `GradScaler` steps once per micro-batch",
-        "step once per window; a schedule that is meant to count micro-batches assumes `schedules-micro-batches`",
-        causes={"scaler": Remedy("unscale, step and update once per window, after its last backward")},
+        "step once per window; a schedule that is meant to count micro-batches assumes"
+        " `schedules-micro-batches`",
+        causes={
+            "scaler": Remedy("unscale, step and update once per window, after its last backward")
+        },
     ),
     _steps(
         "tail-dropped",
@@ -433,7 +521,8 @@ _ROWS = (
     ),
     _steps(
         "tail-leak",
-        "the short last window has no step, and its gradient leaks into the next epoch's first window",
+        "the short last window has no step, and its gradient leaks into the next epoch's first"
+        " window",
         "step after the last micro-batch of an epoch too, and reset after it",
     ),
     _steps(
@@ -441,9 +530,12 @@ _ROWS = (
         "some windows have no step",
         "look for a warm-up, or a range that ends early",
         causes={
-            "ranks": Remedy("let a rank that has run out of micro-batches add zeros, until no rank has any left"),
+            "ranks": Remedy(
+                "let a rank that has run out of micro-batches add zeros, until no rank has any left"
+            ),
             "ignored-targets": Remedy(
-                "step also where the window's last micro-batch has no valid targets: look for a `continue`"
+                "step also where the window's last micro-batch has no valid targets: look for a"
+                " `continue`"
             ),
         },
         command="verify",
@@ -464,17 +556,20 @@ _ROWS = (
     _steps(
         "wrong-step-count",
         "there are too many or too few steps, for no known reason",
-        "compare with the windows: K micro-batches each, in `run.epochs` passes; look for a loop without an end",
+        "compare with the windows: K micro-batches each, in `run.epochs` passes; look for a loop"
+        " without an end",
         general=True,
         command="verify",
     ),
     _parameters(
         "parameter-drift",
         "something other than `optimizer.step()` changes a parameter",
-        "look for other code that writes to parameters: an average, a manual decay, a hook, a second optimizer. A loop "
-        "that edits parameters on purpose assumes `edits-parameters`",
-        jax="look for other code that changes parameters: an average, a manual decay, a second optimizer. A loop that "
-        "edits parameters on purpose assumes `edits-parameters`",
+        "look for other code that writes to parameters: an average, a manual decay, a hook, a"
+        " second optimizer. A loop that edits parameters on purpose assumes `edits-parameters`",
+        jax=(
+            "look for other code that changes parameters: an average, a manual decay, a second"
+            " optimizer. A loop that edits parameters on purpose assumes `edits-parameters`"
+        ),
     ),
     _parameters(
         "parameter-not-updated",
@@ -484,18 +579,23 @@ _ROWS = (
     _parameters(
         "optimizer-state-changed",
         "an entry of the optimizer's state has changed between two steps, or is missing",
-        "look for code that writes to `run.optimizer.state` or clears it; restore it where you restore the model",
+        "look for code that writes to `run.optimizer.state` or clears it; restore it where you"
+        " restore the model",
     ),
     _parameters(
         "changed-settings",
         "a setting of the optimizer has changed between two steps, without a scheduler",
-        "change settings by a scheduler, or assume `edits-settings` where the loop does so on purpose",
+        "change settings by a scheduler, or assume `edits-settings` where the loop does so on"
+        " purpose",
     ),
     _parameters(
         "wrong-update",
         "the step changes a parameter differently than the optimizer does for the same gradients",
         "look for a hook or a patch inside the step, and for state that the loop puts in",
-        jax="look for what changes the result of `run.optimizer.update`, and for state that the loop puts in",
+        jax=(
+            "look for what changes the result of `run.optimizer.update`, and for state that the"
+            " loop puts in"
+        ),
     ),
     _parameters(
         "changed-model",
@@ -504,14 +604,19 @@ _ROWS = (
     ),
     _parameters(
         "changed-torch",
-        "the loop changes torch for the whole process: a function, a method, a kernel or a global hook",
-        "patch the model or the optimizer that the run hands over, or undo the change before the loop returns",
+        "the loop changes torch for the whole process: a function, a method, a kernel or a global"
+        " hook",
+        "patch the model or the optimizer that the run hands over, or undo the change before the"
+        " loop returns",
     ),
     Fault(
         "raised",
         "raised",
         "the loop raises an exception",
-        Remedy("fix it, or switch off what the case does not support; `--optimizer` if it needs a certain one"),
+        Remedy(
+            "fix it, or switch off what the case does not support; `--optimizer` if it needs a"
+            " certain one"
+        ),
         "outcome",
         general=True,
         command="verify",
@@ -536,22 +641,51 @@ _ROWS = (
         "not-accumulable",
         "not-accumulable",
         "the large batch's loss is not the sum of the micro-batches' losses",
-        Remedy("the explanation names the module or loss that is not separable over samples, or the right `count`"),
+        Remedy(
+            "the explanation names the module or loss that is not separable over samples, or the"
+            " right `count`"
+        ),
         "problem",
         command="verify",
     ),
 )
 BY_LIBRARY = {
-    ("accelerate", "short-window"): "Accelerate divides by K in a short window too, up to 1.15.0 at least: "
-    "`GradientAccumulationPlugin(num_steps=K, sync_with_dataloader=False)` makes every window whole",
-    ("lightning", "short-window"): "Lightning divides by `accumulate_grad_batches` in a short window too, up to 2.6.6 "
-    "at least (Lightning#19987): let it divide the number of batches, or use manual optimization",
-    ("transformers", "short-window"): "transformers 4.45.2 divides an epoch of fewer than K micro-batches by K: later "
-    "releases divide by its length (transformers#39659)",
-    ("transformers", "mean-of-means"): "transformers counts the targets of a window from 4.46 on (transformers#34191), "
-    "for models and a `compute_loss_func` that divide by `num_items_in_batch`",
-    ("transformers", "not-divided"): "transformers does not divide by K where a model takes `**kwargs`, up to 5.23.0 "
-    "at least (transformers#47688): set `trainer.loss_is_scaled_for_ga = False`",
+    (
+        "accelerate",
+        "short-window",
+    ): (
+        "Accelerate divides by K in a short window too, up to 1.15.0 at least:"
+        " `GradientAccumulationPlugin(num_steps=K, sync_with_dataloader=False)` makes every window"
+        " whole"
+    ),
+    (
+        "lightning",
+        "short-window",
+    ): (
+        "Lightning divides by `accumulate_grad_batches` in a short window too, up to 2.6.6 at least"
+        " (Lightning#19987): let it divide the number of batches, or use manual optimization"
+    ),
+    (
+        "transformers",
+        "short-window",
+    ): (
+        "transformers 4.45.2 divides an epoch of fewer than K micro-batches by K: later "
+        "releases divide by its length (transformers#39659)"
+    ),
+    (
+        "transformers",
+        "mean-of-means",
+    ): (
+        "transformers counts the targets of a window from 4.46 on (transformers#34191), "
+        "for models and a `compute_loss_func` that divide by `num_items_in_batch`"
+    ),
+    (
+        "transformers",
+        "not-divided",
+    ): (
+        "transformers does not divide by K where a model takes `**kwargs`, up to 5.23.0 "
+        "at least (transformers#47688): set `trainer.loss_is_scaled_for_ga = False`"
+    ),
 }
 """A trainer's package, and a fault or a cause that its own division may have, which no user mends in the script ->
 what helps there, as found in docs/found.md."""
@@ -564,12 +698,15 @@ def names_of(diagnosis: str) -> frozenset[str]:
     return frozenset(diagnosis.split(" or "))
 
 
-def remedy_of(diagnosis: str, causes: Sequence[str] = (), *, jax: bool = False, library: str = "") -> str:
+def remedy_of(
+    diagnosis: str, causes: Sequence[str] = (), *, jax: bool = False, library: str = ""
+) -> str:
     """Return what to do about a diagnosis.
 
     Args:
         diagnosis: such as `wrong-scale`, or `a or b` where the evidence fits both.
-        causes: what may have caused it; a fault of which no cause is among them has its general remedy.
+        causes: what may have caused it; a fault of which no cause is among them has its general
+            remedy.
         jax: whether the loop is one of JAX.
         library: the package of the trainer that runs the loop; empty without one.
     """
@@ -577,7 +714,9 @@ def remedy_of(diagnosis: str, causes: Sequence[str] = (), *, jax: bool = False, 
     for fault in (FAULTS[name] for name in diagnosis.split(" or ")):
         own = [fault.causes[cause] for cause in causes if cause in fault.causes] or [fault.remedy]
         found |= dict.fromkeys(one.jax if jax and one.jax else one.torch for one in own)
-    of_library = [BY_LIBRARY[library, key] for key in (diagnosis, *causes) if (library, key) in BY_LIBRARY]
+    of_library = [
+        BY_LIBRARY[library, key] for key in (diagnosis, *causes) if (library, key) in BY_LIBRARY
+    ]
     return ". ".join(["; or ".join(found), *of_library])
 
 
@@ -593,7 +732,9 @@ def noted(explanation: str, note: str) -> str:
 
 def is_of_weights(diagnosis: str) -> bool:
     """Return whether a fault that a diagnosis leaves open is read off weights of micro-batches."""
-    return any(name in FAULTS and FAULTS[name].evidence == "weights" for name in names_of(diagnosis))
+    return any(
+        name in FAULTS and FAULTS[name].evidence == "weights" for name in names_of(diagnosis)
+    )
 
 
 def is_general(kind: str, diagnosis: str) -> bool:
@@ -601,4 +742,6 @@ def is_general(kind: str, diagnosis: str) -> bool:
 
     Where the gradient is None, `no-gradient` is the whole diagnosis.
     """
-    return kind != "none-pattern" and all(name in FAULTS and FAULTS[name].general for name in names_of(diagnosis))
+    return kind != "none-pattern" and all(
+        name in FAULTS and FAULTS[name].general for name in names_of(diagnosis)
+    )

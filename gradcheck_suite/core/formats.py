@@ -1,7 +1,8 @@
 """Results as CI systems read them: JSON, annotations of GitHub, SARIF 2.1.0.
 
 GitHub: https://docs.github.com/actions/reference/workflow-commands-for-github-actions. SARIF:
-https://docs.oasis-open.org/sarif/sarif/v2.1.0/. This module must neither judge nor write to standard output.
+https://docs.oasis-open.org/sarif/sarif/v2.1.0/. This module must neither judge nor write to
+standard output.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ class Notice:
     """One thing that a result says.
 
     Attributes:
-        level: `error` for what fails the command, `warning` for a finding, `note` for an accepted fault.
+        level: `error` for what fails the command, `warning` for a finding, `note` for an accepted
+            fault.
         rule: the name of the fault, or of what else it is, such as `finding`.
         text: what is wrong.
         fix: what to do; empty where nothing is known to help.
-        place: `file:line`, the file as seen from the working directory, or the file alone; None where it is unknown.
+        place: `file:line`, the file as seen from the working directory, or the file alone; None
+            where it is unknown.
         accepted: why the project accepts it; None where it does not.
     """
 
@@ -46,7 +49,10 @@ class Notice:
         return f"{self.text}\nfix: {self.fix}" if self.fix else self.text
 
     def location(self, folder: Path) -> tuple[str, int | None] | None:
-        """Return the file, relative to a folder that contains it, and the line; None where no file is known."""
+        """Return the file, relative to a folder that contains it, and the line.
+
+        None where no file is known.
+        """
         if self.place is None:
             return None
         found = _AT.fullmatch(self.place)
@@ -56,17 +62,25 @@ class Notice:
 
 
 def place_in(text: str) -> str | None:
-    """Return the place that a text begins with, such as `train.py:3` of `train.py:3: why`; None where it has none."""
+    """Return the place that a text begins with, such as `train.py:3` of `train.py:3: why`.
+
+    None where it has none.
+    """
     found = _AT.match(text)
     return found[0] if found else None
 
 
 def json_text(document: Any) -> str:
-    """Return a JSON document as files and standard output have it; NaN and infinities must be strings already."""
+    """Return a JSON document as files and standard output have it.
+
+    NaN and infinities must be strings already.
+    """
     return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
 
-def rendered(form: str, document: Mapping[str, Any], notices: Sequence[Notice], folder: Path) -> str:
+def rendered(
+    form: str, document: Mapping[str, Any], notices: Sequence[Notice], folder: Path
+) -> str:
     """Return what a command prints in a format other than text.
 
     Args:
@@ -90,11 +104,15 @@ _COMMANDS = {"error": "error", "warning": "warning", "note": "notice"}
 
 
 def annotation(notice: Notice, folder: Path) -> str:
-    """Return a notice as a workflow command: one line, which the log of a run shows at the line of the file."""
+    """Return a notice as a workflow command: one line, which the log of a run shows at the line of
+    the file.
+    """
     file, line = notice.location(folder) or (None, None)
     accepted = "" if notice.accepted is None else f" (accepted: {notice.accepted})"
     properties = {"file": file, "line": line, "title": f"{notice.rule}{accepted}"}
-    given = ",".join(f"{name}={_property(value)}" for name, value in properties.items() if value is not None)
+    given = ",".join(
+        f"{name}={_property(value)}" for name, value in properties.items() if value is not None
+    )
     return f"::{_COMMANDS[notice.level]} {given}::{_data(notice.message)}"
 
 
@@ -109,13 +127,22 @@ def _property(value: object) -> str:
 # SARIF
 
 
-SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+SCHEMA = (
+    "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+)
 
 
 def sarif(notices: Sequence[Notice], folder: Path, version: str) -> dict[str, Any]:
     """Return notices as a SARIF log of one run, whose rules are the faults and what else was found."""
-    rules = [*FAULTS, *dict.fromkeys(notice.rule for notice in notices if notice.rule not in FAULTS)]
-    driver = {"name": "gradcheck-suite", "version": version, "rules": [_rule(name) for name in rules]}
+    rules = [
+        *FAULTS,
+        *dict.fromkeys(notice.rule for notice in notices if notice.rule not in FAULTS),
+    ]
+    driver = {
+        "name": "gradcheck-suite",
+        "version": version,
+        "rules": [_rule(name) for name in rules],
+    }
     results = [_result(notice, rules.index(notice.rule), folder) for notice in notices]
     run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": results}
     return {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
@@ -125,7 +152,9 @@ def _rule(name: str) -> dict[str, Any]:
     if name not in FAULTS:
         return {"id": name}
     fault = FAULTS[name]
-    remedies = dict.fromkeys([fault.remedy.torch, *(remedy.torch for remedy in fault.causes.values())])
+    remedies = dict.fromkeys(
+        [fault.remedy.torch, *(remedy.torch for remedy in fault.causes.values())]
+    )
     return {
         "id": name,
         "shortDescription": {"text": fault.meaning},
@@ -148,7 +177,9 @@ def _result(notice: Notice, index: int, folder: Path) -> dict[str, Any]:
         physical |= {} if line is None else {"region": {"startLine": line}}
         result["locations"] = [{"physicalLocation": physical}]
     if notice.accepted is not None:
-        result["suppressions"] = [{"kind": "external", "status": "accepted", "justification": notice.accepted}]
+        result["suppressions"] = [
+            {"kind": "external", "status": "accepted", "justification": notice.accepted}
+        ]
     return result
 
 
@@ -185,9 +216,12 @@ def is_accepted(accepted: str, diagnosis: str, where: str | None) -> bool:
     Args:
         accepted: one of these.
         diagnosis: the fault's name.
-        where: `file:line`, or `file:line < file:line` of what a library does for a line of the user's.
+        where: `file:line`, or `file:line < file:line` of what a library does for a line of the
+            user's.
     """
     name, _, place = accepted.partition("@")
     lines = (where or "").split(" < ")
     places = {*lines, *(line.rpartition(":")[0] for line in lines)}
-    return name == diagnosis and (not place or any(one == place or one.endswith(f"/{place}") for one in places))
+    return name == diagnosis and (
+        not place or any(one == place or one.endswith(f"/{place}") for one in places)
+    )

@@ -1,8 +1,10 @@
-"""The options of `verify`, `audit` and `port`, each declared once, as a field of a frozen dataclass.
+"""The options of `verify`, `audit` and `port`, each declared once, as a field of a frozen
+dataclass.
 
-The field gives the option of the command line, its key in `pyproject.toml`, the keyword in Python, and its line in the
-help and in the documents; its values are checked in one place, with one message. A new option is a new field. A command
-with options of its own adds a class here and to `OF_COMMANDS`.
+The field gives the option of the command line, its key in `pyproject.toml`, the keyword in Python,
+and its line in the help and in the documents; its values are checked in one place, with one
+message. A new option is a new field. A command with options of its own adds a class here and to
+`OF_COMMANDS`.
 
 This module must import neither torch nor JAX, and must not parse: `cli/arguments.py` does.
 """
@@ -72,7 +74,9 @@ class Values:
     def refusal(self, given: Any) -> UsageError:
         """Return the error for something that is none of them."""
         meant = suggestion(given, self.names) if isinstance(given, str) else ""
-        return UsageError(f"expected {self.expected}{';' if ', ' in self.expected else ','} got {given!r}{meant}")
+        return UsageError(
+            f"expected {self.expected}{';' if ', ' in self.expected else ','} got {given!r}{meant}"
+        )
 
 
 def integer(low: int, high: int | None = None, expected: str = "") -> Values:
@@ -91,7 +95,9 @@ def one_of(names: Iterable[str], read: Callable[[str], Any] = str) -> Values:
 
 
 def _is_number(value: Any, least: float) -> bool:
-    return (isinstance(value, float) or is_integer(value)) and math.isfinite(value) and value >= least
+    return (
+        (isinstance(value, float) or is_integer(value)) and math.isfinite(value) and value >= least
+    )
 
 
 def _is_limit(value: Any) -> bool:
@@ -124,7 +130,9 @@ class _Entries(Values):
         return Accepted(**value)
 
 
-ACCEPTED = _Entries('entries such as {fault = "wrong-scale", file = "train.py", reason = "why"}', lambda _: True)
+ACCEPTED = _Entries(
+    'entries such as {fault = "wrong-scale", file = "train.py", reason = "why"}', lambda _: True
+)
 FLAG = Values("True or False", lambda value: isinstance(value, bool))
 NAME = Values("a name", lambda value: isinstance(value, str), str.lower)
 PATH = Values("a path", lambda value: isinstance(value, Path), Path)
@@ -143,10 +151,12 @@ class Option:
         default: of the field.
         values: that it takes; a repeatable option takes several of them.
         help: what it is, without its default.
-        flag: on the command line, such as `"--examples"`; empty where only Python sets it, or `pyproject.toml`.
+        flag: on the command line, such as `"--examples"`; empty where only Python sets it, or
+            `pyproject.toml`.
         short: a second flag of one letter, such as `"-n"`; empty for none.
         metavar: of its value, in the help.
-        details: what only the help of the command line adds, such as the meaning of each value; empty for nothing.
+        details: what only the help of the command line adds, such as the meaning of each value;
+            empty for nothing.
         unset: what happens by default, in words, where the default does not say it.
         repeatable: whether the field is a tuple, to which each use of the flag adds one value.
         in_project: whether a table of `pyproject.toml` may set it.
@@ -235,7 +245,10 @@ class Options:
             object.__setattr__(self, declared.name, value)
 
     def replace(self, **changes: Any) -> Self:
-        """Return the options with some fields changed; `UsageError` names a field that does not exist."""
+        """Return the options with some fields changed.
+
+        `UsageError` names a field that does not exist.
+        """
         names = [field.name for field in fields(self)]
         for name in sorted(changes.keys() - set(names)):
             raise one_of(names).refusal(name)
@@ -245,14 +258,18 @@ class Options:
 def options_of(declared: type[Options]) -> tuple[Option, ...]:
     """Return the options that a dataclass declares, in its order."""
     return tuple(
-        Option(name=field.name, default=field.default, **field.metadata) for field in fields(declared) if field.metadata
+        Option(name=field.name, default=field.default, **field.metadata)
+        for field in fields(declared)
+        if field.metadata
     )
 
 
 def takes(declared: type[Options]) -> Callable[[_T], _T]:
     """Return a decorator that adds the options to the docstring of what takes them as keywords."""
     lines = [f"{one.name}: {one.summary}." for one in options_of(declared)]
-    section = "".join(f"\n    {line}" for line in ("", "Keyword Args:", *(f"    {line}" for line in lines)))
+    section = "".join(
+        f"\n    {line}" for line in ("", "Keyword Args:", *(f"    {line}" for line in lines))
+    )
 
     def add(taker: _T) -> _T:
         taker.__doc__ = f"{(taker.__doc__ or '').rstrip()}\n{section}\n"
@@ -265,7 +282,19 @@ def takes(declared: type[Options]) -> Callable[[_T], _T]:
 
 
 OPTIMIZER_NAMES = (
-    *("sgd", "momentum", "nesterov", "adam", "adamw", "adagrad", "rmsprop", "adadelta", "adamax", "nadam", "radam"),
+    *(
+        "sgd",
+        "momentum",
+        "nesterov",
+        "adam",
+        "adamw",
+        "adagrad",
+        "rmsprop",
+        "adadelta",
+        "adamax",
+        "nadam",
+        "radam",
+    ),
     *("rprop", "asgd", "adafactor", "lbfgs", "muon", "sparseadam", "normalized"),
 )
 """The names of `optimizers.OPTIMIZERS`, which cannot be imported without torch; a test holds the two equal."""
@@ -295,7 +324,11 @@ class VerifyOptions(Options):
         in_project=True,
     )
     seed: int = option(
-        0, SEED, "seed of the drawn cases; the same seed and versions draw the same cases", "--seed", metavar="S"
+        0,
+        SEED,
+        "seed of the drawn cases; the same seed and versions draw the same cases",
+        "--seed",
+        metavar="S",
     )
     dtype: str | None = option(
         None,
@@ -310,8 +343,8 @@ class VerifyOptions(Options):
     ranks: int = option(
         1,
         integer(1, MAX_RANKS),
-        f"processes of torch.distributed that train together, 1 to {MAX_RANKS}: each has its own micro-batches, and a "
-        "window is what all contribute",
+        f"processes of torch.distributed that train together, 1 to {MAX_RANKS}: each has its own"
+        " micro-batches, and a window is what all contribute",
         "--ranks",
         metavar="N",
     )
@@ -320,8 +353,10 @@ class VerifyOptions(Options):
         NAME,
         "a real optimizer, so that parameters move and their path is judged too",
         "--optimizer",
-        details=f"{', '.join(OPTIMIZER_NAMES)}; for a loop of JAX normalized or a factory of optax, such as adam or "
-        "lion",
+        details=(
+            f"{', '.join(OPTIMIZER_NAMES)}; for a loop of JAX normalized or a factory of optax,"
+            " such as adam or lion"
+        ),
         metavar="NAME",
         unset="one whose step changes nothing, in some cases normalized",
         in_project=True,
@@ -339,7 +374,8 @@ class VerifyOptions(Options):
     autocast: str | None = option(
         None,
         one_of(AUTOCAST_DTYPES),
-        f"the loops may compute their losses under torch.autocast in {' or '.join(AUTOCAST_DTYPES)}",
+        "the loops may compute their losses under torch.autocast in"
+        f" {' or '.join(AUTOCAST_DTYPES)}",
         "--autocast",
         metavar="DTYPE",
         unset="what a loop declares",
@@ -353,11 +389,14 @@ class VerifyOptions(Options):
         metavar="SECONDS",
         in_project=True,
     )
-    quiet_loop: bool = option(False, FLAG, "discard what the loops print", "--quiet-loop", in_project=True)
+    quiet_loop: bool = option(
+        False, FLAG, "discard what the loops print", "--quiet-loop", in_project=True
+    )
     second_opinion_s: float = option(
         SECOND_OPINION_S,
         Values("a number of seconds, 0 or more", lambda value: _is_number(value, 0), float),
-        "seconds after which JAX computes no further window of a user's Problem; it computes at least one",
+        "seconds after which JAX computes no further window of a user's Problem; it computes at"
+        " least one",
     )
 
     def __post_init__(self) -> None:
@@ -376,7 +415,9 @@ class VerifyOptions(Options):
                 raise UsageError(f"optimizer: {known.refusal(self.optimizer)}")
         examples, dtype = BY_FRAMEWORK["jax" if is_jax(loop) else "torch"]
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
-        return ChosenOptions(**{**chosen, "examples": self.examples or examples, "dtype": self.dtype or dtype})
+        return ChosenOptions(
+            **{**chosen, "examples": self.examples or examples, "dtype": self.dtype or dtype}
+        )
 
 
 @dataclass(frozen=True)
@@ -401,7 +442,9 @@ DEFAULT_BUDGET, NO_BUDGET, EVERY = "3%", "none", 10
 
 
 def _share_of(budget: Any) -> float | None:
-    """Return the share that a text such as `3%` stands for, infinity for no budget, None for a text that is neither."""
+    """Return the share that a text such as `3%` stands for, infinity for no budget, None for a text
+    that is neither.
+    """
     if budget == NO_BUDGET:
         return math.inf
     number = re.fullmatch(r"(\d+\.?\d*|\.\d+)%", budget) if isinstance(budget, str) else None
@@ -441,8 +484,8 @@ class AuditOptions(Options):
             f"a share of the run's time, such as {DEFAULT_BUDGET}, or {NO_BUDGET}",
             lambda value: bool(_share_of(value)),
         ),
-        "share of the run's time that the audit may take: after the first windows it judges pairs of them, and counts "
-        f"the others; {NO_BUDGET} judges every window",
+        "share of the run's time that the audit may take: after the first windows it judges pairs"
+        f" of them, and counts the others; {NO_BUDGET} judges every window",
         "--budget",
         metavar="P%",
         unset=f"{DEFAULT_BUDGET}, and {NO_BUDGET} with --every",
@@ -451,7 +494,8 @@ class AuditOptions(Options):
     every: int | None = option(
         None,
         POSITIVE_INTEGER,
-        "compute the first window and every M-th after it again, in one batch if the model allows it",
+        "compute the first window and every M-th after it again, in one batch if the model"
+        " allows it",
         "--every",
         metavar="M",
         unset=f"the first three, and every {EVERY}th that the budget pays for",
@@ -481,8 +525,8 @@ class AuditOptions(Options):
     objectives: tuple[str, ...] = option(
         (),
         Values("FILE:LINE=COUNT, such as 'train.py:40=mask.sum()'", _is_objective),
-        "what the mean divides by in a loss that cannot be read: the line of its backward, and an expression of the "
-        "names there",
+        "what the mean divides by in a loss that cannot be read: the line of its backward, and an"
+        " expression of the names there",
         "--objective",
         metavar="FILE:LINE=COUNT",
         repeatable=True,
@@ -507,7 +551,8 @@ class AuditOptions(Options):
     jax: bool = option(
         False,
         FLAG,
-        "let JAX compute the first window too, at the end, if the model has at most a million parameters",
+        "let JAX compute the first window too, at the end, if the model has at most a million"
+        " parameters",
         "--jax",
         in_project=True,
     )
@@ -518,11 +563,17 @@ class AuditOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.jax and "batch" in self.without:
-            raise UsageError("jax: JAX computes the window that `batch` computes again: leave out `without batch`")
+            raise UsageError(
+                "jax: JAX computes the window that `batch` computes again: leave out `without"
+                " batch`"
+            )
 
     @property
     def share(self) -> float | None:
-        """The share of the run's time that the audit may take; None where every window is judged."""
+        """The share of the run's time that the audit may take.
+
+        None where every window is judged.
+        """
         share = _share_of(self.budget or (NO_BUDGET if self.every else DEFAULT_BUDGET))
         return None if share == math.inf else share
 
@@ -549,16 +600,21 @@ class PortOptions(Options):
         metavar="N",
         in_project=True,
     )
-    seed: int = option(0, SEED, "seed of the parameters and the inputs that are drawn", "--seed", metavar="S")
+    seed: int = option(
+        0, SEED, "seed of the parameters and the inputs that are drawn", "--seed", metavar="S"
+    )
     dtype: str = option(
         "float64",
         one_of(DTYPES),
-        f"report, too, how exactly both compute in {', '.join(DTYPES[1:])}; the verdict is always that of float64",
+        f"report, too, how exactly both compute in {', '.join(DTYPES[1:])}; the verdict is always"
+        " that of float64",
         "--dtype",
         metavar="DTYPE",
         in_project=True,
     )
-    show_map: bool = option(False, FLAG, "print which torch tensors each leaf of the parameters comes from", "--map")
+    show_map: bool = option(
+        False, FLAG, "print which torch tensors each leaf of the parameters comes from", "--map"
+    )
 
 
 OF_COMMANDS: tuple[type[Options], ...] = (VerifyOptions, AuditOptions, PortOptions)

@@ -20,7 +20,8 @@ from typing import Any
 from gradcheck_suite.core.formats import json_text
 from gradcheck_suite.errors import UsageError
 
-# Files that are written whole or not at all, and files of JSON lines that survive a run that is killed.
+# Files that are written whole or not at all, and files of JSON lines that survive a run that is
+# killed.
 
 
 def write_json(path: Path, document: Any) -> None:
@@ -36,14 +37,21 @@ def write_json(path: Path, document: Any) -> None:
     write_text(path, json_text(document))
 
 
-def write_document(path: Path | None, environment: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-    """Write what a command found, under the environment that it comes from; nothing where there is no path."""
+def write_document(
+    path: Path | None, environment: Mapping[str, Any], data: Mapping[str, Any]
+) -> None:
+    """Write what a command found, under the environment that it comes from.
+
+    Nothing where there is no path.
+    """
     if path is not None:
         write_json(path, {"schema": 1, "environment": environment, **data})
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write text to a temporary file beside `path`, then rename it into place; write to a pipe or a device directly.
+    """Write text to a temporary file beside `path`, then rename it into place.
+
+    Write to a pipe or a device directly.
 
     Args:
         path: of the file, or of a link to it; its folders are made where missing.
@@ -70,7 +78,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def append_line(path: Path, document: Any) -> None:
-    """Append one line of JSON by one `write` call, flushed to disk: a run that is killed loses at most this line.
+    """Append one line of JSON by one `write` call, flushed to disk: a run that is killed loses at
+    most this line.
 
     Args:
         path: of the file; its folders are made where missing.
@@ -93,7 +102,9 @@ def append_line(path: Path, document: Any) -> None:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the number of each line and its JSON value, None for a damaged line; nothing where there is no file.
+    """Yield the number of each line and its JSON value, None for a damaged line.
+
+    Nothing where there is no file.
 
     Raises:
         UsageError: the file cannot be read.
@@ -113,7 +124,9 @@ def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def expect_writable_folder(folder: Path, what: str) -> None:
-    """Raise `UsageError` where files could not be written into a folder, which may not exist yet; leaves no trace.
+    """Raise `UsageError` where files could not be written into a folder, which may not exist yet.
+
+    Leaves no trace.
 
     Args:
         folder: to be written into, made with its parents when that happens.
@@ -123,7 +136,10 @@ def expect_writable_folder(folder: Path, what: str) -> None:
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir():
-        raise UsageError(f"{what}: {existing} is not a folder, so nothing can be written there; choose another path")
+        raise UsageError(
+            f"{what}: {existing} is not a folder, so nothing can be written there; choose another"
+            " path"
+        )
     try:
         # permission bits do not tell: root passes them all, a read-only file system fails them all
         with tempfile.TemporaryFile(dir=existing):
@@ -134,7 +150,8 @@ def expect_writable_folder(folder: Path, what: str) -> None:
         ) from None
 
 
-# Digests of the suite's sources, by which a record is known to come from another version of the code that judges.
+# Digests of the suite's sources, by which a record is known to come from another version of the
+# code that judges.
 
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -164,8 +181,8 @@ def judge_digest() -> str:
 def sources_digest(names: Iterable[str | Path], package: Path = PACKAGE) -> str:
     """Return a digest of the definitions and other statements of some modules and packages.
 
-    Where a definition stands does not change the digest: neither its module nor its place there. Nor do comments,
-    docstrings, annotations of arguments, imports and layout.
+    Where a definition stands does not change the digest: neither its module nor its place there.
+    Nor do comments, docstrings, annotations of arguments, imports and layout.
 
     Args:
         names: paths in the package, such as `"judge"` or `"run/runner.py"`, or absolute ones.
@@ -194,19 +211,26 @@ def _statements(source: str) -> frozenset[str]:
                 kept = [statement for statement in statements if not _says_nothing(statement)]
                 setattr(node, block, kept or ([ast.Pass()] if statements else []))
     # an import that has moved away leaves `if TYPE_CHECKING: pass`
-    return frozenset(ast.unparse(node) for node in tree.body) - {"pass", "if TYPE_CHECKING:\n    pass"}
+    return frozenset(ast.unparse(node) for node in tree.body) - {
+        "pass",
+        "if TYPE_CHECKING:\n    pass",
+    }
 
 
 def _says_nothing(node: ast.stmt) -> bool:
     if isinstance(node, ast.Import | ast.ImportFrom):
         return True
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
 
 
 # Records: append-only JSON lines, one file per kind, that the report is built from.
 #
-# A run that is killed loses at most the record it was writing. The reader skips a damaged or foreign line and reports
-# it.
+# A run that is killed loses at most the record it was writing. The reader skips a damaged or
+# foreign line and reports it.
 
 
 SCHEMA = 1
@@ -221,9 +245,10 @@ class Kind:
 
     Attributes:
         name: of the kind; its records are in `records/<name>.jsonl`.
-        code: the packages and modules whose change makes its figures old, as `sources_digest` takes them.
-        subject: the fields that name its subject, or a function of the data, of which the newest record counts; no
-            field: the last record counts; None: every record does.
+        code: the packages and modules whose change makes its figures old, as `sources_digest` takes
+            them.
+        subject: the fields that name its subject, or a function of the data, of which the newest
+            record counts; no field: the last record counts; None: every record does.
     """
 
     name: str
@@ -264,8 +289,10 @@ class Record:
         command: the command that made the record.
         time: of writing, ISO 8601 in UTC.
         commit: of the repository in the working directory; empty where there is none.
-        clean: whether that repository had no uncommitted change outside of the reports folder; None if unknown.
-        judge: digest of the code that the record speaks of, as `Kind.digest` returns it; empty where it is unknown.
+        clean: whether that repository had no uncommitted change outside of the reports folder; None
+            if unknown.
+        judge: digest of the code that the record speaks of, as `Kind.digest` returns it; empty
+            where it is unknown.
         older: of a record that was read, whether that code is another one today, or may be.
     """
 
@@ -300,7 +327,9 @@ def records_path(reports: Path, kind: str) -> Path:
 
 
 def expect_schema(path: Path) -> None:
-    """Refuse to append to a file whose last record is of another schema; a damaged one is no reason.
+    """Refuse to append to a file whose last record is of another schema.
+
+    A damaged one is no reason.
 
     Raises:
         UsageError: it is.
@@ -308,8 +337,8 @@ def expect_schema(path: Path) -> None:
     *_, last = (None, *(found for _, found in read_lines(path))) if path.is_file() else (None,)
     if isinstance(last, dict) and last.get("schema") != SCHEMA:
         raise UsageError(
-            f"{path} holds records of schema {last.get('schema')!r}, and this version writes schema {SCHEMA}: choose "
-            "another folder by --reports"
+            f"{path} holds records of schema {last.get('schema')!r}, and this version writes schema"
+            f" {SCHEMA}: choose another folder by --reports"
         )
 
 
@@ -321,7 +350,9 @@ def append_record(
     environment: Mapping[str, Any],
     command: str | None = None,
 ) -> Path | None:
-    """Append one record and return the file; nothing where there is no folder, since no record was asked for.
+    """Append one record and return the file.
+
+    Nothing where there is no folder, since no record was asked for.
 
     Args:
         reports: the folder of all records, or None.
@@ -353,7 +384,9 @@ def append_record(
 
 
 def read_records(reports: Path, kind: Kind) -> tuple[list[Record], list[str]]:
-    """Return a kind's records, oldest first, and what could not be read, one line each; nothing where there is no file.
+    """Return a kind's records, oldest first, and what could not be read, one line each.
+
+    Nothing where there is no file.
 
     Raises:
         UsageError: the file cannot be opened.
@@ -365,21 +398,36 @@ def read_records(reports: Path, kind: Kind) -> tuple[list[Record], list[str]]:
         where = f"{path.name}, line {number}"
         if found is None:
             problems.append(f"{where}: damaged; left out")
-        elif not isinstance(found, dict) or not isinstance(found.get("data"), dict) or found.get("kind") != kind.name:
+        elif (
+            not isinstance(found, dict)
+            or not isinstance(found.get("data"), dict)
+            or found.get("kind") != kind.name
+        ):
             problems.append(f"{where}: not a record of kind {kind.name!r}; left out")
         elif found.get("schema") != SCHEMA:
-            problems.append(f"{where}: schema {found.get('schema')!r}, expected {SCHEMA}: another version; left out")
+            problems.append(
+                f"{where}: schema {found.get('schema')!r}, expected {SCHEMA}: another version;"
+                " left out"
+            )
         else:
             environment = found.get("environment")
-            texts = {name: str(found.get(name, "")) for name in ("command", "time", "commit", "judge")}
+            texts = {
+                name: str(found.get(name, "")) for name in ("command", "time", "commit", "judge")
+            }
             under = environment if isinstance(environment, dict) else {}
             older = texts["judge"] != kind.digest()
-            records.append(Record(kind.name, found["data"], under, clean=found.get("clean"), older=older, **texts))
+            records.append(
+                Record(
+                    kind.name, found["data"], under, clean=found.get("clean"), older=older, **texts
+                )
+            )
     return records, problems
 
 
 def this_command() -> str:
-    """Return the command of this process without its program's folder, so that a record has no path of the machine."""
+    """Return the command of this process without its program's folder, so that a record has no path
+    of the machine.
+    """
     program = Path(sys.argv[0]).name
     if program == "__main__.py":
         program = f"python -m {Path(sys.argv[0]).parent.name}"
@@ -388,13 +436,17 @@ def this_command() -> str:
 
 @cache
 def this_commit() -> str:
-    """Return the commit of the repository in the working directory at the first call, empty where there is none."""
+    """Return the commit of the repository in the working directory at the first call, empty where
+    there is none.
+    """
     return _git("rev-parse", "HEAD") or ""
 
 
 @cache
 def is_clean(reports: Path) -> bool | None:
-    """Return whether the repository had no uncommitted change at the first call; None where there is none.
+    """Return whether the repository had no uncommitted change at the first call.
+
+    None where there is none.
 
     Args:
         reports: the folder of all records, whose changes do not count.
@@ -403,7 +455,11 @@ def is_clean(reports: Path) -> bool | None:
     if top is None:
         return None
     folder = reports.resolve()
-    others = [f":(exclude,top){folder.relative_to(top)}"] if folder.is_relative_to(top) and folder != Path(top) else []
+    others = (
+        [f":(exclude,top){folder.relative_to(top)}"]
+        if folder.is_relative_to(top) and folder != Path(top)
+        else []
+    )
     changes = _git("status", "--porcelain", "--", ":/", *others)
     return None if changes is None else not changes
 
@@ -411,7 +467,9 @@ def is_clean(reports: Path) -> bool | None:
 def _git(*arguments: str) -> str | None:
     """Return what git prints in the working directory, None where it fails."""
     try:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, timeout=10, check=False
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

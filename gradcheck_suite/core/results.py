@@ -28,7 +28,13 @@ if TYPE_CHECKING:
 
 
 ViolationKind = Literal[
-    "gradient", "step-count", "none-pattern", "non-finite", "parameters", "not-accumulable", "raised"
+    "gradient",
+    "step-count",
+    "none-pattern",
+    "non-finite",
+    "parameters",
+    "not-accumulable",
+    "raised",
 ]
 Command = Literal["verify", "audit"]
 
@@ -64,7 +70,9 @@ def to_json(value: Any, command: Command) -> Any:
         return value.to_json()
     if is_dataclass(value):
         given = {
-            part: getattr(value, part.name) for part in fields(value) if command in part.metadata.get("json", BOTH)
+            part: getattr(value, part.name)
+            for part in fields(value)
+            if command in part.metadata.get("json", BOTH)
         }
         return {
             part.name: to_json(one, command)
@@ -79,7 +87,8 @@ def to_json(value: Any, command: Command) -> Any:
 
 
 def from_json(kind: type[T], data: Mapping[str, Any]) -> T:
-    """Return a result or a part of one that `to_json` wrote, also from a record, which has more beside it.
+    """Return a result or a part of one that `to_json` wrote, also from a record, which has more
+    beside it.
 
     Raises:
         TypeError, ValueError, UsageError: the data is something else.
@@ -107,7 +116,8 @@ class Weight:
     """What a step gave each item of a micro-batch.
 
     Attributes:
-        micro_batches: index of the micro-batch, or indices of equal ones, such as `"3-7"`; None in an audit.
+        micro_batches: index of the micro-batch, or indices of equal ones, such as `"3-7"`; None in
+            an audit.
         micro_batch: in an audit, index of the backward pass in the window; else None.
         where: in an audit, `file:line` of the call of the loss; else None.
         count: what the mean over the micro-batch divides by, or its number of items.
@@ -136,7 +146,8 @@ def _weight(data: Mapping[str, Any]) -> Weight:
 
 @dataclass(frozen=True)
 class Violation:
-    """A violation of the loop contract: by a loop on a case, or at one optimizer step of an audited run.
+    """A violation of the loop contract: by a loop on a case, or at one optimizer step of an audited
+    run.
 
     Attributes:
         kind: the part of the contract that is violated.
@@ -147,26 +158,29 @@ class Violation:
         epoch: index of the epoch of the step, from 0, or None.
         window: index of the window in its epoch, from 0; in an audit that of the step; or None.
         rank: the rank whose gradient or run it is, from 0; None for a plan of one rank.
-        error: largest `|observed - expected|` of an element, in the units of the gradient, or None; in an audit the
-            largest relative error of a weight, or of a gradient's sum.
+        error: largest `|observed - expected|` of an element, in the units of the gradient, or None;
+            in an audit the largest relative error of a weight, or of a gradient's sum.
         allowed: the largest such error that rounding explains, or None.
         found_after: number of cases, or of steps, until it was found, or None.
-        weights: what the step gave each item, by micro-batch; empty where the fault is not one of weights.
-        step: in an audit, index of the step among all that were seen, from 0; None where none was about to come.
+        weights: what the step gave each item, by micro-batch; empty where the fault is not one of
+            weights.
+        step: in an audit, index of the step among all that were seen, from 0; None where none was
+            about to come.
         where: in an audit, `file:line` of the call of the loss, or of what is nearest to the fault.
         backward: in an audit, `file:line` of the window's last call of backward, or None.
         stepped: in an audit, `file:line` of the call of the optimizer's step, or None.
-        gradient_error: in an audit, 2-norm of the gradient's error over that of the gradient, where the window was
-            computed again.
+        gradient_error: in an audit, 2-norm of the gradient's error over that of the gradient, where
+            the window was computed again.
         occurrences: in an audit, number of steps with this diagnosis.
         details: further lines for a reader: expected and observed values, a traceback.
-        evidence: observed and expected gradient of the step with the bound of each element, for the kinds `gradient`,
-            `none-pattern` and `non-finite`; None for others.
+        evidence: observed and expected gradient of the step with the bound of each element, for the
+            kinds `gradient`, `none-pattern` and `non-finite`; None for others.
         moved: whether the gradient is that of other parameters than the initial ones.
         described: the case in words, which need the layers' definitions; filled in by `verify`.
         source: the user's lines, as `core.counterexamples` writes them, or None.
         command: that found it.
-        reason: why the project accepts it, as `accept` in `pyproject.toml` says; None where it does not.
+        reason: why the project accepts it, as `accept` in `pyproject.toml` says; None where it does
+            not.
 
     `details`, `evidence`, `moved`, `described`, `source` and `command` are no part of the JSON.
     """
@@ -194,7 +208,9 @@ class Violation:
     occurrences: int = field(default=1, metadata=AUDIT)
     moved: bool = field(default=False, metadata=INTERNAL)
     described: tuple[str, ...] = field(default=(), repr=False, compare=False, metadata=INTERNAL)
-    source: Mapping[str, Any] | None = field(default=None, repr=False, compare=False, metadata=INTERNAL)
+    source: Mapping[str, Any] | None = field(
+        default=None, repr=False, compare=False, metadata=INTERNAL
+    )
     command: Command = field(default="verify", repr=False, metadata=INTERNAL)
     reason: str | None = field(default=None, metadata={"optional": BOTH})
 
@@ -214,7 +230,8 @@ class Violation:
     def facts(self) -> list[tuple[str, str]]:
         """Where it is and how large, as pairs of a name and a text."""
         window = error = None
-        # the step of an audit stands in the title; its errors are those of weights, which the explanation has
+        # the step of an audit stands in the title; its errors are those of weights, which the
+        # explanation has
         if self.command == "verify" and self.window is not None:
             members = self.case.plan.windows[self.window]
             window = f"{self.window} of epoch {self.epoch}: micro-batches {list(members)}"
@@ -226,7 +243,10 @@ class Violation:
             ("rank", None if self.rank is None else str(self.rank)),
             ("parameter", self.parameter),
             ("error", error),
-            ("gradient", None if self.gradient_error is None else f"off by {percent(self.gradient_error)}"),
+            (
+                "gradient",
+                None if self.gradient_error is None else f"off by {percent(self.gradient_error)}",
+            ),
         ]
         return [(name, text) for name, text in pairs if text is not None]
 
@@ -242,7 +262,10 @@ class Violation:
 
     @property
     def place(self) -> str | None:
-        """The first place that is known, a file and a line; of several the user's own file, not the library's."""
+        """The first place that is known, a file and a line.
+
+        Of several the user's own file, not the library's.
+        """
         known = [place for place in self.places.values() if place]
         # that of an audit's fault of steps is the first one already
         if self.command == "verify" and self.kind in ("step-count", "parameters"):
@@ -257,21 +280,35 @@ class Violation:
 
     def accepted_by(self, entries: Iterable[Accepted]) -> list[Accepted]:
         """Return the entries that accept the violation."""
-        return [one for one in entries if is_accepted(str(one), self.diagnosis, f"{self.where} < {self.place}")]
+        return [
+            one
+            for one in entries
+            if is_accepted(str(one), self.diagnosis, f"{self.where} < {self.place}")
+        ]
 
     @property
     def headline(self) -> str:
-        """What is wrong in one line: the sentence where it is short, else what every fault of this name does."""
+        """What is wrong in one line: the sentence where it is short, else what every fault of this
+        name does.
+        """
         known = [FAULTS[name].meaning for name in self.diagnosis.split(" or ") if name in FAULTS]
         return self.sentence if len(self.sentence) <= HEADLINE or not known else "; or ".join(known)
 
     @property
     def words(self) -> list[str]:
-        """The violation in words, one line each, as compilers write them: the place first, what to do last."""
+        """The violation in words, one line each, as compilers write them: the place first, what to
+        do last.
+        """
         headline = self.headline
-        numbers = [(name, text) for name, text in self.facts if name not in (*self.places, "gradient")]
+        numbers = [
+            (name, text) for name, text in self.facts if name not in (*self.places, "gradient")
+        ]
         return [
-            f"{self.place}: {self.diagnosis}: {headline}" if self.place else f"{self.diagnosis}: {headline}",
+            (
+                f"{self.place}: {self.diagnosis}: {headline}"
+                if self.place
+                else f"{self.diagnosis}: {headline}"
+            ),
             *self._source_lines,
             *([] if headline == self.sentence else [self.sentence]),
             *aligned(numbers),
@@ -288,7 +325,11 @@ class Violation:
                 [
                     "step" if self.step is None else f"step {self.step}",
                     f" and {self.occurrences - 1} more" if self.occurrences > 1 else "",
-                    "" if self.gradient_error is None else f": gradient off by {percent(self.gradient_error)}",
+                    (
+                        ""
+                        if self.gradient_error is None
+                        else f": gradient off by {percent(self.gradient_error)}"
+                    ),
                 ]
             )
         }
@@ -302,13 +343,18 @@ class Violation:
         rows = []
         for place, said in notes.items():
             file, _, line = place.rpartition(":")
-            linecache.checkcache(file)  # a notebook may have edited it since, or gone to another folder
+            linecache.checkcache(
+                file
+            )  # a notebook may have edited it since, or gone to another folder
             text = linecache.getline(file, int(line)).rstrip() if line.isdigit() else ""
             rows.append((line if file == own else place, text, ", ".join(said)))
         indent = min((len(text) - len(text.lstrip()) for _, text, _ in rows if text), default=0)
         shown = [(label, _cut(text[indent:]), said) for label, text, said in rows]
         widths = [max((len(row[column]) for row in shown), default=0) for column in (0, 1)]
-        return [f"  {label:>{widths[0]}} | {text:<{widths[1]}}   {said}".rstrip() for label, text, said in shown]
+        return [
+            f"  {label:>{widths[0]}} | {text:<{widths[1]}}   {said}".rstrip()
+            for label, text, said in shown
+        ]
 
     @property
     def shown_details(self) -> list[str]:
@@ -339,11 +385,12 @@ class Verdict:
         violation: the violation, or None if the loop holds.
         finding: a finding about the problem or a framework, for which no loop is to blame, or None.
         ratio: largest ratio of error to allowed error among all compared elements.
-        skipped: why the case could not be judged, such as an operation that torch lacks for the dtype, or None.
+        skipped: why the case could not be judged, such as an operation that torch lacks for the
+            dtype, or None.
         windows: number of optimizer steps whose gradient was judged.
         windows_skipped: reason why gradients of steps were not judged -> number of such steps.
-        moved_by_zeros: a sentence about a parameter that its window does not reach, and that a gradient of zeros let
-            the optimizer move; None where there is none.
+        moved_by_zeros: a sentence about a parameter that its window does not reach, and that a
+            gradient of zeros let the optimizer move; None where there is none.
         runs: how often the loop was run, the runs that named a fault included.
     """
 
@@ -383,7 +430,9 @@ class Unknown:
 
     def __str__(self) -> str:
         left = (
-            "the weights of this loss are unknown" if self.what == "weights" else "neither sums nor weights were judged"
+            "the weights of this loss are unknown"
+            if self.what == "weights"
+            else "neither sums nor weights were judged"
         )
         return f"{self.where}: {self.reason}: {left}" + (f"; {self.remedy}" if self.remedy else "")
 
@@ -419,42 +468,52 @@ class Result:
         loop: the loop's or the script's name as the user gave it.
         cases: of `verify`, number of cases drawn.
         seconds: wall-clock seconds of the verification or the run.
-        violations: of `verify` the one on the minimal case; of `audit` the first one of each diagnosis that is not
-            accepted, in the order in which they were found.
+        violations: of `verify` the one on the minimal case; of `audit` the first one of each
+            diagnosis that is not accepted, in the order in which they were found.
         unjudged: why nothing could be judged, and what to do; None where something was.
-        judged: of `verify`, number of cases that were judged; if it is 0, there is no verdict on the loop.
+        judged: of `verify`, number of cases that were judged; if it is 0, there is no verdict on
+            the loop.
         runs: of `verify`, how often the loop was run.
         steps: of `audit`, number of steps seen.
         windows: number of optimizer steps that were judged.
-        windows_skipped: reason why gradients of steps were not judged, of `verify` in cases that were, of `audit` where
-            steps were only counted -> number of such steps.
+        windows_skipped: reason why gradients of steps were not judged, of `verify` in cases that
+            were, of `audit` where steps were only counted -> number of such steps.
         assumes: of `verify`, the assumptions of the loop.
-        autocast: of `verify`, the dtype in which the loop may compute its losses under autocast, or None.
-        worst_error_over_allowed: of `verify`, largest ratio of error to allowed error in cases that hold.
+        autocast: of `verify`, the dtype in which the loop may compute its losses under autocast, or
+            None.
+        worst_error_over_allowed: of `verify`, largest ratio of error to allowed error in cases that
+            hold.
         again: of `audit`, how windows were computed again -> how many.
-        findings: of `verify`, what problems and frameworks are to blame for, and no loop is; of `audit`, what could not
-            be seen or judged, what is worth knowing, and where torch and JAX differ.
-        disagreements: those of an audit's findings in which torch and JAX differ. They are no part of the JSON.
+        findings: of `verify`, what problems and frameworks are to blame for, and no loop is; of
+            `audit`, what could not be seen or judged, what is worth knowing, and where torch and
+            JAX differ.
+        disagreements: those of an audit's findings in which torch and JAX differ. They are no part
+            of the JSON.
         unknown: of `audit`, what could not be judged; the findings have it in words.
-        second_opinion: a sentence about what JAX computed of a user's problem or run; None where it was not asked.
+        second_opinion: a sentence about what JAX computed of a user's problem or run; None where it
+            was not asked.
         skipped: of `verify`, reason why cases were not judged -> number of such cases.
         interrupted: whether the run was interrupted before its end.
         shrinking: of `verify`, how shrinking ended where it was not by itself, or None.
-        traffic: of `verify`, what several ranks communicate in each window, of a loop that holds; None otherwise.
-        moved_by_zeros: of `verify`, parameters that a gradient of zeros let the optimizer move; None where none is.
+        traffic: of `verify`, what several ranks communicate in each window, of a loop that holds;
+            None otherwise.
+        moved_by_zeros: of `verify`, parameters that a gradient of zeros let the optimizer move;
+            None where none is.
         accepted: the first violation of each diagnosis that the user accepts.
         raised: of `audit`, the exception that ended the run, or None.
         rank: of `audit`, that of the process, where there are several.
         ranks: of `audit`, number of ranks that were judged together.
         command: that made it.
-        files: what was judged: the loop's lines, or the files of an audited run that are on the way to a backward or a
-            step. They are no part of the JSON.
+        files: what was judged: the loop's lines, or the files of an audited run that are on the way
+            to a backward or a step. They are no part of the JSON.
     """
 
     loop: str
     cases: int = field(default=0, metadata=VERIFY)
     seconds: float = 0.0
-    violations: tuple[Violation, ...] = field(default=(), metadata={**AUDIT, "read": violation_from_json})
+    violations: tuple[Violation, ...] = field(
+        default=(), metadata={**AUDIT, "read": violation_from_json}
+    )
     unjudged: str | None = field(default=None, metadata=AUDIT)
     judged: int = field(default=0, metadata=VERIFY)
     runs: int = field(default=0, metadata=VERIFY)
@@ -474,7 +533,9 @@ class Result:
     shrinking: str | None = field(default=None, metadata=VERIFY)
     traffic: str | None = field(default=None, metadata={**VERIFY, "optional": ("verify",)})
     moved_by_zeros: MovedByZeros | None = field(default=None, metadata={**VERIFY, "read": _moved})
-    accepted: tuple[Violation, ...] = field(default=(), metadata={"optional": ("verify",), "read": violation_from_json})
+    accepted: tuple[Violation, ...] = field(
+        default=(), metadata={"optional": ("verify",), "read": violation_from_json}
+    )
     raised: str | None = field(default=None, metadata=AUDIT)
     rank: int | None = field(default=None, metadata=AUDIT)
     ranks: int = field(default=1, metadata=AUDIT)
@@ -504,19 +565,29 @@ class Result:
     @property
     def notices(self) -> list[Notice]:
         """What the result says, as CI systems show it."""
-        faults = [replace(fault.notice, accepted=fault.reason or "--accept", level="note") for fault in self.accepted]
+        faults = [
+            replace(fault.notice, accepted=fault.reason or "--accept", level="note")
+            for fault in self.accepted
+        ]
         places = [(place_in(text), text) for text in self.findings]
-        findings = [Notice("warning", "finding", text.removeprefix(f"{at}: "), place=at) for at, text in places]
+        findings = [
+            Notice("warning", "finding", text.removeprefix(f"{at}: "), place=at)
+            for at, text in places
+        ]
         unjudged = [Notice("error", "unjudged", self.unjudged)] if self.unjudged else []
         return [*(fault.notice for fault in self.violations), *faults, *findings, *unjudged]
 
     def accepting(self, entries: Iterable[Accepted]) -> Result:
-        """Return the result with the faults that some entries accept, and why, apart from its violations."""
+        """Return the result with the faults that some entries accept, and why, apart from its
+        violations.
+        """
         accepted, violations = list[Violation](), list[Violation]()
         for fault in (*self.accepted, *self.violations):
             fits = fault.accepted_by(entries)
             is_kept = fault in self.violations and not fits
-            (violations if is_kept else accepted).append(replace(fault, reason=fits[0].reason if fits else None))
+            (violations if is_kept else accepted).append(
+                replace(fault, reason=fits[0].reason if fits else None)
+            )
         return replace(self, accepted=tuple(accepted), violations=tuple(violations))
 
     def raise_for_violation(self) -> None:
@@ -534,7 +605,11 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON-ready data."""
         data: dict[str, Any] = to_json(self, self.command)
-        derived = {"verdict": self.verdict, "violation": self.violation, "seconds": round(self.seconds, 3)}
+        derived = {
+            "verdict": self.verdict,
+            "violation": self.violation,
+            "seconds": round(self.seconds, 3),
+        }
         return {**data, **to_json(derived, self.command)}
 
     def __str__(self) -> str:
@@ -551,7 +626,9 @@ def result_from_json(data: Mapping[str, Any]) -> Result:
     violations = data.get("violations") or ([first] if first else [])
     # that of `verify` does not say why
     unjudged = data.get("unjudged") or ("not known" if data.get("verdict") == "unjudged" else None)
-    return from_json(Result, {**data, "violations": violations, "unjudged": unjudged, "command": command})
+    return from_json(
+        Result, {**data, "violations": violations, "unjudged": unjudged, "command": command}
+    )
 
 
 class ToJson(Protocol):
@@ -580,7 +657,12 @@ def results_to_json(
         stale: a line for each accepted fault that was not found again.
     """
     more = {"no_longer_found": list(stale)} if stale else {}
-    return {"schema": SCHEMA, "environment": environment, "results": [one.to_json() for one in results], **more}
+    return {
+        "schema": SCHEMA,
+        "environment": environment,
+        "results": [one.to_json() for one in results],
+        **more,
+    }
 
 
 def notices_of(results: Sequence[ToJson], stale: Sequence[str] = ()) -> list[Notice]:
@@ -594,22 +676,34 @@ def notices_of(results: Sequence[ToJson], stale: Sequence[str] = ()) -> list[Not
     for result in reversed(results):
         file = result.loop if result.loop.endswith(".py") else result.loop.rpartition(":")[0]
         anywhere = file if file.endswith(".py") else None
-        named = (replace(one, text=f"{result.loop}: {one.text}", place=one.place or anywhere) for one in result.notices)
+        named = (
+            replace(one, text=f"{result.loop}: {one.text}", place=one.place or anywhere)
+            for one in result.notices
+        )
         notices = [*named, *notices]
     return notices
 
 
 def no_longer_found(entries: Sequence[Accepted], results: Sequence[Result]) -> list[str]:
     """Return a line for each entry that accepts nothing, although its file was judged to the end."""
-    used = {one for result in results for fault in result.accepted for one in fault.accepted_by(entries)}
-    whole = (result for result in results if not (result.unjudged or result.interrupted or result.raised))
+    used = {
+        one for result in results for fault in result.accepted for one in fault.accepted_by(entries)
+    }
+    whole = (
+        result for result in results if not (result.unjudged or result.interrupted or result.raised)
+    )
     judged = [file for result in whole for file in result.files]
     lines = []
     for one in entries:
         here = (span for file, span in judged if file == one.file)
-        if one not in used and any(one.line is None or span is None or one.line in span for span in here):
+        if one not in used and any(
+            one.line is None or span is None or one.line in span for span in here
+        ):
             place = str(one).partition("@")[2]
-            lines.append(f"accept: {one.fault} was not found again in {place}: remove the entry from pyproject.toml")
+            lines.append(
+                f"accept: {one.fault} was not found again in {place}: remove the entry from"
+                " pyproject.toml"
+            )
     return lines
 
 
@@ -618,7 +712,9 @@ ENDLESS = "the loop was stopped there"
 
 
 def is_endless(violation: Violation) -> bool:
-    """Return whether the loop did not end by itself, so that each further run of it takes as long as it is given."""
+    """Return whether the loop did not end by itself, so that each further run of it takes as long
+    as it is given.
+    """
     return violation.diagnosis == "timed-out" or violation.explanation.endswith(ENDLESS)
 
 
@@ -631,29 +727,44 @@ SHOWN_ROWS = 12
 
 
 def weight_lines(weights: Sequence[Weight]) -> list[str]:
-    """Return the lines of a table of the weights of a window, `SHOWN_ROWS` at most; none where there are none."""
+    """Return the lines of a table of the weights of a window, `SHOWN_ROWS` at most.
+
+    None where there are none.
+    """
     if not weights:
         return []
     top = _largest(weights)
     ranks = any(w.rank is not None for w in weights)
-    rows: list[tuple[str, ...]] = [("micro-batch", "rank", "count", "weight", "should be", "# weight, | should be")]
+    rows: list[tuple[str, ...]] = [
+        ("micro-batch", "rank", "count", "weight", "should be", "# weight, | should be")
+    ]
     for w in weights[:SHOWN_ROWS]:
         numbers = (f"{value:.6g}" for value in (w.count, w.observed, w.expected))
         rows.append((w.place, str(w.rank), *numbers, _bar(w.expected, w.observed, top)))
     columns = [0, *([1] if ranks else []), 2, 3, 4]
     widths = {column: max(len(row[column]) for row in rows) for column in columns}
-    lines = ["  ".join(["", *(f"{row[c]:>{widths[c]}}" for c in columns), row[5]]).rstrip() for row in rows]
-    return [*lines, *([f"  and {len(weights) - SHOWN_ROWS} more"] if len(weights) > SHOWN_ROWS else [])]
+    lines = [
+        "  ".join(["", *(f"{row[c]:>{widths[c]}}" for c in columns), row[5]]).rstrip()
+        for row in rows
+    ]
+    return [
+        *lines,
+        *([f"  and {len(weights) - SHOWN_ROWS} more"] if len(weights) > SHOWN_ROWS else []),
+    ]
 
 
 def _largest(weights: Iterable[Weight]) -> float:
     """Return the largest magnitude of a finite weight; 0 where there is none."""
-    finite = (abs(value) for w in weights for value in (w.expected, w.observed) if math.isfinite(value))
+    finite = (
+        abs(value) for w in weights for value in (w.expected, w.observed) if math.isfinite(value)
+    )
     return max(finite, default=0.0)
 
 
 def _bar(expected: float, observed: float, top: float) -> str:
-    """Return a bar as long as the observed weight, of `-` where it is negative, with a mark at the expected one."""
+    """Return a bar as long as the observed weight, of `-` where it is negative, with a mark at the
+    expected one.
+    """
     if not top or not math.isfinite(expected) or not math.isfinite(observed):
         return ""
     bar = ("#" if observed > 0 else "-") * _length(observed, top)
@@ -675,7 +786,8 @@ def result_lines(result: Result, *, width: int = 0, shown: bool = False) -> list
     Args:
         result: the result.
         width: of the column of names, in characters.
-        shown: whether violations were printed when they were found, and why nothing was judged is said elsewhere.
+        shown: whether violations were printed when they were found, and why nothing was judged is
+            said elsewhere.
     """
     below = _below_loop(result) if result.command == "verify" else _below_run(result, shown=shown)
     return [_line(result, width), *(f"    {line}".rstrip() for line in below)]
@@ -694,7 +806,11 @@ def _line(result: Result, width: int) -> str:
             judged = f"judged {result.windows:,} of {result.steps:,} windows ({budget})"
         judged += f"{over}{accepted}"
         return f"{result.loop}  {verdict}  {judged}  {result.seconds:.1f} s"
-    worst = f"worst error {of_bound(result.worst_error_over_allowed)}" if result.holds and result.cases else ""
+    worst = (
+        f"worst error {of_bound(result.worst_error_over_allowed)}"
+        if result.holds and result.cases
+        else ""
+    )
     worst = f"{counted(len(result.accepted), 'fault')} accepted" if result.accepted else worst
     cases = counted(result.cases, "case")
     return f"{result.loop:<{width}}  {verdict:<8}  {cases:>9}  {result.seconds:6.1f} s  {worst}".rstrip()
@@ -719,13 +835,18 @@ def _below_loop(result: Result) -> Iterator[str]:
     """Yield the assumptions of a loop, what was found beside its verdict, and its violation."""
     if drawn := [name for name in result.assumes if name not in DECLARED]:
         yield f"assumes {', '.join(drawn)}: nothing else was tried"
-    yield from (f"assumes {name}: {meaning}" for name, meaning in DECLARED.items() if name in result.assumes)
+    yield from (
+        f"assumes {name}: {meaning}" for name, meaning in DECLARED.items() if name in result.assumes
+    )
     if result.autocast:
         yield f"losses may be computed under torch.autocast in {result.autocast}"
     if result.traffic:
         yield result.traffic
     if moved := result.moved_by_zeros:
-        yield f"in {counted(moved.cases, 'case')} zeros moved a parameter that None leaves: {moved.explanation}"
+        yield (
+            f"in {counted(moved.cases, 'case')} zeros moved a parameter that None leaves:"
+            f" {moved.explanation}"
+        )
     yield from (result.second_opinion or "").splitlines()
     for finding in result.findings:
         yield f"finding, for which no loop is to blame: {finding}"
@@ -741,7 +862,11 @@ def _below_loop(result: Result) -> Iterator[str]:
 
 
 def _accepted(violation: Violation) -> str:
-    why = violation.explanation if violation.reason is None else f"{violation.sentence}; accepted: {violation.reason}"
+    why = (
+        violation.explanation
+        if violation.reason is None
+        else f"{violation.sentence}; accepted: {violation.reason}"
+    )
     return f"accepted: {violation.title.removeprefix(f'{violation.kind}: ')}, {why}"
 
 
@@ -772,17 +897,24 @@ _CELL = "padding:0 .8em;text-align:right"
 
 
 def result_html(result: Result) -> str:
-    """Return a verdict as HTML: its first line, each violation with its weights as bars, and all words, folded."""
+    """Return a verdict as HTML: its first line, each violation with its weights as bars, and all
+    words, folded.
+    """
     lines = result_lines(result)
     tone = {"holds": "good", "violated": "bad"}.get(result.verdict, "warn")
     style = f"background:{_GROUND[tone]};color:#fff;padding:.1em .5em;border-radius:.3em"
     parts = [f'<p><b style="{style}">{result.verdict}</b> <code>{html.escape(lines[0])}</code></p>']
     for violation in result.violations:
-        parts.append(f"<p><b>{html.escape(violation.title)}</b>. {html.escape(violation.explanation)}</p>")
+        parts.append(
+            f"<p><b>{html.escape(violation.title)}</b>. {html.escape(violation.explanation)}</p>"
+        )
         parts.append(f"<pre>{html.escape(chr(10).join(aligned(violation.facts)))}</pre>")
         parts.append(_weights_html(violation.weights))
     words = html.escape("\n".join(lines))
-    return f"<div>{''.join(parts)}<details><summary>in words</summary><pre>{words}</pre></details></div>"
+    return (
+        f"<div>{''.join(parts)}<details><summary>in"
+        f" words</summary><pre>{words}</pre></details></div>"
+    )
 
 
 def _weights_html(weights: Sequence[Weight]) -> str:
@@ -790,7 +922,14 @@ def _weights_html(weights: Sequence[Weight]) -> str:
         return ""
     top = _largest(weights) or 1.0
     ranks = any(w.rank is not None for w in weights)
-    names = ("micro-batch", *(("rank",) if ranks else ()), "count", "expected", "observed", "observed, | expected")
+    names = (
+        "micro-batch",
+        *(("rank",) if ranks else ()),
+        "count",
+        "expected",
+        "observed",
+        "observed, | expected",
+    )
     head = "".join(f'<th style="{_CELL}">{name}</th>' for name in names)
     body = []
     for w in weights:
@@ -806,5 +945,7 @@ def _weights_html(weights: Sequence[Weight]) -> str:
             for style in (style.format(round(100 * abs(weight) / top)),)
         )
         drawn = f'<td><div style="position:relative;width:16em;height:1.2em">{bar}</div></td>'
-        body.append("<tr>" + "".join(f'<td style="{_CELL}">{cell}</td>' for cell in cells) + drawn + "</tr>")
+        body.append(
+            "<tr>" + "".join(f'<td style="{_CELL}">{cell}</td>' for cell in cells) + drawn + "</tr>"
+        )
     return f"<table><tr>{head}</tr>{''.join(body)}</table>"

@@ -1,4 +1,6 @@
-"""Words, and how they are printed: counts with nouns, columns, shares and errors, lines in colour on a terminal."""
+"""Words, and how they are printed: counts with nouns, columns, shares and errors, lines in colour
+on a terminal.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from gradcheck_suite.core.faults import FAULTS
 if TYPE_CHECKING:
     from gradcheck_suite.core.case import Plan
 
-# Counts with their nouns, names and texts in two columns, names that were meant. Imports neither framework.
+# Counts with their nouns, names and texts in two columns, names that were meant. Imports neither
+# framework.
 
 
 def aligned(pairs: Iterable[tuple[str, str]]) -> list[str]:
@@ -27,7 +30,11 @@ def aligned(pairs: Iterable[tuple[str, str]]) -> list[str]:
 
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, such as `1 window` or `2 micro-batches`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith(('batch', 'pass')) else 's'}"
+    return (
+        f"{number} {noun}"
+        if number == 1
+        else f"{number} {noun}{'es' if noun.endswith(('batch', 'pass')) else 's'}"
+    )
 
 
 MOST_SHOWN = 24
@@ -35,17 +42,20 @@ MOST_SHOWN = 24
 
 
 def split_text(plan: Plan) -> str:
-    """Return an epoch's item counts by window, such as `[1 3 | 2* 2 | 4]`; `*` marks one without valid targets.
+    """Return an epoch's item counts by window, such as `[1 3 | 2* 2 | 4]`.
 
-    `[1 3 / 2 | 1 / -]` is that of two ranks, of which the second has fewer micro-batches and at last none. In a plan
-    of many micro-batches equal neighbours are counted: `[85 x (1 1 1) | 1 1]`, `[33 x 1]`.
+    `*` marks one without valid targets. `[1 3 / 2 | 1 / -]` is that of two ranks, of which the
+    second has fewer micro-batches and at last none. In a plan of many micro-batches equal
+    neighbours are counted: `[85 x (1 1 1) | 1 1]`, `[33 x 1]`.
     """
     shown = [f"{n}*" if j in plan.masked else str(n) for j, n in enumerate(plan.micro_batches)]
     windows = [[shown[j] for j in window] for window in plan.windows]
     if plan.ranks:
         members = [plan.of_rank(rank) for rank in range(plan.world_size)]
         windows = [
-            " / ".join(" ".join(shown[j] for j in window if j in own) or "-" for own in members).split(" ")
+            " / ".join(
+                " ".join(shown[j] for j in window if j in own) or "-" for own in members
+            ).split(" ")
             for window in plan.windows
         ]
     if len(shown) <= MOST_SHOWN:
@@ -55,13 +65,17 @@ def split_text(plan: Plan) -> str:
 
 
 def _runs(texts: Iterable[str], least: int) -> list[str]:
-    """Return texts with equal neighbours, if there are at least so many, written once with their number."""
+    """Return texts with equal neighbours, if there are at least so many, written once with their
+    number.
+    """
     runs = [(text, len(list(run))) for text, run in groupby(texts)]
     return [
         part
         for text, times in runs
         for part in (
-            [f"{times} x ({text})" if " " in text else f"{times} x {text}"] if times >= least else [text] * times
+            [f"{times} x ({text})" if " " in text else f"{times} x {text}"]
+            if times >= least
+            else [text] * times
         )
     ]
 
@@ -79,7 +93,9 @@ def suggestion(name: str, names: Iterable[str]) -> str:
 
 
 def file_text(filename: str) -> str:
-    """Return a source file as its user names it: a cell of a notebook as IPython does, `Cell In[3]`."""
+    """Return a source file as its user names it: a cell of a notebook as IPython does, `Cell
+    In[3]`.
+    """
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     cell = shell and shell.compile.format_code_name(filename)
     return " ".join(cell) if cell else filename
@@ -91,7 +107,10 @@ def percent(share: float) -> str:
 
 
 def of_bound(ratio: float) -> str:
-    """Return an error over its bound in words: `91% of the rounding bound`; two digits where they do not say 100."""
+    """Return an error over its bound in words: `91% of the rounding bound`.
+
+    Two digits where they do not say 100.
+    """
     return f"{100 * ratio:.{2 if ratio < 0.995 else 4}g}% of the rounding bound"
 
 
@@ -102,8 +121,8 @@ SURE_VIOLATION = 100
 def error_text(error: float, allowed: float) -> str:
     """Return an error beside its bound, such as `0.205, where rounding allows 7e-15`.
 
-    The bound has three digits where the error is close to it. Far below the error it has one: its further digits are
-    rounding error themselves and differ between processors.
+    The bound has three digits where the error is close to it. Far below the error it has one: its
+    further digits are rounding error themselves and differ between processors.
 
     Args:
         error: |observed - expected|, in the units of the gradient.
@@ -123,9 +142,13 @@ def violation_title(kind: str, diagnosis: str) -> str:
 
 STYLES = {"good": "bold green", "bad": "bold red", "warn": "bold yellow", "label": "cyan"}
 _COLOURED = (
-    r"^\S.*?  (?:(?P<good>holds(?: so far \(interrupted\))?)|(?P<bad>VIOLATED)|(?P<warn>unjudged))(?=  |$)",
+    (
+        r"^\S.*?  (?:(?P<good>holds(?: so far"
+        r" \(interrupted\))?)|(?P<bad>VIOLATED)|(?P<warn>unjudged))(?=  |$)"
+    ),
     r"^(?P<good>(?:the loop|all \d+ loops) holds?)|^(?P<bad>\d+ of \d+ loops? violated)",
-    r"^ *(?P<bad>(?:gradient|step-count|none-pattern|non-finite|parameters|not-accumulable|raised)(?:: [\w-]+)?)"
+    r"^ *(?P<bad>(?:gradient|step-count|none-pattern|non-finite|parameters|not-accumulable|raised)(?::"
+    r" [\w-]+)?)"
     r"(?= at step \d|$)",
     rf"^ *(?:(?P<label>\S[^|]*:\d+): )?(?P<bad>{'|'.join(FAULTS)})(?= or |: )",
     r"^ *(?P<good>fix):",
@@ -140,7 +163,8 @@ _HANGING = re.compile(r" *(?:[\w-]+ {2,})?")
 
 
 def say(lines: Iterable[str], file: TextIO | None = None) -> None:
-    """Print lines: on a terminal coloured, and wrapped at words under the text that they continue; else as they are.
+    """Print lines: on a terminal coloured, and wrapped at words under the text that they continue;
+    else as they are.
 
     `NO_COLOR` and `FORCE_COLOR` overrule, as rich reads them.
     """
@@ -158,9 +182,14 @@ def say(lines: Iterable[str], file: TextIO | None = None) -> None:
     file = sys.stdout if file is None else file
     # in a kernel rich would display HTML in place of writing to the file
     console = Terminal(
-        file=file, force_jupyter=False, highlighter=Words(), theme=Theme(STYLES), markup=False, emoji=False,
+        file=file,
+        force_jupyter=False,
+        highlighter=Words(),
+        theme=Theme(STYLES),
+        markup=False,
+        emoji=False,
         soft_wrap=True,
-    )  # fmt: skip
+    )
     # what a program puts in place of its standard error often has no `isatty`
     width = console.width if getattr(file, "isatty", bool)() else None
     for line in lines:
@@ -171,6 +200,8 @@ def say(lines: Iterable[str], file: TextIO | None = None) -> None:
 def _wrapped(line: str, width: int) -> str:
     hanging = _HANGING.match(line)
     indent = " " * min(hanging.end() if hanging else 0, width // 3)
-    wrap = textwrap.TextWrapper(width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    wrap = textwrap.TextWrapper(
+        width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
     wrap.drop_whitespace = len(line) > width
     return wrap.fill(line) if len(line) > width else line

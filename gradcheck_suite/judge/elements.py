@@ -1,4 +1,5 @@
-"""What the elements of a wrong gradient show: a scale, lost or moved elements, number formats, sizes.
+"""What the elements of a wrong gradient show: a scale, lost or moved elements, number formats,
+sizes.
 
 Must not run a loop.
 """
@@ -19,21 +20,32 @@ from gradcheck_suite.judge.naming import FORMATS, constant_meaning
 from gradcheck_suite.judge.weights import WHILE_RIGHT, Array, Diagnosis, any_of, factor_text, listed
 from gradcheck_suite.reference.large_batch import Window, gradients_of
 
-# Gradients that have lost a mean or a direction, and gradients whose elements belong to other parameters.
+# Gradients that have lost a mean or a direction, and gradients whose elements belong to other
+# parameters.
 
 
 def part_of(comparison: Comparison, name: str) -> tuple[Array, Array, Array, npt.NDArray[np.bool_]]:
     """Return expected, observed, allowed, and which elements are wrong, of one parameter."""
     layout = comparison.layout
     expected, observed, allowed = (
-        layout.part(vector, name) for vector in (comparison.expected, comparison.observed, comparison.allowed)
+        layout.part(vector, name)
+        for vector in (comparison.expected, comparison.observed, comparison.allowed)
     )
     with np.errstate(invalid="ignore"):  # of two infinities
-        return expected, observed, allowed, ~((observed == expected) | (np.abs(observed - expected) <= allowed))
+        return (
+            expected,
+            observed,
+            allowed,
+            ~((observed == expected) | (np.abs(observed - expected) <= allowed)),
+        )
 
 
-def projected(comparison: Comparison, wrong: Sequence[str], parameters: Vector | None) -> dict[str, str]:
-    """Return for each wrong parameter which part of its gradient has been subtracted, where all are like that."""
+def projected(
+    comparison: Comparison, wrong: Sequence[str], parameters: Vector | None
+) -> dict[str, str]:
+    """Return for each wrong parameter which part of its gradient has been subtracted, where all are
+    like that.
+    """
     found: dict[str, str] = {}
     zero: list[str] = []
     for name in wrong:
@@ -52,25 +64,37 @@ def projected(comparison: Comparison, wrong: Sequence[str], parameters: Vector |
     return {name: found.get(name, f"{text}, which leaves 0") for name in wrong}
 
 
-def projection(expected: Array, observed: Array, allowed: float, parameter: Array | None = None) -> str | None:
-    """Return which part of a gradient has been subtracted from it: a mean, or what lies along the parameter."""
+def projection(
+    expected: Array, observed: Array, allowed: float, parameter: Array | None = None
+) -> str | None:
+    """Return which part of a gradient has been subtracted from it: a mean, or what lies along the
+    parameter.
+    """
     if expected.size < 2 or np.abs(observed - expected).max() <= allowed:
         return None
 
     def lacks(part: Array) -> bool:
-        return bool((np.abs(observed + part - expected) <= allowed).all() and (np.abs(part) > allowed).any())
+        return bool(
+            (np.abs(observed + part - expected) <= allowed).all() and (np.abs(part) > allowed).any()
+        )
 
     for mean, of in _means(expected):
         if lacks(mean):
             return f"the mean of each {of}" if of else "the mean of all its elements"
     size = 0.0 if parameter is None else float((parameter**2).sum())
-    if parameter is not None and size and lacks(parameter * (float((parameter * expected).sum()) / size)):
+    if (
+        parameter is not None
+        and size
+        and lacks(parameter * (float((parameter * expected).sum()) / size))
+    ):
         return "what lies along the parameter itself"
     return None
 
 
 def _averaged(expected: Array, observed: Array, allowed: float) -> str | None:
-    """Return the mean that every element of a gradient is: of all elements, of its row or of its column."""
+    """Return the mean that every element of a gradient is: of all elements, of its row or of its
+    column.
+    """
     if not (np.abs(observed) > allowed).any():
         return None
     for mean, of in _means(expected):
@@ -80,24 +104,33 @@ def _averaged(expected: Array, observed: Array, allowed: float) -> str | None:
 
 
 def _means(expected: Array) -> Iterator[tuple[Array, str]]:
-    """Yield the mean of all elements, of each row and of each column, in the elements' shape, and what it is of."""
+    """Yield the mean of all elements, of each row and of each column, in the elements' shape, and
+    what it is of.
+    """
     every = tuple(range(expected.ndim))
-    for over, of in ((every, ""), *(((every[1:], "row"), ((0,), "column")) if len(every) > 1 else ())):
+    for over, of in (
+        (every, ""),
+        *(((every[1:], "row"), ((0,), "column")) if len(every) > 1 else ()),
+    ):
         if math.prod(expected.shape[axis] for axis in over) > 1:
             yield np.broadcast_to(expected.mean(axis=over, keepdims=True), expected.shape), of
 
 
 def mixed(comparison: Comparison, wrong: Sequence[str]) -> Diagnosis | None:
-    """Return the diagnosis of gradients whose elements have moved to other parameters, or that are mixed; or None."""
+    """Return the diagnosis of gradients whose elements have moved to other parameters, or that are
+    mixed; or None.
+    """
     parts = {name: tuple(part.reshape(-1) for part in part_of(comparison, name)) for name in wrong}
     if len(wrong) < 2:
         return None
-    expected, observed, allowed, _ = (np.concatenate([parts[name][i] for name in wrong]) for i in range(4))
+    expected, observed, allowed, _ = (
+        np.concatenate([parts[name][i] for name in wrong]) for i in range(4)
+    )
     if (np.abs(np.sort(observed) - np.sort(expected)) <= allowed.max()).all():
         return Diagnosis(
             "misplaced-gradient",
-            f"the gradients of {listed(wrong)} together have the right elements, at other places: they are flattened "
-            "in one order and taken apart in another",
+            f"the gradients of {listed(wrong)} together have the right elements, at other places:"
+            " they are flattened in one order and taken apart in another",
         )
     return None
 
@@ -107,7 +140,9 @@ LEVELS = (3, 7, 15, 31, 63, 127, 255, 32767)
 
 
 def levels_of(expected: Array, observed: Array) -> int | None:
-    """Return the number of steps from 0 to the largest element that all elements lie on, where they are near enough."""
+    """Return the number of steps from 0 to the largest element that all elements lie on, where they
+    are near enough.
+    """
     largest = np.abs(observed).max()
     if np.count_nonzero(observed) < 3 or len(np.unique(np.abs(observed))) < 2:
         return None
@@ -125,22 +160,28 @@ def relative_error(expected: Array, observed: Array) -> float:
 
 
 def format_of(expected: Array, observed: Array) -> str | None:
-    """Return the narrow format that all elements are numbers of, where the gradient is right to its precision."""
+    """Return the narrow format that all elements are numbers of, where the gradient is right to its
+    precision.
+    """
     for form, digits in FORMATS.items():
         mantissa, _ = np.frexp(observed)
         scaled = mantissa * 2.0**digits
-        if (scaled == np.round(scaled)).all() and relative_error(expected, observed) <= 8 * 2.0**-digits:
+        if (scaled == np.round(scaled)).all() and relative_error(
+            expected, observed
+        ) <= 8 * 2.0**-digits:
             return form
     return None
 
 
-# Naming the fault of some parameters or elements, by comparing the wrong gradient with the right one.
+# Naming the fault of some parameters or elements, by comparing the wrong gradient with the right
+# one.
 
 
 def wrong_and_right(comparison: Comparison) -> tuple[list[str], list[str]]:
-    """Return the parameters with a wrong element, and those whose elements are all right; not those with no gradient.
+    """Return the parameters with a wrong element, and those whose elements are all right.
 
-    A parameter whose gradient is 0 throughout is right whatever scales or drops gradients.
+    Not those with no gradient. A parameter whose gradient is 0 throughout is right whatever scales
+    or drops gradients.
     """
     wrong, right = [], []
     for name in comparison.layout.names:
@@ -155,7 +196,10 @@ def wrong_and_right(comparison: Comparison) -> tuple[list[str], list[str]]:
 def where_wrong(comparison: Comparison) -> str:
     """Return which parameters are wrong while others are right, as the beginning of a sentence."""
     wrong, right = wrong_and_right(comparison)
-    return f"in {listed(wrong)}{WHILE_RIGHT}{listed(right)} {'is' if len(right) == 1 else 'are'} right: "
+    return (
+        f"in {listed(wrong)}{WHILE_RIGHT}{listed(right)} {'is' if len(right) == 1 else 'are'}"
+        " right: "
+    )
 
 
 def diagnose_elements(
@@ -169,19 +213,28 @@ def diagnose_elements(
 
     Args:
         comparison: the wrong gradient compared with the right one.
-        by_weights: wrong parameter -> what the weights of its micro-batches say, if they say anything.
-        some_unread: whether the window has a micro-batch with a gradient of 0, which may be there or not.
+        by_weights: wrong parameter -> what the weights of its micro-batches say, if they say
+            anything.
+        some_unread: whether the window has a micro-batch with a gradient of 0, which may be there
+            or not.
         parameters: (P,): the values of the parameters, where they are known.
     """
     wrong, right = wrong_and_right(comparison)
-    faults = {name: {one.name: one for one in _faults(comparison, name, by_weights.get(name))} for name in wrong}
+    faults = {
+        name: {one.name: one for one in _faults(comparison, name, by_weights.get(name))}
+        for name in wrong
+    }
     for name, lost in projected(comparison, wrong, parameters).items():
         faults[name]["projected-gradient"] = Diagnosis("projected-gradient", lost)
     for found in faults.values() if some_unread else ():
         if "no-gradient" in found:
             text = "what the gradient holds are micro-batches whose own gradient is 0"
             found["dropped-micro-batch"] = Diagnosis("dropped-micro-batch", text)
-    common = [name for name in faults[wrong[0]] if all(name in found for found in faults.values())] if wrong else []
+    common = (
+        [name for name in faults[wrong[0]] if all(name in found for found in faults.values())]
+        if wrong
+        else []
+    )
     if not common:
         return mixed(comparison, wrong)
     each = {name: any_of([found[fault] for fault in common]) for name, found in faults.items()}
@@ -201,8 +254,16 @@ def place_of_the_fault(comparison: Comparison) -> str:
         *_, off = part_of(comparison, name)
         counts.append(f"{name} ({np.count_nonzero(off)} of {off.size} elements)")
     more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-    no_other = "no parameter is right" if len(wrong) == len(comparison.layout.names) else "no other has a gradient"
-    ending = f"; {listed(right)} {'is' if len(right) == 1 else 'are'} right" if right else f"; {no_other}"
+    no_other = (
+        "no parameter is right"
+        if len(wrong) == len(comparison.layout.names)
+        else "no other has a gradient"
+    )
+    ending = (
+        f"; {listed(right)} {'is' if len(right) == 1 else 'are'} right"
+        if right
+        else f"; {no_other}"
+    )
     return f"wrong in {', '.join(counts)}{more}{ending}"
 
 
@@ -224,24 +285,33 @@ def _faults(comparison: Comparison, name: str, weights: Diagnosis | None) -> Ite
         yield scale
     how = _permutation(expected, observed, allowed) if np.count_nonzero(there) > 1 else None
     if how is not None:
-        yield Diagnosis("misplaced-gradient", f"the gradient of {name} has the right elements at other places{how}")
+        yield Diagnosis(
+            "misplaced-gradient",
+            f"the gradient of {name} has the right elements at other places{how}",
+        )
     if other:
         yield Diagnosis("misplaced-gradient", f"{name} has the gradient of {other}")
     if weights is None and (levels := levels_of(expected, observed)):
-        text = f"all elements of the gradient of {name} are multiples of 1/{levels} of the largest: they are quantised"
+        text = (
+            f"all elements of the gradient of {name} are multiples of 1/{levels} of the largest:"
+            " they are quantised"
+        )
         yield Diagnosis("low-precision", text)
     elif weights is None and how is None and not other and (there & ~off).any():
         yield Diagnosis("partial-gradient", _partial_text(name, expected, observed, allowed, off))
     elif weights is None and (form := format_of(expected, observed)):
         yield Diagnosis(
             "low-precision",
-            f"the gradient of {name} has a relative error of {relative_error(expected, observed):.1g}, and all its "
-            f"elements are exactly representable in {form}",
+            f"the gradient of {name} has a relative error of"
+            f" {relative_error(expected, observed):.1g}, and all its elements are exactly"
+            f" representable in {form}",
         )
 
 
 def _factor(expected: Array, observed: Array, allowed: Array) -> Diagnosis | None:
-    pivot = np.unravel_index(np.argmax(np.abs(expected) / np.maximum(allowed, 1e-300)), expected.shape)
+    pivot = np.unravel_index(
+        np.argmax(np.abs(expected) / np.maximum(allowed, 1e-300)), expected.shape
+    )
     if not expected[pivot]:
         return None
     factor = float(observed[pivot] / expected[pivot])
@@ -249,7 +319,9 @@ def _factor(expected: Array, observed: Array, allowed: Array) -> Diagnosis | Non
         return None
     if abs(observed[pivot] - expected[pivot]) <= 2 * (1 + abs(factor)) * allowed[pivot]:
         return None  # rounding may be all of it
-    meaning, cause = constant_meaning(round(factor) if abs(factor - round(factor)) < 1e-9 else factor)
+    meaning, cause = constant_meaning(
+        round(factor) if abs(factor - round(factor)) < 1e-9 else factor
+    )
     single = np.count_nonzero(np.abs(expected) > allowed) < 2
     if single and not meaning and abs(factor - round(factor)) > 1e-9:
         return None
@@ -265,7 +337,11 @@ def _permutation(expected: Array, observed: Array, allowed: Array) -> str | None
         return None
     if (np.abs(np.sort(observed, axis=None) - np.sort(expected, axis=None)) > tolerance).any():
         return None
-    if expected.ndim == 2 and observed.shape == expected.T.shape and (np.abs(observed - expected.T) <= tolerance).all():
+    if (
+        expected.ndim == 2
+        and observed.shape == expected.T.shape
+        and (np.abs(observed - expected.T) <= tolerance).all()
+    ):
         return ": it is transposed"
     return ""
 
@@ -275,15 +351,23 @@ def _other_parameter(comparison: Comparison, name: str) -> str | None:
     for other in comparison.layout.names:
         expected, _, others, _ = (part.reshape(-1) for part in part_of(comparison, other))
         bound = allowed + others if other != name and expected.shape == observed.shape else None
-        if bound is not None and (np.abs(observed - expected) <= bound).all() and (np.abs(expected) > bound).any():
+        if (
+            bound is not None
+            and (np.abs(observed - expected) <= bound).all()
+            and (np.abs(expected) > bound).any()
+        ):
             return other
     return None
 
 
-def _partial_text(name: str, expected: Array, observed: Array, allowed: Array, off: npt.NDArray[np.bool_]) -> str:
+def _partial_text(
+    name: str, expected: Array, observed: Array, allowed: Array, off: npt.NDArray[np.bool_]
+) -> str:
     where = f"at {[tuple(map(int, index)) for index in np.argwhere(off)[:3]]}"
     for axis in reversed(range(off.ndim if off.ndim > 1 else 0)):
-        wrong, there = (np.moveaxis(mask, axis, 0).reshape(off.shape[axis], -1) for mask in (off, expected != 0))
+        wrong, there = (
+            np.moveaxis(mask, axis, 0).reshape(off.shape[axis], -1) for mask in (off, expected != 0)
+        )
         rows = np.asarray(wrong.any(axis=1))
         if bool((wrong | ~there)[rows].all()):
             what = ("rows", "columns", f"places along dimension {axis}")[min(axis, 2)]
@@ -296,8 +380,8 @@ def _partial_text(name: str, expected: Array, observed: Array, allowed: Array, o
         what = f"{factor_text(float(ratio.flat[0]))} times what they should be"
     more = ", ..." if np.count_nonzero(off) > 3 and where.startswith("at") else ""
     return (
-        f"{np.count_nonzero(off)} of the {off.size} elements of {name} are wrong, {where}{more}, and are {what}; the "
-        "others are right"
+        f"{np.count_nonzero(off)} of the {off.size} elements of {name} are wrong, {where}{more},"
+        f" and are {what}; the others are right"
     )
 
 
@@ -316,8 +400,12 @@ COMBINATIONS: dict[str, Callable[[Array], Vector]] = {
         parts, np.abs(parts).argmin(axis=0)
     ),
     "the median of those of the micro-batches": lambda parts: np.median(parts, axis=0),
-    "the lower median of those of the micro-batches": lambda parts: np.sort(parts, axis=0)[(len(parts) - 1) // 2],
-    "the root of the sum of the squares of those of the micro-batches": lambda parts: np.sqrt((parts**2).sum(axis=0)),
+    "the lower median of those of the micro-batches": lambda parts: np.sort(parts, axis=0)[
+        (len(parts) - 1) // 2
+    ],
+    "the root of the sum of the squares of those of the micro-batches": lambda parts: np.sqrt(
+        (parts**2).sum(axis=0)
+    ),
     "the micro-batches' sum where their signs agree, and 0 elsewhere": lambda parts: np.where(
         np.abs(np.sign(parts).sum(axis=0)) == len(parts), parts.sum(axis=0), 0.0
     ),
@@ -332,17 +420,23 @@ COMBINATIONS: dict[str, Callable[[Array], Vector]] = {
 
 
 def combined_elements(window: Window, comparison: Comparison) -> Diagnosis | None:
-    """Return the diagnosis of elements that are another function of the micro-batches' than their sum, or None.
+    """Return the diagnosis of elements that are another function of the micro-batches' than their
+    sum, or None.
 
-    On the weight probe every element is in one micro-batch alone, so a maximum over micro-batches looks right there,
-    and a median or an agreement of signs looks like a missing gradient.
+    On the weight probe every element is in one micro-batch alone, so a maximum over micro-batches
+    looks right there, and a median or an agreement of signs looks like a missing gradient.
 
     Args:
         window: the window whose gradient is wrong.
         comparison: that gradient compared with the right one.
     """
     instance, count = window.reference.instance, len(window.members)
-    if count < 2 or window.moved or instance.case.dtype != "float64" or instance.problem.reduction == "batch":
+    if (
+        count < 2
+        or window.moved
+        or instance.case.dtype != "float64"
+        or instance.problem.reduction == "batch"
+    ):
         return None
     parts = np.stack(window.float64_bound.contributions)
     if not np.isfinite(parts).all() or not np.isfinite(comparison.observed).all():
@@ -353,11 +447,15 @@ def combined_elements(window: Window, comparison: Comparison) -> Diagnosis | Non
     allowed = 8 * (comparison.allowed + count * noise)
     for text, combine in COMBINATIONS.items():
         found = combine(parts)
-        # the median of two is their mean, as is a sum over the number of parts that are not 0 where none is: of these,
-        # the weights tell
+        # the median of two is their mean, as is a sum over the number of parts that are not 0 where
+        # none is: of these, the weights tell
         if any((np.abs(found * f - parts.sum(axis=0)) <= allowed).all() for f in (1, count)):
             continue
-        for factor, times in ((1.0, ""), (count, f", times their number, {count}"), (1 / count, ", over their number")):
+        for factor, times in (
+            (1.0, ""),
+            (count, f", times their number, {count}"),
+            (1 / count, ", over their number"),
+        ):
             if found.any() and (np.abs(factor * found - comparison.observed) <= allowed).all():
                 return Diagnosis("not-summed", f"each element of the gradient is {text}{times}")
     return None
@@ -370,7 +468,9 @@ OPERATIONS = (
 )
 
 
-def wrong_reduction(window: Window, comparison: Comparison, rank: int, *, alike: bool) -> Diagnosis | None:
+def wrong_reduction(
+    window: Window, comparison: Comparison, rank: int, *, alike: bool
+) -> Diagnosis | None:
     """Return the diagnosis of a gradient that is another combination of the ranks' own, or None.
 
     The gradient of a single rank does not qualify: it must contain elements of another rank.
@@ -398,16 +498,17 @@ def wrong_reduction(window: Window, comparison: Comparison, rank: int, *, alike:
         if is_seen(combined(own)):
             return Diagnosis(
                 "not-summed",
-                f"each element is {what} of those of the ranks' own gradients, not their sum: the all-reduce is called "
-                f"with ReduceOp.{name}",
+                f"each element is {what} of those of the ranks' own gradients, not their sum: the"
+                f" all-reduce is called with ReduceOp.{name}",
             )
     others = own.sum(axis=0) - own[rank]
     got = np.sort(comparison.observed - own[rank]) - np.sort(others)
     if not alike and np.any(np.abs(others) > allowed) and (np.abs(got) <= allowed.max()).all():
         return Diagnosis(
             "misplaced-gradient",
-            "the other ranks' elements are added to other elements of this one: ranks lay out their gradients, or call "
-            "their all-reduces, in different orders, or leave out parameters without a gradient",
+            "the other ranks' elements are added to other elements of this one: ranks lay out their"
+            " gradients, or call their all-reduces, in different orders, or leave out parameters"
+            " without a gradient",
         )
     return None
 
@@ -415,7 +516,8 @@ def wrong_reduction(window: Window, comparison: Comparison, rank: int, *, alike:
 def with_second_names(
     found: Diagnosis | None, window: Window, comparison: Comparison, wrong: Sequence[str]
 ) -> Diagnosis | None:
-    """Return a diagnosis that says so where parameters under several names are wrong, and they alone.
+    """Return a diagnosis that says so where parameters under several names are wrong, and they
+    alone.
 
     Args:
         found: the diagnosis, if there is one.
@@ -431,15 +533,22 @@ def with_second_names(
         return found
     own = next(own for own in several if wrong[0] in own)
     if lost := _lost_use(window, comparison, [own for own in several if own[0] in wrong]):
-        text = f"{' and '.join(own)} are one parameter, and its use as {lost} is not in the gradient"
+        text = (
+            f"{' and '.join(own)} are one parameter, and its use as {lost} is not in the gradient"
+        )
         untying = Diagnosis("partial-gradient", text)
         # where the other use has a gradient of 0, all is missing
-        return any_of([found, untying]) if found is not None and found.name == "no-gradient" else untying
+        return (
+            any_of([found, untying])
+            if found is not None and found.name == "no-gradient"
+            else untying
+        )
     if found is None:
         return None
     text = (
-        f"; {' and '.join(own)} are one parameter: what is done once per name is done {len(own)} times to it, as where "
-        "a loop goes over named_parameters(remove_duplicate=False) or a list of names"
+        f"; {' and '.join(own)} are one parameter: what is done once per name is done {len(own)}"
+        " times to it, as where a loop goes over named_parameters(remove_duplicate=False) or a"
+        " list of names"
     )
     return replace(found, sentence=found.sentence + text)
 

@@ -1,8 +1,10 @@
-"""Fitting weights to a wrong gradient: least squares on the gradients of the case's own micro-batches.
+"""Fitting weights to a wrong gradient: least squares on the gradients of the case's own
+micro-batches.
 
-The weight probe shows what a loop does to weights in general. Where it shows nothing (a fault that depends on the
-model: one parameter, a hook, a buffer) or cannot run (a trainer that takes one kind of model), the weights are fitted
-to the case itself, to all elements and then parameter by parameter.
+The weight probe shows what a loop does to weights in general. Where it shows nothing (a fault that
+depends on the model: one parameter, a hook, a buffer) or cannot run (a trainer that takes one kind
+of model), the weights are fitted to the case itself, to all elements and then parameter by
+parameter.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class WeightFit:
 def fit_weights(observed: Vector, gradients: npt.NDArray[np.float64], allowed: Vector) -> WeightFit:
     """Fit weights by least squares: observed = sum over j of weight[j] * gradient[j].
 
-    Each micro-batch's gradient is first scaled to length 1, so that `CONDITION` does not remove a small one.
+    Each micro-batch's gradient is first scaled to length 1, so that `CONDITION` does not remove a
+    small one.
 
     Args:
         observed: (P,) finite: the observed gradient.
@@ -68,7 +71,12 @@ def fit_weights(observed: Vector, gradients: npt.NDArray[np.float64], allowed: V
     weights[present] = solution / sizes[present]
     residual = np.abs(observed - weights @ gradients)
     # the fit itself has rounding errors, which appear in the residual
-    rounding = 64 * np.finfo(np.float64).eps * np.abs(weights[:, None] * gradients).sum(axis=0) / values[kept].min()
+    rounding = (
+        64
+        * np.finfo(np.float64).eps
+        * np.abs(weights[:, None] * gradients).sum(axis=0)
+        / values[kept].min()
+    )
     return WeightFit(
         weights,
         determined=bool(kept.sum() == present.sum()),
@@ -91,8 +99,8 @@ class StolenBuffer:
     """A parameter whose gradient shares memory with something else.
 
     Attributes:
-        kind: `"rewritten"` where a later backward writes into the gradient by itself, `"shared"` where two parameters'
-            gradients overlap in memory.
+        kind: `"rewritten"` where a later backward writes into the gradient by itself, `"shared"`
+            where two parameters' gradients overlap in memory.
         parameter: the parameter whose gradient it is.
         other: for `"shared"`, the other parameter.
         error: largest difference between the sums after a reset to None and after a reset to zeros.
@@ -117,12 +125,15 @@ class StolenBuffer:
 
 
 def find_stolen_buffers(
-    model: torch.nn.Module, loss: Callable[[torch.nn.Module, Any], torch.Tensor], batches: Sequence[Any]
+    model: torch.nn.Module,
+    loss: Callable[[torch.nn.Module, Any], torch.Tensor],
+    batches: Sequence[Any],
 ) -> tuple[StolenBuffer, ...]:
     """Look for gradients that share memory with each other or with what backward writes into.
 
-    A backward that returns a view of a buffer which it will use again (a static buffer of a CUDA graph, a workspace of
-    a hand-written `autograd.Function`) may give that buffer away as a gradient.
+    A backward that returns a view of a buffer which it will use again (a static buffer of a CUDA
+    graph, a workspace of a hand-written `autograd.Function`) may give that buffer away as a
+    gradient.
 
     Parameters and their `.grad` are left as they were; buffers that a forward updates are not.
 
@@ -135,26 +146,31 @@ def find_stolen_buffers(
         UsageError: fewer than two micro-batches, or no trainable parameter.
     """
     if len(batches) < 2:
-        raise UsageError(f"find_stolen_buffers: expected at least 2 micro-batches, got {len(batches)}: pass more")
+        raise UsageError(
+            f"find_stolen_buffers: expected at least 2 micro-batches, got {len(batches)}: pass more"
+        )
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise UsageError("find_stolen_buffers: the model has no parameter with requires_grad=True")
     with _gradients_kept(parameters), torch.enable_grad():
         losses = [lambda batch=batch: loss(model, batch) for batch in batches]
-        # with `.grad` None, autograd takes the tensor that backward returned and does not copy it, so that the next
-        # backward may overwrite the sum; zeros are memory of their own:
+        # with `.grad` None, autograd takes the tensor that backward returned and does not copy it,
+        # so that the next backward may overwrite the sum; zeros are memory of their own:
         # https://github.com/pytorch/pytorch/blob/main/torch/csrc/autograd/functions/accumulate_grad.h
         released, zeroed = (_sums(parameters, losses, zeros=zeros) for zeros in (False, True))
         apart = {name: (released[name] - zeroed[name]).abs() for name in parameters}
-        error = {name: float(apart[name].max()) if apart[name].numel() else 0.0 for name in parameters}
+        error = {
+            name: float(apart[name].max()) if apart[name].numel() else 0.0 for name in parameters
+        }
         rewritten = _rewritten(parameters, losses)
         shared = _shared(parameters, losses[0])
     found = []
     for name in rewritten:
         why = (
-            f"{name}.grad shares its storage with a buffer that the next backward writes: with .grad None, autograd "
-            "takes the tensor that backward returned instead of copying it, and the sum of the earlier micro-batches "
-            f"is lost. Over {len(batches)} micro-batches set_to_none and zero_ differ by {error[name]:.3g}"
+            f"{name}.grad shares its storage with a buffer that the next backward writes: with"
+            " .grad None, autograd takes the tensor that backward returned instead of copying it,"
+            f" and the sum of the earlier micro-batches is lost. Over {len(batches)} micro-batches"
+            f" set_to_none and zero_ differ by {error[name]:.3g}"
         )
         found.append(StolenBuffer("rewritten", name, None, error[name], why))
     for a, b in shared:
@@ -193,7 +209,10 @@ def _sums(parameters: Parameters, losses: Backwards, *, zeros: bool) -> dict[str
     with seeded(0, device):
         for loss in losses:
             _backward(loss)
-    return {name: torch.zeros_like(p) if p.grad is None else dense(p.grad) for name, p in parameters.items()}
+    return {
+        name: torch.zeros_like(p) if p.grad is None else dense(p.grad)
+        for name, p in parameters.items()
+    }
 
 
 def _rewritten(parameters: Parameters, losses: Backwards) -> list[str]:
@@ -201,13 +220,18 @@ def _rewritten(parameters: Parameters, losses: Backwards) -> list[str]:
     for p in parameters.values():
         p.grad = None
     _backward(losses[0])
-    watched = {name: p.grad for name, p in parameters.items() if p.grad is not None and not p.grad.is_sparse}
+    watched = {
+        name: p.grad
+        for name, p in parameters.items()
+        if p.grad is not None and not p.grad.is_sparse
+    }
     for gradient in watched.values():
         gradient.fill_(_SENTINEL)
     for loss in losses[1:]:
         value = loss()
         if value.requires_grad:
-            # autograd.grad hands gradients back and leaves every `.grad` alone, unless their memory is shared
+            # autograd.grad hands gradients back and leaves every `.grad` alone, unless their memory
+            # is shared
             torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
     return [name for name, gradient in watched.items() if not bool((gradient == _SENTINEL).all())]
 
@@ -218,15 +242,22 @@ def _shared(parameters: Parameters, loss: Callable[[], torch.Tensor]) -> list[tu
         p.grad = None
     _backward(loss)
     made = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-    places = sorted((*_extent(g), name) for name, g in made.items() if not g.is_sparse and g.numel())
+    places = sorted(
+        (*_extent(g), name) for name, g in made.items() if not g.is_sparse and g.numel()
+    )
     return [
-        (name, other) for i, (_, end, name) in enumerate(places) for start, _, other in places[i + 1 :] if start < end
+        (name, other)
+        for i, (_, end, name) in enumerate(places)
+        for start, _, other in places[i + 1 :]
+        if start < end
     ]
 
 
 def _extent(gradient: torch.Tensor) -> tuple[int, int]:
     """Return the first byte's address and the one after the last byte's."""
-    last = sum((size - 1) * stride for size, stride in zip(gradient.shape, gradient.stride(), strict=True))
+    last = sum(
+        (size - 1) * stride for size, stride in zip(gradient.shape, gradient.stride(), strict=True)
+    )
     return gradient.data_ptr(), gradient.data_ptr() + (last + 1) * gradient.element_size()
 
 
@@ -235,11 +266,16 @@ _ROUNDING = 1e-12
 """Relative difference, of weights or between directions of gradients, that rounding in float64 explains."""
 
 
-def diagnose_case(window: Window, comparison: Comparison, epoch: int, *, alike: bool) -> Diagnosis | None:
-    """Name the fault of a wrong float64 gradient from that gradient alone; None where nothing is determined.
+def diagnose_case(
+    window: Window, comparison: Comparison, epoch: int, *, alike: bool
+) -> Diagnosis | None:
+    """Name the fault of a wrong float64 gradient from that gradient alone.
+
+    None where nothing is determined.
 
     Args:
-        window: the window whose gradient is wrong, of a float64 case whose optimizer does not move the parameters.
+        window: the window whose gradient is wrong, of a float64 case whose optimizer does not move
+            the parameters.
         comparison: that gradient compared with the right one.
         epoch: the epoch of the step. The steps before it are right.
         alike: whether all of several ranks have that gradient.
@@ -259,12 +295,18 @@ def diagnose_case(window: Window, comparison: Comparison, epoch: int, *, alike: 
     by_weights = {name: diagnosed(part) for name, part in elements.items()}
     unread = not all(gradients[j].any() for j in window.members)
     values: Gradients = {name: p.detach().double() for name, p in window.model().named_parameters()}
-    found = diagnose_elements(comparison, by_weights, some_unread=unread, parameters=window.reference.flat(values))
+    found = diagnose_elements(
+        comparison, by_weights, some_unread=unread, parameters=window.reference.flat(values)
+    )
     return with_second_names(found, window, comparison, list(elements))
 
 
-def is_explained(window: Window, comparison: Comparison, weights: Vector, *, only: Sequence[str] = ()) -> bool:
-    """Return whether weights of micro-batches, (B,), give an observed gradient; True where that cannot be told.
+def is_explained(
+    window: Window, comparison: Comparison, weights: Vector, *, only: Sequence[str] = ()
+) -> bool:
+    """Return whether weights of micro-batches, (B,), give an observed gradient.
+
+    True where that cannot be told.
 
     Args:
         window: the window of that gradient.
@@ -278,11 +320,14 @@ def is_explained(window: Window, comparison: Comparison, weights: Vector, *, onl
     if not np.isfinite(gradients).all() or not np.isfinite(comparison.observed).all():
         return True
     near = _gives(weights, gradients, comparison.observed, comparison.allowed)
-    return all(near[comparison.layout.elements(name)].all() for name in only or comparison.layout.names)
+    return all(
+        near[comparison.layout.elements(name)].all() for name in only or comparison.layout.names
+    )
 
 
 def of_one_sign(found: Diagnosis, window: Window, comparison: Comparison) -> Diagnosis | None:
-    """Return the diagnosis of wrong parameters with the elements of one sign of each micro-batch alone, or None.
+    """Return the diagnosis of wrong parameters with the elements of one sign of each micro-batch
+    alone, or None.
 
     Args:
         found: the diagnosis, which may be right as well where few elements tell.
@@ -292,7 +337,9 @@ def of_one_sign(found: Diagnosis, window: Window, comparison: Comparison) -> Dia
     if window.moved or window.reference.instance.case.dtype != "float64":
         return None
     wrong, _ = wrong_and_right(comparison)
-    elements = np.concatenate([np.arange(part.start, part.stop) for part in map(comparison.layout.elements, wrong)])
+    elements = np.concatenate(
+        [np.arange(part.start, part.stop) for part in map(comparison.layout.elements, wrong)]
+    )
     gradients = _summed_gradients(window)[list(window.members)][:, elements]
     right, total = comparison.expected[elements], gradients.sum(axis=0)
     pivot = int(np.argmax(np.abs(total)))
@@ -306,7 +353,11 @@ def of_one_sign(found: Diagnosis, window: Window, comparison: Comparison) -> Dia
             text = f"of each micro-batch's gradient only the {which} elements are in the step's"
             one_sign = Diagnosis("partial-gradient", text)
             # few elements may have one sign by chance
-            return one_sign if np.count_nonzero(np.abs(right) > allowed) > 2 else any_of([found, one_sign])
+            return (
+                one_sign
+                if np.count_nonzero(np.abs(right) > allowed) > 2
+                else any_of([found, one_sign])
+            )
     return None
 
 
@@ -314,23 +365,33 @@ def stolen_buffer(instance: Instance) -> Diagnosis | None:
     """Return the diagnosis of a model whose backward returns a buffer that it uses again, or None."""
     batches = [instance.batch(items) for items in instance.case.plan.cuts]
     try:
-        found = find_stolen_buffers(instance.model(), instance.problem.loss, (2 * batches)[: max(2, len(batches))])
+        found = find_stolen_buffers(
+            instance.model(), instance.problem.loss, (2 * batches)[: max(2, len(batches))]
+        )
     except RuntimeError:
         return None
     return found[0].diagnosis if found else None
 
 
 def _summed_gradients(window: Window) -> Rows:
-    """Return (B, P): the gradient of each micro-batch's summed loss, at the parameters of the window."""
+    """Return (B, P): the gradient of each micro-batch's summed loss, at the parameters of the
+    window.
+    """
     instance, model = window.reference.instance, window.model()
-    rows = (gradients_of(instance, model, c, summed=True, dtype=torch.float64) for c in instance.case.plan.cuts)
+    rows = (
+        gradients_of(instance, model, c, summed=True, dtype=torch.float64)
+        for c in instance.case.plan.cuts
+    )
     return np.stack([window.reference.flat(row) for row in rows])
 
 
 def _diagnosed(
     window: Window, epoch: int, gradients: Rows, comparison: Comparison, part: slice, *, alike: bool
 ) -> Diagnosis | None:
-    """Fit this window's micro-batches, then all of the epoch's; name the fault where the weights are determined."""
+    """Fit this window's micro-batches, then all of the epoch's.
+
+    Name the fault where the weights are determined.
+    """
     instance = window.reference.instance
     plan = instance.case.plan
     observed, allowed = comparison.observed[part], comparison.allowed[part]
@@ -338,8 +399,14 @@ def _diagnosed(
     counts = [float(instance.count(instance.batch(plan.items(j)))) for j in everything]
     right = 1.0 if instance.problem.reduction == "sum" else 1.0 / sum(counts[j] for j in inside)
     # elements that rounding may hide are no evidence
-    evident = (np.abs(gradients[:, part]).max(axis=0) * right > allowed) | (np.abs(observed) > allowed)
-    gradients, observed, allowed = gradients[:, part][:, evident], observed[evident], allowed[evident]
+    evident = (np.abs(gradients[:, part]).max(axis=0) * right > allowed) | (
+        np.abs(observed) > allowed
+    )
+    gradients, observed, allowed = (
+        gradients[:, part][:, evident],
+        observed[evident],
+        allowed[evident],
+    )
     template = Weights(
         observed=np.zeros(len(everything)),
         counts=tuple(counts),
@@ -358,7 +425,10 @@ def _diagnosed(
         if not (fit.exact and fit.determined):
             continue
         values, errors = np.zeros(len(everything)), np.zeros(len(everything))
-        values[members], errors[members] = fit.weights, _errors(gradients[members], observed, allowed)
+        values[members], errors[members] = (
+            fit.weights,
+            _errors(gradients[members], observed, allowed),
+        )
         weights = replace(
             template,
             observed=np.where(np.abs(values) <= errors, 0.0, values),
@@ -371,8 +441,8 @@ def _diagnosed(
         wrong = np.abs(observed - right * gradients[inside].sum(axis=0)) > allowed
         told_by_wrong = _rank(gradients[members]) - _rank(gradients[members][:, ~wrong])
         spare = _has_more_elements(gradients[members][:, wrong], told_by_wrong)
-        # two of the window's weights that fit one pattern are no coincidence; one number may be anything, and so may
-        # the weights of other windows
+        # two of the window's weights that fit one pattern are no coincidence; one number may be
+        # anything, and so may the weights of other windows
         telling = spare or (members is inside and (len(read) > 1 or _is_named(weights, read)))
         if telling and not names_nothing(diagnosis):
             return diagnosis
@@ -381,7 +451,9 @@ def _diagnosed(
 
 
 def _rank(gradients: Rows) -> int:
-    """Return how many elements of (B, P) micro-batches' gradients are no combinations of others, as sums are."""
+    """Return how many elements of (B, P) micro-batches' gradients are no combinations of others, as
+    sums are.
+    """
     sizes = np.linalg.norm(gradients, axis=0)
     return int(np.linalg.matrix_rank(gradients[:, sizes > 0] / sizes[sizes > 0], _ROUNDING))
 
@@ -400,8 +472,11 @@ def _has_more_elements(gradients: Rows, count: int) -> bool:
     return True
 
 
-def _by_trial(template: Weights, gradients: Rows, observed: Vector, allowed: Vector) -> Diagnosis | None:
-    """Name the faults whose weights give this gradient, where there are too few elements to solve for the weights.
+def _by_trial(
+    template: Weights, gradients: Rows, observed: Vector, allowed: Vector
+) -> Diagnosis | None:
+    """Name the faults whose weights give this gradient, where there are too few elements to solve
+    for the weights.
 
     The faults tried have no free number, so one element that agrees to rounding is no coincidence.
     """
@@ -417,7 +492,9 @@ def _by_trial(template: Weights, gradients: Rows, observed: Vector, allowed: Vec
     return together if len(together.names) <= MOST_NAMES else None
 
 
-def _gives(weights: Vector, gradients: Rows, observed: Vector, allowed: Vector) -> npt.NDArray[np.bool_]:
+def _gives(
+    weights: Vector, gradients: Rows, observed: Vector, allowed: Vector
+) -> npt.NDArray[np.bool_]:
     """Return (P,): whether (B,) weights of micro-batches give each element of a gradient."""
     # each product rounds, as do those of the gradient itself
     rounding = 64 * np.finfo(np.float64).eps * np.abs(weights[:, None] * gradients).sum(axis=0)

@@ -41,7 +41,14 @@ from gradcheck_suite.judge.reruns import (
     run_recorded,
     run_with_finite_losses,
 )
-from gradcheck_suite.judge.sizes import LOUDER, Sizes, diagnose_non_finite, diagnose_sizes, is_linear, size_text
+from gradcheck_suite.judge.sizes import (
+    LOUDER,
+    Sizes,
+    diagnose_non_finite,
+    diagnose_sizes,
+    is_linear,
+    size_text,
+)
 from gradcheck_suite.judge.steps import named, run_of
 from gradcheck_suite.judge.weights import (
     WHILE_RIGHT,
@@ -57,11 +64,15 @@ from gradcheck_suite.run.instance import Instance, generated_instance
 
 # Naming the fault that a loop shows on a weight probe, by at most four further runs of the loop.
 #
-# The observed gradient is the weight of each item times the slope of its loss. Where slopes differ from 1, a run with
-# all slopes 1 tells faults of the weights from faults that depend on the size of the gradient.
+# The observed gradient is the weight of each item times the slope of its loss. Where slopes differ
+# from 1, a run with all slopes 1 tells faults of the weights from faults that depend on the size of
+# the gradient.
 
 
-SIZE_DEPENDENT = "a loss 2**-20 times as large does not give a gradient 2**-20 times as large: something depends on"
+SIZE_DEPENDENT = (
+    "a loss 2**-20 times as large does not give a gradient 2**-20 times as large: something"
+    " depends on"
+)
 
 OF_OTHER_WINDOWS = frozenset(("stale-window", "other-window"))
 """Names that fit a number which is added to every element, too: on the probe, other windows' items have that weight."""
@@ -70,7 +81,8 @@ OF_OTHER_WINDOWS = frozenset(("stale-window", "other-window"))
 def explain_weights(run: ProbeRun, step: int, runner: LoopRunner) -> Diagnosis:
     """Name the fault of the weights of a step, by at most two further runs of the loop.
 
-    Where a name of other windows explains them, the second one tells whether the gradient grows with the loss.
+    Where a name of other windows explains them, the second one tells whether the gradient grows
+    with the loss.
 
     Args:
         run: the run on which the weights were read.
@@ -86,40 +98,49 @@ def explain_weights(run: ProbeRun, step: int, runner: LoopRunner) -> Diagnosis:
         return projected
     if weights is not None:
         named = diagnose(weights, others)
-        # the last run tells either what separates known faults, or what the gradient's size does, which may be a factor
+        # the last run tells either what separates known faults, or what the gradient's size does,
+        # which may be a factor
         known = not names_nothing(named) and "wrong-scale" not in named.names
         if known or runner.runs_left > 1:
             separated, elsewhere = _separated(runner, run, weights, others)
             if separated and separated.names & OF_OTHER_WINDOWS:
-                # the small loss tells other windows from a number that is added, by a fourth run if need be
+                # the small loss tells other windows from a number that is added, by a fourth run if
+                # need be
                 runner.runs_left = max(runner.runs_left, 1)
             elif separated:
                 return replace(separated, weights=table)
         if projected and not separated:
-            # items that weigh the same leave nothing of a gradient without its mean, and other items something
+            # items that weigh the same leave nothing of a gradient without its mean, and other
+            # items something
             return any_of([named, projected])
         if known and not runner.runs_left:
             return replace(named, weights=table)
     recorder, outcome = run_recorded(runner, probe.instance(scale=SMALL_SCALE))
     if outcome is None or step >= len(outcome.observations):
         return separated or not_linear(
-            "on the weight probe the items' weights are wrong, and the loop stops if the loss is small"
+            "on the weight probe the items' weights are wrong, and the loop stops if the loss is"
+            " small"
         )
     small_step = gradients_of_steps(outcome)[step]
     if not is_linear(items, small_step, probe.tolerance):
         right, values = probe.right_weights(window), _parameters_of(probe)
-        found = diagnose_sizes(Sizes(right, items, small_step, parameters=values, tolerance=probe.tolerance))
+        found = diagnose_sizes(
+            Sizes(right, items, small_step, parameters=values, tolerance=probe.tolerance)
+        )
         if found is None or found.name == "added-term":
             # a power of the loss adds a term as well
             found = _by_loss(probe, recorder, step, items, small_step) or found or separated
-        return found or not_linear(f"{SIZE_DEPENDENT} the gradient's size (clipping, normalizing) or on chance (noise)")
+        return found or not_linear(
+            f"{SIZE_DEPENDENT} the gradient's size (clipping, normalizing) or on chance (noise)"
+        )
     if separated:
         return replace(separated, weights=table)
     if found := explain_inputs(recorder, small_step, step):
         return found
     if weights is None:
         return _means_of_parts(run, runner) or Diagnosis("unequal-items", run.unequal_text(step))
-    # the gradient is proportional to the loss, so an unexplained factor is a `wrong-scale` all the same
+    # the gradient is proportional to the loss, so an unexplained factor is a `wrong-scale` all the
+    # same
     both = diagnose(weights, [*others, *elsewhere])
     if names_nothing(both) and not elsewhere:
         return replace(diagnose(weights) if names_nothing(named) else named, weights=table)
@@ -134,10 +155,11 @@ CLOSE = 1e-4
 
 
 def _means_of_parts(run: ProbeRun, runner: LoopRunner) -> Diagnosis | None:
-    """Return the diagnosis of windows that are cut into parts, such as devices, whose means have one weight, or None.
+    """Return the diagnosis of windows that are cut into parts, such as devices, whose means have
+    one weight, or None.
 
-    The parts are seen by the weights of their items alone, so one number of parts has to explain the windows of another
-    probe too. A part may have no item.
+    The parts are seen by the weights of their items alone, so one number of parts has to explain
+    the windows of another probe too. A part may have no item.
     """
     if run.probe.reduction != "mean" or run.probe.count is not None:
         return None
@@ -149,13 +171,15 @@ def _means_of_parts(run: ProbeRun, runner: LoopRunner) -> Diagnosis | None:
         return None
     return Diagnosis(
         "mean-of-means",
-        f"a window's items are in {min(parts)} parts, which cut through micro-batches as devices do, and the mean of "
-        "each part has one weight, whatever it counts",
+        f"a window's items are in {min(parts)} parts, which cut through micro-batches as devices"
+        " do, and the mean of each part has one weight, whatever it counts",
     )
 
 
 def _numbers_of_parts(run: ProbeRun) -> set[int]:
-    """Return the numbers of parts, D, with which an item of a part of m items weighs 1 / (D * m) in every window."""
+    """Return the numbers of parts, D, with which an item of a part of m items weighs 1 / (D * m) in
+    every window.
+    """
     found: set[int] = set()
     for number in range(2, MOST_PARTS + 1):
         unequal = False
@@ -165,8 +189,13 @@ def _numbers_of_parts(run: ProbeRun) -> set[int]:
             if items[right == 0].any() or (values <= 0).any():
                 break
             sizes = np.maximum(np.round(1 / values), 1)
-            equal = len(values) == 1 and np.isclose(items[right != 0], right[right != 0], rtol=CLOSE).all()
-            if not equal and (not np.isclose(sizes * values, 1, rtol=CLOSE).all() or (times % sizes).any()):
+            equal = (
+                len(values) == 1
+                and np.isclose(items[right != 0], right[right != 0], rtol=CLOSE).all()
+            )
+            if not equal and (
+                not np.isclose(sizes * values, 1, rtol=CLOSE).all() or (times % sizes).any()
+            ):
                 break
             unequal |= len(values) > 1
         else:
@@ -179,7 +208,8 @@ def _by_loss(
 ) -> Diagnosis | None:
     """Return the diagnosis of weights that the losses' values decide, or None.
 
-    What backward hands to the losses is then all that is wrong: nothing is done to the gradient after it.
+    What backward hands to the losses is then all that is wrong: nothing is done to the gradient
+    after it.
     """
     members = probe.plan.windows[step % len(probe.plan.windows)]
     calls = [call for call in recorder.calls if call.step == step and call.cotangent is not None]
@@ -187,13 +217,18 @@ def _by_loss(
         return None
     handed, plain = np.zeros(len(small_step)), small_step / SMALL_SCALE
     right = probe.right_weights(step % len(probe.plan.windows))
-    changes, wrong = (~np.isclose(items, other, rtol=max(probe.tolerance, 1e-9), atol=0) for other in (plain, right))
+    changes, wrong = (
+        ~np.isclose(items, other, rtol=max(probe.tolerance, 1e-9), atol=0)
+        for other in (plain, right)
+    )
     if not changes[wrong].all():
         return None  # something else makes a weight wrong that is the same with a small loss
     for j, call in zip(members, calls, strict=True):
         assert call.cotangent is not None
         share = probe.counts[j] if probe.reduction == "mean" else 1.0
-        handed[probe.plan.items(j).start : probe.plan.items(j).stop] = SMALL_SCALE * float(call.cotangent) / share
+        handed[probe.plan.items(j).start : probe.plan.items(j).stop] = (
+            SMALL_SCALE * float(call.cotangent) / share
+        )
     if not np.allclose(handed, small_step, rtol=1e-9, atol=0):
         return None
     starts = [probe.plan.items(j).start for j in members]
@@ -209,8 +244,14 @@ def _by_loss(
 def _lost_part(probe: WeightProbe, items: Vector, window: int) -> Diagnosis | None:
     """Return the diagnosis of a window's right gradient without one of its parts, or None."""
     right = probe.right_weights(window)
-    what = projection(right, items, probe.tolerance * float(np.abs(right).max()), _parameters_of(probe))
-    return Diagnosis("projected-gradient", f"{what} has been subtracted from the gradient") if what else None
+    what = projection(
+        right, items, probe.tolerance * float(np.abs(right).max()), _parameters_of(probe)
+    )
+    return (
+        Diagnosis("projected-gradient", f"{what} has been subtracted from the gradient")
+        if what
+        else None
+    )
 
 
 def _parameters_of(probe: WeightProbe) -> Vector:
@@ -222,7 +263,8 @@ def _parameters_of(probe: WeightProbe) -> Vector:
 def _separated(
     runner: LoopRunner, run: ProbeRun, weights: Weights, others: list[Weights]
 ) -> tuple[Diagnosis | None, list[Weights]]:
-    """Return the fault that explains this run and one on the separating probe, with a small loss, or None.
+    """Return the fault that explains this run and one on the separating probe, with a small loss,
+    or None.
 
     The weights of the other run come with it, where it took all its steps.
     """
@@ -244,10 +286,11 @@ def _separated(
 
 
 def _whole_windows(run: ProbeRun) -> list[Weights]:
-    """Return the weights of the first steps, as long as each holds all micro-batches of its window and no other.
+    """Return the weights of the first steps, as long as each holds all micro-batches of its window
+    and no other.
 
-    A loop that miscounts its steps only later, such as at a short last window, gives the weights of its other fault
-    there.
+    A loop that miscounts its steps only later, such as at a short last window, gives the weights of
+    its other fault there.
     """
     found: list[Weights] = []
     for step in range(min(len(run.steps), len(run.probe.plan.windows))):
@@ -259,12 +302,17 @@ def _whole_windows(run: ProbeRun) -> list[Weights]:
 
 
 def _by_steps(run: ProbeRun) -> Diagnosis | None:
-    """Return the fault of a loop that takes the right number of steps under one plan and a wrong one under another."""
+    """Return the fault of a loop that takes the right number of steps under one plan and a wrong
+    one under another.
+    """
     plan = run.probe.plan
     found = named([run_of(plan, run.steps)], plan)
     if found is None or found.name == "never-stepped":
         return None
-    sentence = f"under another plan the loop takes {len(run.steps)} steps, not {plan.steps}{found.sentence}"
+    sentence = (
+        f"under another plan the loop takes {len(run.steps)} steps, not"
+        f" {plan.steps}{found.sentence}"
+    )
     return replace(found, sentence=sentence)
 
 
@@ -277,7 +325,8 @@ def explain_probe(e: Evidence, steps: Sequence[Vector]) -> Diagnosis:
 
     Args:
         e: what is known of it.
-        steps: the gradient of every step of the plan; the right one for a step that a gradient scaler skipped.
+        steps: the gradient of every step of the plan; the right one for a step that a gradient
+            scaler skipped.
     """
     case, step, runner = e.instance.case, e.step, e.runner
     seen = steps[step]
@@ -294,7 +343,8 @@ def explain_probe(e: Evidence, steps: Sequence[Vector]) -> Diagnosis:
 
 
 def _after_another(plain: ProbeRun, seen: Vector, step: int, before: Vector) -> Diagnosis:
-    """Name the fault of an ordinary gradient that is right where the gradients before it are ordinary as well.
+    """Name the fault of an ordinary gradient that is right where the gradients before it are
+    ordinary as well.
 
     Args:
         plain: the run with the same plan and all slopes 1.
@@ -303,7 +353,9 @@ def _after_another(plain: ProbeRun, seen: Vector, step: int, before: Vector) -> 
         before: the right gradient of the step before.
     """
     size = size_text(before[before != 0]) if np.isfinite(before).all() else "infinite or NaN"
-    where = f" (only after a window whose gradient is {size}: after one of ordinary size it is right)"
+    where = (
+        f" (only after a window whose gradient is {size}: after one of ordinary size it is right)"
+    )
     run = replace(plain, steps=[*plain.steps[:step], seen])
     weights = run.weights(step)
     if weights is None:
@@ -315,7 +367,9 @@ def _is_right(observed: Vector, case: Case, step: int) -> bool:
     right = probe_of(case, case.dtype).right_weights(step % len(case.plan.windows))
     unit = UNIT_ROUNDOFF[case.dtype]
     # traces below the rounding of the weights show as themselves where gradients are tiny
-    return np.allclose(observed, right, rtol=max(1e-9, 64 * unit), atol=unit * np.abs(right).max(initial=0.0))
+    return np.allclose(
+        observed, right, rtol=max(1e-9, 64 * unit), atol=unit * np.abs(right).max(initial=0.0)
+    )
 
 
 def _of_weights(case: Case, steps: Sequence[Vector], step: int, runner: LoopRunner) -> Diagnosis:
@@ -327,20 +381,27 @@ def _of_weights(case: Case, steps: Sequence[Vector], step: int, runner: LoopRunn
         finer = probe.observed(runner)
         right = probe.right_weights(step % len(case.plan.windows))
         if finer is None:
-            return not_linear(f"the weights are wrong in {case.dtype}, and the loop raises in float64")
+            return not_linear(
+                f"the weights are wrong in {case.dtype}, and the loop raises in float64"
+            )
         if step >= len(finer.steps) or np.allclose(finer.steps[step], right, rtol=1e-9):
             return Diagnosis(
                 "low-precision",
-                f"the items' weights are right in float64 and wrong in {case.dtype} by more than rounding explains",
+                f"the items' weights are right in float64 and wrong in {case.dtype} by more than"
+                " rounding explains",
             )
         run = finer
     if not np.isfinite(run.steps[step]).all():
-        return not_linear("on the weight probe, whose gradients are finite, the loop's gradient is NaN or infinite")
+        return not_linear(
+            "on the weight probe, whose gradients are finite, the loop's gradient is NaN or"
+            " infinite"
+        )
     return explain_weights(run, step, runner)
 
 
 def _size_fault(e: Evidence, expected: Sequence[Vector], seen: Vector) -> Diagnosis:
-    """Name the fault of a gradient that is wrong because of its size, or because it is infinite or NaN.
+    """Name the fault of a gradient that is wrong because of its size, or because it is infinite or
+    NaN.
 
     Args:
         e: what is known of it, on a probe with slopes.
@@ -350,8 +411,12 @@ def _size_fault(e: Evidence, expected: Sequence[Vector], seen: Vector) -> Diagno
     case, plan, step, window = e.instance.case, e.instance.case.plan, e.step, e.window.index
     items, right = list(plan.window_items(window)), expected[step]
     if not np.isfinite(right).all():
-        poisoned = [j for j in plan.windows[window] if not np.isfinite(right[list(plan.items(j))]).all()]
-        return diagnose_non_finite(right, seen, [i for j in poisoned for i in plan.items(j) if np.isfinite(right[i])])
+        poisoned = [
+            j for j in plan.windows[window] if not np.isfinite(right[list(plan.items(j))]).all()
+        ]
+        return diagnose_non_finite(
+            right, seen, [i for j in poisoned for i in plan.items(j) if np.isfinite(right[i])]
+        )
     poison = [earlier for earlier in range(step) if not np.isfinite(expected[earlier]).all()]
     if poison and not np.isfinite(seen).all():
         return poisoned_by(poison[-1] % len(plan.windows))
@@ -367,16 +432,20 @@ def _size_fault(e: Evidence, expected: Sequence[Vector], seen: Vector) -> Diagno
     unit = 64 * UNIT_ROUNDOFF[case.dtype]
     sizes = Sizes(right[items], seen[items], louder=louder, tolerance=unit, dtype=case.dtype)
     return diagnose_sizes(sizes) or not_linear(
-        f"a gradient of {size_text(right[items])} comes out as one of {size_text(seen[items])}, while one of about 1 "
-        "is right: something depends on the gradient's size (clipping, normalizing, a coarser dtype)"
+        f"a gradient of {size_text(right[items])} comes out as one of {size_text(seen[items])},"
+        " while one of about 1 is right: something depends on the gradient's size (clipping,"
+        " normalizing, a coarser dtype)"
     )
 
 
-# Naming a fault that depends on the model, from the violated case itself and not from a weight probe.
+# Naming a fault that depends on the model, from the violated case itself and not from a weight
+# probe.
 
 
 def explain_on_case(e: Evidence) -> Diagnosis | None:
-    """Name a fault that depends on the model, from the case in float64 at parameters that stay where they are."""
+    """Name a fault that depends on the model, from the case in float64 at parameters that stay
+    where they are.
+    """
     case = e.instance.case.replace(dtype="float64", optimizer=None)
     if case == e.instance.case:
         return _at_rest(e, "this very case")
@@ -390,37 +459,52 @@ def explain_on_case(e: Evidence) -> Diagnosis | None:
         if not e.window.moved or e.instance.case.dtype != "float64":
             return None
         return e.of_inputs
-    place = "the same case in float64" if e.instance.case.dtype != "float64" else "the same case at its start"
+    place = (
+        "the same case in float64"
+        if e.instance.case.dtype != "float64"
+        else "the same case at its start"
+    )
     found = _at_rest(there, place)
     return found and replace(found, sentence=f"{found.sentence} (read off {place})")
 
 
 def _at_rest(e: Evidence, place: str) -> Diagnosis | None:
-    """Name a fault from evidence in float64 at parameters that stay where they are; `place` says of which case."""
+    """Name a fault from evidence in float64 at parameters that stay where they are.
+
+    `place` says of which case.
+    """
     if not np.isfinite(e.comparison.observed).all():
         return None
     if found := e.of_inputs:
         return found
     found = e.of_weights
-    # weights that the probe does not show fit a clipped gradient by chance: one run is made to tell, whatever is left
+    # weights that the probe does not show fit a clipped gradient by chance: one run is made to
+    # tell, whatever is left
     e.runner.runs_left = max(e.runner.runs_left, 1)
     if e.small is None:
         return None
     if is_linear(e.comparison.observed, e.small):
         return found
-    # a loop that takes its losses from elsewhere than run.loss does not see that they were made small
+    # a loop that takes its losses from elsewhere than run.loss does not see that they were made
+    # small
     if found is None or e.calls[0].called:
-        found = diagnose_sizes(Sizes(e.comparison.expected, e.comparison.observed, e.small, parameters=e.parameters))
-    sentence = f"on {place}, {SIZE_DEPENDENT} the gradient's size (clipping, decay, normalizing) or on chance (noise)"
+        found = diagnose_sizes(
+            Sizes(e.comparison.expected, e.comparison.observed, e.small, parameters=e.parameters)
+        )
+    sentence = (
+        f"on {place}, {SIZE_DEPENDENT} the gradient's size (clipping, decay, normalizing) or on"
+        " chance (noise)"
+    )
     return found or not_linear(f"{sentence}; it is {e.place}")
 
 
-# Naming the fault of a wrong gradient, from the evidence and up to three further runs of the loop, as a rule.
+# Naming the fault of a wrong gradient, from the evidence and up to three further runs of the loop,
+# as a rule.
 
 
 RIGHT_ON_PROBE = (
-    "on the weight probe the items' weights are right, so the fault depends on the values of the gradient or "
-    "of the batch, or on the model"
+    "on the weight probe the items' weights are right, so the fault depends on the values of the"
+    " gradient or of the batch, or on the model"
 )
 UNNAMED = ("not-linear", "unequal-items", "unrecognised-weights")
 """Diagnoses that say less than what the case itself may show."""
@@ -447,12 +531,13 @@ OF_ELEMENTS = frozenset(
 
 
 def explain_gradient(e: Evidence) -> Diagnosis:
-    """Name the fault of a wrong gradient; `not-linear` where no weights of micro-batches explain it.
+    """Name the fault of a wrong gradient.
 
-    The first run is on the weight probe, and a second one on the probe that separates faults which look alike. Where
-    the weights are right, or the loop cannot run on the probe, the case itself is read, in float64: one run records
-    what the losses are computed from, and one has a loss 2**-20 times as large. Runs that are left repeat the case,
-    since a fault that not every run shows has no other name.
+    `not-linear` where no weights of micro-batches explain it. The first run is on the weight probe,
+    and a second one on the probe that separates faults which look alike. Where the weights are
+    right, or the loop cannot run on the probe, the case itself is read, in float64: one run records
+    what the losses are computed from, and one has a loss 2**-20 times as large. Runs that are left
+    repeat the case, since a fault that not every run shows has no other name.
     """
     comparison, window = e.comparison, e.window
     numbers = (_worst_element(comparison),)
@@ -466,7 +551,11 @@ def explain_gradient(e: Evidence) -> Diagnosis:
     if diagnosis.name in UNNAMED:
         on_case = stolen_buffer(e.instance) or explain_on_case(e)
         # weights that no fault gives under two plans fit one on a small case by chance
-        by_chance = diagnosis.name == "unrecognised-weights" and on_case is not None and is_of_weights(on_case.name)
+        by_chance = (
+            diagnosis.name == "unrecognised-weights"
+            and on_case is not None
+            and is_of_weights(on_case.name)
+        )
         diagnosis = diagnosis if on_case is None or by_chance else on_case
         # what was read off the same case in float64 is chance where the case itself does not repeat
         e.runner.runs_left = max(e.runner.runs_left, 1)
@@ -483,13 +572,15 @@ def explain_gradient(e: Evidence) -> Diagnosis:
 def _worst_element(comparison: Comparison) -> str:
     worst, layout = comparison.worst, comparison.layout
     name, where = layout.place(worst.index)
-    expected, observed = (layout.part(vector, name)[where] for vector in (comparison.expected, comparison.observed))
+    expected, observed = (
+        layout.part(vector, name)[where] for vector in (comparison.expected, comparison.observed)
+    )
     # digits that rounding decides say nothing, unless the two numbers agree in all others
     digits = 6 if f"{expected:.6g}" != f"{observed:.6g}" else 17
     return (
-        f"{worst.count} of {len(comparison.expected)} elements of the gradient differ; the worst is "
-        f"{name}{list(where)}: expected {expected:.{digits}g}, observed {observed:.{digits}g}, "
-        f"off by {error_text(worst.error, worst.allowed)}"
+        f"{worst.count} of {len(comparison.expected)} elements of the gradient differ; the worst is"
+        f" {name}{list(where)}: expected {expected:.{digits}g}, observed {observed:.{digits}g}, off"
+        f" by {error_text(worst.error, worst.allowed)}"
     )
 
 
@@ -499,20 +590,27 @@ def _poisoned(e: Evidence) -> Diagnosis | None:
     if not bad.any() or e.window.moved:
         return None
     earlier = range(len(e.instance.case.plan.windows)) if e.epoch else range(e.window.index)
-    sources = (i for i in earlier if not np.isfinite(e.window.reference.window(i).expected[bad]).all())
+    sources = (
+        i for i in earlier if not np.isfinite(e.window.reference.window(i).expected[bad]).all()
+    )
     source = next(sources, None)
     return None if source is None else poisoned_by(source)
 
 
 def _of_ranks(e: Evidence) -> Diagnosis | None:
-    """Return the diagnosis of a gradient that is another combination of the ranks' own than their sum, or None."""
+    """Return the diagnosis of a gradient that is another combination of the ranks' own than their
+    sum, or None.
+    """
     if not e.instance.case.plan.ranks:
         return None
     return wrong_reduction(e.window, e.comparison, e.runner.rank, alike=e.runner.alike)
 
 
 def _of_whole_window(e: Evidence) -> Diagnosis | None:
-    """Name the fault of a wrong gradient of an objective that is a function of the whole window; else None."""
+    """Name the fault of a wrong gradient of an objective that is a function of the whole window.
+
+    Else None.
+    """
     if e.instance.problem.reduction != "batch":
         return None
     window, comparison = e.window, e.comparison
@@ -524,47 +622,56 @@ def _of_whole_window(e: Evidence) -> Diagnosis | None:
             (np.ones(len(parts)) / len(parts), "the mean"),
             (counts / counts.sum(), "the mean, weighted by items,"),
         ):
-            if (np.abs(shares @ np.stack(parts) - comparison.observed) <= 4 * comparison.allowed).all():
+            if (
+                np.abs(shares @ np.stack(parts) - comparison.observed) <= 4 * comparison.allowed
+            ).all():
                 return Diagnosis(
                     "plain-accumulation",
-                    f"the gradient is {how} of those of the micro-batches' own losses, and the objective is a function "
-                    "of the whole window",
+                    f"the gradient is {how} of those of the micro-batches' own losses, and the"
+                    " objective is a function of the whole window",
                 )
     return diagnose_elements(comparison, {}) or not_linear(
-        f"it is {e.place}; the objective is a function of the whole window, so weights of micro-batches cannot be read "
-        "off it"
+        f"it is {e.place}; the objective is a function of the whole window, so weights of"
+        " micro-batches cannot be read off it"
     )
 
 
 def _by_probes(e: Evidence) -> Diagnosis | None:
     """Name the fault from the weights of a step on the probe; None where they are right.
 
-    The probe in which micro-batches without valid targets have count 0 comes first: it shows every fault but those of
-    such micro-batches' own weights. Where every item has the same count, the probe that counts items comes first: it
-    shows every fault but those of counts that are not the number of items.
+    The probe in which micro-batches without valid targets have count 0 comes first: it shows every
+    fault but those of such micro-batches' own weights. Where every item has the same count, the
+    probe that counts items comes first: it shows every fault but those of counts that are not the
+    number of items.
     """
     *probes, last = reversed(list(probes_of(e.instance)))
     for probe in probes:
         if found := _on_probe(e, probe, or_another=probe.count is None):
             return found
-        # the second probe of items that all count the same, and not 1, is not one of the runs that other cases have
+        # the second probe of items that all count the same, and not 1, is not one of the runs that
+        # other cases have
         e.runner.runs_left += probe.count is None
     return _on_probe(e, last)
 
 
 def _of_summed_losses(probe: WeightProbe, weights: Vector, instance: Instance) -> Vector:
-    """Return the weights that a probe shows as weights of an instance, whose items may count more or less."""
+    """Return the weights that a probe shows as weights of an instance, whose items may count more
+    or less.
+    """
     if probe.reduction == "sum":
         return weights
     plan = instance.case.plan
     counts = [float(instance.count(instance.batch(plan.items(j)))) for j in range(len(weights))]
-    return weights * np.array([seen / own if own else 1.0 for seen, own in zip(probe.counts, counts, strict=True)])
+    return weights * np.array(
+        [seen / own if own else 1.0 for seen, own in zip(probe.counts, counts, strict=True)]
+    )
 
 
 def _on_probe(e: Evidence, probe: WeightProbe, *, or_another: bool = False) -> Diagnosis | None:
     """Return what the weights of a step on a probe show, or None where they are right.
 
-    With `or_another`, return None also where they do not explain the gradient of the case: what is counted may differ.
+    With `or_another`, return None also where they do not explain the gradient of the case: what is
+    counted may differ.
     """
     runner, window, comparison, step = e.runner, e.window, e.comparison, e.step
     run = probe.observed(runner)
@@ -576,10 +683,15 @@ def _on_probe(e: Evidence, probe: WeightProbe, *, or_another: bool = False) -> D
     if run is None:
         return not_linear("the weight probe cannot be used: the loop raised on it")
     if step >= len(run.steps):
-        return not_linear(f"the weight probe cannot be used: the loop took {len(run.steps)} step(s) on it")
+        return not_linear(
+            f"the weight probe cannot be used: the loop took {len(run.steps)} step(s) on it"
+        )
     items, right = run.steps[step], probe.right_weights(step % len(probe.plan.windows))
     if not np.isfinite(items).all():
-        return not_linear("on the weight probe, whose item gradients are all 1, the loop's gradient is NaN or infinite")
+        return not_linear(
+            "on the weight probe, whose item gradients are all 1, the loop's gradient is NaN or"
+            " infinite"
+        )
     if np.allclose(items, right, rtol=probe.tolerance, atol=0):
         return None
     read = run.weights(step)
@@ -593,7 +705,9 @@ def _on_probe(e: Evidence, probe: WeightProbe, *, or_another: bool = False) -> D
         return found
     here = e.of_weights
     # a loop that takes its losses from elsewhere than run.loss has other ones on the probe
-    if here is not None and (WHILE_RIGHT in here.sentence or here.names & OF_ELEMENTS or not e.calls[0].called):
+    if here is not None and (
+        WHILE_RIGHT in here.sentence or here.names & OF_ELEMENTS or not e.calls[0].called
+    ):
         return here
     found = explain_weights(run, step, runner)
     wrong, others = wrong_and_right(comparison)
@@ -608,7 +722,9 @@ def _is_right_with_finite_losses(e: Evidence) -> bool:
         return False  # a micro-batch that is left out is missing in every parameter
     outcome = run_with_finite_losses(e.runner, e.instance)
     rerun = None if outcome is None else gradient_of_step(outcome, e.window.reference, e.step)
-    return rerun is not None and bool((np.abs(rerun - e.comparison.expected) <= e.comparison.allowed).all())
+    return rerun is not None and bool(
+        (np.abs(rerun - e.comparison.expected) <= e.comparison.allowed).all()
+    )
 
 
 def explain_missing(parameter: str, e: Evidence) -> Diagnosis:

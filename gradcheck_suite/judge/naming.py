@@ -1,8 +1,10 @@
-"""From the weights that steps gave to micro-batches to the name of the fault: one list of predicates, the surest first.
+"""From the weights that steps gave to micro-batches to the name of the fault: one list of
+predicates, the surest first.
 
-A predicate must hold for every wrong step, of one run or of two, and one wrong step at least must tell: have enough
-micro-batches, of enough different counts, that nothing further down the list looks the same. What none fits is
-`unrecognised-weights`, with the numbers. A finer cause is part of the sentence.
+A predicate must hold for every wrong step, of one run or of two, and one wrong step at least must
+tell: have enough micro-batches, of enough different counts, that nothing further down the list
+looks the same. What none fits is `unrecognised-weights`, with the numbers. A finer cause is part of
+the sentence.
 """
 
 from __future__ import annotations
@@ -97,18 +99,30 @@ def _share(w: Weights) -> str:
 
 def _plausible_means(w: Weights) -> bool:
     """Whether the means of micro-batches have one weight that they may well have."""
-    plausible = {1, len(w.window), w.accumulation_steps, w.accumulation_steps * w.world_size, len(w.inside)}
-    return _one(w, w.per_mean) and (w.reduction == "sum" or any(w.close(w.per_mean, 1 / n) for n in plausible))
+    plausible = {
+        1,
+        len(w.window),
+        w.accumulation_steps,
+        w.accumulation_steps * w.world_size,
+        len(w.inside),
+    }
+    return _one(w, w.per_mean) and (
+        w.reduction == "sum" or any(w.close(w.per_mean, 1 / n) for n in plausible)
+    )
 
 
 def _grouped(w: Weights) -> tuple[str, int, bool] | None:
-    """Return into what micro-batches are dealt whose own means weigh alike: what, how many, and whether added up."""
+    """Return into what micro-batches are dealt whose own means weigh alike: what, how many, and
+    whether added up.
+    """
     if not _own(w) or w.reduction == "sum":
         return None
     at = np.array(places(w, lambda ratio: True))
     ways = [("ranks", _ranks(w))] if w.owners else []
     # of one window alone, some groups may fit by chance
-    ways += [("groups", at % number) for number in range(2, max(3, len(w.window)) if w.windows else 2)]
+    ways += [
+        ("groups", at % number) for number in range(2, max(3, len(w.window)) if w.windows else 2)
+    ]
     for what, group in ways:
         # of what cannot be read, the counts are 0
         counts = np.array([_counts(w)[group == g].sum() for g in group])
@@ -132,11 +146,15 @@ def means_text(w: Weights, wrong: Steps) -> str:
     """Return what weight the means of micro-batches have."""
     if w.reduction == "sum":
         return (
-            f"each micro-batch's mean has weight {float(w.per_mean.mean()):.6g}, whatever its count, where sums "
-            "are to be added up"
+            f"each micro-batch's mean has weight {float(w.per_mean.mean()):.6g}, whatever its"
+            " count, where sums are to be added up"
         )
     added = f" (plus {w.added:g})" if w.added else ""
-    short = f", in a window of {len(w.window)}" if len(w.window) != w.accumulation_steps * w.world_size else ""
+    short = (
+        f", in a window of {len(w.window)}"
+        if len(w.window) != w.accumulation_steps * w.world_size
+        else ""
+    )
     return f"each micro-batch's mean has weight {_share(w)}, whatever its count{added}{short}"
 
 
@@ -145,25 +163,43 @@ def _grouped_text(w: Weights, wrong: Steps) -> str:
     if what == "ranks":
         how, share = ("added up", "1") if added else ("averaged", f"1/{number}")
         return (
-            f"each rank's mean has weight {share}, whatever its count, as where ranks divide by their own counts and "
-            f"gradients are {how}"
+            f"each rank's mean has weight {share}, whatever its count, as where ranks divide by"
+            f" their own counts and gradients are {how}"
         )
-    how = "are added up, each with a count of its own" if added else "have one weight whatever their counts"
-    return f"the micro-batches are dealt to {number} groups, as to tasks or ranks, and the groups' means {how}"
+    how = (
+        "are added up, each with a count of its own"
+        if added
+        else "have one weight whatever their counts"
+    )
+    return (
+        f"the micro-batches are dealt to {number} groups, as to tasks or ranks, and the groups'"
+        f" means {how}"
+    )
 
 
 def _other_counts(w: Weights) -> Iterator[tuple[str, Array, float | None]]:
-    """Yield what means may be weighted by in place of counts, the numbers, and over what; None for anything."""
+    """Yield what means may be weighted by in place of counts, the numbers, and over what.
+
+    None for anything.
+    """
     own, count = _counts(w), w.window_count
     beside = dict(w.beside)
     if w.items:
         beside["their numbers of items, as if every item of theirs counted alike"] = w.items
     for what, numbers in beside.items():
-        yield what, np.array([float(numbers[j]) for j in w.inside]), float(sum(numbers[j] for j in w.window))
+        yield (
+            what,
+            np.array([float(numbers[j]) for j in w.inside]),
+            float(sum(numbers[j] for j in w.window)),
+        )
     for word, whole in (("rounded down", np.floor), ("rounded", np.round), ("rounded up", np.ceil)):
         yield f"their counts {word}, and a count may be a fraction", whole(own), None
     for word, one in (("last", w.window[-1]), ("first", w.window[0])):
-        yield f"the count of the window's {word} micro-batch", np.full(len(own), w.counts[one]), count
+        yield (
+            f"the count of the window's {word} micro-batch",
+            np.full(len(own), w.counts[one]),
+            count,
+        )
     if len(w.window) == len(own):
         yield "the count of the micro-batch before it", np.array([np.nan, *own[:-1]]), count
         yield "the count of the micro-batch after it", np.array([*own[1:], np.nan]), count
@@ -198,18 +234,24 @@ def _weighted_alike(wrong: Steps) -> list[str]:
 
 
 def _weighting_tells(w: Weights) -> bool:
-    """Whether counts differ, and in three ways where each micro-batch may be there a number of times as well."""
+    """Whether counts differ, and in three ways where each micro-batch may be there a number of
+    times as well.
+    """
     different = len({*_counts(w)})
     return different > 2 or (different > 1 and not _times(w))
 
 
 def rounded_to(w: Weights) -> str | None:
-    """Return the format that the right weights, or some of them, seem to have been rounded to, or None."""
+    """Return the format that the right weights, or some of them, seem to have been rounded to, or
+    None.
+    """
     if not _own(w):
         return None
     off, wrong = float(np.abs(w.ratio - 1).max()), ~_right(w)
     for name, digits in FORMATS.items():
-        for values in (w.observed[w.inside][wrong], w.per_mean[wrong]) if off <= 4 * 2.0**-digits else ():
+        for values in (
+            (w.observed[w.inside][wrong], w.per_mean[wrong]) if off <= 4 * 2.0**-digits else ()
+        ):
             scaled = np.frexp(values)[0] * 2.0**digits
             if np.abs(scaled - np.round(scaled)).max() <= 2.0**digits * 2.0**-50:
                 return name
@@ -231,7 +273,9 @@ def _rounded_text(w: Weights, wrong: Steps) -> str:
 
 
 def _only_one(place: int) -> Holds:
-    """Whether the first (0) or last (-1) micro-batch alone is there, with a weight that it may well have."""
+    """Whether the first (0) or last (-1) micro-batch alone is there, with a weight that it may well
+    have.
+    """
 
     def fits(w: Weights) -> bool:
         if not _own(w) or np.count_nonzero(w.ratio) != 1 or not w.ratio[place]:
@@ -244,7 +288,10 @@ def _only_one(place: int) -> Holds:
 
 
 def _times(w: Weights) -> bool:
-    """Whether each micro-batch is there a whole number of times, or once more by its mean; some perhaps not at all."""
+    """Whether each micro-batch is there a whole number of times, or once more by its mean.
+
+    Some perhaps not at all.
+    """
     ratio = w.ratio
     if not _own(w) or not np.any(ratio):
         return False
@@ -252,7 +299,9 @@ def _times(w: Weights) -> bool:
         return bool(1.5 < ratio.max() <= MOST_TIMES)
     more = ~_right(w) & (ratio != 0)
     extra = w.per_mean * (1 - 1 / np.where(ratio == 0, 1, ratio))
-    return bool(more.any()) and any(w.close(extra[more], s) for s in (1.0, 1 / len(w.window), 1 / w.accumulation_steps))
+    return bool(more.any()) and any(
+        w.close(extra[more], s) for s in (1.0, 1 / len(w.window), 1 / w.accumulation_steps)
+    )
 
 
 def _is_running_sum(w: Weights) -> bool:
@@ -263,10 +312,14 @@ def _times_text(w: Weights, wrong: Steps) -> str:
     # of two micro-batches, the first may weigh twice as much for many reasons, such as its size
     if all(map(_is_running_sum, wrong)) and any(map(_long, wrong)):
         number = len(w.inside)
-        times = " and ".join(str(n) for n in range(number, 0, -1)) if number < 3 else f"{number}, {number - 1}, ..., 1"
+        times = (
+            " and ".join(str(n) for n in range(number, 0, -1))
+            if number < 3
+            else f"{number}, {number - 1}, ..., 1"
+        )
         return (
-            f"the window's micro-batches are in the gradient {times} times: the running sum of the losses is "
-            "differentiated each time"
+            f"the window's micro-batches are in the gradient {times} times: the running sum of the"
+            " losses is differentiated each time"
         )
     return repeated_text(w, wrong)
 
@@ -289,9 +342,14 @@ def _missing_ranks(w: Weights) -> bool:
     if not gone.any() or all(missing.values()) or (w.alike and partly):
         return False
     there = w.ratio[~gone]
-    # a gradient that DistributedDataParallel has not averaged weighs as many times too much as there are ranks
-    whole = np.isclose(there, 1, rtol=w.tolerance, atol=0) | np.isclose(there, w.world_size, rtol=w.tolerance, atol=0)
-    return bool(whole.all()) or (len({int(r) for r, number in missing.items() if not number}) == 1 and not partly)
+    # a gradient that DistributedDataParallel has not averaged weighs as many times too much as
+    # there are ranks
+    whole = np.isclose(there, 1, rtol=w.tolerance, atol=0) | np.isclose(
+        there, w.world_size, rtol=w.tolerance, atol=0
+    )
+    return bool(whole.all()) or (
+        len({int(r) for r, number in missing.items() if not number}) == 1 and not partly
+    )
 
 
 def _ranks_tell(w: Weights) -> bool:
@@ -300,10 +358,13 @@ def _ranks_tell(w: Weights) -> bool:
 
 def _missing_ranks_text(w: Weights, wrong: Steps) -> str:
     gone, rank = w.ratio == 0, _ranks(w)
-    shares = [f"{np.sum(~gone[rank == r])} of the {np.sum(rank == r)} of rank {r}" for r in sorted(set(rank))]
+    shares = [
+        f"{np.sum(~gone[rank == r])} of the {np.sum(rank == r)} of rank {r}"
+        for r in sorted(set(rank))
+    ]
     return (
-        f"of the window's micro-batches, {', '.join(shares)} are in the gradient: it was not added up over all ranks, "
-        "or at another time than after the window's last gradient"
+        f"of the window's micro-batches, {', '.join(shares)} are in the gradient: it was not added"
+        " up over all ranks, or at another time than after the window's last gradient"
     )
 
 
@@ -314,7 +375,10 @@ def _steps_of_ranks(w: Weights, values: Array) -> Array:
 
 
 def _rescaled(w: Weights) -> float | None:
-    """Return how many times each micro-batch weighs the one before it, on each rank; None where that differs."""
+    """Return how many times each micro-batch weighs the one before it, on each rank.
+
+    None where that differs.
+    """
     if not _own(w) or not np.all(w.ratio):
         return None
     k = w.accumulation_steps
@@ -328,7 +392,9 @@ def _rescaled(w: Weights) -> float | None:
 
 
 def _reduced_between(w: Weights) -> bool:
-    """Whether micro-batches weigh powers of the number of ranks, and none more than the one before it on its rank."""
+    """Whether micro-batches weigh powers of the number of ranks, and none more than the one before
+    it on its rank.
+    """
     if not w.owners or not _own(w) or not np.all(w.ratio > 0):
         return False
     powers = np.log(w.ratio) / np.log(w.world_size)
@@ -343,19 +409,22 @@ def _falls(w: Weights) -> bool:
 def _rescaled_text(w: Weights, wrong: Steps) -> str:
     if all(map(_reduced_between, wrong)):
         return (
-            f"earlier micro-batches of a rank weigh more, by powers of the number of ranks, {w.world_size}: the "
-            "running sum goes through an all-reduce between micro-batches, which adds up what is already the sum of "
-            "all ranks"
+            "earlier micro-batches of a rank weigh more, by powers of the number of ranks,"
+            f" {w.world_size}: the running sum goes through an all-reduce between micro-batches,"
+            " which adds up what is already the sum of all ranks"
         )
     factor = _rescaled(w) or _rescaled(max(wrong, key=lambda v: len(v.inside))) or 1.0
     return (
-        f"each micro-batch weighs {factor:.6g} times the one before it: the running sum itself is rescaled at every "
-        "micro-batch"
+        f"each micro-batch weighs {factor:.6g} times the one before it: the running sum itself is"
+        " rescaled at every micro-batch"
     )
 
 
 def _rescales(wrong: Steps) -> Holds:
-    """Whether each step has the factor that the longest one has; a step of one micro-batch has any."""
+    """Whether each step has the factor that the longest one has.
+
+    A step of one micro-batch has any.
+    """
     longest = max(wrong, key=lambda w: len(w.inside))
     factor, k = _rescaled(longest), longest.accumulation_steps
     if factor is not None and not _last_is_plausible(longest, factor):
@@ -380,7 +449,9 @@ def _last_is_plausible(w: Weights, factor: float) -> bool:
 
 
 def _rescale_tells(w: Weights) -> bool:
-    """Whether a step has three micro-batches, or two whose means weigh 1/K and less by K: any two have some factor."""
+    """Whether a step has three micro-batches, or two whose means weigh 1/K and less by K: any two
+    have some factor.
+    """
     k = w.accumulation_steps
     return _long(w) or (_several(w) and w.close(w.per_mean, [k**-2, k**-1]))
 
@@ -397,7 +468,9 @@ def _same_rank(w: Weights, j: int) -> int:
 
 
 def _by_place(wrong: Steps, place: Callable[[Weights, int], int]) -> Holds:
-    """Whether a micro-batch's factor is that of its place, the same wherever it is read, which is several times."""
+    """Whether a micro-batch's factor is that of its place, the same wherever it is read, which is
+    several times.
+    """
     known: dict[int, float] = {}
     for w in wrong:
         for j, factor in zip(w.inside, map(float, w.ratio), strict=True):
@@ -414,26 +487,33 @@ def _by_place_text(w: Weights, wrong: Steps) -> str:
         ", ..." if len(longest.inside) > 4 else ""
     )
     return (
-        f"a micro-batch's weight depends on its place in the window: {shown} times what it should be for the first and "
-        "those after it, whatever they count"
+        f"a micro-batch's weight depends on its place in the window: {shown} times what it should"
+        " be for the first and those after it, whatever they count"
     )
 
 
 def _by_rank_text(w: Weights, wrong: Steps) -> str:
     factors = dict(zip(map(int, _ranks(w)), map(float, w.ratio), strict=True))
     message = " and ".join(
-        f"those of rank {rank} weigh {factor:.6g} times" for rank, factor in factors.items() if not w.close(factor, 1)
+        f"those of rank {rank} weigh {factor:.6g} times"
+        for rank, factor in factors.items()
+        if not w.close(factor, 1)
     )
-    return f"of the window's micro-batches {message} what they should, and the other ranks' are right"
+    return (
+        f"of the window's micro-batches {message} what they should, and the other ranks' are right"
+    )
 
 
 def _earlier(w: Weights) -> bool:
-    # in later epochs, whose items are the same, a gradient of another window may come from either side
+    # in later epochs, whose items are the same, a gradient of another window may come from either
+    # side
     return w.epoch > 0 or all(j < w.window[0] for j in w.foreign)
 
 
 def _whole_and_earlier(w: Weights) -> bool:
-    """Whether the window's own gradient is there once, and all that is foreign belongs to earlier windows."""
+    """Whether the window's own gradient is there once, and all that is foreign belongs to earlier
+    windows.
+    """
     if w.epoch and (w.foreign or len(w.windows) < 2):
         off = w.tolerance * (w.epoch + 1)
         return bool(np.all(w.ratio >= 1 - off) and np.all(w.ratio <= w.epoch + 1 + off))
@@ -441,13 +521,18 @@ def _whole_and_earlier(w: Weights) -> bool:
 
 
 def _whole_windows(w: Weights) -> bool:
-    """Whether all of the window's own is there, with any weights, and of each other window all or nothing."""
+    """Whether all of the window's own is there, with any weights, and of each other window all or
+    nothing.
+    """
     parts = [[bool(w.observed[j]) for j in v if w.counts[j]] for v in w.windows if v != w.window]
     return bool(np.all(w.ratio)) and all(all(part) or not any(part) for part in parts)
 
 
 def _decay(wrong: Steps) -> float | None:
-    """Return what every earlier window's gradient is multiplied by from step to step; None where that differs."""
+    """Return what every earlier window's gradient is multiplied by from step to step.
+
+    None where that differs.
+    """
     first = next((w for w in wrong if w.index and not w.epoch), None)
     # with one step before it, any number would fit
     if first is None or max(_steps_before(w) for w in wrong) < 2:
@@ -462,9 +547,14 @@ def _decay(wrong: Steps) -> float | None:
         if w.index is None or not len(w.inside):
             return False
         # how far back the steps of each window are: one epoch further each time
-        powers = [sum(decay**n for n in range((w.index - i) % number, steps + 1, number)) for i in range(number)]
+        powers = [
+            sum(decay**n for n in range((w.index - i) % number, steps + 1, number))
+            for i in range(number)
+        ]
         own = w.ratio[0] / powers[w.index]
-        return all(w.close(_in_place_of_its_own(w, i), own * power) for i, power in enumerate(powers))
+        return all(
+            w.close(_in_place_of_its_own(w, i), own * power) for i, power in enumerate(powers)
+        )
 
     return decay if decay > 0 and not first.close(decay, 1.0) and all(map(fits, wrong)) else None
 
@@ -474,12 +564,18 @@ def _steps_before(w: Weights) -> int:
 
 
 def _in_place_of_its_own(w: Weights, window: int) -> Array:
-    """Return the weights of another window's micro-batches over what is right in that window's step."""
+    """Return the weights of another window's micro-batches over what is right in that window's
+    step.
+    """
     return replace(w, window=w.windows[window]).ratio
 
 
 def _stale_text(w: Weights, wrong: Steps) -> str:
-    off = "" if all(map(_whole_and_earlier, wrong)) else "; the window's own weights are wrong as well"
+    off = (
+        ""
+        if all(map(_whole_and_earlier, wrong))
+        else "; the window's own weights are wrong as well"
+    )
     decay = _decay(wrong)
     if decay is not None:
         own = w.ratio[0] if len(w.inside) else 1.0
@@ -487,8 +583,8 @@ def _stale_text(w: Weights, wrong: Steps) -> str:
         if not w.close(own, 1.0):
             how = f"a moving average; the window's own weighs {own:.3g} times what it should"
         return (
-            f"the gradient of every earlier window is in the sum, and weighs {decay:.3g} times as much with each "
-            f"further step, as by {how}"
+            f"the gradient of every earlier window is in the sum, and weighs {decay:.3g} times as"
+            f" much with each further step, as by {how}"
         )
     if not w.foreign and w.epoch and np.any(w.ratio > 1):
         return f"the same window's gradient from earlier epochs is still in it{off}"
@@ -496,11 +592,16 @@ def _stale_text(w: Weights, wrong: Steps) -> str:
         return f"in other steps, the gradient of earlier windows is still in the sum{off}"
     share = max(abs(w.observed[j] / w.expected) for j in w.foreign)
     trace = f", with {share:.3g} of an item's right weight" if share < 0.5 else ""
-    return f"micro-batches {w.foreign} belong to earlier windows and are still in the gradient{trace}{off}"
+    return (
+        f"micro-batches {w.foreign} belong to earlier windows and are still in the"
+        f" gradient{trace}{off}"
+    )
 
 
 def _cut_elsewhere(wrong: Steps) -> bool:
-    """Whether the steps hold runs of consecutive micro-batches that begin or end at other places than windows."""
+    """Whether the steps hold runs of consecutive micro-batches that begin or end at other places
+    than windows.
+    """
     whole = True
     for w in wrong:
         held = [j for j, n in enumerate(w.counts) if n and w.observed[j]]
@@ -517,8 +618,8 @@ def _cut_elsewhere(wrong: Steps) -> bool:
 def _cut_text(w: Weights, wrong: Steps) -> str:
     held = [j for j, n in enumerate(w.counts) if n and w.observed[j]]
     return (
-        f"the step holds micro-batches {held}, where its window is {list(w.window)}: windows begin and end at other "
-        "places"
+        f"the step holds micro-batches {held}, where its window is {list(w.window)}: windows begin"
+        " and end at other places"
     )
 
 
@@ -529,7 +630,8 @@ def _other_text(w: Weights, wrong: Steps) -> str:
     return ", and ".join(filter(None, (held, missing)))
 
 
-# The meaning of one factor of a whole window: the quantities of a run, each with its cause in the table of faults.
+# The meaning of one factor of a whole window: the quantities of a run, each with its cause in the
+# table of faults.
 
 
 @dataclass(frozen=True)
@@ -542,7 +644,8 @@ class Quantity:
         value: the number; one over it is looked for as well where `inverse` is given.
         cause: the cause of `wrong-scale` in the table of faults, where the factor is the number.
         inverse: the cause where it is one over it.
-        rare: 1 if it counts only where nothing plainer fits, 2 if two windows must tell it from a coincidence as well.
+        rare: 1 if it counts only where nothing plainer fits, 2 if two windows must tell it from a
+            coincidence as well.
     """
 
     key: str
@@ -554,7 +657,9 @@ class Quantity:
 
 
 def quantities(w: Weights) -> Iterator[Quantity]:
-    """Yield the numbers of a run that a factor of a whole window may be, or one over it, the plainest first."""
+    """Yield the numbers of a run that a factor of a whole window may be, or one over it, the
+    plainest first.
+    """
     k, n, count, ranks = w.accumulation_steps, len(w.window), w.window_count, w.world_size
     if n != k * ranks:
         message = f"accumulation_steps over the short window's micro-batches, {k}/{n}"
@@ -564,7 +669,9 @@ def quantities(w: Weights) -> Iterator[Quantity]:
     yield Quantity("K", f"accumulation_steps = {k}", k, "not-divided", "divided-twice")
     if w.owners:
         yield Quantity("ranks", f"the number of ranks, {ranks}", ranks, "ranks", "ranks")
-        yield Quantity("squared", f"the square of the number of ranks, {ranks**2}", ranks**2, "ranks", "ranks")
+        yield Quantity(
+            "squared", f"the square of the number of ranks, {ranks**2}", ranks**2, "ranks", "ranks"
+        )
     yield Quantity("count", f"the window's count, {count:g}", count, "not-divided", "divided-twice")
     message = f"the {'short ' if n != k * ranks else ''}window's micro-batches, {n}"
     yield Quantity("micro-batches", message, n, "not-divided", "divided-twice", rare=1)
@@ -584,10 +691,17 @@ Beside = Iterator[tuple[str, float, str, int]]
 def _other_items(w: Weights) -> Beside:
     count = w.window_count
     if w.items and w.items != w.counts:
-        items, empty = (sum(w.items[j] for j in w.window if not (own and w.counts[j])) for own in (False, True))
+        items, empty = (
+            sum(w.items[j] for j in w.window if not (own and w.counts[j])) for own in (False, True)
+        )
         yield "its items", items, "items", 0
         yield "that and its items together", count + items, "extra-target", 0
-        yield "that and the items of micro-batches without valid targets", count + empty, "ignored-targets", 0
+        yield (
+            "that and the items of micro-batches without valid targets",
+            count + empty,
+            "ignored-targets",
+            0,
+        )
     yield "the same raised to 1", max(count, 1.0), "at-least-1", 0
     each = sum(max(w.counts[j], 1.0) for j in w.window)
     yield "one in which every micro-batch counts at least 1", each, "at-least-1", 0
@@ -602,7 +716,12 @@ def _other_windows(w: Weights) -> Beside:
         at, of = w.windows.index(w.window), [w.count_of(window) for window in w.windows]
         before = of[at - 1] if at or w.epoch else 0
         yield "the previous window's", before, "other-count", 2
-        yield "its own and the previous window's together", w.window_count + before, "running-count", 2
+        yield (
+            "its own and the previous window's together",
+            w.window_count + before,
+            "running-count",
+            2,
+        )
         yield "the next window's", of[(at + 1) % len(of)], "other-count", 2
         yield "the first window's", of[0], "other-count", 2
         yield "the whole epoch's", sum(of), "other-count", 2
@@ -611,7 +730,12 @@ def _other_windows(w: Weights) -> Beside:
         yield "that of all windows up to it", so_far, "running-count", 2
     for rank in sorted(set(w.owners)):
         yield f"that of rank {rank}", w.count_of_rank(rank), "other-count", 0
-        yield f"the number of ranks times that of rank {rank}", w.world_size * w.count_of_rank(rank), "other-count", 0
+        yield (
+            f"the number of ranks times that of rank {rank}",
+            w.world_size * w.count_of_rank(rank),
+            "other-count",
+            0,
+        )
 
 
 def _miscounts(w: Weights) -> Beside:
@@ -634,8 +758,8 @@ def meanings(wrong: Steps, right: Steps = ()) -> list[tuple[str, str]]:
 
     Args:
         wrong: steps whose items have one wrong weight.
-        right: other steps. What they refute is left out where something else is left. One number may be anything: where
-            there is one wrong step, they must agree with what it is.
+        right: other steps. What they refute is left out where something else is left. One number
+            may be anything: where there is one wrong step, they must agree with what it is.
     """
     ratios = [float(w.ratio.mean()) for w in wrong]
     known = [{q.key: q for q in quantities(w)} for w in wrong]
@@ -646,11 +770,17 @@ def meanings(wrong: Steps, right: Steps = ()) -> list[tuple[str, str]]:
     for key, first in known[0].items():
         of_steps = [numbers.get(key) for numbers in known]
         refuted = any(key in q and not wrong[0].close(q[key].value, 1.0) for q in elsewhere)
-        if (first.rare and found + doubtful) or (first.rare == 2 and not telling) or (refuted and len(wrong) == 1):
+        if (
+            (first.rare and found + doubtful)
+            or (first.rare == 2 and not telling)
+            or (refuted and len(wrong) == 1)
+        ):
             continue
         for power, cause, before in ((1, first.cause, ""), (-1, first.inverse, "one over ")):
             if cause and all(
-                q is not None and not w.close(q.value, 1.0) and w.close(ratio, float(q.value) ** power)
+                q is not None
+                and not w.close(q.value, 1.0)
+                and w.close(ratio, float(q.value) ** power)
                 for w, ratio, q in zip(wrong, ratios, of_steps, strict=True)
             ):
                 (doubtful if refuted else found).append((before + first.text, cause))
@@ -658,7 +788,10 @@ def meanings(wrong: Steps, right: Steps = ()) -> list[tuple[str, str]]:
 
 
 def constant_meaning(factor: float) -> tuple[str, str]:
-    """Return what a factor that is the same in all windows means, and the cause; empty where it says nothing."""
+    """Return what a factor that is the same in all windows means, and the cause.
+
+    Empty where it says nothing.
+    """
     if factor == -1:
         return "the sign is wrong", "sign"
     exponent = float(np.log2(abs(factor))) if factor else 0.5
@@ -672,21 +805,33 @@ NO_COUNT = ", which no usual count or quotient of counts gives in every window"
 
 
 def _scale(steps: Steps) -> tuple[bool, Text, tuple[str, ...]]:
-    """Return whether something of the run explains the factors of the wrong steps, the sentence, and the causes."""
+    """Return whether something of the run explains the factors of the wrong steps, the sentence,
+    and the causes.
+    """
     wrong, right = [w for w in steps if not w.is_right], [w for w in steps if w.is_right]
     ratios = [float(w.ratio.mean()) for w in wrong]
     constant = wrong[0].close(ratios, ratios[0])
     meaning, cause = constant_meaning(ratios[0]) if constant else ("", "")
-    power, found, added = _power_of_steps(wrong, ratios), meanings(wrong, right), _added_to_counts(wrong, ratios)
+    power, found, added = (
+        _power_of_steps(wrong, ratios),
+        meanings(wrong, right),
+        _added_to_counts(wrong, ratios),
+    )
     causes: tuple[str, ...]
     if meaning:
         why, causes = f": {meaning}", (cause,)
     elif found:
-        why, causes = f", which is {' or '.join(text for text, _ in found)}", tuple(of for _, of in found)
+        why, causes = (
+            f", which is {' or '.join(text for text, _ in found)}",
+            tuple(of for _, of in found),
+        )
     elif added is not None:
         why, causes = f", as where {added:.3g} is added to the window's count", ("divided-twice",)
     elif power is not None:
-        why, causes = f", and that of each step is {power:.6g} times that of the step before it", ("growing",)
+        why, causes = (
+            f", and that of each step is {power:.6g} times that of the step before it",
+            ("growing",),
+        )
     elif len(wrong) == 1:
         why, causes = NO_COUNT, ("varying",)
     elif constant:
@@ -696,14 +841,21 @@ def _scale(steps: Steps) -> tuple[bool, Text, tuple[str, ...]]:
         why, causes = f"; over the wrong windows the factors are {shown}{NO_COUNT}", ("varying",)
 
     def sentence(w: Weights, wrong: Steps) -> str:
-        return f"every item of the window weighs {factor_text(float(w.ratio.mean()))} times what it should{why}"
+        return (
+            f"every item of the window weighs {factor_text(float(w.ratio.mean()))} times what it"
+            f" should{why}"
+        )
 
-    explained = found or (constant and len(wrong) > 1) or meaning or power is not None or added is not None
+    explained = (
+        found or (constant and len(wrong) > 1) or meaning or power is not None or added is not None
+    )
     return bool(explained), sentence, causes
 
 
 def _added_to_counts(wrong: Steps, ratios: Sequence[float]) -> float | None:
-    """Return the number that all wrong windows' divisors have more than their different counts, or None."""
+    """Return the number that all wrong windows' divisors have more than their different counts, or
+    None.
+    """
     counts = np.array([w.window_count for w in wrong])
     if wrong[0].reduction == "sum" or len({*counts}) < 2:
         return None
@@ -713,7 +865,10 @@ def _added_to_counts(wrong: Steps, ratios: Sequence[float]) -> float | None:
 
 
 def _power_of_steps(wrong: Steps, ratios: Sequence[float]) -> float | None:
-    """Return b where each ratio is b to the power of the number of steps before it; None where no b fits."""
+    """Return b where each ratio is b to the power of the number of steps before it.
+
+    None where no b fits.
+    """
     before = [_steps_before(w) for w in wrong]
     if len(set(before)) < 2 or not all(before) or not min(ratios) > 0:
         return None
@@ -749,9 +904,17 @@ def _of_other_windows(wrong: Steps) -> Iterator[WeightPredicate]:
     def from_earlier(w: Weights) -> bool:
         return _whole_windows(w) and _earlier(w)
 
-    yield WeightPredicate("stale-window", _whole_and_earlier, lambda w: bool(w.foreign or w.epoch), _stale_text, causes)
+    yield WeightPredicate(
+        "stale-window",
+        _whole_and_earlier,
+        lambda w: bool(w.foreign or w.epoch),
+        _stale_text,
+        causes,
+    )
     yield WeightPredicate("wrong-windows", lambda w: _cut_elsewhere(wrong), _always, _cut_text)
-    yield WeightPredicate("stale-window", from_earlier, lambda w: bool(w.foreign), _stale_text, causes)
+    yield WeightPredicate(
+        "stale-window", from_earlier, lambda w: bool(w.foreign), _stale_text, causes
+    )
     yield WeightPredicate("other-window", _always, lambda w: bool(w.foreign), _other_text)
 
 
@@ -769,23 +932,44 @@ def _predicates(steps: Steps, wrong: Steps, *, known_only: bool) -> Iterator[Wei
     yield WeightPredicate("rescaled-accumulator", _reduced_between, _falls, _rescaled_text)
     of_sum = ("sum",) if wrong[0].reduction == "sum" else ()
     yield WeightPredicate("mean-of-means", _plausible_means, _unequal, means_text, of_sum)
-    yield WeightPredicate("mean-of-means", lambda w: _grouped(w) is not None, _unequal_groups, _grouped_text)
-    yield WeightPredicate("low-precision", lambda w: rounded_to(w) is not None, _always, _rounded_text)
+    yield WeightPredicate(
+        "mean-of-means", lambda w: _grouped(w) is not None, _unequal_groups, _grouped_text
+    )
+    yield WeightPredicate(
+        "low-precision", lambda w: rounded_to(w) is not None, _always, _rounded_text
+    )
     if all(_one(w, w.ratio) for w in wrong):
         explained, sentence, causes = _scale(steps)
         if explained or not known_only:
-            yield WeightPredicate("wrong-scale", _always, lambda w: explained or _several(w), sentence, causes)
-    yield WeightPredicate("wrong-count", lambda w: bool(_weighted_alike(wrong)), _weighting_tells, _wrong_count_text)
+            yield WeightPredicate(
+                "wrong-scale", _always, lambda w: explained or _several(w), sentence, causes
+            )
+    yield WeightPredicate(
+        "wrong-count", lambda w: bool(_weighted_alike(wrong)), _weighting_tells, _wrong_count_text
+    )
     yield WeightPredicate("reset-inside-window", _only_one(-1), _long, _last_text)
     yield WeightPredicate("first-only", _only_one(0), _long, _first_text)
     yield WeightPredicate("rescaled-accumulator", _rescales(wrong), _rescale_tells, _rescaled_text)
-    yield WeightPredicate("repeated-micro-batch", _times, lambda w: not w.close(w.ratio, w.ratio[0]), _times_text)
-    yield WeightPredicate("dropped-micro-batch", lambda w: _own(w) and not np.all(w.ratio), _some_missing, dropped_text)
+    yield WeightPredicate(
+        "repeated-micro-batch", _times, lambda w: not w.close(w.ratio, w.ratio[0]), _times_text
+    )
+    yield WeightPredicate(
+        "dropped-micro-batch",
+        lambda w: _own(w) and not np.all(w.ratio),
+        _some_missing,
+        dropped_text,
+    )
     sign = ("sign",) if any(np.any(w.ratio < 0) for w in wrong) else ()
-    yield WeightPredicate("weighted-by-place", _by_place(wrong, _same_place), _long, _by_place_text, sign)
+    yield WeightPredicate(
+        "weighted-by-place", _by_place(wrong, _same_place), _long, _by_place_text, sign
+    )
     if wrong[0].owners:
-        yield WeightPredicate("wrong-scale", _by_place(wrong, _same_rank), _several, _by_rank_text, ("one-rank",))
-    yield WeightPredicate("mean-of-means", lambda w: _one(w, w.per_mean), _unequal, means_text, of_sum)
+        yield WeightPredicate(
+            "wrong-scale", _by_place(wrong, _same_rank), _several, _by_rank_text, ("one-rank",)
+        )
+    yield WeightPredicate(
+        "mean-of-means", lambda w: _one(w, w.per_mean), _unequal, means_text, of_sum
+    )
 
 
 def _some_missing(w: Weights) -> bool:
@@ -807,8 +991,9 @@ def _wrong_count_text(w: Weights, wrong: Steps) -> str:
 
 OF_SEVERAL = "windows of several micro-batches"
 NOT_A_SUM = (
-    "; or the micro-batches' gradients are combined by a median, a minimum or an agreement of signs in place of a sum: "
-    "on the weight probe each element is nonzero in one micro-batch only, so such a combination gives 0"
+    "; or the micro-batches' gradients are combined by a median, a minimum or an agreement of signs"
+    " in place of a sum: on the weight probe each element is nonzero in one micro-batch only, so"
+    " such a combination gives 0"
 )
 """What a probe shows as a missing gradient as well."""
 
@@ -826,7 +1011,8 @@ def diagnose(
     Args:
         violated: the weights of the step that is violated.
         others: those of other steps, of this run or of another one, in the order of a run.
-        known_only: whether factors that change from window to window and are none of the run's are no name.
+        known_only: whether factors that change from window to window and are none of the run's are
+            no name.
         where: which steps are wrong, as the end of a sentence; empty for what they have in common.
         only: the names that are asked about.
     """
@@ -834,7 +1020,11 @@ def diagnose(
     where = where or _alike(steps) or _where(violated, steps)
     wrong = [w for w in steps if not w.is_right]
     for fault in _predicates(steps, wrong, known_only=known_only) if wrong else ():
-        if fault.name in only and all(fault.holds(w) for w in wrong) and any(fault.tells(w) for w in wrong):
+        if (
+            fault.name in only
+            and all(fault.holds(w) for w in wrong)
+            and any(fault.tells(w) for w in wrong)
+        ):
             if fault.name == "no-gradient" and OF_SEVERAL in where:
                 where += NOT_A_SUM
             return Diagnosis(fault.name, fault.text(violated, wrong) + where, causes=fault.causes)
@@ -861,14 +1051,23 @@ KINDS_OF_STEPS: tuple[tuple[str, Holds], ...] = (
     ("the first window of an epoch", lambda w: w.index == 0),
     ("windows after the first of an epoch", lambda w: bool(w.index)),
     (OF_SEVERAL, lambda w: len(w.inside) > 1),
-    ("windows in which a rank has no micro-batch", lambda w: bool(w.owners) and _ranks_inside(w) < w.world_size),
-    ("windows with a micro-batch without valid targets", lambda w: any(not w.counts[j] for j in w.window)),
+    (
+        "windows in which a rank has no micro-batch",
+        lambda w: bool(w.owners) and _ranks_inside(w) < w.world_size,
+    ),
+    (
+        "windows with a micro-batch without valid targets",
+        lambda w: any(not w.counts[j] for j in w.window),
+    ),
 )
 """What steps may have in common that are wrong."""
 
 
 def _alike(steps: Steps) -> str:
-    """Return what all wrong steps are and no right one is, as the end of a sentence; empty where there is no such."""
+    """Return what all wrong steps are and no right one is, as the end of a sentence.
+
+    Empty where there is no such.
+    """
     if all(w.is_right == steps[0].is_right for w in steps) or not all(w.windows for w in steps):
         return ""
     found = (kind for kind, is_one in KINDS_OF_STEPS if all(is_one(w) != w.is_right for w in steps))
@@ -888,8 +1087,11 @@ def _where(violated: Weights, steps: Steps) -> str:
 
 def _unrecognised(w: Weights) -> Diagnosis:
     shown = ", ".join(f"{weight:.6g}" for weight in w.observed[w.inside])
-    also = f", and micro-batches {w.foreign} of other windows are in the gradient" if w.foreign else ""
+    also = (
+        f", and micro-batches {w.foreign} of other windows are in the gradient" if w.foreign else ""
+    )
     return Diagnosis(
         "unrecognised-weights",
-        f"the window's micro-batches weigh {shown} per count, where {w.expected:.6g} is right for each{also}",
+        f"the window's micro-batches weigh {shown} per count, where {w.expected:.6g} is right for"
+        f" each{also}",
     )

@@ -1,4 +1,6 @@
-"""Weight probes: the weights they show, probes that tell causes apart, and the pattern of the steps."""
+"""Weight probes: the weights they show, probes that tell causes apart, and the pattern of the
+steps.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,24 @@ from itertools import cycle, islice
 import numpy as np
 import torch
 
-from gradcheck_suite.core.case import PARAMETER, Case, Plan, Reduction, probe_case, slopes_of, slopes_text, unit_of
+from gradcheck_suite.core.case import (
+    PARAMETER,
+    Case,
+    Plan,
+    Reduction,
+    probe_case,
+    slopes_of,
+    slopes_text,
+    unit_of,
+)
 from gradcheck_suite.core.comparison import Vector
-from gradcheck_suite.core.contract import EQUAL_BATCHES, EQUAL_MICRO_BATCHES, ONE_EPOCH, WHOLE_WINDOWS, dealt_to_ranks
+from gradcheck_suite.core.contract import (
+    EQUAL_BATCHES,
+    EQUAL_MICRO_BATCHES,
+    ONE_EPOCH,
+    WHOLE_WINDOWS,
+    dealt_to_ranks,
+)
 from gradcheck_suite.core.results import Weight
 from gradcheck_suite.judge.reruns import LoopRunner
 from gradcheck_suite.judge.weights import Weights, listed
@@ -56,8 +73,14 @@ class WeightProbe:
         return tuple(self.count(list(items)) for items in self.plan.cuts)
 
     def right_weights(self, window: int) -> Vector:
-        """Return (total items,): the weight of each item in a window's gradient, 0 in those without valid targets."""
-        right, counts, members = np.zeros(self.plan.total_items), self.counts, self.plan.windows[window]
+        """Return (total items,): the weight of each item in a window's gradient, 0 in those without
+        valid targets.
+        """
+        right, counts, members = (
+            np.zeros(self.plan.total_items),
+            self.counts,
+            self.plan.windows[window],
+        )
         share = 1.0 if self.reduction == "sum" else 1.0 / sum(counts[j] for j in members)
         for j in members:
             right[self.plan.items(j).start : self.plan.items(j).stop] = share if counts[j] else 0.0
@@ -71,7 +94,9 @@ class WeightProbe:
             instance = recounted(instance, self.count)
         return scaled(instance, scale)
 
-    def run(self, runner: LoopRunner, *, scale: float = 1.0, slopes: Sequence[float] = ()) -> Outcome | None:
+    def run(
+        self, runner: LoopRunner, *, scale: float = 1.0, slopes: Sequence[float] = ()
+    ) -> Outcome | None:
         """Run the loop on the probe; None where it raised or no run is left.
 
         Args:
@@ -127,20 +152,27 @@ class ProbeRun:
         )
 
     def unequal_text(self, step: int) -> str:
-        """Say what the items of a micro-batch weigh that do not weigh the same, of the step's window if it has one."""
+        """Say what the items of a micro-batch weigh that do not weigh the same, of the step's
+        window if it has one.
+        """
         probe, items, window = self.probe, self.steps[step], step % len(self.probe.plan.windows)
         order = (*probe.plan.windows[window], *range(len(probe.plan.micro_batches)))
         parts = ((j, items[list(probe.plan.items(j))]) for j in order)
-        j, own = next((j, own) for j, own in parts if np.ptp(own) > probe.tolerance * abs(items).max())
+        j, own = next(
+            (j, own) for j, own in parts if np.ptp(own) > probe.tolerance * abs(items).max()
+        )
         weights, due = listed([f"{weight:.6g}" for weight in own], 4), probe.right_weights(window)
         return (
-            f"items of one and the same micro-batch have different weights: those of micro-batch {j} weigh {weights}, "
-            f"expected {due[probe.plan.items(j).start]:.6g} each"
+            "items of one and the same micro-batch have different weights: those of micro-batch"
+            f" {j} weigh {weights}, expected {due[probe.plan.items(j).start]:.6g} each"
         )
 
     @cached_property
     def all_weights(self) -> list[Weights]:
-        """The weights of every step; none where the number of steps is wrong, or items of one micro-batch differ."""
+        """The weights of every step.
+
+        None where the number of steps is wrong, or items of one micro-batch differ.
+        """
         if len(self.steps) != self.probe.plan.steps:
             return []
         read = [w for w in map(self.weights, range(len(self.steps))) if w is not None]
@@ -148,17 +180,24 @@ class ProbeRun:
 
     def others(self, step: int) -> list[Weights]:
         """Return the weights of the other steps, where they are finite."""
-        return [w for i, w in enumerate(self.all_weights) if i != step and np.isfinite(w.observed).all()]
+        return [
+            w for i, w in enumerate(self.all_weights) if i != step and np.isfinite(w.observed).all()
+        ]
 
 
 def gradients_of_steps(outcome: Outcome) -> list[Vector]:
-    """Return the gradient of each step that a loop took on a probe, (total items,) float64, zeros where it is None."""
+    """Return the gradient of each step that a loop took on a probe, (total items,) float64, zeros
+    where it is None.
+    """
     empty = torch.zeros_like(outcome.start[PARAMETER])
     return [flat_on_probe(observation.gradients, empty) for observation in outcome.observations]
 
 
 def flat_on_probe(gradients: Mapping[str, torch.Tensor | None], empty: torch.Tensor) -> Vector:
-    """Return the gradient of a probe's parameter, (total items,) float64; `empty` where it is None."""
+    """Return the gradient of a probe's parameter, (total items,) float64.
+
+    `empty` where it is None.
+    """
     found = gradients[PARAMETER]
     seen: Vector = (empty if found is None else found).to("cpu", torch.float64).numpy()
     return seen
@@ -173,18 +212,23 @@ def probe_of(case: Case, dtype: str = "float64") -> WeightProbe:
 
 
 def expected_gradients(case: Case) -> list[Vector]:
-    """Return the gradient of each window of a probe: the weight of each item times the slope of its loss."""
+    """Return the gradient of each window of a probe: the weight of each item times the slope of its
+    loss.
+    """
     probe, slopes = probe_of(case), np.array(slopes_of(case))
     rights = (probe.right_weights(window) for window in range(len(case.plan.windows)))
-    return [np.multiply(right, slopes, out=np.zeros_like(right), where=right != 0) for right in rights]
+    return [
+        np.multiply(right, slopes, out=np.zeros_like(right), where=right != 0) for right in rights
+    ]
 
 
 def probes_of(instance: Instance) -> Iterator[WeightProbe]:
-    """Yield the probes that show what a loop does to the weights of an instance's items, the most telling last.
+    """Yield the probes that show what a loop does to the weights of an instance's items, the most
+    telling last.
 
-    The first counts what the case counts, but items in micro-batches without valid targets, whose weights could not be
-    read otherwise. Where there are such, another counts none there; where every item counts the same, another counts
-    items.
+    The first counts what the case counts, but items in micro-batches without valid targets, whose
+    weights could not be read otherwise. Where there are such, another counts none there; where
+    every item counts the same, another counts items.
     """
     plan, items = instance.case.plan, Items(instance.data)
     reduction: Reduction = "sum" if instance.problem.reduction == "sum" else "mean"
@@ -197,7 +241,9 @@ def probes_of(instance: Instance) -> Iterator[WeightProbe]:
     shares = {counted / n for counted, n in zip(counts, plan.micro_batches, strict=True) if counted}
     alike = reduction == "sum" or len(shares) == 1
     if not alike:
-        yield WeightProbe(plan, reduction, lambda indices: count(indices) + len(empty.intersection(indices)))
+        yield WeightProbe(
+            plan, reduction, lambda indices: count(indices) + len(empty.intersection(indices))
+        )
     elif reduction == "mean" and shares != {1.0} and not empty:
         yield WeightProbe(plan, reduction, count)
     if alike:
@@ -215,20 +261,30 @@ def item_weights(probe: WeightProbe, observed: Vector, window: int) -> tuple[Wei
         window: the index of the window in its epoch.
 
     Returns:
-        A row for each micro-batch. Of a long plan one row for each run of equal ones, and none for what is rightly 0.
+        A row for each micro-batch. Of a long plan one row for each run of equal ones, and none for
+        what is rightly 0.
     """
     expected = probe.right_weights(window)[list(probe.plan.starts)]
     ranks = [rank if probe.plan.ranks else None for rank in probe.plan.owners]
     rows = [
-        Weight(micro_batches=str(j), count=float(n), expected=float(e), observed=float(o), rank=rank)
-        for j, (n, e, o, rank) in enumerate(zip(probe.counts, expected, observed, ranks, strict=True))
+        Weight(
+            micro_batches=str(j), count=float(n), expected=float(e), observed=float(o), rank=rank
+        )
+        for j, (n, e, o, rank) in enumerate(
+            zip(probe.counts, expected, observed, ranks, strict=True)
+        )
     ]
     runs: list[range] = []
     is_long = len(rows) > MOST_ROWS
     for j, row in enumerate(rows):
         if is_long and row.expected == row.observed == 0:
             continue
-        if is_long and runs and runs[-1].stop == j and _digits(rows[runs[-1].start]) == _digits(row):
+        if (
+            is_long
+            and runs
+            and runs[-1].stop == j
+            and _digits(rows[runs[-1].start]) == _digits(row)
+        ):
             runs[-1] = range(runs[-1].start, j + 1)
         else:
             runs.append(range(j, j + 1))
@@ -236,7 +292,9 @@ def item_weights(probe: WeightProbe, observed: Vector, window: int) -> tuple[Wei
 
 
 def _digits(row: Weight) -> list[str]:
-    """Return a row with the digits that are shown: equal weights may differ by rounding in further ones."""
+    """Return a row with the digits that are shown: equal weights may differ by rounding in further
+    ones.
+    """
     numbers = row.count, row.expected, row.observed, row.rank
     return [f"{number:.6g}" for number in numbers if number is not None]
 
@@ -267,8 +325,9 @@ unequal ones are no whole numbers: otherwise a coefficient that is kept from ano
 def separating_probe(probe: WeightProbe, assumes: Collection[str]) -> WeightProbe:
     """Return the probe that separates what looks alike on another one.
 
-    Its windows have three or more micro-batches of other K, with different, with partly equal and with equal sizes, no
-    two windows count the same, the last window is short, and there are two epochs: all within what the loop assumes.
+    Its windows have three or more micro-batches of other K, with different, with partly equal and
+    with equal sizes, no two windows count the same, the last window is short, and there are two
+    epochs: all within what the loop assumes.
 
     Args:
         probe: the other one.
@@ -277,13 +336,23 @@ def separating_probe(probe: WeightProbe, assumes: Collection[str]) -> WeightProb
     k = max(3, probe.plan.accumulation_steps + 1)
     lengths = [k, k, k] if WHOLE_WINDOWS in assumes else [k, k, k, k - 1]
     equal = EQUAL_MICRO_BATCHES in assumes or EQUAL_BATCHES in assumes
-    shapes = UNEQUAL if not equal else EQUAL if EQUAL_BATCHES not in assumes else ((2,),) * len(lengths)
-    sizes = [n for shape, length in zip(shapes, lengths, strict=False) for n in islice(cycle(shape), length)]
+    shapes = (
+        UNEQUAL if not equal else EQUAL if EQUAL_BATCHES not in assumes else ((2,),) * len(lengths)
+    )
+    sizes = [
+        n
+        for shape, length in zip(shapes, lengths, strict=False)
+        for n in islice(cycle(shape), length)
+    ]
     plan = Plan(tuple(sizes), k, 1 if ONE_EPOCH in assumes else max(2, probe.plan.epochs))
     plan = dealt_to_ranks(plan, probe.plan.world_size, assumes)
     if probe.count is None or equal:
         return WeightProbe(plan, probe.reduction, dtype=probe.dtype)
-    empty = {i for window in plan.windows for i in plan.items(window[1])} if 0 in probe.counts else set()
+    empty = (
+        {i for window in plan.windows for i in plan.items(window[1])}
+        if 0 in probe.counts
+        else set()
+    )
     unit = 1.0 if all(float(n).is_integer() for n in probe.counts) else 0.375
 
     def count(items: list[int]) -> float:

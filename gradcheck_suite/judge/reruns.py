@@ -65,8 +65,12 @@ class LoopRunner:
             self.alike &= outcomes[self.rank].alike
         return failed or outcomes[self.rank]
 
-    def repeats(self, instance: Instance, is_same: Callable[[Outcome], bool], times: int = 2) -> bool:
-        """Return whether further runs on the instance that showed the violation, while any is left, do the same."""
+    def repeats(
+        self, instance: Instance, is_same: Callable[[Outcome], bool], times: int = 2
+    ) -> bool:
+        """Return whether further runs on the instance that showed the violation, while any is left,
+        do the same.
+        """
         for _ in range(times):
             outcome = self.run(instance)
             if outcome is None:
@@ -76,7 +80,8 @@ class LoopRunner:
         return True
 
 
-# What a loop computed its losses from: the model's mode and parameters, and the batches, in one recorded run.
+# What a loop computed its losses from: the model's mode and parameters, and the batches, in one
+# recorded run.
 
 
 CLOSE = 1e-9
@@ -90,8 +95,9 @@ class LossCall:
     Attributes:
         step: number of optimizer steps before it.
         batch: a copy of the batch.
-        parameters: name -> a copy of the value, of the model that it was called with; none where it was called with
-            the output of one, as `run.criterion` does. The batch is without what the model reads then.
+        parameters: name -> a copy of the value, of the model that it was called with; none where it
+            was called with the output of one, as `run.criterion` does. The batch is without what
+            the model reads then.
         training: name of each module -> its mode.
         cotangent: what backward handed to the loss; None where the loss was not sent backward.
     """
@@ -168,12 +174,16 @@ def run_recorded(runner: LoopRunner, instance: Instance) -> tuple[LossRecorder, 
 
 
 def explain_inputs(
-    recorder: LossRecorder, observed: Vector, step: int, parameters: dict[str, torch.Tensor] | None = None
+    recorder: LossRecorder,
+    observed: Vector,
+    step: int,
+    parameters: dict[str, torch.Tensor] | None = None,
 ) -> Diagnosis | None:
-    """Return the diagnosis of a gradient that is right for other inputs than the contract's, or None.
+    """Return the diagnosis of a gradient that is right for other inputs than the contract's, or
+    None.
 
-    The losses are computed again from what they were called with. Where that gives the observed gradient, and the right
-    inputs do not, the inputs are the fault.
+    The losses are computed again from what they were called with. Where that gives the observed
+    gradient, and the right inputs do not, the inputs are the fault.
 
     Args:
         recorder: the record of the run's losses.
@@ -182,7 +192,11 @@ def explain_inputs(
         parameters: those that the step changes; None for the initial ones.
     """
     sent = [call for call in recorder.calls if call.step == step and call.cotangent is not None]
-    reference, instance, right = Reference(recorder.original), recorder.original, recorder.original.model()
+    reference, instance, right = (
+        Reference(recorder.original),
+        recorder.original,
+        recorder.original.model(),
+    )
     windows = instance.case.plan.windows
     members = windows[step % len(windows)]
     if parameters is not None:
@@ -194,14 +208,17 @@ def explain_inputs(
         # what an earlier pass over the window computed may have been cleared
         passes.append(sent[-len(members) :])
     if times > 1 and not rest:
-        # an earlier loss of each micro-batch may be of use for its inputs alone, as in adversarial training
+        # an earlier loss of each micro-batch may be of use for its inputs alone, as in adversarial
+        # training
         passes.append(sent[times - 1 :: times])
     for calls in passes:
         if not calls or not _gives(reference, calls, observed):
             continue
         differences = _differences(instance, right, members, calls)
         found = [
-            one for one, corrected in differences if corrected is None or not _gives(reference, corrected, observed)
+            one
+            for one, corrected in differences
+            if corrected is None or not _gives(reference, corrected, observed)
         ]
         if found:
             return any_of(found)
@@ -230,7 +247,9 @@ def _gives(reference: Reference, calls: Sequence[LossCall], observed: Vector) ->
 def _completed(
     instance: Instance, right: torch.nn.Module, members: Sequence[int], place: int, call: LossCall
 ) -> LossCall:
-    """Return a call that was given the output of a model, with the model and the input that the contract has there."""
+    """Return a call that was given the output of a model, with the model and the input that the
+    contract has there.
+    """
     if call.parameters:
         return call
     given = dict(named_leaves(call.batch))
@@ -247,12 +266,21 @@ def _completed(
 def _differences(
     instance: Instance, model: torch.nn.Module, members: Sequence[int], calls: Sequence[LossCall]
 ) -> Iterator[tuple[Diagnosis, list[LossCall] | None]]:
-    """Yield the diagnosis of each input that is not the contract's, and the calls with it corrected."""
+    """Yield the diagnosis of each input that is not the contract's, and the calls with it
+    corrected.
+    """
     right = _modes(model)
     if any(call.training != right for call in calls):
-        yield Diagnosis("wrong-mode", _mode_text(calls)), [replace(call, training=right) for call in calls]
+        yield (
+            Diagnosis("wrong-mode", _mode_text(calls)),
+            [replace(call, training=right) for call in calls],
+        )
     start = {name: p.detach() for name, p in model.named_parameters()}
-    if any(not torch.equal(value, start[name]) for call in calls for name, value in call.parameters.items()):
+    if any(
+        not torch.equal(value, start[name])
+        for call in calls
+        for name, value in call.parameters.items()
+    ):
         moved = Diagnosis("other-parameters", _moved_text(start, calls))
         yield moved, [replace(call, parameters=start) for call in calls]
     if (split := _split(instance, members, calls)) is not None:
@@ -264,12 +292,16 @@ def _differences(
 def _mode_text(calls: Sequence[LossCall]) -> str:
     off = [[name for name, training in call.training.items() if not training] for call in calls]
     number = sum(map(bool, off))
-    which = "the window's losses" if number == len(calls) else f"{number} of the window's {len(calls)} losses"
+    which = (
+        "the window's losses"
+        if number == len(calls)
+        else f"{number} of the window's {len(calls)} losses"
+    )
     names = list(dict.fromkeys(name for call in off for name in call))
     where = "" if "" in names else f" in {listed(names)}"
     return (
-        f"{which} {'is' if number == 1 < len(calls) else 'are'} computed in eval mode{where}, while the run hands "
-        "the model over in train mode"
+        f"{which} {'is' if number == 1 < len(calls) else 'are'} computed in eval mode{where}, while"
+        " the run hands the model over in train mode"
     )
 
 
@@ -280,13 +312,17 @@ def _moved_text(start: dict[str, torch.Tensor], calls: Sequence[LossCall]) -> st
     own, at = start[name].flatten(), int((value - start[name]).abs().argmax())
     names = list(dict.fromkeys(name for name, _ in moved))
     return (
-        f"the losses are computed at other values of {listed(names)} than those that the step changes ({name} has "
-        f"an element {value.flatten()[at]:.6g} in place of {own[at]:.6g}), and the gradient is right there"
+        f"the losses are computed at other values of {listed(names)} than those that the step"
+        f" changes ({name} has an element {value.flatten()[at]:.6g} in place of {own[at]:.6g}), and"
+        " the gradient is right there"
     )
 
 
-def _split(instance: Instance, members: Sequence[int], calls: Sequence[LossCall]) -> Diagnosis | None:
-    """Return the diagnosis of wrong weights where the batches are parts of the window's micro-batches, or None.
+def _split(
+    instance: Instance, members: Sequence[int], calls: Sequence[LossCall]
+) -> Diagnosis | None:
+    """Return the diagnosis of wrong weights where the batches are parts of the window's
+    micro-batches, or None.
 
     Items whose count is 0 may be left out.
     """
@@ -317,10 +353,15 @@ def _split(instance: Instance, members: Sequence[int], calls: Sequence[LossCall]
         if instance.problem.reduction == "sum" or not np.allclose(own, own[0], rtol=CLOSE):
             sentence = f"{split}parts weigh {listed([f'{w:.6g}' for w in weights], 4)}"
             return Diagnosis("unequal-items", sentence, causes=("parts",))
-    return Diagnosis("mean-of-means", f"{split}means of a micro-batch's parts have one weight whatever they count")
+    return Diagnosis(
+        "mean-of-means",
+        f"{split}means of a micro-batch's parts have one weight whatever they count",
+    )
 
 
-def _changed_text(instance: Instance, members: Sequence[int], calls: Sequence[LossCall]) -> str | None:
+def _changed_text(
+    instance: Instance, members: Sequence[int], calls: Sequence[LossCall]
+) -> str | None:
     """Return how a batch of the window differs from those that the loader yields, or None."""
     plan = instance.case.plan
     yielded = [dict(named_leaves(instance.batch(items))) for items in plan.cuts]
@@ -333,18 +374,24 @@ def _changed_text(instance: Instance, members: Sequence[int], calls: Sequence[Lo
         items, due = len(next(leaves(call.batch), ())), plan.micro_batches[index]
         what = f"{items} items in place of {due}"
         if items == due:
-            off = [name for name in own if name not in given or not _equal({"": given[name]}, {"": own[name]})]
+            off = [
+                name
+                for name in own
+                if name not in given or not _equal({"": given[name]}, {"": own[name]})
+            ]
             what = f"other values in {listed(off)}"
         return (
-            f"a loss is computed from a batch that the loader does not yield: where micro-batch {index} is due, it has "
-            f"{what}, and the gradient is right for that batch"
+            "a loss is computed from a batch that the loader does not yield: where micro-batch"
+            f" {index} is due, it has {what}, and the gradient is right for that batch"
         )
     return None
 
 
 def _equal(given: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> bool:
     return given.keys() == own.keys() and all(
-        t.shape == own[name].shape and t.dtype == own[name].dtype and bool(((t == own[name]) | (t != t)).all())
+        t.shape == own[name].shape
+        and t.dtype == own[name].dtype
+        and bool(((t == own[name]) | (t != t)).all())
         for name, t in given.items()
     )
 
@@ -354,20 +401,24 @@ def _equal(given: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> bool
 
 SKIPPED = Diagnosis(
     "skipped-non-finite",
-    "the loss of a micro-batch without valid targets is NaN, its gradient is 0, and with finite losses in place "
-    "of such ones the loop is right: it skips, resets or ends the window where a loss is not finite",
+    "the loss of a micro-batch without valid targets is NaN, its gradient is 0, and with finite"
+    " losses in place of such ones the loop is right: it skips, resets or ends the window where a"
+    " loss is not finite",
     causes=("no-targets",),
 )
 
 
 def run_with_finite_losses(runner: LoopRunner, instance: Instance) -> Outcome | None:
-    """Run a loop on a case whose losses are made finite; None where they are already, or where no run is left."""
+    """Run a loop on a case whose losses are made finite.
+
+    None where they are already, or where no run is left.
+    """
     plan, model = instance.case.plan, instance.model()
     # ranks compute the losses of their own case, in processes of their own
     if plan.ranks:
         return None
-    # torch's mean over no valid targets is NaN, and its gradient 0 (cross_entropy with ignore_index): a loop that
-    # skips such a micro-batch may lose more than that
+    # torch's mean over no valid targets is NaN, and its gradient 0 (cross_entropy with
+    # ignore_index): a loop that skips such a micro-batch may lose more than that
     batches = [instance.batch(items) for items in plan.cuts]
     with torch.no_grad():
         uncounted = [batch for batch in batches if not instance.count(batch)]
@@ -387,8 +438,8 @@ def run_with_finite_losses(runner: LoopRunner, instance: Instance) -> Outcome | 
 
 NOT_REPEATABLE = Diagnosis(
     "not-repeatable",
-    "run again on the same case, the loop hands its step another gradient: it keeps state from one run to the next, or "
-    "draws from a generator that no seed of the run sets",
+    "run again on the same case, the loop hands its step another gradient: it keeps state from one"
+    " run to the next, or draws from a generator that no seed of the run sets",
 )
 
 
@@ -403,14 +454,20 @@ def repeats_gradient(rerun: Vector, comparison: Comparison) -> bool:
 # What is known of a wrong gradient, of a case or of a weight probe.
 
 
-def gradient_of_step(outcome: Outcome, reference: Reference, step: int, seen: Vector | None = None) -> Vector | None:
+def gradient_of_step(
+    outcome: Outcome, reference: Reference, step: int, seen: Vector | None = None
+) -> Vector | None:
     """Return the gradient at a step of a run, (P,); None where the loop raised or stopped before.
 
-    Where the step calls its closure several times: that of the last call, or of the one nearest to what was `seen`.
+    Where the step calls its closure several times: that of the last call, or of the one nearest to
+    what was `seen`.
     """
     if outcome.raised is not None or step >= len(outcome.observations):
         return None
-    calls = [reference.flat(evaluation.gradients) for evaluation in outcome.observations[step].evaluations]
+    calls = [
+        reference.flat(evaluation.gradients)
+        for evaluation in outcome.observations[step].evaluations
+    ]
     if seen is None:
         return calls[-1]
     with np.errstate(invalid="ignore"):
@@ -419,7 +476,9 @@ def gradient_of_step(outcome: Outcome, reference: Reference, step: int, seen: Ve
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of a wrong gradient; what a further run shows is known once something asks, while runs are left.
+    """What is known of a wrong gradient.
+
+    What a further run shows is known once something asks, while runs are left.
 
     Attributes:
         comparison: the gradient compared with the right one.
@@ -446,7 +505,10 @@ class Evidence:
         return self.epoch * len(self.instance.case.plan.windows) + self.window.index
 
     def gradient(self, outcome: Outcome | None) -> Vector | None:
-        """Return the gradient at the step of another run, the nearest to this one; None where it has none."""
+        """Return the gradient at the step of another run, the nearest to this one.
+
+        None where it has none.
+        """
         if outcome is None:
             return None
         return gradient_of_step(outcome, self.window.reference, self.step, self.comparison.observed)
@@ -463,13 +525,17 @@ class Evidence:
     def small(self) -> Vector | None:
         """(P,): the gradient at the step with a loss 2**-20 times as large."""
         outcome = self.runner.run(scaled(self.instance, SMALL_SCALE))
-        return None if outcome is None else gradient_of_step(outcome, self.window.reference, self.step)
+        return (
+            None if outcome is None else gradient_of_step(outcome, self.window.reference, self.step)
+        )
 
     @cached_property
     def parameters(self) -> Vector:
         """(P,): the values of the parameters."""
         values = {name: p.detach().double() for name, p in self.window.model().named_parameters()}
-        return self.window.reference.flat({name: values[name] for name in self.comparison.layout.names})
+        return self.window.reference.flat(
+            {name: values[name] for name in self.comparison.layout.names}
+        )
 
     @property
     def of_weights(self) -> Diagnosis | None:
@@ -487,12 +553,16 @@ class Evidence:
         return explain_inputs(recorder, self.comparison.observed, self.step, self.window.parameters)
 
     def confirmed(self, found: Diagnosis) -> Diagnosis:
-        """Return a diagnosis, or `not-repeatable` where one of the remaining runs gives another gradient."""
+        """Return a diagnosis, or `not-repeatable` where one of the remaining runs gives another
+        gradient.
+        """
 
         def is_same(outcome: Outcome) -> bool:
             rerun = self.gradient(outcome)
             # a gradient scaler took fewer steps than there are windows
-            return bool(outcome.skipped) or (rerun is not None and repeats_gradient(rerun, self.comparison))
+            return bool(outcome.skipped) or (
+                rerun is not None and repeats_gradient(rerun, self.comparison)
+            )
 
         return found if self.runner.repeats(self.instance, is_same) else NOT_REPEATABLE
 

@@ -1,7 +1,9 @@
-"""From gradients of several sizes to the name of the fault: one list of predicates, the surest first.
+"""From gradients of several sizes to the name of the fault: one list of predicates, the surest
+first.
 
-A gradient grows with its loss. Where one does not, a threshold, a normalization, a narrow dtype or a term that is added
-shows by what becomes of it with a smaller or a larger loss. Must not run a loop: what further runs give is evidence.
+A gradient grows with its loss. Where one does not, a threshold, a normalization, a narrow dtype or
+a term that is added shows by what becomes of it with a smaller or a larger loss. Must not run a
+loop: what further runs give is evidence.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ SECOND_ORDER = 1e-3
 LOUDER = 4.0
 """Factor of a large gradient that shows whether the observed one stays where it is."""
 NOT_OF_THE_LOSS = (
-    "and does not shrink with the loss: a term that is not the loss's is added, such as decay, a pull towards other "
-    "parameters, noise, or the rounding error of a larger number"
+    "and does not shrink with the loss: a term that is not the loss's is added, such as decay, a"
+    " pull towards other parameters, noise, or the rounding error of a larger number"
 )
 
 
@@ -38,9 +40,10 @@ class Sizes:
     Attributes:
         expected: (P,): the right gradient, finite.
         observed: (P,): the loop's.
-        small: (P,): the loop's with a loss 2**-20 times as large; None where no run showed it, as on the probe of many
-            sizes. There a gradient of about 1 is right.
-        louder: returns the loop's with a loss `LOUDER` times as large, from a run if one is left, else None.
+        small: (P,): the loop's with a loss 2**-20 times as large; None where no run showed it, as
+            on the probe of many sizes. There a gradient of about 1 is right.
+        louder: returns the loop's with a loss `LOUDER` times as large, from a run if one is left,
+            else None.
         parameters: (P,): the parameters' values; None where they are not known.
         tolerance: relative error of the gradients that rounding explains.
         dtype: the gradient's dtype.
@@ -61,7 +64,10 @@ class Sizes:
 
     @property
     def off(self) -> npt.NDArray[np.bool_]:
-        """(P,): which elements are wrong, on a probe relative to themselves; all where so few are off."""
+        """(P,): which elements are wrong, on a probe relative to themselves.
+
+        All where so few are off.
+        """
         least = 0.0 if self.small is None else self.exact * np.abs(self.expected).max()
         wrong = ~np.isclose(self.observed, self.expected, rtol=self.exact, atol=least)
         return wrong if wrong.any() else np.full(len(wrong), True)
@@ -90,9 +96,14 @@ def is_linear(observed: Vector, with_small_loss: Vector, tolerance: float = EXAC
 
 
 def size_text(elements: Vector) -> str:
-    """Return the sizes of some elements, from the smallest to the largest; of one, with its sign."""
+    """Return the sizes of some elements, from the smallest to the largest.
+
+    Of one, with its sign.
+    """
     low, high = (f"{size:.3g}" for size in (np.abs(elements).min(), np.abs(elements).max()))
-    return f"{elements[0]:.3g}" if len(elements) == 1 else high if low == high else f"{low} to {high}"
+    return (
+        f"{elements[0]:.3g}" if len(elements) == 1 else high if low == high else f"{low} to {high}"
+    )
 
 
 # The predicates: each returns what the loop did, or None.
@@ -112,7 +123,8 @@ def _narrower(s: Sizes) -> str | None:
     sentence = _not_finite(s)
     if sentence is None or s.dtype != "float64":
         return None
-    # the probe's gradients, squared and cubed, stay within float64: what overflows is a narrower dtype
+    # the probe's gradients, squared and cubed, stay within float64: what overflows is a narrower
+    # dtype
     why = "it passes through a narrower dtype, such as float32 or float16"
     return f"{sentence}, and float64 holds its square and its cube: {why}"
 
@@ -124,17 +136,22 @@ def _of_second_order(s: Sizes) -> str | None:
     if not near(s.small / SMALL_SCALE - s.expected, SMALL_SCALE * extra, SECOND_ORDER):
         return None
     return (
-        f"a term that grows with the square of the loss is added to the gradient (up to {np.abs(extra).max():.3g}): a "
-        "penalty on gradients that is no part of the objective, or a loss times itself"
+        "a term that grows with the square of the loss is added to the gradient (up to"
+        f" {np.abs(extra).max():.3g}): a penalty on gradients that is no part of the objective, or"
+        " a loss times itself"
     )
 
 
 def _too_large(s: Sizes) -> str | None:
-    if s.small is None or not s.large_alone or np.linalg.norm(s.observed) <= np.linalg.norm(s.expected):
+    if (
+        s.small is None
+        or not s.large_alone
+        or np.linalg.norm(s.observed) <= np.linalg.norm(s.expected)
+    ):
         return None
     return (
-        "large gradients alone are wrong, and too large: with a loss 2**-20 times as large the gradient is right, so "
-        "something depends on the gradient's size"
+        "large gradients alone are wrong, and too large: with a loss 2**-20 times as large the"
+        " gradient is right, so something depends on the gradient's size"
     )
 
 
@@ -142,23 +159,39 @@ def _lost(s: Sizes) -> str | None:
     lost = (s.observed == 0) & (s.expected != 0)
     if not lost.any():
         return None
-    which = f"{np.count_nonzero(lost)} of {len(lost)} elements are 0, where {size_text(s.expected[lost])} is right"
+    which = (
+        f"{np.count_nonzero(lost)} of {len(lost)} elements are 0, where"
+        f" {size_text(s.expected[lost])} is right"
+    )
     if (s.large_alone or s.small_alone) and not s.observed[s.off].any():
-        known = "gradients of about 1" if s.small is None else "with a loss 2**-20 times as large they"
-        why = "a loss or a gradient above some size is left out, or large gradients are set to 0, or some by chance"
+        known = (
+            "gradients of about 1" if s.small is None else "with a loss 2**-20 times as large they"
+        )
+        why = (
+            "a loss or a gradient above some size is left out, or large gradients are set to 0, or"
+            " some by chance"
+        )
         if s.small_alone:
             why = "small values are set to zero, or they are lost in a coarser dtype"
         return f"{which}, and {known} are right: {why}"
     rest = ~lost
-    if s.small is not None and near(s.observed[rest], s.expected[rest], s.exact) and not s.small[lost].any():
-        return f"small elements are 0: {which}, and with a loss 2**-20 times as large more of them are"
+    if (
+        s.small is not None
+        and near(s.observed[rest], s.expected[rest], s.exact)
+        and not s.small[lost].any()
+    ):
+        return (
+            f"small elements are 0: {which}, and with a loss 2**-20 times as large more of them are"
+        )
     return None
 
 
 def _cut(s: Sizes) -> str | None:
     if not s.large_alone or not (s.small is not None or _stays(s)):
         return None
-    why = "" if s.small is None else ", since with a loss 2**-20 times as large the gradient is right"
+    why = (
+        "" if s.small is None else ", since with a loss 2**-20 times as large the gradient is right"
+    )
     return f"large gradients alone are wrong{why}: {_threshold(s)}"
 
 
@@ -168,7 +201,11 @@ def _stays(s: Sizes) -> bool:
         return False
     cut, louder = ~np.isclose(s.observed, s.expected, rtol=s.exact), s.louder()
     close = max(1e-5, s.tolerance)
-    return louder is not None and bool(cut.any()) and np.allclose(louder[cut], s.observed[cut], rtol=close, atol=0)
+    return (
+        louder is not None
+        and bool(cut.any())
+        and np.allclose(louder[cut], s.observed[cut], rtol=close, atol=0)
+    )
 
 
 def _threshold(s: Sizes) -> str:
@@ -177,14 +214,20 @@ def _threshold(s: Sizes) -> str:
     if near(s.observed, factor * s.expected, s.exact):
         how = "by norm or by value" if _is_one_size(s.observed[s.observed != 0]) else "by norm"
         return (
-            f"the whole gradient, of norm {np.linalg.norm(s.expected):.4g}, is {factor:.3g} times the right one, and "
-            f"{_norm(s.observed)}, as after clipping {how}"
+            f"the whole gradient, of norm {np.linalg.norm(s.expected):.4g}, is {factor:.3g} times"
+            f" the right one, and {_norm(s.observed)}, as after clipping {how}"
         )
     sizes = np.abs(s.observed[s.off])
     if _is_one_size(sizes) and (np.abs(s.expected[s.off]) > sizes).all():
         number = np.count_nonzero(s.off)
-        return f"{number} of {len(s.off)} elements are cut at {sizes[0]:.3g}, as after clipping by value"
-    return "each contribution or parameter is clipped separately, or the sum is clipped before it is complete"
+        return (
+            f"{number} of {len(s.off)} elements are cut at {sizes[0]:.3g}, as after clipping by"
+            " value"
+        )
+    return (
+        "each contribution or parameter is clipped separately, or the sum is clipped before it is"
+        " complete"
+    )
 
 
 def _is_one_size(values: Vector) -> bool:
@@ -205,30 +248,40 @@ def _normalised(s: Sizes) -> str | None:
         size = np.abs(s.observed).max()
         what = f"every element is {size:.3g}, 0 or -{size:.3g}{only_signs}"
     return (
-        "a loss 2**-20 times as large gives the same gradient, so it is divided by its own size or reduced to its "
-        f"signs ({what})"
+        "a loss 2**-20 times as large gives the same gradient, so it is divided by its own size or"
+        f" reduced to its signs ({what})"
     )
 
 
 def _added(s: Sizes) -> str | None:
     extra = s.observed - s.expected
-    if s.small is None or not extra.any() or not near(extra, s.small - SMALL_SCALE * s.expected, s.exact):
+    if (
+        s.small is None
+        or not extra.any()
+        or not near(extra, s.small - SMALL_SCALE * s.expected, s.exact)
+    ):
         return None
     if s.parameters is not None and s.parameters.any():
         noise = EXACT * np.abs(extra).max()
         there = (np.abs(extra) > noise) & (s.parameters != 0)
         factor = float(np.median(extra[there] / s.parameters[there])) if there.any() else 0.0
         # one element is a multiple of any other: it shows decay by a round factor alone
-        telling = np.count_nonzero(there) > 1 or np.isclose(factor, float(f"{factor:.2g}"), rtol=1e-6, atol=0)
-        decays = near(extra[there], factor * s.parameters[there]) and (np.abs(extra[~there]) <= noise).all()
+        telling = np.count_nonzero(there) > 1 or np.isclose(
+            factor, float(f"{factor:.2g}"), rtol=1e-6, atol=0
+        )
+        decays = (
+            near(extra[there], factor * s.parameters[there])
+            and (np.abs(extra[~there]) <= noise).all()
+        )
         if there.any() and telling and decays:
             return (
-                f"{factor:.3g} times the parameter is added to the gradient, whatever the loss: weight decay or the "
-                "gradient of a penalty"
+                f"{factor:.3g} times the parameter is added to the gradient, whatever the loss:"
+                " weight decay or the gradient of a penalty"
             )
     return (
-        f"a term that does not depend on the loss is added to the gradient (up to {np.abs(extra).max():.3g}): noise, a "
-        "penalty that is no part of the objective, or what was in the sum before"
+        "a term that does not depend on the loss is added to the gradient (up to"
+        f" {np.abs(extra).max():.3g}): noise, a penalty that is no part of the objective, or what"
+        " was in the sum before"
     )
 
 
@@ -262,7 +315,10 @@ PREDICATES: tuple[tuple[str, Callable[[Sizes], str | None]], ...] = (
 def diagnose_sizes(sizes: Sizes) -> Diagnosis | None:
     """Name a fault that depends on the gradient's size, or None."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return next((Diagnosis(name, sentence) for name, holds in PREDICATES if (sentence := holds(sizes))), None)
+        return next(
+            (Diagnosis(name, sentence) for name, holds in PREDICATES if (sentence := holds(sizes))),
+            None,
+        )
 
 
 # A window whose right gradient is infinite or NaN in some elements.
@@ -270,8 +326,9 @@ def diagnose_sizes(sizes: Sizes) -> Diagnosis | None:
 
 NOT_IN_GRADIENT = Diagnosis(
     "skipped-non-finite",
-    "a micro-batch whose gradient is infinite or NaN in an element is not in the window's gradient, or the whole "
-    "gradient was set to zero or None: losses or gradients that are not finite are skipped, and the step hides it",
+    "a micro-batch whose gradient is infinite or NaN in an element is not in the window's gradient,"
+    " or the whole gradient was set to zero or None: losses or gradients that are not finite are"
+    " skipped, and the step hides it",
 )
 
 
@@ -290,20 +347,24 @@ def diagnose_non_finite(right: Vector, seen: Vector, beside: list[int]) -> Diagn
     if np.isnan(seen[poisoned]).all() and not np.nan_to_num(seen[~poisoned]).any():
         return Diagnosis(
             "clipped",
-            f"beside an element of the gradient that is {what}, other elements come out wrong, as where the gradient "
-            "is multiplied by a limit over its norm: clipping by norm with a finite limit sets them to 0",
+            f"beside an element of the gradient that is {what}, other elements come out wrong, as"
+            " where the gradient is multiplied by a limit over its norm: clipping by norm with a"
+            " finite limit sets them to 0",
         )
     values = ", ".join(f"{value:.6g}" for value in seen[poisoned & np.isfinite(seen)])
     if not values and (other := other_infinity(seen, right)).any():
-        return not_linear(f"an element of the gradient that is {right[other][0]} comes out as {seen[other][0]}")
+        return not_linear(
+            f"an element of the gradient that is {right[other][0]} comes out as {seen[other][0]}"
+        )
     if not values:
         return not_linear(
-            f"an element of the gradient that is {what} stays so, and others of the same window, which are finite, "
-            "come out wrong: something depends on the loss's value or on the largest element (a comparison, a "
-            "threshold, a norm)"
+            f"an element of the gradient that is {what} stays so, and others of the same window,"
+            " which are finite, come out wrong: something depends on the loss's value or on the"
+            " largest element (a comparison, a threshold, a norm)"
         )
     return Diagnosis(
         "skipped-non-finite",
-        f"an element of the gradient that is {what} comes out as {values}: something replaces values that are not "
-        "finite, such as nan_to_num or a clamp, and hides that the run diverged",
+        f"an element of the gradient that is {what} comes out as {values}: something replaces"
+        " values that are not finite, such as nan_to_num or a clamp, and hides that the run"
+        " diverged",
     )

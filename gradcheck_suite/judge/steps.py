@@ -1,7 +1,9 @@
-"""From the micro-batches that steps held to the name of the fault: one list of predicates, the surest first.
+"""From the micro-batches that steps held to the name of the fault: one list of predicates, the
+surest first.
 
-A predicate must hold in the run under the loop's own plan and in the one under the plan that separates faults which
-look alike, and one of the two must tell: have windows enough that nothing further down the list looks the same.
+A predicate must hold in the run under the loop's own plan and in the one under the plan that
+separates faults which look alike, and one of the two must tell: have windows enough that nothing
+further down the list looks the same.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ class HeldSteps:
     @property
     def whole(self) -> Held:
         """The windows of an epoch that have `accumulation_steps` micro-batches of every rank."""
-        return [w for w in self.windows if len(w) == self.plan.accumulation_steps * self.plan.world_size]
+        return [
+            w for w in self.windows if len(w) == self.plan.accumulation_steps * self.plan.world_size
+        ]
 
     @property
     def tail(self) -> frozenset[int]:
@@ -72,42 +76,63 @@ class HeldSteps:
 
     @property
     def turns(self) -> Held:
-        """The micro-batches of an epoch that are trained at the same time, one of each rank that has any left."""
+        """The micro-batches of an epoch that are trained at the same time, one of each rank that
+        has any left.
+        """
         ranks = [self.plan.of_rank(rank) for rank in range(self.plan.world_size)]
         return [frozenset(j for j in turn if j is not None) for turn in zip_longest(*ranks)]
 
     @property
     def in_turns(self) -> Held:
-        """The turns of an epoch that each step holds; none at all where a step has a part of one alone."""
+        """The turns of an epoch that each step holds.
+
+        None at all where a step has a part of one alone.
+        """
         turn_of = {j: t for t, turn in enumerate(self.turns) for j in turn}
         steps = [frozenset(turn_of[j] for j in step) for step in self.held]
-        exact = all(step.issuperset(self.turns[t]) for step, turns in zip(self.held, steps, strict=True) for t in turns)
+        exact = all(
+            step.issuperset(self.turns[t])
+            for step, turns in zip(self.held, steps, strict=True)
+            for t in turns
+        )
         return steps if exact else []
 
 
 def run_of(plan: Plan, steps: Iterable[Vector]) -> HeldSteps:
-    """Return which micro-batches each step held, given the weight of each item, (total items,) for each step."""
+    """Return which micro-batches each step held, given the weight of each item, (total items,) for
+    each step.
+    """
     return HeldSteps(plan, [frozenset(held_by(plan, items)) for items in steps])
 
 
 def shown(run: HeldSteps) -> str:
     """Return what the steps held, in words; of many, those around the first that is wrong."""
-    texts = [f"[{ranges_text(sorted(step))}]" if len(step) > SHOWN else str(sorted(step)) for step in run.held]
+    texts = [
+        f"[{ranges_text(sorted(step))}]" if len(step) > SHOWN else str(sorted(step))
+        for step in run.held
+    ]
     texts = [text if step else "nothing" for text, step in zip(texts, run.held, strict=True)]
     off = (s for s, step in enumerate(run.held) if s >= len(run.right) or step != run.right[s])
     first = max(0, next(off, 0) - 1) if len(texts) > SHOWN else 0
     kept = texts[first : first + SHOWN]
     before, rest = f", from step {first} on," if first else "", len(texts) - first - len(kept)
-    return f"the steps held micro-batches{before} {', '.join(kept)}{f' and {rest} more' if rest else ''}"
+    return (
+        f"the steps held micro-batches{before}"
+        f" {', '.join(kept)}{f' and {rest} more' if rest else ''}"
+    )
 
 
 # The predicates.
 
 
 def _per_micro_batch(run: HeldSteps) -> bool:
-    """Whether each step has the micro-batch whose turn it is, and perhaps what earlier ones left behind."""
+    """Whether each step has the micro-batch whose turn it is, and perhaps what earlier ones left
+    behind.
+    """
     end, steps = len(run.turns), run.in_turns
-    return len(steps) == end * run.plan.epochs and all(s % end in step for s, step in enumerate(steps))
+    return len(steps) == end * run.plan.epochs and all(
+        s % end in step for s, step in enumerate(steps)
+    )
 
 
 def _leaks(run: HeldSteps) -> bool:
@@ -127,7 +152,10 @@ def _is_part(run: HeldSteps) -> bool:
 
 
 def _cut_elsewhere(run: HeldSteps) -> bool:
-    """Whether steps hold micro-batches in the loader's order, none twice; the rest after an epoch's last may miss."""
+    """Whether steps hold micro-batches in the loader's order, none twice.
+
+    The rest after an epoch's last may miss.
+    """
     steps, end, epochs = run.in_turns, len(run.turns), run.plan.epochs
     size, due, passes = max(map(len, steps), default=0), 0, 1
     for step in steps:
@@ -140,8 +168,14 @@ def _cut_elsewhere(run: HeldSteps) -> bool:
                 continue
             left.remove(due)
             due += 1
-    # a loop that goes by the number of whole windows ends before as many micro-batches as these have left over
-    return all(steps) and bool(steps) and passes <= epochs and end - due + end * (epochs - passes) < epochs * size
+    # a loop that goes by the number of whole windows ends before as many micro-batches as these
+    # have left over
+    return (
+        all(steps)
+        and bool(steps)
+        and passes <= epochs
+        and end - due + end * (epochs - passes) < epochs * size
+    )
 
 
 def _is_whole(run: HeldSteps) -> bool:
@@ -162,7 +196,10 @@ def _cut_text(run: HeldSteps) -> str:
     elif size != k:
         sentence = f"its windows have {size} micro-batches{of}, where accumulation_steps is {k}"
     else:
-        sentence = f"it steps at other places than after {k} micro-batches{of} and at the end of every epoch"
+        sentence = (
+            f"it steps at other places than after {k} micro-batches{of} and at the end of every"
+            " epoch"
+        )
     return sentence
 
 
@@ -189,7 +226,9 @@ def _dropped_text(run: HeldSteps) -> str:
         at = max(i for i in range(end) if run.right[i] == step)
         missing[:0], end = range(at + 1, end), at
     missing[:0] = range(end)
-    named = ", ".join("window {1} of epoch {0}".format(*divmod(i, len(run.windows))) for i in missing[:3])
+    named = ", ".join(
+        "window {1} of epoch {0}".format(*divmod(i, len(run.windows))) for i in missing[:3]
+    )
     return f"no step has the gradient of {named}{' and others' if len(missing) > 3 else ''}"
 
 
@@ -209,7 +248,8 @@ class StepPredicate:
         holds: whether the steps are as the fault makes them.
         tells: whether they tell the fault from those that follow in the list.
         text: what the loop did.
-        numbers: how many steps the fault may make, from a run without any; none where that says nothing.
+        numbers: how many steps the fault may make, from a run without any; none where that says
+            nothing.
         causes: causes of the fault for which the table of faults has remedies of their own.
     """
 
@@ -226,7 +266,9 @@ def _of_short(run: HeldSteps) -> tuple[int, ...]:
 
 
 def _of_all_epochs(run: HeldSteps) -> tuple[int, ...]:
-    """Return the steps of windows that run on from one epoch into the next, without and with the rest of the last."""
+    """Return the steps of windows that run on from one epoch into the next, without and with the
+    rest of the last.
+    """
     whole, rest = divmod(len(run.turns) * run.plan.epochs, run.plan.accumulation_steps)
     return (whole, whole + bool(rest)) if run.tail else ()
 
@@ -241,9 +283,13 @@ PREDICATES = (
     ),
     StepPredicate(
         "wrong-step-count",
-        lambda run: bool(run.held) and run.held == run.windows * (len(run.held) // len(run.windows)),
+        lambda run: (
+            bool(run.held) and run.held == run.windows * (len(run.held) // len(run.windows))
+        ),
         lambda run: len(run.windows) > 1,
-        lambda run: f"it makes {len(run.held) // len(run.windows)} pass(es), run.epochs = {run.plan.epochs}",
+        lambda run: (
+            f"it makes {len(run.held) // len(run.windows)} pass(es), run.epochs = {run.plan.epochs}"
+        ),
     ),
     StepPredicate(
         "tail-dropped",
@@ -285,13 +331,18 @@ PREDICATES = (
 
 
 def named(runs: Sequence[HeldSteps], own: Plan, right: HeldSteps | None = None) -> Diagnosis | None:
-    """Return the first fault that all runs show and one tells, None without one; its sentence continues another one.
+    """Return the first fault that all runs show and one tells, None without one.
 
-    A run under another plan is described where it alone shows the fault. `right` is a run with the right number of
-    steps, which refutes a fault that makes another number there.
+    Its sentence continues another one. A run under another plan is described where it alone shows
+    the fault. `right` is a run with the right number of steps, which refutes a fault that makes
+    another number there.
     """
     for fault in PREDICATES:
-        if right is not None and fault.numbers(right) and len(right.held) not in fault.numbers(right):
+        if (
+            right is not None
+            and fault.numbers(right)
+            and len(right.held) not in fault.numbers(right)
+        ):
             continue
         telling = next((run for run in runs if fault.tells(run)), None)
         if telling is not None and all(map(fault.holds, runs)):
@@ -308,10 +359,11 @@ def named(runs: Sequence[HeldSteps], own: Plan, right: HeldSteps | None = None) 
 
 
 def explain_steps(instance: Instance, outcome: Outcome, runner: LoopRunner) -> Diagnosis:
-    """Name the fault of a loop that stepped too seldom or too often; `wrong-step-count` where no known one fits.
+    """Name the fault of a loop that stepped too seldom or too often.
 
-    Two runs are on weight probes, whose steps show which micro-batches each of them was about: one under the loop's own
-    plan, one under the plan that separates faults which look alike. The others repeat the case.
+    `wrong-step-count` where no known one fits. Two runs are on weight probes, whose steps show
+    which micro-batches each of them was about: one under the loop's own plan, one under the plan
+    that separates faults which look alike. The others repeat the case.
 
     Args:
         instance: what the loop trained.
@@ -337,7 +389,9 @@ def explain_steps(instance: Instance, outcome: Outcome, runner: LoopRunner) -> D
 
 
 def step_pattern(plan: Plan, outcome: Outcome) -> Diagnosis:
-    """Return what the number of steps alone suggests, without a sentence and without a further run of the loop."""
+    """Return what the number of steps alone suggests, without a sentence and without a further run
+    of the loop.
+    """
     if outcome.endless:
         return Diagnosis("wrong-step-count", ENDLESS)
     none, taken = HeldSteps(plan, []), len(outcome.observations)
@@ -360,18 +414,25 @@ def _explained(instance: Instance, outcome: Outcome, runner: LoopRunner, asked: 
     if len(own.held) == plan.steps:
         *_, counting = probes_of(instance)
         if 0 in counting.counts:
-            # one run is made to tell whether micro-batches without valid targets are the cause, whatever is left
+            # one run is made to tell whether micro-batches without valid targets are the cause,
+            # whatever is left
             runner.runs_left = max(runner.runs_left, 1)
             seen = _run_on(counting, runner)
             if seen is not None and taken == len(seen.held) < plan.steps:
-                return Diagnosis("dropped-window", asked + NO_STEP_IF_IGNORED, causes=("ignored-targets",))
+                return Diagnosis(
+                    "dropped-window", asked + NO_STEP_IF_IGNORED, causes=("ignored-targets",)
+                )
         return _by_values(instance, outcome, asked)
     if len(own.held) != taken:
         if _run_on(probe, runner) not in (own, None):
             return NOT_REPEATABLE
         asked += f"; on the weight probe, under the same plan, it takes {len(own.held)}"
     separating = _run_on(separating_probe(probe, runner.assumes), runner)
-    right = separating if separating is not None and len(separating.held) == separating.plan.steps else None
+    right = (
+        separating
+        if separating is not None and len(separating.held) == separating.plan.steps
+        else None
+    )
     runs = [own] if separating is None or separating is right else [own, separating]
     # a name of a small plan alone may be a coincidence, unless its steps hold everything
     tries = (runs, runs[-1:], [own] if _is_whole(own) else [])
@@ -381,8 +442,12 @@ def _explained(instance: Instance, outcome: Outcome, runner: LoopRunner, asked: 
     if name == "never-stepped":
         sentence = _never(outcome)
     if _may_skip(instance, outcome) and name in ("dropped-window", "never-stepped"):
-        # torch.amp.GradScaler skips the step of a window whose gradients overflow, which looks the same from outside
-        name, sentence = f"{name} or skipped-by-size", f"{sentence}; or: steps are skipped because gradients overflow"
+        # torch.amp.GradScaler skips the step of a window whose gradients overflow, which looks the
+        # same from outside
+        name, sentence = (
+            f"{name} or skipped-by-size",
+            f"{sentence}; or: steps are skipped because gradients overflow",
+        )
     details = f"; {shown(own)}" if own.held and len(own.held) == taken else ""
     return Diagnosis(name, asked + sentence + details, causes=found.causes)
 
@@ -397,9 +462,14 @@ def _by_values(instance: Instance, outcome: Outcome, asked: str) -> Diagnosis:
     case = instance.case
     sentence = f"{asked}; on the weight probe, under the same plan, it takes the right number"
     if len(outcome.observations) >= case.plan.steps:
-        return Diagnosis("wrong-step-count", f"{sentence}, so the number depends on the values of gradients or losses")
+        return Diagnosis(
+            "wrong-step-count",
+            f"{sentence}, so the number depends on the values of gradients or losses",
+        )
     if not is_probe(case) or {*slopes_of(case)} == {1.0}:
-        return Diagnosis("skipped-by-size", f"{sentence}, so it skips steps by the values of gradients or losses")
+        return Diagnosis(
+            "skipped-by-size", f"{sentence}, so it skips steps by the values of gradients or losses"
+        )
     taken = run_of(case.plan, gradients_of_steps(outcome)).held
     due = zip(run_of(case.plan, ()).windows, expected_gradients(case), strict=True)
     finite = [right for window, right in due if window not in taken and np.isfinite(right).all()]
@@ -408,29 +478,36 @@ def _by_values(instance: Instance, outcome: Outcome, asked: str) -> Diagnosis:
     norms = ", ".join(f"{np.linalg.norm(right):.3g}" for right in finite[:4])
     return Diagnosis(
         "skipped-by-size",
-        f"the loop takes no step where the gradient's norm is {norms}, and takes one where it is about 1: the contract "
-        "asks for one step per window",
+        f"the loop takes no step where the gradient's norm is {norms}, and takes one where it is"
+        " about 1: the contract asks for one step per window",
     )
 
 
 NO_STEP = Diagnosis(
     "skipped-non-finite",
-    "the loop takes no step where a gradient is infinite or NaN, and the contract asks for one step per window",
+    "the loop takes no step where a gradient is infinite or NaN, and the contract asks for one step"
+    " per window",
 )
 
 
 NO_STEP_IF_IGNORED = (
-    "; on the weight probe, under the same plan, it takes the right number where every micro-batch has valid targets: "
-    "a micro-batch without is skipped together with its step"
+    "; on the weight probe, under the same plan, it takes the right number where every micro-batch"
+    " has valid targets: a micro-batch without is skipped together with its step"
 )
 
 
 def _may_skip(instance: Instance, outcome: Outcome) -> bool:
-    """Whether a GradScaler may have skipped steps on the probe, too: there are too few, and float16 takes part."""
+    """Whether a GradScaler may have skipped steps on the probe, too: there are too few, and float16
+    takes part.
+    """
     too_few = len(outcome.observations) < instance.case.plan.steps
     return too_few and "float16" in (instance.case.dtype, outcome.compute)
 
 
 def _never(outcome: Outcome) -> str:
-    moved = any(not torch.equal(value, outcome.start[name]) for name, value in outcome.parameters.items())
-    return ": run.optimizer was never stepped" + (", yet the parameters moved, so something else was" if moved else "")
+    moved = any(
+        not torch.equal(value, outcome.start[name]) for name, value in outcome.parameters.items()
+    )
+    return ": run.optimizer was never stepped" + (
+        ", yet the parameters moved, so something else was" if moved else ""
+    )

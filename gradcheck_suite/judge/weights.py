@@ -1,7 +1,8 @@
 """The weight that each micro-batch has in the gradient of a step, and what is right of it.
 
-Accumulation is linear: observed = sum over micro-batches j of weight[j] * S[j], with S[j] the gradient of micro-batch
-j's summed loss. The weights are read off exactly by the weight probe, or solved for by least squares.
+Accumulation is linear: observed = sum over micro-batches j of weight[j] * S[j], with S[j] the
+gradient of micro-batch j's summed loss. The weights are read off exactly by the weight probe, or
+solved for by least squares.
 """
 
 from __future__ import annotations
@@ -30,15 +31,18 @@ class Weights:
     """What one step gave each micro-batch of an epoch.
 
     Attributes:
-        observed: (B,), weight of each micro-batch's summed loss; exactly 0 where nothing of it is in the gradient.
+        observed: (B,), weight of each micro-batch's summed loss; exactly 0 where nothing of it is
+            in the gradient.
         counts: (B,), what each micro-batch's mean divides by.
         window: indices of the micro-batches that this step should have.
         accumulation_steps: K.
         epoch: the epoch of the step, from 0.
         reduction: `"mean"` or `"sum"`.
-        items: the number of items of each micro-batch, which its count may differ from; empty where unknown.
+        items: the number of items of each micro-batch, which its count may differ from; empty where
+            unknown.
         beside: what else a loss may count, in words -> (B,) the numbers.
-        unread: micro-batches whose weights cannot be read, since nothing that is looked at depends on them.
+        unread: micro-batches whose weights cannot be read, since nothing that is looked at depends
+            on them.
         windows: the windows of an epoch; empty where only this one is known.
         tolerance: relative error of the weights that rounding explains.
         owners: the rank that has each micro-batch; empty for one rank.
@@ -96,7 +100,9 @@ class Weights:
 
     @property
     def per_mean(self) -> Array:
-        """The weight of the means of the micro-batches inside: that of their sums times what they are divided by."""
+        """The weight of the means of the micro-batches inside: that of their sums times what they
+        are divided by.
+        """
         return self._per_mean(self.added)
 
     def _per_mean(self, added: float) -> Array:
@@ -104,11 +110,19 @@ class Weights:
 
     @property
     def added(self) -> float:
-        """What is added to each count so that none divides by 0, where all means have one weight with it; else 0."""
+        """What is added to each count so that none divides by 0, where all means have one weight
+        with it; else 0.
+        """
         means = self._per_mean(0.0)
-        if not len(means) or not 0 < np.ptp(means) < MOST_ADDED * np.abs(means).max() or self.close(means, means[0]):
+        if (
+            not len(means)
+            or not 0 < np.ptp(means) < MOST_ADDED * np.abs(means).max()
+            or self.close(means, means[0])
+        ):
             return 0.0
-        return next((one for one in ADDED if self.close(means := self._per_mean(one), means[0])), 0.0)
+        return next(
+            (one for one in ADDED if self.close(means := self._per_mean(one), means[0])), 0.0
+        )
 
     @property
     def index(self) -> int | None:
@@ -149,9 +163,13 @@ class Diagnosis:
 
     def __post_init__(self) -> None:
         """Expect a name of the table, empty where none is given, and causes of its row."""
-        assert not self.name or self.names <= FAULTS.keys(), f"{self.name}: no row in core/faults.py"
+        assert not self.name or self.names <= FAULTS.keys(), (
+            f"{self.name}: no row in core/faults.py"
+        )
         known = {cause for name in self.names if name for cause in FAULTS[name].causes}
-        assert known.issuperset(self.causes), f"{self.name}: no such cause in core/faults.py: {self.causes}"
+        assert known.issuperset(self.causes), (
+            f"{self.name}: no such cause in core/faults.py: {self.causes}"
+        )
 
     @property
     def names(self) -> frozenset[str]:
@@ -159,8 +177,15 @@ class Diagnosis:
         return names_of(self.name)
 
     def explanation(self, *, jax: bool = False) -> str:
-        """Return what the loop did and what to do, in the words of PyTorch or of JAX; empty without a name."""
-        return f"{self.sentence}{FIX}{remedy_of(self.name, self.causes, jax=jax)}" if self.name else self.sentence
+        """Return what the loop did and what to do, in the words of PyTorch or of JAX.
+
+        Empty without a name.
+        """
+        return (
+            f"{self.sentence}{FIX}{remedy_of(self.name, self.causes, jax=jax)}"
+            if self.name
+            else self.sentence
+        )
 
 
 def any_of(diagnoses: Iterable[Diagnosis]) -> Diagnosis:
@@ -176,7 +201,8 @@ def missing_gradient(parameter: str) -> Diagnosis:
     """Return the diagnosis of a parameter whose gradient is None at the step, without a reason."""
     return Diagnosis(
         "no-gradient",
-        f"the gradient of {parameter} is None at the step, but the window's items reach {parameter}",
+        f"the gradient of {parameter} is None at the step, but the window's items reach"
+        f" {parameter}",
     )
 
 
@@ -184,8 +210,9 @@ def none_and_not_zeros(parameter: str) -> Diagnosis:
     """Return the diagnosis of a parameter whose right gradient is zeros, and None at the step."""
     return Diagnosis(
         "no-gradient",
-        f"the gradient of {parameter} is None at the step, where backward leaves zeros: the window's items reach "
-        f"{parameter}. On zeros, momentum, averages and weight decay move a parameter; on None it stays where it is",
+        f"the gradient of {parameter} is None at the step, where backward leaves zeros: the"
+        f" window's items reach {parameter}. On zeros, momentum, averages and weight decay move a"
+        " parameter; on None it stays where it is",
         causes=("by-value",),
     )
 
@@ -194,14 +221,16 @@ def poisoned_by(window: int) -> Diagnosis:
     """Return the diagnosis of a NaN or infinity that an earlier window left behind."""
     return Diagnosis(
         "poisoned-by-earlier-window",
-        f"the reference gradient of window {window} is NaN or infinite, and the reset left that behind in this window: "
-        "it scaled the gradients and did not clear them",
+        f"the reference gradient of window {window} is NaN or infinite, and the reset left that"
+        " behind in this window: it scaled the gradients and did not clear them",
     )
 
 
 def not_linear(why: str) -> Diagnosis:
     """Return the diagnosis of a gradient that no known fault explains."""
-    return Diagnosis("not-linear", f"the gradient is wrong, and not by weights of its micro-batches: {why}")
+    return Diagnosis(
+        "not-linear", f"the gradient is wrong, and not by weights of its micro-batches: {why}"
+    )
 
 
 def factor_text(factor: float) -> str:
@@ -216,15 +245,22 @@ def listed(names: Sequence[object], shown: int = 3) -> str:
     return text + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
-# Which micro-batches of the window are in the gradient, and how often: none, one, some, or some several times.
+# Which micro-batches of the window are in the gradient, and how often: none, one, some, or some
+# several times.
 
 
 Steps = Sequence[Weights]
 
 
 def places(w: Weights, chosen: Callable[[float], bool]) -> tuple[int, ...]:
-    """Return which of the window's micro-batches have a ratio that is chosen, by their place in the window."""
-    return tuple(w.window.index(j) for j, ratio in zip(w.inside, w.ratio, strict=True) if chosen(float(ratio)))
+    """Return which of the window's micro-batches have a ratio that is chosen, by their place in the
+    window.
+    """
+    return tuple(
+        w.window.index(j)
+        for j, ratio in zip(w.inside, w.ratio, strict=True)
+        if chosen(float(ratio))
+    )
 
 
 def dropped_text(w: Weights, wrong: Steps) -> str:
@@ -235,7 +271,9 @@ def dropped_text(w: Weights, wrong: Steps) -> str:
 
 def repeated_text(w: Weights, wrong: Steps) -> str:
     """Return which micro-batches are there several times, how often, and which are missing."""
-    twice = [j for j, ratio in zip(w.inside, w.ratio, strict=True) if ratio > 1 and not w.close(ratio, 1)]
+    twice = [
+        j for j, ratio in zip(w.inside, w.ratio, strict=True) if ratio > 1 and not w.close(ratio, 1)
+    ]
     gone = [j for j, ratio in zip(w.inside, w.ratio, strict=True) if ratio == 0]
     times = sorted({f"{ratio:.6g}" for ratio in w.ratio if ratio > 1 and not w.close(ratio, 1)})
     message = f"micro-batches {twice} of the window are in the gradient {' or '.join(times)} times"
@@ -244,7 +282,9 @@ def repeated_text(w: Weights, wrong: Steps) -> str:
 
 
 def _in_common(wrong: Steps) -> str:
-    """Return the size that all wrong micro-batches of several steps have and no right one, as a part of a sentence."""
+    """Return the size that all wrong micro-batches of several steps have and no right one, as a
+    part of a sentence.
+    """
     sizes: dict[bool, set[int]] = {True: set(), False: set()}
     for w in wrong if all(w.items for w in wrong) else ():
         for j, ratio in zip(w.inside, w.ratio, strict=True):
@@ -252,14 +292,19 @@ def _in_common(wrong: Steps) -> str:
     if len(wrong) < 2 or len(sizes[False]) != 1 or sizes[False] & sizes[True] or not sizes[True]:
         return ""
     (size,) = sizes[False]
-    return f"; in {len(wrong)} wrong steps they all have {size} item{'s' if size > 1 else ''}, and no right one has"
+    return (
+        f"; in {len(wrong)} wrong steps they all have {size} item{'s' if size > 1 else ''}, and no"
+        " right one has"
+    )
 
 
 # The weights that known faults without a free number give, to be tried on a gradient.
 
 
 def trial_weights(w: Weights) -> Iterator[Array]:
-    """Yield (B,) weights of micro-batches that a known fault gives in a step, `w` being of that step."""
+    """Yield (B,) weights of micro-batches that a known fault gives in a step, `w` being of that
+    step.
+    """
     right = {i: _of_window(w, i) for i in range(len(w.windows))}
     index = w.index or 0
     own = right[index]

@@ -1,7 +1,7 @@
 """How a loop of JAX starts the sum of a window anew: the counterparts of torch's reset modes.
 
-JAX has no `.grad` that is reset: a sum is an array, and a window begins with another one. optax and jax are imported
-when a loop runs, since the package is imported without them.
+JAX has no `.grad` that is reset: a sum is an array, and a window begins with another one. optax and
+jax are imported when a loop runs, since the package is imported without them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ Sum = tuple[Any, Any]
 
 
 def summed_parts(run: JaxTrainingRun) -> tuple[Callable[..., Sum], Callable[..., Any]]:
-    """Return (params, batch) -> the gradient of the summed loss and the count; (sum) -> the window's gradient."""
+    """Return (params, batch) -> the gradient of the summed loss and the count.
+
+    (sum) -> the window's gradient.
+    """
     import jax
     import jax.numpy as jnp
 
     def part(params: Any, batch: Any) -> Sum:
-        count = run.count(batch) if run.reduction == "mean" else jnp.ones((), run.count(batch).dtype)
+        count = (
+            run.count(batch) if run.reduction == "mean" else jnp.ones((), run.count(batch).dtype)
+        )
         gradient = jax.grad(run.loss)(params, batch)
         return jax.tree.map(lambda g: (g * count).astype(g.dtype), gradient), count
 
@@ -75,7 +80,8 @@ RESETS: dict[str, tuple[Reset, bool]] = {
 
 
 def adder(mode: str, part: Callable[..., Any]) -> Any:
-    """Return the compiled function that adds a micro-batch to the sum: (sum, params, batch, first) -> sum.
+    """Return the compiled function that adds a micro-batch to the sum: (sum, params, batch, first)
+    -> sum.
 
     Args:
         mode: a name in `RESETS`.
@@ -93,7 +99,9 @@ def adder(mode: str, part: Callable[..., Any]) -> Any:
 
 
 def _accumulate(run: JaxTrainingRun, mode: str) -> None:
-    """Train: one compiled function adds a micro-batch to the sum, which it has started anew at each window."""
+    """Train: one compiled function adds a micro-batch to the sum, which it has started anew at each
+    window.
+    """
     import jax
     import jax.numpy as jnp
     import optax
@@ -124,7 +132,9 @@ def jax_where(run: JaxTrainingRun) -> None:
 
 @jax_training_loop(assumes=(FINITE_GRADIENTS,))
 def jax_times_zero(run: JaxTrainingRun) -> None:
-    """JAX: the sum is multiplied by 0, as optax.MultiSteps does, so that a NaN or an infinity stays."""
+    """JAX: the sum is multiplied by 0, as optax.MultiSteps does, so that a NaN or an infinity
+    stays.
+    """
     _accumulate(run, "jax_times_zero")
 
 
@@ -136,7 +146,9 @@ def jax_donated(run: JaxTrainingRun) -> None:
 
 @jax_training_loop
 def jax_scan_carry(run: JaxTrainingRun) -> None:
-    """JAX: each window is one `lax.scan` whose carry starts at zeros, over micro-batches of one size at a time."""
+    """JAX: each window is one `lax.scan` whose carry starts at zeros, over micro-batches of one
+    size at a time.
+    """
     import jax
     import jax.numpy as jnp
     import optax
@@ -166,8 +178,14 @@ def _of_one_size(window: Sequence[Any]) -> list[list[Any]]:
     """Return the micro-batches of a window in runs of one size: what is scanned over has one shape."""
     import jax
 
-    return [list(alike) for _, alike in groupby(window, lambda batch: [a.shape for a in jax.tree.leaves(batch)])]
+    return [
+        list(alike)
+        for _, alike in groupby(window, lambda batch: [a.shape for a in jax.tree.leaves(batch)])
+    ]
 
 
-JAX_MODES = {loop.__name__: loop for loop in (jax_zeros_like, jax_where, jax_times_zero, jax_donated, jax_scan_carry)}
+JAX_MODES = {
+    loop.__name__: loop
+    for loop in (jax_zeros_like, jax_where, jax_times_zero, jax_donated, jax_scan_carry)
+}
 """The modes by name, in the order in which they are shown."""

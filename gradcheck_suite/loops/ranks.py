@@ -1,4 +1,6 @@
-"""Correct loops for several ranks: every reset mode in each way of adding up gradients over the ranks."""
+"""Correct loops for several ranks: every reset mode in each way of adding up gradients over the
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ from gradcheck_suite.core.contract import (
 from gradcheck_suite.errors import CannotRunHere
 from gradcheck_suite.loops.reset_modes import MODES
 
-# Collectives that are no part of a loop's communication: those of the suite, and those that hand out items.
+# Collectives that are no part of a loop's communication: those of the suite, and those that hand
+# out items.
 
 
 _SUSPENDED = [False]
@@ -119,16 +122,16 @@ def is_last_of_window(run: TrainingRun, call: int) -> bool:
 def in_ddp(loop: Loop, *, assumes: Iterable[str] = (), **options: Any) -> Loop:
     """Return a loop that trains the model in `DistributedDataParallel`.
 
-    The wrapper averages over ranks, so each loss is multiplied by their number. All micro-batches of a window but the
-    last one run under `no_sync`. With `static_graph` the first of the run does not, where torch would fail an assertion
-    (pytorch#143580): the part that is reduced twice stays what it is. A rank without a micro-batch in a window would
-    leave the others waiting.
+    The wrapper averages over ranks, so each loss is multiplied by their number. All micro-batches
+    of a window but the last one run under `no_sync`. With `static_graph` the first of the run does
+    not, where torch would fail an assertion (pytorch#143580): the part that is reduced twice stays
+    what it is. A rank without a micro-batch in a window would leave the others waiting.
 
     Args:
         loop: the loop that accumulates each micro-batch's part of the window's loss.
         assumes: what the loop assumes besides, as some options do.
-        options: keyword arguments of `DistributedDataParallel`. Random models have parameters that a micro-batch does
-            not reach, so `find_unused_parameters` is True by default.
+        options: keyword arguments of `DistributedDataParallel`. Random models have parameters that
+            a micro-batch does not reach, so `find_unused_parameters` is True by default.
     """
     settings = {"find_unused_parameters": True, **options}
     told = f"In DistributedDataParallel{_shown(options)}."
@@ -165,22 +168,26 @@ NO_SCALARS = (f"{NO_LAYER}scale",)
 """What a loop assumes since `fully_shard` refuses scalar parameters: no layer that has one."""
 
 
-def in_fsdp2(loop: Loop, *, reach_all: bool = True, compute: str | None = None, **options: Any) -> Loop:
+def in_fsdp2(
+    loop: Loop, *, reach_all: bool = True, compute: str | None = None, **options: Any
+) -> Loop:
     """Return a loop that trains the model after `fully_shard`.
 
-    `fully_shard` replaces parameters, so the optimizer gets the new ones. Its reduction averages over ranks, so each
-    loss is multiplied by their number. Gradients are reduced in the last backward of each window. Every forward
-    gathers parameters, so all ranks need as many micro-batches.
+    `fully_shard` replaces parameters, so the optimizer gets the new ones. Its reduction averages
+    over ranks, so each loss is multiplied by their number. Gradients are reduced in the last
+    backward of each window. Every forward gathers parameters, so all ranks need as many
+    micro-batches.
 
     Args:
         loop: the loop that accumulates each micro-batch's part of the window's loss.
-        reach_all: whether to give every parameter a gradient in every backward. `fully_shard` lays the gradients that
-            a rank has side by side and adds up these buffers, so ranks must have those of the same parameters: else it
-            adds gradients of different parameters, or ranks wait for each other (pytorch#158719).
-            Otherwise the loop assumes models whose parameters are reached by every input.
-        compute: dtype to which a mixed precision policy casts parameters and inputs of a model in a lower precision
-            than float64; gradients are added up in float32. It is declared as an autocast, whose rounding errors are
-            the same.
+        reach_all: whether to give every parameter a gradient in every backward. `fully_shard` lays
+            the gradients that a rank has side by side and adds up these buffers, so ranks must have
+            those of the same parameters: else it adds gradients of different parameters, or ranks
+            wait for each other (pytorch#158719). Otherwise the loop assumes models whose parameters
+            are reached by every input.
+        compute: dtype to which a mixed precision policy casts parameters and inputs of a model in a
+            lower precision than float64; gradients are added up in float32. It is declared as an
+            autocast, whose rounding errors are the same.
         options: keyword arguments of `fully_shard`.
     """
     assumed = [EVEN_RANKS, DENSE_GRADIENTS, *NO_SCALARS]
@@ -194,7 +201,9 @@ def in_fsdp2(loop: Loop, *, reach_all: bool = True, compute: str | None = None, 
 
         if any(not p.ndim for p in run.model.parameters()):
             raise CannotRunHere("fully_shard does not take scalar parameters")
-        policy = {} if compute is None or run.dtype is torch.float64 else {"mp_policy": _policy(compute)}
+        policy = (
+            {} if compute is None or run.dtype is torch.float64 else {"mp_policy": _policy(compute)}
+        )
         model: Any = run.model
         with _parameters_replaced(run):
             fully_shard(model, **options, **policy)
@@ -204,7 +213,11 @@ def in_fsdp2(loop: Loop, *, reach_all: bool = True, compute: str | None = None, 
             model.set_requires_gradient_sync(is_last_of_window(run, next(calls)))
             part = run.loss(model, batch) * run.world_size
             # 0, with a gradient of zeros for every trainable parameter
-            return part + sum((0 * p).sum() for p in model.parameters() if p.requires_grad) if reach_all else part
+            return (
+                part + sum((0 * p).sum() for p in model.parameters() if p.requires_grad)
+                if reach_all
+                else part
+            )
 
         loop(replace(run, loss=loss))
 
@@ -224,11 +237,15 @@ def _parameters_replaced(run: TrainingRun) -> Iterator[None]:
 def _policy(compute: str) -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    # the loss is computed in float32, since some losses take no targets of another dtype than the output's
-    return MixedPrecisionPolicy(getattr(torch, compute), reduce_dtype=torch.float32, output_dtype=torch.float32)
+    # the loss is computed in float32, since some losses take no targets of another dtype than the
+    # output's
+    return MixedPrecisionPolicy(
+        getattr(torch, compute), reduce_dtype=torch.float32, output_dtype=torch.float32
+    )
 
 
-# Linear layers split over ranks (tensor parallelism): each rank has a part of the weights and trains on all items.
+# Linear layers split over ranks (tensor parallelism): each rank has a part of the weights and
+# trains on all items.
 
 
 class AllMicroBatches:
@@ -253,10 +270,11 @@ class AllMicroBatches:
 
 
 def in_tensor_parallel(loop: Loop) -> Loop:
-    """Return a loop whose model's linear layers are split over the ranks, and that trains as one rank does.
+    """Return a loop whose model's linear layers are split over the ranks, and that trains as one
+    rank does.
 
-    Every rank computes every micro-batch, so gradients of parameters that are not split are the same on all ranks, and
-    nothing adds them up.
+    Every rank computes every micro-batch, so gradients of parameters that are not split are the
+    same on all ranks, and nothing adds them up.
     """
     told = "Linear layers are split over the ranks (tensor parallelism)."
 
@@ -276,21 +294,30 @@ def as_one_rank(run: TrainingRun) -> TrainingRun:
 
 
 def split_linear_layers(run: TrainingRun) -> None:
-    """Split the weight of each `torch.nn.Linear` by rows, or else by columns, where the number of ranks divides them.
+    """Split the weight of each `torch.nn.Linear` by rows, or else by columns, where the number of
+    ranks divides them.
 
-    `parallelize_module` replaces parameters, so the optimizer gets the new ones. A weight that several modules share
-    stays whole.
+    `parallelize_module` replaces parameters, so the optimizer gets the new ones. A weight that
+    several modules share stays whole.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
-    uses = Counter(id(p) for module in run.model.modules() for p in module.parameters(recurse=False))
+    uses = Counter(
+        id(p) for module in run.model.modules() for p in module.parameters(recurse=False)
+    )
     mesh = init_device_mesh(run.device.type, (run.world_size,))
     with _parameters_replaced(run):
         for module in list(run.model.modules()):
             # a subclass may use its weight in another way than by a call of the layer
-            if type(module) is not torch.nn.Linear or any(uses[id(p)] > 1 for p in module.parameters()):
+            if type(module) is not torch.nn.Linear or any(
+                uses[id(p)] > 1 for p in module.parameters()
+            ):
                 continue
             if not module.out_features % run.world_size:
                 parallelize_module(module, mesh, ColwiseParallel(output_layouts=Replicate()))
@@ -298,13 +325,16 @@ def split_linear_layers(run: TrainingRun) -> None:
                 parallelize_module(module, mesh, RowwiseParallel(input_layouts=Replicate()))
 
 
-# Optimizer states sharded over ranks by `ZeroRedundancyOptimizer`, on gradients of `DistributedDataParallel`.
+# Optimizer states sharded over ranks by `ZeroRedundancyOptimizer`, on gradients of
+# `DistributedDataParallel`.
 
 
 def in_zero_redundancy(loop: Loop) -> Loop:
-    """Return a loop whose steps are those of a `ZeroRedundancyOptimizer`, in `DistributedDataParallel`.
+    """Return a loop whose steps are those of a `ZeroRedundancyOptimizer`, in
+    `DistributedDataParallel`.
 
-    `run.optimizer` becomes the local optimizer, which has a part of the parameters; the other ranks step on the rest.
+    `run.optimizer` becomes the local optimizer, which has a part of the parameters; the other ranks
+    step on the rest.
     """
     inner = in_ddp(loop)
 
@@ -328,14 +358,19 @@ def _with_sharded_states(optimizer: torch.optim.Optimizer) -> torch.optim.Optimi
     return ZeroRedundancyOptimizer(groups, local, **optimizer.defaults)  # type: ignore[arg-type]
 
 
-WRAPPERS = {"all_reduce": all_reduced, "ddp": in_ddp, "fsdp2": in_fsdp2, "tensor_parallel": in_tensor_parallel}
+WRAPPERS = {
+    "all_reduce": all_reduced,
+    "ddp": in_ddp,
+    "fsdp2": in_fsdp2,
+    "tensor_parallel": in_tensor_parallel,
+}
 """Ways to train on several ranks, each a function that makes one loop of another."""
 UNFIT = {
-    # A view of a buffer of whole gradients is no shard. Between forward and backward the model has the gathered
-    # parameters, whose gradients are not those that the step uses.
+    # A view of a buffer of whole gradients is no shard. Between forward and backward the model has
+    # the gathered parameters, whose gradients are not those that the step uses.
     "fsdp2": ("flat_buffer", "zero_between"),
-    # A gradient that is a `DTensor` is not added to a view of a buffer, and a foreach kernel refuses a list of both
-    # kinds.
+    # A gradient that is a `DTensor` is not added to a view of a buffer, and a foreach kernel
+    # refuses a list of both kinds.
     "tensor_parallel": ("flat_buffer", "zero_grad_foreach"),
 }
 """The reset modes that a wrapper rules out."""
@@ -353,7 +388,10 @@ RANK_LOOPS: dict[str, Loop] = {
     "ddp_bucket_view/zero_grad": in_ddp(_ZEROED, gradient_as_bucket_view=True),
     "ddp_bucket_view/set_to_none": in_ddp(_RELEASED, gradient_as_bucket_view=True),
     "ddp_static_graph/zero_grad": in_ddp(
-        _ZEROED, assumes=(*SAME_PARAMETERS, EVEN_RANKS), static_graph=True, find_unused_parameters=False
+        _ZEROED,
+        assumes=(*SAME_PARAMETERS, EVEN_RANKS),
+        static_graph=True,
+        find_unused_parameters=False,
     ),
     "ddp_all_used/zero_grad": in_ddp(
         _ZEROED, assumes=(*SAME_PARAMETERS, f"{NO_LAYER}unused"), find_unused_parameters=False

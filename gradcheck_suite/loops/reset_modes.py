@@ -1,6 +1,7 @@
 """The reset modes, and further sound loops.
 
-Each is an ordinary training loop under the loop contract, sound under the assumptions that it declares.
+Each is an ordinary training loop under the loop contract, sound under the assumptions that it
+declares.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from gradcheck_suite.core.contract import (
 
 
 def windows(run: TrainingRun) -> Iterator[list[Batch]]:
-    """Yield each epoch's micro-batches in windows of `accumulation_steps`, the last one possibly shorter.
+    """Yield each epoch's micro-batches in windows of `accumulation_steps`, the last one possibly
+    shorter.
 
-    With several ranks a window is what all of them contribute to one step. A rank that has no micro-batch left yields
-    empty windows until all ranks are at the end.
+    With several ranks a window is what all of them contribute to one step. A rank that has no
+    micro-batch left yields empty windows until all ranks are at the end.
     """
     for _ in range(run.epochs):
         micro_batches = iter(run.loader)
@@ -48,7 +50,9 @@ def over_ranks(run: TrainingRun, value: torch.Tensor) -> torch.Tensor:
 
 
 def window_count(run: TrainingRun, window: list[Batch]) -> torch.Tensor:
-    """Return the denominator of the window's mean: the sum of its micro-batches' counts, over all ranks."""
+    """Return the denominator of the window's mean: the sum of its micro-batches' counts, over all
+    ranks.
+    """
     counts = [run.count(batch) for batch in window] or [
         torch.zeros((), dtype=torch.promote_types(torch.float32, run.dtype))
     ]
@@ -57,7 +61,9 @@ def window_count(run: TrainingRun, window: list[Batch]) -> torch.Tensor:
 
 
 def part_of_window(run: TrainingRun, batch: Batch, total: Any) -> torch.Tensor:
-    """Return a micro-batch's part of the window's loss: its summed loss, over the window's count for a mean."""
+    """Return a micro-batch's part of the window's loss: its summed loss, over the window's count
+    for a mean.
+    """
     loss = run.loss(run.model, batch)
     return loss if run.reduction == "sum" else loss * (run.count(batch) / total)
 
@@ -100,7 +106,9 @@ def zero_grad_false(parameters: Parameters, optimizer: torch.optim.Optimizer) ->
 
 
 def zero_grad_foreach(parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
-    """Call `optimizer.zero_grad(set_to_none=False)` of an optimizer with `foreach`, which zeroes all at once."""
+    """Call `optimizer.zero_grad(set_to_none=False)` of an optimizer with `foreach`, which zeroes
+    all at once.
+    """
     optimizer.defaults["foreach"] = True
     optimizer.zero_grad(set_to_none=False)
 
@@ -121,7 +129,11 @@ def allocate_flat(parameters: Parameters) -> None:
 
 def zero_flat(parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
     """Zero the flat buffers whose views the gradients are."""
-    bases = {id(base): base for p in parameters if p.grad is not None and (base := p.grad._base) is not None}
+    bases = {
+        id(base): base
+        for p in parameters
+        if p.grad is not None and (base := p.grad._base) is not None
+    }
     for flat in bases.values():
         flat.zero_()
 
@@ -155,7 +167,9 @@ def between_forward_and_backward(run: TrainingRun) -> None:
     """Zero every gradient in place, between each window's first forward and its first backward."""
     for window in windows(run):
         total = window_count(run, window)
-        if not window:  # other ranks have micro-batches left, and add this one's gradients to theirs
+        if (
+            not window
+        ):  # other ranks have micro-batches left, and add this one's gradients to theirs
             zero_by_hand(list(run.model.parameters()), run.optimizer)
         for j, batch in enumerate(window):
             loss = part_of_window(run, batch, total)
@@ -166,7 +180,9 @@ def between_forward_and_backward(run: TrainingRun) -> None:
 
 
 def flat_buffer(run: TrainingRun) -> None:
-    """Hold all gradients as views of one flat buffer per dtype and device, zeroed at once after each step."""
+    """Hold all gradients as views of one flat buffer per dtype and device, zeroed at once after
+    each step.
+    """
     trainable = [p for p in run.model.parameters() if p.requires_grad]
     allocate_flat(trainable)
     for window in windows(run):
@@ -187,7 +203,8 @@ MODES: dict[str, Loop] = {
 }
 """The loops of the built-in reset modes by name: what `verify` runs when it is given no loop."""
 
-# Correct loops of mixed precision, in every dtype: autocast, a gradient scaler, float32 accumulators.
+# Correct loops of mixed precision, in every dtype: autocast, a gradient scaler, float32
+# accumulators.
 
 
 SCALE = 4.0
@@ -212,8 +229,8 @@ def autocast_bfloat16(run: TrainingRun) -> None:
 def grad_scaler(run: TrainingRun) -> None:
     """Scale losses computed under autocast in float16; unscale, step and update once per window.
 
-    A `GradScaler` refuses to unscale float16 gradients, since it is made for float32 parameters. For float16 parameters
-    the loop divides the scale out itself.
+    A `GradScaler` refuses to unscale float16 gradients, since it is made for float32 parameters.
+    For float16 parameters the loop divides the scale out itself.
     """
     scaler = torch.amp.GradScaler(run.device.type, init_scale=SCALE)
     for window in windows(run):
@@ -234,7 +251,9 @@ def grad_scaler(run: TrainingRun) -> None:
 
 
 def float32_accumulator(run: TrainingRun) -> None:
-    """Sum gradients in float32, or the parameter's dtype if that is wider, and cast the sum once, at the step."""
+    """Sum gradients in float32, or the parameter's dtype if that is wider, and cast the sum once,
+    at the step.
+    """
     for window in windows(run):
         total = window_count(run, window)
         sums: dict[torch.nn.Parameter, torch.Tensor] = {}
@@ -251,10 +270,13 @@ def float32_accumulator(run: TrainingRun) -> None:
         run.optimizer.zero_grad()
 
 
-PRECISION: dict[str, Loop] = {f.__name__: f for f in (autocast_bfloat16, grad_scaler, float32_accumulator)}
+PRECISION: dict[str, Loop] = {
+    f.__name__: f for f in (autocast_bfloat16, grad_scaler, float32_accumulator)
+}
 
 
-# Correct loops in the forms that people write; some state assumptions. `verify` must find that each holds.
+# Correct loops in the forms that people write; some state assumptions. `verify` must find that each
+# holds.
 
 
 def plain(run: TrainingRun) -> None:
@@ -288,7 +310,9 @@ def rescale_at_the_end(run: TrainingRun) -> None:
 
 
 def closure(run: TrainingRun) -> None:
-    """Pass each step a closure that resets, accumulates the window and returns its loss, as L-BFGS needs."""
+    """Pass each step a closure that resets, accumulates the window and returns its loss, as L-BFGS
+    needs.
+    """
     for window in windows(run):
         total = window_count(run, window)
 
@@ -324,7 +348,9 @@ def divide_by_steps(run: TrainingRun) -> None:
                 run.optimizer.zero_grad()
 
 
-SOUND: dict[str, Loop] = {f.__name__: f for f in (plain, rescale_at_the_end, closure, summed, divide_by_steps)}
+SOUND: dict[str, Loop] = {
+    f.__name__: f for f in (plain, rescale_at_the_end, closure, summed, divide_by_steps)
+}
 
 
 BUILT_IN: dict[str, Loop] = {**MODES, **SOUND, **PRECISION}

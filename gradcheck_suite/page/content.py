@@ -8,7 +8,8 @@ from typing import Any
 
 from gradcheck_suite.core.records import Record
 
-# Where figures come from: command, commit, date and machine, and whether the code has changed since.
+# Where figures come from: command, commit, date and machine, and whether the code has changed
+# since.
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,10 @@ def machine_text(environment: Mapping[str, Any]) -> str:
         return ""
     devices = environment.get("devices") or {}
     accelerators = [str(d) for d in devices.get("torch", ()) if str(d) != "cpu"]
-    processor, cores = environment.get("processor", "unknown processor"), environment.get("processor_count", "?")
+    processor, cores = (
+        environment.get("processor", "unknown processor"),
+        environment.get("processor_count", "?"),
+    )
     versions = environment.get("versions") or {}
     torch = f"torch {versions['torch']}" if versions.get("torch") else ""
     return ", ".join(filter(None, (*accelerators, f"{processor}, {cores} cores", torch)))
@@ -85,13 +89,17 @@ class Table:
 
     def __post_init__(self) -> None:
         for row in self.rows:
-            assert len(row) == len(self.columns), f"{self.caption}: {row} does not fit {self.columns}"
+            assert len(row) == len(self.columns), (
+                f"{self.caption}: {row} does not fit {self.columns}"
+            )
 
 
 def table(caption: str, rows: Iterable[Mapping[str, Cell]], note: str = "") -> Table:
     """Return a table of rows that each have the header of every column with its cell."""
     rows = list(rows)
-    return Table(caption, tuple(rows[0] if rows else ()), tuple(tuple(row.values()) for row in rows), note)
+    return Table(
+        caption, tuple(rows[0] if rows else ()), tuple(tuple(row.values()) for row in rows), note
+    )
 
 
 @dataclass(frozen=True)
@@ -104,7 +112,8 @@ class Figure:
         alt: what it shows, for those who cannot see it.
         caption: under it.
         sources: of its numbers, where they are not those of its section or answer.
-        in_story: whether it stands in the Markdown, where it is a section's; that of an answer always does.
+        in_story: whether it stands in the Markdown, where it is a section's; that of an answer
+            always does.
     """
 
     key: str
@@ -124,7 +133,8 @@ class Claim:
         origin: where it is published.
         text: the claim as published.
         short: the claim in a few words.
-        verdict: `confirmed`, `conditional` or `refuted`; of a question `always`, `sometimes` or `never`.
+        verdict: `confirmed`, `conditional` or `refuted`; of a question `always`, `sometimes` or
+            `never`.
         sentence: what holds.
         condition: under which it is true; empty if under none or any.
         how: what is judged of it, and how.
@@ -158,8 +168,8 @@ class Matrix:
         caption: what a cell says.
         corner: the name of the rows.
         columns: the header of the columns.
-        rows: pairs of the row's name and its cells; a cell is a pair of a class (`good`, `bad`, `warn`, `none`) and
-            its lines of text.
+        rows: pairs of the row's name and its cells; a cell is a pair of a class (`good`, `bad`,
+            `warn`, `none`) and its lines of text.
         notes: under the matrix, such as why a cell is empty.
     """
 
@@ -184,7 +194,10 @@ class Document:
 
     @property
     def parts(self) -> tuple[str, str]:
-        """What the title is about, with its colon, and what it says of it; a title without a colon is all about."""
+        """What the title is about, with its colon, and what it says of it.
+
+        A title without a colon is all about.
+        """
         about, colon, says = self.title.partition(": ")
         return about + colon, says
 
@@ -260,7 +273,8 @@ class Report:
         sections: in order.
         environments: the distinct environments of the records, as pairs of a name and a value.
         problems: records that could not be read.
-        violations: the stored violations, each a page of its own (`report.violation.ViolationPage`).
+        violations: the stored violations, each a page of its own
+            (`report.violation.ViolationPage`).
     """
 
     title: str
@@ -277,7 +291,10 @@ class Report:
     def tabs(self) -> dict[str, str]:
         """The pages after the first one, in the order of their sections: key -> name."""
         last = ["violations"] * bool(self.violations) + ["environment"]
-        return {tab: tab.capitalize() for tab in (*(s.tab for s in self.sections if s.tab not in last), *last)}
+        return {
+            tab: tab.capitalize()
+            for tab in (*(s.tab for s in self.sections if s.tab not in last), *last)
+        }
 
 
 def shown(value: Cell) -> str:
@@ -302,5 +319,9 @@ def to_json(report: Report) -> dict[str, Any]:
 
 def _without_plots(data: Any) -> Any:
     if isinstance(data, dict):
-        return {key: _without_plots(value) for key, value in data.items() if key not in ("spec", "in_story")}
+        return {
+            key: _without_plots(value)
+            for key, value in data.items()
+            if key not in ("spec", "in_story")
+        }
     return [_without_plots(value) for value in data] if isinstance(data, list | tuple) else data

@@ -1,4 +1,6 @@
-"""Records as a report reads them: the newest of each subject, and a part of the report that shows them."""
+"""Records as a report reads them: the newest of each subject, and a part of the report that shows
+them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def device_name(device: str) -> str:
     return DEVICES.get(device, device)
 
 
-def latest(records: Iterable[Record], subject: Sequence[str] | Callable[[Data], Hashable]) -> list[Record]:
+def latest(
+    records: Iterable[Record], subject: Sequence[str] | Callable[[Data], Hashable]
+) -> list[Record]:
     """Return the last record of each subject, in the order in which the subjects first appear.
 
     Args:
@@ -36,7 +40,11 @@ def latest(records: Iterable[Record], subject: Sequence[str] | Callable[[Data], 
     """
     kept: dict[Hashable, Record] = {}
     for record in records:
-        key = subject(record.data) if callable(subject) else tuple(record.data.get(name) for name in subject)
+        key = (
+            subject(record.data)
+            if callable(subject)
+            else tuple(record.data.get(name) for name in subject)
+        )
         kept[key] = record
     return list(kept.values())
 
@@ -80,9 +88,10 @@ class Part:
         tab: the page that it stands on.
         title: its heading.
         kind: of the records that it shows.
-        content: newest records -> the section without key, tab and title, and without sources where it shows all of
-            them; None where they say nothing that it shows.
-        facts: data of a newest record -> what it says; None where another section has the facts of the kind.
+        content: newest records -> the section without key, tab and title, and without sources where
+            it shows all of them; None where they say nothing that it shows.
+        facts: data of a newest record -> what it says; None where another section has the facts of
+            the kind.
         missing: what the section says where there are no records; empty where it is left out.
     """
 
@@ -99,11 +108,17 @@ class Part:
         newest = records.newest(self.kind)
         found = self.content(newest) if newest else None
         if found is None:
-            return Section(self.key, self.title, self.tab, missing=self.missing) if self.missing else None
+            return (
+                Section(self.key, self.title, self.tab, missing=self.missing)
+                if self.missing
+                else None
+            )
         made_by = found.sources or (sources(newest) if self.kind in records.by_kind else ())
         # without a row a table knows no column
         tables = tuple(table for table in found.tables if table.columns)
-        return replace(found, key=self.key, title=self.title, tab=self.tab, tables=tables, sources=made_by)
+        return replace(
+            found, key=self.key, title=self.title, tab=self.tab, tables=tables, sources=made_by
+        )
 
 
 def read_all(reports: Path, kinds: Mapping[str, Kind]) -> Records:
@@ -141,22 +156,32 @@ def made_from(records: Records, make: Callable[[Records], Made]) -> tuple[Made, 
 def current(records: Iterable[Record], measures: Sequence[str] = ()) -> list[Record]:
     """Return the measurements of each device that were made where its newest one was made.
 
-    Times and bytes compare only within one machine and one set of versions, so older rows of another are left out.
+    Times and bytes compare only within one machine and one set of versions, so older rows of
+    another are left out.
 
     Args:
         records: oldest first.
         measures: what they measure; all of them without one.
     """
-    records = [record for record in records if not measures or record.data.get("measures") in measures]
+    records = [
+        record for record in records if not measures or record.data.get("measures") in measures
+    ]
     newest = {record.data.get("device"): record for record in records}
-    return [record for record in records if _made_where_made(record, newest[record.data.get("device")])]
+    return [
+        record for record in records if _made_where_made(record, newest[record.data.get("device")])
+    ]
 
 
 def _made_where_made(record: Record, other: Record) -> bool:
-    """Return whether two records come from one machine and one set of versions; a record may not say its device."""
+    """Return whether two records come from one machine and one set of versions.
+
+    A record may not say its device.
+    """
     mine, others = record.environment, other.environment
     device = mine.get("device"), others.get("device")
-    alike = all(mine.get(name) == others.get(name) for name in ("processor", "processor_count", "versions"))
+    alike = all(
+        mine.get(name) == others.get(name) for name in ("processor", "processor_count", "versions")
+    )
     return alike and (device[0] == device[1] or None in device)
 
 
@@ -186,21 +211,36 @@ def matrix_of(
         cell: what is known, or None -> class and lines.
         notes: under the matrix.
     """
-    rows = tuple((name, tuple(cell(row.get(place)) for place in columns)) for name, row in cells.items())
+    rows = tuple(
+        (name, tuple(cell(row.get(place)) for place in columns)) for name, row in cells.items()
+    )
     return Matrix(caption, corner, tuple(columns.values()), rows, tuple(notes))
 
 
 def environments(records: Iterable[Record]) -> tuple[Pairs, ...]:
     """Return each distinct environment as pairs of a name and a value."""
-    return tuple(dict.fromkeys(_pairs(record.environment) for record in records if record.environment))
+    return tuple(
+        dict.fromkeys(_pairs(record.environment) for record in records if record.environment)
+    )
 
 
 def _pairs(environment: Data) -> Pairs:
-    versions, devices, flags = (environment.get(name) or {} for name in ("versions", "devices", "precision"))
+    versions, devices, flags = (
+        environment.get(name) or {} for name in ("versions", "devices", "precision")
+    )
     return (
-        ("processor", f"{environment.get('processor', 'unknown')}, {environment.get('processor_count', '?')} cores"),
+        (
+            "processor",
+            (
+                f"{environment.get('processor', 'unknown')},"
+                f" {environment.get('processor_count', '?')} cores"
+            ),
+        ),
         ("platform", str(environment.get("platform", "unknown"))),
         *((f"{name} devices", ", ".join(map(str, found))) for name, found in devices.items()),
-        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)),
+        (
+            "versions",
+            ", ".join(f"{name} {version}" for name, version in versions.items() if version),
+        ),
         ("precision", ", ".join(f"{name} {value}" for name, value in flags.items())),
     )

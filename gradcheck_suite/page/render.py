@@ -50,16 +50,21 @@ REPOSITORIES = {
     "pytorch/examples": "pytorch/examples",
 }
 """What bugs are cited by -> the repository; the last three are cited by another name than the repository's."""
-_CITED = re.compile(rf"(?<![\w/-])({'|'.join(map(re.escape, sorted(REPOSITORIES, key=len, reverse=True)))})#(\d+)\b")
+_CITED = re.compile(
+    rf"(?<![\w/-])({'|'.join(map(re.escape, sorted(REPOSITORIES, key=len, reverse=True)))})#(\d+)\b"
+)
 
 
 def with_links(html: str) -> str:
-    """Return HTML text in which every cited bug of a known repository is a link that tells no one where it was."""
+    """Return HTML text in which every cited bug of a known repository is a link that tells no one
+    where it was.
+    """
     link = '<a href="https://github.com/{}/issues/{}" rel="noreferrer">{}</a>'
     return _CITED.sub(lambda found: link.format(REPOSITORIES[found[1]], found[2], found[0]), html)
 
 
-# Plots as SVG files, for places that run no script: the Markdown report. Vega draws them, through vl-convert.
+# Plots as SVG files, for places that run no script: the Markdown report. Vega draws them, through
+# vl-convert.
 
 
 WIDTH = 640
@@ -81,17 +86,23 @@ def svg(spec: Mapping[str, Any], alt: str) -> str:
 
 
 def static(figure: Figure) -> Markup:
-    """Return a plot for a page that runs no script, in the page's colours; empty where nothing here draws it."""
+    """Return a plot for a page that runs no script, in the page's colours.
+
+    Empty where nothing here draws it.
+    """
     from markupsafe import Markup
 
     if importlib.util.find_spec("vl_convert") is None:
         return Markup("")
-    # the element around it says what it shows and has the page's font; a tenth of a pixel is seen by nobody
+    # the element around it says what it shows and has the page's font; a tenth of a pixel is seen
+    # by nobody
     drawing = _SAID.sub("", _drawing(figure.spec, figure.alt, {}, STATIC_WIDTH))
     return Markup(_PLACES.sub(lambda place: _DIGITS.sub(r"\1", place[0]), drawing))
 
 
-def _drawing(spec: Mapping[str, Any], alt: str, further: Mapping[str, Any], width: int = WIDTH) -> str:
+def _drawing(
+    spec: Mapping[str, Any], alt: str, further: Mapping[str, Any], width: int = WIDTH
+) -> str:
     import vl_convert
 
     sized = copy.deepcopy(dict(spec))
@@ -103,13 +114,16 @@ def _drawing(spec: Mapping[str, Any], alt: str, further: Mapping[str, Any], widt
     return re.sub(r"(<svg [^>]*>)", lambda tag: f"{tag[1]}<title>{title}</title>", drawing, count=1)
 
 
-# The short story as Markdown, for a page on GitHub: answers, pictures, claims, violations, where it all comes from.
+# The short story as Markdown, for a page on GitHub: answers, pictures, claims, violations, where it
+# all comes from.
 
 
 def pictures(report: Report) -> list[Figure]:
     """Return the figures that the Markdown includes."""
     shown = [figure for answer in report.answers for figure in answer.figures]
-    return shown + [figure for section in report.sections for figure in section.figures if figure.in_story]
+    return shown + [
+        figure for section in report.sections for figure in section.figures if figure.in_story
+    ]
 
 
 def report_markdown(report: Report, place: Callable[[Figure], str]) -> str:
@@ -131,7 +145,9 @@ def _code(content: str) -> str:
 def _plain(content: str) -> str:
     """Return text in which Markdown and HTML see nothing but text; backticks in pairs stay code."""
     parts = re.split(r"(`[^`\n<>|]+`)", content)
-    return "".join(p if i % 2 else re.sub(r"([\\`*_{}\[\]<>#])", r"\\\1", p) for i, p in enumerate(parts))
+    return "".join(
+        p if i % 2 else re.sub(r"([\\`*_{}\[\]<>#])", r"\\\1", p) for i, p in enumerate(parts)
+    )
 
 
 def _cell(content: str) -> str:
@@ -140,8 +156,9 @@ def _cell(content: str) -> str:
 
 # The report, or violations alone, as one HTML file that opens offline.
 #
-# Nothing in it is fetched, and nothing of a record is executed: templates escape every text, data for plots are JSON
-# in which no tag can end, and the page's own policy runs no script but those of this package, each by its digest.
+# Nothing in it is fetched, and nothing of a record is executed: templates escape every text, data
+# for plots are JSON in which no tag can end, and the page's own policy runs no script but those of
+# this package, each by its digest.
 
 
 GOOD = ("holds", "confirmed", "found", "yes", "current", "True")
@@ -167,23 +184,34 @@ def expect_installed(what: str, modules: Iterable[str] = PACKAGES) -> None:
     Raises:
         CannotRunHere: one of them is not installed.
     """
-    if lacking := [PACKAGES[module] for module in modules if importlib.util.find_spec(module) is None]:
-        raise CannotRunHere(f"{what} needs {' and '.join(lacking)}: pip install 'gradcheck-suite[report]'")
+    if lacking := [
+        PACKAGES[module] for module in modules if importlib.util.find_spec(module) is None
+    ]:
+        raise CannotRunHere(
+            f"{what} needs {' and '.join(lacking)}: pip install 'gradcheck-suite[report]'"
+        )
 
 
 def report_html(report: Report) -> str:
     """Return the report as one HTML document."""
-    parts = (*report.answers, *report.sections, *(c for s in report.sections for c in s.claims), *report.violations)
+    parts = (
+        *report.answers,
+        *report.sections,
+        *(c for s in report.sections for c in s.claims),
+        *report.violations,
+    )
     return _html("report.html.j2", parts, report=report, title=report.title)
 
 
 def open_page(path: Path) -> bool:
     """Open a file in the browser, and return whether a browser took it.
 
-    Nothing opens in a pipe, as in CI, or on a machine without a desktop: `webbrowser` would start a browser of text in
-    the terminal there.
+    Nothing opens in a pipe, as in CI, or on a machine without a desktop: `webbrowser` would start a
+    browser of text in the terminal there.
     """
-    desktop = sys.platform in ("darwin", "win32") or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
+    desktop = sys.platform in ("darwin", "win32") or any(
+        map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY"))
+    )
     return bool(desktop) and sys.stdout.isatty() and webbrowser.open(path.resolve().as_uri())
 
 
@@ -200,7 +228,9 @@ def violations_html(violations: Sequence[ViolationPage], lines: Sequence[str]) -
     return _html("violations.html.j2", violations, title=title, lines=lines, violations=violations)
 
 
-def _html(template: str, parts: Iterable[Answer | Section | Claim | ViolationPage], **values: Any) -> str:
+def _html(
+    template: str, parts: Iterable[Answer | Section | Claim | ViolationPage], **values: Any
+) -> str:
     specs = {figure.key: figure.spec for part in parts for figure in part.figures}
     scripts = [*vendored().values(), *(_text("templates", name) for name in SCRIPTS)]
     plots = {"config": config(), "specs": specs}
@@ -221,13 +251,17 @@ def _html(template: str, parts: Iterable[Answer | Section | Claim | ViolationPag
 
 @cache
 def vendored() -> dict[str, str]:
-    """Return the vendored scripts by file name, in the order in which they load, without references to source maps."""
+    """Return the vendored scripts by file name, in the order in which they load, without references
+    to source maps.
+    """
     names = tomllib.loads(_text("vendor", "vendor.toml"))
     return {name: _SOURCE_MAP.sub("", _text("vendor", name)) for name in names}
 
 
 def json_for_script(data: Any) -> str:
-    """Return JSON that may stand in a script element: no tag, comment or line separator of JavaScript in it."""
+    """Return JSON that may stand in a script element: no tag, comment or line separator of
+    JavaScript in it.
+    """
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -238,12 +272,16 @@ def _checked_script(script: str) -> str:
 
 
 def _policy(scripts: Iterable[str]) -> str:
-    """Return the Content-Security-Policy: these scripts alone, styles of the page, no request to anywhere."""
-    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    """Return the Content-Security-Policy: these scripts alone, styles of the page, no request to
+    anywhere.
+    """
+    digests = (
+        base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts
+    )
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
-        "form-action 'none'"
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:;"
+        " base-uri 'none'; form-action 'none'"
     )
 
 
@@ -277,13 +315,18 @@ def _environment() -> jinja2.Environment:
 
 
 def _markdown(text: str) -> str:
-    """Return Markdown as HTML; tags in it stay text, links keep harmless schemes only, headings go two levels down."""
+    """Return Markdown as HTML.
+
+    Tags in it stay text, links keep harmless schemes only, headings go two levels down.
+    """
     from markdown_it import MarkdownIt
 
     html = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     html = re.sub(r"<(/?)h([1-4])>", lambda found: f"<{found[1]}h{int(found[2]) + 2}>", html)
     return (
-        str(html).replace("<table>", '<div class="scroll" tabindex="0"><table>').replace("</table>", "</table></div>")
+        str(html)
+        .replace("<table>", '<div class="scroll" tabindex="0"><table>')
+        .replace("</table>", "</table></div>")
     )
 
 
@@ -303,7 +346,9 @@ def _is_number(table: Table, column: int) -> bool:
 
 
 def _sort_key(cell: Cell) -> str:
-    """Return what a cell is sorted by: a number with all digits, that of a text such as `1.2e-04 *`; else nothing."""
+    """Return what a cell is sorted by: a number with all digits, that of a text such as `1.2e-04
+    *`; else nothing.
+    """
     if isinstance(cell, str):
         found = _NUMBER.match(cell)
         return found[1].replace(",", "") if found else ""

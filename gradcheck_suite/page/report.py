@@ -1,4 +1,7 @@
-"""A report put together from records: its answers first, then its sections; and what changed between two of them."""
+"""A report put together from records: its answers first, then its sections.
+
+And what changed between two of them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,16 @@ from gradcheck_suite.core.records import KINDS, Data, Kind, Record, run_of
 from gradcheck_suite.core.results import result_from_json
 from gradcheck_suite.page import verdicts
 from gradcheck_suite.page.content import Answer, Report, Section, machine_text, sources
-from gradcheck_suite.page.reading import Facts, Pairs, Part, Records, environments, made_from, matrix_of, read_all
+from gradcheck_suite.page.reading import (
+    Facts,
+    Pairs,
+    Part,
+    Records,
+    environments,
+    made_from,
+    matrix_of,
+    read_all,
+)
 from gradcheck_suite.page.verdicts import outcome
 from gradcheck_suite.page.violation import ViolationPage, stored_violations, violation_page
 
@@ -33,14 +45,26 @@ def _diagnosis(data: Data) -> str:
 
 
 def _judged(records: Records) -> list[tuple[str, Data, Record]]:
-    """Return the loops, scripts and questions to trainers that were judged: name, result and record, oldest first."""
-    runs = [(run_of(r.data)[0], r.data, r) for kind in ("verify", "audit") for r in records.of(kind)]
-    asked = [(f"{r.data['trainer']}: {r.data['question']}", r.data["result"], r) for r in records.of("trainer")]
-    return sorted((*runs, *((n, data, r) for n, data, r in asked if data)), key=lambda one: one[2].time)
+    """Return the loops, scripts and questions to trainers that were judged: name, result and
+    record, oldest first.
+    """
+    runs = [
+        (run_of(r.data)[0], r.data, r) for kind in ("verify", "audit") for r in records.of(kind)
+    ]
+    asked = [
+        (f"{r.data['trainer']}: {r.data['question']}", r.data["result"], r)
+        for r in records.of("trainer")
+    ]
+    return sorted(
+        (*runs, *((n, data, r) for n, data, r in asked if data)), key=lambda one: one[2].time
+    )
 
 
 def own_verdicts(records: Records) -> tuple[Answer, ...]:
-    """Return the verdicts on loops and scripts, by commit, the worst first, and what changed; nothing without any."""
+    """Return the verdicts on loops and scripts, by commit, the worst first, and what changed.
+
+    Nothing without any.
+    """
     found: dict[str, dict[str, Data]] = {}
     runs: dict[str, str] = {}
     judged = _judged(records)
@@ -63,7 +87,10 @@ def own_verdicts(records: Records) -> tuple[Answer, ...]:
         rest = [f"{len(violated) - MOST_NAMED} more"] if violated[MOST_NAMED:] else []
         brief = f"No: {len(violated)} of {len(found)} {what} violated: {', '.join([*named, *rest])}"
     else:
-        brief = f"{'Yes' if holding == len(found) else 'Not known'}: {holding} of {len(found)} {what} {verb}"
+        brief = (
+            f"{'Yes' if holding == len(found) else 'Not known'}: {holding} of {len(found)} {what}"
+            f" {verb}"
+        )
     turned = [
         f"{name} turned from {outcome(before)} to {outcome(after)}"
         for name in order
@@ -81,11 +108,14 @@ def own_verdicts(records: Records) -> tuple[Answer, ...]:
         f"{brief}.{since}",
         "violations" if violated else "verification",
         matrix=matrix_of(
-            "The verdict at each commit, the newest first", "loop or script", columns,
-            {name: found[name] for name in order}, verdicts.verdict_cell,
+            "The verdict at each commit, the newest first",
+            "loop or script",
+            columns,
+            {name: found[name] for name in order},
+            verdicts.verdict_cell,
         ),
         sources=sources(record for _, _, record in judged),
-    )  # fmt: skip
+    )
     return (answer,)
 
 
@@ -136,7 +166,10 @@ class Contents:
 OWN = Contents(
     KINDS,
     # what a project never asked has no section
-    tuple(replace(part, missing="") for part in (verdicts.VERIFICATION, verdicts.AUDITS, verdicts.REAL_TRAINERS)),
+    tuple(
+        replace(part, missing="")
+        for part in (verdicts.VERIFICATION, verdicts.AUDITS, verdicts.REAL_TRAINERS)
+    ),
     own_verdicts,
     _heading,
     _audited,
@@ -145,7 +178,10 @@ OWN = Contents(
 
 
 def build(reports: Path, contents: Contents = OWN) -> Report:
-    """Build a report from the records under a folder; a record that cannot be read is left out and named."""
+    """Build a report from the records under a folder.
+
+    A record that cannot be read is left out and named.
+    """
 
     def made(records: Records) -> tuple[tuple[Answer, ...], tuple[Section, ...]]:
         records = contents.prepared(records)
@@ -184,7 +220,9 @@ Fact = str | float | None
 
 
 def compared(old: Path, new: Path, contents: Contents = OWN) -> list[str]:
-    """Return what changed between the records of two folders, a line each, and which records could not be read."""
+    """Return what changed between the records of two folders, a line each, and which records could
+    not be read.
+    """
 
     def facts(records: Records) -> Mapping[str, Facts]:
         found: dict[str, dict[str, str | float]] = {kind: {} for kind in contents.kinds}
@@ -196,12 +234,17 @@ def compared(old: Path, new: Path, contents: Contents = OWN) -> list[str]:
 
     told = [(folder, *made_from(read_all(folder, contents.kinds), facts)) for folder in (old, new)]
     (_, before, _), (_, after, _) = told
-    unread = [f"left out: {folder}: {problem}" for folder, _, records in told for problem in records.problems]
+    unread = [
+        f"left out: {folder}: {problem}"
+        for folder, _, records in told
+        for problem in records.problems
+    ]
     return [*_changes(before, after), *unread]
 
 
 def _changes(old: Mapping[str, Facts], new: Mapping[str, Facts]) -> list[str]:
-    """Return every difference between the facts of two folders as a line, below the name of its kind.
+    """Return every difference between the facts of two folders as a line, below the name of its
+    kind.
 
     Words differ where they are not equal, measured numbers where they differ by a tenth.
     """

@@ -16,8 +16,27 @@ from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.loops.trainers import TRAINERS
 from gradcheck_suite.loops.trainers.trainer import MODEL
 from gradcheck_suite.page.charts import counts_plot
-from gradcheck_suite.page.content import Answer, Cell, Figure, Matrix, Section, Source, Table, sources, table
-from gradcheck_suite.page.reading import Facts, Pairs, Part, Records, Tone, device_name, environments, matrix_of
+from gradcheck_suite.page.content import (
+    Answer,
+    Cell,
+    Figure,
+    Matrix,
+    Section,
+    Source,
+    Table,
+    sources,
+    table,
+)
+from gradcheck_suite.page.reading import (
+    Facts,
+    Pairs,
+    Part,
+    Records,
+    Tone,
+    device_name,
+    environments,
+    matrix_of,
+)
 
 
 def outcome(data: Data) -> str:
@@ -31,8 +50,11 @@ def outcome(data: Data) -> str:
 
 MOST_BARS = 14
 NOT_RUN = (
-    "Not run: no record has this loop with this dtype on this device. `gradcheck-suite verify LOOP --dtype DTYPE` "
-    "makes one, with `--device cuda` on a machine with a GPU, or with `--ranks N` for a loop of several ranks.",
+    (
+        "Not run: no record has this loop with this dtype on this device. `gradcheck-suite verify"
+        " LOOP --dtype DTYPE` makes one, with `--device cuda` on a machine with a GPU, or with"
+        " `--ranks N` for a loop of several ranks."
+    ),
 )
 
 
@@ -42,24 +64,44 @@ def _verification(newest: list[Record]) -> Section:
         "Every loop and its verdict",
         [
             {
-                "loop": str(d.get("loop", "?")), "verdict": str(d.get("verdict", "?")), "cases judged": _judged(d),
-                "dtype": str(d.get("dtype", "")), "device": str(d.get("device", "")), "optimizer": d.get("optimizer"),
-                "worst error / allowed": d.get("worst_error_over_allowed"), "diagnosis": title_of(d),
+                "loop": str(d.get("loop", "?")),
+                "verdict": str(d.get("verdict", "?")),
+                "cases judged": _judged(d),
+                "dtype": str(d.get("dtype", "")),
+                "device": str(d.get("device", "")),
+                "optimizer": d.get("optimizer"),
+                "worst error / allowed": d.get("worst_error_over_allowed"),
+                "diagnosis": title_of(d),
                 "counterexample": d.get("stored"),
-                "cases not judged, and why": "; ".join(f"{n}: {why}" for why, n in _items(d, "skipped")) or None,
+                "cases not judged, and why": (
+                    "; ".join(f"{n}: {why}" for why, n in _items(d, "skipped")) or None
+                ),
             }
             for d in datas
         ],
-        "The ratio is the largest difference from the float64 reference over what rounding allows, among cases "
-        "that hold. A loop that is no built-in is a user's.",
-    )  # fmt: skip
+        "The ratio is the largest difference from the float64 reference over what rounding allows,"
+        " among cases that hold. A loop that is no built-in is a user's.",
+    )
     tables, figures = [verdicts], []
-    disagreements = [(str(d.get("loop", "?")), str(d.get("dtype", "")), each) for d in datas for each in found_by(d)]
+    disagreements = [
+        (str(d.get("loop", "?")), str(d.get("dtype", "")), each)
+        for d in datas
+        for each in found_by(d)
+    ]
     if disagreements:
-        tables.append(Table("Where torch and JAX disagree, and no loop is to blame", ("loop", "dtype", "finding"),
-                            tuple(disagreements)))  # fmt: skip
+        tables.append(
+            Table(
+                "Where torch and JAX disagree, and no loop is to blame",
+                ("loop", "dtype", "finding"),
+                tuple(disagreements),
+            )
+        )
     of = _judged_text(datas)
-    for category, title in (("splits", "Splits that the cases reached"), ("layers", "Layers"), ("losses", "Losses")):
+    for category, title in (
+        ("splits", "Splits that the cases reached"),
+        ("layers", "Layers"),
+        ("losses", "Losses"),
+    ):
         counts = Counter[str]()
         for data in datas:
             counts.update({str(k): int(v) for k, v in _items(data.get("reached") or {}, category)})
@@ -68,9 +110,16 @@ def _verification(newest: list[Record]) -> Section:
             tables.append(Table(f"{title} (cases, {of})", ("what", "cases"), tuple(ordered)))
             figures.append(_coverage(category, title, dict(ordered), of))
     text = (
-        "Each loop trained random models on random splits. Every gradient that reached its optimizer was compared "
-        "with the gradient of the whole window in one batch, computed in float64 by torch and by JAX.",
-        *([f"{disagreement(datas)}, which is no loop's fault. A table below says where."] if disagreements else []),
+        (
+            "Each loop trained random models on random splits. Every gradient that reached its"
+            " optimizer was compared with the gradient of the whole window in one batch, computed"
+            " in float64 by torch and by JAX."
+        ),
+        *(
+            [f"{disagreement(datas)}, which is no loop's fault. A table below says where."]
+            if disagreements
+            else []
+        ),
     )
     return Section(
         text=text,
@@ -85,16 +134,19 @@ def _items(data: Data, name: str) -> Iterable[tuple[Any, Any]]:
 
 
 def verdict_matrix(records: Sequence[Record], most: int | None = None) -> Matrix:
-    """Return the verdicts as a matrix: loop x dtype and device, violated loops first, then the built-in modes.
+    """Return the verdicts as a matrix: loop x dtype and device, violated loops first, then the
+    built-in modes.
 
     Args:
         records: the last of each setting.
-        most: rows at most; the built-in modes are first then, those of JAX in one row, and the caption says what is
-            left out.
+        most: rows at most; the built-in modes are first then, those of JAX in one row, and the
+            caption says what is left out.
     """
     cells: dict[str, dict[tuple[str, str], Data]] = {}
     datas = [record.data for record in records]
-    in_one_row = {loop for data in datas if most is not None and (loop := data.get("loop")) in JAX_MODES}
+    in_one_row = {
+        loop for data in datas if most is not None and (loop := data.get("loop")) in JAX_MODES
+    }
     of_jax = f"{counted(len(in_one_row), 'mode')} of JAX"
     for data in datas:
         loop, place = str(data.get("loop", "?")), place_of(data)
@@ -108,10 +160,15 @@ def verdict_matrix(records: Sequence[Record], most: int | None = None) -> Matrix
         columns["", "cuda"] = f"any {device_name('cuda')}"
     holding = {loop: all(map(_holds, row.values())) for loop, row in cells.items()}
     modes = {*MODES, *JAX_MODES, of_jax}
-    order = sorted(cells, key=lambda loop: (most is not None and loop not in modes, holding[loop], loop not in modes))
+    order = sorted(
+        cells,
+        key=lambda loop: (most is not None and loop not in modes, holding[loop], loop not in modes),
+    )
     shown = {loop: cells[loop] for loop in order[:most]}
     for place in places:
-        if judged := {_judged(row[place]) for row in shown.values() if place in row and _holds(row[place])}:
+        if judged := {
+            _judged(row[place]) for row in shown.values() if place in row and _holds(row[place])
+        }:
             columns[place] += f"\N{NO-BREAK SPACE}({min(judged):,}{'+' * (len(judged) > 1)})"
 
     def cell(data: Data | None) -> Tone:
@@ -128,7 +185,9 @@ def verdict_matrix(records: Sequence[Record], most: int | None = None) -> Matrix
     more = f"; {len(left)} more loops{f', {bad} violated' if bad else ''}" if left else ""
     caption = f"Columns: dtype, device (cases). Cells: worst error / allowed{more}"
     empty = most is None and any(place not in row for row in shown.values() for place in columns)
-    return matrix_of(caption, "loop" if most is None else "mode", columns, shown, cell, NOT_RUN if empty else ())
+    return matrix_of(
+        caption, "loop" if most is None else "mode", columns, shown, cell, NOT_RUN if empty else ()
+    )
 
 
 def found_by(data: Data) -> list[str]:
@@ -154,7 +213,9 @@ def place_of(data: Data) -> tuple[str, str]:
 
 
 def place_order(place: tuple[str, str]) -> tuple[bool, int, tuple[str, str]]:
-    """Return what dtypes and devices are sorted by: the CPU first, then the dtypes as the suite lists them."""
+    """Return what dtypes and devices are sorted by: the CPU first, then the dtypes as the suite
+    lists them.
+    """
     dtype, device = place
     return device != "cpu", DTYPES.index(dtype) if dtype in DTYPES else len(DTYPES), place
 
@@ -164,8 +225,14 @@ def _holds(data: Data) -> bool:
 
 
 def _badness(data: Data) -> tuple[bool, bool, float]:
-    """Return whether a loop is violated, whether it does not hold, and its worst error over what is allowed."""
-    return data["verdict"] == "violated", not _holds(data), float(data.get("worst_error_over_allowed") or 0)
+    """Return whether a loop is violated, whether it does not hold, and its worst error over what is
+    allowed.
+    """
+    return (
+        data["verdict"] == "violated",
+        not _holds(data),
+        float(data.get("worst_error_over_allowed") or 0),
+    )
 
 
 def _judged(data: Data) -> int:
@@ -173,7 +240,10 @@ def _judged(data: Data) -> int:
 
 
 def _judged_text(datas: Sequence[Data]) -> str:
-    """Return of how many cases counts are; each row judges cases of its own, which may reach a layer each."""
+    """Return of how many cases counts are.
+
+    Each row judges cases of its own, which may reach a layer each.
+    """
     judged = [_judged(data) for data in datas]
     what = "loops" if len({data.get("loop") for data in datas}) == len(datas) else "verdicts"
     each = f"{judged[0]:,} cases for each of" if len(set(judged)) == 1 else "the sum over"
@@ -186,7 +256,8 @@ def _coverage(category: str, title: str, counts: Mapping[str, int], of: str) -> 
     return Figure(
         f"coverage-{category}",
         counts_plot(shown, "cases"),
-        f"{title}: number of cases with each, {of}; " + ", ".join(f"{k} {v:,}" for k, v in shown.items()),
+        f"{title}: number of cases with each, {of}; "
+        + ", ".join(f"{k} {v:,}" for k, v in shown.items()),
         f"{title}: cases with each, {of}{rest}.",
         in_story=category == "splits",
     )
@@ -204,9 +275,14 @@ def _verification_facts(data: Data) -> Facts:
 
 
 VERIFICATION = Part(
-    "verified", "verification", "What was verified", "verify", _verification, _verification_facts,
+    "verified",
+    "verification",
+    "What was verified",
+    "verify",
+    _verification,
+    _verification_facts,
     "Nothing has been verified yet: run `gradcheck-suite verify`.",
-)  # fmt: skip
+)
 
 
 # The scripts that were audited: the last verdict on each.
@@ -220,24 +296,34 @@ def _audits(newest: list[Record]) -> Section:
         runs.setdefault(script, {})[ranks] = data
     rows = [
         {
-            "script": run_of(d)[0], "ranks": run_of(d)[1], "verdict": str(d["verdict"]),
-            "steps judged": d.get("windows"), "diagnosis": title_of(d),
-            "at step": found.step if found else None, "loss": found.where if found else None,
+            "script": run_of(d)[0],
+            "ranks": run_of(d)[1],
+            "verdict": str(d["verdict"]),
+            "steps judged": d.get("windows"),
+            "diagnosis": title_of(d),
+            "at step": found.step if found else None,
+            "loss": found.where if found else None,
             "what is wrong": found.explanation if found else None,
         }
         for d in datas
         for found in (result_from_json(d).violation,)
-    ]  # fmt: skip
+    ]
     return Section(
         text=(
-            f"`gradcheck-suite audit` ran {counted(len(datas), 'script')} unchanged and judged the optimizer "
-            f"steps; {violated} violated. Those on several ranks ran under `torchrun`.",
+            (
+                f"`gradcheck-suite audit` ran {counted(len(datas), 'script')} unchanged and judged"
+                f" the optimizer steps; {violated} violated. Those on several ranks ran under"
+                " `torchrun`."
+            ),
         ),
         matrices=(
             matrix_of(
                 "Verdict on each script: holds, or the diagnosis of the violation",
                 "script",
-                {n: counted(n, "rank") for n in sorted({ranks for row in runs.values() for ranks in row})},
+                {
+                    n: counted(n, "rank")
+                    for n in sorted({ranks for row in runs.values() for ranks in row})
+                },
                 runs,
                 verdict_cell,
             ),
@@ -287,9 +373,9 @@ def _trainers(newest: list[Record]) -> Section:
             {"trainer": trainer, "version": version, **{q: _verdict(row.get(q)) for q in questions}}
             for (trainer, version), row in answers.items()
         ],
-        "A violated cell has the diagnosis and the smallest case: items of each micro-batch, windows separated by |, "
-        "and K. A dash stands for a question that was not asked; the notes above say why. "
-        "docs/found.md has the cause of each violation and a fix.",
+        "A violated cell has the diagnosis and the smallest case: items of each micro-batch,"
+        " windows separated by |, and K. A dash stands for a question that was not asked; the notes"
+        " above say why. docs/found.md has the cause of each violation and a fix.",
     )
     of_models = table(
         "Models of transformers under its Trainer",
@@ -298,7 +384,9 @@ def _trainers(newest: list[Record]) -> Section:
                 "model": data["question"].removeprefix(MODEL),
                 "version": _version(data),
                 "verdict": _verdict(data),
-                "what its gradient is": v.explanation.partition(": ")[0] if (v := _violation(data)) else None,
+                "what its gradient is": (
+                    v.explanation.partition(": ")[0] if (v := _violation(data)) else None
+                ),
             }
             for data in models
         ],
@@ -306,8 +394,11 @@ def _trainers(newest: list[Record]) -> Section:
     return Section(
         text=(
             *_models_text(models),
-            f"{ran} of {len(answers)} trainers and versions ran, unpatched, as they are installed; {violated} of them "
-            "hand their optimizer a gradient that differs from the large batch's for some question.",
+            (
+                f"{ran} of {len(answers)} trainers and versions ran, unpatched, as they are"
+                f" installed; {violated} of them hand their optimizer a gradient that differs from"
+                " the large batch's for some question."
+            ),
         ),
         matrices=(_trainers_matrix(answers, questions),),
         tables=(asked, of_models) if models else (asked,),
@@ -336,7 +427,9 @@ def _trainers_matrix(answers: Answers, questions: Sequence[str]) -> Matrix:
         },
         cell,
     )
-    return replace(found, notes=tuple(f"Not asked ({mark}): {why}." for why, mark in reasons.items()))
+    return replace(
+        found, notes=tuple(f"Not asked ({mark}): {why}." for why, mark in reasons.items())
+    )
 
 
 def _why_not_asked(trainer: str, question: str, data: Data | None) -> str:
@@ -347,11 +440,17 @@ def _why_not_asked(trainer: str, question: str, data: Data | None) -> str:
     of = {q.name: q.asked_of for other in TRAINERS.values() for q in other.questions}.get(question)
     if known is None or of is None or question in (own := [q.name for q in known.questions]):
         return f"no record has it; `gradcheck-suite trainers {trainer}` asks"
-    return f"this question is for {of}" if of else f"{trainer} is a variant for the question {', '.join(own)} alone"
+    return (
+        f"this question is for {of}"
+        if of
+        else f"{trainer} is a variant for the question {', '.join(own)} alone"
+    )
 
 
 def _models_text(models: Sequence[Data]) -> list[str]:
-    """Return a sentence for each version: how many models hold, and how many get each wrong gradient."""
+    """Return a sentence for each version: how many models hold, and how many get each wrong
+    gradient.
+    """
     versions: dict[str, list[Data]] = {}
     for data in models:
         if data["result"] is not None:
@@ -359,7 +458,10 @@ def _models_text(models: Sequence[Data]) -> list[str]:
     found = []
     for version, mine in versions.items():
         wrong = Counter(v.diagnosis for data in mine if (v := _violation(data)) is not None)
-        sentence = f"Of {len(mine)} models under the Trainer of {version}, {len(mine) - wrong.total()} hold"
+        sentence = (
+            f"Of {len(mine)} models under the Trainer of {version}, {len(mine) - wrong.total()}"
+            " hold"
+        )
         if wrong:
             kinds = ", ".join(f"{name} {count}" for name, count in wrong.most_common())
             sentence += f" and {wrong.total()} get a wrong gradient (diagnosis: {kinds})"
@@ -379,7 +481,9 @@ def _verdict(data: Data | None) -> Cell:
     if data is None or data["result"] is None:
         return None
     violation = _violation(data)
-    return "holds" if violation is None else f"{violation.diagnosis} {cut_text(violation.case.plan)}"
+    return (
+        "holds" if violation is None else f"{violation.diagnosis} {cut_text(violation.case.plan)}"
+    )
 
 
 def _trainers_facts(data: Data) -> Facts:
@@ -388,9 +492,14 @@ def _trainers_facts(data: Data) -> Facts:
 
 
 REAL_TRAINERS = Part(
-    "trainers", "trainers", "Real trainers", "trainer", _trainers, _trainers_facts,
+    "trainers",
+    "trainers",
+    "Real trainers",
+    "trainer",
+    _trainers,
+    _trainers_facts,
     "No trainer has been asked yet: run `gradcheck-suite trainers`.",
-)  # fmt: skip
+)
 
 
 # Where the figures come from: every run, its machine, and the parts of the report that show it.
@@ -400,7 +509,10 @@ FIRST_PAGE = "Overview"
 
 
 def provenance(
-    records: Records, answers: Sequence[Answer], sections: Iterable[Section], made_on: Sequence[Pairs]
+    records: Records,
+    answers: Sequence[Answer],
+    sections: Iterable[Section],
+    made_on: Sequence[Pairs],
 ) -> Section | None:
     """Return the section on all runs and machines; None without records.
 
@@ -411,40 +523,54 @@ def provenance(
         made_on: the distinct environments of the records.
     """
     shown_in: dict[Source, dict[str, None]] = {}
-    for title, parts in (*((FIRST_PAGE, answer.sources) for answer in answers),
-                         *((section.title, section.sources) for section in sections)):  # fmt: skip
+    for title, parts in (
+        *((FIRST_PAGE, answer.sources) for answer in answers),
+        *((section.title, section.sources) for section in sections),
+    ):
         for source in parts:
             shown_in.setdefault(_run(source), {})[title] = None
     runs = table(
         "Every run behind this report",
         [
             {
-                "records": source.kind, "number": source.records,
-                **{name: getattr(source, name) or None for name in ("date", "commit", "command")}, "machine": number,
-                "code": "older" if source.older else "current", "working tree": "unclean" if source.unclean else None,
+                "records": source.kind,
+                "number": source.records,
+                **{name: getattr(source, name) or None for name in ("date", "commit", "command")},
+                "machine": number,
+                "code": "older" if source.older else "current",
+                "working tree": "unclean" if source.unclean else None,
                 "shown in": ", ".join(shown_in.get(_run(source), ())) or "replaced by a newer run",
             }
             for found in records.by_kind.values()
             for number, made in enumerate((*made_on, ()), 1)
-            for source in sources(r for r in found if environments([r]) == ((made,) if made else ()))
+            for source in sources(
+                r for r in found if environments([r]) == ((made,) if made else ())
+            )
         ],
-        "Older: the code that the figures speak of has changed since, or the record does not say which it was. That "
-        "code depends on the kind of record: benchmarks speak of the modes and of what measures them, verdicts and "
-        "claims of what verifies. One command can write both kinds. A part of the report shows the newest record of "
-        "each subject, so a later run can replace an earlier one, in whole or in part.",
-    )  # fmt: skip
+        "Older: the code that the figures speak of has changed since, or the record does not say"
+        " which it was. That code depends on the kind of record: benchmarks speak of the modes and"
+        " of what measures them, verdicts and claims of what verifies. One command can write both"
+        " kinds. A part of the report shows the newest record of each subject, so a later run can"
+        " replace an earlier one, in whole or in part.",
+    )
     if not runs.rows:
         return None
     names = dict.fromkeys(name for made in made_on for name, _ in made)
     machines = table(
         "Machines, versions and precision flags",
-        [{"machine": number, **dict.fromkeys(names), **dict(made)} for number, made in enumerate(made_on, 1)],
-        "The number of a machine is that of the table above. Two rows may be one machine with other versions.",
+        [
+            {"machine": number, **dict.fromkeys(names), **dict(made)}
+            for number, made in enumerate(made_on, 1)
+        ],
+        "The number of a machine is that of the table above. Two rows may be one machine with other"
+        " versions.",
     )
     tables = (runs, machines) if made_on else (runs,)
     return Section("provenance", "Where the figures come from", "environment", tables=tables)
 
 
 def _run(source: Source) -> Source:
-    """Return a source without its count and its day, which differ where a part of its records is shown."""
+    """Return a source without its count and its day, which differ where a part of its records is
+    shown.
+    """
     return replace(source, date="", records=0)

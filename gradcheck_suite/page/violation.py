@@ -16,7 +16,18 @@ from gradcheck_suite.core.counterexamples import FOLDER
 from gradcheck_suite.core.results import Violation, Weight, json_number, violation_from_json
 from gradcheck_suite.core.text import counted
 from gradcheck_suite.errors import UsageError
-from gradcheck_suite.page.charts import Rows, Spec, colour, colours, layer, layers, name, number, sized, tooltip
+from gradcheck_suite.page.charts import (
+    Rows,
+    Spec,
+    colour,
+    colours,
+    layer,
+    layers,
+    name,
+    number,
+    sized,
+    tooltip,
+)
 from gradcheck_suite.page.content import Figure, Table, machine_text, table
 
 WEIGHTS = {"expected": "c6", "observed": "c4"}
@@ -50,7 +61,12 @@ def weights_plot(weights: Sequence[Weight]) -> Spec:
         "color": colours("which", WEIGHTS),
         "tooltip": tooltip(micro_batch="micro-batch", count="count", what="which", weight="weight"),
     }
-    found = layers(rows, layer("bar", bar), layer("rule", {"y": {"datum": 0}}, color=colour("line")), height=200)
+    found = layers(
+        rows,
+        layer("bar", bar),
+        layer("rule", {"y": {"datum": 0}}, color=colour("line")),
+        height=200,
+    )
     return sized(found, width=90 * len(weights) + 60)
 
 
@@ -78,17 +94,29 @@ def elements_plot(part: Mapping[str, Any]) -> Spec:
         "y": name("row", "row", axis=quiet),
         "color": {
             **colours("off", SIZES),
-            "legend": {"title": "off by", "columns": 2, "symbolStrokeColor": colour("soft"), "symbolStrokeWidth": 1},
+            "legend": {
+                "title": "off by",
+                "columns": 2,
+                "symbolStrokeColor": colour("soft"),
+                "symbolStrokeWidth": 1,
+            },
         },
-        "tooltip": tooltip(row="row", column="column", expected="expected", observed="observed", allowed="allowed"),
+        "tooltip": tooltip(
+            row="row", column="column", expected="expected", observed="observed", allowed="allowed"
+        ),
     }
     count, columns = len(part["expected"]), part["columns"][1] - part["columns"][0]
-    found = layers(rows, layer("rect", cell, stroke=colour("card"), strokeWidth=1), height=CELL * max(1, count))
+    found = layers(
+        rows, layer("rect", cell, stroke=colour("card"), strokeWidth=1), height=CELL * max(1, count)
+    )
     return sized(found, width=max(320, 2 * CELL * columns + 40))
 
 
 def size_of(expected: float | str, observed: float | str, allowed: float | str) -> str:
-    """Return how far an element is off, a key of `SIZES`. Numbers that JSON does not have are strings."""
+    """Return how far an element is off, a key of `SIZES`.
+
+    Numbers that JSON does not have are strings.
+    """
     within, small, large, above = SIZES
     if isinstance(expected, str) or isinstance(observed, str) or isinstance(allowed, str):
         return within if expected == observed else above
@@ -135,7 +163,8 @@ class ViolationPage:
         facts: pairs of a name and a value: parameter, error and so on.
         figures: the weights as bars, the elements as heat maps.
         weights: the same weights as a table, or None.
-        source: the user's lines, as `core.counterexamples` writes them; None where they are unknown.
+        source: the user's lines, as `core.counterexamples` writes them; None where they are
+            unknown.
         windows: the micro-batches of each window of an epoch; empty for a live run.
         wrong: index of the window in which the gradient is wrong, or None.
         details: further lines, as the console has them.
@@ -190,11 +219,15 @@ def read_violation(path: Path, shown: Path | None = None) -> ViolationPage:
             machine=machine_text(data.get("environment") or {}),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise UsageError(f"{path}: not a stored counterexample ({type(error).__name__}: {error})") from None
+        raise UsageError(
+            f"{path}: not a stored counterexample ({type(error).__name__}: {error})"
+        ) from None
 
 
 def stored_violations(reports: Path) -> tuple[tuple[ViolationPage, ...], tuple[str, ...]]:
-    """Return the pages of all stored counterexamples, and one line for each file that cannot be read."""
+    """Return the pages of all stored counterexamples, and one line for each file that cannot be
+    read.
+    """
     found, problems = [], []
     for path in sorted((reports / FOLDER).glob("*.json")):
         try:
@@ -226,16 +259,22 @@ def violation_page(
         machine: where it was found.
         stored: where its case is, seen from the folder of the records; empty where it is not there.
     """
-    # the words that `verify` printed: describing a case anew would need the layers' definitions, torch and JAX
+    # the words that `verify` printed: describing a case anew would need the layers' definitions,
+    # torch and JAX
     _, *case, example = violation.described or ("", "")
     after = violation.found_after
-    found = None if violation.command == "audit" or after is None else f"after {counted(after, 'case')}"
+    found = (
+        None if violation.command == "audit" or after is None else f"after {counted(after, 'case')}"
+    )
     return ViolationPage(
         key=f"violation-{name}",
         loop=loop,
         title=violation.title,
         explanation=violation.explanation,
-        facts=(*violation.facts, *([("found", found if after else "before any drawn case")] if found else ())),
+        facts=(
+            *violation.facts,
+            *([("found", found if after else "before any drawn case")] if found else ()),
+        ),
         windows=_windows(violation.case.plan) if violation.command == "verify" else (),
         wrong=violation.window,
         figures=_figures(name, violation.weights, evidence),
@@ -252,7 +291,10 @@ def violation_page(
 
 def _weights_table(weights: Sequence[Weight]) -> Table | None:
     rows = [
-        {"micro-batch": micro_batch(w), **{name: json_number(getattr(w, name)) for name in ("count", *WEIGHTS)}}
+        {
+            "micro-batch": micro_batch(w),
+            **{name: json_number(getattr(w, name)) for name in ("count", *WEIGHTS)},
+        }
         for w in weights
     ]
     return table("Weight of each item, by micro-batch", rows) if rows else None
@@ -270,16 +312,27 @@ def _figures(name: str, weights: Sequence[Weight], evidence: Rows) -> tuple[Figu
     found = []
     if weights:
         sentence = "; ".join(
-            f"micro-batch {micro_batch(w)}: expected {w.expected:.4g}, observed {w.observed:.4g}" for w in weights
+            f"micro-batch {micro_batch(w)}: expected {w.expected:.4g}, observed {w.observed:.4g}"
+            for w in weights
         )
-        caption = "Expected and observed weight of each item in the gradient of the step, by micro-batch."
-        found.append(Figure(f"{name}-weights", weights_plot(weights), f"{caption} {sentence}", caption))
+        caption = (
+            "Expected and observed weight of each item in the gradient of the step, by micro-batch."
+        )
+        found.append(
+            Figure(f"{name}-weights", weights_plot(weights), f"{caption} {sentence}", caption)
+        )
     for i, part in enumerate(evidence):
         total = prod(part["shape"])
         shown = prod(part[which][1] - part[which][0] for which in ("rows", "columns"))
         cut = "" if shown == total else ", around the worst"
-        caption = f"{part['parameter']}: {part['wrong']} of {total} elements differ by more than rounding allows{cut}."
+        caption = (
+            f"{part['parameter']}: {part['wrong']} of {total} elements differ by more than rounding"
+            f" allows{cut}."
+        )
         if part.get("missing"):
-            caption = f"{part['parameter']}: its gradient is None at the step; {total} elements are expected."
+            caption = (
+                f"{part['parameter']}: its gradient is None at the step; {total} elements are"
+                " expected."
+            )
         found.append(Figure(f"{name}-elements-{i}", elements_plot(part), caption, caption))
     return tuple(found)

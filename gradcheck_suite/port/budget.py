@@ -1,4 +1,6 @@
-"""How many candidates a search for a cause may try: a count, so that a verdict is the same on every machine."""
+"""How many candidates a search for a cause may try: a count, so that a verdict is the same on every
+machine.
+"""
 
 from __future__ import annotations
 
@@ -44,4 +46,8 @@ class Budget:
         """Why the search ended without a cause, where candidates are left that were not tried."""
         if self.stopped:
             return f"; the search for a cause was stopped after {SECONDS:.0f} s"
-        return "; the search for a cause ended before all candidates were tried" if self.left < 0 else ""
+        return (
+            "; the search for a cause ended before all candidates were tried"
+            if self.left < 0
+            else ""
+        )

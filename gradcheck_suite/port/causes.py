@@ -1,4 +1,7 @@
-"""The names of causes: what each means and what to do. `causes.txt` has the table: name | meaning | remedy."""
+"""The names of causes: what each means and what to do.
+
+`causes.txt` has the table: name | meaning | remedy.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,13 @@ CAUSES: dict[str, Cause] = {
 
 def meaning(name: str) -> str:
     """Return what a name stands for, or nothing where it says so itself."""
-    return " and ".join(CAUSES[p].meaning for p in name.split(" and ") if p in CAUSES and p != "unknown")
+    return " and ".join(
+        CAUSES[p].meaning for p in name.split(" and ") if p in CAUSES and p != "unknown"
+    )
 
 
 def remedy(name: str) -> str:
     """Return what to do about a cause, or nothing."""
-    return "; ".join(CAUSES[p].remedy for p in name.split(" and ") if p in CAUSES and p != "unknown")
+    return "; ".join(
+        CAUSES[p].remedy for p in name.split(" and ") if p in CAUSES and p != "unknown"
+    )

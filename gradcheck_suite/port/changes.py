@@ -20,8 +20,10 @@ class Hypothesis:
         cause: a name of `causes.CAUSES`.
         words: what the port does, as a clause.
         changes: index of a call -> what is done in its place.
-        leaves: leaf of the state or of the inputs -> function of its value, or the `Ref` of the leaf in its place.
-        at: index of the call that is the place, where it is not the one at which the difference is seen.
+        leaves: leaf of the state or of the inputs -> function of its value, or the `Ref` of the
+            leaf in its place.
+        at: index of the call that is the place, where it is not the one at which the difference is
+            seen.
         kind: `load` for a change of a parameter.
         path: the place, where it is not that of a call.
     """
@@ -38,18 +40,29 @@ class Hypothesis:
         """Return the same change of calls further on in the program."""
 
         def moved(ref: Any, by: int) -> Any:
-            return Ref(ref.kind + by, ref.index) if isinstance(ref, Ref) and isinstance(ref.kind, int) else ref
+            return (
+                Ref(ref.kind + by, ref.index)
+                if isinstance(ref, Ref) and isinstance(ref.kind, int)
+                else ref
+            )
 
         def shifted(change: Change) -> Change:
             def there(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
                 # the change speaks of tensors by their places in the first call
                 own = fill((call.args, call.kwargs), lambda ref: moved(ref, -by))
-                return change(replace(call, args=own[0], kwargs=own[1]), args, kwargs, lambda ref: get(moved(ref, by)))
+                return change(
+                    replace(call, args=own[0], kwargs=own[1]),
+                    args,
+                    kwargs,
+                    lambda ref: get(moved(ref, by)),
+                )
 
             return there
 
         changes = {i + by: shifted(c) for i, c in self.changes.items()}
-        return replace(self, changes=changes, leaves={}, at=None if self.at is None else self.at + by)
+        return replace(
+            self, changes=changes, leaves={}, at=None if self.at is None else self.at + by
+        )
 
 
 def dense(value: Any) -> Any:
@@ -96,7 +109,9 @@ class Given:
 
 
 def in_place_of(function: Callable[[Given], Any]) -> Change:
-    """Return the change of a call's first result, or of a list of them, to a function of its arguments."""
+    """Return the change of a call's first result, or of a list of them, to a function of its
+    arguments.
+    """
 
     def change(call: Call, args: Any, kwargs: Any, get: Any) -> list[Any]:
         value = function(Given(call, args, kwargs))
@@ -120,7 +135,9 @@ def of_operand(position: int, function: Callable[[Any], Any]) -> Change:
 
 def other_operand(position: int, other: Ref) -> Change:
     """Return the change of an operand to another tensor of the program."""
-    return lambda call, args, kwargs, get: of_operand(position, lambda v: get(other))(call, args, kwargs, get)
+    return lambda call, args, kwargs, get: of_operand(position, lambda v: get(other))(
+        call, args, kwargs, get
+    )
 
 
 def of_result(function: Callable[[Any], Any], number: int = 0) -> Change:

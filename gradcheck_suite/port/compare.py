@@ -17,13 +17,15 @@ from gradcheck_suite.run import environment
 def compare_port(
     module: Any, jax_model: Any = None, *inputs: Any, name: str | None = None, **options: Any
 ) -> PortResult:
-    """Return whether a JAX model is a torch module: outputs, gradients, updates, and where and why not.
+    """Return whether a JAX model is a torch module: outputs, gradients, updates, and where and why
+    not.
 
     The module's state is put back; it stays in float64.
 
     Args:
         module: a `torch.nn.Module`, or a `Port` alone.
-        jax_model: a function of `params` and the inputs, or a model of flax linen, flax nnx or Equinox.
+        jax_model: a function of `params` and the inputs, or a model of flax linen, flax nnx or
+            Equinox.
         inputs: numpy arrays that both get.
         name: of the pair in the verdict.
         options: the other attributes of `Port`, such as `params` and `load`, and those below.
@@ -37,14 +39,21 @@ def compare_port(
     given: Any = module
     if not isinstance(module, Port):
         try:
-            given = Port(module, jax_model, inputs=inputs, **{k: v for k, v in options.items() if k not in own})
+            given = Port(
+                module,
+                jax_model,
+                inputs=inputs,
+                **{k: v for k, v in options.items() if k not in own},
+            )
         except TypeError as error:
             raise UsageError(f"compare_port: {error}") from None
     pair, notes = as_port(given)
     return judged(pair, notes, name or type(pair.module).__name__, chosen)
 
 
-def judge_function(make: Callable[[], Any], label: str, options: PortOptions | None = None) -> PortResult:
+def judge_function(
+    make: Callable[[], Any], label: str, options: PortOptions | None = None
+) -> PortResult:
     """Return the verdict on the pair that a function returns.
 
     Args:

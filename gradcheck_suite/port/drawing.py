@@ -1,8 +1,9 @@
-"""Other inputs than those given: resampled ones, and ones of other sizes that Hypothesis draws and shrinks.
+"""Other inputs than those given: resampled ones, and ones of other sizes that Hypothesis draws and
+shrinks.
 
-A drawn input keeps the structure of the given one: padding stays on its side, one-hot rows stay one-hot, positions
-stay positions, symmetric matrices stay symmetric, whole numbers stay in their range. Beyond that nobody knows what the
-author's code is for.
+A drawn input keeps the structure of the given one: padding stays on its side, one-hot rows stay
+one-hot, positions stay positions, symmetric matrices stay symmetric, whole numbers stay in their
+range. Beyond that nobody knows what the author's code is for.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def _is_one_sided(rows: Array) -> bool:
 
 
 def _mask(value: Array, rng: np.random.Generator) -> Array:
-    """Return another mask: of rows that are padded on one side, on that side, with at least one element as before."""
+    """Return another mask: of rows that are padded on one side, on that side, with at least one
+    element as before.
+    """
     flat = value.reshape(-1, value.shape[-1]) if value.ndim else value.reshape(1, 1)
     rows = flat.astype(np.float64)
     n = rows.shape[1]
@@ -95,8 +98,14 @@ def _whole_numbers(old: Array, rng: np.random.Generator, kind: str) -> Array:
         return rng.choice(old.reshape(-1), old.shape)
     kept = old != low
     is_padded = old.ndim > 1 and bool(kept.any()) and _is_one_sided(kept.reshape(rows.shape))
-    least = int(low) + is_padded  # ids that are padded with the smallest one stay so, at the same end
-    new = rng.choice([least, int(high)], old.shape) if kind == "ends" else rng.integers(least, int(high) + 1, old.shape)
+    least = (
+        int(low) + is_padded
+    )  # ids that are padded with the smallest one stay so, at the same end
+    new = (
+        rng.choice([least, int(high)], old.shape)
+        if kind == "ends"
+        else rng.integers(least, int(high) + 1, old.shape)
+    )
     return (np.where(_mask(kept, rng), new, low) if is_padded else new).astype(old.dtype)
 
 
@@ -115,8 +124,14 @@ def _real_numbers(old: Array, rng: np.random.Generator, kind: str) -> Array:
         new = np.sort(new, -1)
     if _is_symmetric(old):
         new = (new + new.swapaxes(-1, -2)) / 2
-        new[..., np.arange(old.shape[-1]), np.arange(old.shape[-1])] = np.diagonal(old, axis1=-2, axis2=-1)
-    elif old.ndim and old.shape[-1] > 1 and np.allclose(np.linalg.norm(old.astype(float), axis=-1), 1, atol=1e-5):
+        new[..., np.arange(old.shape[-1]), np.arange(old.shape[-1])] = np.diagonal(
+            old, axis1=-2, axis2=-1
+        )
+    elif (
+        old.ndim
+        and old.shape[-1] > 1
+        and np.allclose(np.linalg.norm(old.astype(float), axis=-1), 1, atol=1e-5)
+    ):
         new = new / np.maximum(np.linalg.norm(new, axis=-1, keepdims=True), 1e-12)
     return np.asarray(new, old.dtype)
 
@@ -128,12 +143,22 @@ def _resized(value: Any, axis_of: Callable[[Array], list[tuple[int, int]]]) -> A
     for axis, size in axis_of(old):
         # a mask grows at its end, so that padding stays on its side
         place = np.arange(size)
-        place = np.minimum(place, old.shape[axis] - 1) if np.isin(old, (0, 1)).all() else place % old.shape[axis]
+        place = (
+            np.minimum(place, old.shape[axis] - 1)
+            if np.isin(old, (0, 1)).all()
+            else place % old.shape[axis]
+        )
         old = np.take(old, place, axis)
-        if np.asarray(value).dtype.kind in "iu" and (np.diff(np.asarray(value), axis=axis) == 1).all() and size > 1:
+        if (
+            np.asarray(value).dtype.kind in "iu"
+            and (np.diff(np.asarray(value), axis=axis) == 1).all()
+            and size > 1
+        ):
             start = np.take(old, [0], axis)
             shape = [-1 if i == axis else 1 for i in range(old.ndim)]
-            old = start + np.arange(size, dtype=old.dtype).reshape(shape)  # positions stay positions
+            old = start + np.arange(size, dtype=old.dtype).reshape(
+                shape
+            )  # positions stay positions
     return old
 
 
@@ -147,26 +172,39 @@ def drawn_point(base: Point, rows: int, length: int, kind: str, number: int) -> 
         kind: of `KINDS`.
         number: seed of the draw.
     """
-    arrays = [np.asarray(x) for x in (*base.inputs, *base.targets) if hasattr(x, "dtype") and np.ndim(x)]
+    arrays = [
+        np.asarray(x) for x in (*base.inputs, *base.targets) if hasattr(x, "dtype") and np.ndim(x)
+    ]
     sizes = [a.shape[0] for a in arrays]
     given_rows = max(set(sizes), key=sizes.count) if sizes else 0
-    lengths = [a.shape[1] for a in arrays if (a.dtype.kind in "iub" and a.ndim == 2) or (a.ndim == 3)]
+    lengths = [
+        a.shape[1] for a in arrays if (a.dtype.kind in "iub" and a.ndim == 2) or (a.ndim == 3)
+    ]
     given_length = max(set(lengths), key=lengths.count) if lengths else 0
 
     def axes(a: Array) -> list[tuple[int, int]]:
         found = [(0, rows)] if rows and a.shape[0] == given_rows else []
         if length and given_length:
-            found += [(i, max(given_length + length, 1)) for i in range(1, a.ndim) if a.shape[i] == given_length]
+            found += [
+                (i, max(given_length + length, 1))
+                for i in range(1, a.ndim)
+                if a.shape[i] == given_length
+            ]
         return found
 
     rng = np.random.default_rng(number)
     inputs = tuple(resampled(_resized(x, axes), rng, kind) for x in base.inputs)
-    targets = tuple(resampled(_resized(x, axes), rng, "given" if kind == "given" else "other") for x in base.targets)
+    targets = tuple(
+        resampled(_resized(x, axes), rng, "given" if kind == "given" else "other")
+        for x in base.targets
+    )
     return Point(inputs, targets)
 
 
 def one_sided(program: TorchProgram, runs: Sequence[TorchRun]) -> list[int]:
-    """Return the hinges of a loss, `max(x, 0)`, that are above zero at no element of any run, or at all of them."""
+    """Return the hinges of a loss, `max(x, 0)`, that are above zero at no element of any run, or at
+    all of them.
+    """
     found = []
     for index, call in enumerate(program.calls):
         is_limit = call.name in ("clamp", "clamp_min") and call.args[1:] == (0,)
@@ -177,8 +215,12 @@ def one_sided(program: TorchProgram, runs: Sequence[TorchRun]) -> list[int]:
     return found
 
 
-def binding_points(base: Point, program: TorchProgram, others: Sequence[Point], seed: int) -> list[Point]:
-    """Return inputs that drive the hinges of a loss to the side on which none of the given inputs has them."""
+def binding_points(
+    base: Point, program: TorchProgram, others: Sequence[Point], seed: int
+) -> list[Point]:
+    """Return inputs that drive the hinges of a loss to the side on which none of the given inputs
+    has them.
+    """
 
     def run(point: Point) -> TorchRun:
         given = {("input", i): as_tensor(x) for i, x in enumerate(point.inputs)}
@@ -213,7 +255,9 @@ def _scaled(base: Point, rng: np.random.Generator, number: int) -> Point:
     size = (1.0, -1.0, 0.1, 10.0, -10.0, 0.01)[number % 6]
     for i, x in enumerate(inputs):
         new = resampled(x, rng)
-        is_real = hasattr(x, "dtype") and np.asarray(x).dtype.kind == "f" and np.any(x != np.round(x))
+        is_real = (
+            hasattr(x, "dtype") and np.asarray(x).dtype.kind == "f" and np.any(x != np.round(x))
+        )
         inputs[i] = (size * new).astype(new.dtype) if is_real and np.any(np.asarray(x) < 0) else new
     return Point(tuple(inputs), tuple(resampled(x, rng) for x in base.targets))
 
@@ -228,7 +272,9 @@ def described(point: Point) -> tuple[str, ...]:
                 lines.append(f"{name} {i}: {value!r}"[:120])
                 continue
             flat = np.asarray(value).reshape(-1)
-            shown = ", ".join(f"{x:.6g}" if flat.dtype.kind == "f" else str(x) for x in flat[:SHOWN])
+            shown = ", ".join(
+                f"{x:.6g}" if flat.dtype.kind == "f" else str(x) for x in flat[:SHOWN]
+            )
             more = ", ..." if flat.size > SHOWN else ""
             lines.append(f"{name} {i}: {flat.dtype} {tuple(shape)}: {shown}{more}")
     return tuple(lines)

@@ -1,6 +1,7 @@
 """Families of hypotheses about a lost call: its usual mistakes, and how it may be wired otherwise.
 
-Each is a function of (search, place) that yields hypotheses; `FAMILIES` has their order, the usual ones first.
+Each is a function of (search, place) that yields hypotheses; `FAMILIES` has their order, the usual
+ones first.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ import torch
 
 from gradcheck_suite.port.changes import Given, Hypothesis, of_operand, of_result, other_operand
 from gradcheck_suite.port.matching import array
-from gradcheck_suite.port.mistakes import BASES, NORMS, REDUCING, is_activation, mistakes, over, smoothed
+from gradcheck_suite.port.mistakes import (
+    BASES,
+    NORMS,
+    REDUCING,
+    is_activation,
+    mistakes,
+    over,
+    smoothed,
+)
 from gradcheck_suite.port.number_sets import aligned
 from gradcheck_suite.port.search import LEAST, Family, Found, Search, behind, recomputed, walked
 from gradcheck_suite.port.torch_program import LOSS, Call, Change, Ref, TorchProgram, fill, flat
@@ -30,7 +39,12 @@ from gradcheck_suite.port.transforms import (
     transforms,
 )
 
-LINEAR: dict[Any, str] = {(1, 1): "unit-offset", (1, -1): "unit-offset", (-1, 0): "sign", (-1, 1): "one-minus"}
+LINEAR: dict[Any, str] = {
+    (1, 1): "unit-offset",
+    (1, -1): "unit-offset",
+    (-1, 0): "sign",
+    (-1, 1): "one-minus",
+}
 """Causes of a * x + b, by a and b."""
 ARITHMETIC = ("add", "mul", "div", "sub", "rsub")
 
@@ -43,29 +57,44 @@ def usual(search: Search, place: int) -> Iterator[Hypothesis]:
     args, kwargs = fill((call.args, call.kwargs), run.get)
     counted = any(_is_count(search, ref) for _, ref in search.positions(place))
     for hypothesis in mistakes(place, call, args, kwargs, run.seen[place][0]):
-        named = "index-offset" if counted and hypothesis.cause == "unit-offset" else hypothesis.cause
+        named = (
+            "index-offset" if counted and hypothesis.cause == "unit-offset" else hypothesis.cause
+        )
         if named == "axis":  # a mean and a deviation of one tensor go over the same axes
             beside = _readers_of_a_line(search, place, next(r for _, r in search.positions(place)))
             alike = [i for i in beside if re.fullmatch(REDUCING, search.program.calls[i].name)]
             if len(alike) > 1:
                 yield replace(hypothesis, changes=dict.fromkeys(alike, hypothesis.changes[place]))
         yield replace(hypothesis, cause=named)
-    # the kernel of an embedding bag checks no offsets; what sorts the indices of `index` says more than their order
-    for i, ref in search.positions(place) if not re.search("embedding_bag|^index$", call.name) else ():
+    # the kernel of an embedding bag checks no offsets; what sorts the indices of `index` says more
+    # than their order
+    for i, ref in (
+        search.positions(place) if not re.search("embedding_bag|^index$", call.name) else ()
+    ):
         if not (value := run.get(ref)).is_floating_point():
             for cause, words, function in transforms(value):
-                named = _OTHERS.get(cause, cause) if ref.kind == "state" else _transformed_as(search, place, ref, cause)
-                yield Hypothesis(named, f"{_named(search, ref)} {words}", {place: of_operand(i, function)})
+                named = (
+                    _OTHERS.get(cause, cause)
+                    if ref.kind == "state"
+                    else _transformed_as(search, place, ref, cause)
+                )
+                yield Hypothesis(
+                    named, f"{_named(search, ref)} {words}", {place: of_operand(i, function)}
+                )
 
 
 def _choosing(search: Search, place: int, depth: int) -> Iterator[int]:
     """Yield the calls before one that tell nothing, also past sums and products."""
     calls, status = search.program.calls, search.matching.status
-    return search.read_by([place], depth, lambda i: status[i] is None or calls[i].name in ARITHMETIC)
+    return search.read_by(
+        [place], depth, lambda i: status[i] is None or calls[i].name in ARITHMETIC
+    )
 
 
 def chosen_before(search: Search, place: int) -> Iterator[Hypothesis]:
-    """Yield mistakes of what chose, masked or moved the operands: its results are matched, or tell nothing."""
+    """Yield mistakes of what chose, masked or moved the operands: its results are matched, or tell
+    nothing.
+    """
     for hypothesis in _before(search, _choosing(search, place, 6), usual):
         refs = search.program.calls[hypothesis.at].refs if hypothesis.at is not None else []
         parameter = next((r for r in refs if r.kind == "state"), None)
@@ -94,22 +123,41 @@ def smoothings(search: Search, place: int) -> Iterator[Hypothesis]:
         return
     near = [place, *search.read_by([place], 6)]
     losses = [i for i in near if calls[i].name.startswith("nll_loss")]
-    is_smoothed = any(calls[r].name == "mul" for i in losses for r in search.program.readers.get(Ref(i, 0), []))
-    if len(losses) != 1 or (losses[0] == place) == is_smoothed:  # another sum has more than the two terms
+    is_smoothed = any(
+        calls[r].name == "mul" for i in losses for r in search.program.readers.get(Ref(i, 0), [])
+    )
+    if (
+        len(losses) != 1 or (losses[0] == place) == is_smoothed
+    ):  # another sum has more than the two terms
         return
     logp, target, weight, _, ignore = [*calls[losses[0]].args, None, 1, -100][:5]
     for share in (0.0, 0.1, 0.05, 0.2, 0.01, 0.15, 0.3, 0.02):
         for others in (False, True):
 
-            def smooth(c: Call, a: Any, k: Any, get: Any, share: float = share, others: bool = others) -> Any:
-                return [smoothed(get(logp), get(target), share, others=others, weight=get(weight), ignore=ignore)]
+            def smooth(
+                c: Call, a: Any, k: Any, get: Any, share: float = share, others: bool = others
+            ) -> Any:
+                return [
+                    smoothed(
+                        get(logp),
+                        get(target),
+                        share,
+                        others=others,
+                        weight=get(weight),
+                        ignore=ignore,
+                    )
+                ]
 
             whom = "the other classes" if others else "all classes"
-            yield Hypothesis("label-smoothing", f"label smoothing {share:g} shared by {whom}", {place: smooth})
+            yield Hypothesis(
+                "label-smoothing", f"label smoothing {share:g} shared by {whom}", {place: smooth}
+            )
 
 
 def reset_gates(search: Search, place: int) -> Iterator[Hypothesis]:
-    """Yield the reset gate of a GRU applied to the state before the product instead of to its result."""
+    """Yield the reset gate of a GRU applied to the state before the product instead of to its
+    result.
+    """
     calls = search.program.calls
     if calls[place].name.rstrip("_") != "mul":
         return
@@ -121,7 +169,9 @@ def reset_gates(search: Search, place: int) -> Iterator[Hypothesis]:
                     yield from _gates_of(place, (i, ref.index), bias, state, weight)
 
 
-def _gates_of(place: int, at: tuple[int, int], bias: Any, state: Any, weight: Any) -> Iterator[Hypothesis]:
+def _gates_of(
+    place: int, at: tuple[int, int], bias: Any, state: Any, weight: Any
+) -> Iterator[Hypothesis]:
     """Yield the other forms of a product of a gate with one part of an affine map of the state."""
     i, part = at
 
@@ -141,8 +191,12 @@ def _gates_of(place: int, at: tuple[int, int], bias: Any, state: Any, weight: An
 
     words = "the reset gate before the product with the recurrent weight"
     yield Hypothesis("gru-reset-gate", words, {place: early})
-    yield Hypothesis("missing-bias", "no bias in the product that the reset gate multiplies", {place: bare})
-    yield Hypothesis("gru-bias", "the recurrent bias added outside of the reset gate", {place: outside})
+    yield Hypothesis(
+        "missing-bias", "no bias in the product that the reset gate multiplies", {place: bare}
+    )
+    yield Hypothesis(
+        "gru-bias", "the recurrent bias added outside of the reset gate", {place: outside}
+    )
 
 
 def skipped(search: Search, place: int) -> Iterator[Hypothesis]:
@@ -162,24 +216,40 @@ def _left_out(search: Search, index: int) -> Iterator[Hypothesis]:
     made = run.seen[index][0]
     for i, ref in search.positions(index):
         value = run.get(ref)
-        if isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (made.shape, made.dtype):
+        if isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (
+            made.shape,
+            made.dtype,
+        ):
             words = f"without {call.name.strip('_')}"
             cause = missing(call, i)
-            if call.name.startswith("div") and i == 0 and _is_reduction_of(search, call.args[1], ref):
+            if (
+                call.name.startswith("div")
+                and i == 0
+                and _is_reduction_of(search, call.args[1], ref)
+            ):
                 cause = "missing-norm"
-            elif call.name.startswith("mul") and any(r != ref and _is_mask(array(run.get(r))) for r in call.refs):
+            elif call.name.startswith("mul") and any(
+                r != ref and _is_mask(array(run.get(r))) for r in call.refs
+            ):
                 cause = "missing-mask"
             yield Hypothesis(cause, words, {index: lambda c, a, k, g, r=ref: [g(r)]}, at=index)
-            if isinstance(ref.kind, int) and _adds_little(calls[ref.kind]):  # the epsilon goes with what it is for
+            if isinstance(ref.kind, int) and _adds_little(
+                calls[ref.kind]
+            ):  # the epsilon goes with what it is for
                 before = calls[ref.kind].args[0]
-                yield Hypothesis(cause, words, {index: lambda c, a, k, g, b=before: [g(b)]}, at=index)
+                yield Hypothesis(
+                    cause, words, {index: lambda c, a, k, g, b=before: [g(b)]}, at=index
+                )
 
 
 def _is_reduction_of(search: Search, ref: Any, whole: Ref) -> bool:
     """Return whether a tensor is computed from another one alone, by some reduction."""
     if not isinstance(ref, Ref) or not isinstance(ref.kind, int):
         return False
-    near = [search.program.calls[i] for i in (ref.kind, *search.read_by([ref.kind], 5, lambda i: i != whole.kind))]
+    near = [
+        search.program.calls[i]
+        for i in (ref.kind, *search.read_by([ref.kind], 5, lambda i: i != whole.kind))
+    ]
     return any(whole in c.refs for c in near) and any(re.fullmatch(REDUCING, c.name) for c in near)
 
 
@@ -194,8 +264,15 @@ def missing(call: Call, kept: int) -> str:
         other = call.args[1 - kept] if kept < 2 and len(call.args) > 1 else None
         is_bias = isinstance(other, Ref) and other.kind == "state" and "bias" in str(other.index)
         return "missing-bias" if is_bias else "missing-term"
-    named = {"mul": "missing-scale", "div": "missing-scale", "_softmax": "missing-softmax", "where": "missing-mask"}
-    return {**named, "masked_fill": "missing-mask"}.get(call.name if call.name in named else name, "missing-operation")
+    named = {
+        "mul": "missing-scale",
+        "div": "missing-scale",
+        "_softmax": "missing-softmax",
+        "where": "missing-mask",
+    }
+    return {**named, "masked_fill": "missing-mask"}.get(
+        call.name if call.name in named else name, "missing-operation"
+    )
 
 
 def scaled(search: Search, place: int) -> Iterator[Hypothesis]:
@@ -206,14 +283,20 @@ def scaled(search: Search, place: int) -> Iterator[Hypothesis]:
         words = f"the result {words}"
         if number is not None and call.name.rstrip("_") == "add" and cause != "scale":
             # x + eps with another eps: the sum has another number, and nothing is added
-            cause, words = "eps" if 0 < number < 1e-2 else "constant", f"{number + b:.6g} instead of {number:g}"
+            cause, words = (
+                "eps" if 0 < number < 1e-2 else "constant",
+                f"{number + b:.6g} instead of {number:g}",
+            )
         elif number is not None and call.name.rstrip("_") == "mul" and not b:
             words = f"{a * number:.9g} instead of {number:g}"
         yield Hypothesis(cause, words, {place: of_result(lambda o, a=a, b=b: a * o + b)})
     if call.name == "pow" and number is not None:
         for _, _, a, _ in _affine(search, run.get(call.args[0]).log(), np.log):
-            yield Hypothesis("constant", f"the exponent {a:.9g} instead of {number:g}", {
-                place: of_operand(1, lambda v, a=a: a)})  # fmt: skip
+            yield Hypothesis(
+                "constant",
+                f"the exponent {a:.9g} instead of {number:g}",
+                {place: of_operand(1, lambda v, a=a: a)},
+            )
     for i, ref in search.positions(place):
         # the port may compute torch's value too, and multiply it, or what it is moved to
         for source in dict.fromkeys([*_moves(search, ref), ref, *search.matching.sources(ref)]):
@@ -222,7 +305,9 @@ def scaled(search: Search, place: int) -> Iterator[Hypothesis]:
                 if source != ref and isinstance(source.kind, int):
                     change = {source.kind: of_result(function, source.index)}
                 if source == ref or isinstance(source.kind, int):
-                    yield Hypothesis(cause, f"{_named(search, source)} {words}", change, at=max(change))
+                    yield Hypothesis(
+                        cause, f"{_named(search, source)} {words}", change, at=max(change)
+                    )
 
 
 def _moves(search: Search, ref: Ref) -> list[Ref]:
@@ -246,15 +331,26 @@ def _scalings(search: Search, value: Any) -> Iterator[Transform]:
         theirs = aligned(numbers.arrays[i], mine)
         for axis in range(mine.ndim if theirs.shape == mine.shape else 0):
             others = tuple(d for d in range(mine.ndim) if d != axis)
-            factors = (theirs * mine).sum(others, keepdims=True) / (mine**2).sum(others, keepdims=True)
+            factors = (theirs * mine).sum(others, keepdims=True) / (mine**2).sum(
+                others, keepdims=True
+            )
             off = np.abs(factors * mine - theirs).max()
-            if off <= numbers.tolerance * np.abs(theirs).max() and 1 < factors.size <= mine.size / LEAST:
+            if (
+                off <= numbers.tolerance * np.abs(theirs).max()
+                and 1 < factors.size <= mine.size / LEAST
+            ):
                 put = torch.as_tensor(factors)
-                yield "scale", f"times another number for each part of axis {axis}", lambda v, f=put: v * f
+                yield (
+                    "scale",
+                    f"times another number for each part of axis {axis}",
+                    lambda v, f=put: v * f,
+                )
 
 
 def ratios(search: Search, place: int) -> Iterator[Hypothesis]:
-    """Yield that a sum is divided by another count, the same for all of it, or a scalar multiplied by one of sizes."""
+    """Yield that a sum is divided by another count, the same for all of it, or a scalar multiplied
+    by one of sizes.
+    """
     out = search.matching.run.seen[place][0]
     if not isinstance(out, torch.Tensor) or not out.any():
         return
@@ -268,7 +364,9 @@ def ratios(search: Search, place: int) -> Iterator[Hypothesis]:
             count = float(array(run.get(call.args[0])).reshape(-1)[most] / theirs[most])
             if abs(count - round(count)) < 1e-9 * count and round(count) in sizes:
                 words = f"{_named(search, call.args[1])} is {count:.9g}"
-                yield Hypothesis("count", words, {place: of_operand(1, lambda v, n=count: 0 * v + n)})
+                yield Hypothesis(
+                    "count", words, {place: of_operand(1, lambda v, n=count: 0 * v + n)}
+                )
         factor = float(theirs[0]) / float(out) if out.numel() == 1 else 1.0
         for a in sorted(sizes):
             b = a / factor if factor else 0.0
@@ -296,13 +394,19 @@ def constants(search: Search, place: int) -> Iterator[Hypothesis]:
                 if off and theirs.tobytes() not in tried:
                     tried.add(theirs.tobytes())
                     other = torch.as_tensor(theirs.copy())
-                    words = f"{_named(search, ref)} with {off} of its {mine.size} elements otherwise"
-                    yield Hypothesis("mask-elements", words, {place: of_operand(i, lambda v, o=other: o)})
+                    words = (
+                        f"{_named(search, ref)} with {off} of its {mine.size} elements otherwise"
+                    )
+                    yield Hypothesis(
+                        "mask-elements", words, {place: of_operand(i, lambda v, o=other: o)}
+                    )
         for k in list(numbers.of_size(value.numel()))[:40]:
             other = torch.as_tensor(np.array(aligned(numbers.arrays[k], mine)))
             if other.shape == value.shape:
                 at = int((other - value).abs().argmax())
-                words = f"{_named(search, ref)} with other numbers, such as {other.flatten()[at]:.6g}"
+                words = (
+                    f"{_named(search, ref)} with other numbers, such as {other.flatten()[at]:.6g}"
+                )
                 words += f" for {value.flatten()[at]:.6g}"
                 yield Hypothesis("constant", words, {place: of_operand(i, lambda v, o=other: o)})
 
@@ -315,14 +419,19 @@ def bases(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield that all tables of rotary or sinusoidal positions have another base."""
     tables = [k for k in search.matching.run.leaves if _is_constant(search, Ref(*k))]
     for base in BASES:
-        rebased = {k: v for k in tables if (v := _rebased(search.matching.run.leaves[k], base)) is not None}
+        rebased = {
+            k: v for k in tables if (v := _rebased(search.matching.run.leaves[k], base)) is not None
+        }
         if rebased:
             leaves = {k: lambda v, new=new: new for k, new in rebased.items()}
             yield Hypothesis("constant", f"the table of positions with base {base:g}", {}, leaves)
 
 
 def _rebased(x: Any, base: float) -> Any:
-    """Return a table of frequencies, or of sines and cosines of positions, with another base; None if it is none."""
+    """Return a table of frequencies, or of sines and cosines of positions, with another base.
+
+    None if it is none.
+    """
     sizes = [n for n in x.shape if n > 1]
     if not x.is_floating_point() or len(sizes) not in (1, 2):
         return None
@@ -339,15 +448,23 @@ def _rebased(x: Any, base: float) -> Any:
     layouts += [torch.cat((half, half)), half.repeat_interleave(2)] if sizes[-1] % 2 == 0 else []
     for exponents in layouts:
         for old in BASES:
-            if old != base and torch.allclose(made(exponents, old), rows, rtol=1e-4, atol=1e-6 * len(rows)):
+            if old != base and torch.allclose(
+                made(exponents, old), rows, rtol=1e-4, atol=1e-6 * len(rows)
+            ):
                 return made(exponents, base).reshape(x.shape)
     return None
 
 
 def _is_count(search: Search, ref: Ref) -> bool:
-    """Return whether a tensor has positions or other whole numbers that depend on no parameter and no input."""
+    """Return whether a tensor has positions or other whole numbers that depend on no parameter and
+    no input.
+    """
     value = search.matching.run.get(ref)
-    if not isinstance(value, torch.Tensor) or value.dtype == torch.bool or not _is_constant(search, ref):
+    if (
+        not isinstance(value, torch.Tensor)
+        or value.dtype == torch.bool
+        or not _is_constant(search, ref)
+    ):
         return False
     return bool((value.double() == value.double().round()).all())
 
@@ -355,7 +472,9 @@ def _is_count(search: Search, ref: Ref) -> bool:
 def _is_constant(search: Search, ref: Ref) -> bool:
     if isinstance(ref.kind, int):
         return all(_is_constant(search, r) for r in search.program.calls[ref.kind].refs)
-    return ref.kind == "constant" or (ref.kind == "state" and ref.index not in search.program.parameters)
+    return ref.kind == "constant" or (
+        ref.kind == "state" and ref.index not in search.program.parameters
+    )
 
 
 def _sizes_near(search: Search, place: int) -> set[int]:
@@ -367,8 +486,12 @@ def _sizes_near(search: Search, place: int) -> set[int]:
     return found
 
 
-def _affine(search: Search, value: Any, of: Callable[[Any], Any] = np.array) -> Iterator[tuple[str, str, float, float]]:
-    """Yield cause, words, a and b of each a * x + b that is a function of the numbers that the port alone has."""
+def _affine(
+    search: Search, value: Any, of: Callable[[Any], Any] = np.array
+) -> Iterator[tuple[str, str, float, float]]:
+    """Yield cause, words, a and b of each a * x + b that is a function of the numbers that the port
+    alone has.
+    """
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.numel() < 2:
         return
     mine = np.sort(array(value).reshape(-1))
@@ -387,12 +510,16 @@ def _affine(search: Search, value: Any, of: Callable[[Any], Any] = np.array) -> 
             fits = np.abs(a * ours + b - theirs).max() <= numbers.tolerance * largest
             scales, adds = abs(a - 1) > 1e-9, f"plus {b:.9g}" * bool(b)
             if fits and (scales or b) and (mine.size > 2 or not b):
-                cause = LINEAR.get((round(float(a), 9), round(b, 9)), "scale" if scales else "constant")
+                cause = LINEAR.get(
+                    (round(float(a), 9), round(b, 9)), "scale" if scales else "constant"
+                )
                 yield cause, f"times {a:.9g} {adds}".strip() if scales else adds, float(a), b
 
 
 def other_values(search: Search, place: int) -> Iterator[Hypothesis]:
-    """Yield that an operand is another value of the same shape: a parameter, an input, a result from before."""
+    """Yield that an operand is another value of the same shape: a parameter, an input, a result
+    from before.
+    """
     run, calls = search.matching.run, search.program.calls
     others = [(Ref(*key), value) for key, value in run.leaves.items()]
     others += [(Ref(i, j), v) for i in range(place - 1, -1, -1) for j, v in enumerate(run.seen[i])]
@@ -403,7 +530,9 @@ def other_values(search: Search, place: int) -> Iterator[Hypothesis]:
             if not isinstance(found, torch.Tensor) or found.shape != value.shape or len(seen) > 120:
                 continue
             # zeros, as of a state at its start, are tried as such
-            tells = found.dtype == value.dtype and (bool(found.any()) or not found.is_floating_point())
+            tells = found.dtype == value.dtype and (
+                bool(found.any()) or not found.is_floating_point()
+            )
             if tells and not any(found.is_set_to(v) for v in seen):
                 seen.append(found)
                 load = ref.kind == other.kind == "state"
@@ -427,7 +556,9 @@ def _why_taken(search: Search, place: int, ref: Ref, other: Ref) -> str:
         return "other-value" if other.kind == "state" else "other-input"
     if calls[place].name in ("add", "add_"):
         mine = calls[ref.kind].where if isinstance(ref.kind, int) else ""
-        return "other-value" if mine == calls[other.kind].where else "residual"  # of another time step
+        return (
+            "other-value" if mine == calls[other.kind].where else "residual"
+        )  # of another time step
     if "state" in producers:
         return "weight-transposed"
     for producer in producers:
@@ -439,14 +570,20 @@ def _why_taken(search: Search, place: int, ref: Ref, other: Ref) -> str:
 
 
 def exchanged_slices(search: Search, place: int) -> Iterator[Hypothesis]:
-    """Yield the exchange of a slice of a tensor with another slice of it, among what the operands are moved from."""
+    """Yield the exchange of a slice of a tensor with another slice of it, among what the operands
+    are moved from.
+    """
     calls, run = search.program.calls, search.matching.run
     for index in search.read_by([place], 6, lambda i: search.matching.status[i] is None):
         call = calls[index]
-        for k in search.program.readers.get(call.args[0], []) if call.name in ("slice", "select") else ():
+        for k in (
+            search.program.readers.get(call.args[0], []) if call.name in ("slice", "select") else ()
+        ):
             if calls[k].name == call.name and k != index and run.shape(k) == run.shape(index):
                 words = f"the parts at {call.where} and {calls[k].where} exchanged"
-                yield Hypothesis("parts-swapped", words, {index: _as_call(calls[k]), k: _as_call(call)}, at=index)
+                yield Hypothesis(
+                    "parts-swapped", words, {index: _as_call(calls[k]), k: _as_call(call)}, at=index
+                )
                 if call.name == "slice" and call.args[1] == calls[k].args[1]:
                     yield from _interleaved(search, index, k)
 
@@ -460,7 +597,10 @@ def _interleaved(search: Search, i: int, k: int) -> Iterator[Hypothesis]:
     if len(both) != 2 * len(mine[0]):
         return
     half = len(both) // 2
-    for words, parts in (("halves", (both[:half], both[half:])), ("interleaved", (both[::2], both[1::2]))):
+    for words, parts in (
+        ("halves", (both[:half], both[half:])),
+        ("interleaved", (both[::2], both[1::2])),
+    ):
         if list(parts[0]) not in mine:
             changes: dict[int, Change] = {}
             for index, part in zip((i, k), parts, strict=True):
@@ -483,14 +623,21 @@ def _of(search: Search, place: int, ref: Ref, transform: Transform) -> Hypothesi
     leaves = {(ref.kind, ref.index): function}
     if ref.kind != "state":
         return Hypothesis(cause, words, {}, leaves)
-    path, kind = str(ref.index).rpartition(".")[0], "forward" if cause in _USED_OTHERWISE else "load"
+    path, kind = (
+        str(ref.index).rpartition(".")[0],
+        "forward" if cause in _USED_OTHERWISE else "load",
+    )
     return Hypothesis(cause, words, {}, leaves, kind=kind, path=path)
 
 
 _WEIGHTS = {
-    "transposed": "weight-transposed", "permuted": "weight-permuted", "reversed": "weight-permuted",
-    "shifted": "weight-permuted", "ones": "missing-scale", "zeros": "unused-parameter",
-}  # fmt: skip
+    "transposed": "weight-transposed",
+    "permuted": "weight-permuted",
+    "reversed": "weight-permuted",
+    "shifted": "weight-permuted",
+    "ones": "missing-scale",
+    "zeros": "unused-parameter",
+}
 _OTHERS = {"ones": "constant"}
 _USED_OTHERWISE = ("missing-bias", "missing-scale", "unused-parameter")
 
@@ -514,7 +661,9 @@ def _transformed_as(search: Search, place: int, ref: Ref, cause: str) -> str:
 
 
 def weights(search: Search, place: int) -> Iterator[Hypothesis]:
-    """Yield that a parameter which the call reads is transposed, permuted, or left at zeros or ones."""
+    """Yield that a parameter which the call reads is transposed, permuted, or left at zeros or
+    ones.
+    """
     yield from _sources_transformed(search, place, lambda source: source.kind == "state")
 
 
@@ -531,24 +680,42 @@ def transformed(search: Search, place: int) -> Iterator[Hypothesis]:
     yield from _sources_transformed(search, place, lambda source: source not in operands)
 
 
-def _sources_transformed(search: Search, place: int, which: Callable[[Ref], bool]) -> Iterator[Hypothesis]:
-    for source in dict.fromkeys(s for _, ref in search.positions(place) for s in search.matching.sources(ref)):
+def _sources_transformed(
+    search: Search, place: int, which: Callable[[Ref], bool]
+) -> Iterator[Hypothesis]:
+    for source in dict.fromkeys(
+        s for _, ref in search.positions(place) for s in search.matching.sources(ref)
+    ):
         for transform in transforms(search.matching.run.get(source)) if which(source) else ():
             yield _of(search, place, source, transform)
 
 
-def _operands(search: Search, place: int, how: Callable[[Any], Iterator[Transform]]) -> Iterator[Hypothesis]:
+def _operands(
+    search: Search, place: int, how: Callable[[Any], Iterator[Transform]]
+) -> Iterator[Hypothesis]:
     for i, ref in search.positions(place):
         value = search.matching.run.get(ref)
-        for transform in how(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else ():
+        for transform in (
+            how(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else ()
+        ):
             changed = _of(search, place, ref, transform)
             for group in _groups(search, place, i, ref):
-                yield replace(changed, changes={k: of_operand(j, transform[2]) for k, j in group}, leaves={}, path=None)
+                yield replace(
+                    changed,
+                    changes={k: of_operand(j, transform[2]) for k, j in group},
+                    leaves={},
+                    path=None,
+                )
 
 
 def _groups(search: Search, place: int, position: int, ref: Ref) -> list[list[tuple[int, int]]]:
     """Return where a tensor is read: in a call, and in all calls of its line."""
-    every = [(k, j) for k in _readers_of_a_line(search, place, ref) for j, r in search.positions(k) if r == ref]
+    every = [
+        (k, j)
+        for k in _readers_of_a_line(search, place, ref)
+        for j, r in search.positions(k)
+        if r == ref
+    ]
     return [[(place, position)], every][: 1 + (len(every) > 1)]
 
 
@@ -567,27 +734,40 @@ def _up(search: Search, place: int) -> list[Ref]:
 
 
 def deep(search: Search, place: int) -> Iterator[Hypothesis]:
-    """Yield exchanges of values further up, which are not seen until elements of different places meet."""
+    """Yield exchanges of values further up, which are not seen until elements of different places
+    meet.
+    """
     for ref in _up(search, place)[:30]:
         for transform in transforms(search.matching.run.get(ref)):
-            if transform[0] in PERMUTING or (transform[0] == "index-offset" and ref.kind == "input"):
+            if transform[0] in PERMUTING or (
+                transform[0] == "index-offset" and ref.kind == "input"
+            ):
                 changed = _of(search, place, ref, transform)
                 yield replace(changed, at=ref.kind if isinstance(ref.kind, int) else None)
 
 
 def exchanged_parameters(search: Search, place: int) -> Iterator[Hypothesis]:
-    """Yield exchanges of parameters of equal shapes: of whole modules, of one tensor each, and within a module."""
+    """Yield exchanges of parameters of equal shapes: of whole modules, of one tensor each, and
+    within a module.
+    """
     modules: dict[str, list[str]] = {}
     for name in search.program.names:
-        if (value := search.matching.run.leaves["state", name]).is_floating_point() and value.numel() > 1:
+        if (
+            value := search.matching.run.leaves["state", name]
+        ).is_floating_point() and value.numel() > 1:
             modules.setdefault(name.rpartition(".")[0], []).append(name)
 
     def alike(x: str, y: str) -> bool:
-        return search.matching.run.leaves["state", x].shape == search.matching.run.leaves["state", y].shape
+        return (
+            search.matching.run.leaves["state", x].shape
+            == search.matching.run.leaves["state", y].shape
+        )
 
     def exchange(pairs: Sequence[tuple[str, str]], words: str, path: str) -> Hypothesis:
         swapped = {("state", x): Ref("state", y) for a, b in pairs for x, y in ((a, b), (b, a))}
-        return Hypothesis("swapped-parameters", f"{words} exchanged", {}, swapped, kind="load", path=path)
+        return Hypothesis(
+            "swapped-parameters", f"{words} exchanged", {}, swapped, kind="load", path=path
+        )
 
     near = [str(r.index).rpartition(".")[0] for r in _up(search, place) if r.kind == "state"]
     for a in list(dict.fromkeys(near))[:8]:  # the two directions of a recurrent layer
@@ -599,11 +779,18 @@ def exchanged_parameters(search: Search, place: int) -> Iterator[Hypothesis]:
                 words = f"the {taken} parameters of {a} in both directions"
                 yield Hypothesis("swapped-parameters", words, {}, shared, kind="load", path=a)
     for a in list(dict.fromkeys(near))[:8]:
-        for b in [b for b in _nearest_modules(a, modules)[:24] if b not in near or near.index(a) < near.index(b)]:
+        for b in [
+            b
+            for b in _nearest_modules(a, modules)[:24]
+            if b not in near or near.index(a) < near.index(b)
+        ]:
             pairs = list(zip(modules.get(a, []), modules[b], strict=False))
             if len(modules.get(a, [])) == len(modules[b]) and all(alike(x, y) for x, y in pairs):
                 yield exchange(pairs, f"the parameters of {a} and {b}", min(a, b))
-                yield from (exchange([p], " and ".join(p), min(a, b)) for p in pairs[: len(pairs) * (len(pairs) > 1)])
+                yield from (
+                    exchange([p], " and ".join(p), min(a, b))
+                    for p in pairs[: len(pairs) * (len(pairs) > 1)]
+                )
         for x, y in combinations(modules.get(a, []), 2):
             if alike(x, y):
                 yield exchange([(x, y)], f"{x} and {y}", a)
@@ -618,24 +805,40 @@ def _blocks_of_a_module(search: Search, path: str, names: Sequence[str]) -> Iter
         for k in (3, 4) if len(both) > 1 else ():
             for i, j in combinations(range(k), 2) if size % k == 0 and size > k else ():
                 words = f"blocks {i} and {j} of {k} of {' and '.join(both)} exchanged"
-                leaves = {("state", n): lambda v, b=(k, i, j): swapped_blocks_of(v, 0, *b) for n in both}
+                leaves = {
+                    ("state", n): lambda v, b=(k, i, j): swapped_blocks_of(v, 0, *b) for n in both
+                }
                 yield Hypothesis("blocks-swapped", words, {}, leaves, kind="load", path=path)
 
 
 def _nearest_modules(path: str, modules: Mapping[str, Any]) -> list[str]:
     parent, _, own = path.rpartition(".")
     others = [b for b in modules if b != path]
-    return sorted(others, key=lambda b: (b.rpartition(".")[0] != parent, b.rpartition(".")[2] != own))
+    return sorted(
+        others, key=lambda b: (b.rpartition(".")[0] != parent, b.rpartition(".")[2] != own)
+    )
 
 
 def rewired(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield that two tensors, or two numbers, are exchanged in what a line computes."""
     calls, run, own = search.program.calls, search.matching.run, search.program.calls[place]
-    inside = [place, *search.read_by([place], 4, lambda i: (calls[i].where, calls[i].path) == (own.where, own.path))]
-    line = [i for i in dict.fromkeys(inside) if (calls[i].where, calls[i].path) == (own.where, own.path)]
+    inside = [
+        place,
+        *search.read_by(
+            [place], 4, lambda i: (calls[i].where, calls[i].path) == (own.where, own.path)
+        ),
+    ]
+    line = [
+        i for i in dict.fromkeys(inside) if (calls[i].where, calls[i].path) == (own.where, own.path)
+    ]
     for i, k in combinations(line, 2):
         one, two = (c.args[1] if len(c.args) > 1 else None for c in (calls[i], calls[k]))
-        if calls[i].name == calls[k].name and isinstance(one, float) and isinstance(two, float) and one != two:
+        if (
+            calls[i].name == calls[k].name
+            and isinstance(one, float)
+            and isinstance(two, float)
+            and one != two
+        ):
             changes = {i: of_operand(1, lambda v, n=two: n), k: of_operand(1, lambda v, n=one: n)}
             yield Hypothesis("operands-swapped", f"{one:g} and {two:g} exchanged", changes)
     refs = list(dict.fromkeys(r for i in line for r in calls[i].refs))[:12]
@@ -647,7 +850,9 @@ def rewired(search: Search, place: int) -> Iterator[Hypothesis]:
             changes = {i: change for i in line if not {u, v}.isdisjoint(calls[i].refs)}
             exchanged = "order-of-parts" if own.name in ("cat", "stack") else "operands-swapped"
             cause = "other-input" if "input" in (u.kind, v.kind) else exchanged
-            yield Hypothesis(cause, f"{_named(search, u)} and {_named(search, v)} exchanged", changes)
+            yield Hypothesis(
+                cause, f"{_named(search, u)} and {_named(search, v)} exchanged", changes
+            )
 
 
 def _reading(instead: Mapping[Ref, Ref]) -> Change:
@@ -661,7 +866,9 @@ def _reading(instead: Mapping[Ref, Ref]) -> Change:
 
 
 def together(search: Search, place: int) -> Iterator[Hypothesis]:
-    """Yield that both operands of a product are permuted alike: heads and features exchanged, halves interleaved."""
+    """Yield that both operands of a product are permuted alike: heads and features exchanged,
+    halves interleaved.
+    """
     run, sources = search.matching.run, search.matching.sources
     operands = [ref for _, ref in search.positions(place)]
     if len(operands) != 2 or search.program.calls[place].name not in ("bmm", "mm", "matmul"):
@@ -673,29 +880,44 @@ def together(search: Search, place: int) -> Iterator[Hypothesis]:
             second = {t[1]: t for t in transforms(run.get(v)) if t[0] in PERMUTING}
             for first in transforms(run.get(u)):
                 if first[0] in PERMUTING and first[1] in second:
-                    one, two = (_of(search, place, r, t) for r, t in ((u, first), (v, second[first[1]])))
-                    yield replace(one, words=f"{one.words}, and {two.words}", changes=one.changes | two.changes)
+                    one, two = (
+                        _of(search, place, r, t) for r, t in ((u, first), (v, second[first[1]]))
+                    )
+                    yield replace(
+                        one,
+                        words=f"{one.words}, and {two.words}",
+                        changes=one.changes | two.changes,
+                    )
 
 
 def swapped_blocks(search: Search, place: int) -> Iterator[Hypothesis]:
     """Yield that a call, or the whole module that it is in, is done after what comes behind it."""
     program, run = search.program, search.matching.run
     calls = program.calls
-    modules = (list(own) for path, own in groupby(range(len(calls)), lambda i: calls[i].path) if path)
+    modules = (
+        list(own) for path, own in groupby(range(len(calls)), lambda i: calls[i].path) if path
+    )
     for block in ([place], *(own for own in modules if place in own and len(own) > 1)):
-        read = dict.fromkeys(r for i in block for r in calls[i].refs if r.kind not in block and r.kind != "state")
+        read = dict.fromkeys(
+            r for i in block for r in calls[i].refs if r.kind not in block and r.kind != "state"
+        )
         whole = [r for r in read if run.get(r).is_floating_point()]
-        for end in islice(walked(block[-1:], lambda i: program.readers.get(Ref(i, 0), []), 16), 20 * bool(whole)):
+        for end in islice(
+            walked(block[-1:], lambda i: program.readers.get(Ref(i, 0), []), 16), 20 * bool(whole)
+        ):
             if not calls[end].mutates and calls[end].path != LOSS:
                 first, second = calls[block[0]], calls[end]
                 named = first.path if len(block) > 1 else first.name.strip("_")
                 cause = "eps-place" if _adds_little(second) and "sqrt" in first.name else "order"
                 change = _exchanged(program, whole[0], Ref(block[-1], 0), end)
-                yield Hypothesis(cause, f"{second.name.strip('_')} before {named}", {end: change}, at=place)
+                yield Hypothesis(
+                    cause, f"{second.name.strip('_')} before {named}", {end: change}, at=place
+                )
 
 
 def _exchanged(program: TorchProgram, before: Ref, after: Ref, end: int) -> Change:
-    """Return the change of a call that is done before another one, which makes one tensor of another.
+    """Return the change of a call that is done before another one, which makes one tensor of
+    another.
 
     What comes behind a reduction is done for each element of the axes that it takes away.
     """
@@ -710,25 +932,41 @@ def _exchanged(program: TorchProgram, before: Ref, after: Ref, end: int) -> Chan
             axes = over(Given(call, *fill((call.args, call.kwargs), get)))
             front = list(range(len(axes)))
             parts = given.movedim(axes, front)
-            each = torch.vmap(lambda v: late(v.view_as(get(after))))(parts.flatten(0, len(axes) - 1))
+            each = torch.vmap(lambda v: late(v.view_as(get(after))))(
+                parts.flatten(0, len(axes) - 1)
+            )
             moved = each.unflatten(0, parts.shape[: len(axes)]).movedim(front, axes)
         else:
             moved = late(given)
-        return [_with_others(program, after.kind, {before: moved}, get).view_as(flat(last.op(*a, **k))[0])]
+        return [
+            _with_others(program, after.kind, {before: moved}, get).view_as(
+                flat(last.op(*a, **k))[0]
+            )
+        ]
 
     return change
 
 
 def _adds_little(call: Call) -> bool:
-    return call.name in ("add", "add_") and isinstance(call.args[1], float) and 0 < call.args[1] < 1e-2
+    return (
+        call.name in ("add", "add_") and isinstance(call.args[1], float) and 0 < call.args[1] < 1e-2
+    )
 
 
-def _with_others(program: TorchProgram, wanted: int, instead: Mapping[Ref, Any], get: Callable[[Any], Any]) -> Any:
+def _with_others(
+    program: TorchProgram, wanted: int, instead: Mapping[Ref, Any], get: Callable[[Any], Any]
+) -> Any:
     """Return the first result of a call, computed again with other tensors in place of some."""
     given = [r.kind for r in instead]
-    affected = behind(program, (k for k in given if isinstance(k, int)), [(r.kind, r.index) for r in instead])
+    affected = behind(
+        program, (k for k in given if isinstance(k, int)), [(r.kind, r.index) for r in instead]
+    )
     return recomputed(
-        program, wanted, affected.difference(given), lambda r: instead[r] if r in instead else get(r), {}
+        program,
+        wanted,
+        affected.difference(given),
+        lambda r: instead[r] if r in instead else get(r),
+        {},
     )[0]
 
 
@@ -760,7 +998,9 @@ FAMILIES: tuple[tuple[Family, str], ...] = (
 
 
 def reordered(search: Search, ends: list[Ref]) -> Found | None:
-    """Return what happened to outputs of which the port has all numbers, in another order or at other positions."""
+    """Return what happened to outputs of which the port has all numbers, in another order or at
+    other positions.
+    """
     before = search.test(0, Hypothesis("", ""))
     if before is None:
         return None
@@ -768,7 +1008,11 @@ def reordered(search: Search, ends: list[Ref]) -> Found | None:
     last = [e.kind for e in ends if isinstance(e.kind, int)]
     moved = [*last, *search.read_by(last, 6, lambda i: search.matching.status[i] is None)]
     for hypothesis in (h for i in moved for h in usual(search, i)):
-        found = search.test(next(iter(hypothesis.changes)), hypothesis) if search.budget.spend() else None
+        found = (
+            search.test(next(iter(hypothesis.changes)), hypothesis)
+            if search.budget.spend()
+            else None
+        )
         if found is not None and found.error < min(0.5 * before.error, best.error if best else 1.0):
             best = found
             if best.error <= search.close:
@@ -778,7 +1022,11 @@ def reordered(search: Search, ends: list[Ref]) -> Found | None:
         for source in dict.fromkeys([end, *search.matching.sources(end)]):
             place = source.kind if isinstance(source.kind, int) else 0
             for transform in transforms(search.matching.run.get(source)):
-                found = search.test(place, _of(search, place, source, transform)) if search.budget.spend() else None
+                found = (
+                    search.test(place, _of(search, place, source, transform))
+                    if search.budget.spend()
+                    else None
+                )
                 if found is not None and found.error <= search.close:
                     return found
     return best

@@ -47,8 +47,12 @@ class GradientFault:
     repairs: Repairs | None
 
 
-def wrong_gradients(sides: Sides, point: Point, expected: Mapping[str, Array], skip: set[str]) -> dict[str, float]:
-    """Return the parameters whose gradients differ by more than rounding, with the relative error of each."""
+def wrong_gradients(
+    sides: Sides, point: Point, expected: Mapping[str, Array], skip: set[str]
+) -> dict[str, float]:
+    """Return the parameters whose gradients differ by more than rounding, with the relative error
+    of each.
+    """
     theirs, allowed = sides.jax_run(point).gradients, sides.bounds(point).gradients
     pulled, unknown = sides.pulled(theirs), not sides.map.complete
     largest = max((float(np.abs(g).max(initial=0.0)) for g in expected.values()), default=0.0)
@@ -63,14 +67,23 @@ def wrong_gradients(sides: Sides, point: Point, expected: Mapping[str, Array], s
                 found[name] = off
             continue
         difference = np.abs(pulled[name] - gradient)
-        off = float(np.where(np.isnan(difference) & ~np.isnan(gradient), np.inf, difference).max(initial=0.0))
+        off = float(
+            np.where(np.isnan(difference) & ~np.isnan(gradient), np.inf, difference).max(
+                initial=0.0
+            )
+        )
         if off > allowed[name]:
             found[name] = off / size
     return found
 
 
-def along_directions(sides: Sides, name: str, gradient: Array, theirs: list[Array], size: float) -> float:
-    """Return how far derivatives in random directions of a parameter differ; `load` is differentiated numerically."""
+def along_directions(
+    sides: Sides, name: str, gradient: Array, theirs: list[Array], size: float
+) -> float:
+    """Return how far derivatives in random directions of a parameter differ.
+
+    `load` is differentiated numerically.
+    """
     if sides.pair.load is None:
         return 0.0
     worst, rng, step = 0.0, np.random.default_rng(3), 1e-5
@@ -86,22 +99,34 @@ def along_directions(sides: Sides, name: str, gradient: Array, theirs: list[Arra
         total = 0.0
         for slope, high, low in zip(theirs, *ends, strict=True):
             if slope is not None and np.asarray(high).dtype.kind == "f":
-                total += float((np.asarray(slope) * (np.asarray(high) - np.asarray(low))).sum()) / (2 * step)
+                total += float((np.asarray(slope) * (np.asarray(high) - np.asarray(low))).sum()) / (
+                    2 * step
+                )
         norm = max(float(np.sqrt((gradient**2).sum())), size)
         worst = max(worst, abs(total - float((gradient * direction).sum())) / norm)
     return worst
 
 
 def _frontier(sides: Sides, point: Point, run: TorchRun, names: Iterable[str]) -> list[int]:
-    """Return the calls through which wrong gradients come from right cotangents, the last ones first."""
+    """Return the calls through which wrong gradients come from right cotangents, the last ones
+    first.
+    """
     program, bounds = sides.torch_program(point), sides.bounds(point)
     theirs = [g for g in sides.jax_run(point).gradients if g is not None]
     tolerance = max(10 * RESOLUTION, bounds.outputs if bounds.rounded else 0.0)
     numbers = Numbers([*sides.cotangents(point), *theirs], tolerance)
     every = {Ref(i, j): v for i, values in enumerate(run.values) for j, v in enumerate(values)}
-    tensors = {r: v for r, v in every.items() if torch.is_tensor(v) and v.requires_grad and v.is_floating_point()}
-    grads = torch.autograd.grad(run.loss, list(tensors.values()), allow_unused=True, retain_graph=True)
-    status = {ref: numbers.holds(array(g)) for ref, g in zip(tensors, grads, strict=True) if g is not None}
+    tensors = {
+        r: v
+        for r, v in every.items()
+        if torch.is_tensor(v) and v.requires_grad and v.is_floating_point()
+    }
+    grads = torch.autograd.grad(
+        run.loss, list(tensors.values()), allow_unused=True, retain_graph=True
+    )
+    status = {
+        ref: numbers.holds(array(g)) for ref, g in zip(tensors, grads, strict=True) if g is not None
+    }
     found, seen, todo = set[int](), set[Ref](), [Ref("state", n) for n in names]
     while todo:
         ref = todo.pop()
@@ -109,7 +134,9 @@ def _frontier(sides: Sides, point: Point, run: TorchRun, names: Iterable[str]) -
             continue
         seen.add(ref)
         for reader in program.readers.get(ref, []):
-            outs = [out for j in range(len(run.values[reader])) if (out := Ref(reader, j)) in status]
+            outs = [
+                out for j in range(len(run.values[reader])) if (out := Ref(reader, j)) in status
+            ]
             if any(status[out] is False for out in outs):
                 todo += outs
             elif outs:
@@ -118,7 +145,12 @@ def _frontier(sides: Sides, point: Point, run: TorchRun, names: Iterable[str]) -
 
 
 def place_gradient(
-    sides: Sides, point: Point, repairs: Repairs, wrong: Mapping[str, float], skip: set[str], budget: Budget
+    sides: Sides,
+    point: Point,
+    repairs: Repairs,
+    wrong: Mapping[str, float],
+    skip: set[str],
+    budget: Budget,
 ) -> GradientFault:
     """Return where gradients part, and which change of torch's backward explains it."""
     program, jax_program = sides.torch_program(point), sides.jax_program(point)
@@ -131,7 +163,10 @@ def place_gradient(
         if not budget.spend():
             break
         at = min(hypothesis.changes) if hypothesis.at is None else hypothesis.at
-        scopes = [hypothesis.changes, *(repeated(program, hypothesis, alike) for alike in ALIKE[-2:])]
+        scopes = [
+            hypothesis.changes,
+            *(repeated(program, hypothesis, alike) for alike in ALIKE[-2:]),
+        ]
         for changes in {tuple(changes): changes for changes in scopes}.values():
             try:
                 changed = repairs.plus(replace(hypothesis, changes=changes))
@@ -142,7 +177,11 @@ def place_gradient(
             if not left:
                 at = min(at, *changes) if len(changes) > len(hypothesis.changes) else at
                 return GradientFault(at, hypothesis.cause, hypothesis.words, {}, changed)
-            if len(left) < len(wrong) and set(left) <= set(wrong) and (best is None or len(left) < len(best.left)):
+            if (
+                len(left) < len(wrong)
+                and set(left) <= set(wrong)
+                and (best is None or len(left) < len(best.left))
+            ):
                 best = GradientFault(at, hypothesis.cause, hypothesis.words, left, changed)
     if best is not None and not budget.stopped:
         return best
@@ -161,7 +200,11 @@ def _some(names: Mapping[str, float]) -> str:
 
 def own_rule(program: JaxProgram) -> str:
     """Return `file:line` of the author's rule for a derivative, or nothing."""
-    rules = [e for e in program.all_equations if e.primitive.name in CUSTOM and e.primitive.name != "custom_jvp_call"]
+    rules = [
+        e
+        for e in program.all_equations
+        if e.primitive.name in CUSTOM and e.primitive.name != "custom_jvp_call"
+    ]
     return next((where for e in rules if (where := line_of(e))), "")
 
 
@@ -180,13 +223,18 @@ def _at_call(program: TorchProgram, run: TorchRun, index: int) -> Iterator[Hypot
             words = "a gradient of the padding row"
             yield Hypothesis("padding-gradient", words, {index: lambda c, a, k, g: c.op(*a[:2])})
         for row in (0, 1):
-            yield Hypothesis("padding-gradient", f"no gradient of row {row}", {
-                index: lambda c, a, k, g, r=row: c.op(*a[:2], r)})  # fmt: skip
+            yield Hypothesis(
+                "padding-gradient",
+                f"no gradient of row {row}",
+                {index: lambda c, a, k, g, r=row: c.op(*a[:2], r)},
+            )
     refs = [(i, r) for i, r in enumerate(pytree.tree_leaves(call.args)) if isinstance(r, Ref)]
     for ref in call.refs:
         at = _producer(program, run, ref, index)
         what = program.calls[at].name.strip("_") if at != index else str(ref.index)
-        yield Hypothesis("stop-gradient", f"no gradient through {what}", {index: _stopped(call, ref)}, at=at)
+        yield Hypothesis(
+            "stop-gradient", f"no gradient through {what}", {index: _stopped(call, ref)}, at=at
+        )
     words = f"no gradient through {call.name.strip('_')}"
     yield Hypothesis("stop-gradient", words, {index: of_result(lambda v: v.detach())}, at=index)
     for factor in FACTORS:
@@ -196,12 +244,18 @@ def _at_call(program: TorchProgram, run: TorchRun, index: int) -> Iterator[Hypot
     out = run.values[index][0]
     for _, ref in refs:
         if run.get(ref).shape == out.shape:
-            yield Hypothesis("straight-through", "the gradient of the identity", {
-                index: lambda c, a, k, g, r=ref: [g(r) + (c.op(*a, **k) - g(r)).detach()]})  # fmt: skip
+            yield Hypothesis(
+                "straight-through",
+                "the gradient of the identity",
+                {index: lambda c, a, k, g, r=ref: [g(r) + (c.op(*a, **k) - g(r)).detach()]},
+            )
 
 
 def _stopped(call: Call, ref: Ref) -> Change:
-    """Return the change that detaches an operand of a call; in the calls of other layers, the one at the same place."""
+    """Return the change that detaches an operand of a call.
+
+    In the calls of other layers, the one at the same place.
+    """
     places = {n for n, r in enumerate(call.refs) if r == ref}
 
     def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
@@ -237,7 +291,9 @@ def _with_more(program: TorchProgram) -> Iterator[Hypothesis]:
         if inside and start is None:
             start = i
         elif not inside and start is not None:
-            yield Hypothesis("missing-stop-gradient", words, dict.fromkeys(range(start, i), free), at=i - 1)
+            yield Hypothesis(
+                "missing-stop-gradient", words, dict.fromkeys(range(start, i), free), at=i - 1
+            )
             start = None
     exchanged: dict[int, Change] = {}
     for i in (i for i in sorted(program.needed) if program.calls[i].name == "detach"):
@@ -252,7 +308,9 @@ def _with_more(program: TorchProgram) -> Iterator[Hypothesis]:
 
 
 def _other_stopped(detached: Ref, source: Ref) -> Change:
-    """Return the change of a call that reads a detached tensor: it reads that as it was, and the others detached."""
+    """Return the change of a call that reads a detached tensor: it reads that as it was, and the
+    others detached.
+    """
 
     def change(call: Call, args: Any, kwargs: Any, get: Any) -> Any:
         read = lambda r: get(source) if r == detached else get(r).detach()  # noqa: E731 - one use

@@ -1,8 +1,10 @@
-"""A JAX function as equations: outputs, gradients and every intermediate value, each from one compiled program.
+"""A JAX function as equations: outputs, gradients and every intermediate value, each from one
+compiled program.
 
-Equations are evaluated in float64 whatever dtype they name: a port that casts to float32 is judged as the function
-that it means. What it computed in float32 before it was traced, such as a table of sines, stays rounded; `shift`
-moves such numbers by about their rounding, so that its effect can be measured.
+Equations are evaluated in float64 whatever dtype they name: a port that casts to float32 is judged
+as the function that it means. What it computed in float32 before it was traced, such as a table of
+sines, stays rounded; `shift` moves such numbers by about their rounding, so that its effect can be
+measured.
 """
 
 from __future__ import annotations
@@ -26,10 +28,22 @@ from gradcheck_suite.reference.programs import PROGRAMS, ProgramRequest
 LOW = (np.dtype("float32"), np.dtype("float16"), jnp.dtype("bfloat16"))
 DTYPES = ("new_dtype", "preferred_element_type", "dtype")
 INLINE = frozenset(
-    ["jit", "pjit", "closed_call", "core_call", "core_closed_call", "remat", "remat2", "checkpoint", "custom_lin"]
+    [
+        "jit",
+        "pjit",
+        "closed_call",
+        "core_call",
+        "core_closed_call",
+        "remat",
+        "remat2",
+        "checkpoint",
+        "custom_lin",
+    ]
 )
 CUSTOM = frozenset(["custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"])
-RANDOM = frozenset(["random_bits", "threefry2x32", "random_seed", "random_split", "rng_bit_generator"])
+RANDOM = frozenset(
+    ["random_bits", "threefry2x32", "random_seed", "random_split", "rng_bit_generator"]
+)
 TABLE_MARGIN = 16.0
 """Units roundoff by which a number of a table may be off that was computed in float32."""
 DIGITS = 6
@@ -65,7 +79,9 @@ def _open(jaxpr: Any) -> tuple[Any, list[Any]]:
 def _inside(eqn: Any, custom: bool) -> Any:
     """Return the jaxpr of an equation that is a call, or None."""
     if eqn.primitive.name in INLINE or (custom and eqn.primitive.name in CUSTOM):
-        return next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
+        return next(
+            (eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None
+        )
     return None
 
 
@@ -74,14 +90,18 @@ def _is_low(value: Any) -> bool:
 
 
 def lifted(value: Any) -> Any:
-    """Return an array of float64 or complex numbers in place of one of a lower dtype; anything else as it is."""
+    """Return an array of float64 or complex numbers in place of one of a lower dtype.
+
+    Anything else as it is.
+    """
     if getattr(value, "dtype", None) == np.dtype("complex64"):
         return value.astype(np.complex128)
     return value.astype(np.float64) if _is_low(value) else value
 
 
 def meant(value: Array) -> tuple[Array, Array]:
-    """Return float32 numbers as the decimals that were meant, and which of them are none and thus rounded.
+    """Return float32 numbers as the decimals that were meant, and which of them are none and thus
+    rounded.
 
     Args:
         value: any shape, of a float dtype lower than float64.
@@ -95,11 +115,12 @@ def meant(value: Array) -> tuple[Array, Array]:
 
 
 def table(value: Any) -> tuple[Array, Array | None]:
-    """Return the numbers of a float32 table, also of one that is kept in float64, as they were meant, and a move.
+    """Return the numbers of a float32 table, also of one that is kept in float64, as they were
+    meant, and a move.
 
-    The move of each number, with a random sign, is as many units roundoff as its rounding may have cost, times the
-    largest number: sines of rounded positions are off by more than one, and by the more the larger the position is.
-    The move is None where nothing is rounded.
+    The move of each number, with a random sign, is as many units roundoff as its rounding may have
+    cost, times the largest number: sines of rounded positions are off by more than one, and by the
+    more the larger the position is. The move is None where nothing is rounded.
     """
     wide = np.asarray(value)
     low = wide if _is_low(wide) else wide.astype(np.float32)
@@ -112,7 +133,9 @@ def table(value: Any) -> tuple[Array, Array | None]:
     units = np.full(number.shape, TABLE_MARGIN)
     if number.ndim and largest <= 1:
         axis = int(np.argmax(number.shape))
-        units += 2 * np.arange(number.shape[axis]).reshape([-1 if d == axis else 1 for d in range(number.ndim)])
+        units += 2 * np.arange(number.shape[axis]).reshape(
+            [-1 if d == axis else 1 for d in range(number.ndim)]
+        )
     sign = np.where(np.random.default_rng(number.size).random(number.shape) < 0.5, -1.0, 1.0)
     return number, units * largest * sign * rounded
 
@@ -121,7 +144,8 @@ class Interpreter:
     """Evaluates a jaxpr.
 
     Args:
-        custom: whether functions with a rule for their derivative are entered; the rule is then not used.
+        custom: whether functions with a rule for their derivative are entered; the rule is then not
+            used.
         shift: unit roundoff by which rounded numbers are moved.
     """
 
@@ -129,8 +153,13 @@ class Interpreter:
         self._custom, self._shift = custom, shift
         self.rounded = False
 
-    def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], eps: Any = None) -> tuple[list[Any], Any]:
-        """Return the results and, for each equation, what is inside and its `Result`s; those of `eps` are added."""
+    def run(
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], eps: Any = None
+    ) -> tuple[list[Any], Any]:
+        """Return the results and, for each equation, what is inside and its `Result`s.
+
+        Those of `eps` are added.
+        """
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, map(self._constant, consts), strict=True))
         env |= dict(zip(jaxpr.invars, map(lifted, args), strict=True))
 
@@ -140,7 +169,9 @@ class Interpreter:
         records = []
         for i, eqn in enumerate(jaxpr.eqns):
             mine = None if eps is None else eps[i]
-            outs, inside = self._equation(eqn, [read(v) for v in eqn.invars], None if mine is None else mine[0])
+            outs, inside = self._equation(
+                eqn, [read(v) for v in eqn.invars], None if mine is None else mine[0]
+            )
             kept: list[Result] = []
             for j, out in enumerate(outs):
                 if jnp.issubdtype(jnp.result_type(out), jnp.inexact):
@@ -167,7 +198,9 @@ class Interpreter:
             inner = eqn.params["call_jaxpr"]  # its rule is for float32
         if inner is not None:
             jaxpr, consts = _open(inner)
-            outs, inside = self.run(jaxpr, consts, values, eps if _inside(eqn, self._custom) is not None else None)
+            outs, inside = self.run(
+                jaxpr, consts, values, eps if _inside(eqn, self._custom) is not None else None
+            )
             return list(outs), inside if _inside(eqn, self._custom) is not None else []
         if name == "scan":
             return self._scan(eqn, values, eps)
@@ -181,7 +214,9 @@ class Interpreter:
         params, name = dict(eqn.params), eqn.primitive.name
         if name == "reduce_precision":
             return values[:1]
-        opaque = name in CUSTOM or any(isinstance(v, jex.Jaxpr | jex.ClosedJaxpr) for v in params.values())
+        opaque = name in CUSTOM or any(
+            isinstance(v, jex.Jaxpr | jex.ClosedJaxpr) for v in params.values()
+        )
         if opaque:
             self.rounded |= any(_is_low(v.aval) for v in eqn.invars)
             values = [_cast(v, var.aval) for v, var in zip(values, eqn.invars, strict=True)]
@@ -191,7 +226,8 @@ class Interpreter:
                     params[key] = np.dtype("float64")
             values = [lifted(v) for v in values]
         given = eqn.primitive.get_bind_params(params)
-        # JAX 0.9 gives the functions that come before the values apart from the parameters, later ones among them
+        # JAX 0.9 gives the functions that come before the values apart from the parameters, later
+        # ones among them
         functions, given = given if isinstance(given, tuple) else ([], given)
         out = eqn.primitive.bind(*functions, *values, **given)
         outs = list(out) if eqn.primitive.multiple_results else [out]
@@ -208,16 +244,22 @@ class Interpreter:
             return outs[: len(carry)], (outs[len(carry) :], inside)
 
         start = [c if _is_key(c) else lifted(jnp.asarray(c)) for c in carry]
-        end, (ys, inside) = jax.lax.scan(body, start, (xs, eps), length=p["length"], reverse=p["reverse"])
+        end, (ys, inside) = jax.lax.scan(
+            body, start, (xs, eps), length=p["length"], reverse=p["reverse"]
+        )
         return [*end, *ys], inside
 
     def _while(self, eqn: Any, values: list[Any]) -> list[Any]:
         p = eqn.params
         test, body = _open(p["cond_jaxpr"]), _open(p["body_jaxpr"])
         for_test, for_body, carry = _cut(values, p["cond_nconsts"], p["body_nconsts"])
-        return list(jax.lax.while_loop(
-            lambda c: self.run(*test, [*for_test, *c])[0][0], lambda c: self.run(*body, [*for_body, *c])[0],
-            [lifted(c) for c in carry]))  # fmt: skip
+        return list(
+            jax.lax.while_loop(
+                lambda c: self.run(*test, [*for_test, *c])[0][0],
+                lambda c: self.run(*body, [*for_body, *c])[0],
+                [lifted(c) for c in carry],
+            )
+        )
 
     def _cond(self, eqn: Any, values: list[Any], eps: Any) -> tuple[list[Any], Any]:
         index, *args = values
@@ -239,13 +281,19 @@ def _cut(values: list[Any], first: int, second: int) -> tuple[list[Any], list[An
 
 
 def _cast(value: Any, aval: Any) -> Any:
-    return jnp.asarray(value).astype(aval.dtype) if getattr(value, "dtype", None) != aval.dtype else value
+    return (
+        jnp.asarray(value).astype(aval.dtype)
+        if getattr(value, "dtype", None) != aval.dtype
+        else value
+    )
 
 
 def line_of(eqn: Any) -> str:
     """Return `file:line` of the innermost frame of the author's code that made an equation."""
     trace = eqn.source_info.traceback
-    return first_of_author((frame.file_name, frame.line_num) for frame in (trace.frames if trace is not None else ()))
+    return first_of_author(
+        (frame.file_name, frame.line_num) for frame in (trace.frames if trace is not None else ())
+    )
 
 
 def _with_inner(closed: Any) -> Iterator[tuple[Any, list[Any]]]:
@@ -265,10 +313,17 @@ def equations_in(jaxpr: Any) -> list[Any]:
 
 
 def digest(closed: Any) -> str:
-    """Return a name of what a jaxpr computes, the same in every process: its text and its constants."""
+    """Return a name of what a jaxpr computes, the same in every process: its text and its
+    constants.
+    """
     digest = hashlib.sha256(re.sub(r"0x[0-9a-f]+|\bat \S+>", "", str(closed)).encode())
     for jaxpr, consts in _with_inner(closed):
-        arrays = [v.val for e in jaxpr.eqns for v in e.invars if isinstance(v, jex.Literal) and np.ndim(v.val)]
+        arrays = [
+            v.val
+            for e in jaxpr.eqns
+            for v in e.invars
+            if isinstance(v, jex.Literal) and np.ndim(v.val)
+        ]
         for value in (*consts, *arrays):
             if is_number(value):
                 digest.update(np.ascontiguousarray(np.asarray(value)).tobytes())
@@ -290,7 +345,9 @@ class Stored:
         trace = jax.make_jaxpr(lambda *a: function(*jax.tree.unflatten(tree, a)), return_shape=True)
         closed, shape = trace(*arrays)
         run = jex.jaxpr_as_fun(closed)
-        self._request = ProgramRequest.of(("port", digest(closed)), lambda *a: tuple(run(*a)), *arrays)
+        self._request = ProgramRequest.of(
+            ("port", digest(closed)), lambda *a: tuple(run(*a)), *arrays
+        )
         self._structure, self._store = jax.tree.structure(shape), store
 
     def __call__(self, *arguments: Any) -> Any:
@@ -305,7 +362,9 @@ def in_double(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def double(*arguments: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
-        outs, _ = Interpreter(custom=False).run(closed.jaxpr, closed.consts, jax.tree.leaves(arguments))
+        outs, _ = Interpreter(custom=False).run(
+            closed.jaxpr, closed.consts, jax.tree.leaves(arguments)
+        )
         return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
     return double
@@ -339,17 +398,29 @@ class JaxProgram:
     """
 
     def __init__(
-        self, function: Callable[..., Any], leaves: Sequence[Any], inputs: Sequence[Any], targets: Sequence[Any]
+        self,
+        function: Callable[..., Any],
+        leaves: Sequence[Any],
+        inputs: Sequence[Any],
+        targets: Sequence[Any],
     ) -> None:
-        self._fixed, self._numbers = list(leaves), [i for i, leaf in enumerate(leaves) if is_number(leaf)]
+        self._fixed, self._numbers = (
+            list(leaves),
+            [i for i, leaf in enumerate(leaves) if is_number(leaf)],
+        )
         example = self._arguments(leaves, inputs, targets)
         trace = jax.make_jaxpr(lambda p, *rest: function(self._whole(p), *rest), return_shape=True)
         try:
             closed, shape = trace(*example)
         except TypeError:  # a state that starts in float32, as that of flax's recurrent cells, does not become float64
-            closed, shape = trace(*jax.tree.map(lambda x: np.asarray(x, np.float32) if is_float(x) else x, example))
-        # a value that nothing depends on is no evidence: a port may compute torch's value and not use it
-        self.jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+            closed, shape = trace(
+                *jax.tree.map(lambda x: np.asarray(x, np.float32) if is_float(x) else x, example)
+            )
+        # a value that nothing depends on is no evidence: a port may compute torch's value and not
+        # use it
+        self.jaxpr, _ = dce_jaxpr(
+            closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True
+        )
         self._consts = list(closed.consts)
         self.outs, self._extras = len(shape[0]), len(shape[1])
         self.all_equations = equations_in(self.jaxpr)
@@ -365,7 +436,9 @@ class JaxProgram:
             leaves[i] = value
         return leaves
 
-    def _arguments(self, leaves: Sequence[Any], inputs: Sequence[Any], targets: Sequence[Any]) -> Any:
+    def _arguments(
+        self, leaves: Sequence[Any], inputs: Sequence[Any], targets: Sequence[Any]
+    ) -> Any:
         return [jnp.asarray(leaves[i]) for i in self._numbers], list(inputs), list(targets)
 
     @property
@@ -387,7 +460,9 @@ class JaxProgram:
 
     def _call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         if name not in self._made:
-            self._made[name] = Stored(function, *arguments, store="callback" not in "".join(self.primitives))
+            self._made[name] = Stored(
+                function, *arguments, store="callback" not in "".join(self.primitives)
+            )
         return self._made[name](*arguments)
 
     def run(self, leaves: Any, inputs: Any, targets: Any, shift: float = 0.0) -> JaxRun:
@@ -408,17 +483,25 @@ class JaxProgram:
             return rest, total, slopes
 
         rest, total, slopes = self._call("main", main, arguments, np.float64(shift))
-        gradients: list[Any] = [np.zeros(np.shape(leaf)) if is_number(leaf) else None for leaf in leaves]
+        gradients: list[Any] = [
+            np.zeros(np.shape(leaf)) if is_number(leaf) else None for leaf in leaves
+        ]
         for k, slope in zip(floats, slopes, strict=True):
             gradients[self._numbers[k]] = slope
         return JaxRun(rest[: self.outs], rest[self.outs :], float(total), gradients)
 
     def ends(self, leaves: Any, inputs: Any, targets: Any) -> tuple[list[Array], float]:
         """Return the outputs and the loss."""
-        outs = self._call("ends", lambda a: self._evaluate(a, custom=True)[0], self._arguments(leaves, inputs, targets))
+        outs = self._call(
+            "ends",
+            lambda a: self._evaluate(a, custom=True)[0],
+            self._arguments(leaves, inputs, targets),
+        )
         return outs[: self.outs], float(outs[-1])
 
-    def forward(self, leaves: Any, inputs: Any, targets: Any) -> tuple[list[Array], float, list[Result]]:
+    def forward(
+        self, leaves: Any, inputs: Any, targets: Any
+    ) -> tuple[list[Array], float, list[Result]]:
         """Return the outputs, the loss, and the results of all equations."""
         arguments = self._arguments(leaves, inputs, targets)
         outs, records = self._call("forward", lambda a: self._evaluate(a, custom=True), arguments)
@@ -434,14 +517,23 @@ class JaxProgram:
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
             return jax.grad(lambda eps: self._evaluate(given, custom=False, eps=eps)[0][-1])(zeros)
 
-        return [c for c in jax.tree.leaves(self._call("cotangents", slopes, arguments)) if c.dtype.kind == "f"]
+        return [
+            c
+            for c in jax.tree.leaves(self._call("cotangents", slopes, arguments))
+            if c.dtype.kind == "f"
+        ]
 
     def as_written(self, leaves: Any, inputs: Any, targets: Any) -> list[Array]:
         """Return the outputs in the dtypes that the author chose."""
 
         def plain(given: Any) -> Any:
-            own = [_cast(v, var.aval) for v, var in zip(jax.tree.leaves(given), self.jaxpr.invars, strict=True)]
+            own = [
+                _cast(v, var.aval)
+                for v, var in zip(jax.tree.leaves(given), self.jaxpr.invars, strict=True)
+            ]
             return jax.core.eval_jaxpr(self.jaxpr, self._consts, *own)[: self.outs]
 
-        found: list[Array] = self._call("as-written", plain, self._arguments(leaves, inputs, targets))
+        found: list[Array] = self._call(
+            "as-written", plain, self._arguments(leaves, inputs, targets)
+        )
         return found

@@ -1,7 +1,8 @@
-"""The judgement of a pair, in the order in which data flows: parameters, outputs, statistics, loss, gradients, steps.
+"""The judgement of a pair, in the order in which data flows: parameters, outputs, statistics, loss,
+gradients, steps.
 
-A difference that is explained is repaired in the torch program, and the judgement goes on behind it: three faults of
-one model are three findings.
+A difference that is explained is repaired in the torch program, and the judgement goes on behind
+it: three faults of one model are three findings.
 """
 
 from __future__ import annotations
@@ -28,7 +29,15 @@ from gradcheck_suite.port.mapping import StateMap
 from gradcheck_suite.port.matching import Matching, array, outputs_error
 from gradcheck_suite.port.mistakes import mistakes
 from gradcheck_suite.port.number_sets import Array, aligned
-from gradcheck_suite.port.pair import JaxModel, Port, default_dtype, is_statistic, set_state, shaped_as, state_of
+from gradcheck_suite.port.pair import (
+    JaxModel,
+    Port,
+    default_dtype,
+    is_statistic,
+    set_state,
+    shaped_as,
+    state_of,
+)
 from gradcheck_suite.port.precision import precision_findings
 from gradcheck_suite.port.result import Kind, PortFinding, PortResult
 from gradcheck_suite.port.running_statistics import statistic_faults
@@ -75,9 +84,19 @@ class Judge:
             UsageError: it cannot be judged.
         """
         for stage in (
-            self._map, self._both_sides, self._loading, self._outputs, self._statistics, self._loss, self._gradients,
-            self._untied, self._updates, self._drawn, self._plant, self._precision,
-        ):  # fmt: skip
+            self._map,
+            self._both_sides,
+            self._loading,
+            self._outputs,
+            self._statistics,
+            self._loss,
+            self._gradients,
+            self._untied,
+            self._updates,
+            self._drawn,
+            self._plant,
+            self._precision,
+        ):
             if self._budget.late:
                 late = f"not judged from {stage.__name__[1:]} on: {SECONDS:.0f} s were over"
                 self.notes.append(late)
@@ -96,15 +115,21 @@ class Judge:
             inputs = tuple(resampled(x, rng, kind) for x in base.inputs)
             self.sides.points.append(Point(inputs, tuple(resampled(x, rng) for x in base.targets)))
         if self.pair.torch_loss is not None:
-            self.sides.points += binding_points(base, self.sides.torch_program(base), self.sides.points[1:], self._seed)
+            self.sides.points += binding_points(
+                base, self.sides.torch_program(base), self.sides.points[1:], self._seed
+            )
 
-    def _add(self, kind: Kind, place: str | None, cause: str, words: str, after: str = "", **more: Any) -> None:
+    def _add(
+        self, kind: Kind, place: str | None, cause: str, words: str, after: str = "", **more: Any
+    ) -> None:
         """Add a finding; what its cause means stands behind the words."""
         means = f" ({meaning(cause)})" if meaning(cause) else ""
         finding = PortFinding(kind, place or "", cause, f"{words}{means}{after}", **more)
         known = {(f.kind, f.place, f.cause) for f in (*self.findings, *self.accepted)}
         if (finding.kind, finding.place, finding.cause) not in known:
-            accepted = set(cause.split(" and ")) <= {a for name in self.pair.accept for a in name.split(" and ")}
+            accepted = set(cause.split(" and ")) <= {
+                a for name in self.pair.accept for a in name.split(" and ")
+            }
             (self.accepted if accepted else self.findings).append(finding)
 
     # parameters
@@ -151,7 +176,9 @@ class Judge:
         self.repairs = self.repairs.plus(Hypothesis(cause, "", leaves=leaves))
 
     def _untied(self) -> None:
-        """Judge that what torch ties is one leaf: each of two is stepped by its own part of the gradient."""
+        """Judge that what torch ties is one leaf: each of two is stepped by its own part of the
+        gradient.
+        """
         copies: dict[int, list[str]] = {}
         for leaf in self.map.leaves:
             if leaf is not None and leaf.known:
@@ -160,8 +187,15 @@ class Judge:
         parameters = self.sides.torch_program(self.sides.given).parameters
         for start, paths in copies.items():
             names = [n for n in self.map.names if self.map.offsets[n] == start and n in parameters]
-            if len(paths) > 1 and len(names) > 1 and (self.map.used()[self.map.part(names[0])] > 1).any():
-                words = f"expected one parameter for {' and '.join(names)}, observed {' and '.join(paths)}"
+            if (
+                len(paths) > 1
+                and len(names) > 1
+                and (self.map.used()[self.map.part(names[0])] > 1).any()
+            ):
+                words = (
+                    f"expected one parameter for {' and '.join(names)}, observed"
+                    f" {' and '.join(paths)}"
+                )
                 words += ", each with its own gradient"
                 self._add("load", names[-1].rpartition(".")[0], "untied-weights", words)
 
@@ -177,7 +211,10 @@ class Judge:
             self.judged.append("loss")
 
     def _values(self, *, loss: bool) -> bool:
-        """Compare outputs, or the loss, at every point, and name the differences. Return whether all is explained."""
+        """Compare outputs, or the loss, at every point, and name the differences.
+
+        Return whether all is explained.
+        """
         return all(self._values_at(point, loss) for point in self.sides.points)
 
     def _values_at(self, point: Point, loss: bool) -> bool:
@@ -190,15 +227,23 @@ class Judge:
                 return True
             off = self._off(point, run, loss)
             is_drawn = point is not self.sides.given
-            if off <= self.sides.bounds(point).outputs or (is_drawn and self._is_out_of_domain(run)):
+            if off <= self.sides.bounds(point).outputs or (
+                is_drawn and self._is_out_of_domain(run)
+            ):
                 return True
             if self._budget.late or not self._explain(point, loss, off):
                 return False
         return False
 
     def _run(self, point: Point) -> TorchRun:
-        """Return torch's run, repaired; repairs are by index of a call: the calls must be those at the given inputs."""
-        first, program = self.sides.torch_program(self.sides.given).calls, self.sides.torch_program(point)
+        """Return torch's run, repaired.
+
+        Repairs are by index of a call: the calls must be those at the given inputs.
+        """
+        first, program = (
+            self.sides.torch_program(self.sides.given).calls,
+            self.sides.torch_program(point),
+        )
         if self.repairs.changes and [c.name for c in first] != [c.name for c in program.calls]:
             raise ValueError("another program at these inputs")
         return self.repairs.run(program)
@@ -211,16 +256,26 @@ class Judge:
         """Return whether torch gives NaN at a drawn input, which it does not at the given one."""
         return any(bool(torch.isnan(o).any()) for o in run.outs if o.is_floating_point())
 
-    def _searched(self, point: Point, loss: bool) -> tuple[Search, list[Ref], list[int], Found | None]:
-        """Return the search at a point, the ends that differ, the first lost calls, and what was found."""
+    def _searched(
+        self, point: Point, loss: bool
+    ) -> tuple[Search, list[Ref], list[int], Found | None]:
+        """Return the search at a point, the ends that differ, the first lost calls, and what was
+        found.
+        """
         program, allowed = self.sides.torch_program(point), self.sides.bounds(point).outputs
         matching = Matching(program, self._run(point), self.sides.side(point))
         ends = matching.ends(loss, allowed)
         region, first = matching.region(ends)
-        # the port's value in place of torch's, where the cause is unknown, is that of one point alone
+        # the port's value in place of torch's, where the cause is unknown, is that of one point
+        # alone
         witnesses = () if self._opaque else tuple(self.sides.witnesses(point))
         search = Search(program, matching, self.repairs, loss, allowed, self._budget, witnesses)
-        return search, ends, first, search.find(FAMILIES, region, first) if region else reordered(search, ends)
+        return (
+            search,
+            ends,
+            first,
+            search.find(FAMILIES, region, first) if region else reordered(search, ends),
+        )
 
     def _explain(self, point: Point, loss: bool, off: float) -> bool:
         """Add a finding; return whether it is repaired."""
@@ -233,43 +288,88 @@ class Judge:
             self._explained(matching, found, numbers)
             return True
         if self.sides.jax_program(point).random and not self.pair.train:
-            names = [n for n, m in self.pair.module.named_modules() if "Dropout" in type(m).__name__]
+            names = [
+                n for n, m in self.pair.module.named_modules() if "Dropout" in type(m).__name__
+            ]
             words = "expected no random numbers in evaluation, observed the port drawing some"
             self._add("forward", names[0] if names else "", "dropout-active", words, **numbers)
             return False
         if not first:
-            call = next((matching.program.calls[e.kind] for e in ends if isinstance(e.kind, int)), None)
-            words = "expected torch's output, observed its numbers in another order or at other positions"
+            call = next(
+                (matching.program.calls[e.kind] for e in ends if isinstance(e.kind, int)), None
+            )
+            words = (
+                "expected torch's output, observed its numbers in another order or at other"
+                " positions"
+            )
             where = call.where if call is not None else None
-            self._add("forward", call.path if call else "", "order-of-elements", words, torch=where, **numbers)
+            self._add(
+                "forward",
+                call.path if call else "",
+                "order-of-elements",
+                words,
+                torch=where,
+                **numbers,
+            )
             return False
         return self._unknown(search, first[0], numbers)
 
     def _explained(self, matching: Matching, found: Found, numbers: Mapping[str, Any]) -> None:
         hypothesis, calls = found.hypothesis, matching.program.calls
         call = calls[hypothesis.at if hypothesis.at is not None else found.place]
-        jax_at = matching.where_in_jax(found.run.seen[found.place][0]) or matching.nearest_in_jax(found.place)[0]
+        jax_at = (
+            matching.where_in_jax(found.run.seen[found.place][0])
+            or matching.nearest_in_jax(found.place)[0]
+        )
         place = call.path if hypothesis.path is None else hypothesis.path
         words = f"expected {_named(call)}, observed {hypothesis.words}"
-        words += " beside what is said above" if hypothesis.changes.keys() & self.repairs.changes.keys() else ""
+        words += (
+            " beside what is said above"
+            if hypothesis.changes.keys() & self.repairs.changes.keys()
+            else ""
+        )
         kind: Kind = "load" if hypothesis.kind == "load" else "forward"
-        self._add(kind, place, hypothesis.cause, words, torch=call.where or None, jax=jax_at or None, **numbers)
+        self._add(
+            kind,
+            place,
+            hypothesis.cause,
+            words,
+            torch=call.where or None,
+            jax=jax_at or None,
+            **numbers,
+        )
         self.repairs = self.repairs.plus(hypothesis)
 
     def _unknown(self, search: Search, index: int, numbers: Mapping[str, Any]) -> bool:
-        """Add a finding without a cause; return whether the port's value could be put in its place."""
+        """Add a finding without a cause.
+
+        Return whether the port's value could be put in its place.
+        """
         matching = search.matching
         call = matching.program.calls[index]
         where, value = matching.nearest_in_jax(index)
-        words = f"expected {_named(call)}, observed other numbers{_shown(matching.run.seen[index][0], value)}"
+        words = (
+            f"expected {_named(call)}, observed other"
+            f" numbers{_shown(matching.run.seen[index][0], value)}"
+        )
         words += search.budget.words
-        self._add("forward", call.path, "unknown", words, torch=call.where or None, jax=where or None, **numbers)
+        self._add(
+            "forward",
+            call.path,
+            "unknown",
+            words,
+            torch=call.where or None,
+            jax=where or None,
+            **numbers,
+        )
         out, best = matching.run.seen[index][0], None
         for i in matching.lost_numbers.of_size(out.numel())[:40]:
             fixed = torch.as_tensor(np.array(aligned(matching.lost_numbers.arrays[i], array(out))))
             if fixed.shape != out.shape:
                 continue
-            put: dict[int, Change] = {index: lambda c, a, k, g, f=fixed: [f.clone(), *flat(c.op(*a, **k))[1:]]}
+            put: dict[int, Change] = {
+                index: lambda c, a, k, g, f=fixed: [f.clone(), *flat(c.op(*a, **k))[1:]]
+            }
             hypothesis = Hypothesis("unknown", "", put)
             found = search.test(index, hypothesis)
             if found is None or not (found.error <= search.close or found.gained >= 3):
@@ -287,11 +387,15 @@ class Judge:
         if not self.pair.train:
             return
         after, before = self.sides.torch_program(self.sides.given).after, self.sides.state
-        updated = [n for n, v in after.items() if is_statistic(n) and not np.array_equal(v, before[n])]
+        updated = [
+            n for n, v in after.items() if is_statistic(n) and not np.array_equal(v, before[n])
+        ]
         if not updated:
             return
         if not self.sides.jax_run(self.sides.given).extras:
-            self.notes.append(f"running statistics are not compared: the port returns no update of {updated[0]}")
+            self.notes.append(
+                f"running statistics are not compared: the port returns no update of {updated[0]}"
+            )
             return
         self.judged.append("running statistics")
         allowed = self.sides.bounds(self.sides.given).outputs
@@ -305,7 +409,9 @@ class Judge:
         if not self._is_explained:
             return
         if self._opaque:
-            self.notes.append("gradients were not compared: an unknown difference of values comes before")
+            self.notes.append(
+                "gradients were not compared: an unknown difference of values comes before"
+            )
             return
         self.judged.append("gradients")
         for point in self.sides.points:
@@ -319,7 +425,9 @@ class Judge:
                 continue
             if not torch.isfinite(run.loss):
                 continue
-            skip = {str(key[1]) for key in self.repairs.leaves if key[0] == "state"} | self._unloaded
+            skip = {
+                str(key[1]) for key in self.repairs.leaves if key[0] == "state"
+            } | self._unloaded
             wrong = wrong_gradients(self.sides, point, expected, skip)
             for _ in range(4):
                 if wrong:
@@ -327,16 +435,26 @@ class Judge:
             if self.findings:
                 return
 
-    def _gradient_fault(self, point: Point, wrong: dict[str, float], skip: set[str]) -> dict[str, float]:
+    def _gradient_fault(
+        self, point: Point, wrong: dict[str, float], skip: set[str]
+    ) -> dict[str, float]:
         fault = place_gradient(self.sides, point, self.repairs, wrong, skip, self._budget)
         program = self.sides.torch_program(point)
         call = program.calls[fault.index] if fault.index is not None else None
         names = ", ".join(sorted(wrong, key=lambda n: -wrong[n])[:3])
         if fault.cause == "unknown" and fault.index in self.repairs.changes:
-            # two forms have one value and different gradients, such as a mask that is added or put in place
-            self._note(f"the gradient of {names} is not judged: it differs where a value does, which is reported above")
+            # two forms have one value and different gradients, such as a mask that is added or put
+            # in place
+            self._note(
+                f"the gradient of {names} is not judged: it differs where a value does, which is"
+                " reported above"
+            )
             return {}
-        what = f"expected the gradient of {_named(call)}" if call is not None else "expected another gradient"
+        what = (
+            f"expected the gradient of {_named(call)}"
+            if call is not None
+            else "expected another gradient"
+        )
         after = f"{stops(self.sides.jax_program(point))}; off at {names}"
         place = call.path if call is not None else next(iter(wrong)).rpartition(".")[0]
         where = call.where or None if call is not None else None
@@ -354,14 +472,20 @@ class Judge:
         set_state(pair.module, self.sides.state)
         updates = Updates(self.map, self.sides.state, self.sides.leaves, gradient, self._budget)
         if not updates.leaves:
-            self.unjudged = "the updates could not be judged: no leaf is a copy of a parameter that torch trains"
+            self.unjudged = (
+                "the updates could not be judged: no leaf is a copy of a parameter that torch"
+                " trains"
+            )
             return
         self.judged.append("updates")
         if (fault := updates.fault()) is None:
             return
         source = self.map.sources(fault.leaf)
         place = source[0].rpartition(".")[0] if fault.partial and source else OPTIMIZER
-        words, after = f"expected the steps of {fault.expected}, observed {fault.words}", f"; most at {fault.leaf.path}"
+        words, after = (
+            f"expected the steps of {fault.expected}, observed {fault.words}",
+            f"; most at {fault.leaf.path}",
+        )
         self._add("update", place, fault.cause, words, after, error=fault.error, allowed=STEP)
 
     # drawn inputs
@@ -379,10 +503,15 @@ class Judge:
             if explained and same and not self.findings:
                 self._values(loss=True)
         elif shapes:
-            self.judged.append(f"{counted(len(shapes), 'drawn input')} of {counted(len(set(shapes)), 'shape')}")
+            self.judged.append(
+                f"{counted(len(shapes), 'drawn input')} of {counted(len(set(shapes)), 'shape')}"
+            )
 
     def _differs_at(self, point: Point, shapes: list[Any]) -> bool:
-        """Return whether both sides run at a drawn input, are finite, and differ; note the shapes if they run."""
+        """Return whether both sides run at a drawn input, are finite, and differ.
+
+        Note the shapes if they run.
+        """
         try:
             run = Repairs().run(self.sides.torch_program(point))
         except Exception:  # the torch module takes no such input
@@ -392,7 +521,10 @@ class Judge:
         try:
             outs, loss = self.sides.jax_program(point).ends(*self.sides.arguments(point))
         except Exception as error:
-            self._note(f"the JAX side raised {type(error).__name__} at inputs of other sizes, which torch takes")
+            self._note(
+                f"the JAX side raised {type(error).__name__} at inputs of other sizes, which torch"
+                " takes"
+            )
             return False
         if [o.size for o in outs] != [o.numel() for o in run.outs]:
             self._note("the JAX side returns other shapes at inputs of other sizes")
@@ -414,11 +546,23 @@ class Judge:
         try:
             for words, error, allowed, where in precision_findings(self.sides, dtype):
                 if error > allowed:
-                    self._add("precision", "", "low-precision", words, jax=where, error=error, allowed=allowed)
+                    self._add(
+                        "precision",
+                        "",
+                        "low-precision",
+                        words,
+                        jax=where,
+                        error=error,
+                        allowed=allowed,
+                    )
                 else:
                     self._note(words)
         except Exception as problem:  # not every model runs in every dtype
-            self._note(f"{dtype} was not compared: {type(problem).__name__}: {problem}".splitlines()[0][:200])
+            self._note(
+                f"{dtype} was not compared: {type(problem).__name__}: {problem}".splitlines()[0][
+                    :200
+                ]
+            )
 
     def _note(self, text: str) -> None:
         if text not in self.notes:
@@ -432,8 +576,15 @@ class Judge:
             return
         program = self.sides.torch_program(self.sides.given)
         run = self.repairs.run(program)
-        side, allowed = self.sides.jax_run(self.sides.given).outs, self.sides.bounds(self.sides.given).outputs
-        calls = [i for i in sorted(program.needed) if program.calls[i].path != LOSS and not program.calls[i].mutates]
+        side, allowed = (
+            self.sides.jax_run(self.sides.given).outs,
+            self.sides.bounds(self.sides.given).outputs,
+        )
+        calls = [
+            i
+            for i in sorted(program.needed)
+            if program.calls[i].path != LOSS and not program.calls[i].mutates
+        ]
         least: tuple[float, str] | None = None
         rng = np.random.default_rng(self._seed)
         for index in rng.permutation(calls)[:16]:
@@ -441,27 +592,42 @@ class Judge:
             args, kwargs = fill((call.args, call.kwargs), run.get)
             if not run.seen[index] or not isinstance(run.seen[index][0], torch.Tensor):
                 continue
-            for hypothesis in islice(mistakes(int(index), call, args, kwargs, run.seen[index][0]), 3):
+            for hypothesis in islice(
+                mistakes(int(index), call, args, kwargs, run.seen[index][0]), 3
+            ):
                 try:
                     changed = self.repairs.plus(hypothesis).run(program)
                 except RAISED:
                     continue
                 off = outputs_error(changed.outs, side)
                 if off > allowed and np.isfinite(off) and (least is None or off < least[0]):
-                    least = off, f"{hypothesis.cause} ({hypothesis.words}) at {call.path or 'the model'}"
+                    least = (
+                        off,
+                        f"{hypothesis.cause} ({hypothesis.words}) at {call.path or 'the model'}",
+                    )
         if least is not None:
-            self.planted = f"{least[1]}: found, off by {least[0]:.2g} where {allowed:.1g} is allowed"
+            self.planted = (
+                f"{least[1]}: found, off by {least[0]:.2g} where {allowed:.1g} is allowed"
+            )
             return
         for name in (n for n in self.map.names if n in program.parameters):
             scaled = Hypothesis("", "", leaves={("state", name): lambda v: v * (1 + 1e-6)})
             if (off := outputs_error(self.repairs.plus(scaled).run(program).outs, side)) > allowed:
-                self.planted = f"{name} times 1 + 1e-6: found, off by {off:.2g} where {allowed:.1g} is allowed"
+                self.planted = (
+                    f"{name} times 1 + 1e-6: found, off by {off:.2g} where {allowed:.1g} is allowed"
+                )
                 return
-        self.unjudged = self.unjudged or "no planted fault was found: the outputs do not depend on the parameters"
+        self.unjudged = (
+            self.unjudged
+            or "no planted fault was found: the outputs do not depend on the parameters"
+        )
 
 
 def _loss_error(run: TorchRun, observed: float) -> float:
-    """Return the relative error of the port's loss; where torch's is no number, nothing is expected."""
+    """Return the relative error of the port's loss.
+
+    Where torch's is no number, nothing is expected.
+    """
     return outputs_error([run.loss], [observed]) if torch.isfinite(run.loss) else 0.0
 
 
@@ -497,12 +663,22 @@ def judged(pair: Port, notes: list[str], label: str, options: PortOptions) -> Po
     try:
         # recorded calls such as zeros(2, 3) take the default dtype each time that they run
         with warnings.catch_warnings(), np.errstate(all="ignore"), default_dtype():
-            warnings.simplefilter("ignore")  # changed programs overflow, and frameworks warn about their own internals
+            warnings.simplefilter(
+                "ignore"
+            )  # changed programs overflow, and frameworks warn about their own internals
             judge.run()
     finally:
         torch.set_num_threads(threads)
         set_state(pair.module, state)
     return PortResult(
-        label, tuple(judge.findings), tuple(judge.accepted), judge.map.rows(), time.monotonic() - start,
-        tuple(judge.judged), tuple(judge.notes), judge.planted, judge.unjudged, judge.smallest,
-    )  # fmt: skip
+        label,
+        tuple(judge.findings),
+        tuple(judge.accepted),
+        judge.map.rows(),
+        time.monotonic() - start,
+        tuple(judge.judged),
+        tuple(judge.notes),
+        judge.planted,
+        judge.unjudged,
+        judge.smallest,
+    )

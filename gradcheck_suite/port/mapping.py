@@ -1,7 +1,8 @@
 """Which element of torch's state each element of the JAX parameters comes from, found by value.
 
-The author's code loads states of distinct values. An element of a leaf is then a * x[i] + b for one element x[i] of
-the state, or a sum of two elements of tensors of one module; others are constant, or of unknown origin.
+The author's code loads states of distinct values. An element of a leaf is then a * x[i] + b for one
+element x[i] of the state, or a sum of two elements of tensors of one module; others are constant,
+or of unknown origin.
 """
 
 from __future__ import annotations
@@ -76,7 +77,11 @@ class Leaf:
     def is_copy(self) -> bool:
         """Whether each element that comes from torch's state is a copy."""
         used = self.index >= 0
-        return bool((self.factor[used] == 1).all() and (self.offset[used] == 0).all() and (self.second < 0).all())
+        return bool(
+            (self.factor[used] == 1).all()
+            and (self.offset[used] == 0).all()
+            and (self.second < 0).all()
+        )
 
 
 class StateMap:
@@ -88,7 +93,8 @@ class StateMap:
         offsets: name -> index of its first element in the flat state; tied names have the same.
         size: number of elements of the flat state.
         leaves: origin of each leaf; None for a leaf that is no float array.
-        movable: names of what may have other values than those given; other entries may be tables that a port computes.
+        movable: names of what may have other values than those given; other entries may be tables
+            that a port computes.
     """
 
     def __init__(self, pair: Port, model: JaxModel) -> None:
@@ -107,7 +113,9 @@ class StateMap:
         self.size = size
         self.movable = movable(pair.module)
         self._drawn_by_author = pair.load is not None or pair.rebuild is not None
-        self.leaves: list[Leaf | None] = self._by_values() if self._drawn_by_author else _by_given_values(self)
+        self.leaves: list[Leaf | None] = (
+            self._by_values() if self._drawn_by_author else _by_given_values(self)
+        )
         unknown = any(leaf is not None and not leaf.known for leaf in self.leaves)
         none = not any(leaf is not None and _comes_from_torch(leaf) for leaf in self.leaves)
         if self._drawn_by_author and pair.load is None and (unknown or none):
@@ -116,8 +124,11 @@ class StateMap:
             if sum(map(_comes_from_torch, given)) > sum(map(_comes_from_torch, self.leaves)):
                 self.leaves, self._drawn_by_author = given, False
         if not any(leaf is not None and not leaf.is_constant for leaf in self.leaves):
-            raise UsageError("no parameter in common: no element of params has a value of the module's state")
-        # a frozen parameter that no leaf comes from is a table that the port computes, as a buffer may be
+            raise UsageError(
+                "no parameter in common: no element of params has a value of the module's state"
+            )
+        # a frozen parameter that no leaf comes from is a table that the port computes, as a buffer
+        # may be
         used, own = self.used(), dict(pair.module.named_parameters(remove_duplicate=False))
         frozen = [n for n in self.names if n in own and not own[n].requires_grad]
         self.movable -= {n for n in frozen if not used[self.part(n)].any()}
@@ -134,14 +145,18 @@ class StateMap:
         return slice(self.offsets[name], self.offsets[name] + self.base[name].size)
 
     def _drawn(self, draw: Draw, names: set[str]) -> tuple[State, list[Any] | None]:
-        """Return a state and the leaves that the author's code loads from it, if it can be called again."""
+        """Return a state and the leaves that the author's code loads from it, if it can be called
+        again.
+        """
         draw = representable(draw, self.model.leaves)
         if self.pair.load is not None:
             state = drawn_state(self.base, names, draw)
             return state, self._loaded(state)
         if self._drawn_by_author:
             again, state = built_again(self.pair, draw)
-            return state, self.model.loaded(again.params if again.params is not None else again.apply)
+            return state, self.model.loaded(
+                again.params if again.params is not None else again.apply
+            )
         return drawn_state(self.base, names, draw), None
 
     def _loaded(self, state: State) -> list[Any]:
@@ -152,12 +167,16 @@ class StateMap:
         return self.model.loaded(raised("load", lambda: load(given)))
 
     def moved(self, seed: int, much: float = 1.0) -> tuple[State, list[Any]]:
-        """Return a state away from the initial one, and the leaves of the JAX parameters in float64."""
+        """Return a state away from the initial one, and the leaves of the JAX parameters in
+        float64.
+        """
         state, loaded = self._drawn(moved(np.random.default_rng(seed), much), self.movable)
         return state, self.params(state, loaded)
 
     def params(self, state: State, loaded: list[Any] | None = None) -> list[Any]:
-        """Return the leaves of a state: by the map where it is exact, otherwise as the author's code loads them."""
+        """Return the leaves of a state: by the map where it is exact, otherwise as the author's
+        code loads them.
+        """
         if loaded is None and self.pair.load is not None and not self.exact:
             loaded = self._loaded(state)
         vector, found = self.flat(state), []
@@ -188,17 +207,24 @@ class StateMap:
         return all(leaf is None or (leaf.known and _is_exact(leaf)) for leaf in self.leaves)
 
     def pull(self, gradients: Sequence[Any]) -> Array:
-        """Return the gradient by the flat state of a function whose gradients by the leaves are given, (size,)."""
+        """Return the gradient by the flat state of a function whose gradients by the leaves are
+        given, (size,).
+        """
         out = np.zeros(self.size)
         for leaf, gradient in zip(self.leaves, gradients, strict=True):
             if leaf is not None:
                 for where in (leaf.index, leaf.second):
                     used = where >= 0
-                    np.add.at(out, where[used], (leaf.factor * np.asarray(gradient).reshape(-1))[used])
+                    np.add.at(
+                        out, where[used], (leaf.factor * np.asarray(gradient).reshape(-1))[used]
+                    )
         return out
 
     def push(self, vector: Array) -> list[Array]:
-        """Return a gradient by the flat state as gradients by the leaves; elements without a source get zero."""
+        """Return a gradient by the flat state as gradients by the leaves.
+
+        Elements without a source get zero.
+        """
         found = []
         for leaf, fixed in zip(self.leaves, self.model.leaves, strict=True):
             if leaf is None:
@@ -228,8 +254,10 @@ class StateMap:
         before = [np.asarray(x, np.float64) for x in self.params(self.base) if is_float(x)]
         for name in self.names:
             part = self.base[name]
-            step = {n: v + 0.01 * (1 + np.arange(v.size).reshape(v.shape) % 3) if v is part else v
-                    for n, v in self.base.items()}  # fmt: skip
+            step = {
+                n: v + 0.01 * (1 + np.arange(v.size).reshape(v.shape) % 3) if v is part else v
+                for n, v in self.base.items()
+            }
             after = [np.asarray(x, np.float64) for x in self.params(step) if is_float(x)]
             if any((a != b).any() for a, b in zip(after, before, strict=True)):
                 reached[self.part(name)] = 1
@@ -241,14 +269,17 @@ class StateMap:
         seen = seen[seen >= 0]
         starts = [(self.offsets[n], self.offsets[n] + self.base[n].size) for n in self.names]
         return [
-            n for n, (low, high) in zip(self.names, starts, strict=True) if np.searchsorted(seen, low) < len(seen)
-            and seen[np.searchsorted(seen, low)] < high
-        ]  # fmt: skip
+            n
+            for n, (low, high) in zip(self.names, starts, strict=True)
+            if np.searchsorted(seen, low) < len(seen) and seen[np.searchsorted(seen, low)] < high
+        ]
 
     def rows(self) -> tuple[MapRow, ...]:
         """Return the map as it is printed."""
         known = [(leaf, self.sources(leaf)) for leaf in self.leaves if leaf is not None]
-        return tuple(MapRow(leaf.path, tuple(names), self._how(leaf, names)) for leaf, names in known)
+        return tuple(
+            MapRow(leaf.path, tuple(names), self._how(leaf, names)) for leaf, names in known
+        )
 
     def _how(self, leaf: Leaf, names: list[str]) -> str:
         if leaf.is_constant:
@@ -266,15 +297,22 @@ class StateMap:
             return "sliced"
         if np.array_equal(here, np.arange(source.size)):
             return "same" if leaf.shape == source.shape else "reshaped"
-        turned = (np.arange(source.size).reshape(source.shape).transpose(a) for a in permutations(range(source.ndim)))
-        return "transposed" if any(np.array_equal(here, t.reshape(-1)) for t in turned) else "permuted"
+        turned = (
+            np.arange(source.size).reshape(source.shape).transpose(a)
+            for a in permutations(range(source.ndim))
+        )
+        return (
+            "transposed" if any(np.array_equal(here, t.reshape(-1)) for t in turned) else "permuted"
+        )
 
     # fitting
 
     def _by_values(self) -> list[Leaf | None]:
         states, drawn = [], []
         for draw in range(DRAWS):
-            state, leaves = self._drawn(distinct(np.random.default_rng(draw), draw % 2 == 1), set(self.names))
+            state, leaves = self._drawn(
+                distinct(np.random.default_rng(draw), draw % 2 == 1), set(self.names)
+            )
             assert leaves is not None
             states.append(self.flat(state))
             drawn.append(leaves)
@@ -287,7 +325,9 @@ class StateMap:
             if not is_float(values[0]) or len({np.shape(v) for v in values}) > 1:
                 found.append(None)
                 continue
-            where, factor, offset = lookup.find(np.stack([np.asarray(v, np.float64).reshape(-1) for v in values]))
+            where, factor, offset = lookup.find(
+                np.stack([np.asarray(v, np.float64).reshape(-1) for v in values])
+            )
             other = np.full(where.shape, -1)
             double = where >= self.size
             other[double] = second[where[double] - self.size]
@@ -314,7 +354,9 @@ def _comes_from_torch(leaf: Leaf | None) -> bool:
 
 
 def _is_exact(leaf: Leaf) -> bool:
-    return bool((np.abs(leaf.factor) == 1).all() and (leaf.offset == np.round(leaf.offset, 3)).all())
+    return bool(
+        (np.abs(leaf.factor) == 1).all() and (leaf.offset == np.round(leaf.offset, 3)).all()
+    )
 
 
 class _Lookup:
@@ -332,7 +374,11 @@ class _Lookup:
 
     def find(self, y: Array) -> tuple[Array, Array, Array]:
         """Return index, factor and offset of each element of y."""
-        where, factor, offset = np.full(y.shape[1], UNKNOWN), np.ones(y.shape[1]), np.zeros(y.shape[1])
+        where, factor, offset = (
+            np.full(y.shape[1], UNKNOWN),
+            np.ones(y.shape[1]),
+            np.zeros(y.shape[1]),
+        )
         constant = np.abs(y - y[0]).max(0, initial=0.0) <= 1e-12 * np.abs(y[0])
         where[constant], offset[constant] = CONSTANT, y[0][constant]
         left = np.flatnonzero(~constant)
@@ -374,7 +420,10 @@ def _ratio(y: Array) -> Array:
 
 
 def _by_given_values(state_map: StateMap) -> list[Leaf | None]:
-    """Return the origin of each leaf by its values; shapes and names decide between tensors of equal values."""
+    """Return the origin of each leaf by its values.
+
+    Shapes and names decide between tensors of equal values.
+    """
     vector = state_map.flat(state_map.base)
     order = np.argsort(vector, kind="stable")
     ordered, taken, found = vector[order], set[str](), list[Leaf | None]()
@@ -384,7 +433,14 @@ def _by_given_values(state_map: StateMap) -> list[Leaf | None]:
             found.append(None)
             continue
         y = np.asarray(value, np.float64).reshape(-1)
-        leaf = Leaf(path, np.shape(value), np.full(y.shape, CONSTANT), np.full(y.shape, -1), np.ones(len(y)), y.copy())
+        leaf = Leaf(
+            path,
+            np.shape(value),
+            np.full(y.shape, CONSTANT),
+            np.full(y.shape, -1),
+            np.ones(len(y)),
+            y.copy(),
+        )
         found.append(leaf)
         place = np.clip(np.searchsorted(ordered, y - FITS * np.abs(y)), 0, max(len(ordered) - 1, 0))
         hit = np.abs(ordered[place] - y) <= FITS * np.abs(y)
@@ -401,14 +457,18 @@ def _by_given_values(state_map: StateMap) -> list[Leaf | None]:
     return found
 
 
-def _nearest_name(state_map: StateMap, leaf: Leaf, taken: set[str], known: Sequence[Leaf | None]) -> str | None:
+def _nearest_name(
+    state_map: StateMap, leaf: Leaf, taken: set[str], known: Sequence[Leaf | None]
+) -> str | None:
     """Return the tensor of the same size and values whose name is nearest to a leaf's path."""
     wanted = leaf.offset
     options = [
-        n for n in state_map.names
-        if n not in taken and state_map.base[n].size == len(wanted)
+        n
+        for n in state_map.names
+        if n not in taken
+        and state_map.base[n].size == len(wanted)
         and np.array_equal(np.sort(state_map.base[n].reshape(-1)), np.sort(wanted))
-    ]  # fmt: skip
+    ]
     if not options:
         return None
     beside = leaf.path.rpartition(".")[0]
@@ -417,7 +477,7 @@ def _nearest_name(state_map: StateMap, leaf: Leaf, taken: set[str], known: Seque
         for other in known
         if other is not None and other.path.rpartition(".")[0] == beside
         for source in state_map.sources(other)
-    }  # fmt: skip
+    }
     words = {_ALIKE.get(w, w) for w in re.findall(r"[a-z]+|\d+", leaf.path.lower())}
 
     def score(name: str) -> tuple[bool, int]:
@@ -427,4 +487,10 @@ def _nearest_name(state_map: StateMap, leaf: Leaf, taken: set[str], known: Seque
     return max(options, key=score)
 
 
-_ALIKE = {"kernel": "weight", "scale": "weight", "embedding": "weight", "mean": "running", "var": "running"}
+_ALIKE = {
+    "kernel": "weight",
+    "scale": "weight",
+    "embedding": "weight",
+    "mean": "running",
+    "var": "running",
+}

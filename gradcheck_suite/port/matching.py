@@ -1,7 +1,7 @@
 """Which results of torch the port has, and where the two part.
 
-A result of torch is matched where each of its telling numbers is among the port's. The place is the first call that is
-not matched though all that it reads is, on a path that leads to the difference.
+A result of torch is matched where each of its telling numbers is among the port's. The place is the
+first call that is not matched though all that it reads is, on a path that leads to the difference.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Side:
 
 
 def only_moves(call: Call, outs: Sequence[Any], run: TorchRun) -> bool:
-    """Return whether a call's result has no other numbers than what it reads: a reshape, a mask, a maximum.
+    """Return whether a call's result has no other numbers than what it reads: a reshape, a mask, a
+    maximum.
 
     Args:
         call: of the program.
@@ -88,7 +89,8 @@ class Matching:
     """A run of torch beside the port's values.
 
     Attributes:
-        status: of each call, whether the port has its result; None where it moves numbers, or is not needed.
+        status: of each call, whether the port has its result; None where it moves numbers, or is
+            not needed.
         lost: indices of the port's values that torch has not.
     """
 
@@ -99,18 +101,24 @@ class Matching:
         mine = [array(v) for values in run.seen for v in values if isinstance(v, torch.Tensor)]
         mine += [array(v) for v in run.leaves.values()]
         known = Numbers([*mine, *self._inside_of_calls()], side.tolerance)
-        self.lost = [i for i, v in enumerate(side.values) if v.dtype.kind == "f" and known.holds(v) is False]
+        self.lost = [
+            i for i, v in enumerate(side.values) if v.dtype.kind == "f" and known.holds(v) is False
+        ]
         self.lost_numbers = Numbers([side.values[i] for i in self.lost], side.tolerance)
         alone = [telling(side.values[i]) for i in self.lost]
         self._alone = Numbers([a[~known.has(a)] for a in alone], side.tolerance)
 
     def _status(self, index: int) -> bool | None:
-        if index not in self.program.needed or only_moves(self.program.calls[index], self.run.seen[index], self.run):
+        if index not in self.program.needed or only_moves(
+            self.program.calls[index], self.run.seen[index], self.run
+        ):
             return None
         return self.side.has(self.run.seen[index])
 
     def _inside_of_calls(self) -> list[Array]:
-        """Return values inside of fused calls: products without their bias, norms without their scale."""
+        """Return values inside of fused calls: products without their bias, norms without their
+        scale.
+        """
         found = []
         for index, call in enumerate(self.program.calls):
             outs = self.run.seen[index]
@@ -122,9 +130,9 @@ class Matching:
     def is_new(self, outs: Sequence[Any], before: Sequence[Any]) -> bool:
         """Return whether a changed result is one that the port alone had.
 
-        All its numbers are the port's, and of those that the change has changed at least half are the port's alone: a
-        change that returns what both sides have explains nothing. One that leaves far fewer different numbers than
-        there were may fit by chance.
+        All its numbers are the port's, and of those that the change has changed at least half are
+        the port's alone: a change that returns what both sides have explains nothing. One that
+        leaves far fewer different numbers than there were may fit by chance.
         """
         first, old = outs[0] if outs else None, before[0] if before else None
         if not isinstance(first, torch.Tensor):
@@ -135,7 +143,11 @@ class Matching:
         changed = value
         if isinstance(old, torch.Tensor):
             was = array(old)
-            if np.isnan(value).any() and not np.isnan(was).any() and not any(np.isnan(o).any() for o in self.side.outs):
+            if (
+                np.isnan(value).any()
+                and not np.isnan(was).any()
+                and not any(np.isnan(o).any() for o in self.side.outs)
+            ):
                 return False
             if was.shape == value.shape:
                 with np.errstate(invalid="ignore"):
@@ -150,13 +162,19 @@ class Matching:
         if ref not in self._sources:
             found = [ref]
             if isinstance(ref.kind, int) and self.status[ref.kind] is None:
-                found = list(dict.fromkeys(s for r in self.program.calls[ref.kind].refs for s in self.sources(r)))
+                found = list(
+                    dict.fromkeys(
+                        s for r in self.program.calls[ref.kind].refs for s in self.sources(r)
+                    )
+                )
             self._sources[ref] = found
         return self._sources[ref]
 
     def is_lost(self, ref: Ref) -> bool:
         """Return whether a tensor has numbers that the port has not."""
-        return any(isinstance(s.kind, int) and self.status[s.kind] is False for s in self.sources(ref))
+        return any(
+            isinstance(s.kind, int) and self.status[s.kind] is False for s in self.sources(ref)
+        )
 
     def region(self, ends: Sequence[Ref]) -> tuple[list[int], list[int]]:
         """Return the calls between the last matched ones and some ends, and the first among them."""
@@ -164,10 +182,16 @@ class Matching:
         seen: set[int] = set()
         while todo:
             ref = todo.pop()
-            if isinstance(ref.kind, int) and ref.kind not in seen and self.status[ref.kind] is False:
+            if (
+                isinstance(ref.kind, int)
+                and ref.kind not in seen
+                and self.status[ref.kind] is False
+            ):
                 seen.add(ref.kind)
                 todo += [s for r in self.program.calls[ref.kind].refs for s in self.sources(r)]
-        first = [i for i in sorted(seen) if not any(self.is_lost(r) for r in self.program.calls[i].refs)]
+        first = [
+            i for i in sorted(seen) if not any(self.is_lost(r) for r in self.program.calls[i].refs)
+        ]
         return sorted(seen), first
 
     def ends(self, loss: bool, close: float) -> list[Ref]:
@@ -180,19 +204,31 @@ class Matching:
             outs = zip(self.program.outs, self.run.outs, self.side.outs, strict=False)
             found = [ref for ref, mine, other in outs if outputs_error([mine], [other]) > close]
         found = [ref for ref in found if isinstance(ref, Ref)]
-        for source in (s for ref in found if self.run.get(ref).numel() == 1 for s in self.sources(ref)):
-            if isinstance(source.kind, int):  # one number is in no other order: the port has it elsewhere, by chance
+        for source in (
+            s for ref in found if self.run.get(ref).numel() == 1 for s in self.sources(ref)
+        ):
+            if isinstance(
+                source.kind, int
+            ):  # one number is in no other order: the port has it elsewhere, by chance
                 self.status[source.kind] = False
-        return found if loss else found + [e for e in self.program.ends[len(self.program.outs) + 1 :] if found]
+        return (
+            found
+            if loss
+            else found + [e for e in self.program.ends[len(self.program.outs) + 1 :] if found]
+        )
 
     def where_in_jax(self, value: Any) -> str:
         """Return `file:line` of the port's equation that alone has a value."""
-        found = self.lost_numbers.owner_of(array(value)) if isinstance(value, torch.Tensor) else None
+        found = (
+            self.lost_numbers.owner_of(array(value)) if isinstance(value, torch.Tensor) else None
+        )
         equation = self.side.equations[self.lost[found]] if found is not None else None
         return equation.where if equation is not None else ""
 
     def nearest_in_jax(self, call: int) -> tuple[str, Array | None]:
-        """Return the first value of the port alone that is as large as a call's result: `file:line` and the value."""
+        """Return the first value of the port alone that is as large as a call's result: `file:line`
+        and the value.
+        """
         out = self.run.seen[call][0]
         for i in self.lost_numbers.of_size(out.numel() if isinstance(out, torch.Tensor) else 0):
             equation = self.side.equations[self.lost[self.lost_numbers.whole[i]]]

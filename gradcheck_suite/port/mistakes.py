@@ -1,7 +1,8 @@
-"""The usual mistakes with one operation, as a table of formulas; of most, an argument has another value.
+"""The usual mistakes with one operation, as a table of formulas.
 
-A row names a cause, the ATen operations that it is of, and the values to try. A formula reads its operands from the
-arguments alone, never from the run in which it is tried, so that it can be tried again elsewhere.
+Of most, an argument has another value. A row names a cause, the ATen operations that it is of, and
+the values to try. A formula reads its operands from the arguments alone, never from the run in
+which it is tried, so that it can be tried again elsewhere.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ Values = Callable[[Given, Any], Iterable[Any]] | Iterable[Any]
 
 
 class Formula(NamedTuple):
-    """Another formula: its cause, a pattern of operations, words with `{}` for the parameter, the formula, values.
+    """Another formula: its cause, a pattern of operations, words with `{}` for the parameter, the
+    formula, values.
 
     The words may have `{given}`, the arguments of the call.
     """
@@ -48,7 +50,9 @@ def _across(x: Any) -> list[int]:
     return [1, -1, *[1] * (x.dim() - 2)]
 
 
-def plain_norm(x: Any, over: Sequence[int], eps: float, *, centre: bool = True, ddof: int = 0, place: str = "") -> Any:
+def plain_norm(
+    x: Any, over: Sequence[int], eps: float, *, centre: bool = True, ddof: int = 0, place: str = ""
+) -> Any:
     """Return a normalized tensor.
 
     Args:
@@ -61,7 +65,9 @@ def plain_norm(x: Any, over: Sequence[int], eps: float, *, centre: bool = True, 
     """
     over = list(over)
     centred = x - x.mean(over, keepdim=True) if centre else x
-    variance = (centred**2).sum(over, keepdim=True) / max(math.prod(x.shape[d] for d in over) - ddof, 1)
+    variance = (centred**2).sum(over, keepdim=True) / max(
+        math.prod(x.shape[d] for d in over) - ddof, 1
+    )
     return centred / _deviation(variance, eps, place)
 
 
@@ -76,24 +82,40 @@ def _deviation(variance: Any, eps: float, place: str) -> Any:
 def _scaled(a: Given, x: Any) -> Any:
     """Return a normalized tensor times the weight of a call, plus its bias."""
     layer = "normalized_shape" in a.values
-    weight, bias = (_shaped(a.values.get(n), None if layer else _across(x)) for n in ("weight", "bias"))
+    weight, bias = (
+        _shaped(a.values.get(n), None if layer else _across(x)) for n in ("weight", "bias")
+    )
     x = x if weight is None else x * weight
     return x if bias is None else x + bias
 
 
 def _norm(
-    a: Given, *, over: Any = None, groups: Any = None, apart: bool = False, running: Any = None, **how: Any
+    a: Given,
+    *,
+    over: Any = None,
+    groups: Any = None,
+    apart: bool = False,
+    running: Any = None,
+    **how: Any,
 ) -> Any:
-    """Return the result of a norm of another form; `groups` and `apart` are of group norm, `running` of batch norm."""
+    """Return the result of a norm of another form.
+
+    `groups` and `apart` are of group norm, `running` of batch norm.
+    """
     x, eps = a.first, a.values.get("eps") or torch.finfo(torch.float64).eps
     if groups or "group" in a.values:
         n, inside = groups or a.group, x.shape[1] // (groups or a.group)
         parts = x.unflatten(1, (inside, n)).transpose(1, 2).flatten(1, 2) if apart else x
         parts = plain_norm(parts.reshape(len(x), n, -1), (2,), eps, **how).reshape(x.shape)
-        return _scaled(a, parts.unflatten(1, (n, inside)).transpose(1, 2).flatten(1, 2) if apart else parts)
+        return _scaled(
+            a, parts.unflatten(1, (n, inside)).transpose(1, 2).flatten(1, 2) if apart else parts
+        )
     if "normalized_shape" in a.values:
         how.setdefault("centre", "bias" in a.values)  # an RMS norm has none
-        return _scaled(a, plain_norm(x, range(-len(a.normalized_shape), 0) if over is None else over, eps, **how))
+        return _scaled(
+            a,
+            plain_norm(x, range(-len(a.normalized_shape), 0) if over is None else over, eps, **how),
+        )
     if running if running is not None else not _trains(a):
         mean, variance = (v.reshape(_across(x)) for v in (a.running_mean, a.running_var))
         return _scaled(a, (x - mean) / _deviation(variance, eps, how.get("place", "")))
@@ -126,14 +148,20 @@ def _wide(value: Sequence[int], n: int) -> list[int]:
 
 
 def _convolution(a: Given, low: Any, *, flip: bool = False, **others: Any) -> Any:
-    """Return a convolution with `low` zeros in front of each axis, and as many behind as its result's size needs.
+    """Return a convolution with `low` zeros in front of each axis, and as many behind as its
+    result's size needs.
 
-    A transposed one has so many elements cut off in front. `others` may have a stride, a dilation, a mode of padding.
+    A transposed one has so many elements cut off in front. `others` may have a stride, a dilation,
+    a mode of padding.
     """
     size, n = a.out().shape[2:], a.input.dim() - 2
     weight = a.weight.flip(tuple(range(2, n + 2))) if flip else a.weight
     stride, dilation = (_wide(others.get(k, a.values[k]), n) for k in ("stride", "dilation"))
-    lows, pads, conv = _wide(low, n) if isinstance(low, list | tuple) else [low] * n, [], torch.ops.aten.convolution
+    lows, pads, conv = (
+        _wide(low, n) if isinstance(low, list | tuple) else [low] * n,
+        [],
+        torch.ops.aten.convolution,
+    )
     if a.transposed:
         more = [max(s, 2) - 1 for s in stride]
         whole = conv(a.input, weight, a.bias, stride, [0] * n, dilation, True, more, a.groups)
@@ -162,14 +190,20 @@ def _steps(name: str) -> Callable[[Given, Any], Iterator[tuple[int, int]]]:
             steps = {"stride": max(a.stride), "dilation": max(a.dilation), name: value}
             reach = steps["dilation"] * (a.weight.shape[2] - 1) + 1
             need = (out.shape[2] - 1) * steps["stride"] + reach - a.input.shape[2]
-            for low in sorted({need // 2, need - need // 2, 0, max(a.padding)}) if a.values[name] != [value] else ():
+            for low in (
+                sorted({need // 2, need - need // 2, 0, max(a.padding)})
+                if a.values[name] != [value]
+                else ()
+            ):
                 yield value, low
 
     return values
 
 
 def _pooled(a: Given, low: int, kind: str) -> Any:
-    """Return a pooling with so many elements of padding in front, and as many behind as its result's size needs."""
+    """Return a pooling with so many elements of padding in front, and as many behind as its
+    result's size needs.
+    """
     size, x, pads = a.out().shape[2:], a.first, []
     n = len(size)
     kernel, stride = _wide(a.kernel_size, n), _wide(a.stride or a.kernel_size, n)
@@ -188,9 +222,11 @@ def _pooled(a: Given, low: int, kind: str) -> Any:
 BINS: dict[str, Callable[[int, int, int], tuple[int, int]]] = {
     "without overlap": lambda n, k, i: (i * n // k, (i + 1) * n // k),
     "without overlap, the larger ones first": lambda n, k, i: (
-        i * (n // k) + min(i, n % k), (i + 1) * (n // k) + min(i + 1, n % k)),
+        i * (n // k) + min(i, n % k),
+        (i + 1) * (n // k) + min(i + 1, n % k),
+    ),
     "of one size and stride": lambda n, k, i: (i * (n // k), n - (k - 1 - i) * (n // k)),
-}  # fmt: skip
+}
 """Window i of k over n elements, its start and its end, as people pool to a given size."""
 
 
@@ -199,7 +235,9 @@ def _binned(a: Given, kind: str) -> Any:
     x, reduced = a.first, torch.mean if "avg" in a.call.name else torch.amax
     for axis, k in enumerate(a.out().shape[2:], 2):
         spans = [BINS[kind](x.shape[axis], k, i) for i in range(k)]
-        x = torch.stack([reduced(x.narrow(axis, low, high - low), axis) for low, high in spans], axis)
+        x = torch.stack(
+            [reduced(x.narrow(axis, low, high - low), axis) for low, high in spans], axis
+        )
     return x
 
 
@@ -210,17 +248,24 @@ def _resized(a: Given, mode: str) -> Any:
     mode, _, smooth = mode.partition(" with ")
     linear = {3: "linear", 4: "bilinear", 5: "trilinear"}[a.self.dim()]
     mode = linear if mode == "linear" else mode
-    return F.interpolate(a.self, size=tuple(size), mode=mode, **({"antialias": True} if smooth else {}))
+    return F.interpolate(
+        a.self, size=tuple(size), mode=mode, **({"antialias": True} if smooth else {})
+    )
 
 
 def _cubic(x: Any, size: Sequence[int], c: float = -0.5) -> Any:
-    """Resize by Keys' cubic kernel with half-pixel centers; positions outside of the input have no weight."""
+    """Resize by Keys' cubic kernel with half-pixel centers.
+
+    Positions outside of the input have no weight.
+    """
     for axis, n in zip(range(2, x.dim()), size, strict=True):
         at = (torch.arange(n, dtype=x.dtype) + 0.5) * x.shape[axis] / n - 0.5
         d = (at[:, None] - torch.arange(x.shape[axis], dtype=x.dtype)).abs()
         far = torch.where(d < 2, ((c * d - 5 * c) * d + 8 * c) * d - 4 * c, 0.0)
         weights = torch.where(d <= 1, ((c + 2) * d - (c + 3)) * d * d + 1, far)
-        x = torch.tensordot(x, weights / weights.sum(1, keepdim=True), dims=([axis], [1])).movedim(-1, axis)
+        x = torch.tensordot(x, weights / weights.sum(1, keepdim=True), dims=([axis], [1])).movedim(
+            -1, axis
+        )
     return x
 
 
@@ -228,18 +273,44 @@ def _cubic(x: Any, size: Sequence[int], c: float = -0.5) -> Any:
 
 
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
-    "relu": F.relu, "gelu": F.gelu, "gelu (tanh)": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu, "quick gelu": lambda x: x * torch.sigmoid(1.702 * x), "tanh": torch.tanh, "sigmoid": torch.sigmoid,
-    "leaky relu (0.01)": F.leaky_relu, "leaky relu (0.2)": lambda x: F.leaky_relu(x, 0.2),
-    "leaky relu (0.1)": lambda x: F.leaky_relu(x, 0.1), "leaky relu (0.3)": lambda x: F.leaky_relu(x, 0.3),
-    "elu": F.elu, "selu": F.selu, "celu": F.celu, "softplus": F.softplus, "mish": F.mish, "relu6": F.relu6,
-    "hardswish": F.hardswish, "hardsigmoid": F.hardsigmoid, "hardtanh": F.hardtanh, "softsign": F.softsign,
-    "logsigmoid": F.logsigmoid, "abs": torch.abs, "square": torch.square, "squared relu": lambda x: F.relu(x) ** 2,
-    "hard sigmoid (0.2x + 0.5)": lambda x: (0.2 * x + 0.5).clamp(0, 1), "exp": torch.exp, "sin": torch.sin,
-    "expm1": torch.expm1, "rsqrt": torch.rsqrt, "sqrt": torch.sqrt, "cos": torch.cos,
-    "elu (0.5)": lambda x: F.elu(x, 0.5), "softplus minus log 2": lambda x: F.softplus(x) - math.log(2),
-    "reciprocal": torch.reciprocal, "log": torch.log, "negative": torch.neg,
-}  # fmt: skip
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu (tanh)": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "quick gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "leaky relu (0.01)": F.leaky_relu,
+    "leaky relu (0.2)": lambda x: F.leaky_relu(x, 0.2),
+    "leaky relu (0.1)": lambda x: F.leaky_relu(x, 0.1),
+    "leaky relu (0.3)": lambda x: F.leaky_relu(x, 0.3),
+    "elu": F.elu,
+    "selu": F.selu,
+    "celu": F.celu,
+    "softplus": F.softplus,
+    "mish": F.mish,
+    "relu6": F.relu6,
+    "hardswish": F.hardswish,
+    "hardsigmoid": F.hardsigmoid,
+    "hardtanh": F.hardtanh,
+    "softsign": F.softsign,
+    "logsigmoid": F.logsigmoid,
+    "abs": torch.abs,
+    "square": torch.square,
+    "squared relu": lambda x: F.relu(x) ** 2,
+    "hard sigmoid (0.2x + 0.5)": lambda x: (0.2 * x + 0.5).clamp(0, 1),
+    "exp": torch.exp,
+    "sin": torch.sin,
+    "expm1": torch.expm1,
+    "rsqrt": torch.rsqrt,
+    "sqrt": torch.sqrt,
+    "cos": torch.cos,
+    "elu (0.5)": lambda x: F.elu(x, 0.5),
+    "softplus minus log 2": lambda x: F.softplus(x) - math.log(2),
+    "reciprocal": torch.reciprocal,
+    "log": torch.log,
+    "negative": torch.neg,
+}
 ACTIVATION = "activation"
 """Stands, in a pattern of operations, for those of one tensor and nothing else, element by element."""
 
@@ -248,11 +319,17 @@ MATH = "exp|expm1|log|log1p|sqrt|rsqrt|neg|reciprocal|square|abs|sin|cos"
 
 
 def is_activation(call: Call) -> bool:
-    """Return whether a call has one tensor and needs no more, and works element by element; mathematics is none."""
+    """Return whether a call has one tensor and needs no more, and works element by element.
+
+    Mathematics is none.
+    """
     if re.fullmatch(f"({MATH})_?", call.name):
         return False
     needed = [a for a in call.op._schema.arguments if not a.has_default_value()]
-    each = torch.Tag.pointwise in call.op.tags or re.match("hardswish|log_sigmoid", call.name) is not None
+    each = (
+        torch.Tag.pointwise in call.op.tags
+        or re.match("hardswish|log_sigmoid", call.name) is not None
+    )
     return call.name.startswith("clamp") or (each and len(needed) == 1)
 
 
@@ -275,7 +352,9 @@ VARIANCES: dict[str, Reduction] = {
     "biased standard deviation": lambda x, d, k: x.std(d, correction=0, keepdim=k),
     "unbiased standard deviation": lambda x, d, k: x.std(d, correction=1, keepdim=k),
 }
-REDUCING = "mean|sum|var|std|amax|amin|logsumexp|prod|norm|linalg_vector_norm|max|min|var_mean|std_mean"
+REDUCING = (
+    "mean|sum|var|std|amax|amin|logsumexp|prod|norm|linalg_vector_norm|max|min|var_mean|std_mean"
+)
 
 
 def over(a: Given) -> list[int]:
@@ -301,7 +380,11 @@ def _other_axes(a: Given, out: Any) -> list[list[int]]:
     """Return other axes with as many elements, or all but one."""
     x, every = a.first, range(a.first.dim())
     options = [*([d] for d in every), *([i for i in every if i != d] for d in every)]
-    return [o for o in options if o != over(a) and math.prod(x.shape[d] for d in o) * out.numel() == x.numel()]
+    return [
+        o
+        for o in options
+        if o != over(a) and math.prod(x.shape[d] for d in o) * out.numel() == x.numel()
+    ]
 
 
 def _parts_of_axis(a: Given, out: Any) -> list[tuple[int, int]]:
@@ -317,13 +400,25 @@ def _of_part(a: Given, part: tuple[int, int]) -> Any:
 def _scattered(a: Given, kind: str) -> Any:
     """Return a reduction by an index, of another kind."""
     source = a.source if "source" in a.values else a.src
-    index = a.index if a.index.dim() == source.dim() else a.index.reshape(-1, *[1] * (source.dim() - 1 - a.dim))
-    return a.self.scatter_reduce(a.dim, index.expand_as(source), source, kind, include_self=kind == "sum")
+    index = (
+        a.index
+        if a.index.dim() == source.dim()
+        else a.index.reshape(-1, *[1] * (source.dim() - 1 - a.dim))
+    )
+    return a.self.scatter_reduce(
+        a.dim, index.expand_as(source), source, kind, include_self=kind == "sum"
+    )
 
 
 LOSSES: dict[str, Callable[[Any, Any], Any]] = {
-    **{f"Huber's loss with {d:g}": lambda x, y, d=d: F.huber_loss(x, y, delta=d) for d in (1.0, 0.5, 2.0, 0.1)},
-    **{f"smooth L1 with {d:g}": lambda x, y, d=d: F.smooth_l1_loss(x, y, beta=d) for d in (1.0, 0.5, 2.0, 0.1)},
+    **{
+        f"Huber's loss with {d:g}": lambda x, y, d=d: F.huber_loss(x, y, delta=d)
+        for d in (1.0, 0.5, 2.0, 0.1)
+    },
+    **{
+        f"smooth L1 with {d:g}": lambda x, y, d=d: F.smooth_l1_loss(x, y, beta=d)
+        for d in (1.0, 0.5, 2.0, 0.1)
+    },
     "half of the squares": lambda x, y: 0.5 * F.mse_loss(x, y),
     "absolute differences": F.l1_loss,
     "squares": F.mse_loss,
@@ -336,7 +431,8 @@ def _each(a: Given) -> Any:
 
 
 def smoothed(logp: Any, target: Any, eps: float, *, others: bool, weight: Any, ignore: int) -> Any:
-    """Return a cross entropy with label smoothing, shared by all classes or by those that are not the target.
+    """Return a cross entropy with label smoothing, shared by all classes or by those that are not
+    the target.
 
     Args:
         logp: (n, classes, ...), logarithms of probabilities.
@@ -388,10 +484,32 @@ def _added(a: Given, value: float, *, invert: bool = False, replace: bool = Fals
 # The table.
 
 
-EPS = (1e-5, 1e-6, 1e-3, 1e-12, 1e-8, 1e-7, 1e-4, 0.0, 1e-2, 1e-10, 1e-9, 2.0**-52, 2.0**-23, 1e-15, 1e-16, 0.1)
+EPS = (
+    1e-5,
+    1e-6,
+    1e-3,
+    1e-12,
+    1e-8,
+    1e-7,
+    1e-4,
+    0.0,
+    1e-2,
+    1e-10,
+    1e-9,
+    2.0**-52,
+    2.0**-23,
+    1e-15,
+    1e-16,
+    0.1,
+)
 FILLS = (-1e4, -1e9, -1e30, 0.0, -1.0, 1.0, -100.0, -1e5, -1e3, -10.0, -5.0, -math.inf, -1e2, -1e6)
 NEGATIVE = (-1e9, -math.inf, -1e30, -1e4, -1e5)
-COMPARED = {"gt": ("ge", "lt", "le"), "ge": ("gt", "le", "lt"), "lt": ("le", "gt", "ge"), "le": ("lt", "ge", "gt")}
+COMPARED = {
+    "gt": ("ge", "lt", "le"),
+    "ge": ("gt", "le", "lt"),
+    "lt": ("le", "gt", "ge"),
+    "le": ("lt", "ge", "gt"),
+}
 SOFTMAX = "_?softmax|_?log_softmax"
 MODES = ("reflect", "replicate", "circular")
 BOTH = (True, False)
@@ -403,7 +521,9 @@ def _near(name: str) -> Callable[[Given, Any], list[Any]]:
 
 def _reindexed(a: Given, by: int) -> Any:
     indices = zip(a.indices, a.self.shape, strict=False)
-    return a.out(indices=[i if i is None or i.dtype == torch.bool else (i + by) % n for i, n in indices])
+    return a.out(
+        indices=[i if i is None or i.dtype == torch.bool else (i + by) % n for i, n in indices]
+    )
 
 
 def _padded(x: Any, pad: Sequence[int], mode: str) -> Any:
@@ -422,18 +542,27 @@ def _padded(x: Any, pad: Sequence[int], mode: str) -> Any:
 
 
 def _other_pads(a: Given, out: Any) -> list[list[int]]:
-    """Return as many elements of padding, split otherwise between the two ends of each axis; the other end first."""
+    """Return as many elements of padding, split otherwise between the two ends of each axis.
+
+    The other end first.
+    """
     ends = [[n for i in range(0, len(a.pad), 2) for n in (a.pad[i + 1], a.pad[i])]]
     most = max(low + high for low, high in zip(a.pad[::2], a.pad[1::2], strict=True))
     for low in range(most + 1):
         pairs = zip(a.pad[::2], a.pad[1::2], strict=True)
-        ends.append([n for one, two in pairs for n in (min(low, one + two), max(one + two - low, 0))])
+        ends.append(
+            [n for one, two in pairs for n in (min(low, one + two), max(one + two - low, 0))]
+        )
     return ends
 
 
 def _both(a: Given, out: Any) -> list[str]:
     """Return the operands of a sum or a product of two tensors, or nothing."""
-    return ["second", "first"] if isinstance(a.self, torch.Tensor) and isinstance(a.other, torch.Tensor) else []
+    return (
+        ["second", "first"]
+        if isinstance(a.self, torch.Tensor) and isinstance(a.other, torch.Tensor)
+        else []
+    )
 
 
 def _one(a: Given, out: Any) -> list[str]:
@@ -450,7 +579,11 @@ def _argument(cause: str, operations: str, name: str, values: Values) -> Formula
     def others(a: Given, out: Any) -> list[Any]:
         mine = a.values[name]
         every = values(a, out) if callable(values) else values
-        return [v for v in every if v is not mine and (v is None or isinstance(mine, torch.Tensor) or v != mine)]
+        return [
+            v
+            for v in every
+            if v is not mine and (v is None or isinstance(mine, torch.Tensor) or v != mine)
+        ]
 
     words = f"no {name}" if values == (None,) else f"{name} {{}} instead of {{given.{name}}}"
     return Formula(cause, operations, words, lambda a, value: a.every(**{name: value}), others)
@@ -470,13 +603,19 @@ FORMULAS = (
     _argument("constant", "softplus", "beta", (1, 2, 0.5, 10)),
     _argument("mask-diagonal", "tril_?|triu_?", "diagonal", _near("diagonal")),
     _argument("mask-window", "(gt|ge|lt|le|eq|ne)_?", "other", _near("other")),
-    _argument("other-position", "select", "index", lambda a, out: range(min(a.self.shape[a.dim], 64))),
+    _argument(
+        "other-position", "select", "index", lambda a, out: range(min(a.self.shape[a.dim], 64))
+    ),
     _argument("top-k", "topk", "k", lambda a, out: range(1, a.self.shape[a.dim] + 1)),
     _argument("axis", "cumsum|cumprod", "dim", _axes),
     _argument("class-weights", "nll_loss.*|binary_cross_entropy.*", "weight", (None,)),
     _argument("class-weights", "binary_cross_entropy.*", "pos_weight", (None,)),
-    Formula("class-weights", "binary_cross_entropy_with_logits", "the weights of the positive targets on all",
-            lambda a, p: a.out(weight=a.pos_weight, pos_weight=None)),
+    Formula(
+        "class-weights",
+        "binary_cross_entropy_with_logits",
+        "the weights of the positive targets on all",
+        lambda a, p: a.out(weight=a.pos_weight, pos_weight=None),
+    ),
     _argument("ignore-index", "nll_loss.*", "ignore_index", (0, 1, -1, -100, -1000)),
     _argument("reduction", _LOSS, "reduction", (1, 2)),
     _argument("reversed", "sort", "descending", BOTH),
@@ -484,150 +623,462 @@ FORMULAS = (
     _argument("loss-threshold", "huber_loss", "delta", (1.0, 0.5, 2.0, 0.1, 1.35)),
     # convolution, pooling, resizing
     Formula("padding", "convolution", "{} elements of padding in front", _convolution, _lows),
-    Formula("kernel-flipped", "convolution", "the kernel flipped", lambda a, p: _convolution(a, a.padding, flip=True)),
-    Formula("kernel-flipped and padding", "convolution", "the kernel flipped, {} elements of padding in front",
-            lambda a, low: _convolution(a, low, flip=True), _lows),
-    Formula("kernel-transposed", "convolution", "axes {} of the kernel exchanged",
-            lambda a, p: a.out(weight=a.weight.transpose(*p)), ((2, 3), (0, 1))),
-    Formula("padding-mode", "convolution", "padding of the kind {}", lambda a, m: _convolution(a, a.padding, mode=m),
-            MODES),
-    Formula("dilation", "convolution", "dilation and padding {}", lambda a, p: _convolution(a, p[1], dilation=[p[0]]),
-            _steps("dilation")),
-    Formula("stride", "convolution", "stride and padding {}", lambda a, p: _convolution(a, p[1], stride=[p[0]]),
-            _steps("stride")),
-    Formula("group-order", "convolution", "the channels of groups interleaved", lambda a, p: a.out(
-            input=a.input.unflatten(1, (-1, a.groups)).transpose(1, 2).flatten(1, 2))),
-    *(Formula("pool-kind", "(avg|max)_pool.*", f"the {kind}, padded by {{}}", lambda a, low, kind=kind: (
-            _pooled(a, low, kind)), lambda a, out: range(max(a.kernel_size)))
-      for kind in ("maximum", "average", "average of what is inside")),
-    Formula("padding-mode", "max_pool.*", "zeros in the padding", lambda a, p: (
-            _pooled(a, max(a.padding), "maximum with zeros"))),
-    Formula("pool-kind", "_?adaptive_(avg|max)_pool.*", "the {}", lambda a, kind: getattr(
-            F, f"adaptive_{kind}_pool{a.first.dim() - 2}d")(a.first, a.out().shape[2:]), ("max", "avg")),
+    Formula(
+        "kernel-flipped",
+        "convolution",
+        "the kernel flipped",
+        lambda a, p: _convolution(a, a.padding, flip=True),
+    ),
+    Formula(
+        "kernel-flipped and padding",
+        "convolution",
+        "the kernel flipped, {} elements of padding in front",
+        lambda a, low: _convolution(a, low, flip=True),
+        _lows,
+    ),
+    Formula(
+        "kernel-transposed",
+        "convolution",
+        "axes {} of the kernel exchanged",
+        lambda a, p: a.out(weight=a.weight.transpose(*p)),
+        ((2, 3), (0, 1)),
+    ),
+    Formula(
+        "padding-mode",
+        "convolution",
+        "padding of the kind {}",
+        lambda a, m: _convolution(a, a.padding, mode=m),
+        MODES,
+    ),
+    Formula(
+        "dilation",
+        "convolution",
+        "dilation and padding {}",
+        lambda a, p: _convolution(a, p[1], dilation=[p[0]]),
+        _steps("dilation"),
+    ),
+    Formula(
+        "stride",
+        "convolution",
+        "stride and padding {}",
+        lambda a, p: _convolution(a, p[1], stride=[p[0]]),
+        _steps("stride"),
+    ),
+    Formula(
+        "group-order",
+        "convolution",
+        "the channels of groups interleaved",
+        lambda a, p: a.out(
+            input=a.input.unflatten(1, (-1, a.groups)).transpose(1, 2).flatten(1, 2)
+        ),
+    ),
+    *(
+        Formula(
+            "pool-kind",
+            "(avg|max)_pool.*",
+            f"the {kind}, padded by {{}}",
+            lambda a, low, kind=kind: _pooled(a, low, kind),
+            lambda a, out: range(max(a.kernel_size)),
+        )
+        for kind in ("maximum", "average", "average of what is inside")
+    ),
+    Formula(
+        "padding-mode",
+        "max_pool.*",
+        "zeros in the padding",
+        lambda a, p: _pooled(a, max(a.padding), "maximum with zeros"),
+    ),
+    Formula(
+        "pool-kind",
+        "_?adaptive_(avg|max)_pool.*",
+        "the {}",
+        lambda a, kind: getattr(F, f"adaptive_{kind}_pool{a.first.dim() - 2}d")(
+            a.first, a.out().shape[2:]
+        ),
+        ("max", "avg"),
+    ),
     Formula("average-window", "_?adaptive_(avg|max)_pool.*", "windows {}", _binned, BINS),
-    Formula("resize-mode", "_?upsample.*", "resizing by {}", _resized, (
-            "nearest", "nearest-exact", "area", "linear", "bicubic", "jax.image's cubic kernel",
-            "linear with antialias")),
+    Formula(
+        "resize-mode",
+        "_?upsample.*",
+        "resizing by {}",
+        _resized,
+        (
+            "nearest",
+            "nearest-exact",
+            "area",
+            "linear",
+            "bicubic",
+            "jax.image's cubic kernel",
+            "linear with antialias",
+        ),
+    ),
     # normalization, activation, softmax
-    *(Formula(cause, NORMS, words, lambda a, p, how=how: _norm(a, **how))
-      for words, (cause, how) in NORM_FORMS.items()),
-    Formula("norm-axis", ".*layer_norm", "normalization over axes {}", lambda a, over: _norm(a, over=over),
-            lambda a, out: [o for n in range(1, out.dim()) for o in combinations(range(out.dim()), n)]),
-    Formula("norm-axis", "_weight_norm.*", "the norm over axes {}", lambda a, over: (
-            a.v * a.g / a.v.pow(2).sum(over, keepdim=True).sqrt()), lambda a, out: (
-            [o for d in range(out.dim()) for o in ([d], [i for i in range(out.dim()) if i != d])])),
-    Formula("groups", ".*group_norm", "{} groups", lambda a, n: _norm(a, groups=n), lambda a, out: (
-            [g for g in range(1, out.shape[1] + 1) if out.shape[1] % g == 0 and g != a.group])),
-    Formula("norm-axis", ".*batch_norm", "{} channels normalized together", lambda a, d: (
-            _norm(a, groups=a.first.shape[1] // d)), lambda a, out: (
-            [d for d in range(2, out.shape[1] + 1) if out.shape[1] % d == 0 and _trains(a)])),
-    Formula("missing-norm", NORMS, "no normalization, scale and bias alone", lambda a, p: _scaled(a, a.first)),
+    *(
+        Formula(cause, NORMS, words, lambda a, p, how=how: _norm(a, **how))
+        for words, (cause, how) in NORM_FORMS.items()
+    ),
+    Formula(
+        "norm-axis",
+        ".*layer_norm",
+        "normalization over axes {}",
+        lambda a, over: _norm(a, over=over),
+        lambda a, out: [o for n in range(1, out.dim()) for o in combinations(range(out.dim()), n)],
+    ),
+    Formula(
+        "norm-axis",
+        "_weight_norm.*",
+        "the norm over axes {}",
+        lambda a, over: a.v * a.g / a.v.pow(2).sum(over, keepdim=True).sqrt(),
+        lambda a, out: (
+            [o for d in range(out.dim()) for o in ([d], [i for i in range(out.dim()) if i != d])]
+        ),
+    ),
+    Formula(
+        "groups",
+        ".*group_norm",
+        "{} groups",
+        lambda a, n: _norm(a, groups=n),
+        lambda a, out: (
+            [g for g in range(1, out.shape[1] + 1) if out.shape[1] % g == 0 and g != a.group]
+        ),
+    ),
+    Formula(
+        "norm-axis",
+        ".*batch_norm",
+        "{} channels normalized together",
+        lambda a, d: _norm(a, groups=a.first.shape[1] // d),
+        lambda a, out: (
+            [d for d in range(2, out.shape[1] + 1) if out.shape[1] % d == 0 and _trains(a)]
+        ),
+    ),
+    Formula(
+        "missing-norm",
+        NORMS,
+        "no normalization, scale and bias alone",
+        lambda a, p: _scaled(a, a.first),
+    ),
     Formula("missing-activation", ACTIVATION, "no activation", lambda a, p: a.first + 0.0),
     Formula("sign", "neg", "the sign not exchanged", lambda a, p: a.first + 0.0),
     Formula("missing-operation", MATH, "none", lambda a, p: a.first + 0.0),
-    *(Formula("activation", operations, "{}", lambda a, name: ACTIVATIONS[name](a.first), ACTIVATIONS)
-      for operations in (ACTIVATION, MATH)),
-    Formula("softmax-axis", SOFTMAX, "softmax over axis {}",
-            lambda a, d: getattr(a.self.clamp_min(-1e30), a.call.name.strip("_"))(d), _axes),
-    Formula("softmax-kind", SOFTMAX, "{}", lambda a, name: getattr(a.self, name)(*[a.dim][: name != "sigmoid"]),
-            ("log_softmax", "softmax", "sigmoid")),
-    Formula("mask-value", SOFTMAX, "rows that see nothing as {:.6g}", lambda a, p: torch.where(
-            a.self.amax(a.dim, keepdim=True) < -1e4, p, a.out()), lambda a, out: [1 / out.shape[a.dim], 0.0]),
+    *(
+        Formula(
+            "activation", operations, "{}", lambda a, name: ACTIVATIONS[name](a.first), ACTIVATIONS
+        )
+        for operations in (ACTIVATION, MATH)
+    ),
+    Formula(
+        "softmax-axis",
+        SOFTMAX,
+        "softmax over axis {}",
+        lambda a, d: getattr(a.self.clamp_min(-1e30), a.call.name.strip("_"))(d),
+        _axes,
+    ),
+    Formula(
+        "softmax-kind",
+        SOFTMAX,
+        "{}",
+        lambda a, name: getattr(a.self, name)(*[a.dim][: name != "sigmoid"]),
+        ("log_softmax", "softmax", "sigmoid"),
+    ),
+    Formula(
+        "mask-value",
+        SOFTMAX,
+        "rows that see nothing as {:.6g}",
+        lambda a, p: torch.where(a.self.amax(a.dim, keepdim=True) < -1e4, p, a.out()),
+        lambda a, out: [1 / out.shape[a.dim], 0.0],
+    ),
     # embeddings, masks
     # an array of JAX has its last row beyond its end, and counts negative indices from there
-    Formula("index-offset", "embedding", "rows {:+d} away", lambda a, p: a.weight[
-            (a.indices + p).clamp_max(len(a.weight) - 1) % len(a.weight)], (1, -1, 2, -2)),
+    Formula(
+        "index-offset",
+        "embedding",
+        "rows {:+d} away",
+        lambda a, p: a.weight[(a.indices + p).clamp_max(len(a.weight) - 1) % len(a.weight)],
+        (1, -1, 2, -2),
+    ),
     Formula("index-offset", "index", "indices {:+d} away, around the end", _reindexed, (1, -1)),
-    Formula("other-position", "index", "position {} of every row",
-            lambda a, p: a.out(indices=[*a.indices[:-1], torch.full_like(a.indices[-1], p)]),
-            lambda a, out: [-1, 0] if a.indices[-1].dtype == torch.int64 else []),
-    Formula("padding-row", "embedding", "row {} taken as zeros",
-            lambda a, p: a.weight[a.indices] * (a.indices != p)[..., None],
-            lambda a, out: sorted({0, 1, len(a.weight) - 1, *([a.padding_idx] if a.padding_idx >= 0 else [])})),
-    Formula("embedding-scale", "embedding", "rows times {:.6g}", lambda a, p: a.out() * p,
-            lambda a, out: [out.shape[-1] ** 0.5, out.shape[-1] ** -0.5, float(out.shape[-1])]),
-    Formula("constant", "pow", "base {:g}", lambda a, base: base**a.exponent,
-            lambda a, out: [] if isinstance(a.self, torch.Tensor) else [1e4, 5e5, 1e6, 1e3, 1e5, 100.0]),
-    Formula("mask-polarity", "tril_?|triu_?", "the other triangle",
-            lambda a, p: a.self.triu(a.diagonal) if "tril" in a.call.name else a.self.tril(a.diagonal)),
-    Formula("comparison", "gt|ge|lt|le", "{}", lambda a, p: getattr(torch, p)(a.self, a.other),
-            lambda a, out: COMPARED[a.call.name]),
-    Formula("mask-polarity", "eq|ne|logical_not|bitwise_not", "the opposite", lambda a, p: ~a.out()),
+    Formula(
+        "other-position",
+        "index",
+        "position {} of every row",
+        lambda a, p: a.out(indices=[*a.indices[:-1], torch.full_like(a.indices[-1], p)]),
+        lambda a, out: [-1, 0] if a.indices[-1].dtype == torch.int64 else [],
+    ),
+    Formula(
+        "padding-row",
+        "embedding",
+        "row {} taken as zeros",
+        lambda a, p: a.weight[a.indices] * (a.indices != p)[..., None],
+        lambda a, out: sorted(
+            {0, 1, len(a.weight) - 1, *([a.padding_idx] if a.padding_idx >= 0 else [])}
+        ),
+    ),
+    Formula(
+        "embedding-scale",
+        "embedding",
+        "rows times {:.6g}",
+        lambda a, p: a.out() * p,
+        lambda a, out: [out.shape[-1] ** 0.5, out.shape[-1] ** -0.5, float(out.shape[-1])],
+    ),
+    Formula(
+        "constant",
+        "pow",
+        "base {:g}",
+        lambda a, base: base**a.exponent,
+        lambda a, out: [] if isinstance(a.self, torch.Tensor) else [1e4, 5e5, 1e6, 1e3, 1e5, 100.0],
+    ),
+    Formula(
+        "mask-polarity",
+        "tril_?|triu_?",
+        "the other triangle",
+        lambda a, p: a.self.triu(a.diagonal) if "tril" in a.call.name else a.self.tril(a.diagonal),
+    ),
+    Formula(
+        "comparison",
+        "gt|ge|lt|le",
+        "{}",
+        lambda a, p: getattr(torch, p)(a.self, a.other),
+        lambda a, out: COMPARED[a.call.name],
+    ),
+    Formula(
+        "mask-polarity", "eq|ne|logical_not|bitwise_not", "the opposite", lambda a, p: ~a.out()
+    ),
     Formula("mask-value", "where|masked_fill_?", "masked elements as {:g}", _filled, FILLS),
-    Formula("mask-polarity", "where|masked_fill_?", "the mask inverted, with {:g}",
-            lambda a, p: _filled(a, p, invert=True), (-1e30, -1e9, -1e4, -1e10)),
-    Formula("mask-value", "where|masked_fill_?", "{:g} added where masked",
-            lambda a, p: _masked(a)[2] + p * _masked(a)[0].double(), [f for f in FILLS if -math.inf < f < -1]),
-    *(Formula("mask-polarity" if invert else "mask-value", "add",
-              "the mask inverted ({:g})" if invert else "{:g} where masked",
-              lambda a, p, i=invert, r=put: _added(a, p, invert=i, replace=r),
-              NEGATIVE if invert else [f for f in FILLS if f or put])
-      for invert in (False, True) for put in (False, True)),
+    Formula(
+        "mask-polarity",
+        "where|masked_fill_?",
+        "the mask inverted, with {:g}",
+        lambda a, p: _filled(a, p, invert=True),
+        (-1e30, -1e9, -1e4, -1e10),
+    ),
+    Formula(
+        "mask-value",
+        "where|masked_fill_?",
+        "{:g} added where masked",
+        lambda a, p: _masked(a)[2] + p * _masked(a)[0].double(),
+        [f for f in FILLS if -math.inf < f < -1],
+    ),
+    *(
+        Formula(
+            "mask-polarity" if invert else "mask-value",
+            "add",
+            "the mask inverted ({:g})" if invert else "{:g} where masked",
+            lambda a, p, i=invert, r=put: _added(a, p, invert=i, replace=r),
+            NEGATIVE if invert else [f for f in FILLS if f or put],
+        )
+        for invert in (False, True)
+        for put in (False, True)
+    ),
     Formula("missing-mask", "add", "no mask", lambda a, p: _added(a, 0.0)),
     # parts and orders of elements
-    Formula("missing-transpose", "permute|transpose|t", "the elements read in their old order",
-            lambda a, p: a.self.reshape(a.out().shape)),
-    *(Formula(cause, "cat|stack", "the parts in the other order", lambda a, p: a.out(tensors=a.tensors[::-1]),
-              lambda a, out, many=cause == "reversed": [None] if (len(a.tensors) > 3) == many else [])
-      for cause in ("order-of-parts", "reversed")),
-    Formula("parts-swapped", "(unsafe_)?split.*|unbind|chunk", "parts {} exchanged", _parts_exchanged,
-            lambda a, out: combinations(range(len(a.every())), 2)),
-    Formula("roll-direction", "roll", "rolled the other way", lambda a, p: a.out(shifts=[-s for s in a.shifts])),
+    Formula(
+        "missing-transpose",
+        "permute|transpose|t",
+        "the elements read in their old order",
+        lambda a, p: a.self.reshape(a.out().shape),
+    ),
+    *(
+        Formula(
+            cause,
+            "cat|stack",
+            "the parts in the other order",
+            lambda a, p: a.out(tensors=a.tensors[::-1]),
+            lambda a, out, many=cause == "reversed": [None] if (len(a.tensors) > 3) == many else [],
+        )
+        for cause in ("order-of-parts", "reversed")
+    ),
+    Formula(
+        "parts-swapped",
+        "(unsafe_)?split.*|unbind|chunk",
+        "parts {} exchanged",
+        _parts_exchanged,
+        lambda a, out: combinations(range(len(a.every())), 2),
+    ),
+    Formula(
+        "roll-direction",
+        "roll",
+        "rolled the other way",
+        lambda a, p: a.out(shifts=[-s for s in a.shifts]),
+    ),
     Formula("padding", "constant_pad_nd", "padding {}", lambda a, pad: a.out(pad=pad), _other_pads),
-    Formula("padding-mode", "(constant|reflection|replication)_pad.*", "padding of the kind {}", lambda a, mode: (
-            _padded(a.self, a.values.get("pad") or a.padding, mode)), ("constant", *MODES)),
-    Formula("reduction", "minimum|maximum", "the {} of both",
-            lambda a, kind: REDUCTIONS[kind](torch.stack((a.self, a.other)), [0], False), REDUCTIONS),
-    Formula("reduction", "select", "the {} instead of one element",
-            lambda a, kind: REDUCTIONS[kind](a.self, [a.dim], False), REDUCTIONS),
+    Formula(
+        "padding-mode",
+        "(constant|reflection|replication)_pad.*",
+        "padding of the kind {}",
+        lambda a, mode: _padded(a.self, a.values.get("pad") or a.padding, mode),
+        ("constant", *MODES),
+    ),
+    Formula(
+        "reduction",
+        "minimum|maximum",
+        "the {} of both",
+        lambda a, kind: REDUCTIONS[kind](torch.stack((a.self, a.other)), [0], False),
+        REDUCTIONS,
+    ),
+    Formula(
+        "reduction",
+        "select",
+        "the {} instead of one element",
+        lambda a, kind: REDUCTIONS[kind](a.self, [a.dim], False),
+        REDUCTIONS,
+    ),
     Formula("other-slice", "slice", "all elements", lambda a, p: a.self + 0.0),
-    Formula("other-slice", "slice", "elements from {} on", lambda a, b: a.self.narrow(a.dim, b, a.out().shape[a.dim]),
-            lambda a, out: range(min(a.self.shape[a.dim] - out.shape[a.dim] + 1, 64))),
+    Formula(
+        "other-slice",
+        "slice",
+        "elements from {} on",
+        lambda a, b: a.self.narrow(a.dim, b, a.out().shape[a.dim]),
+        lambda a, out: range(min(a.self.shape[a.dim] - out.shape[a.dim] + 1, 64)),
+    ),
     # reductions, sums and products
     Formula("missing-root", "std|norm|linalg_vector_norm", "the square", lambda a, p: a.out() ** 2),
     Formula("variance-correction", "var|std|var_mean|std_mean", "the {}", _reduced, VARIANCES),
     Formula("reduction", REDUCING, "the {}", _reduced, REDUCTIONS),
-    Formula("reduction", "(index_add|scatter_add|scatter_reduce)_?", "the {} of the elements at an index", _scattered,
-            ("sum", "mean", "amax", "amin")),
+    Formula(
+        "reduction",
+        "(index_add|scatter_add|scatter_reduce)_?",
+        "the {} of the elements at an index",
+        _scattered,
+        ("sum", "mean", "amax", "amin"),
+    ),
     Formula("axis", REDUCING, "axes {}", _along, _other_axes),
-    Formula("axis", REDUCING, "axes {}, which are kept", lambda a, over: _along(a, over, keep=True),
-            lambda a, out: [*([d] for d in range(a.first.dim())), list(range(a.first.dim())), *_other_axes(a, out)]),
-    Formula("count", "mean", "the mean over a count of {:+d}",
-            lambda a, p: a.out() * (n := a.first.numel() // max(a.out().numel(), 1)) / (n + p), (1, -1)),
-    Formula("other-slice", REDUCING, "a part of the axis alone (start, length): {}", _of_part, _parts_of_axis),
-    Formula("cumulative-sum", "cumsum", "a sum without the element itself", lambda a, p: a.self.cumsum(a.dim) - a.self),
-    Formula("cumulative-sum", "cumsum", "a sum from the other end",
-            lambda a, p: a.self.flip(a.dim).cumsum(a.dim).flip(a.dim)),
+    Formula(
+        "axis",
+        REDUCING,
+        "axes {}, which are kept",
+        lambda a, over: _along(a, over, keep=True),
+        lambda a, out: [
+            *([d] for d in range(a.first.dim())),
+            list(range(a.first.dim())),
+            *_other_axes(a, out),
+        ],
+    ),
+    Formula(
+        "count",
+        "mean",
+        "the mean over a count of {:+d}",
+        lambda a, p: a.out() * (n := a.first.numel() // max(a.out().numel(), 1)) / (n + p),
+        (1, -1),
+    ),
+    Formula(
+        "other-slice",
+        REDUCING,
+        "a part of the axis alone (start, length): {}",
+        _of_part,
+        _parts_of_axis,
+    ),
+    Formula(
+        "cumulative-sum",
+        "cumsum",
+        "a sum without the element itself",
+        lambda a, p: a.self.cumsum(a.dim) - a.self,
+    ),
+    Formula(
+        "cumulative-sum",
+        "cumsum",
+        "a sum from the other end",
+        lambda a, p: a.self.flip(a.dim).cumsum(a.dim).flip(a.dim),
+    ),
     Formula("missing-bias", "addmm", "no bias", lambda a, p: a.mat1 @ a.mat2),
-    Formula("eps-place", "add", "{:g} added to the square, inside of the root", lambda a, p: (a.self**2 + p).sqrt(),
-            lambda a, out: [] if isinstance(a.other, torch.Tensor) or not 0 < a.other < 1e-2 else [a.other]),
-    *(Formula("eps-place", "clamp_min|clamp", words, formula, lambda a, out: [a.min] if 0 < (a.min or 0) < 1e-2 else [])
-      for words, formula in (("{:g} added", lambda a, p: a.self + p),
-                             ("{:g} added to the square, inside of the root", lambda a, p: (a.self**2 + p).sqrt()),
-                             ("the square of {:g} added, inside of the root", lambda a, p: (a.self**2 + p**2).sqrt()))),
-    Formula("sign", "add|sub|rsub", "the other sign",
-            lambda a, p: a.self - a.other if a.call.name == "add" else a.self + a.other, _one),
-    Formula("term-order", "add|sub|rsub", "the difference in the other order", lambda a, p: a.other - a.self, _one),
+    Formula(
+        "eps-place",
+        "add",
+        "{:g} added to the square, inside of the root",
+        lambda a, p: (a.self**2 + p).sqrt(),
+        lambda a, out: (
+            [] if isinstance(a.other, torch.Tensor) or not 0 < a.other < 1e-2 else [a.other]
+        ),
+    ),
+    *(
+        Formula(
+            "eps-place",
+            "clamp_min|clamp",
+            words,
+            formula,
+            lambda a, out: [a.min] if 0 < (a.min or 0) < 1e-2 else [],
+        )
+        for words, formula in (
+            ("{:g} added", lambda a, p: a.self + p),
+            ("{:g} added to the square, inside of the root", lambda a, p: (a.self**2 + p).sqrt()),
+            (
+                "the square of {:g} added, inside of the root",
+                lambda a, p: (a.self**2 + p**2).sqrt(),
+            ),
+        )
+    ),
+    Formula(
+        "sign",
+        "add|sub|rsub",
+        "the other sign",
+        lambda a, p: a.self - a.other if a.call.name == "add" else a.self + a.other,
+        _one,
+    ),
+    Formula(
+        "term-order",
+        "add|sub|rsub",
+        "the difference in the other order",
+        lambda a, p: a.other - a.self,
+        _one,
+    ),
     Formula("product-for-sum", "add|sub", "a product", lambda a, p: a.self * a.other, _one),
     Formula("sum-for-product", "mul_?|div_?", "a sum", lambda a, p: a.self + a.other, _one),
-    Formula("unit-offset", "mul_?", "1 + the {} factor", lambda a, p: (
-            a.self * (1 + a.other) if p == "second" else (1 + a.self) * a.other), _both),
-    Formula("scale", "mul_?|div_?", "the inverse",
-            lambda a, p: a.self / a.other if "mul" in a.call.name else a.self * a.other, _one),
+    Formula(
+        "unit-offset",
+        "mul_?",
+        "1 + the {} factor",
+        lambda a, p: a.self * (1 + a.other) if p == "second" else (1 + a.self) * a.other,
+        _both,
+    ),
+    Formula(
+        "scale",
+        "mul_?|div_?",
+        "the inverse",
+        lambda a, p: a.self / a.other if "mul" in a.call.name else a.self * a.other,
+        _one,
+    ),
     Formula("missing-term", "addcmul", "a product alone", lambda a, p: a.tensor1 * a.tensor2),
-    Formula("one-minus", "lerp", "the weights exchanged", lambda a, p: torch.lerp(a.end, a.self, a.weight)),
+    Formula(
+        "one-minus",
+        "lerp",
+        "the weights exchanged",
+        lambda a, p: torch.lerp(a.end, a.self, a.weight),
+    ),
     # losses
-    Formula("ignore-index", "nll_loss.*", "a mean over all targets, ignored ones too",
-            lambda a, p: _each(a).sum() / a.target.numel()),
-    Formula("ignore-index", "nll_loss.*", "the weight of class 0 for ignored targets in the mean",
-            lambda a, p: _each(a).sum() / a.weight[torch.where(a.target == a.ignore_index, 0, a.target)].sum()),
-    Formula("ignore-index", "nll_loss.*", "ignored targets as class 0",
-            lambda a, p: a.out(target=torch.where(a.target == a.ignore_index, 0, a.target))),
-    Formula("class-weights", "nll_loss.*", "weighted losses divided by their number",
-            lambda a, p: _each(a).sum() / (a.target != a.ignore_index).sum()),
-    Formula("loss-kind", "smooth_l1_loss|huber_loss|mse_loss|l1_loss", "{}",
-            lambda a, kind: LOSSES[kind](a.self, a.target), LOSSES),
-)  # fmt: skip
+    Formula(
+        "ignore-index",
+        "nll_loss.*",
+        "a mean over all targets, ignored ones too",
+        lambda a, p: _each(a).sum() / a.target.numel(),
+    ),
+    Formula(
+        "ignore-index",
+        "nll_loss.*",
+        "the weight of class 0 for ignored targets in the mean",
+        lambda a, p: (
+            _each(a).sum() / a.weight[torch.where(a.target == a.ignore_index, 0, a.target)].sum()
+        ),
+    ),
+    Formula(
+        "ignore-index",
+        "nll_loss.*",
+        "ignored targets as class 0",
+        lambda a, p: a.out(target=torch.where(a.target == a.ignore_index, 0, a.target)),
+    ),
+    Formula(
+        "class-weights",
+        "nll_loss.*",
+        "weighted losses divided by their number",
+        lambda a, p: _each(a).sum() / (a.target != a.ignore_index).sum(),
+    ),
+    Formula(
+        "loss-kind",
+        "smooth_l1_loss|huber_loss|mse_loss|l1_loss",
+        "{}",
+        lambda a, kind: LOSSES[kind](a.self, a.target),
+        LOSSES,
+    ),
+)
 
 
 @cache
@@ -645,7 +1096,9 @@ def _each_value(values: Values, given: Given, out: Any) -> list[Any]:
         return []  # the row does not fit this overload or these shapes
 
 
-def mistakes(index: int, call: Call, args: Sequence[Any], kwargs: Any, out: Any) -> Iterator[Hypothesis]:
+def mistakes(
+    index: int, call: Call, args: Sequence[Any], kwargs: Any, out: Any
+) -> Iterator[Hypothesis]:
     """Yield the usual mistakes with one operation, by the table and by its numbers."""
     given = Given(call, args, kwargs)
     yield from _other_numbers(index, call, given)
@@ -658,7 +1111,9 @@ def mistakes(index: int, call: Call, args: Sequence[Any], kwargs: Any, out: Any)
 
 
 _NUMBERS = (0.0, 1.0, 2.0, 0.5, -1.0, 3.0, 4.0, 0.1, 0.2, 0.3, 0.01)
-_NUMBERED = re.compile("(add|sub|mul|div|pow|rsub|clamp|clamp_min|clamp_max|softplus|hardtanh|addcmul|lerp)_?")
+_NUMBERED = re.compile(
+    "(add|sub|mul|div|pow|rsub|clamp|clamp_min|clamp_max|softplus|hardtanh|addcmul|lerp)_?"
+)
 BASES = (1e4, 1e3, 1e5, 5e5, 1e6, 100.0)
 
 
@@ -672,13 +1127,26 @@ def _other_numbers(index: int, call: Call, given: Given) -> Iterator[Hypothesis]
             continue
         value = float(value)
         tiny = name in ("add", "clamp_min", "clamp") and 0 < abs(value) < 1e-2
-        near = [] if not value or not math.isfinite(value) else [
-            1 / value, value**2, math.copysign(math.sqrt(abs(value)), value), -value, 2 * value, value / 2, 1 - value,
-            value + 1, value - 1, *(value * math.log(b) / math.log(1e4) for b in BASES),
-        ]  # fmt: skip
+        near = (
+            []
+            if not value or not math.isfinite(value)
+            else [
+                1 / value,
+                value**2,
+                math.copysign(math.sqrt(abs(value)), value),
+                -value,
+                2 * value,
+                value / 2,
+                1 - value,
+                value + 1,
+                value - 1,
+                *(value * math.log(b) / math.log(1e4) for b in BASES),
+            ]
+        )
         bases = BASES if abs(value) >= 50 else ()
         cause = "eps" if tiny else "scale" if name in ("mul", "div") else "constant"
-        # of what keeps a denominator from zero only such values are usual: a larger limit may do the same at one input
+        # of what keeps a denominator from zero only such values are usual: a larger limit may do
+        # the same at one input
         for other in EPS if tiny else (*bases, *near, *_NUMBERS):
             if other != value:
                 change = in_place_of(lambda a, n=argument, v=other: a.out(**{n: v}))

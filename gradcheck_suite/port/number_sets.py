@@ -1,8 +1,9 @@
 """Whether arrays of two frameworks are equal, in order or as sets of numbers. Imports numpy alone.
 
-Two programs that compute the same have the same numbers in them, whatever their layouts: channels last, fused
-projections, stacked layers and scans change where a number stands, not the number. So a result of one side is looked
-up, number by number, among all numbers of the other. No axes are aligned.
+Two programs that compute the same have the same numbers in them, whatever their layouts: channels
+last, fused projections, stacked layers and scans change where a number stands, not the number. So a
+result of one side is looked up, number by number, among all numbers of the other. No axes are
+aligned.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ NEAR_ZERO = 1e-3
 def error(observed: Array, expected: Array) -> float:
     """Return the largest difference over the largest finite expected number.
 
-    Equal infinities differ by 0, and so does whatever stands where NaN is expected: nobody relies on it.
+    Equal infinities differ by 0, and so does whatever stands where NaN is expected: nobody relies
+    on it.
 
     Args:
         observed: any shape.
@@ -40,7 +42,11 @@ def error(observed: Array, expected: Array) -> float:
     with np.errstate(invalid="ignore", over="ignore"):
         off = np.asarray(np.abs(observed - expected))
     # masks of -1e30, of the smallest number and of -inf are one
-    huge = (np.abs(observed) > 1e30) & (np.abs(expected) > 1e30) & (np.sign(observed) == np.sign(expected))
+    huge = (
+        (np.abs(observed) > 1e30)
+        & (np.abs(expected) > 1e30)
+        & (np.sign(observed) == np.sign(expected))
+    )
     off[(observed == expected) | np.isnan(expected) | huge] = 0.0
     off[np.isnan(off)] = np.inf
     sizes = np.abs(expected[np.isfinite(expected) & (np.abs(expected) < 1e30)])
@@ -49,7 +55,9 @@ def error(observed: Array, expected: Array) -> float:
 
 
 def aligned(observed: Array, expected: Array) -> Array:
-    """Return the observed array in the expected shape: the permutation of axes that fits best, or a reshape."""
+    """Return the observed array in the expected shape: the permutation of axes that fits best, or a
+    reshape.
+    """
     if observed.shape == expected.shape or observed.size != expected.size:
         return observed
     if (axes := turn(observed.shape, expected.shape, observed, expected)) is not None:
@@ -59,8 +67,12 @@ def aligned(observed: Array, expected: Array) -> Array:
     return observed
 
 
-def turn(shape: tuple[int, ...], wanted: tuple[int, ...], observed: Array, expected: Array) -> tuple[int, ...] | None:
-    """Return the axes by which an array of one shape has to be transposed to another shape, or None."""
+def turn(
+    shape: tuple[int, ...], wanted: tuple[int, ...], observed: Array, expected: Array
+) -> tuple[int, ...] | None:
+    """Return the axes by which an array of one shape has to be transposed to another shape, or
+    None.
+    """
     if shape == wanted or sorted(shape) != sorted(wanted) or len(shape) > 5:
         return None
     options = [a for a in permutations(range(len(shape))) if tuple(shape[i] for i in a) == wanted]
@@ -68,7 +80,9 @@ def turn(shape: tuple[int, ...], wanted: tuple[int, ...], observed: Array, expec
 
 
 def telling(value: Array) -> Array:
-    """Return the elements that are hardly equal by chance: finite, and no multiples of 1/4 as counts and masks are."""
+    """Return the elements that are hardly equal by chance: finite, and no multiples of 1/4 as
+    counts and masks are.
+    """
     flat = value.reshape(-1)
     if flat.dtype.kind != "f":
         return np.zeros(0)
@@ -103,7 +117,9 @@ class Numbers:
         self._by_size: dict[int, list[int]] = {}
 
     def _span(self, wanted: Array) -> tuple[Array, Array]:
-        """Return where the numbers begin that are as large as wanted ones, and how large they are at most."""
+        """Return where the numbers begin that are as large as wanted ones, and how large they are
+        at most.
+        """
         allowed = self.tolerance * (np.abs(wanted) + NEAR_ZERO * np.abs(wanted).max(initial=0.0))
         return np.searchsorted(self._flat, wanted - allowed), wanted + allowed
 
@@ -130,12 +146,17 @@ class Numbers:
         return max(sorted(set(every)), key=every.count) if every else None
 
     def of_size(self, size: int) -> Sequence[int]:
-        """Return the indices of arrays of a size, then of parts of arrays along their first axis, as of a scan.
+        """Return the indices of arrays of a size, then of parts of arrays along their first axis,
+        as of a scan.
 
         `whole` has the index of the array that each is a part of.
         """
         if size not in self._by_size:
-            floats = [(i, a) for i, a in enumerate(self.arrays) if a.dtype.kind == "f" and self.whole[i] == i]
+            floats = [
+                (i, a)
+                for i, a in enumerate(self.arrays)
+                if a.dtype.kind == "f" and self.whole[i] == i
+            ]
             found = self._by_size[size] = [i for i, a in floats if a.size == size]
             for i, a in floats:
                 if a.ndim > 1 and 1 < len(a) <= STEPS and a.size == size * len(a):

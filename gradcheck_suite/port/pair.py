@@ -1,7 +1,8 @@
-"""A pair of models as its author describes it, and the same pair with other values in its parameters.
+"""A pair of models as its author describes it, and the same pair with other values in its
+parameters.
 
-Both sides compute in float64: what differs then is not rounding. The author's code runs with float64 as torch's
-default dtype, so that tables that it computes are not rounded either.
+Both sides compute in float64: what differs then is not rounding. The author's code runs with
+float64 as torch's default dtype, so that tables that it computes are not rounded either.
 """
 
 from __future__ import annotations
@@ -46,10 +47,13 @@ class Port:
 
     Attributes:
         module: the torch module.
-        apply: `apply(params, *inputs) -> array or pytree`, or a model of flax linen, flax nnx or Equinox.
-        params: pytree of arrays, loaded from the module's state by the author's code; None for nnx and Equinox models.
+        apply: `apply(params, *inputs) -> array or pytree`, or a model of flax linen, flax nnx or
+            Equinox.
+        params: pytree of arrays, loaded from the module's state by the author's code; None for nnx
+            and Equinox models.
         inputs: numpy arrays that both sides get, as tensors and as arrays.
-        load: `load(state) -> params`; `state` has the names of `module.state_dict()` and numpy arrays.
+        load: `load(state) -> params`; `state` has the names of `module.state_dict()` and numpy
+            arrays.
         kwargs: further keyword arguments of the module.
         jax_kwargs: further keyword arguments of the JAX model, such as `{"deterministic": True}`.
         targets: further arguments of both losses.
@@ -84,7 +88,8 @@ class Port:
 
 
 def as_port(given: Any, rebuild: Callable[[], Any] | None = None) -> tuple[Port, list[str]]:
-    """Return the pair of what an author's function returned, in float64, and notes on what was ignored.
+    """Return the pair of what an author's function returned, in float64, and notes on what was
+    ignored.
 
     Raises:
         UsageError: it is no pair, or a part of it is of a wrong kind.
@@ -93,18 +98,31 @@ def as_port(given: Any, rebuild: Callable[[], Any] | None = None) -> tuple[Port,
     if isinstance(given, Mapping):
         known = [f.name for f in dataclasses.fields(Port) if f.name != "rebuild"]
         if lacking := [name for name in REQUIRED if name not in given]:
-            lacks = "".join([f"no {lacking[0]!r}", *(f", but {k!r}" for k in given if k not in known)])
-            raise UsageError(f"the pair has {lacks}: expected a Port or a dict with {', '.join(known)}")
-        notes = [f"the key {k!r} is not used{suggestion(str(k), known)}" for k in given if k not in known]
+            lacks = "".join(
+                [f"no {lacking[0]!r}", *(f", but {k!r}" for k in given if k not in known)]
+            )
+            raise UsageError(
+                f"the pair has {lacks}: expected a Port or a dict with {', '.join(known)}"
+            )
+        notes = [
+            f"the key {k!r} is not used{suggestion(str(k), known)}" for k in given if k not in known
+        ]
         given = Port(**{k: v for k, v in given.items() if k in known and v is not None})
     if not isinstance(given, Port):
-        raise UsageError(f"expected a gradcheck_suite.Port or a dict with the same names, got {type(given).__name__}")
+        raise UsageError(
+            "expected a gradcheck_suite.Port or a dict with the same names, got"
+            f" {type(given).__name__}"
+        )
     if not isinstance(given.module, nn.Module):
         raise UsageError(f"module: expected a torch.nn.Module, got {type(given.module).__name__}")
     if not callable(given.apply):
         raise UsageError(f"apply: expected a function or a model, got {type(given.apply).__name__}")
     pair = dataclasses.replace(
-        given, inputs=_tuple(given.inputs), targets=_tuple(given.targets), accept=_tuple(given.accept), rebuild=rebuild
+        given,
+        inputs=_tuple(given.inputs),
+        targets=_tuple(given.targets),
+        accept=_tuple(given.accept),
+        rebuild=rebuild,
     )
     if (pair.torch_loss is None) != (pair.jax_loss is None):
         raise UsageError("expected both torch_loss and jax_loss, or neither")
@@ -117,9 +135,13 @@ def as_port(given: Any, rebuild: Callable[[], Any] | None = None) -> tuple[Port,
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:
-    """Return a tuple of what an author gave as one or alone, with arrays of numpy in place of tensors."""
+    """Return a tuple of what an author gave as one or alone, with arrays of numpy in place of
+    tensors.
+    """
     values = tuple(value) if isinstance(value, list | tuple) else (value,)
-    return tuple(jax.tree.map(lambda x: x.numpy(force=True) if isinstance(x, torch.Tensor) else x, values))
+    return tuple(
+        jax.tree.map(lambda x: x.numpy(force=True) if isinstance(x, torch.Tensor) else x, values)
+    )
 
 
 def _expect_no_dropout(pair: Port) -> None:
@@ -127,9 +149,14 @@ def _expect_no_dropout(pair: Port) -> None:
         return
     for name, part in pair.module.named_modules():
         if "Dropout" in type(part).__name__ and getattr(part, "p", 0) > 0:
-            raise UsageError(f"{name or 'the module'} is {part} in train mode, which no port repeats: expected p=0")
+            raise UsageError(
+                f"{name or 'the module'} is {part} in train mode, which no port repeats:"
+                " expected p=0"
+            )
         if isinstance(part, nn.MultiheadAttention | nn.RNNBase) and part.dropout > 0:
-            raise UsageError(f"{name or 'the module'} has dropout={part.dropout} in train mode: expected 0")
+            raise UsageError(
+                f"{name or 'the module'} has dropout={part.dropout} in train mode: expected 0"
+            )
 
 
 def to_double(module: nn.Module) -> None:
@@ -147,7 +174,9 @@ def without_low(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Mode(TorchDispatchMode):
-    """A mode that `torch.compile` may look into: torch then does not import its compiler, which takes two seconds."""
+    """A mode that `torch.compile` may look into: torch then does not import its compiler, which
+    takes two seconds.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -182,10 +211,11 @@ _COMPILER = "torch._dynamo"
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Answer what `torch.optim` asks of torch's compiler, which takes as long to import as a small pair to judge.
+    """Answer what `torch.optim` asks of torch's compiler, which takes as long to import as a small
+    pair to judge.
 
-    Where nothing is compiled, torch's decorators ask for two functions that then do nothing. Whatever else is asked for
-    imports the compiler, and one that is imported already is used.
+    Where nothing is compiled, torch's decorators ask for two functions that then do nothing.
+    Whatever else is asked for imports the compiler, and one that is imported already is used.
     """
     stand_in, asked = ModuleType(_COMPILER), list[Any]()
 
@@ -207,7 +237,9 @@ def without_compiler() -> Iterator[None]:
         yield
     finally:
         leave()
-        for function in asked:  # the decorator keeps the answer there: the next call asks the compiler itself
+        for (
+            function
+        ) in asked:  # the decorator keeps the answer there: the next call asks the compiler itself
             vars(function).pop("__dynamo_disable", None)
 
 
@@ -253,7 +285,10 @@ class JaxModel:
         self._complex = [hasattr(leaf, "dtype") and jnp.iscomplexobj(leaf) for _, leaf in found]
         self.leaves = [self._as_array(leaf) for _, leaf in found]
         if not any(map(is_float, self.leaves)):
-            raise UsageError("params: expected a pytree with arrays of floats, which a port has loaded from the module")
+            raise UsageError(
+                "params: expected a pytree with arrays of floats, which a port has loaded from the"
+                " module"
+            )
 
     def _nnx(self) -> ModuleType:
         found = imported("flax.nnx")
@@ -267,7 +302,11 @@ class JaxModel:
             self._graph, own = nnx.split(self._model)
             if params is None:
                 return own
-            return nnx.split(params)[1] if isinstance(params, nnx.Module) else self._in_structure(params, own)
+            return (
+                nnx.split(params)[1]
+                if isinstance(params, nnx.Module)
+                else self._in_structure(params, own)
+            )
         if library_of(params) == "nnx":
             return self._nnx().split(params)[1]
         if self.library == "equinox":
@@ -279,17 +318,24 @@ class JaxModel:
         return params
 
     def _in_structure(self, given: Any, own: Any) -> Any:
-        """Return a model's own tree with given arrays in place of its arrays; an activation stays where it is."""
-        arrays, wanted = [[x for x in jax.tree.leaves(tree) if is_array(x)] for tree in (given, own)]
+        """Return a model's own tree with given arrays in place of its arrays.
+
+        An activation stays where it is.
+        """
+        arrays, wanted = [
+            [x for x in jax.tree.leaves(tree) if is_array(x)] for tree in (given, own)
+        ]
         if len(arrays) != len(wanted):
-            raise UsageError(f"params: expected {len(wanted)} arrays, as the model has, got {len(arrays)}")
+            raise UsageError(
+                f"params: expected {len(wanted)} arrays, as the model has, got {len(arrays)}"
+            )
         rest = iter(arrays)
         return jax.tree.map(lambda leaf: next(rest) if is_array(leaf) else leaf, own)
 
     def _as_array(self, leaf: Any) -> Any:
-        """Return a leaf as an array: also a number, such as `float(state["scale"])`; complex numbers as pairs.
+        """Return a leaf as an array: also a number, such as `float(state["scale"])`.
 
-        A number in a module of Equinox is a setting.
+        Complex numbers as pairs. A number in a module of Equinox is a setting.
         """
         if hasattr(leaf, "dtype") and jnp.iscomplexobj(leaf):
             return np.stack([np.real(leaf), np.imag(leaf)], -1)
@@ -299,12 +345,19 @@ class JaxModel:
         """Return the leaves of parameters that the author's code has loaded."""
         leaves = list(map(self._as_array, jax.tree.leaves(self._tree(params))))
         if len(leaves) != len(self.leaves):
-            raise UsageError(f"load: expected {len(self.leaves)} leaves, as params has, got {len(leaves)}")
+            raise UsageError(
+                f"load: expected {len(self.leaves)} leaves, as params has, got {len(leaves)}"
+            )
         return leaves
 
     def call(self, leaves: Sequence[Any], inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """Return the output, and the leaves of what the model updates in training (running statistics)."""
-        leaves = [x[..., 0] + 1j * x[..., 1] if c else x for x, c in zip(leaves, self._complex, strict=True)]
+        """Return the output, and the leaves of what the model updates in training (running
+        statistics).
+        """
+        leaves = [
+            x[..., 0] + 1j * x[..., 1] if c else x
+            for x, c in zip(leaves, self._complex, strict=True)
+        ]
         params, how = jax.tree.unflatten(self.structure, leaves), self._pair.jax_kwargs
         if self.library == "linen":
             mutable = [name for name in params if name != "params"] if self._pair.train else []
@@ -317,7 +370,9 @@ class JaxModel:
             model = nnx.merge(self._graph, params)
             out = model(*inputs, **how)
             after = jax.tree.leaves(nnx.split(model)[1]) if self._pair.train else []
-            return out, [a for a, b in zip(after, leaves, strict=False) if a is not b and is_float(a)]
+            return out, [
+                a for a, b in zip(after, leaves, strict=False) if a is not b and is_float(a)
+            ]
         if self.library == "equinox":
             return params(*inputs, **how), []
         return self._model(params, *inputs, **how), []
@@ -329,15 +384,26 @@ def is_array(leaf: Any) -> bool:
 
 
 def _path(keys: Sequence[Any]) -> str:
-    parts = [str(next(getattr(k, a) for a in ("key", "name", "idx") if hasattr(k, a))) for k in keys]
-    # flax nnx keeps an array as the attribute `value` of its variable; a module may have that name as well
-    is_variable = parts[1:] and parts[-1] == "value" and isinstance(keys[-1], jax.tree_util.GetAttrKey)
+    parts = [
+        str(next(getattr(k, a) for a in ("key", "name", "idx") if hasattr(k, a))) for k in keys
+    ]
+    # flax nnx keeps an array as the attribute `value` of its variable; a module may have that name
+    # as well
+    is_variable = (
+        parts[1:] and parts[-1] == "value" and isinstance(keys[-1], jax.tree_util.GetAttrKey)
+    )
     return ".".join(parts[:-1] if is_variable else parts)
 
 
 def flat_output(out: Any) -> list[Any]:
-    """Return the arrays of an output of either side: sequences in order, dicts by sorted keys, dataclasses by field."""
-    if isinstance(out, torch.Tensor) or is_array(out) or isinstance(out, jax.core.Tracer | np.generic):
+    """Return the arrays of an output of either side: sequences in order, dicts by sorted keys,
+    dataclasses by field.
+    """
+    if (
+        isinstance(out, torch.Tensor)
+        or is_array(out)
+        or isinstance(out, jax.core.Tracer | np.generic)
+    ):
         return [out]
     if out is None or isinstance(out, str | bool | int | float):
         return []
@@ -391,7 +457,10 @@ def is_statistic(name: str) -> bool:
 
 
 def movable(module: nn.Module) -> set[str]:
-    """Return the names of parameters and running statistics; other buffers may be tables that a port computes."""
+    """Return the names of parameters and running statistics.
+
+    Other buffers may be tables that a port computes.
+    """
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     return parameters | {name for name in module.state_dict() if is_statistic(name)}
 
@@ -400,7 +469,8 @@ Draw = Callable[[Array, str], Array]
 
 
 def moved(rng: np.random.Generator, much: float = 1.0) -> Draw:
-    """Return a draw of values about a third of their size away: zero biases and unit scales stay so no longer.
+    """Return a draw of values about a third of their size away: zero biases and unit scales stay so
+    no longer.
 
     Args:
         rng: of the draw.
@@ -410,9 +480,14 @@ def moved(rng: np.random.Generator, much: float = 1.0) -> Draw:
     def draw(value: Array, name: str) -> Array:
         if name.rpartition(".")[2] == "running_var":
             return np.abs(value) * rng.uniform(0.5, 1.5, value.shape) + 0.05
-        size, noise = float(np.sqrt(np.mean(value**2))) if value.size else 0.0, much * rng.normal(size=value.shape)
+        size, noise = (
+            float(np.sqrt(np.mean(value**2))) if value.size else 0.0,
+            much * rng.normal(size=value.shape),
+        )
         small = size <= 1e-3  # layers that start at 1e-6 hide what is behind them, as zeros do
-        if value.size and value.min() > 0:  # such as a scale or a variance, whose logarithm or root may be taken
+        if (
+            value.size and value.min() > 0
+        ):  # such as a scale or a variance, whose logarithm or root may be taken
             return value + 0.2 * np.abs(noise) if small else value * np.exp(0.3 * noise)
         return value + (0.2 if small else 0.3 * size) * noise
 
@@ -444,7 +519,9 @@ def drawn_state(base: State, names: set[str], draw: Draw) -> State:
 
 
 class _Writing(Mode):
-    """Follows every write into a parameter by one of drawn values: whatever the author's code reads then has them."""
+    """Follows every write into a parameter by one of drawn values: whatever the author's code reads
+    then has them.
+    """
 
     def __init__(self, draw: Draw) -> None:
         super().__init__()
@@ -454,7 +531,12 @@ class _Writing(Mode):
     def note(self, _: nn.Module, name: str, tensor: Any) -> None:
         """Follow what a module registers: a parameter, or a buffer of running statistics."""
         is_followed = isinstance(tensor, nn.Parameter) or is_statistic(name)
-        if is_followed and isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.numel():
+        if (
+            is_followed
+            and isinstance(tensor, torch.Tensor)
+            and tensor.is_floating_point()
+            and tensor.numel()
+        ):
             key = tensor.untyped_storage().data_ptr()
             self._known[key] = (tensor.detach(), name)
             self._write(key)
@@ -466,7 +548,12 @@ class _Writing(Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **without_low(kwargs or {}))
-        if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor) and args[0].numel():
+        if (
+            func._schema.is_mutable
+            and args
+            and isinstance(args[0], torch.Tensor)
+            and args[0].numel()
+        ):
             key = args[0].untyped_storage().data_ptr()
             if key in self._known:
                 self._write(key)
@@ -474,7 +561,10 @@ class _Writing(Mode):
 
 
 def built_again(pair: Port, draw: Draw) -> tuple[Port, State]:
-    """Call the author's function again with drawn values in its module; return the new pair and its state."""
+    """Call the author's function again with drawn values in its module.
+
+    Return the new pair and its state.
+    """
     assert pair.rebuild is not None
     writing, hooks = _Writing(draw), nn.modules.module
     with (
@@ -498,7 +588,10 @@ def raised(side: str, call: Callable[[], Any]) -> Any:
     except UsageError:
         raise
     except Exception as error:
-        frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+        frames = [
+            (frame.f_code.co_filename, line)
+            for frame, line in traceback.walk_tb(error.__traceback__)
+        ]
         place = f" at {line}" if (line := first_of_author(reversed(frames))) else ""
         said = next(iter(str(error).strip().splitlines()), "")
         raise UsageError(f"{side} raised {type(error).__name__}{place}: {said}"[:400]) from error
@@ -512,10 +605,14 @@ _LIBRARY = re.compile(
 
 @cache
 def is_author_file(name: str) -> bool:
-    """Return whether a source file is the author's: not of a framework, of Python, or of this package."""
+    """Return whether a source file is the author's: not of a framework, of Python, or of this
+    package.
+    """
     return not (name.startswith(_OWN) or _LIBRARY.search(name))
 
 
 def first_of_author(frames: Iterable[tuple[str, int | None]]) -> str:
     """Return `file:line` of the first of some frames that is the author's, or nothing."""
-    return next((f"{os.path.basename(file)}:{line}" for file, line in frames if is_author_file(file)), "")
+    return next(
+        (f"{os.path.basename(file)}:{line}" for file, line in frames if is_author_file(file)), ""
+    )

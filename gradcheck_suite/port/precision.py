@@ -1,4 +1,7 @@
-"""How exactly both sides compute in a lower precision, each against torch in float64. It is reported, and no fault."""
+"""How exactly both sides compute in a lower precision, each against torch in float64.
+
+It is reported, and no fault.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,19 @@ MUCH = 8.0
 def _low_lines(jaxpr: Any, dtype: Any) -> list[str]:
     """Return `file:line` of the equations that cast to a dtype of fewer bits."""
     casts = [e for e in equations_in(jaxpr) if e.primitive.name == "convert_element_type"]
-    fewer = [d for d in LOW if jnp.finfo(d).bits < jnp.finfo(dtype).bits or jnp.finfo(d).eps > jnp.finfo(dtype).eps]
+    fewer = [
+        d
+        for d in LOW
+        if jnp.finfo(d).bits < jnp.finfo(dtype).bits or jnp.finfo(d).eps > jnp.finfo(dtype).eps
+    ]
     lines = [line_of(e) for e in casts if np.dtype(e.params["new_dtype"]) in fewer]
     return list(dict.fromkeys(line for line in lines if line))
 
 
 def precision_findings(sides: Sides, dtype: str) -> Iterator[tuple[str, float, float, str | None]]:
-    """Yield (words, error, allowed, `file:line`) on the given inputs; it is a finding where the error is not allowed.
+    """Yield (words, error, allowed, `file:line`) on the given inputs.
+
+    It is a finding where the error is not allowed.
 
     Args:
         sides: of the pair.
@@ -42,7 +51,12 @@ def precision_findings(sides: Sides, dtype: str) -> Iterator[tuple[str, float, f
     if dtype == "float64":
         before = outputs_error(exact, sides.jax_run(sides.given).outs)
         if sides.bounds(sides.given).rounded and before > RESOLUTION:
-            yield "a table of numbers is rounded to float32 on one side at least", before, RESOLUTION, None
+            yield (
+                "a table of numbers is rounded to float32 on one side at least",
+                before,
+                RESOLUTION,
+                None,
+            )
         if not program.is_low or program.random:
             return
         leaves, inputs, targets = sides.arguments(sides.given)
@@ -55,17 +69,24 @@ def precision_findings(sides: Sides, dtype: str) -> Iterator[tuple[str, float, f
         return
     low = jnp.dtype(dtype)
     module = copy.deepcopy(sides.pair.module).to(getattr(torch, dtype))
-    given = [t.to(getattr(torch, dtype)) if t.is_floating_point() else t for t in map(as_tensor, point.inputs)]
+    given = [
+        t.to(getattr(torch, dtype)) if t.is_floating_point() else t
+        for t in map(as_tensor, point.inputs)
+    ]
     with torch.no_grad(), default_dtype(getattr(torch, dtype)):
         kept = sides.kept(module(*given, **dict(sides.pair.kwargs)))
     own = outputs_error(exact, [array(t) for t in flat_output(kept)])
     leaves = [jnp.asarray(x, low) if is_float(x) else x for x in sides.leaves]
     inputs = [jnp.asarray(x, low) if is_float(x) else x for x in point.inputs]
-    closed = jax.make_jaxpr(lambda *x: flat_output(sides.kept(sides.model.call(leaves, list(x))[0])))(*inputs)
+    closed = jax.make_jaxpr(
+        lambda *x: flat_output(sides.kept(sides.model.call(leaves, list(x))[0]))
+    )(*inputs)
     outs = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(inputs))
     off = outputs_error(exact, [array(o) for o in outs])
     lines = _low_lines(closed.jaxpr, low)
-    words = f"in {dtype} the port's error is {off:.2g}, {off / max(own, 1e-300):.2g} times torch's own"
+    words = (
+        f"in {dtype} the port's error is {off:.2g}, {off / max(own, 1e-300):.2g} times torch's own"
+    )
     yield words + _at(lines), off, MUCH * own, next(iter(lines), None)
 
 

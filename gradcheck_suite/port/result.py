@@ -46,13 +46,19 @@ class PortFinding:
 
     def to_json(self) -> dict[str, Any]:
         """Return the finding as JSON-ready data."""
-        return {**asdict(self), "error": json_number(self.error), "allowed": json_number(self.allowed)}
+        return {
+            **asdict(self),
+            "error": json_number(self.error),
+            "allowed": json_number(self.allowed),
+        }
 
     @property
     def notice(self) -> Notice:
         """The finding as CI systems show it."""
         level: Literal["warning", "error"] = "warning" if self.kind == "precision" else "error"
-        return Notice(level, self.cause, f"{self.place or 'the model'}: {self.words}", self.remedy, self.jax)
+        return Notice(
+            level, self.cause, f"{self.place or 'the model'}: {self.words}", self.remedy, self.jax
+        )
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,8 @@ class MapRow:
     Attributes:
         leaf: path of the leaf.
         torch: names of the torch tensors that it has elements of.
-        how: `same`, `transposed`, `reshaped`, `stacked`, `sliced`, `permuted`, `linear`, `constant` or `unknown`.
+        how: `same`, `transposed`, `reshaped`, `stacked`, `sliced`, `permuted`, `linear`, `constant`
+            or `unknown`.
     """
 
     leaf: str
@@ -84,7 +91,8 @@ class PortResult:
         notes: what else is worth knowing, one sentence each.
         planted: a fault that was planted in this pair and found: the verdict is not blind.
         unjudged: why there is no verdict, or None.
-        smallest: the smallest inputs on which the two differ, one line each; empty where they are the given ones.
+        smallest: the smallest inputs on which the two differ, one line each; empty where they are
+            the given ones.
     """
 
     loop: str
@@ -119,8 +127,15 @@ class PortResult:
     def notices(self) -> list[Notice]:
         """What the result says, as CI systems show it."""
         found = [one.notice for one in self.findings]
-        found += [replace(one.notice, level="note", accepted="accept of the pair") for one in self.accepted]
-        unjudged = [Notice("error", "unjudged", self.unjudged)] if self.unjudged and not self.differences else []
+        found += [
+            replace(one.notice, level="note", accepted="accept of the pair")
+            for one in self.accepted
+        ]
+        unjudged = (
+            [Notice("error", "unjudged", self.unjudged)]
+            if self.unjudged and not self.differences
+            else []
+        )
         return [*found, *unjudged]
 
     @property
@@ -131,9 +146,15 @@ class PortResult:
         lines = [f"{self.loop}  {head}{what}, {self.seconds:.1f} s"]
         for finding in self.findings:
             lines += ["", *_finding_lines(finding)]
-        lines += [f"accepted: {f.cause} at {f.place or 'the model'}: {f.words}" for f in self.accepted]
+        lines += [
+            f"accepted: {f.cause} at {f.place or 'the model'}: {f.words}" for f in self.accepted
+        ]
         if self.smallest:
-            lines += ["", "smallest inputs found on which they differ:", *(f"  {line}" for line in self.smallest)]
+            lines += [
+                "",
+                "smallest inputs found on which they differ:",
+                *(f"  {line}" for line in self.smallest),
+            ]
         if self.unjudged is not None and not self.differences:
             lines.append(f"unjudged: {self.unjudged}")
         lines += [f"planted: {self.planted}"] if self.planted and self.holds else []
@@ -143,7 +164,10 @@ class PortResult:
     def map_lines(self) -> list[str]:
         """The map, one line for each leaf."""
         width = max((len(row.leaf) for row in self.map), default=0)
-        return [f"{row.leaf:<{width}}  {row.how:<10}  {_sources(row.torch)}".rstrip() for row in self.map]
+        return [
+            f"{row.leaf:<{width}}  {row.how:<10}  {_sources(row.torch)}".rstrip()
+            for row in self.map
+        ]
 
     def __str__(self) -> str:
         return "\n".join(self.lines)
@@ -154,11 +178,17 @@ class PortResult:
     def to_html(self) -> str:
         """Return the verdict and the map as one HTML page."""
         lines = [*self.lines, "", "map:", *self.map_lines]
-        style = "body{font:14px/1.5 ui-monospace,monospace;margin:2rem;max-width:70rem}pre{white-space:pre-wrap}"
+        style = (
+            "body{font:14px/1.5"
+            " ui-monospace,monospace;margin:2rem;max-width:70rem}pre{white-space:pre-wrap}"
+        )
         title = html.escape(f"{self.loop}: {self.verdict}")
         text = html.escape("\n".join(lines))
         head = f'<meta charset="utf-8"><title>{title}</title><style>{style}</style>'
-        return f'<!doctype html><html lang="en"><head>{head}</head><body><pre>{text}</pre></body></html>\n'
+        return (
+            "<!doctype html><html"
+            f' lang="en"><head>{head}</head><body><pre>{text}</pre></body></html>\n'
+        )
 
     def raise_for_violation(self) -> None:
         """Do nothing where the port is the torch model.
@@ -192,12 +222,19 @@ class PortResult:
 
 def _finding_lines(finding: PortFinding) -> list[str]:
     where = " <-> ".join(part for part in (finding.torch, finding.jax) if part)
-    lines = [f"{finding.place or 'the model'}: {finding.cause} ({finding.kind})", f"  {finding.words}"]
+    lines = [
+        f"{finding.place or 'the model'}: {finding.cause} ({finding.kind})",
+        f"  {finding.words}",
+    ]
     lines += [f"  {where}"] if where else []
     if finding.error is not None and finding.allowed is not None:
-        lines.append(f"  off by {finding.error:.2g} of the largest number, {finding.allowed:.1g} allowed")
+        lines.append(
+            f"  off by {finding.error:.2g} of the largest number, {finding.allowed:.1g} allowed"
+        )
     return [*lines, f"  fix: {finding.remedy}"] if finding.remedy else lines
 
 
 def _sources(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:4]) + (f" and {counted(len(names) - 4, 'tensor')} more" if len(names) > 4 else "")
+    return ", ".join(names[:4]) + (
+        f" and {counted(len(names) - 4, 'tensor')} more" if len(names) > 4 else ""
+    )

@@ -45,26 +45,42 @@ def _nearest(value: Array, extras: Sequence[Array]) -> float:
     return min((error(e.reshape(value.shape), value) for e in alike), default=float("inf"))
 
 
-def _alternatives(sides: Sides, name: str, before: Array, after: Array) -> Iterator[tuple[str, str, Array]]:
+def _alternatives(
+    sides: Sides, name: str, before: Array, after: Array
+) -> Iterator[tuple[str, str, Array]]:
     """Yield what people write in place of torch's (1 - momentum) * old + momentum * new."""
     part = sides.pair.module.get_submodule(name.rpartition(".")[0])
     own = getattr(part, "momentum", None) or 0.1
     batch = (after - (1 - own) * before) / own
     n = _count(sides, name, part)
     options = [(batch, "")]
-    options += [(batch * (n - 1) / n, "the biased variance")] if name.endswith("running_var") else []
+    options += (
+        [(batch * (n - 1) / n, "the biased variance")] if name.endswith("running_var") else []
+    )
     yield "not-updated", "no update", before
     for variance, words in options:
         if words:
             yield "variance-correction", words, (1 - own) * before + own * variance
         more = f" and {words}" if words else ""
-        yield "momentum-convention", f"the old value times {own:g}{more}", own * before + (1 - own) * variance
+        yield (
+            "momentum-convention",
+            f"the old value times {own:g}{more}",
+            own * before + (1 - own) * variance,
+        )
         for m in MOMENTA:
             if m != own:
-                yield "momentum", f"a momentum of {m:g} instead of {own:g}{more}", (1 - m) * before + m * variance
+                yield (
+                    "momentum",
+                    f"a momentum of {m:g} instead of {own:g}{more}",
+                    (1 - m) * before + m * variance,
+                )
         yield "momentum", f"the statistics of the batch alone{more}", variance
     if name.endswith("running_var"):
-        yield "variance-correction", "the variance corrected twice", (1 - own) * before + own * batch * n / (n - 1)
+        yield (
+            "variance-correction",
+            "the variance corrected twice",
+            (1 - own) * before + own * batch * n / (n - 1),
+        )
         yield "eps-place", "the variance with eps", after + own * getattr(part, "eps", 1e-5)
 
 

@@ -1,7 +1,7 @@
 """The search for the change of the torch program that makes the port's numbers appear.
 
-Families of hypotheses are tried one after the other at all places, the usual mistakes first. What is believed is
-decided here and nowhere else: the rule of evidence.
+Families of hypotheses are tried one after the other at all places, the usual mistakes first. What
+is believed is decided here and nowhere else: the rule of evidence.
 """
 
 from __future__ import annotations
@@ -41,10 +41,27 @@ SPARE = 100
 CANDIDATES = 10_000
 """Candidates of one search. The zoo of ports needs up to 5,000."""
 FLAT = frozenset(
-    ["zeros", "constant", "count", "missing-bias", "missing-mask", "missing-scale", "missing-term", "unused-parameter"]
+    [
+        "zeros",
+        "constant",
+        "count",
+        "missing-bias",
+        "missing-mask",
+        "missing-scale",
+        "missing-term",
+        "unused-parameter",
+    ]
 )
 """Causes that say themselves that a tensor has one number everywhere."""
-RAISED = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError)
+RAISED = (
+    RuntimeError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+)
 """What torch raises where a hypothesis does not fit the shapes."""
 
 
@@ -114,7 +131,9 @@ class Repairs:
         leaves = dict(start)
         for key, how in ((k, f) for k, f in self.leaves.items() if k in start):
             with torch.set_grad_enabled(grad):
-                new = start[how.kind, how.index] if isinstance(how, Ref) else dense(how(leaves[key]))
+                new = (
+                    start[how.kind, how.index] if isinstance(how, Ref) else dense(how(leaves[key]))
+                )
             for other, value in start.items():
                 if value is start[key] and other[0] == key[0]:
                     leaves[other] = new
@@ -126,7 +145,8 @@ class Repairs:
 
 @dataclass
 class Witness:
-    """Both sides at other parameters or inputs, with the same calls: what explains a difference explains it here, too.
+    """Both sides at other parameters or inputs, with the same calls: what explains a difference
+    explains it here, too.
 
     Attributes:
         program: torch's, with its own state and inputs.
@@ -158,10 +178,22 @@ class Search:
     """
 
     def __init__(
-        self, program: TorchProgram, matching: Matching, repairs: Repairs, loss: bool, close: float,
-        budget: Budget, witnesses: Iterable[Witness] = (),
-    ) -> None:  # fmt: skip
-        self.program, self.matching, self.repairs, self.loss, self.close = program, matching, repairs, loss, close
+        self,
+        program: TorchProgram,
+        matching: Matching,
+        repairs: Repairs,
+        loss: bool,
+        close: float,
+        budget: Budget,
+        witnesses: Iterable[Witness] = (),
+    ) -> None:
+        self.program, self.matching, self.repairs, self.loss, self.close = (
+            program,
+            matching,
+            repairs,
+            loss,
+            close,
+        )
         self._witnesses = witnesses
         self.budget = budget.of(CANDIDATES)
         self._affected: dict[Any, set[int]] = {}
@@ -170,12 +202,15 @@ class Search:
         self._inside: set[int] = set()
         self._runs_before: dict[int, TorchRun | None] = {}
 
-    def find(self, families: Sequence[tuple[Family, str]], region: list[int], first: list[int]) -> Found | None:
+    def find(
+        self, families: Sequence[tuple[Family, str]], region: list[int], first: list[int]
+    ) -> Found | None:
         """Return the best explanation, or None.
 
         Args:
-            families: with the calls that each is tried at: `region`, `order` (first lost calls, then their readers),
-                `first`, or `last` (before the outputs, which may read another value than the lost ones).
+            families: with the calls that each is tried at: `region`, `order` (first lost calls,
+                then their readers), `first`, or `last` (before the outputs, which may read another
+                value than the lost ones).
             region: the lost calls that lead to the difference.
             first: those among them that read no lost result.
         """
@@ -214,7 +249,11 @@ class Search:
 
     def _seen_at(self, place: int, hypothesis: Hypothesis) -> int:
         """Return the call at which a change shows: the place, or a call behind it that is changed."""
-        return place if place in self._affected_by(hypothesis) else max(hypothesis.changes, default=place)
+        return (
+            place
+            if place in self._affected_by(hypothesis)
+            else max(hypothesis.changes, default=place)
+        )
 
     def _hypotheses(self, family: Family, place: int) -> Iterator[Hypothesis]:
         with contextlib.suppress(*RAISED):  # a family that a place does not fit has no more
@@ -223,10 +262,12 @@ class Search:
     # evidence
 
     def _has_evidence(self, place: int, hypothesis: Hypothesis) -> bool:
-        """Return whether a change gives numbers that the port alone had, at a place or at the next one.
+        """Return whether a change gives numbers that the port alone had, at a place or at the next
+        one.
 
-        The port may compute the same in another order, so that the result itself is not among its values, or have the
-        changed result elsewhere too: then the results of the calls that read it are looked at.
+        The port may compute the same in another order, so that the result itself is not among its
+        values, or have the changed result elsewhere too: then the results of the calls that read it
+        are looked at.
         """
         value = self.local(place, hypothesis)
         if value is None or (hypothesis.cause not in FLAT and self._flattens(hypothesis)):
@@ -249,16 +290,25 @@ class Search:
         return False
 
     def _flattens(self, hypothesis: Hypothesis) -> bool:
-        """Return whether a change gives one number everywhere, of whatever it reads: it explains no more than that."""
+        """Return whether a change gives one number everywhere, of whatever it reads: it explains no
+        more than that.
+        """
         for index in hypothesis.changes:
-            before, after = (self.matching.run.seen[index] or [None])[0], self.local(index, hypothesis)
-            was_many = torch.is_tensor(before) and before.is_floating_point() and not _is_flat(before)
+            before, after = (
+                (self.matching.run.seen[index] or [None])[0],
+                self.local(index, hypothesis),
+            )
+            was_many = (
+                torch.is_tensor(before) and before.is_floating_point() and not _is_flat(before)
+            )
             if was_many and after and _is_flat(after[0]):
                 return True
         return False
 
     def _lost_readers(self, place: int) -> list[int]:
-        """Return the lost calls that read a result, directly or through a call or two that are matched."""
+        """Return the lost calls that read a result, directly or through a call or two that are
+        matched.
+        """
 
         def behind_matched(i: int) -> Iterator[int]:
             return self.readers(i) if i == place or i not in self._inside else iter(())
@@ -268,14 +318,21 @@ class Search:
     def _better(self, best: Found | None, place: int, hypothesis: Hypothesis) -> Found | None:
         found = self.test(place, hypothesis)
         found = found and self._everywhere(found)
-        if found is not None and found.error > self.close and (self._hides(found) or self._is_scanty(found)):
+        if (
+            found is not None
+            and found.error > self.close
+            and (self._hides(found) or self._is_scanty(found))
+        ):
             found = None
-        if found is None or (best is not None and found.error > self.close and found.gained <= best.gained):
+        if found is None or (
+            best is not None and found.error > self.close and found.gained <= best.gained
+        ):
             return best
         return found if self.is_confirmed(found) else best
 
     def _hides(self, found: Found) -> bool:
-        """Return whether a change puts a zero in a place: that hides whatever else is wrong behind it.
+        """Return whether a change puts a zero in a place: that hides whatever else is wrong behind
+        it.
 
         A term that starts at zero is missing in the first time step, whatever it is in the others.
         """
@@ -286,7 +343,9 @@ class Search:
         return any(kinds[i] == mine and i not in found.new for i in self.region)
 
     def _is_scanty(self, found: Found) -> bool:
-        """Return whether all that is explained is a number or two, which the port may have from another layer."""
+        """Return whether all that is explained is a number or two, which the port may have from
+        another layer.
+        """
         if self.loss:  # the terms of a loss are single numbers
             return False
         return sum(variety(array(found.run.seen[i][0])) for i in found.new) < LEAST
@@ -306,7 +365,11 @@ class Search:
             ends = self._off(run, side)
             # with other inputs another fault may show, too: then this change explains a part
             better = not witness.same_inputs and ends < self._off(before, side)
-            if found.error <= self.close and ends > max(10 * witness.allowed, self.close) and not better:
+            if (
+                found.error <= self.close
+                and ends > max(10 * witness.allowed, self.close)
+                and not better
+            ):
                 return False
         return True
 
@@ -328,7 +391,9 @@ class Search:
         return Found(hypothesis, place, error, [i for i in looked if new[i]], run)
 
     def _everywhere(self, found: Found) -> Found:
-        """Return a change also at the other calls of its line: those of other time steps, and of repeated modules."""
+        """Return a change also at the other calls of its line: those of other time steps, and of
+        repeated modules.
+        """
         best, tried = found, list[set[int]]()
         leaves = in_every_layer(self.program.names, found.hypothesis.leaves)
         if len(leaves) > len(found.hypothesis.leaves) and found.error > self.close:
@@ -346,7 +411,8 @@ class Search:
             every = self.test(found.place, replace(found.hypothesis, changes=changes))
             # a call whose result the port has stays as it is
             if every is None or any(
-                self.matching.status[i] and self.matching.side.has(every.run.seen[i]) is False for i in changes
+                self.matching.status[i] and self.matching.side.has(every.run.seen[i]) is False
+                for i in changes
             ):
                 continue
             if every.error < best.error or every.gained > best.gained:
@@ -355,11 +421,19 @@ class Search:
 
     # the neighbourhood of a place
 
-    def read_by(self, todo: list[int], depth: int, through: Callable[[int], bool] = lambda i: True) -> Iterator[int]:
-        """Yield the calls that some calls read, directly or through others, where a rule lets them through."""
+    def read_by(
+        self, todo: list[int], depth: int, through: Callable[[int], bool] = lambda i: True
+    ) -> Iterator[int]:
+        """Yield the calls that some calls read, directly or through others, where a rule lets them
+        through.
+        """
 
         def reads(i: int) -> Iterator[int]:
-            return (r.kind for r in self.program.calls[i].refs if isinstance(r.kind, int) and through(r.kind))
+            return (
+                r.kind
+                for r in self.program.calls[i].refs
+                if isinstance(r.kind, int) and through(r.kind)
+            )
 
         yield from walked(todo, reads, depth)
 
@@ -369,7 +443,10 @@ class Search:
         def lost_readers(i: int) -> Iterator[int]:
             return (r for r in self.readers(i) if r in self._inside)
 
-        chains = [[start, *islice(walked([start], lost_readers, PLACES), PLACES)] for start in first[:PLACES]]
+        chains = [
+            [start, *islice(walked([start], lost_readers, PLACES), PLACES)]
+            for start in first[:PLACES]
+        ]
         turns = (chain[n] for n in range(PLACES) for chain in chains if n < len(chain))
         return list(dict.fromkeys(turns))
 
@@ -407,17 +484,25 @@ class Search:
         return self._affected[key]
 
     def positions(self, place: int) -> Iterator[tuple[int, Ref]]:
-        """Yield the tensors that a call reads, with their places among all arguments, those in lists one by one."""
+        """Yield the tensors that a call reads, with their places among all arguments, those in
+        lists one by one.
+        """
         for i, arg in enumerate(pytree.tree_leaves(self.program.calls[place].args)):
             if isinstance(arg, Ref):
                 yield i, arg
 
 
 def _is_flat(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() > 1 and bool((value == value.reshape(-1)[0]).all())
+    return (
+        isinstance(value, torch.Tensor)
+        and value.numel() > 1
+        and bool((value == value.reshape(-1)[0]).all())
+    )
 
 
-def walked(start: list[int], following: Callable[[int], Iterable[int]], depth: int) -> Iterator[int]:
+def walked(
+    start: list[int], following: Callable[[int], Iterable[int]], depth: int
+) -> Iterator[int]:
     """Yield the calls that follow some calls, the nearest first."""
     seen, level = set(start), start
     for _ in range(depth):
@@ -427,7 +512,9 @@ def walked(start: list[int], following: Callable[[int], Iterable[int]], depth: i
 
 
 def behind(program: TorchProgram, calls: Iterable[int], leaves: Collection[Any] = ()) -> set[int]:
-    """Return some calls, and those that read their results, or some leaves, directly or through others."""
+    """Return some calls, and those that read their results, or some leaves, directly or through
+    others.
+    """
     found = set(calls)
     for index, call in enumerate(program.calls):
         if any(r.kind in found or (r.kind, r.index) in leaves for r in call.refs):
@@ -436,9 +523,12 @@ def behind(program: TorchProgram, calls: Iterable[int], leaves: Collection[Any] 
 
 
 def recomputed(
-    program: TorchProgram, index: int, affected: Collection[int], get: Callable[[Ref], Any],
+    program: TorchProgram,
+    index: int,
+    affected: Collection[int],
+    get: Callable[[Ref], Any],
     changes: Mapping[int, Change],
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """Return the results of a call, for which calls are run again.
 
     Args:
@@ -462,7 +552,9 @@ def recomputed(
             if call.mutates:
                 args = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
             change = changes.get(i)
-            made[i] = flat(call.op(*args, **kwargs) if change is None else change(call, args, kwargs, value))
+            made[i] = flat(
+                call.op(*args, **kwargs) if change is None else change(call, args, kwargs, value)
+            )
         return made[i]
 
     return results(index)
@@ -470,11 +562,15 @@ def recomputed(
 
 def _role(program: TorchProgram, index: int) -> Any:
     refs = program.calls[index].refs
-    return [(program.calls[r.kind].name, r.index) if isinstance(r.kind, int) else r.kind for r in refs]
+    return [
+        (program.calls[r.kind].name, r.index) if isinstance(r.kind, int) else r.kind for r in refs
+    ]
 
 
 def _parameters(program: TorchProgram, index: int) -> Any:
-    """Return the nearest parameters that a call depends on: those of one layer are the same at every time step."""
+    """Return the nearest parameters that a call depends on: those of one layer are the same at
+    every time step.
+    """
     level = {index}
     for _ in range(8):
         refs = [r for i in level for r in program.calls[i].refs]
@@ -490,20 +586,32 @@ def _role_in_layer(program: TorchProgram, index: int) -> Any:
 
 Alike = Callable[[TorchProgram, int], Any]
 ALIKE: tuple[Alike, ...] = (
-    _role_in_layer, _parameters, lambda program, i: program.calls[i].path, _role, lambda *_: None,
-)  # fmt: skip
+    _role_in_layer,
+    _parameters,
+    lambda program, i: program.calls[i].path,
+    _role,
+    lambda *_: None,
+)
 """What calls of one line have in common where the same change is made at all of them."""
 
 
-def repeated(program: TorchProgram, hypothesis: Hypothesis, alike: Alike = _role) -> dict[int, Change]:
-    """Return the changes of a hypothesis, made at all calls of their line that have something in common."""
+def repeated(
+    program: TorchProgram, hypothesis: Hypothesis, alike: Alike = _role
+) -> dict[int, Change]:
+    """Return the changes of a hypothesis, made at all calls of their line that have something in
+    common.
+    """
     if not hypothesis.changes:
         return {}
     calls, mine = program.calls, min(hypothesis.changes)
     together = Repairs().plus(hypothesis)
     for index, call in enumerate(calls):
         by = index - mine
-        if not by or not call.where or (call.name, call.where) != (calls[mine].name, calls[mine].where):
+        if (
+            not by
+            or not call.where
+            or (call.name, call.where) != (calls[mine].name, calls[mine].where)
+        ):
             continue
         moved = [i + by for i in hypothesis.changes]
         fits = all(0 <= i < len(calls) and calls[i].name == calls[i - by].name for i in moved)
@@ -514,17 +622,24 @@ def repeated(program: TorchProgram, hypothesis: Hypothesis, alike: Alike = _role
 
 
 def in_every_layer(names: Sequence[str], leaves: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return changes of parameters also for those of other layers: their names differ in numbers alone."""
+    """Return changes of parameters also for those of other layers: their names differ in numbers
+    alone.
+    """
     made = dict(leaves)
     for (kind, name), change in leaves.items():
         pattern = re.escape(str(name)) if kind == "state" else ""
         for other in names:
-            if not re.fullmatch(re.sub(r"\d+", r"\\d+", pattern), other) or ("state", other) in made:
+            if (
+                not re.fullmatch(re.sub(r"\d+", r"\\d+", pattern), other)
+                or ("state", other) in made
+            ):
                 continue
             numbers = dict(zip(re.findall(r"\d+", name), re.findall(r"\d+", other), strict=True))
             if not isinstance(change, Ref):
                 made["state", other] = change
-            elif (partner := re.sub(r"\d+", lambda m, n=numbers: n.get(m[0], m[0]), str(change.index))) in names:
+            elif (
+                partner := re.sub(r"\d+", lambda m, n=numbers: n.get(m[0], m[0]), str(change.index))
+            ) in names:
                 made["state", other] = Ref("state", partner)
     return made
 

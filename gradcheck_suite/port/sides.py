@@ -48,7 +48,9 @@ class Point:
     @property
     def shapes(self) -> tuple[Any, ...]:
         """Shapes and dtypes, which programs are compiled for."""
-        return tuple((np.shape(x), str(getattr(x, "dtype", type(x)))) for x in (*self.inputs, *self.targets))
+        return tuple(
+            (np.shape(x), str(getattr(x, "dtype", type(x)))) for x in (*self.inputs, *self.targets)
+        )
 
 
 @dataclass
@@ -104,7 +106,10 @@ class Sides:
         self._expect_outputs()
 
     def _is_moved(self, seed: int, much: float) -> bool:
-        """Take a state away from the initial one; return whether torch's outputs there are numbers."""
+        """Take a state away from the initial one.
+
+        Return whether torch's outputs there are numbers.
+        """
         self.state, self.leaves = self.map.moved(seed, much)
         self._other = seed + 1, much
         set_state(self.pair.module, self.state)
@@ -134,7 +139,11 @@ class Sides:
     def _function(self, leaves: Any, inputs: Any, targets: Any) -> tuple[list[Any], list[Any], Any]:
         out, extras = self.model.call(leaves, inputs)
         count = len(self._shapes)
-        if isinstance(out, tuple) and len(out) == 2 and len(flat_output(self.kept(out[0]))) == count != 0:
+        if (
+            isinstance(out, tuple)
+            and len(out) == 2
+            and len(flat_output(self.kept(out[0]))) == count != 0
+        ):
             more = flat_output(out[1])
             if len(flat_output(out)) > count:  # (output, updated state)
                 out, extras = out[0], [*extras, *more]
@@ -149,7 +158,10 @@ class Sides:
         total = jnp.zeros(())
         for i, (o, shape) in enumerate(zip(flat, self._shapes, strict=False)):
             if jnp.issubdtype(o.dtype, jnp.floating) and o.size == np.prod(shape):
-                total = total + (self._turned(o.astype(jnp.float64), shape) * _cotangent(i, shape)).sum()
+                total = (
+                    total
+                    + (self._turned(o.astype(jnp.float64), shape) * _cotangent(i, shape)).sum()
+                )
         return flat, extras, total
 
     def _turned(self, value: Any, shape: tuple[int, ...]) -> Any:
@@ -167,18 +179,26 @@ class Sides:
 
     def _recorded(self, point: Point) -> TorchProgram:
         torch.manual_seed(0)
-        return TorchProgram(self.pair.module, point.inputs, point.targets, self.pair.kwargs, self._torch_ends)
+        return TorchProgram(
+            self.pair.module, point.inputs, point.targets, self.pair.kwargs, self._torch_ends
+        )
 
     def arguments(self, point: Point) -> tuple[Any, Any, Any]:
         """Return leaves, inputs and targets of the JAX side, floats in float64."""
-        return self.leaves, jax.tree.map(lifted, list(point.inputs)), jax.tree.map(lifted, list(point.targets))
+        return (
+            self.leaves,
+            jax.tree.map(lifted, list(point.inputs)),
+            jax.tree.map(lifted, list(point.targets)),
+        )
 
     def jax_program(self, point: Point) -> JaxProgram:
         """Return the JAX program of a point."""
         shapes = point.shapes
         if shapes not in self._jax:
             self._shapes = [tuple(v.shape) for v in self._torch_outs(point)]
-            self._jax[shapes] = raised("the JAX side", lambda: JaxProgram(self._function, *self.arguments(point)))
+            self._jax[shapes] = raised(
+                "the JAX side", lambda: JaxProgram(self._function, *self.arguments(point))
+            )
         return self._jax[shapes]
 
     def _torch_outs(self, point: Point) -> list[torch.Tensor]:
@@ -206,7 +226,9 @@ class Sides:
     def _numbers(self, point: Point, arguments: Any, ran: Forward) -> Side:
         program, bounds = self.jax_program(point), self.bounds(point)
         given = [np.asarray(a) for part in arguments for a in part if is_number(a)]
-        more = [a.astype(np.float64) if a.dtype.kind == "f" else a for a in (*program.constants, *given)]
+        more = [
+            a.astype(np.float64) if a.dtype.kind == "f" else a for a in (*program.constants, *given)
+        ]
         more = [a for a in more if a.dtype.kind in "fiub"]
         tolerance = max(RESOLUTION, bounds.outputs) if bounds.rounded else RESOLUTION
         outs, loss, results = ran
@@ -214,7 +236,9 @@ class Sides:
         return Side([*values, *more], [*equations, *[None] * len(more)], outs, loss, tolerance)
 
     def witnesses(self, point: Point) -> Iterator[Witness]:
-        """Yield other parameters at a point, and the other points: what is said of one holds at all of them."""
+        """Yield other parameters at a point, and the other points: what is said of one holds at all
+        of them.
+        """
         names = [c.name for c in self.torch_program(point).calls]
         found = self._at_other_state(point)
         if [c.name for c in found.program.calls] == names:
@@ -222,7 +246,9 @@ class Sides:
         for other in self.points:
             if other is not point and [c.name for c in self.torch_program(other).calls] == names:
                 allowed = self.bounds(other).outputs
-                yield Witness(self.torch_program(other), self.side(other), allowed, same_inputs=False)
+                yield Witness(
+                    self.torch_program(other), self.side(other), allowed, same_inputs=False
+                )
 
     @once
     def _at_other_state(self, point: Point) -> Witness:
@@ -247,8 +273,12 @@ class Sides:
             raise UsageError("the torch module returns no tensor, or `outputs` keeps none")
         run = raised("the JAX side", lambda: self.jax_run(self.given))
         mine, theirs = [tuple(o.shape) for o in outs], [o.shape for o in run.outs]
-        if len(theirs) < len(mine) or any(o.numel() != r.size for o, r in zip(outs, run.outs, strict=False)):
-            raise UsageError(f"outputs of shapes that cannot match: torch returns {mine}, the JAX side {theirs}")
+        if len(theirs) < len(mine) or any(
+            o.numel() != r.size for o, r in zip(outs, run.outs, strict=False)
+        ):
+            raise UsageError(
+                f"outputs of shapes that cannot match: torch returns {mine}, the JAX side {theirs}"
+            )
         for o, r in zip(outs, run.outs, strict=False):
             axes = turn(r.shape, tuple(o.shape), r, array(o))
             if axes is not None:
@@ -256,19 +286,29 @@ class Sides:
         if self._axes and self.pair.jax_loss is None:
             self._jax.clear()  # the loss is one of the outputs in torch's layout
             self.given.kept.pop("jax_run")
-        floats = [(array(o), r) for o, r in zip(outs, run.outs, strict=False) if o.is_floating_point()]
+        floats = [
+            (array(o), r) for o, r in zip(outs, run.outs, strict=False) if o.is_floating_point()
+        ]
         if floats and all(np.isnan(o).all() for o, _ in floats):
             empty = [(i, np.shape(x)) for i, x in enumerate(self.pair.inputs) if not np.size(x)]
             if empty:
-                raise UsageError("input {} is empty, of shape {}: expected at least one row".format(*empty[0]))
-            both = "both sides are" if all(np.isnan(r).all() for _, r in floats) else "the torch side is"
+                raise UsageError(
+                    "input {} is empty, of shape {}: expected at least one row".format(*empty[0])
+                )
+            both = (
+                "both sides are"
+                if all(np.isnan(r).all() for _, r in floats)
+                else "the torch side is"
+            )
             raise UsageError(f"{both} NaN at the given inputs: expected numbers to compare")
 
     # bounds
 
     @once
     def bounds(self, point: Point) -> Bounds:
-        """Return what rounding explains: the effect of moving every number by about its rounding error."""
+        """Return what rounding explains: the effect of moving every number by about its rounding
+        error.
+        """
         program, run = self.torch_program(point), self.jax_run(point)
         base, slopes = self.slopes(program, Repairs())
         bounds = Bounds(RESOLUTION)
@@ -283,7 +323,11 @@ class Sides:
             self._add(bounds, outputs_error(base.outs, moved.outs), slopes, others, 1.0)
             bounds.rounded = True
         unit = UNIT_ROUNDOFF["float32"]
-        moves = {i: table(self.leaves[i])[1] for i, leaf in enumerate(self.map.leaves) if leaf and leaf.is_constant}
+        moves = {
+            i: table(self.leaves[i])[1]
+            for i, leaf in enumerate(self.map.leaves)
+            if leaf and leaf.is_constant
+        }
         kept = {i: self.leaves[i] + unit * move for i, move in moves.items() if move is not None}
         if kept or self.jax_program(point).rounded:
             leaves = [kept.get(i, leaf) for i, leaf in enumerate(self.leaves)]
@@ -295,13 +339,20 @@ class Sides:
         return bounds
 
     def _add(
-        self, bounds: Bounds, off: float, slopes: Mapping[str, Array], others: Mapping[str, Array], factor: float
+        self,
+        bounds: Bounds,
+        off: float,
+        slopes: Mapping[str, Array],
+        others: Mapping[str, Array],
+        factor: float,
     ) -> None:
         bounds.outputs += factor * (off if np.isfinite(off) else 0.0)
         for name in bounds.gradients:
             if name in slopes and name in others:
                 change = np.abs(others[name] - slopes[name])
-                bounds.gradients[name] += factor * float(change[np.isfinite(change)].max(initial=0.0))
+                bounds.gradients[name] += factor * float(
+                    change[np.isfinite(change)].max(initial=0.0)
+                )
 
     def _rounded_leaves(self, program: TorchProgram, draw: int) -> dict[Any, torch.Tensor]:
         """Return state and inputs moved by one unit roundoff."""
@@ -317,7 +368,9 @@ class Sides:
         return found
 
     def _tables(self, program: TorchProgram) -> dict[Any, torch.Tensor]:
-        """Return tables of torch's that were computed in float32 and that the port does not load, moved by that."""
+        """Return tables of torch's that were computed in float32 and that the port does not load,
+        moved by that.
+        """
         used, found = self.map.used(), {}
         for (kind, name), value in program.leaves().items():
             free = kind == "state" and name in self.map.names and name not in self.map.movable
@@ -330,10 +383,18 @@ class Sides:
     # gradients
 
     def slopes(
-        self, program: TorchProgram, repairs: Repairs, leaves: Mapping[Any, torch.Tensor] | None = None
+        self,
+        program: TorchProgram,
+        repairs: Repairs,
+        leaves: Mapping[Any, torch.Tensor] | None = None,
     ) -> tuple[TorchRun, dict[str, Array]]:
-        """Return a run of torch with its graph, and the gradient of each parameter, zeros where there is none."""
-        given = {k: v.requires_grad_(k[0] == "state" and k[1] in program.parameters) for k, v in (leaves or {}).items()}
+        """Return a run of torch with its graph, and the gradient of each parameter, zeros where
+        there is none.
+        """
+        given = {
+            k: v.requires_grad_(k[0] == "state" and k[1] in program.parameters)
+            for k, v in (leaves or {}).items()
+        }
         run = repairs.run(program, grad=True, inputs=given)
         names = [n for n in self.map.names if n in program.parameters]
         slopes = {n: np.zeros(self.map.base[n].shape) for n in names}

@@ -1,7 +1,7 @@
 """A torch module as a program: the operations below autograd, which can be run again with changes.
 
-Running it again goes through autograd, so that a changed program has the right gradient, and runs none of the user's
-Python. Operations that autograd itself adds are dropped: no result needs them.
+Running it again goes through autograd, so that a changed program has the right gradient, and runs
+none of the user's Python. Operations that autograd itself adds are dropped: no result needs them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class Call:
         path: of the module that calls it, or `LOSS`; None outside of both.
         where: `file:line` of the author's code.
         grad: whether autograd was on.
-        written: results of calls that have written into the memory of an argument since it was made.
+        written: results of calls that have written into the memory of an argument since it was
+            made.
     """
 
     op: Any
@@ -128,8 +129,8 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 class _Recorder(Mode):
     """Records operations with the module and the line that call them.
 
-    Autograd makes another Python object for a view, so that a tensor that is not known by its identity is looked up by
-    its storage, offset, shape and strides.
+    Autograd makes another Python object for a view, so that a tensor that is not known by its
+    identity is looked up by its storage, offset, shape and strides.
     """
 
     def __init__(self, leaves: Mapping[Any, torch.Tensor]) -> None:
@@ -151,7 +152,10 @@ class _Recorder(Mode):
             self._keys[_key(tensor)] = ref
 
     def ref(self, tensor: torch.Tensor) -> Any:
-        """Return the reference of a tensor; one from elsewhere, as of a buffer that is not saved, is a constant."""
+        """Return the reference of a tensor.
+
+        One from elsewhere, as of a buffer that is not saved, is a constant.
+        """
         found = self._ids.get(id(tensor))
         if found is None and tensor.numel():
             found = self._keys.get(_key(tensor))
@@ -177,12 +181,18 @@ class _Recorder(Mode):
         out = func(*args, **kwargs)
         index, results = len(self.calls), flat(out)
         before = template[0][0] if func is torch.ops.aten.detach.default else None
-        if isinstance(before, Ref) and isinstance(before.kind, int) and self.calls[before.kind].op is func:
+        if (
+            isinstance(before, Ref)
+            and isinstance(before.kind, int)
+            and self.calls[before.kind].op is func
+        ):
             # torch 2.9 makes two calls of one `detach()`
             self._note(out, before, keyed=False)
             return out
         path = self.stack[-1] if self.stack else None
-        call = Call(func, template[0], template[1], path, _line(), torch.is_grad_enabled(), results, written)
+        call = Call(
+            func, template[0], template[1], path, _line(), torch.is_grad_enabled(), results, written
+        )
         self.calls.append(call)
         first = results[0] if results else None
         if call.mutates and isinstance(first, torch.Tensor) and first.numel():
@@ -192,7 +202,11 @@ class _Recorder(Mode):
         for j, tensor in enumerate(results):
             if isinstance(tensor, torch.Tensor) and id(tensor) not in self._ids:
                 # autograd detaches what it saves: the key stays that of the tensor itself
-                again = call.name in ("detach", "alias") and tensor.numel() > 0 and _key(tensor) in self._keys
+                again = (
+                    call.name in ("detach", "alias")
+                    and tensor.numel() > 0
+                    and _key(tensor) in self._keys
+                )
                 self._note(tensor, Ref(index, j), keyed=not again)
         return out
 
@@ -210,9 +224,15 @@ _PACKED = "_in_projection_packed"
 
 
 def attention(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
-) -> Any:  # fmt: skip
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
     """Compute what `torch.nn.functional.scaled_dot_product_attention` computes, with its arguments."""
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
@@ -231,14 +251,20 @@ def attention(
 
 
 def _projections(q: Any, k: Any, v: Any, w: Any, b: Any = None) -> list[Any]:
-    """Compute torch's projections of queries, keys and values as three products, also where two are of one tensor."""
+    """Compute torch's projections of queries, keys and values as three products, also where two are
+    of one tensor.
+    """
     biases = [None] * 3 if b is None else b.chunk(3)
-    return [nn.functional.linear(x, *own) for x, *own in zip((q, k, v), w.chunk(3), biases, strict=True)]
+    return [
+        nn.functional.linear(x, *own) for x, *own in zip((q, k, v), w.chunk(3), biases, strict=True)
+    ]
 
 
 class _Steps(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return attention(*args, **(kwargs or {})) if func is _FUSED else func(*args, **(kwargs or {}))
+        return (
+            attention(*args, **(kwargs or {})) if func is _FUSED else func(*args, **(kwargs or {}))
+        )
 
 
 @contextmanager
@@ -303,7 +329,9 @@ def lookup(ref: Any, values: Sequence[Sequence[Any]], leaves: Mapping[Any, Any])
 
 
 def _hard_sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """Compute `hardsigmoid`, whose backward has 1/6 rounded to float32 in torch, whatever the dtype."""
+    """Compute `hardsigmoid`, whose backward has 1/6 rounded to float32 in torch, whatever the
+    dtype.
+    """
     return (x + 3).clamp(0, 6) / 6
 
 
@@ -317,8 +345,13 @@ Change = Callable[[Call, Any, Any, Callable[[Any], Any]], Any]
 """(call, arguments, keyword arguments, get) -> results, in place of the call; `get` returns the tensor of a `Ref`."""
 
 
-def _changed(call: Call, change: Change, args: Any, kwargs: Any, get: Callable[[Any], Any]) -> list[Any]:
-    """Return the results of a changed call; what the call writes into memory is written there, too."""
+def _changed(
+    call: Call, change: Change, args: Any, kwargs: Any, get: Callable[[Any], Any]
+) -> list[Any]:
+    """Return the results of a changed call.
+
+    What the call writes into memory is written there, too.
+    """
     if not call.mutates or not isinstance(args[0], torch.Tensor):
         made = flat(change(call, args, kwargs, get))
         # later calls may be views that fit the memory of the result that was recorded
@@ -340,15 +373,27 @@ class TorchProgram:
     """
 
     def __init__(
-        self, module: nn.Module, inputs: Sequence[Any], targets: Sequence[Any], kwargs: Mapping[str, Any],
+        self,
+        module: nn.Module,
+        inputs: Sequence[Any],
+        targets: Sequence[Any],
+        kwargs: Mapping[str, Any],
         ends: Callable[..., tuple[Any, torch.Tensor]],
-    ) -> None:  # fmt: skip
-        own = {n: v for n, v in module.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
+    ) -> None:
+        own = {
+            n: v
+            for n, v in module.state_dict(keep_vars=True).items()
+            if isinstance(v, torch.Tensor)
+        }
         self.names = list(own)
-        self.parameters = {n for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
+        self.parameters = {
+            n for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad
+        }
         given = [("input", i, as_tensor(x)) for i, x in enumerate(inputs)]
         given += [("target", i, as_tensor(x)) for i, x in enumerate(targets)]
-        self.given: dict[Any, torch.Tensor] = {(kind, i): v for kind, i, v in given if isinstance(v, torch.Tensor)}
+        self.given: dict[Any, torch.Tensor] = {
+            (kind, i): v for kind, i, v in given if isinstance(v, torch.Tensor)
+        }
         self.state = {n: v.detach().clone() for n, v in own.items()}
         self._recorder = _Recorder({("state", n): v for n, v in own.items()} | self.given)
         with ExitStack() as stack:
@@ -360,7 +405,9 @@ class TorchProgram:
             out = module(*arguments, **pytree.tree_map(as_tensor, dict(kwargs)))
             self._recorder.stack.append(LOSS)
             kept, loss = ends(out, *[v for kind, _, v in given if kind == "target"])
-        self.after = {n: v.detach().clone().numpy() for n, v in own.items() if n not in self.parameters}
+        self.after = {
+            n: v.detach().clone().numpy() for n, v in own.items() if n not in self.parameters
+        }
         with torch.no_grad():
             for n, v in own.items():
                 v.copy_(self.state[n])
@@ -371,7 +418,9 @@ class TorchProgram:
         self.given |= self._recorder.constants
         self.mutates = any(c.mutates for c in self.calls)
         self.ends = [r for r in (*self.outs, self.loss) if isinstance(r, Ref)]
-        self.ends += [w for t, r in zip(tensors, self.outs, strict=True) for w in self._recorder.writers(t, r)]
+        self.ends += [
+            w for t, r in zip(tensors, self.outs, strict=True) for w in self._recorder.writers(t, r)
+        ]
         self.needed = self._needed()
         self._memory = {n: (v.data_ptr(), tuple(v.shape)) for n, v in own.items()}
 
@@ -386,7 +435,10 @@ class TorchProgram:
         def leave(*_: Any) -> None:
             stack.pop()
 
-        with hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave, always_call=True):
+        with (
+            hooks.register_module_forward_pre_hook(enter),
+            hooks.register_module_forward_hook(leave, always_call=True),
+        ):
             yield
 
     def _needed(self) -> set[int]:
@@ -410,7 +462,9 @@ class TorchProgram:
             found["state", name] = made[self._memory[name]]
         return found
 
-    def run(self, changes: Mapping[int, Change], leaves: dict[Any, torch.Tensor], grad: bool = False) -> TorchRun:
+    def run(
+        self, changes: Mapping[int, Change], leaves: dict[Any, torch.Tensor], grad: bool = False
+    ) -> TorchRun:
         """Run all calls, some of them changed.
 
         Args:
@@ -435,7 +489,11 @@ class TorchProgram:
                     else:
                         made = _changed(call, change, args, kwargs, get)
             values.append(made)
-            copies = [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in made] if self.mutates else made
+            copies = (
+                [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in made]
+                if self.mutates
+                else made
+            )
             seen.append(copies)
         return TorchRun(values, seen, [get(r) for r in self.outs], get(self.loss), leaves)
 

@@ -1,4 +1,6 @@
-"""What may happen to any tensor by mistake: other orders of its elements, another sign, one more operation."""
+"""What may happen to any tensor by mistake: other orders of its elements, another sign, one more
+operation.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import torch
 
 from gradcheck_suite.port.mistakes import ACTIVATIONS, plain_norm
 
-PERMUTING = frozenset(["transposed", "permuted", "reversed", "halves-swapped", "blocks-swapped", "shifted"])
+PERMUTING = frozenset(
+    ["transposed", "permuted", "reversed", "halves-swapped", "blocks-swapped", "shifted"]
+)
 Transform = tuple[str, str, Callable[[Any], Any]]
 """Cause, words, and function of a tensor; the shape stays."""
 
@@ -43,10 +47,18 @@ def _of_mask(x: Any) -> Iterator[Transform]:
         yield "mask-transposed", "transposed", lambda v: v.mT
     for k in (0, -1, 1, 2):
         for side in ("triu", "tril"):
-            yield "mask-diagonal", f"true from diagonal {k} on ({side})", lambda v, k=k, s=side: _band(v, s, k)
+            yield (
+                "mask-diagonal",
+                f"true from diagonal {k} on ({side})",
+                lambda v, k=k, s=side: _band(v, s, k),
+            )
     corner = torch.zeros(n, m, dtype=torch.bool)
     corner[0, 0] = True
-    yield "mask-diagonal", "true from the diagonal on but for the first", lambda v: _band(v, "triu", 0) & ~corner
+    yield (
+        "mask-diagonal",
+        "true from the diagonal on but for the first",
+        lambda v: _band(v, "triu", 0) & ~corner,
+    )
     for k in range(1 - n, m):
         diagonal = torch.ones(n, m, dtype=torch.bool).triu(k).tril(k)
         yield "mask-window", f"false on diagonal {k}", lambda v, d=diagonal: v & ~d
@@ -71,7 +83,11 @@ def exchanges(x: Any) -> Iterator[Transform]:
     for d in range(x.dim()):
         for e in range(d + 1, x.dim()):
             if x.shape[d] == x.shape[e] > 1:
-                yield "transposed", f"with axes {d} and {e} exchanged", lambda v, d=d, e=e: v.transpose(d, e)
+                yield (
+                    "transposed",
+                    f"with axes {d} and {e} exchanged",
+                    lambda v, d=d, e=e: v.transpose(d, e),
+                )
     if x.dim() in (3, 4):  # a kernel that was flattened in another order
         for order in list(permutations(range(x.dim())))[1:]:
             words = f"read in the order of axes {order}"
@@ -87,12 +103,20 @@ def _regroupings(d: int, n: int) -> Iterator[Transform]:
     for a in range(2, n):
         if n % a == 0 and (n <= 64 or a <= 16 or n // a <= 16):
             words = f"with axis {d} read as {n // a} by {a}"
-            yield "permuted", words, lambda v, a=a: v.unflatten(d, (a, -1)).transpose(d, d + 1).flatten(d, d + 1)
+            yield (
+                "permuted",
+                words,
+                lambda v, a=a: v.unflatten(d, (a, -1)).transpose(d, d + 1).flatten(d, d + 1),
+            )
     for a in range(2, min(n, 17)):
         for b in range(2, min(n // a, 17)):
             if n >= 8 and n % (a * b) == 0 and n // (a * b) > 1:
                 words, parts = f"with axis {d} read as {b} by {a} blocks", (a, b, -1)
-                yield "permuted", words, lambda v, p=parts: v.unflatten(d, p).transpose(d, d + 1).flatten(d, d + 2)
+                yield (
+                    "permuted",
+                    words,
+                    lambda v, p=parts: v.unflatten(d, p).transpose(d, d + 1).flatten(d, d + 2),
+                )
 
 
 def _exchanges_along(d: int, n: int) -> Iterator[Transform]:
@@ -103,12 +127,20 @@ def _exchanges_along(d: int, n: int) -> Iterator[Transform]:
         yield "shifted", f"rolled by {s} along axis {d}", lambda v, s=s: v.roll(s, d)
         yield "shifted", f"shifted by {s} along axis {d}", lambda v, s=s: _shifted(v, d, s)
     if n % 2 == 0 and n > 2:
-        yield "halves-swapped", f"with the halves of axis {d} exchanged", lambda v: v.roll(n // 2, d)
+        yield (
+            "halves-swapped",
+            f"with the halves of axis {d} exchanged",
+            lambda v: v.roll(n // 2, d),
+        )
     for k in (3, 4):
         for a in range(k if n % k == 0 and n > k else 0):
             for b in range(a + 1, k):
                 words = f"with blocks {a} and {b} of {k} of axis {d} exchanged"
-                yield "blocks-swapped", words, lambda v, k=k, a=a, b=b: swapped_blocks_of(v, d, k, a, b)
+                yield (
+                    "blocks-swapped",
+                    words,
+                    lambda v, k=k, a=a, b=b: swapped_blocks_of(v, d, k, a, b),
+                )
 
 
 def _shifted(x: Any, dim: int, by: int) -> Any:
@@ -147,9 +179,21 @@ def functions(x: Any) -> Iterator[Transform]:
         yield "extra-norm", "centred", lambda v: v - v.mean(-1, keepdim=True)
         for eps in (1e-5, 1e-6):
             yield "extra-norm", "after layer norm", lambda v, e=eps: plain_norm(v, [-1], e)
-            yield "extra-norm", "after RMS norm", lambda v, e=eps: plain_norm(v, [-1], e, centre=False)
+            yield (
+                "extra-norm",
+                "after RMS norm",
+                lambda v, e=eps: plain_norm(v, [-1], e, centre=False),
+            )
         for i in (0, x.shape[-1] - 1):
-            yield "zeros", f"with element {i} zero", lambda v, i=i: v * (torch.arange(v.shape[-1]) != i)
+            yield (
+                "zeros",
+                f"with element {i} zero",
+                lambda v, i=i: v * (torch.arange(v.shape[-1]) != i),
+            )
     for d in range(x.dim()):
         if x.shape[d] > 1:
-            yield "reduction", f"averaged over axis {d}", lambda v, d=d: v.mean(d, keepdim=True).expand_as(v)
+            yield (
+                "reduction",
+                f"averaged over axis {d}",
+                lambda v, d=d: v.mean(d, keepdim=True).expand_as(v),
+            )

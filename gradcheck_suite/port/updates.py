@@ -1,7 +1,8 @@
-"""Steps of both optimizers on the same gradients, and which setting of torch's gives the steps of optax's.
+"""Steps of both optimizers on the same gradients, and which setting of torch's gives the steps of
+optax's.
 
-The gradients are torch's, mapped to the port, so that a wrong gradient neither hides nor causes a wrong update. They
-are scaled so that a limit on their norm binds at some steps and not at others.
+The gradients are torch's, mapped to the port, so that a wrong gradient neither hides nor causes a
+wrong update. They are scaled so that a limit on their norm binds at some steps and not at others.
 """
 
 from __future__ import annotations
@@ -60,7 +61,11 @@ def drawn_gradients(base: Mapping[str, Array], ties: Mapping[str, Any]) -> Steps
 
 @without_compiler()
 def torch_steps(
-    module: nn.Module, make: Callable[..., Any], start: Mapping[str, Array], gradients: Gradients, rates: Any = None
+    module: nn.Module,
+    make: Callable[..., Any],
+    start: Mapping[str, Array],
+    gradients: Gradients,
+    rates: Any = None,
 ) -> tuple[Steps, Recipe]:
     """Return the parameters after each step of torch's optimizer, and what it read.
 
@@ -82,16 +87,21 @@ def torch_steps(
         recipe = Recipe(_class_of(optimizer), [dict(g) for g in optimizer.param_groups], [], [])
 
         def note_gradients(o: Any, *_: Any) -> None:
-            recipe.gradients[len(found) :] = [{n: array(p.grad).copy() for n, p in own.items() if p.grad is not None}]
+            recipe.gradients[len(found) :] = [
+                {n: array(p.grad).copy() for n, p in own.items() if p.grad is not None}
+            ]
 
         def note_rates(o: Any, *_: Any) -> None:
             if len(recipe.rates) == len(found):
                 recipe.rates.append([float(g["lr"]) for g in o.param_groups])
 
-        # the `step` of a subclass and that of its base class may both call the hooks: the inner one is the step itself
+        # the `step` of a subclass and that of its base class may both call the hooks: the inner one
+        # is the step itself
         optimizer.register_step_pre_hook(note_gradients)
         handle = optimizer.register_step_post_hook(note_rates)
-        optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # a scheduler sets the next rate there
+        optimizer._optimizer_step_post_hooks.move_to_end(
+            handle.id, last=False
+        )  # a scheduler sets the next rate there
         for i, step in enumerate(gradients):
             for n, p in own.items():
                 p.grad = shaped_as(step[n], p).clone() if n in step else None
@@ -107,20 +117,33 @@ def torch_steps(
     return found, recipe
 
 
-def jax_steps(optimizer: Any, model: JaxModel, leaves: Sequence[Any], gradients: Sequence[Sequence[Any]]) -> list[Any]:
+def jax_steps(
+    optimizer: Any, model: JaxModel, leaves: Sequence[Any], gradients: Sequence[Sequence[Any]]
+) -> list[Any]:
     """Return the leaves after each step of optax's optimizer, computed in float64."""
     # the collections of flax linen beside `params` (running statistics) are not trained
-    beside = model.library == "linen" and not all(path.startswith("params.") for path in model.paths)
+    beside = model.library == "linen" and not all(
+        path.startswith("params.") for path in model.paths
+    )
     pairs = zip(leaves, model.paths, strict=True)
-    trained = [is_float(leaf) and (not beside or path.startswith("params.")) for leaf, path in pairs]
+    trained = [
+        is_float(leaf) and (not beside or path.startswith("params.")) for leaf, path in pairs
+    ]
 
     def tree(values: Sequence[Any]) -> Any:
-        whole = jax.tree.unflatten(model.structure, [v if t else None for v, t in zip(values, trained, strict=True)])
+        whole = jax.tree.unflatten(
+            model.structure, [v if t else None for v, t in zip(values, trained, strict=True)]
+        )
         return whole["params"] if beside else whole
 
     def step(given: Any, state: Any, params: Any) -> Any:
         moves, state = optimizer.update(given, state, params)
-        return jax.tree.map(lambda p, m: p if m is None else p + m, params, moves, is_leaf=lambda x: x is None), state
+        return (
+            jax.tree.map(
+                lambda p, m: p if m is None else p + m, params, moves, is_leaf=lambda x: x is None
+            ),
+            state,
+        )
 
     params = tree(leaves)
     try:
@@ -133,7 +156,12 @@ def jax_steps(optimizer: Any, model: JaxModel, leaves: Sequence[Any], gradients:
     for given in gradients:
         params, state = run(tree(given), state, params)
         moved = iter(jax.tree.leaves(params))
-        found.append([np.asarray(next(moved)) if t else leaf for t, leaf in zip(trained, leaves, strict=True)])
+        found.append(
+            [
+                np.asarray(next(moved)) if t else leaf
+                for t, leaf in zip(trained, leaves, strict=True)
+            ]
+        )
     return found
 
 
@@ -202,26 +230,61 @@ _VALUES: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
 _ADAM, _RMS, _SGD, _ADAGRAD = ("Adam", "AdamW"), ("RMSprop",), ("SGD",), ("Adagrad",)
 _FORMS: tuple[tuple[tuple[str, ...], str, str, dict[str, Any]], ...] = (
     (_SGD, "momentum-convention", "momentum as an average", {"average": True}),
-    (_SGD, "momentum-convention", "momentum as an average without bias", {"average": True, "unbiased": True}),
-    (_SGD + _RMS, "momentum-convention", "the learning rate inside of the momentum", {"rate_inside": True}),
+    (
+        _SGD,
+        "momentum-convention",
+        "momentum as an average without bias",
+        {"average": True, "unbiased": True},
+    ),
+    (
+        _SGD + _RMS,
+        "momentum-convention",
+        "the learning rate inside of the momentum",
+        {"rate_inside": True},
+    ),
     (_SGD, "decoupled-decay", "decoupled weight decay", {"late": True}),
     (_ADAM + _RMS + _ADAGRAD, "eps-inside-root", "eps inside of the root", {"inside": True}),
     (_ADAM, "bias-correction", "no bias correction", {"correct": (False, False)}),
-    (_ADAM, "bias-correction", "bias correction of the first moment alone", {"correct": (True, False)}),
-    (_ADAM, "bias-correction", "bias correction of the second moment alone", {"correct": (False, True)}),
+    (
+        _ADAM,
+        "bias-correction",
+        "bias correction of the first moment alone",
+        {"correct": (True, False)},
+    ),
+    (
+        _ADAM,
+        "bias-correction",
+        "bias correction of the second moment alone",
+        {"correct": (False, True)},
+    ),
     (_ADAM, "eps-before-correction", "eps added before the bias correction", {"eps_first": True}),
     (_ADAM, "decay-place", "weight decay after the step", {"late": True, "after": True}),
     (_RMS, "bias-correction", "an average of squares without bias", {"correct": (False, True)}),
     (_RMS, "initial-accumulator", "an average of squares that starts at 1", {"start": 1.0}),
-    (_RMS, "initial-accumulator", "an average from 1, eps inside of the root", {"start": 1.0, "inside": True}),
-    *((_ADAGRAD, "initial-accumulator", f"an accumulator from {start:g}, eps {'in' if inside else 'out'}side",
-       {"start": start, "inside": inside}) for start in (0.1, 1.0, 0.0) for inside in (False, True)),
-)  # fmt: skip
+    (
+        _RMS,
+        "initial-accumulator",
+        "an average from 1, eps inside of the root",
+        {"start": 1.0, "inside": True},
+    ),
+    *(
+        (
+            _ADAGRAD,
+            "initial-accumulator",
+            f"an accumulator from {start:g}, eps {'in' if inside else 'out'}side",
+            {"start": start, "inside": inside},
+        )
+        for start in (0.1, 1.0, 0.0)
+        for inside in (False, True)
+    ),
+)
 """Optimizers of torch, cause, words, and form."""
 
 
 def _class_of(optimizer: Any) -> Any:
-    """Return torch's class that an optimizer is of, or its own: a subclass may set its learning rate in `step`."""
+    """Return torch's class that an optimizer is of, or its own: a subclass may set its learning
+    rate in `step`.
+    """
     own = [c for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim.")]
     return own[0] if own and own[0] is not torch.optim.Optimizer else type(optimizer)
 
@@ -239,19 +302,33 @@ def _settings(mine: Recipe, raw: Steps, wrong: Mapping[Any, str]) -> Iterator[Se
     if any(_norm(a) != _norm(b) for a, b in zip(raw, mine.gradients, strict=True)):
         yield Setting("missing-clipping", "no clipping", lambda r: replace(r, gradients=raw))
         exact = [_exactly_clipped(a, b) for a, b in zip(raw, mine.gradients, strict=True)]
-        yield Setting("clip-epsilon", "clipping to the norm without 1e-6", lambda r: replace(r, gradients=exact))
-    forms = [Setting(c, words, lambda r, f=f: r.written(**f)) for names, c, words, f in _FORMS if name in names]
+        yield Setting(
+            "clip-epsilon",
+            "clipping to the norm without 1e-6",
+            lambda r: replace(r, gradients=exact),
+        )
+    forms = [
+        Setting(c, words, lambda r, f=f: r.written(**f))
+        for names, c, words, f in _FORMS
+        if name in names
+    ]
     yield from forms[: 2 if group.get("momentum") else 0]
     for decay in sorted(decays, reverse=True) if len(decays) > 1 else ():
         words = f"weight decay {decay:g} on all parameters"
         yield Setting("decay-mask", words, lambda r, d=decay: r.put(weight_decay=d))
     if len(decays) == 1 and max(decays):
-        yield Setting("decay-mask", "weight decay on matrices alone", lambda r: _decaying(r, lambda p: p.dim() > 1))
+        yield Setting(
+            "decay-mask",
+            "weight decay on matrices alone",
+            lambda r: _decaying(r, lambda p: p.dim() > 1),
+        )
     decayed = {p for g in mine.groups if g.get("weight_decay") for p in g["params"]}
     if decayed ^ wrong.keys():
         each = [f"{'no ' * (p in decayed)}weight decay on {name}" for p, name in wrong.items()]
         words = ", ".join(each[:3]) + ", ..." * (len(each) > 3)
-        yield Setting("decay-mask", words, lambda r: _decaying(r, lambda p: (p in decayed) != (p in wrong)))
+        yield Setting(
+            "decay-mask", words, lambda r: _decaying(r, lambda p: (p in decayed) != (p in wrong))
+        )
     for cause, key, values in _VALUES:
         for value in values if key in group else ():
             if value != group[key] and isinstance(value, bool) == isinstance(group[key], bool):
@@ -261,10 +338,16 @@ def _settings(mine: Recipe, raw: Steps, wrong: Mapping[Any, str]) -> Iterator[Se
     for decay in (0.0, 1e-2, 1e-4, 0.1, 5e-4, 1e-3, 0.05, 0.2):
         if decays != {decay} and "weight_decay" in group:
             cause = "missing-weight-decay" if decay == 0 else "weight-decay"
-            yield Setting(cause, f"weight decay {decay:g}", lambda r, d=decay: r.put(weight_decay=d))
+            yield Setting(
+                cause, f"weight decay {decay:g}", lambda r, d=decay: r.put(weight_decay=d)
+            )
     yield from _other_rates(mine.rates, [g["lr"] for g in mine.groups])
     yield from forms
-    for rate in sorted({1.0, max(max(r) for r in mine.rates)}) if max(decays) and name in (*_ADAM, *_SGD) else ():
+    for rate in (
+        sorted({1.0, max(max(r) for r in mine.rates)})
+        if max(decays) and name in (*_ADAM, *_SGD)
+        else ()
+    ):
         words = f"decoupled weight decay times {rate:g}, whatever the learning rate"
         yield Setting("decay-place", words, lambda r, d=rate: r.written(late=True, decay_rate=d))
     yield from _clippings(raw)
@@ -274,21 +357,34 @@ def _decaying(r: Recipe, decayed: Callable[[Any], bool]) -> Recipe:
     decay = max(g["weight_decay"] for g in r.groups)
     groups = []
     for g, d in product(r.groups, (True, False)):
-        groups.append({**g, "params": [p for p in g["params"] if decayed(p) == d], "weight_decay": decay * d})
-    return replace(r, groups=groups, rates=[[x for x in step for _ in range(2)] for step in r.rates])
+        groups.append(
+            {**g, "params": [p for p in g["params"] if decayed(p) == d], "weight_decay": decay * d}
+        )
+    return replace(
+        r, groups=groups, rates=[[x for x in step for _ in range(2)] for step in r.rates]
+    )
 
 
 def _clippings(raw: Steps) -> Iterator[Setting]:
     for limit in (1.0, 0.5, 0.1, 5.0, 10.0, 2.0):
         for words, clipped in (
             ("gradients clipped to a global norm of", [_limited(g, limit) for g in raw]),
-            ("gradients clipped, each element to", [{n: g.clip(-limit, limit) for n, g in s.items()} for s in raw]),
-            ("gradients clipped to a norm for each parameter of",
-             [{n: _limited({n: g}, limit)[n] for n, g in s.items()} for s in raw]),
-        ):  # fmt: skip
-            yield Setting("clipping", f"{words} {limit:g}", lambda r, c=clipped: replace(r, gradients=c))
+            (
+                "gradients clipped, each element to",
+                [{n: g.clip(-limit, limit) for n, g in s.items()} for s in raw],
+            ),
+            (
+                "gradients clipped to a norm for each parameter of",
+                [{n: _limited({n: g}, limit)[n] for n, g in s.items()} for s in raw],
+            ),
+        ):
+            yield Setting(
+                "clipping", f"{words} {limit:g}", lambda r, c=clipped: replace(r, gradients=c)
+            )
         words = f"updates clipped to a global norm of {limit:g}"
-        yield Setting("clip-order", words, lambda r, c=limit: replace(r, gradients=raw).written(limit=c))
+        yield Setting(
+            "clip-order", words, lambda r, c=limit: replace(r, gradients=raw).written(limit=c)
+        )
 
 
 def _limited(gradients: Mapping[str, Array], limit: float) -> dict[str, Array]:
@@ -309,21 +405,29 @@ def _norm(arrays: Mapping[str, Array]) -> float:
 
 def _other_betas(mine: tuple[float, float] | None) -> Iterator[Setting]:
     b1, b2 = mine or (0.0, 0.0)
-    for betas in product((b1, 0.9, 0.95, 0.8, 0.0, 0.5, 0.99, b2), (b2, 0.999, 0.99, 0.95, 0.98, 0.9, b1)):
+    for betas in product(
+        (b1, 0.9, 0.95, 0.8, 0.0, 0.5, 0.99, b2), (b2, 0.999, 0.99, 0.95, 0.98, 0.9, b1)
+    ):
         if mine is not None and betas != mine:
-            yield Setting("betas", f"betas {betas} instead of {mine}", lambda r, b=betas: r.put(betas=b))
+            yield Setting(
+                "betas", f"betas {betas} instead of {mine}", lambda r, b=betas: r.put(betas=b)
+            )
 
 
 def _other_rates(rates: list[list[float]], start: list[float]) -> Iterator[Setting]:
-    before = [2 * a - b for a, b in zip(rates[0], rates[1], strict=True)]  # a line goes on backwards
+    before = [
+        2 * a - b for a, b in zip(rates[0], rates[1], strict=True)
+    ]  # a line goes on backwards
     for words, others in (
-        *((f"{f:g} times the learning rate", [[f * x for x in r] for r in rates])
-          for f in (0.1, 10.0, 0.5, 2.0, 0.01, 100.0)),
+        *(
+            (f"{f:g} times the learning rate", [[f * x for x in r] for r in rates])
+            for f in (0.1, 10.0, 0.5, 2.0, 0.01, 100.0)
+        ),
         ("a schedule one step ahead", rates[1:]),
         ("a schedule one step behind", [before, *rates]),
         ("no schedule", [rates[0]] * len(rates)),
         ("no schedule", [start] * len(rates)),
-    ):  # fmt: skip
+    ):
         yield Setting("learning-rate", words, lambda r, o=others: replace(r, rates=o))
 
 
@@ -333,7 +437,9 @@ class _Written(torch.optim.Optimizer):
     def __init__(self, groups: list[dict[str, Any]], name: str, form: Mapping[str, Any]) -> None:
         super().__init__(groups, {})
         self._n, self._form = 0, form
-        self._late = form.get("late", name == "AdamW" or bool(groups[0].get("decoupled_weight_decay")))
+        self._late = form.get(
+            "late", name == "AdamW" or bool(groups[0].get("decoupled_weight_decay"))
+        )
         self._correct = form.get("correct", (name in _ADAM, name in _ADAM))
 
     @torch.no_grad()
@@ -349,7 +455,9 @@ class _Written(torch.optim.Optimizer):
     def _move(self, p: Any, grad: Any, g: Mapping[str, Any], kept: dict[str, Any]) -> Any:
         rate, decay, form = g["lr"], g["weight_decay"], self._form
         out = self._direction(p, grad if self._late else grad + decay * p, g, kept)
-        inside, outside = (rate, 1.0) if form.get("rate_inside") and g.get("momentum") else (1.0, rate)
+        inside, outside = (
+            (rate, 1.0) if form.get("rate_inside") and g.get("momentum") else (1.0, rate)
+        )
         if m := g.get("momentum"):
             own = (1 - m if form.get("average") else 1.0) * inside * out
             buffer = kept["b"] = m * kept.get("b", 0.0) + own
@@ -360,7 +468,9 @@ class _Written(torch.optim.Optimizer):
         return move + (form.get("decay_rate", rate) * decay * at if self._late else 0.0)
 
     def _direction(self, p: Any, grad: Any, g: Mapping[str, Any], kept: dict[str, Any]) -> Any:
-        """Return the gradient, for adaptive optimizers its moment over the root of the moment of its squares."""
+        """Return the gradient, for adaptive optimizers its moment over the root of the moment of
+        its squares.
+        """
         if "eps" not in g:
             return grad
         b1, b2 = g.get("betas", (0.0, g.get("alpha", 1.0)))  # Adagrad adds up the squares
@@ -370,11 +480,15 @@ class _Written(torch.optim.Optimizer):
         if g.get("centered"):
             mean = kept["mean"] = b2 * kept.get("mean", 0.0) + (1 - b2) * grad
             v = v - mean**2
-        first, second = (1 - b**self._n if c else 1.0 for b, c in zip((b1, b2), self._correct, strict=True))
+        first, second = (
+            1 - b**self._n if c else 1.0 for b, c in zip((b1, b2), self._correct, strict=True)
+        )
         if self._form.get("eps_first"):
             return m / first / ((v.sqrt() + g["eps"]) / second**0.5)
         v = v / second
-        return m / first / ((v + g["eps"]).sqrt() if self._form.get("inside") else v.sqrt() + g["eps"])
+        return (
+            m / first / ((v + g["eps"]).sqrt() if self._form.get("inside") else v.sqrt() + g["eps"])
+        )
 
 
 # The judgement.
@@ -413,24 +527,40 @@ class Updates:
     """
 
     def __init__(
-        self, state_map: StateMap, state: Mapping[str, Array], leaves: Sequence[Any], gradient: Mapping[str, Array],
+        self,
+        state_map: StateMap,
+        state: Mapping[str, Array],
+        leaves: Sequence[Any],
+        gradient: Mapping[str, Array],
         budget: Budget,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._budget = budget.of(CANDIDATES)
         self._map, pair = state_map, state_map.pair
         own = dict(pair.module.named_parameters())
         self._start = {n: state[n] for n in own}
-        base = {n: gradient.get(n, np.zeros(state[n].shape)) for n, p in own.items() if p.requires_grad and p.numel()}
+        base = {
+            n: gradient.get(n, np.zeros(state[n].shape))
+            for n, p in own.items()
+            if p.requires_grad and p.numel()
+        }
         self._gradients = drawn_gradients(base, {n: state_map.offsets.get(n, n) for n in base})
         make = pair.torch_optimizer
         assert make is not None
-        self._jax_leaves, self._pushed = leaves, [state_map.push(self._vector(step)) for step in self._gradients]
+        self._jax_leaves, self._pushed = (
+            leaves,
+            [state_map.push(self._vector(step)) for step in self._gradients],
+        )
         # one step more: of a schedule one step ahead
         longer = [*self._gradients, self._gradients[-1]]
-        mine, recipe = raised("torch_optimizer", lambda: torch_steps(pair.module, make, self._start, longer))
+        mine, recipe = raised(
+            "torch_optimizer", lambda: torch_steps(pair.module, make, self._start, longer)
+        )
         self._mine, self._recipe = mine[:-1], replace(recipe, gradients=recipe.gradients[:-1])
         if not hasattr(pair.jax_optimizer, "update"):
-            raise UsageError(f"jax_optimizer: expected an optax.GradientTransformation, got {pair.jax_optimizer!r}")
+            raise UsageError(
+                "jax_optimizer: expected an optax.GradientTransformation, got"
+                f" {pair.jax_optimizer!r}"
+            )
         steps = lambda: jax_steps(pair.jax_optimizer, state_map.model, leaves, self._pushed)  # noqa: E731 - one use
         self._theirs = raised("jax_optimizer", steps)
         self.leaves = [i for i, leaf in enumerate(state_map.leaves) if self._is_judged(leaf, base)]
@@ -443,17 +573,23 @@ class Updates:
         return out
 
     def _is_judged(self, leaf: Leaf | None, trained: Mapping[str, Array]) -> bool:
-        """Return whether a leaf steps as torch's parameters do: it has copies of them, or sums of two."""
+        """Return whether a leaf steps as torch's parameters do: it has copies of them, or sums of
+        two.
+        """
         if leaf is None or not leaf.known:
             return False
         parameters = np.zeros(self._map.size, bool)
         for name in trained:
             parameters[self._map.part(name)] = True
         used = leaf.index[leaf.index >= 0]
-        return bool(len(used) and parameters[used].all() and (leaf.factor[leaf.index >= 0] == 1).all())
+        return bool(
+            len(used) and parameters[used].all() and (leaf.factor[leaf.index >= 0] == 1).all()
+        )
 
     def wrong(self, mine: Steps) -> dict[int, float]:
-        """Return the leaves that step otherwise, with the difference relative to the largest movement of any."""
+        """Return the leaves that step otherwise, with the difference relative to the largest
+        movement of any.
+        """
         m, found, largest = self._map, dict[int, float](), 0.0
         first = self._vector(self._start)
         for step, theirs in zip(mine, self._theirs, strict=True):
@@ -462,12 +598,19 @@ class Updates:
                 leaf = m.leaves[i]
                 assert leaf is not None
                 used = leaf.index >= 0
-                expected, before = m.computed(leaf, after).reshape(-1)[used], m.computed(leaf, first).reshape(-1)[used]
+                expected, before = (
+                    m.computed(leaf, after).reshape(-1)[used],
+                    m.computed(leaf, first).reshape(-1)[used],
+                )
                 off = np.abs(np.asarray(theirs[i]).reshape(-1)[used] - expected)
                 off = np.where(np.isnan(off), np.inf, off)
                 largest = max(largest, float(np.abs(expected - before).max(initial=0.0)))
                 found[i] = max(found.get(i, 0.0), float(off.max(initial=0.0)))
-        return {i: off / max(largest, 1e-300) for i, off in found.items() if off > STEP * max(largest, 1e-300)}
+        return {
+            i: off / max(largest, 1e-300)
+            for i, off in found.items()
+            if off > STEP * max(largest, 1e-300)
+        }
 
     def fault(self) -> UpdateFault | None:
         """Return how updates differ, or None."""
@@ -477,14 +620,28 @@ class Updates:
         at = max(wrong, key=lambda i: wrong[i])
         leaf = self._map.leaves[at]
         assert leaf is not None
-        merged = all((one := self._map.leaves[i]) is not None and (one.second >= 0).any() for i in wrong)
+        merged = all(
+            (one := self._map.leaves[i]) is not None and (one.second >= 0).any() for i in wrong
+        )
         partial = len(wrong) <= len(self.leaves) / 2
         expected = f"{self._recipe.cls.__name__} with {_shown(self._recipe.groups[0])}"
         if merged:
-            words = f"{leaf.path}, which is a sum of {' and '.join(self._map.sources(leaf))}, as one parameter"
+            words = (
+                f"{leaf.path}, which is a sum of {' and '.join(self._map.sources(leaf))}, as one"
+                " parameter"
+            )
             return UpdateFault("merged-biases", words, wrong[at], leaf, True, expected)
-        own, leaves = dict(self._map.pair.module.named_parameters()), [self._map.leaves[i] for i in wrong]
-        names = {own[n]: n for one in leaves if one is not None for n in self._map.sources(one) if n in own}
+        own, leaves = (
+            dict(self._map.pair.module.named_parameters()),
+            [self._map.leaves[i] for i in wrong],
+        )
+        names = {
+            own[n]: n
+            for one in leaves
+            if one is not None
+            for n in self._map.sources(one)
+            if n in own
+        }
         settings = list(_settings(self._recipe, self._gradients, names))
         alone = next(((s.cause, s.words) for s in settings if self._explains(s)), None)
         found = alone or self._other_kind(at) or self._two_settings(settings)
@@ -504,18 +661,36 @@ class Updates:
         return not self.wrong(made[0])
 
     def _other_kind(self, at: int) -> tuple[str, str] | None:
-        """Return the optimizer of optax, with torch's settings or its own, by whose steps a leaf moves."""
-        group, rates, name = self._recipe.groups[0], [r[0] for r in self._recipe.rates], self._recipe.cls.__name__
+        """Return the optimizer of optax, with torch's settings or its own, by whose steps a leaf
+        moves.
+        """
+        group, rates, name = (
+            self._recipe.groups[0],
+            [r[0] for r in self._recipe.rates],
+            self._recipe.cls.__name__,
+        )
         rate = rates[0] if len(set(rates)) == 1 else lambda n: jnp.asarray(rates)[n]
-        mine = {**group, **dict(zip(("b1", "b2"), group.get("betas", ()), strict=False)), "decay": group.get("alpha")}
+        mine = {
+            **group,
+            **dict(zip(("b1", "b2"), group.get("betas", ()), strict=False)),
+            "decay": group.get("alpha"),
+        }
         for kind, make in vars(imported("optax")).items():
             # one of the same kind has torch's settings: with its own it is these that differ
             same = kind.rstrip("w") == name.lower().rstrip("w")
             for own in (False,) if same else (False, True):
-                with suppress(Exception):  # it may be no optimizer, take no schedule, or need more than gradients
+                with suppress(
+                    Exception
+                ):  # it may be no optimizer, take no schedule, or need more than gradients
                     known = inspect.signature(make).parameters
-                    given = {} if own else {k: v for k, v in mine.items() if k in known and v is not None}
-                    if "learning_rate" in known and self._moves_alike(make(learning_rate=rate, **given), at):
+                    given = (
+                        {}
+                        if own
+                        else {k: v for k, v in mine.items() if k in known and v is not None}
+                    )
+                    if "learning_rate" in known and self._moves_alike(
+                        make(learning_rate=rate, **given), at
+                    ):
                         how = "its own settings" if own else "torch's settings"
                         return "optimizer-kind", f"optax.{kind} with {how}"
         return None
@@ -532,7 +707,9 @@ class Updates:
         return bool(np.max(off) <= STEP * np.max(moved))  # not where one is NaN
 
     def _two_settings(self, settings: Iterable[Setting]) -> tuple[str, str] | None:
-        """Return the causes of two settings that explain the steps together, and what they are in words."""
+        """Return the causes of two settings that explain the steps together, and what they are in
+        words.
+        """
         simple = [s for s in settings if _SIMPLE.fullmatch(s.cause)][:60]
         for a, b in combinations(simple, 2):
             if a.cause != b.cause and self._explains(a, b):

@@ -33,9 +33,11 @@ ROWS = {None: 48, 1: 576, 0: 1920}
 
 
 def padded_rows(rows: int, axes: int | None = None) -> int:
-    """Return the leading dimension that arrays of `rows` rows are padded to, so that few shapes occur.
+    """Return the leading dimension that arrays of `rows` rows are padded to, so that few shapes
+    occur.
 
-    For a hundred rows the overhead of the call exceeds the computation, and every new shape costs a compilation.
+    For a hundred rows the overhead of the call exceeds the computation, and every new shape costs a
+    compilation.
     """
     size = ROWS[axes]
     while size < rows:
@@ -44,7 +46,9 @@ def padded_rows(rows: int, axes: int | None = None) -> int:
 
 
 def pad_rows(array: npt.NDArray[Any], rows: int) -> npt.NDArray[Any]:
-    """Repeat the first row until there are `rows` rows: padding with values of the data never makes a NaN."""
+    """Repeat the first row until there are `rows` rows: padding with values of the data never makes
+    a NaN.
+    """
     if len(array) == rows:
         return array
     padded = np.empty((rows, *array.shape[1:]), array.dtype)
@@ -64,8 +68,8 @@ def pad_zeros(array: npt.NDArray[Any], rows: int) -> npt.NDArray[Any]:
 class Windows:
     """Consecutive windows that go through the model in one batch, and the gradients of each.
 
-    A layer computes each item separately, so one call serves all windows. Only the gradients of its parameters need a
-    call for each window.
+    A layer computes each item separately, so one call serves all windows. Only the gradients of its
+    parameters need a call for each window.
     """
 
     def __init__(self, values: Arrays, batch: Arrays, spans: Sequence[slice]) -> None:
@@ -76,9 +80,10 @@ class Windows:
 
 # The chain rule between layers, each of which is one compiled program that JAX differentiates.
 #
-# For parameters p, input x and an incoming cotangent c, a program returns y = f(p, x) and the pullback of c. Random
-# models consist of the same few layers, so almost nothing is compiled twice. Tests hold the result equal to
-# `whole_gradient`, and a finding is checked against it before it is reported.
+# For parameters p, input x and an incoming cotangent c, a program returns y = f(p, x) and the
+# pullback of c. Random models consist of the same few layers, so almost nothing is compiled twice.
+# Tests hold the result equal to `whole_gradient`, and a finding is checked against it before it is
+# reported.
 
 
 def _layer_program(kind_name: str, options: Mapping[str, Any]) -> Any:
@@ -111,7 +116,9 @@ class _Leaf:
     def request(self, windows: Windows) -> ProgramRequest:
         """Return the request for the layer's program on the rows of these windows."""
         x = np.broadcast_to(np.zeros((), self.dtype), (windows.rows, *self.size_in))
-        return self._request(windows.rows, self._params(windows), self._fold(x), self._extras(windows))[0]
+        return self._request(
+            windows.rows, self._params(windows), self._fold(x), self._extras(windows)
+        )[0]
 
     def forward(self, windows: Windows, x: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Any]:
         """Return the output, and the values that `backward` needs."""
@@ -119,7 +126,9 @@ class _Leaf:
         y = np.asarray(self._run(saved, None)[0])
         return self._unfold(y, len(x), self.size_out), saved
 
-    def backward(self, windows: Windows, saved: Any, cotangent: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def backward(
+        self, windows: Windows, saved: Any, cotangent: npt.NDArray[Any]
+    ) -> npt.NDArray[Any]:
         """Add each window's gradients of the parameters; return the gradient of the input."""
         params, x, extras = saved
         if not params or len(windows.spans) == 1:
@@ -129,7 +138,11 @@ class _Leaf:
         whole = np.zeros((len(x), *self.size_in), x.dtype)
         for span, gradient in zip(windows.spans, windows.gradients, strict=True):
             rows = padded_rows(span.stop - span.start)
-            part = params, pad_rows(x[span], rows), {name: pad_rows(a[span], rows) for name, a in extras.items()}
+            part = (
+                params,
+                pad_rows(x[span], rows),
+                {name: pad_rows(a[span], rows) for name, a in extras.items()},
+            )
             into_params, into_x = to_numpy(self._run(part, pad_zeros(cotangent[span], rows))[1:])
             self._add(into_params, windows, gradient)
             whole[span] = self._unfold(into_x, span.stop - span.start, self.size_in)
@@ -205,14 +218,23 @@ class _Branches:
 
     def forward(self, windows: Windows, x: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Any]:
         outs, saved = zip(*(branch.forward(windows, x) for branch in self.inner), strict=True)
-        return sum(outs[1:], outs[0]) if self.axis is None else np.concatenate(outs, self.axis), saved
+        return (
+            sum(outs[1:], outs[0]) if self.axis is None else np.concatenate(outs, self.axis)
+        ), saved
 
-    def backward(self, windows: Windows, saved: Any, cotangent: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def backward(
+        self, windows: Windows, saved: Any, cotangent: npt.NDArray[Any]
+    ) -> npt.NDArray[Any]:
         parts = [cotangent] * len(self.inner)
         if self.axis is not None:
-            ends = np.cumsum([branch.size_out[self.axis - 1 if self.axis > 0 else -1] for branch in self.inner])
+            ends = np.cumsum(
+                [branch.size_out[self.axis - 1 if self.axis > 0 else -1] for branch in self.inner]
+            )
             parts = np.split(cotangent, ends[:-1], self.axis)
-        into_x = [b.backward(windows, tape, part) for b, tape, part in zip(self.inner, saved, parts, strict=True)]
+        into_x = [
+            b.backward(windows, tape, part)
+            for b, tape, part in zip(self.inner, saved, parts, strict=True)
+        ]
         return sum(into_x[1:], into_x[0])
 
 
@@ -220,7 +242,12 @@ class Walk:
     """A chain of layers: forward for the output, backward for the gradient."""
 
     def __init__(
-        self, layers: Iterable[Layer], signal: Signal, path: str = "", ties: Sequence[Tie] = (), start: int = 0
+        self,
+        layers: Iterable[Layer],
+        signal: Signal,
+        path: str = "",
+        ties: Sequence[Tie] = (),
+        start: int = 0,
     ) -> None:
         self.nodes: list[_Leaf | _Branches | Walk] = []
         for i, layer in enumerate(layers, start):
@@ -228,8 +255,13 @@ class Walk:
             if kind.wraps is None:
                 self.nodes.append(_Leaf(layer, signal, f"{path}{i}", ties))
             elif kind.parallel:
-                branches = [Walk([branch], signal, f"{path}{i}.", ties, b) for b, branch in enumerate(layer.layers)]
-                self.nodes.append(_Branches(branches, feature_axis(signal) if kind.wraps == "concat" else None))
+                branches = [
+                    Walk([branch], signal, f"{path}{i}.", ties, b)
+                    for b, branch in enumerate(layer.layers)
+                ]
+                self.nodes.append(
+                    _Branches(branches, feature_axis(signal) if kind.wraps == "concat" else None)
+                )
             else:
                 inner = Walk(layer.layers, signal, f"{path}{i}.", ties)
                 residual = _Branches([Walk([], signal), inner], None)
@@ -258,14 +290,22 @@ class Walk:
     def backward(
         self, windows: Windows, tape: list[Any], cotangent: npt.NDArray[Any], first: int = 0
     ) -> npt.NDArray[Any]:
-        """Add each window's gradients of the parameters, from the last node to the first; return that of its input."""
+        """Add each window's gradients of the parameters, from the last node to the first.
+
+        Return that of its input.
+        """
         for node, saved in zip(reversed(self.nodes[first:]), reversed(tape[first:]), strict=True):
             cotangent = node.backward(windows, saved, cotangent)
         return cotangent
 
     def add_gradients(self, windows: Windows, tape: list[Any], cotangent: npt.NDArray[Any]) -> None:
-        """Add each window's gradients of the parameters, without the pass through layers before the first of them."""
-        fixed = [isinstance(node, _Leaf) and not saved[0] for node, saved in zip(self.nodes, tape, strict=True)]
+        """Add each window's gradients of the parameters, without the pass through layers before the
+        first of them.
+        """
+        fixed = [
+            isinstance(node, _Leaf) and not saved[0]
+            for node, saved in zip(self.nodes, tape, strict=True)
+        ]
         self.backward(windows, tape, cotangent, fixed.index(False) if False in fixed else len(tape))
 
 
@@ -285,8 +325,12 @@ def _loss_program(loss: Loss) -> Any:
     return terms
 
 
-def parts_as_items(array: npt.NDArray[Any], axes: int | None, *, has_classes: bool) -> npt.NDArray[Any]:
-    """Return an array of a loss with each element or position as an item of its own, as `LossDefinition.axes` says."""
+def parts_as_items(
+    array: npt.NDArray[Any], axes: int | None, *, has_classes: bool
+) -> npt.NDArray[Any]:
+    """Return an array of a loss with each element or position as an item of its own, as
+    `LossDefinition.axes` says.
+    """
     if axes is None:
         return array
     if axes == 0 or not has_classes:
@@ -298,8 +342,8 @@ def parts_as_items(array: npt.NDArray[Any], axes: int | None, *, has_classes: bo
 class Objective:
     """The loss of every window: `objective` for each, and its gradient by the model's output.
 
-    One program returns what an item contributes to a sum over items. Numpy divides by the windows' counts: an operation
-    takes XLA milliseconds to compile, and numpy microseconds to run.
+    One program returns what an item contributes to a sum over items. Numpy divides by the windows'
+    counts: an operation takes XLA milliseconds to compile, and numpy microseconds to run.
     """
 
     def __init__(self, loss: Loss) -> None:
@@ -309,21 +353,33 @@ class Objective:
         self._requests: dict[Any, ProgramRequest] = {}
 
     def request(self, windows: Windows, size: tuple[int, ...]) -> ProgramRequest:
-        """Return the request for the program on the rows of these windows; `size` is that of an item's output."""
+        """Return the request for the program on the rows of these windows.
+
+        `size` is that of an item's output.
+        """
         found = self._requests.get(windows.rows)
         if found is None:
-            arguments = self._fold(np.broadcast_to(0.0, (windows.rows, *size))), self._targets(windows, 1 + len(size))
-            found = self._requests[windows.rows] = ProgramRequest.of(self.key, self.program, *arguments)
+            arguments = (
+                self._fold(np.broadcast_to(0.0, (windows.rows, *size))),
+                self._targets(windows, 1 + len(size)),
+            )
+            found = self._requests[windows.rows] = ProgramRequest.of(
+                self.key, self.program, *arguments
+            )
         return found
 
-    def gradients(self, windows: Windows, out: npt.NDArray[Any]) -> tuple[list[float], npt.NDArray[Any]]:
+    def gradients(
+        self, windows: Windows, out: npt.NDArray[Any]
+    ) -> tuple[list[float], npt.NDArray[Any]]:
         """Return each window's loss, and the gradient by the model's output, (rows, *size)."""
         request = self.request(windows, out.shape[1:])
         found = programs.PROGRAMS.run(request, self._fold(out), self._targets(windows, out.ndim))
         items, counts, into_out = to_numpy(found)
         if self.axes is not None:
             positions = out[0].size // (1 if self.axes == 0 else out.shape[class_axis(out)])
-            items, counts = (a[: len(out) * positions].reshape(len(out), -1).sum(axis=1) for a in (items, counts))
+            items, counts = (
+                a[: len(out) * positions].reshape(len(out), -1).sum(axis=1) for a in (items, counts)
+            )
             into_out = self._unfold(into_out, out)
         # padding contributes nothing, also where an infinite derivative makes 0 * inf = NaN
         losses, gradient = [], np.zeros_like(into_out)
@@ -337,7 +393,9 @@ class Objective:
     def _targets(self, windows: Windows, axes: int) -> Arrays:
         """Return the loss's arrays; `axes` is the number of axes of the model's output."""
         found = {name: windows.batch[name] for name in _TARGET_KEYS if name in windows.batch}
-        return {name: self._fold(array, has_classes=array.ndim == axes) for name, array in found.items()}
+        return {
+            name: self._fold(array, has_classes=array.ndim == axes) for name, array in found.items()
+        }
 
     def _fold(self, array: npt.NDArray[Any], *, has_classes: bool = True) -> npt.NDArray[Any]:
         folded = parts_as_items(array, self.axes, has_classes=has_classes)
@@ -355,7 +413,9 @@ class Objective:
 
 @lru_cache(maxsize=512)
 def _walk(problem: ProblemSpec) -> tuple[Walk, Objective]:
-    return Walk(problem.layers, input_signal(problem.input), ties=problem.ties), Objective(problem.loss)
+    return Walk(problem.layers, input_signal(problem.input), ties=problem.ties), Objective(
+        problem.loss
+    )
 
 
 def large_batch_gradients(
@@ -370,27 +430,35 @@ def large_batch_gradients(
         windows: consecutive ranges of items.
 
     Returns:
-        For each window the loss, and for every name in `values` an array of its shape; those of buffers have no
-        meaning.
+        For each window the loss, and for every name in `values` an array of its shape; those of
+        buffers have no meaning.
     """
     return StartedGradients(problem, values, data, windows).result()
 
 
 class StartedGradients:
-    """`large_batch_gradients`, of which the programs are loaded or compiled by other threads until `result`."""
+    """`large_batch_gradients`, of which the programs are loaded or compiled by other threads until
+    `result`.
+    """
 
-    def __init__(self, problem: ProblemSpec, values: Arrays, data: Arrays, windows: Sequence[range]) -> None:
+    def __init__(
+        self, problem: ProblemSpec, values: Arrays, data: Arrays, windows: Sequence[range]
+    ) -> None:
         """Start; the arguments are those of `large_batch_gradients`."""
         self._walk, self._objective = _walk(problem)
         self._groups: list[Windows] = []
         for group in _groups(windows):
             first, rows = group[0].start, padded_rows(group[-1].stop - group[0].start)
-            batch = {name: pad_rows(array[first : group[-1].stop], rows) for name, array in data.items()}
+            batch = {
+                name: pad_rows(array[first : group[-1].stop], rows) for name, array in data.items()
+            }
             spans = [slice(window.start - first, window.stop - first) for window in group]
             self._groups.append(Windows(values, batch, spans))
         for side_by_side in self._groups:
             requests = [leaf.request(side_by_side) for leaf in self._walk.leaves()]
-            programs.PROGRAMS.prepare([*requests, self._objective.request(side_by_side, self._walk.size_out)])
+            programs.PROGRAMS.prepare(
+                [*requests, self._objective.request(side_by_side, self._walk.size_out)]
+            )
 
     def result(self) -> list[tuple[float, Arrays]]:
         """Return what `large_batch_gradients` returns; only once."""
@@ -400,7 +468,12 @@ class StartedGradients:
             losses, cotangent = self._objective.gradients(windows, out)
             self._walk.add_gradients(windows, tape, cotangent)
             for value, gradient in zip(losses, windows.gradients, strict=True):
-                found.append((value, {n: gradient.get(n, np.zeros_like(v)) for n, v in windows.values.items()}))
+                found.append(
+                    (
+                        value,
+                        {n: gradient.get(n, np.zeros_like(v)) for n, v in windows.values.items()},
+                    )
+                )
         return found
 
 
@@ -417,12 +490,13 @@ def _groups(windows: Sequence[range]) -> Iterator[list[range]]:
 
 # A further JAX reference: the whole model differentiated at once.
 #
-# It compiles the whole model, which takes half a second. It is therefore computed only if the torch and the JAX
-# reference differ.
+# It compiles the whole model, which takes half a second. It is therefore computed only if the torch
+# and the JAX reference differ.
 
 
 def whole_gradient(problem: ProblemSpec, values: Arrays, data: Arrays) -> tuple[float, Arrays]:
-    """Return loss and gradient of a batch, as `large_batch_gradients` does, from one `jax.value_and_grad`.
+    """Return loss and gradient of a batch, as `large_batch_gradients` does, from one
+    `jax.value_and_grad`.
 
     Args:
         problem: the problem that is trained.

@@ -1,4 +1,6 @@
-"""The large batch of each window: torch's gradient, its bound, how far JAX's is from it, and the comparison."""
+"""The large batch of each window: torch's gradient, its bound, how far JAX's is from it, and the
+comparison.
+"""
 
 from __future__ import annotations
 
@@ -66,17 +68,20 @@ def gradients_of(
     summed: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Gradients:
-    """Return the gradient of the objective over some items in one batch, without a change of the model's `.grad`.
+    """Return the gradient of the objective over some items in one batch, without a change of the
+    model's `.grad`.
 
     Args:
         instance: the instance whose items and loss are used.
         model: the model whose parameters are used.
         items: indices of the items in the epoch.
-        summed: whether to return the gradient of the summed loss if the problem's reduction is a mean.
+        summed: whether to return the gradient of the summed loss if the problem's reduction is a
+            mean.
         dtype: dtype of the batch's floating-point tensors; the instance's if None.
 
     Returns:
-        Name of each trainable parameter -> its dense gradient, or None if the loss does not reach it.
+        Name of each trainable parameter -> its dense gradient, or None if the loss does not reach
+        it.
     """
     batch = instance.batch(items, dtype)
     loss = instance.problem.loss(model, batch)
@@ -86,13 +91,19 @@ def gradients_of(
 
 
 def parameter_gradients(loss: torch.Tensor, model: torch.nn.Module) -> Gradients:
-    """Return the dense gradient of a loss for each trainable parameter by name, or None if it does not reach one."""
+    """Return the dense gradient of a loss for each trainable parameter by name, or None if it does
+    not reach one.
+    """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found: tuple[Any, ...] = (None,) * len(named)
-    # autograd.grad raises on a loss that needs no gradient, as one of a batch that reaches no parameter does
+    # autograd.grad raises on a loss that needs no gradient, as one of a batch that reaches no
+    # parameter does
     if loss.requires_grad:
         found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    return {name: g.to_dense() if g is not None and g.is_sparse else g for name, g in zip(named, found, strict=True)}
+    return {
+        name: g.to_dense() if g is not None and g.is_sparse else g
+        for name, g in zip(named, found, strict=True)
+    }
 
 
 # What rounding allows of one window's gradient: in float64, and in a lower precision.
@@ -120,7 +131,9 @@ class Float64Bound:
     def summing(self) -> Vector:
         """The resolution, and the rounding errors of adding up the items in another order."""
         cuts = [items for items, _ in self._window.parts]
-        return self.quick + cancellation(self.computation, self._window.items, cuts, self._window.reference.layout)
+        return self.quick + cancellation(
+            self.computation, self._window.items, cuts, self._window.reference.layout
+        )
 
     @cached_property
     def errors(self) -> RoundingErrors:
@@ -129,8 +142,11 @@ class Float64Bound:
 
     @cached_property
     def errors_of_parts(self) -> RoundingErrors | None:
-        """The rounding errors of the micro-batches' gradients in float64, of a problem without a gradient by JAX."""
-        # a fault of torch that rounding switches on and off would widen the bound that JAX's gradient shows it by
+        """The rounding errors of the micro-batches' gradients in float64, of a problem without a
+        gradient by JAX.
+        """
+        # a fault of torch that rounding switches on and off would widen the bound that JAX's
+        # gradient shows it by
         if self._window.jax is not None or len(self._window.parts) == 1:
             return None
         return RoundingErrors(self.computation, self._window.parts, torch.float64)
@@ -150,18 +166,25 @@ class Float64Bound:
         return _comparable(self, observed, self._window.expected)
 
     def expect_computable(self) -> None:
-        """Expect torch to compute the large batch under the loop's autocast; without one the window has its gradient.
+        """Expect torch to compute the large batch under the loop's autocast.
+
+        Without one the window has its gradient.
 
         Raises:
-            CannotJudgeError: autocast refuses an operation, as it refuses `binary_cross_entropy` on CUDA.
+            CannotJudgeError: autocast refuses an operation, as it refuses `binary_cross_entropy` on
+                CUDA.
         """
         if self._compute is None:
             return
         instance = self._window.reference.instance
         try:
-            Computation(instance, self._window.model(), torch.float64, self._compute).gradient(*self._window.parts)
+            Computation(instance, self._window.model(), torch.float64, self._compute).gradient(
+                *self._window.parts
+            )
         except RuntimeError as error:
-            raise CannotJudgeError(f"the plain large batch fails under autocast {self._compute}: {error}") from error
+            raise CannotJudgeError(
+                f"the plain large batch fails under autocast {self._compute}: {error}"
+            ) from error
 
     def is_out_of_range(self) -> bool:
         """Return False: nothing that is finite is out of float64's range."""
@@ -176,19 +199,24 @@ class Float64Bound:
 class LowPrecisionBound:
     """The bound in float32, bfloat16 or float16, and under the autocast of the loop's losses.
 
-    It is made of float64 computations. What torch computes in the lower precision is only asked whether it is finite.
+    It is made of float64 computations. What torch computes in the lower precision is only asked
+    whether it is finite.
     """
 
     def __init__(self, window: Window, compute: Compute) -> None:
         self._window, self._compute = window, compute
-        names = [name for name in (window.reference.instance.case.dtype, compute) if name is not None]
+        names = [
+            name for name in (window.reference.instance.case.dtype, compute) if name is not None
+        ]
         self._unit = max(names, key=UNIT_ROUNDOFF.__getitem__)
         self._smallest = max(map(SMALLEST.__getitem__, names))
 
     @cached_property
     def _computation(self) -> Computation:
         instance = self._window.reference.instance
-        return Computation(instance, self._window.model(instance.dtype), instance.dtype, self._compute)
+        return Computation(
+            instance, self._window.model(instance.dtype), instance.dtype, self._compute
+        )
 
     @cached_property
     def large_batch(self) -> Vector:
@@ -208,12 +236,17 @@ class LowPrecisionBound:
     def quick(self) -> Vector:
         """What scaling and adding up may do to the largest element of each parameter."""
         layout, terms = self._window.reference.layout, len(self._window.members)
-        return coarse_bound(self._sizes, terms, self._unit, layout, smallest=self._smallest) + self._unsure
+        return (
+            coarse_bound(self._sizes, terms, self._unit, layout, smallest=self._smallest)
+            + self._unsure
+        )
 
     @cached_property
     def summing(self) -> Vector:
         """What scaling and adding up may do to each element."""
-        summed = accumulation_bound(self._sizes, len(self._window.members), self._unit, smallest=self._smallest)
+        summed = accumulation_bound(
+            self._sizes, len(self._window.members), self._unit, smallest=self._smallest
+        )
         return summed + self._unsure
 
     @cached_property
@@ -221,7 +254,8 @@ class LowPrecisionBound:
         """How far the two float64 gradients are apart, within what is not looked for in float64."""
         if self._window.jax is None:
             return np.zeros_like(self._window.torch)
-        # torch computes the derivative of expm1(x) as its value + 1, which at x = -40 is 0 in place of 4e-18
+        # torch computes the derivative of expm1(x) as its value + 1, which at x = -40 is 0 in place
+        # of 4e-18
         with np.errstate(invalid="ignore"):
             apart = np.abs(self._window.torch - self._window.jax)
         return np.where(np.isfinite(apart), np.fmin(apart, self._window.float64_bound.quick), 0.0)
@@ -233,7 +267,9 @@ class LowPrecisionBound:
 
     @cached_property
     def errors_of_parts(self) -> RoundingErrors | None:
-        """The rounding errors of the micro-batches' gradients in the coarsest precision that takes part."""
+        """The rounding errors of the micro-batches' gradients in the coarsest precision that takes
+        part.
+        """
         return self._errors(self._window.parts) if len(self._window.parts) > 1 else None
 
     def _errors(self, parts: Sequence[Part]) -> RoundingErrors:
@@ -244,30 +280,35 @@ class LowPrecisionBound:
         """Return the gradient, with the expected value where it may be NaN or another infinity.
 
         Raises:
-            CannotJudgeError: one of them alone is finite, and the same holds of the plain large batch, or of the
-                window's summed loss: a loop may divide at its end. Or one of them alone is finite or has an infinity,
-                and the plain gradient's numbers nearly leave the range of the precision: a loop may scale its loss.
+            CannotJudgeError: one of them alone is finite, and the same holds of the plain large
+                batch, or of the window's summed loss: a loop may divide at its end. Or one of them
+                alone is finite or has an infinity, and the plain gradient's numbers nearly leave
+                the range of the precision: a loop may scale its loss.
         """
         expected = self._window.expected
-        if (np.isfinite(observed) != np.isfinite(expected)).any() or other_infinity(observed, expected).any():
+        if (np.isfinite(observed) != np.isfinite(expected)).any() or other_infinity(
+            observed, expected
+        ).any():
             self.expect_computable()
             self._expect_finite_sums()
             if self.is_out_of_range():
                 name = self._window.reference.instance.case.dtype
                 raise CannotJudgeError(
-                    f"a gradient of nearly the largest numbers of {name} overflows where it is scaled"
+                    f"a gradient of nearly the largest numbers of {name} overflows where it is"
+                    " scaled"
                 )
         return _comparable(self, observed, expected)
 
     def expect_computable(self) -> None:
-        """Expect torch to compute the large batch in this precision, and all at once and in parts alike.
+        """Expect torch to compute the large batch in this precision, and all at once and in parts
+        alike.
 
-        A gradient that is finite in float64 alone excuses a case only if the numbers of the float64 computation leave
-        the range of the lower precision. Otherwise it is a fault.
+        A gradient that is finite in float64 alone excuses a case only if the numbers of the float64
+        computation leave the range of the lower precision. Otherwise it is a fault.
 
         Raises:
-            CannotJudgeError: the plain large batch fails in this precision, or overflows in it, or torch cannot add two
-                gradients.
+            CannotJudgeError: the plain large batch fails in this precision, or overflows in it, or
+                torch cannot add two gradients.
         """
         name = self._window.reference.instance.case.dtype
         where = name if self._compute is None else f"{name} under autocast {self._compute}"
@@ -279,13 +320,16 @@ class LowPrecisionBound:
             accumulated = self._computation.gradient(*self._window.parts)
         except RuntimeError as error:
             # torch has no sum of two sparse gradients in float16 on a CPU
-            raise CannotJudgeError(f"accumulating plain gradients fails in {where}: {error}") from error
+            raise CannotJudgeError(
+                f"accumulating plain gradients fails in {where}: {error}"
+            ) from error
         finite = np.isfinite(self._window.expected)
         if not any((np.isfinite(gradient) != finite).any() for gradient in (large, accumulated)):
             return
         if self.is_out_of_range():
             raise CannotJudgeError(
-                f"the plain gradient of a batch is finite in float64 and not in {where}, or vice versa"
+                f"the plain gradient of a batch is finite in float64 and not in {where}, or vice"
+                " versa"
             )
 
     def _expect_finite_sums(self) -> None:
@@ -294,15 +338,25 @@ class LowPrecisionBound:
         total = float(instance.count(batch)) if instance.problem.reduction == "mean" else 1.0
         parts = [(cut, share * total) for cut, share in self._window.parts]
         sums = self._computation.gradient(*parts)
-        if (np.isfinite(sums) != np.isfinite(self._window.expected)).any() and self._leave_range(parts):
-            raise CannotJudgeError(f"the gradient of the window's summed loss overflows {instance.case.dtype}")
+        if (np.isfinite(sums) != np.isfinite(self._window.expected)).any() and self._leave_range(
+            parts
+        ):
+            raise CannotJudgeError(
+                f"the gradient of the window's summed loss overflows {instance.case.dtype}"
+            )
 
     def is_out_of_range(self) -> bool:
-        """Return whether the numbers of the float64 computation leave, or nearly leave, the range of a dtype in use."""
+        """Return whether the numbers of the float64 computation leave, or nearly leave, the range
+        of a dtype in use.
+        """
         return self._leave_range([(self._window.items, 1.0), *self._window.parts])
 
     def _leave_range(self, parts: Sequence[Part]) -> bool:
-        in_use = [torch_dtype(name) for name in (self._window.reference.instance.case.dtype, self._compute) if name]
+        in_use = [
+            torch_dtype(name)
+            for name in (self._window.reference.instance.case.dtype, self._compute)
+            if name
+        ]
         narrowest = min(in_use, key=lambda dtype: torch.finfo(dtype).max)
         return leaves_range(self._window.float64_bound.computation, parts, narrowest)
 
@@ -315,16 +369,21 @@ WindowBound = Float64Bound | LowPrecisionBound
 
 
 def _comparable(bound: WindowBound, observed: Vector, expected: Vector) -> Vector:
-    """Return a gradient, with the expected value where it may be NaN, and where rounding decides on an infinity."""
+    """Return a gradient, with the expected value where it may be NaN, and where rounding decides on
+    an infinity.
+    """
     compared = finite_or_right(observed, expected)
     other = other_infinity(compared, expected)
     if not other.any():
         return compared
-    # terms that cancel leave 0 in one order and a number of either sign in others, and infinity times these is NaN or
-    # either infinity; batches of other sizes may leave a zero of the other sign, and 1 over it is the other infinity
+    # terms that cancel leave 0 in one order and a number of either sign in others, and infinity
+    # times these is NaN or either infinity; batches of other sizes may leave a zero of the other
+    # sign, and 1 over it is the other infinity
     with np.errstate(invalid="ignore"):
         accumulated = np.sum(bound.contributions, axis=0)
-    return np.where(other & ((accumulated == observed) | bound.errors.reach(observed)), expected, compared)
+    return np.where(
+        other & ((accumulated == observed) | bound.errors.reach(observed)), expected, compared
+    )
 
 
 # Compare gradients within a bound whose rounding errors are drawn: as often as it takes to decide.
@@ -352,17 +411,20 @@ def compare_within(
     if evidence.ratio <= 1:
         return evidence
     found = _compare_drawn(bound, evidence, [bound.errors], roughly)
-    # micro-batches whose gradients cancel have larger rounding errors than the large batch: the backward of a
-    # normalization takes out what lies along its input, and its error is of the size of what it takes out
+    # micro-batches whose gradients cancel have larger rounding errors than the large batch: the
+    # backward of a normalization takes out what lies along its input, and its error is of the size
+    # of what it takes out
     if found.ratio > 1 and accumulated and bound.errors_of_parts is not None:
         found = _compare_drawn(bound, evidence, [bound.errors, bound.errors_of_parts], roughly)
     return found
 
 
 def is_rarely_rounding(bound: WindowBound, evidence: Comparison, *, has_norm: bool = False) -> bool:
-    """Return whether rounding errors as large as a difference come now and then, in some of `RARE_DRAWS` draws.
+    """Return whether rounding errors as large as a difference come now and then, in some of
+    `RARE_DRAWS` draws.
 
-    So many are made only where the draws before differ in size from one group to the next, or through a normalization.
+    So many are made only where the draws before differ in size from one group to the next, or
+    through a normalization.
 
     Args:
         bound: what rounding allows.
@@ -374,8 +436,8 @@ def is_rarely_rounding(bound: WindowBound, evidence: Comparison, *, has_norm: bo
     if len(evidence.observed) > SMALL:
         return False
     if not any(errors.unevenness()[index] > UNEVEN for errors in measured):
-        # a normalization over two features has nearly no gradient except where rounding makes them equal, which all
-        # of `MANY_DRAWS` may miss
+        # a normalization over two features has nearly no gradient except where rounding makes them
+        # equal, which all of `MANY_DRAWS` may miss
         measured = measured[:has_norm]
     draws = MANY_DRAWS
     while measured and draws < RARE_DRAWS:
@@ -388,8 +450,16 @@ def is_rarely_rounding(bound: WindowBound, evidence: Comparison, *, has_norm: bo
 def _compare_drawn(
     bound: WindowBound, evidence: Comparison, measured: Sequence[RoundingErrors], roughly: bool
 ) -> Comparison:
-    """Compare two gradients, whose rounding errors may be as large as the largest of those that are measured."""
-    if roughly and (found := _within(bound, evidence, (errors.noise(FEW_DRAWS) for errors in measured))).ratio > 1:
+    """Compare two gradients, whose rounding errors may be as large as the largest of those that are
+    measured.
+    """
+    if (
+        roughly
+        and (
+            found := _within(bound, evidence, (errors.noise(FEW_DRAWS) for errors in measured))
+        ).ratio
+        > 1
+    ):
         return found
     found = _within(bound, evidence, (errors.likely(FEW_DRAWS) for errors in measured))
     for draws in (DRAWS, MANY_DRAWS) if len(evidence.observed) <= SMALL else (DRAWS,):
@@ -404,14 +474,17 @@ def _within(bound: WindowBound, evidence: Comparison, noises: Iterable[Vector]) 
     return Comparison(evidence.layout, evidence.expected, evidence.observed, allowed)
 
 
-# One window of a case: its expected gradient by torch and by JAX, and the comparison of an observed one with it.
+# One window of a case: its expected gradient by torch and by JAX, and the comparison of an observed
+# one with it.
 
 
 Parameters = dict[str, torch.Tensor]
 
 
 class Window:
-    """One window's references. Vectors are (P,) float64, parameters flattened in the layout's order.
+    """One window's references.
+
+    Vectors are (P,) float64, parameters flattened in the layout's order.
 
     Attributes:
         reference: the references of the case.
@@ -422,10 +495,13 @@ class Window:
         reached: names of the parameters that the window's items reach.
         torch: the large-batch gradient by torch.
         bound: what rounding in the case's dtype allows.
-        float64_bound: what rounding allows between torch and JAX, both in float64 whatever the case's dtype.
+        float64_bound: what rounding allows between torch and JAX, both in float64 whatever the
+            case's dtype.
     """
 
-    def __init__(self, reference: Reference, index: int, parameters: Parameters | None, compute: Compute) -> None:
+    def __init__(
+        self, reference: Reference, index: int, parameters: Parameters | None, compute: Compute
+    ) -> None:
         self.reference, self.parameters = reference, parameters
         instance = reference.instance
         self.index, self.members = index, instance.case.plan.windows[index]
@@ -451,7 +527,11 @@ class Window:
 
     def model(self, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
         """Return a model in `dtype` at the window's parameters."""
-        return self._model64 if dtype is torch.float64 else self.reference.model(dtype, self.parameters)
+        return (
+            self._model64
+            if dtype is torch.float64
+            else self.reference.model(dtype, self.parameters)
+        )
 
     @cached_property
     def parts(self) -> list[Part]:
@@ -486,42 +566,59 @@ class Window:
         return self.torch if self.jax is None else self.jax
 
     def allowed(self, draws: int = DRAWS) -> Vector:
-        """Return what rounding allows of each element, measured on so many draws: the fewer, the more it allows."""
+        """Return what rounding allows of each element, measured on so many draws: the fewer, the
+        more it allows.
+        """
         return np.maximum(self.bound.quick, self.bound.summing + self.bound.errors.noise(draws))
 
     def compare(self, observed: Vector, *, roughly: bool = False) -> Comparison:
-        """Compare a gradient with the expected one, within what rounding in the case's dtype allows.
+        """Compare a gradient with the expected one, within what rounding in the case's dtype
+        allows.
 
         Args:
             observed: (P,): the gradient.
-            roughly: whether a violation may be found with a wider bound, from fewer draws of rounding errors.
+            roughly: whether a violation may be found with a wider bound, from fewer draws of
+                rounding errors.
 
         Raises:
-            CannotJudgeError: the gradient is not finite, nor is that of the plain large batch, which is out of range.
+            CannotJudgeError: the gradient is not finite, nor is that of the plain large batch,
+                which is out of range.
         """
         return compare_within(self.bound, self.compare_quickly(observed), roughly=roughly)
 
     def compare_quickly(self, observed: Vector) -> Comparison:
-        """Compare a gradient with the expected one, within the part of the bound that rests on no draws."""
+        """Compare a gradient with the expected one, within the part of the bound that rests on no
+        draws.
+        """
         compared = self.bound.comparable(observed)
         return Comparison(self.reference.layout, self.expected, compared, self.bound.quick)
 
     def contributions(self, *, summed: bool = False) -> list[Vector]:
-        """Return the float64 gradient of each micro-batch's own loss, as `Problem.loss` gives it or summed."""
+        """Return the float64 gradient of each micro-batch's own loss, as `Problem.loss` gives it or
+        summed.
+        """
         instance, model = self.reference.instance, self.model()
         cuts = (instance.case.plan.items(j) for j in self.members)
-        found = (gradients_of(instance, model, cut, summed=summed, dtype=torch.float64) for cut in cuts)
+        found = (
+            gradients_of(instance, model, cut, summed=summed, dtype=torch.float64) for cut in cuts
+        )
         return [self.reference.flat(gradients) for gradients in found]
 
     @property
     def divisor(self) -> float:
         """What the sums of the micro-batches' losses are divided by."""
         instance = self.reference.instance
-        return float(instance.count(instance.batch(self.items))) if instance.problem.reduction == "mean" else 1.0
+        return (
+            float(instance.count(instance.batch(self.items)))
+            if instance.problem.reduction == "mean"
+            else 1.0
+        )
 
     def accumulated(self) -> Vector:
         """Return the gradient as torch accumulates it in float64, each micro-batch's sum by itself."""
-        total: Vector = sum(self.contributions(summed=True), start=np.zeros_like(self.torch)) / self.divisor
+        total: Vector = (
+            sum(self.contributions(summed=True), start=np.zeros_like(self.torch)) / self.divisor
+        )
         return total
 
 
@@ -531,7 +628,8 @@ def float_values(model: torch.nn.Module) -> Arrays:
     return {n: t.detach().cpu().numpy() for n, t in tensors if t.is_floating_point()}
 
 
-# Whether torch and JAX agree on a window's large-batch gradient, and who is to be looked at where they do not.
+# Whether torch and JAX agree on a window's large-batch gradient, and who is to be looked at where
+# they do not.
 
 
 NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.modules.batchnorm._NormBase)
@@ -557,19 +655,25 @@ def disagreement(window: Window, jax: Vector | None = None) -> str | None:
         # a random gradient is no rounding error, and would widen the bound that it is held to
         return text
     compared = compare_within(bound, quickly, accumulated=False)
-    return None if compared.ratio <= 1 else _differing("large-batch gradients", window, compared, jax)
+    return (
+        None if compared.ratio <= 1 else _differing("large-batch gradients", window, compared, jax)
+    )
 
 
 def accumulation_fault(window: Window) -> str | None:
-    """Say where torch's own accumulation in float64 and JAX's gradient differ by more than rounding, if they do."""
-    # a fault of torch that rounding switches on and off widens the bound by which `disagreement` judges the large
-    # batch; in the accumulated gradient its error is another one
+    """Say where torch's own accumulation in float64 and JAX's gradient differ by more than
+    rounding, if they do.
+    """
+    # a fault of torch that rounding switches on and off widens the bound by which `disagreement`
+    # judges the large batch; in the accumulated gradient its error is another one
     if window.jax is None:
         return None
     if text := _randomness(window):
         return text
     bound, accumulated = window.float64_bound, np.sum(window.float64_bound.contributions, axis=0)
-    compared = compare_within(bound, Comparison(window.reference.layout, window.jax, accumulated, bound.quick))
+    compared = compare_within(
+        bound, Comparison(window.reference.layout, window.jax, accumulated, bound.quick)
+    )
     return None if compared.ratio <= 1 else _differing("gradients", window, compared, window.jax)
 
 
@@ -581,32 +685,44 @@ def _differing(what: str, window: Window, compared: Comparison, jax: Vector) -> 
 
 
 def precision_fault(window: Window) -> str | None:
-    """Say where torch's large-batch gradient in the case's lower precision is wrong by more than rounding, if it is.
+    """Say where torch's large-batch gradient in the case's lower precision is wrong by more than
+    rounding, if it is.
 
     Raises:
-        CannotJudgeError: rounding explains it after all, once in hundreds of draws, or numbers within the computation
-            leave the range of the precision.
+        CannotJudgeError: rounding explains it after all, once in hundreds of draws, or numbers
+            within the computation leave the range of the precision.
     """
     name = window.reference.instance.case.dtype
     if window.bound is window.float64_bound:
         return None
     try:
-        computed = [(window.bound.large_batch, False), (np.sum(window.bound.contributions, axis=0), True)]
+        computed = [
+            (window.bound.large_batch, False),
+            (np.sum(window.bound.contributions, axis=0), True),
+        ]
     except RuntimeError:
         return None
     has_norm = any(isinstance(module, NORMS) for module in window.model().modules())
     for gradient, accumulated in computed:
-        compared = compare_within(window.bound, window.compare_quickly(gradient), accumulated=accumulated)
+        compared = compare_within(
+            window.bound, window.compare_quickly(gradient), accumulated=accumulated
+        )
         if compared.ratio > 1:
             if is_rarely_rounding(window.bound, compared, has_norm=has_norm):
-                raise CannotJudgeError(f"the gradient jumps where {name} rounds values to equal ones")
-            # torch's cosine_embedding_loss divides by a product of squares, which is infinite in float16: it returns 0
+                raise CannotJudgeError(
+                    f"the gradient jumps where {name} rounds values to equal ones"
+                )
+            # torch's cosine_embedding_loss divides by a product of squares, which is infinite in
+            # float16: it returns 0
             if window.bound.is_out_of_range():
-                raise CannotJudgeError(f"numbers within the plain gradient's computation leave the range of {name}")
+                raise CannotJudgeError(
+                    f"numbers within the plain gradient's computation leave the range of {name}"
+                )
             by = "torch" if window.jax is None else "JAX"
             return (
-                f"torch's large-batch gradient in {name} and {by}'s in float64 of {_where(window, compared)}: the "
-                f"{name} computation of torch is wrong, and no loop is to blame"
+                f"torch's large-batch gradient in {name} and {by}'s in float64 of"
+                f" {_where(window, compared)}: the {name} computation of torch is wrong, and no"
+                " loop is to blame"
             )
     return None
 
@@ -618,12 +734,13 @@ def _randomness(window: Window) -> str | None:
         repeated = bound.computation.gradient((window.items, 1.0))
         if np.array_equal(repeated, window.torch):
             continue
-        # a summation by several threads, or by atomic additions on CUDA, may take another order each time
+        # a summation by several threads, or by atomic additions on CUDA, may take another order
+        # each time
         compared = Comparison(window.reference.layout, window.torch, repeated, bound.summing)
         if compared.ratio > 1:
             return (
-                f"two computations of torch's float64 gradient of {_where(window, compared)}: it is not "
-                "deterministic, and no loop is to blame"
+                f"two computations of torch's float64 gradient of {_where(window, compared)}: it is"
+                " not deterministic, and no loop is to blame"
             )
     return None
 
@@ -633,15 +750,21 @@ def _where(window: Window, compared: Comparison) -> str:
     parameter, _ = compared.layout.place(worst.index)
     moved = ", at parameters that the optimizer has moved" if window.moved else ""
     return (
-        f"{parameter} differ by {error_text(worst.error, worst.allowed)}, in window {window.index} of case "
-        f"{window.reference.instance.case.digest}{moved}"
+        f"{parameter} differ by {error_text(worst.error, worst.allowed)}, in window {window.index}"
+        f" of case {window.reference.instance.case.digest}{moved}"
     )
 
 
 def opinions(window: Window, jax: Vector) -> dict[str, Vector]:
-    """Return a window's gradient by every way there is: in one batch and accumulated by torch, in one batch by JAX."""
+    """Return a window's gradient by every way there is: in one batch and accumulated by torch, in
+    one batch by JAX.
+    """
     instance = window.reference.instance
-    found = {"torch large batch": window.torch, "torch accumulated": window.accumulated(), "JAX large batch": jax}
+    found = {
+        "torch large batch": window.torch,
+        "torch accumulated": window.accumulated(),
+        "JAX large batch": jax,
+    }
     if (spec := instance.case.spec) is None:
         return found
     _, whole = whole_gradient(spec, window.values, window.arrays)
@@ -670,7 +793,10 @@ MAX_REFERENCES = 512
 
 
 class Reference:
-    """The references of one case. Each window is computed once: while parameters stay, every epoch has the same."""
+    """The references of one case.
+
+    Each window is computed once: while parameters stay, every epoch has the same.
+    """
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
@@ -681,7 +807,9 @@ class Reference:
         self._windows: dict[tuple[int, Compute], Window] = {}
         self._started: StartedGradients | None = None
 
-    def window(self, index: int, parameters: Parameters | None = None, compute: Compute = None) -> Window:
+    def window(
+        self, index: int, parameters: Parameters | None = None, compute: Compute = None
+    ) -> Window:
         """Return a window's reference.
 
         Args:
@@ -711,11 +839,18 @@ class Reference:
     def prepare(self) -> None:
         """Let other threads load or compile the programs of `jax`."""
         spec, arrays = self.instance.accumulable_spec, self.instance.arrays
-        if spec is not None and arrays is not None and self._started is None and "jax" not in vars(self):
+        if (
+            spec is not None
+            and arrays is not None
+            and self._started is None
+            and "jax" not in vars(self)
+        ):
             self._started = StartedGradients(spec, self.values64, arrays, self._items)
 
     def start(self) -> None:
-        """Compute every window's gradient by torch, while other threads load or compile the programs of `jax`."""
+        """Compute every window's gradient by torch, while other threads load or compile the
+        programs of `jax`.
+        """
         self.prepare()
         for index in range(len(self.instance.case.plan.windows)):
             self.window(index)
@@ -738,10 +873,15 @@ class Reference:
         spec, arrays = self.instance.accumulable_spec, self.instance.arrays
         assert spec is not None
         assert arrays is not None
-        return [self.join(gradient) for _, gradient in large_batch_gradients(spec, values, arrays, windows)]
+        return [
+            self.join(gradient)
+            for _, gradient in large_batch_gradients(spec, values, arrays, windows)
+        ]
 
     def model(self, dtype: torch.dtype | None, parameters: Parameters | None) -> torch.nn.Module:
-        """Return a model in `dtype` with the given parameters, or with the initial ones where they are None."""
+        """Return a model in `dtype` with the given parameters, or with the initial ones where they
+        are None.
+        """
         if dtype is torch.float64 and parameters is None:
             return self._model64
         model = self.instance.model(dtype)
@@ -754,7 +894,10 @@ class Reference:
 
     @cached_property
     def finding(self) -> str | None:
-        """The first disagreement between torch and JAX on this generated case, or None; no loop is involved."""
+        """The first disagreement between torch and JAX on this generated case, or None.
+
+        No loop is involved.
+        """
         for index in range(len(self.instance.case.plan.windows)):
             if text := disagreement(self.window(index)):
                 return text
@@ -762,7 +905,9 @@ class Reference:
 
 
 class References:
-    """The references of the latest `MAX_REFERENCES` cases, shared by all loops that are judged on one case."""
+    """The references of the latest `MAX_REFERENCES` cases, shared by all loops that are judged on
+    one case.
+    """
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, int], Reference] = OrderedDict()
@@ -779,7 +924,9 @@ class References:
         return reference
 
     def prepare(self, case: Case) -> None:
-        """Let other threads load or compile the programs of JAX for a case, if it is a generated one that needs any."""
+        """Let other threads load or compile the programs of JAX for a case, if it is a generated
+        one that needs any.
+        """
         if case.spec is not None and is_accumulable(case.spec):
             self.get(case, None).prepare()
 

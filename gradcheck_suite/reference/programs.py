@@ -1,8 +1,9 @@
 """Compiled XLA programs, kept in memory and on disk.
 
-XLA takes 40 to 400 ms to compile a small program, and JAX takes another 15 to 100 ms to trace it. Both are far more
-than the time to run it. JAX's persistent cache saves the compilation; a stored executable saves both. The key of a
-stored program contains what it computes and the argument shapes; `kept_files` tells it from those of other versions.
+XLA takes 40 to 400 ms to compile a small program, and JAX takes another 15 to 100 ms to trace it.
+Both are far more than the time to run it. JAX's persistent cache saves the compilation; a stored
+executable saves both. The key of a stored program contains what it computes and the argument
+shapes; `kept_files` tells it from those of other versions.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from gradcheck_suite.run.environment import (
 
 # The folder of the compiled programs that later processes need again.
 #
-# There is one for all that they depend on: the source of the catalogue and of this package, the versions of JAX and
-# XLA, and the processor.
+# There is one for all that they depend on: the source of the catalogue and of this package, the
+# versions of JAX and XLA, and the processor.
 
 
 KEPT_ENVIRONMENTS = 4
@@ -59,7 +60,9 @@ def kept_files() -> Path | None:
 
 
 def _keep(path: Path, payload: bytes) -> None:
-    """Write a file whole or not at all; ignore a folder that cannot be written, since this is only a cache.
+    """Write a file whole or not at all.
+
+    Ignore a folder that cannot be written, since this is only a cache.
 
     Args:
         path: of the file, in the folder that `kept_files` returned.
@@ -86,7 +89,11 @@ def _environment_key() -> str:
         for path in sources:
             digest.update(path.read_bytes())
     try:
-        processor = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
+        processor = next(
+            line
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("flags")
+        )
     except (OSError, StopIteration):
         processor = platform.processor()
     for part in (
@@ -101,18 +108,24 @@ def _environment_key() -> str:
 
 
 def _forget_others(folder: Path) -> None:
-    """Before the first file of a new environment is kept, delete all but the latest `KEPT_ENVIRONMENTS` others."""
+    """Before the first file of a new environment is kept, delete all but the latest
+    `KEPT_ENVIRONMENTS` others.
+    """
     if folder.exists() or not folder.parent.is_dir():
         return
-    others = sorted((f for f in folder.parent.iterdir() if f.is_dir()), key=lambda f: f.stat().st_mtime)
+    others = sorted(
+        (f for f in folder.parent.iterdir() if f.is_dir()), key=lambda f: f.stat().st_mtime
+    )
     for old in others[: -KEPT_ENVIRONMENTS or None]:
         shutil.rmtree(old, ignore_errors=True)
 
 
 jax.config.update("jax_enable_x64", True)
-# small programs end before another thread could start them: synchronous dispatch makes twice as many calls a second
+# small programs end before another thread could start them: synchronous dispatch makes twice as
+# many calls a second
 jax.config.update("jax_cpu_enable_async_dispatch", False)
-# nobody reads the lines of Python from which an operation was lowered; noting them takes a tenth of the lowering
+# nobody reads the lines of Python from which an operation was lowered; noting them takes a tenth of
+# the lowering
 jax.config.update("jax_traceback_in_locations_limit", 0)
 
 MAX_PROGRAMS = 512
@@ -149,7 +162,8 @@ class ProgramRequest(NamedTuple):
 
     @classmethod
     def of(cls, key: Hashable, function: Callable[..., Tree], *arguments: Tree) -> ProgramRequest:
-        """Return the request for a function on arguments like these, of which only the shapes are kept.
+        """Return the request for a function on arguments like these, of which only the shapes are
+        kept.
 
         Args:
             key: identifies what `function` computes; its repr must be the same in every process.
@@ -173,7 +187,10 @@ def _pool(process: int) -> ThreadPoolExecutor:
 
 
 class Programs:
-    """Compiled functions by key, at most `maximum` of them; those for the CPU are also stored on disk."""
+    """Compiled functions by key, at most `maximum` of them.
+
+    Those for the CPU are also stored on disk.
+    """
 
     def __init__(self, *, maximum: int = MAX_PROGRAMS, platform: str = "cpu") -> None:
         self._platform = platform
@@ -183,8 +200,11 @@ class Programs:
         self.compiled = 0
         self.loaded = 0
 
-    def call(self, key: Hashable, function: Callable[..., Tree], *arguments: Tree, store: bool = True) -> Tree:
-        """Run `function` on trees of numpy arrays, compiled once for `key` and the arguments' shapes.
+    def call(
+        self, key: Hashable, function: Callable[..., Tree], *arguments: Tree, store: bool = True
+    ) -> Tree:
+        """Run `function` on trees of numpy arrays, compiled once for `key` and the arguments'
+        shapes.
 
         Args:
             key: identifies what `function` computes; its repr must be the same in every process.
@@ -195,8 +215,12 @@ class Programs:
         request = ProgramRequest((key, _shapes(arguments)), function, arguments)
         return to_numpy(self.run(request, *arguments, store=store))
 
-    def run(self, request: ProgramRequest, *arguments: Tree, store: bool = True, few: bool = False) -> Tree:
-        """Run a program on trees of numpy arrays with the shapes that were requested; return a tree of JAX arrays.
+    def run(
+        self, request: ProgramRequest, *arguments: Tree, store: bool = True, few: bool = False
+    ) -> Tree:
+        """Run a program on trees of numpy arrays with the shapes that were requested.
+
+        Return a tree of JAX arrays.
 
         Args:
             request: the program.
@@ -216,10 +240,11 @@ class Programs:
         return program(*arguments)
 
     def prepare(self, requests: Iterable[ProgramRequest]) -> None:
-        """Start to load or compile the programs that are not in memory, with one thread for each core.
+        """Start to load or compile the programs that are not in memory, with one thread for each
+        core.
 
-        XLA releases Python's lock meanwhile, so this thread can trace the next program, or compute with torch. `run`
-        waits for the result.
+        XLA releases Python's lock meanwhile, so this thread can trace the next program, or compute
+        with torch. `run` waits for the result.
         """
         for request in requests:
             if request.key in self._programs:
@@ -241,7 +266,9 @@ class Programs:
         folder = kept_files() if self._platform == "cpu" else None
         return None if folder is None else folder / hashlib.sha256(repr(key).encode()).hexdigest()
 
-    def _found(self, request: ProgramRequest, path: Path | None, once: bool = False) -> Callable[..., Any]:
+    def _found(
+        self, request: ProgramRequest, path: Path | None, once: bool = False
+    ) -> Callable[..., Any]:
         """Return a program from disk, or compile it where there is none."""
         program: Callable[..., Any] = self._load(path) or self._lowered(request, path, once)()
         return program
@@ -254,8 +281,12 @@ class Programs:
             payload, in_tree, out_tree = pickle.loads(path.read_bytes())
             # a program is for one device, and would be loaded for all of them
             devices = [device(self._platform)]
-            program = serialize_executable.deserialize_and_load(payload, in_tree, out_tree, execution_devices=devices)
-        except Exception:  # a damaged or foreign file raises anything; it is only a cache, so compile again
+            program = serialize_executable.deserialize_and_load(
+                payload, in_tree, out_tree, execution_devices=devices
+            )
+        except (
+            Exception
+        ):  # a damaged or foreign file raises anything; it is only a cache, so compile again
             path.unlink(missing_ok=True)
             return None
         with self._counting:
@@ -263,9 +294,14 @@ class Programs:
         return program
 
     def _lowered(self, request: ProgramRequest, path: Path | None, once: bool = False) -> Any:
-        """Trace and lower a function; return a function that compiles and stores it, in any thread."""
+        """Trace and lower a function.
+
+        Return a function that compiles and stores it, in any thread.
+        """
         sharding = jax.sharding.SingleDeviceSharding(device(self._platform))
-        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), request.arguments)
+        shapes = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), request.arguments
+        )
         with self._counting:
             self.compiled += 1
         lowered = jax.jit(request.function).lower(*shapes)
@@ -276,7 +312,9 @@ class Programs:
         return partial(_compile, lowered, options, path)
 
 
-def _compile(lowered: jax.stages.Lowered, options: Options | None, path: Path | None) -> Callable[..., Any]:
+def _compile(
+    lowered: jax.stages.Lowered, options: Options | None, path: Path | None
+) -> Callable[..., Any]:
     compiled: jax.stages.Compiled | None = None
     while compiled is None:
         known = {name: value for name, value in (options or {}).items() if name not in _UNKNOWN}
@@ -295,12 +333,12 @@ def _compile(lowered: jax.stages.Lowered, options: Options | None, path: Path | 
 def _is_incomplete(compiled: jax.stages.Compiled) -> bool:
     """Return whether a stored program would lack code that it calls.
 
-    JAX loads LAPACK while it lowers a function that needs it. A stored program is not lowered again, so in a fresh
-    process it calls through a null pointer and crashes (jaxlib 0.10.2).
+    JAX loads LAPACK while it lowers a function that needs it. A stored program is not lowered
+    again, so in a fresh process it calls through a null pointer and crashes (jaxlib 0.10.2).
     https://github.com/jax-ml/jax/issues/28908
 
-    A program that comes from JAX's own compilation cache loses functions when it is serialised again (jaxlib 0.10.2; no
-    issue is known). JAX does not tell whether one does.
+    A program that comes from JAX's own compilation cache loses functions when it is serialised
+    again (jaxlib 0.10.2; no issue is known). JAX does not tell whether one does.
     """
     caches = bool(jax.config.jax_compilation_cache_dir)  # type: ignore[attr-defined]  # declared at run time
     return caches or "custom-call" in (compiled.as_text() or "custom-call")

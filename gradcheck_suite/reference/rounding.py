@@ -1,12 +1,13 @@
-"""Rounding errors of gradients by Monte Carlo arithmetic: float64 operations whose results are rounded at random.
+"""Rounding errors of gradients by Monte Carlo arithmetic: float64 operations whose results are
+rounded at random.
 
-Two frameworks compute the same gradient by different operations and libraries: XLA's tanh is off by up to 4 unit
-roundoffs where torch's is off by at most 1.3. The effect on the gradient depends on cancellation, which perturbed
-inputs alone do not show: x - tanh(x) maps neighbouring x to the same number, so its error is the same in every draw.
-Random rounding of every result shows it.
+Two frameworks compute the same gradient by different operations and libraries: XLA's tanh is off by
+up to 4 unit roundoffs where torch's is off by at most 1.3. The effect on the gradient depends on
+cancellation, which perturbed inputs alone do not show: x - tanh(x) maps neighbouring x to the same
+number, so its error is the same in every draw. Random rounding of every result shows it.
 
-A lower precision is simulated by float64 operations with larger errors. No operation in that precision runs, so that a
-fault of torch in it cannot widen the bound that torch is held to.
+A lower precision is simulated by float64 operations with larger errors. No operation in that
+precision runs, so that a fault of torch in it cannot widen the bound that torch is held to.
 
 Source: D. S. Parker, Monte Carlo Arithmetic, UCLA CSD-970002 (1997).
 """
@@ -39,7 +40,8 @@ from gradcheck_suite.core.comparison import (
 from gradcheck_suite.core.contract import Batch
 from gradcheck_suite.run.instance import Compute, Instance, autocast_context, map_leaves
 
-# Torch's attention on the CPU, forward and backward, operation by operation, so that each can be rounded at random.
+# Torch's attention on the CPU, forward and backward, operation by operation, so that each can be
+# rounded at random.
 
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -55,10 +57,11 @@ def attention(
     attn_mask: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output and the logarithms of the sums; `aten::_scaled_dot_product_flash_attention_for_cpu`.
+    """Return the output and the logarithms of the sums.
 
-    In bfloat16 and float16, the fused operation rounds the probabilities before it multiplies them by the values. Where
-    the values of all keys cancel, as they do after a normalization over them, the output is that rounding error.
+    `aten::_scaled_dot_product_flash_attention_for_cpu`. In bfloat16 and float16, the fused
+    operation rounds the probabilities before it multiplies them by the values. Where the values of
+    all keys cancel, as they do after a normalization over them, the output is that rounding error.
 
     Args:
         query: (batch, heads, queries, features), as are key and value.
@@ -74,7 +77,11 @@ def attention(
 
 
 def _scores(
-    query: torch.Tensor, key: torch.Tensor, is_causal: bool, attn_mask: torch.Tensor | None, scale: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    is_causal: bool,
+    attn_mask: torch.Tensor | None,
+    scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scores, and which queries see no key, as a mask (batch, heads, queries, 1)."""
     scores = (query @ key.mT) * _factor(query, scale)
@@ -97,15 +104,17 @@ def _softmax(scores: torch.Tensor, none: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class AttentionBackward:
-    """The gradients of query, key and value, as torch computes them from what its forward has stored.
+    """The gradients of query, key and value, as torch computes them from what its forward has
+    stored.
 
-    The fused operation computes the probabilities from scores and the stored logarithms of their sums, exp(S - L). L is
-    rounded, so that the probabilities of a query add up to 1 but for eps * L. For bfloat16 and float16, L is kept in
-    float32, and its error is small beside the rounding of the probabilities: there it counts as not rounded.
+    The fused operation computes the probabilities from scores and the stored logarithms of their
+    sums, exp(S - L). L is rounded, so that the probabilities of a query add up to 1 but for eps *
+    L. For bfloat16 and float16, L is kept in float32, and its error is small beside the rounding of
+    the probabilities: there it counts as not rounded.
 
-    The gradient of the scores is P * (dO V - D), where D = sum(dO * O). Where one probability is 1, O is V and the
-    difference is 0; the two sums are rounded apart, so the fused operation returns a rounding error of the size of
-    either, which the formula of softmax's gradient would not.
+    The gradient of the scores is P * (dO V - D), where D = sum(dO * O). Where one probability is 1,
+    O is V and the difference is 0; the two sums are rounded apart, so the fused operation returns a
+    rounding error of the size of either, which the formula of softmax's gradient would not.
 
     Args:
         logarithms_rounded: whether L is rounded to the precision of the scores.
@@ -129,7 +138,9 @@ class AttentionBackward:
         attn_mask: torch.Tensor | None = None,
         scale: float | None = None,
     ) -> Tensors:
-        """Return the gradients of query, key and value; `aten::_scaled_dot_product_flash_attention_for_cpu_backward`.
+        """Return the gradients of query, key and value.
+
+        `aten::_scaled_dot_product_flash_attention_for_cpu_backward`.
 
         Args:
             grad_out: (batch, heads, queries, features), as are all but the mask.
@@ -153,9 +164,10 @@ class AttentionBackward:
 
 
 def _error_of_logarithms(scores: torch.Tensor) -> torch.Tensor:
-    """Return the error that rounding gives m + log(sum(exp(S - m))), m the largest score; exactly computed, it is 0.
+    """Return the error that rounding gives m + log(sum(exp(S - m))), m the largest score.
 
-    It is at most the logarithm, since m is a number of the precision: nothing where one score is far above all others.
+    Exactly computed, it is 0. It is at most the logarithm, since m is a number of the precision:
+    nothing where one score is far above all others.
     """
     largest = scores.amax(-1, keepdim=True)
     logarithm = (scores - largest).exp().sum(-1, keepdim=True).log()
@@ -170,14 +182,16 @@ Tensor = torch.Tensor
 
 
 def _statistics(x: Tensor, axes: Sequence[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the centred input, the mean, and one over the standard deviation; the last two keep the axes.
+    """Return the centred input, the mean, and one over the standard deviation.
 
-    A normalization gives the same output whatever is added to all of its inputs, so moved inputs alone show no error.
-    Where the inputs are large and close together, torch's float32 output has the rounding error of their mean, divided
-    by their standard deviation: 5e-6 for (-6.7251, -6.8569).
+    The last two keep the axes. A normalization gives the same output whatever is added to all of
+    its inputs, so moved inputs alone show no error. Where the inputs are large and close together,
+    torch's float32 output has the rounding error of their mean, divided by their standard
+    deviation: 5e-6 for (-6.7251, -6.8569).
 
-    An error of the mean alone would cancel in the variance. Welford's method, which torch uses, multiplies deviations
-    from two partial means, each with an error of its own: each value is therefore rounded before it is centred again.
+    An error of the mean alone would cancel in the variance. Welford's method, which torch uses,
+    multiplies deviations from two partial means, each with an error of its own: each value is
+    therefore rounded before it is centred again.
     """
     mean = x.mean([*axes], keepdim=True)
     centred = x - mean
@@ -196,7 +210,14 @@ def layer_norm(
 
 
 def group_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, channels: int, size: int, groups: int, eps: float
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    channels: int,
+    size: int,
+    groups: int,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `aten.native_group_norm`, as `x * scale + shift`."""
     parts = x.reshape(n, groups, channels // groups, size)
@@ -218,7 +239,10 @@ def batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `aten.native_batch_norm`, as `x * scale + shift`; the running statistics stay as they are."""
+    """Compute `aten.native_batch_norm`, as `x * scale + shift`.
+
+    The running statistics stay as they are.
+    """
     across = [1, -1, *[1] * (x.dim() - 2)]
     if training or running_mean is None or running_var is None:
         _, mean, scale = _statistics(x, [axis for axis in range(x.dim()) if axis != 1], eps)
@@ -253,8 +277,9 @@ def batch_norm_of_stored(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `aten.native_batch_norm` of a batch in training from statistics that are rounded.
 
-    torch on the CPU stores them in the dtype of the input. In bfloat16 a mean of 1 is off by up to 0.002, and so is
-    every value of its channel, times 10 where the standard deviation is 0.1: the results do not add up to 0.
+    torch on the CPU stores them in the dtype of the input. In bfloat16 a mean of 1 is off by up to
+    0.002, and so is every value of its channel, times 10 where the standard deviation is 0.1: the
+    results do not add up to 0.
 
     Args:
         rounded: rounds a tensor in place.
@@ -274,18 +299,69 @@ def batch_norm_of_stored(
     return out, mean.reshape(-1), scale.reshape(-1)
 
 
-# fmt: off
-SELECTING = frozenset((
-    "_to_copy", "_unsafe_view", "abs", "arange", "amax", "amin", "aminmax", "argmax", "argmin", "argsort", "cat",
-    "clone",
-    "constant_pad_nd", "copy", "cummax", "cummin", "embedding", "empty", "empty_like", "fill", "flip", "full",
-    "full_like", "gather", "index", "index_select", "kthvalue", "lift_fresh", "masked_fill", "masked_select", "max",
-    "max_pool2d_with_indices", "max_pool3d_with_indices", "maximum", "median", "min", "minimum", "mode", "neg",
-    "new_empty", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "relu", "roll", "scatter",
-    "select_backward", "sign", "slice_backward", "sort", "stack", "threshold_backward", "topk", "where", "zero",
-    "zeros", "zeros_like",
-))
-# fmt: on
+SELECTING = frozenset(
+    (
+        "_to_copy",
+        "_unsafe_view",
+        "abs",
+        "arange",
+        "amax",
+        "amin",
+        "aminmax",
+        "argmax",
+        "argmin",
+        "argsort",
+        "cat",
+        "clone",
+        "constant_pad_nd",
+        "copy",
+        "cummax",
+        "cummin",
+        "embedding",
+        "empty",
+        "empty_like",
+        "fill",
+        "flip",
+        "full",
+        "full_like",
+        "gather",
+        "index",
+        "index_select",
+        "kthvalue",
+        "lift_fresh",
+        "masked_fill",
+        "masked_select",
+        "max",
+        "max_pool2d_with_indices",
+        "max_pool3d_with_indices",
+        "maximum",
+        "median",
+        "min",
+        "minimum",
+        "mode",
+        "neg",
+        "new_empty",
+        "new_full",
+        "new_ones",
+        "new_zeros",
+        "ones",
+        "ones_like",
+        "relu",
+        "roll",
+        "scatter",
+        "select_backward",
+        "sign",
+        "slice_backward",
+        "sort",
+        "stack",
+        "threshold_backward",
+        "topk",
+        "where",
+        "zero",
+        "zeros",
+        "zeros_like",
+    )
+)
 """Operations without rounding: they copy, select or negate."""
 
 WITHIN_ONE = frozenset(("_softmax", "cos", "erf", "sigmoid", "sin", "tanh"))
@@ -316,10 +392,11 @@ either neighbour."""
 
 @dataclass(frozen=True)
 class _Grid:
-    """The errors of a precision: one of -3/2, -1/2, 1/2 and 3/2 steps, the same for all values of a cell.
+    """The errors of a precision: one of -3/2, -1/2, 1/2 and 3/2 steps, the same for all values of a
+    cell.
 
-    Values that round to the same number have correlated errors: where a sigmoid saturates, all of its results round to
-    1. A cell has the values that round to one number of the precision.
+    Values that round to the same number have correlated errors: where a sigmoid saturates, all of
+    its results round to 1. A cell has the values that round to one number of the precision.
 
     Attributes:
         step: the spacing of the results of an operation.
@@ -341,10 +418,11 @@ class _Grid:
 def _grid(dtype: torch.dtype) -> _Grid:
     """Return the errors of a dtype.
 
-    Correct rounding has an error of at most 0.6 unit roundoffs in the root mean square. bfloat16 and float16, whose
-    functions are computed in float32, have 0.7 here. float32 has 1.1, and float64 has 1.7: the least accurate of the
-    elementary functions, XLA's tanh, has 1.0. Inside of an operation, such as the gradient of layer normalization,
-    these two round several times, and bfloat16 and float16 do not round.
+    Correct rounding has an error of at most 0.6 unit roundoffs in the root mean square. bfloat16
+    and float16, whose functions are computed in float32, have 0.7 here. float32 has 1.1, and
+    float64 has 1.7: the least accurate of the elementary functions, XLA's tanh, has 1.0. Inside of
+    an operation, such as the gradient of layer normalization, these two round several times, and
+    bfloat16 and float16 do not round.
     """
     eps = torch.finfo(dtype).eps
     step = {torch.float64: 1.5, torch.float32: 1.0}.get(dtype, 0.6) * eps / 2
@@ -391,15 +469,21 @@ class _RoundingMode(TorchDispatchMode):
 class RandomRounding(_RoundingMode):
     """A mode in which the results of every operation are rounded at random.
 
-    An operation that adds up products rounds each of them, and in an order that is not known. Its arguments are
-    therefore rounded, too: where the parts of a sum cancel, the result has an error of the size of the parts.
+    An operation that adds up products rounds each of them, and in an order that is not known. Its
+    arguments are therefore rounded, too: where the parts of a sum cancel, the result has an error
+    of the size of the parts.
 
-    The error of a value is a hash of the value, in every second draw also of the operation: equal values have equal
-    errors, as in arithmetic, and those of another operation may differ.
+    The error of a value is a hash of the value, in every second draw also of the operation: equal
+    values have equal errors, as in arithmetic, and those of another operation may differ.
     """
 
     def __init__(
-        self, seed: int, dtype: torch.dtype = torch.float64, *, guarded: bool = False, smallest: float = 0.0
+        self,
+        seed: int,
+        dtype: torch.dtype = torch.float64,
+        *,
+        guarded: bool = False,
+        smallest: float = 0.0,
     ) -> None:
         """Prepare a draw.
 
@@ -407,12 +491,13 @@ class RandomRounding(_RoundingMode):
             seed: the seed of the errors.
             dtype: the precision that is simulated.
             guarded: whether the largest numbers, as in the masks of attention, stay finite.
-            smallest: spacing of the smallest numbers of the dtypes that take part; 0 for that of `dtype`, where this is
-                float64 or float16.
+            smallest: spacing of the smallest numbers of the dtypes that take part; 0 for that of
+                `dtype`, where this is float64 or float16.
         """
         super().__init__()
         self._dtype, self._guarded, self._salted = dtype, guarded, seed % 2 == 1
-        # float64 has this spacing among the numbers around the second one; results are cast to float16 anyway
+        # float64 has this spacing among the numbers around the second one; results are cast to
+        # float16 anyway
         self._smallest = 0.0 if dtype is torch.float16 else smallest
         self._coarse = 1.5 * 2.0**52 * smallest
         self._hash, self._operations = random.Random(seed).getrandbits(64), 0
@@ -426,7 +511,9 @@ class RandomRounding(_RoundingMode):
         self._operations += self._salted
         given = args
         if rounding.arguments:
-            args = tuple(self._argument(a) if i in rounding.arguments else a for i, a in enumerate(args))
+            args = tuple(
+                self._argument(a) if i in rounding.arguments else a for i, a in enumerate(args)
+            )
         if func is BATCH_NORM and args[IN_TRAINING]:
             return batch_norm_of_stored(self._round, *args)
         out = func(*args, **kwargs)
@@ -487,39 +574,56 @@ class RandomRounding(_RoundingMode):
         if not self._smallest:
             return steps.to(torch.float64).mul_(step).add_(1 + step / 2).mul_(value)
         errors = steps.to(torch.float64).add_(0.5)
-        moved = errors.mul(step).add_(1).mul_(value).add_(errors, alpha=OF_SMALLEST * self._smallest)
+        moved = (
+            errors.mul(step).add_(1).mul_(value).add_(errors, alpha=OF_SMALLEST * self._smallest)
+        )
         return moved.add_(self._coarse).sub_(self._coarse)
 
 
 def _is_rounded(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.layout is torch.strided
+    return (
+        isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and value.layout is torch.strided
+    )
 
 
 def _narrows(func: Any, args: Sequence[Any], out: Any) -> bool:
-    """Return whether an operation casts to a dtype of lower precision, as at the start of a model's float32 parts."""
-    if func.overloadpacket.__name__ != "_to_copy" or not (args[0].is_floating_point() and out.is_floating_point()):
+    """Return whether an operation casts to a dtype of lower precision, as at the start of a model's
+    float32 parts.
+    """
+    if func.overloadpacket.__name__ != "_to_copy" or not (
+        args[0].is_floating_point() and out.is_floating_point()
+    ):
         return False
     return torch.finfo(out.dtype).eps > torch.finfo(args[0].dtype).eps
 
 
 @cache
 def _decompositions(*, inside: bool) -> dict[Any, Any]:
-    """Return the operations whose result is a difference of sums, as functions of simpler operations.
+    """Return the operations whose result is a difference of sums, as functions of simpler
+    operations.
 
-    The gradient of the layer norm of a single number is g - g. Whatever its arguments are, the operation returns 0, and
-    torch in a lower precision returns a rounding error of g / sqrt(eps).
+    The gradient of the layer norm of a single number is g - g. Whatever its arguments are, the
+    operation returns 0, and torch in a lower precision returns a rounding error of g / sqrt(eps).
 
     Args:
-        inside: whether a normalization rounds inside, the derivative of gelu, and the logarithms of sums that the
-            backward of attention reads.
+        inside: whether a normalization rounds inside, the derivative of gelu, and the logarithms of
+            sums that the backward of attention reads.
     """
     aten = torch.ops.aten
-    names = ("native_layer_norm_backward", "native_group_norm_backward", "native_batch_norm_backward")
+    names = (
+        "native_layer_norm_backward",
+        "native_group_norm_backward",
+        "native_batch_norm_backward",
+    )
     stepwise = (*names, "gelu_backward") if inside else names
     found = {
         **get_decompositions([getattr(aten, name) for name in stepwise]),
         aten._scaled_dot_product_flash_attention_for_cpu.default: attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: AttentionBackward(inside),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: AttentionBackward(
+            inside
+        ),
     }
     return {**found, **FORWARD_NORMS} if inside else found
 
@@ -531,7 +635,12 @@ def _rounding_of(func: Any) -> _Rounding:
     if views or name.removesuffix("_") in SELECTING:
         return _Rounding(False)
     # losses take labels, which are exact, and a slope that changes at 0 does not add up
-    elementwise = torch.Tag.pointwise in func.tags or "prelu" in name or "loss" in name or "binary_cross" in name
+    elementwise = (
+        torch.Tag.pointwise in func.tags
+        or "prelu" in name
+        or "loss" in name
+        or "binary_cross" in name
+    )
     read = [i for i, argument in enumerate(schema.arguments) if argument.alias_info is None]
     return _Rounding(
         results=True,
@@ -551,7 +660,9 @@ Part = tuple[range, float]
 
 
 def shared(instance: Instance, window: range, cuts: Sequence[range]) -> list[Part]:
-    """Return parts of a window's items, each with the factor of its gradient in the window's gradient."""
+    """Return parts of a window's items, each with the factor of its gradient in the window's
+    gradient.
+    """
     if instance.problem.reduction == "batch":
         return [(window, 1.0)]
     if instance.problem.reduction == "sum":
@@ -563,7 +674,13 @@ def shared(instance: Instance, window: range, cuts: Sequence[range]) -> list[Par
 class Computation:
     """Computes gradients of an instance's loss over parts of its items, in one precision."""
 
-    def __init__(self, instance: Instance, model: torch.nn.Module, dtype: torch.dtype, compute: Compute = None) -> None:
+    def __init__(
+        self,
+        instance: Instance,
+        model: torch.nn.Module,
+        dtype: torch.dtype,
+        compute: Compute = None,
+    ) -> None:
         """Prepare the computation.
 
         Args:
@@ -578,10 +695,11 @@ class Computation:
         self._guarded = False
 
     def on_cpu(self, *parts: Part) -> Computation:
-        """Return this computation on the CPU, or itself where the problem computes a part on its own device only.
+        """Return this computation on the CPU, or itself where the problem computes a part on its
+        own device only.
 
-        There a value that rounding moves out of a loss's range raises an exception. A CUDA kernel asserts instead, and
-        every later CUDA call of the process fails.
+        There a value that rounding moves out of a loss's range raises an exception. A CUDA kernel
+        asserts instead, and every later CUDA call of the process fails.
         """
         if self._is_on_cpu:
             return self
@@ -600,15 +718,20 @@ class Computation:
         return self.instance.device.type == "cpu"
 
     def gradient(self, *parts: Part) -> Vector:
-        """Return the sum of the parts' gradients, (P,); each loss is multiplied by its factor before backward."""
+        """Return the sum of the parts' gradients, (P,).
+
+        Each loss is multiplied by its factor before backward.
+        """
         return self._gradient([(self._batch(items), share) for items, share in parts])
 
     def rounded_at_random(
         self, parts: Sequence[Part], dtype: torch.dtype, draw: int, *, smallest: float = 0.0
     ) -> Vector:
-        """Return the sum of the parts' gradients with every operation rounded at random as in a dtype, (P,).
+        """Return the sum of the parts' gradients with every operation rounded at random as in a
+        dtype, (P,).
 
-        On another device than the CPU, only the parameters are moved: their values are in no loss's range.
+        On another device than the CPU, only the parameters are moved: their values are in no loss's
+        range.
 
         Args:
             parts: the parts of the batch whose gradients are added up.
@@ -627,20 +750,27 @@ class Computation:
                 # a mask may hold the largest number, which a rounding error makes infinite
                 self._guarded = True
         except (RuntimeError, ValueError):
-            # a loss may reject values outside of its range: only parameters and inputs are moved then
+            # a loss may reject values outside of its range: only parameters and inputs are moved
+            # then
             return self._at_moved_values(parts, dtype, draw)
         raise AssertionError("a guarded draw returns")
 
-    def _at_moved_values(self, parts: Sequence[Part], dtype: torch.dtype, draw: int, *, data: bool = True) -> Vector:
+    def _at_moved_values(
+        self, parts: Sequence[Part], dtype: torch.dtype, draw: int, *, data: bool = True
+    ) -> Vector:
         generator, eps = torch.Generator().manual_seed(draw), torch.finfo(dtype).eps
         batches = [(self._batch(items), share) for items, share in parts]
         values = [p.detach().clone() for p in self._model.parameters()]
         try:
             self._put([_moved(value, eps, generator) for value in values])
             if data:
-                # a loss may reject a target outside of its range: only the parameters are moved then
+                # a loss may reject a target outside of its range: only the parameters are moved
+                # then
                 with suppress(RuntimeError, ValueError):
-                    moved = [(map_leaves(lambda t: _moved_data(t, eps, generator), b), share) for b, share in batches]
+                    moved = [
+                        (map_leaves(lambda t: _moved_data(t, eps, generator), b), share)
+                        for b, share in batches
+                    ]
                     return self._gradient(moved)
             return self._gradient(batches)
         finally:
@@ -658,7 +788,9 @@ class Computation:
 
     def _gradient(self, batches: Sequence[tuple[Batch, float]]) -> Vector:
         with autocast_context(self.instance.device, self._compute):
-            losses = [self.instance.problem.loss(self._model, batch) * share for batch, share in batches]
+            losses = [
+                self.instance.problem.loss(self._model, batch) * share for batch, share in batches
+            ]
         reaching = [loss for loss in losses if loss.requires_grad]
         found: Sequence[torch.Tensor | None] = [None] * len(self._trainable)
         if reaching:
@@ -672,15 +804,23 @@ class Computation:
 
 
 class RoundingErrors:
-    """The rounding errors of the sum of some parts' gradients in a dtype, drawn when they are needed and kept."""
+    """The rounding errors of the sum of some parts' gradients in a dtype, drawn when they are
+    needed and kept.
+    """
 
     def __init__(
-        self, computation: Computation, parts: Sequence[Part], dtype: torch.dtype, *, smallest: float = 0.0
+        self,
+        computation: Computation,
+        parts: Sequence[Part],
+        dtype: torch.dtype,
+        *,
+        smallest: float = 0.0,
     ) -> None:
         """Prepare the draws.
 
         Args:
-            computation: the float64 computation; the draws are made on the CPU where the problem allows it.
+            computation: the float64 computation; the draws are made on the CPU where the problem
+                allows it.
             parts: the parts of the batch whose gradients are computed one by one and added up.
             dtype: the precision whose rounding errors are drawn.
             smallest: spacing of the smallest numbers, as for `RandomRounding`.
@@ -690,43 +830,59 @@ class RoundingErrors:
         self._kept: dict[tuple[int, int], tuple[Vector, Vector]] = {}
 
     def noise(self, draws: int = DRAWS) -> Vector:
-        """Return a bound on the rounding error, (P,): the largest of the bounds of every `DRAWS` draws.
+        """Return a bound on the rounding error, (P,): the largest of the bounds of every `DRAWS`
+        draws.
 
-        Where a rounding error takes a value past a kink, such as that of a ReLU, the gradient jumps. A few of many
-        draws show it, and their root mean square alone would understate it.
+        Where a rounding error takes a value past a kink, such as that of a ReLU, the gradient
+        jumps. A few of many draws show it, and their root mean square alone would understate it.
         """
         ends = [(first, min(first + DRAWS, draws)) for first in range(0, draws, DRAWS)]
-        return np.max([noise_bound(self._mean_square(*end), end[1] - end[0]) for end in ends], axis=0)
+        return np.max(
+            [noise_bound(self._mean_square(*end), end[1] - end[0]) for end in ends], axis=0
+        )
 
     def unevenness(self) -> Vector:
-        """Return the largest over the smallest mean square of the groups of `MANY_DRAWS` draws, (P,)."""
+        """Return the largest over the smallest mean square of the groups of `MANY_DRAWS` draws,
+        (P,).
+        """
         groups = [self._mean_square(first, first + DRAWS) for first in range(0, MANY_DRAWS, DRAWS)]
-        return np.max(groups, axis=0) / np.maximum(np.min(groups, axis=0), np.finfo(np.float64).tiny)
+        return np.max(groups, axis=0) / np.maximum(
+            np.min(groups, axis=0), np.finfo(np.float64).tiny
+        )
 
     def likely(self, draws: int) -> Vector:
-        """Return a smaller bound, (P,), within which an error is taken as right without further draws.
+        """Return a smaller bound, (P,), within which an error is taken as right without further
+        draws.
 
-        With four draws, an error at this bound is within the bound of 32 draws, of which they are the first, in 91% of
-        cases, and a smaller error more often (`docs/bounds.md`).
+        With four draws, an error at this bound is within the bound of 32 draws, of which they are
+        the first, in 91% of cases, and a smaller error more often (`docs/bounds.md`).
         """
         return likely_bound(self._mean_square(0, draws))
 
     def reach(self, values: Vector) -> npt.NDArray[np.bool_]:
-        """Return where the gradient has exactly these values in one of `DRAWS` draws, or without any error, (P,)."""
+        """Return where the gradient has exactly these values in one of `DRAWS` draws, or without
+        any error, (P,).
+        """
         found: npt.NDArray[np.bool_] = self._centre == values
         for draw in range(DRAWS):
             found |= self._rounded(draw) == values
         return found
 
     def _rounded(self, draw: int) -> Vector:
-        return self._computation.rounded_at_random(self._parts, self._dtype, draw, smallest=self._smallest)
+        return self._computation.rounded_at_random(
+            self._parts, self._dtype, draw, smallest=self._smallest
+        )
 
     def _mean_square(self, first: int, last: int) -> Vector:
-        """Return the mean square of the errors of the draws `first` to `last` - 1, without those that overflow, (P,).
+        """Return the mean square of the errors of the draws `first` to `last` - 1, without those
+        that overflow, (P,).
 
-        The errors are those of the same framework: a difference between two frameworks is not rounding error.
+        The errors are those of the same framework: a difference between two frameworks is not
+        rounding error.
         """
-        drawn = max((end for start, end in self._kept if start == first and end <= last), default=first)
+        drawn = max(
+            (end for start, end in self._kept if start == first and end <= last), default=first
+        )
         nothing = np.zeros_like(self._centre)
         total, number = self._kept.get((first, drawn), (nothing, nothing))
         for draw in range(drawn, last):
@@ -742,7 +898,9 @@ class RoundingErrors:
         return self._computation.gradient(*self._parts)
 
 
-def cancellation(computation: Computation, window: range, cuts: Sequence[range], layout: Layout) -> Vector:
+def cancellation(
+    computation: Computation, window: range, cuts: Sequence[range], layout: Layout
+) -> Vector:
     """Return a bound on the difference of two float64 sums of a window's items, in any order, (P,).
 
     Args:
@@ -767,7 +925,9 @@ def _flat(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _moved(tensor: torch.Tensor, eps: float, generator: torch.Generator) -> torch.Tensor:
-    """Return the tensor with each element moved by an ulp or two away from zero, towards zero, or not at all."""
+    """Return the tensor with each element moved by an ulp or two away from zero, towards zero, or
+    not at all.
+    """
     if not tensor.is_floating_point():
         return tensor
     steps = torch.randint(-1, 2, tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
@@ -777,15 +937,19 @@ def _moved(tensor: torch.Tensor, eps: float, generator: torch.Generator) -> torc
 def _moved_data(tensor: torch.Tensor, eps: float, generator: torch.Generator) -> torch.Tensor:
     """Return perturbed data; whole numbers are not moved.
 
-    They may be class labels: a loss that tests whether its target is 1 or -1 would take 1.0001 for neither, and the
-    change of its value would not be a rounding error.
+    They may be class labels: a loss that tests whether its target is 1 or -1 would take 1.0001 for
+    neither, and the change of its value would not be a rounding error.
     """
     moved = _moved(tensor, eps, generator)
-    return torch.where(tensor == tensor.round(), tensor, moved) if tensor.is_floating_point() else moved
+    return (
+        torch.where(tensor == tensor.round(), tensor, moved)
+        if tensor.is_floating_point()
+        else moved
+    )
 
 
-# Whether a computation's numbers fit into the range of a lower precision: a gradient that is finite in float64 may
-# overflow in float16 without a fault.
+# Whether a computation's numbers fit into the range of a lower precision: a gradient that is finite
+# in float64 may overflow in float16 without a fault.
 
 
 MARGIN = 64.0
@@ -796,7 +960,8 @@ class _Narrowed(_RoundingMode):
     """A mode that rounds the result of every operation to a dtype of lower precision.
 
     Attributes:
-        left: whether a result came near the largest number of the dtype, or is 0 in the dtype alone.
+        left: whether a result came near the largest number of the dtype, or is 0 in the dtype
+            alone.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -812,13 +977,18 @@ class _Narrowed(_RoundingMode):
         aliases = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
         if all(alias.is_write for alias in aliases):
             for value in out if isinstance(out, list | tuple) else [out]:
-                # cuDNN's recurrent operation returns its flat weights, which are the model's parameters
+                # cuDNN's recurrent operation returns its flat weights, which are the model's
+                # parameters
                 if aliases or not any(value is argument for argument in args):
                     self._round(value)
         return out
 
     def _round(self, value: Any) -> None:
-        if not isinstance(value, torch.Tensor) or value.dtype is not torch.float64 or not value.numel():
+        if (
+            not isinstance(value, torch.Tensor)
+            or value.dtype is not torch.float64
+            or not value.numel()
+        ):
             return
         limits = torch.finfo(self._dtype)
         sizes = value.abs()
@@ -830,11 +1000,12 @@ class _Narrowed(_RoundingMode):
 
 @cache
 def _overflowing() -> dict[Any, Any]:
-    """Return the operations with an intermediate result that overflows, as functions of simpler operations.
+    """Return the operations with an intermediate result that overflows, as functions of simpler
+    operations.
 
-    torch's soft margin loss is log(1 + exp(-y x)), which is infinite in bfloat16 from an x of 89. The gradient of its
-    binary cross entropy is the incoming one times (p - y) / (p (1 - p)), and divided by the number of elements only
-    then.
+    torch's soft margin loss is log(1 + exp(-y x)), which is infinite in bfloat16 from an x of 89.
+    The gradient of its binary cross entropy is the incoming one times (p - y) / (p (1 - p)), and
+    divided by the number of elements only then.
     """
     aten = torch.ops.aten
     names = ("soft_margin_loss", "soft_margin_loss_backward", "binary_cross_entropy_backward")
@@ -842,7 +1013,8 @@ def _overflowing() -> dict[Any, Any]:
 
 
 def leaves_range(computation: Computation, parts: Sequence[Part], dtype: torch.dtype) -> bool:
-    """Return whether parts of a gradient may be infinite or NaN in a dtype where they are finite, or vice versa.
+    """Return whether parts of a gradient may be infinite or NaN in a dtype where they are finite,
+    or vice versa.
 
     Args:
         computation: the float64 computation.

@@ -1,6 +1,8 @@
-"""The environment of a run: versions, devices, precision flags, environment variables, and what is missing.
+"""The environment of a run: versions, devices, precision flags, environment variables, and what is
+missing.
 
-Importing this module imports neither torch nor jax, and its functions work where one of them is missing or broken.
+Importing this module imports neither torch nor jax, and its functions work where one of them is
+missing or broken.
 """
 
 from __future__ import annotations
@@ -25,19 +27,26 @@ from gradcheck_suite.errors import CannotRunHere, UsageError
 
 
 def is_own(path: Path) -> bool:
-    """Return whether a file belongs to the user; a system without users has files of one user only."""
+    """Return whether a file belongs to the user.
+
+    A system without users has files of one user only.
+    """
     return not hasattr(os, "geteuid") or path.stat().st_uid == os.geteuid()
 
 
 def make_cache_folder(folder: Path) -> None:
-    """Make a folder to which only the user may write, whatever the umask; one that exists stays as it is."""
+    """Make a folder to which only the user may write, whatever the umask.
+
+    One that exists stays as it is.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def expect_cache_folder(folder: Path, variable: str) -> None:
     """Refuse a folder of compiled programs that is another user's, or that others may write to.
 
-    Programs are pickles, and reading a pickle can run any code. A folder that does not exist is right.
+    Programs are pickles, and reading a pickle can run any code. A folder that does not exist is
+    right.
 
     Args:
         folder: the folder that programs are read from.
@@ -51,14 +60,14 @@ def expect_cache_folder(folder: Path, variable: str) -> None:
     what = f"compiled programs in {folder} are not read, since they can run any code and the folder"
     if not is_own(folder):
         raise UsageError(
-            f"{what} belongs to user {folder.stat().st_uid}: set {variable} to a folder of your own, or to nothing to "
-            "keep no programs"
+            f"{what} belongs to user {folder.stat().st_uid}: set {variable} to a folder of your"
+            " own, or to nothing to keep no programs"
         )
     mode = stat.S_IMODE(folder.stat().st_mode)
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise UsageError(
-            f"{what} may be written to by others (mode {mode:o}): run chmod go-w {folder} if nobody else has written "
-            f"there, or set {variable} to another folder"
+            f"{what} may be written to by others (mode {mode:o}): run chmod go-w {folder} if nobody"
+            f" else has written there, or set {variable} to another folder"
         )
 
 
@@ -82,7 +91,9 @@ CACHE_VARIABLE = "GRADCHECK_SUITE_CACHE"
 
 
 def own_version() -> str:
-    """Return the suite's version: the installed one's, or that of the checkout that runs without an installation."""
+    """Return the suite's version: the installed one's, or that of the checkout that runs without an
+    installation.
+    """
     try:
         return importlib.metadata.version("gradcheck-suite")
     except importlib.metadata.PackageNotFoundError:
@@ -91,12 +102,16 @@ def own_version() -> str:
 
 
 def versions(optional: Iterable[str] = ()) -> dict[str, str | None]:
-    """Return the version of the suite, of Python and of each package that the suite uses, None where it is missing.
+    """Return the version of the suite, of Python and of each package that the suite uses, None
+    where it is missing.
 
     Args:
         optional: further packages, listed only where they are installed.
     """
-    found: dict[str, str | None] = {"gradcheck-suite": own_version(), "python": platform.python_version()}
+    found: dict[str, str | None] = {
+        "gradcheck-suite": own_version(),
+        "python": platform.python_version(),
+    }
     for package in (*MINIMUM, *optional):
         try:
             found[package] = importlib.metadata.version(package)
@@ -107,12 +122,17 @@ def versions(optional: Iterable[str] = ()) -> dict[str, str | None]:
 
 
 def missing() -> list[str]:
-    """Return why the main job cannot run, one reason for each package that is missing or too old; imports none."""
+    """Return why the main job cannot run, one reason for each package that is missing or too old.
+
+    Imports none.
+    """
     found, reasons = versions(), []
     for package in MAIN_JOB:
         version = found[package]
         if version is None or importlib.util.find_spec(package) is None:
-            reasons.append(f"{package} is not installed: pip install '{package}>={MINIMUM[package]}'")
+            reasons.append(
+                f"{package} is not installed: pip install '{package}>={MINIMUM[package]}'"
+            )
         elif _numbers(version) < _numbers(MINIMUM[package]):
             reasons.append(
                 f"{package} {version} is too old: expected {MINIMUM[package]} or later; "
@@ -132,7 +152,9 @@ def expect_main_job() -> None:
 
 
 def prepare() -> None:
-    """Set the environment variables and precision flags of a command; a variable that the user has set stays.
+    """Set the environment variables and precision flags of a command.
+
+    A variable that the user has set stays.
 
     Raises:
         CannotRunHere: torch or jax cannot be imported.
@@ -143,7 +165,9 @@ def prepare() -> None:
 
 
 def set_variables() -> None:
-    """Set the environment variables of a command, which its processes inherit; one that the user has set stays.
+    """Set the environment variables of a command, which its processes inherit.
+
+    One that the user has set stays.
 
     Raises:
         UsageError: others than the user may write to the folder of compiled programs.
@@ -154,13 +178,18 @@ def set_variables() -> None:
     # Hypothesis would make a folder in the user's working directory
     folder = trusted_cache() or Path(tempfile.gettempdir()) / "gradcheck-suite"
     with contextlib.suppress(OSError):
-        make_cache_folder(folder)  # before Hypothesis does, with the permissions that the umask allows
+        make_cache_folder(
+            folder
+        )  # before Hypothesis does, with the permissions that the umask allows
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(folder / "hypothesis"))
 
 
 @contextlib.contextmanager
 def _without_advice_on_tf32() -> Iterator[None]:
-    """Suppress what torch 2.9 says whenever it is asked for these flags; later versions say nothing."""
+    """Suppress what torch 2.9 says whenever it is asked for these flags.
+
+    Later versions say nothing.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Please use the new API settings", UserWarning)
         yield
@@ -187,7 +216,8 @@ def set_precision() -> None:
 
 
 def processes() -> int:
-    """Return how many processes a verification uses unless it is told: 2 where it may use two processors.
+    """Return how many processes a verification uses unless it is told: 2 where it may use two
+    processors.
 
     Raises:
         UsageError: the environment variable `PROCESSES_VARIABLE` is neither 1 nor 2.
@@ -196,22 +226,31 @@ def processes() -> int:
         if chosen not in ("1", "2"):
             raise UsageError(f"{PROCESSES_VARIABLE}: expected 1 or 2, got {chosen!r}")
         return int(chosen)
-    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    found = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return min(found, 2)
 
 
 def precision_flags() -> dict[str, Any]:
-    """Return the precision flags of torch and jax; a framework that is not imported has computed nothing."""
+    """Return the precision flags of torch and jax.
+
+    A framework that is not imported has computed nothing.
+    """
     flags: dict[str, Any] = {}
     if (torch := sys.modules.get("torch")) is not None:
         with _without_advice_on_tf32():
             flags["torch_float32_matmul_precision"] = _asked(torch.get_float32_matmul_precision)
-            flags["torch_cuda_matmul_allow_tf32"] = _asked(lambda: torch.backends.cuda.matmul.allow_tf32)
+            flags["torch_cuda_matmul_allow_tf32"] = _asked(
+                lambda: torch.backends.cuda.matmul.allow_tf32
+            )
             flags["torch_cudnn_allow_tf32"] = _asked(lambda: torch.backends.cudnn.allow_tf32)
         flags["torch_deterministic_algorithms"] = _asked(torch.are_deterministic_algorithms_enabled)
     if (jax := sys.modules.get("jax")) is not None:
         flags["jax_enable_x64"] = _asked(lambda: jax.config.jax_enable_x64)
-        flags["jax_default_matmul_precision"] = _asked(lambda: jax.config.jax_default_matmul_precision)
+        flags["jax_default_matmul_precision"] = _asked(
+            lambda: jax.config.jax_default_matmul_precision
+        )
     return flags
 
 
@@ -250,7 +289,8 @@ def trusted_cache() -> Path | None:
 
 
 def environment(optional: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the environment of a record as JSON-ready data, without paths and without the machine's name.
+    """Return the environment of a record as JSON-ready data, without paths and without the
+    machine's name.
 
     Args:
         optional: further packages whose versions are listed where they are installed.
@@ -278,12 +318,16 @@ def processor() -> str:
 def _asked(question: Callable[[], Any]) -> Any:
     try:
         return question()
-    except Exception as error:  # a flag that a version lacks or refuses to tell is no reason to stop
+    except (
+        Exception
+    ) as error:  # a flag that a version lacks or refuses to tell is no reason to stop
         return f"unknown ({type(error).__name__})"
 
 
 def imported(name: str) -> Any:
-    """Return the module, or a string that says why it cannot be imported (a broken installation raises anything)."""
+    """Return the module, or a string that says why it cannot be imported (a broken installation
+    raises anything).
+    """
     try:
         return importlib.import_module(name)
     except Exception as error:

@@ -29,19 +29,26 @@ def ancestors(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 
 def kinds_of(outputs: Iterable[torch.Tensor]) -> frozenset[type]:
-    """Return the classes of custom functions in the graph of some tensors, those of torch's own code included."""
+    """Return the classes of custom functions in the graph of some tensors, those of torch's own
+    code included.
+    """
     return frozenset(
-        vars(type(node))["_forward_cls"] for node in ancestors(outputs) if isinstance(node, BackwardCFunction)
+        vars(type(node))["_forward_cls"]
+        for node in ancestors(outputs)
+        if isinstance(node, BackwardCFunction)
     )
 
 
 @contextlib.contextmanager
-def replaced_forwards(replacements: Iterable[tuple[type, Callable[[Forward, int], Forward]]]) -> Iterator[None]:
+def replaced_forwards(
+    replacements: Iterable[tuple[type, Callable[[Forward, int], Forward]]],
+) -> Iterator[None]:
     """Replace the forwards of custom functions while this is open.
 
     Args:
-        replacements: pairs of a class and of what makes the new forward: a function of the old one and of the number of
-            its first argument that the function is applied to, 1 where a context comes before it and 0 otherwise.
+        replacements: pairs of a class and of what makes the new forward: a function of the old one
+            and of the number of its first argument that the function is applied to, 1 where a
+            context comes before it and 0 otherwise.
     """
     kept: list[tuple[Any, Any]] = []
     try:

@@ -15,7 +15,13 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 from gradcheck_suite.catalogue.definitions import Arrays
-from gradcheck_suite.catalogue.tables import build_model, checked_loss, draw_data, is_accumulable, needs_batch
+from gradcheck_suite.catalogue.tables import (
+    build_model,
+    checked_loss,
+    draw_data,
+    is_accumulable,
+    needs_batch,
+)
 from gradcheck_suite.core.case import DEVICES, DTYPES, Case, ProblemSpec
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
 from gradcheck_suite.core.contract import Batch, Problem, TrainingRun
@@ -33,7 +39,8 @@ def torch_dtype(name: str) -> torch.dtype:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run torch's CPU operations in one thread: those of a generated model are too small for several.
+    """Run torch's CPU operations in one thread: those of a generated model are too small for
+    several.
 
     With two threads on two busy cores the same cases took nine times as long.
     """
@@ -87,31 +94,42 @@ Compute = str | None
 class AutocastRecorder:
     """A loss that records the autocast dtype of its calls that need gradients.
 
-    Autocast does not change float64 tensors, so a float64 run computes in float64 and is judged in float64.
+    Autocast does not change float64 tensors, so a float64 run computes in float64 and is judged in
+    float64.
 
     Attributes:
         compute: the autocast dtype of the calls so far; the coarsest one if they differ.
     """
 
-    def __init__(self, loss: Callable[[torch.nn.Module, Batch], torch.Tensor], device: torch.device) -> None:
+    def __init__(
+        self, loss: Callable[[torch.nn.Module, Batch], torch.Tensor], device: torch.device
+    ) -> None:
         self._loss, self._device = loss, device.type
         self.compute: Compute = None
 
     def __call__(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Return the loss."""
         if torch.is_grad_enabled() and torch.is_autocast_enabled(self._device):
-            self.compute = coarsest(self.compute, str(torch.get_autocast_dtype(self._device)).removeprefix("torch."))
+            self.compute = coarsest(
+                self.compute, str(torch.get_autocast_dtype(self._device)).removeprefix("torch.")
+            )
         return self._loss(model, batch)
 
 
 def coarsest(*names: Compute) -> Compute:
     """Return the dtype with the largest unit roundoff, ignoring None."""
-    return max((name for name in names if name is not None), key=UNIT_ROUNDOFF.__getitem__, default=None)
+    return max(
+        (name for name in names if name is not None), key=UNIT_ROUNDOFF.__getitem__, default=None
+    )
 
 
 def autocast_context(device: torch.device, compute: Compute) -> AbstractContextManager[object]:
     """Return an autocast context of this dtype, or for None a context that does nothing."""
-    return nullcontext() if compute is None else torch.autocast(device.type, dtype=getattr(torch, compute))
+    return (
+        nullcontext()
+        if compute is None
+        else torch.autocast(device.type, dtype=getattr(torch, compute))
+    )
 
 
 def map_leaves(function: Callable[[torch.Tensor], Any], batch: Batch) -> Batch:
@@ -154,12 +172,22 @@ def to_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
 
 
 def repeated(data: Batch, distinct: int) -> Batch:
-    """Return items of which the first few repeat in turn; the items as they are where `distinct` is 0."""
-    return map_leaves(lambda t: t[torch.arange(len(t), device=t.device) % distinct], data) if distinct else data
+    """Return items of which the first few repeat in turn.
+
+    The items as they are where `distinct` is 0.
+    """
+    return (
+        map_leaves(lambda t: t[torch.arange(len(t), device=t.device) % distinct], data)
+        if distinct
+        else data
+    )
 
 
 class Items(Dataset[Any]):
-    """The items of one epoch. A list of indices selects a batch, which is a copy, so that a loop may change it."""
+    """The items of one epoch.
+
+    A list of indices selects a batch, which is a copy, so that a loop may change it.
+    """
 
     def __init__(self, data: Batch) -> None:
         self._data = data
@@ -177,7 +205,9 @@ class Items(Dataset[Any]):
 
 
 class MicroBatchSampler(BatchSampler):
-    """The micro-batches of one epoch in order, as lists of item indices; `batch_size` is that of the largest.
+    """The micro-batches of one epoch in order, as lists of item indices.
+
+    `batch_size` is that of the largest.
 
     Attributes:
         passes: number of passes that were begun.
@@ -186,7 +216,9 @@ class MicroBatchSampler(BatchSampler):
     def __init__(self, items: Items, micro_batches: Iterable[range]) -> None:
         self.micro_batches = [list(indices) for indices in micro_batches]
         self.passes = 0
-        super().__init__(SequentialSampler(items), max(map(len, self.micro_batches), default=1), drop_last=False)
+        super().__init__(
+            SequentialSampler(items), max(map(len, self.micro_batches), default=1), drop_last=False
+        )
 
     def __iter__(self) -> Iterator[list[int]]:
         self.passes += 1
@@ -199,7 +231,9 @@ class MicroBatchSampler(BatchSampler):
 def loader_over(data: Batch, micro_batches: Iterable[range]) -> DataLoader[Any]:
     """Return a loader whose passes yield the micro-batches of these items, in order."""
     items = Items(data)
-    return DataLoader(items, batch_sampler=MicroBatchSampler(items, micro_batches), collate_fn=_unchanged)
+    return DataLoader(
+        items, batch_sampler=MicroBatchSampler(items, micro_batches), collate_fn=_unchanged
+    )
 
 
 def epoch_of(loader: DataLoader[Any]) -> Callable[[], int]:
@@ -218,7 +252,10 @@ NEEDED = "run.pairs and run.criterion need a loss that calls its model once, as 
 
 
 class _CalledError(BaseException):
-    """Carries what a loss calls its model with. It is no `Exception`, so that a loss does not catch it."""
+    """Carries what a loss calls its model with.
+
+    It is no `Exception`, so that a loss does not catch it.
+    """
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__()
@@ -237,7 +274,9 @@ class _Given:
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         if self._called:
-            raise CannotRunHere(f"{NEEDED}; this one calls its model several times: use run.loss(model, batch)")
+            raise CannotRunHere(
+                f"{NEEDED}; this one calls its model several times: use run.loss(model, batch)"
+            )
         self._called = True
         return self._output
 
@@ -253,17 +292,22 @@ def model_input(loss: Loss, batch: Batch) -> Any:
     except _CalledError as called:
         if len(called.given) == 1 and not called.keywords:
             return called.given[0]
-        raise CannotRunHere(f"{NEEDED}; this one passes other arguments: use run.loss(model, batch)") from None
+        raise CannotRunHere(
+            f"{NEEDED}; this one passes other arguments: use run.loss(model, batch)"
+        ) from None
     except Exception as error:
-        raise CannotRunHere(f"{NEEDED}; this one raises {error!r} first: use run.loss(model, batch)") from None
+        raise CannotRunHere(
+            f"{NEEDED}; this one raises {error!r} first: use run.loss(model, batch)"
+        ) from None
     raise CannotRunHere(f"{NEEDED}; this one does not call it: use run.loss(model, batch)")
 
 
 class Pairs:
-    """The batches of a loss as pairs (x, y), for trainers that call `criterion(model(x), y)` themselves.
+    """The batches of a loss as pairs (x, y), for trainers that call `criterion(model(x), y)`
+    themselves.
 
-    The loss is taken apart by calling it with another model: one that only notes what it is called with gives x, and
-    one that only returns a given output gives the criterion.
+    The loss is taken apart by calling it with another model: one that only notes what it is called
+    with gives x, and one that only returns a given output gives the criterion.
     """
 
     def __init__(self, loss: Loss) -> None:
@@ -272,7 +316,9 @@ class Pairs:
         self._target: torch.Tensor | None = None
 
     def pair(self, batch: Batch) -> tuple[Any, Any]:
-        """Return what the model is called with, and the rest: the one other tensor, or else the whole batch."""
+        """Return what the model is called with, and the rest: the one other tensor, or else the
+        whole batch.
+        """
         with torch.no_grad():
             x = model_input(self._loss, batch)
         others = [leaf for leaf in leaves(batch) if leaf is not x]
@@ -286,7 +332,8 @@ class Pairs:
         batch = y
         if self._target is not None and isinstance(y, torch.Tensor):
             target = self._target
-            # the loss calls the model that returns the output: what it calls it with does not matter
+            # the loss calls the model that returns the output: what it calls it with does not
+            # matter
             batch = map_leaves(lambda leaf: y if leaf is target else None, self._batch)
         return self._loss(_Given(output), batch)
 
@@ -294,7 +341,9 @@ class Pairs:
         """Return a loader of the same micro-batches as pairs."""
         collate = loader.collate_fn
         return DataLoader(
-            loader.dataset, batch_sampler=loader.batch_sampler, collate_fn=lambda items: self.pair(collate(items))
+            loader.dataset,
+            batch_sampler=loader.batch_sampler,
+            collate_fn=lambda items: self.pair(collate(items)),
         )
 
 
@@ -306,11 +355,11 @@ class Instance:
         case: the case that is brought to life.
         problem: model, loss and count as callables; `model` takes the case's seed.
         data: one epoch's items, in the case's dtype and on its device.
-        arrays: a generated problem's items in float64 as numpy arrays, already rounded to the case's dtype; None for a
-            user's problem.
+        arrays: a generated problem's items in float64 as numpy arrays, already rounded to the
+            case's dtype; None for a user's problem.
         scale: factor that the loss of `problem` has over the case's own.
-        item_counts: what each item counts, (total items,), where `problem` counts otherwise than the case's own does;
-            None for the case's own counts.
+        item_counts: what each item counts, (total items,), where `problem` counts otherwise than
+            the case's own does; None for the case's own counts.
         users_problem: the user's problem as it was given, or None for a generated one.
     """
 
@@ -324,7 +373,9 @@ class Instance:
 
     @property
     def accumulable_spec(self) -> ProblemSpec | None:
-        """The generated problem, where its objective is a sum over items by construction and JAX has its gradient."""
+        """The generated problem, where its objective is a sum over items by construction and JAX
+        has its gradient.
+        """
         spec = self.case.spec
         return spec if spec is not None and is_accumulable(spec) else None
 
@@ -339,11 +390,19 @@ class Instance:
         return torch_dtype(self.case.dtype)
 
     def model(self, dtype: torch.dtype | None = None) -> torch.nn.Module:
-        """Return a fresh model in train mode, its values rounded to the case's dtype, held in `dtype` or in that."""
+        """Return a fresh model in train mode, its values rounded to the case's dtype, held in
+        `dtype` or in that.
+        """
         model = self.problem.model(self.case.seed)
         if not isinstance(model, torch.nn.Module):
-            raise UsageError(f"Problem.model(seed) must return a torch.nn.Module, got {type(model).__name__}")
-        if self.case.spec and self.case.device == "cpu" and {self.dtype, dtype or self.dtype} == {torch.float64}:
+            raise UsageError(
+                f"Problem.model(seed) must return a torch.nn.Module, got {type(model).__name__}"
+            )
+        if (
+            self.case.spec
+            and self.case.device == "cpu"
+            and {self.dtype, dtype or self.dtype} == {torch.float64}
+        ):
             return model  # it is built so, and each walk over its modules takes a tenth of the time to build them
         model = model.to(self.device, self.dtype)
         if dtype not in (None, self.dtype):
@@ -352,12 +411,18 @@ class Instance:
 
     def on_cpu(self) -> Instance:
         """Return this instance with its data and its models on the CPU."""
-        return replace(self, case=self.case.replace(device="cpu"), data=map_leaves(lambda t: t.cpu(), self.data))
+        return replace(
+            self,
+            case=self.case.replace(device="cpu"),
+            data=map_leaves(lambda t: t.cpu(), self.data),
+        )
 
     def count(self, batch: Batch) -> torch.Tensor:
-        """Return the divisor of the mean over a batch: a scalar, float64 for a float64 run and float32 otherwise."""
-        # a quotient of two integer tensors has torch's default dtype, float32, which would round the weights of a
-        # float64 run at the eighth digit
+        """Return the divisor of the mean over a batch: a scalar, float64 for a float64 run and
+        float32 otherwise.
+        """
+        # a quotient of two integer tensors has torch's default dtype, float32, which would round
+        # the weights of a float64 run at the eighth digit
         dtype = torch.promote_types(torch.float32, self.dtype)
         if self.problem.count is not None:
             counted = self.problem.count(batch)
@@ -365,7 +430,8 @@ class Instance:
                 return torch.as_tensor(counted).to(self.device, dtype)
             except (TypeError, ValueError, RuntimeError):
                 raise UsageError(
-                    f"Problem.count(batch) must return a number or a scalar tensor, got {type(counted).__name__}"
+                    "Problem.count(batch) must return a number or a scalar tensor, got"
+                    f" {type(counted).__name__}"
                 ) from None
         return torch.tensor(float(len(next(leaves(batch)))), device=self.device, dtype=dtype)
 
@@ -379,7 +445,9 @@ class Instance:
     def drawn(self, items: int, dtype: torch.dtype) -> Batch:
         """Return a batch of newly drawn items, floating-point tensors in `dtype`."""
         batch = self.problem.batch(items, self.case.seed)
-        return map_leaves(lambda t: t.to(self.device, dtype if t.is_floating_point() else t.dtype), batch)
+        return map_leaves(
+            lambda t: t.to(self.device, dtype if t.is_floating_point() else t.dtype), batch
+        )
 
     def loader(self, rank: int = 0) -> DataLoader[Any]:
         """Return a loader whose passes yield the plan's micro-batches of a rank in order."""
@@ -417,7 +485,9 @@ def scaled(instance: Instance, factor: float) -> Instance:
 
 
 def recounted(instance: Instance, count: Callable[[list[int]], float]) -> Instance:
-    """Return a weight probe with a mean that divides by another count; the mean over a count of 0 is 0.
+    """Return a weight probe with a mean that divides by another count.
+
+    The mean over a count of 0 is 0.
 
     Args:
         instance: a weight probe.
@@ -449,7 +519,9 @@ def as_changed(instance: Instance, scale: float, item_counts: Sequence[float] | 
 
 
 def instance_of(case: Case, problem: Problem | None) -> Instance:
-    """Bring a case to life, of the user's problem where one is given and of its own generated one otherwise."""
+    """Bring a case to life, of the user's problem where one is given and of its own generated one
+    otherwise.
+    """
     return generated_instance(case) if problem is None else user_instance(case, problem)
 
 
@@ -458,48 +530,65 @@ def generated_instance(case: Case) -> Instance:
     spec = case.spec
     if spec is None:
         name = case.problem_name
-        raise UsageError(f"case {case.digest} is about the user's problem {name!r}: pass --problem {name}")
+        raise UsageError(
+            f"case {case.digest} is about the user's problem {name!r}: pass --problem {name}"
+        )
     device, dtype = checked_device(case.device), torch_dtype(case.dtype)
     masked = np.zeros(case.plan.total_items, dtype=bool)
     for j in case.plan.masked:
         masked[case.plan.items(j).start : case.plan.items(j).stop] = True
     kind, loss = checked_loss(spec), spec.loss
     if case.plan.masked and not kind.maskable(loss.o):
-        raise UsageError(f"plan masks micro-batches {case.plan.masked}, but the loss {loss!r} cannot ignore targets")
-    tensors = {name: torch.from_numpy(array) for name, array in draw_data(spec, case.seed, masked).items()}
+        raise UsageError(
+            f"plan masks micro-batches {case.plan.masked}, but the loss {loss!r} cannot ignore"
+            " targets"
+        )
+    tensors = {
+        name: torch.from_numpy(array) for name, array in draw_data(spec, case.seed, masked).items()
+    }
     rounded = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
     whole = needs_batch(spec)
     problem = Problem(
         model=lambda seed: build_model(spec, seed, torch.float64),
         batch=lambda items, seed: Items(rounded).__getitems__(range(items)),
-        loss=lambda model, batch: kind.torch_loss(loss.o, model(batch if whole else batch["x"]), batch, loss.reduction),
+        loss=lambda model, batch: kind.torch_loss(
+            loss.o, model(batch if whole else batch["x"]), batch, loss.reduction
+        ),
         reduction=spec.loss.reduction,
         count=lambda batch: kind.count(loss.o, batch),
     )
     data = repeated(rounded, case.distinct_items)
-    arrays = {n: t.to(torch.float64).numpy() if t.is_floating_point() else t.numpy() for n, t in data.items()}
+    arrays = {
+        n: t.to(torch.float64).numpy() if t.is_floating_point() else t.numpy()
+        for n, t in data.items()
+    }
     data = {name: tensor.to(device) for name, tensor in data.items()}
     return Instance(case=case, problem=problem, data=data, arrays=arrays)
 
 
 def user_instance(case: Case, problem: Problem) -> Instance:
-    """Bring a case of a user's problem to life: all of an epoch's items are asked for at once, then cut up."""
+    """Bring a case of a user's problem to life: all of an epoch's items are asked for at once, then
+    cut up.
+    """
     device = checked_device(case.device)
     total = case.plan.total_items
     dtype = torch_dtype(case.dtype)
     given = problem.batch(total, case.seed)
-    data = map_leaves(lambda t: t.to(device, dtype) if t.is_floating_point() else t.to(device), given)
+    data = map_leaves(
+        lambda t: t.to(device, dtype) if t.is_floating_point() else t.to(device), given
+    )
     tensors = list(leaves(data))
     if not tensors:
         raise UsageError(
-            f"Problem.batch must return tensors, in dicts, lists or tuples; got {type(given).__name__} with none in it"
+            "Problem.batch must return tensors, in dicts, lists or tuples; got"
+            f" {type(given).__name__} with none in it"
         )
     for tensor in tensors:
         if tensor.ndim == 0 or len(tensor) != total:
             raise UsageError(
-                f"Problem.batch({total}, seed) must return tensors of leading dimension {total}, "
-                f"got one of shape {tuple(tensor.shape)}: slice or draw every tensor to the item count asked for, "
-                "and pad items of different lengths to one tensor"
+                f"Problem.batch({total}, seed) must return tensors of leading dimension {total},"
+                f" got one of shape {tuple(tensor.shape)}: slice or draw every tensor to the item"
+                " count asked for, and pad items of different lengths to one tensor"
             )
     data = repeated(data, case.distinct_items)
     return Instance(case=case, problem=problem, data=data, arrays=None, users_problem=problem)

@@ -1,7 +1,9 @@
-"""Runs a loop of JAX on an instance: its loss as a pure function, an optimizer that is observed, and the outcome.
+"""Runs a loop of JAX on an instance: its loss as a pure function, an optimizer that is observed,
+and the outcome.
 
-The outcome is the record that a torch loop leaves, so whatever judges a run judges this one. An ordered `io_callback`
-in the optimizer's `update` sees what reaches it, also through `jit`, `scan` and `cond`.
+The outcome is the record that a torch loop leaves, so whatever judges a run judges this one. An
+ordered `io_callback` in the optimizer's `update` sees what reaches it, also through `jit`, `scan`
+and `cond`.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ def _expect_arrays(name: str, *trees: Any) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(trees)[0]:
         if type(leaf).__module__.partition(".")[0] == "torch":
             raise UsageError(
-                f"run.{name} takes JAX arrays and got a torch.{type(leaf).__name__} at {jax.tree_util.keystr(path)}: "
-                "hand it run.params and what run.batches yields"
+                f"run.{name} takes JAX arrays and got a torch.{type(leaf).__name__} at"
+                f" {jax.tree_util.keystr(path)}: hand it run.params and what run.batches yields"
             )
 
 
@@ -65,16 +67,27 @@ def functions_of(instance: Instance) -> tuple[Function, Function]:
     spec = instance.case.spec
     assert spec is not None
     if not is_accumulable(spec):
-        raise CannotRunHere("a loop of JAX cannot train a problem that is no sum over items: JAX has no code for it")
+        raise CannotRunHere(
+            "a loop of JAX cannot train a problem that is no sum over items: JAX has no code for it"
+        )
     kind, options, dtype = loss_definition(spec.loss), spec.loss.o, jnp.dtype(instance.case.dtype)
     model = instance.model()
-    rest = (*model.named_buffers(), *((n, p) for n, p in model.named_parameters() if not p.requires_grad))
-    fixed: dict[str, Any] = {name: np.asarray(to_jax(tensor)) for name, tensor in rest if tensor.is_floating_point()}
+    rest = (
+        *model.named_buffers(),
+        *((n, p) for n, p in model.named_parameters() if not p.requires_grad),
+    )
+    fixed: dict[str, Any] = {
+        name: np.asarray(to_jax(tensor)) for name, tensor in rest if tensor.is_floating_point()
+    }
     table = None if instance.item_counts is None else np.array(instance.item_counts, np.float32)
 
     def count(batch: Batch) -> jax.Array:
         _expect_arrays("count", batch)
-        counts = kind.jax_counts(options, batch) if table is None else jnp.asarray(table)[batch["x"].reshape(-1)]
+        counts = (
+            kind.jax_counts(options, batch)
+            if table is None
+            else jnp.asarray(table)[batch["x"].reshape(-1)]
+        )
         return counts.sum().astype(jnp.promote_types(dtype, jnp.float32))
 
     def loss(params: Any, batch: Batch) -> jax.Array:
@@ -91,8 +104,8 @@ def functions_of(instance: Instance) -> tuple[Function, Function]:
     return loss, count
 
 
-# A user's problem of JAX, as a problem of torch: the references, the check whether it is a sum over items, and the
-# bounds on rounding errors are then those of every problem.
+# A user's problem of JAX, as a problem of torch: the references, the check whether it is a sum over
+# items, and the bounds on rounding errors are then those of every problem.
 
 
 ROUNDINGS = 16
@@ -123,7 +136,9 @@ class LiftedProblem(Problem):
 
 class _JaxLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, function: Any, tree: Any, batch: Batch, *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, function: Any, tree: Any, batch: Batch, *parameters: torch.Tensor
+    ) -> torch.Tensor:
         """Return the loss, and keep its gradient."""
         with jax.enable_x64(True):
             leaves = [to_jax(p) for p in parameters]
@@ -142,7 +157,8 @@ def lifted(problem: Problem) -> LiftedProblem:
     """Return a problem of JAX as one of torch.
 
     Raises:
-        UsageError: the problem is not one of JAX, or its loss is no pure function with a scalar result.
+        UsageError: the problem is not one of JAX, or its loss is no pure function with a scalar
+            result.
     """
     params: Any = problem.model(0)
     if isinstance(params, torch.nn.Module) or not jax.tree.leaves(params):
@@ -154,10 +170,13 @@ def lifted(problem: Problem) -> LiftedProblem:
     for path, leaf in paths:
         if not jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.floating):
             raise UsageError(
-                f"Problem.model(seed) must return floating-point arrays, got {jnp.asarray(leaf).dtype} at "
-                f"{jax.tree_util.keystr(path)}: keep what is not trained in the batch or in the loss"
+                "Problem.model(seed) must return floating-point arrays, got"
+                f" {jnp.asarray(leaf).dtype} at {jax.tree_util.keystr(path)}: keep what is not"
+                " trained in the batch or in the loss"
             )
-    names = tuple(jax.tree_util.keystr(path, simple=True, separator=".") or "params" for path, _ in paths)
+    names = tuple(
+        jax.tree_util.keystr(path, simple=True, separator=".") or "params" for path, _ in paths
+    )
     _expect_pure(problem, params)
     function = jax.jit(jax.value_and_grad(problem.loss))
 
@@ -166,17 +185,23 @@ def lifted(problem: Problem) -> LiftedProblem:
         with jax.enable_x64(True):
             values = [to_torch(jnp.asarray(leaf)) for leaf in jax.tree.leaves(problem.model(seed))]
         # not by `register_parameter`, which takes no name with a dot
-        module._parameters.update({name: torch.nn.Parameter(value) for name, value in zip(names, values, strict=True)})
+        module._parameters.update(
+            {name: torch.nn.Parameter(value) for name, value in zip(names, values, strict=True)}
+        )
         return module
 
     def loss(module: torch.nn.Module, batch: Batch) -> torch.Tensor:
         given = map_leaves(_rounded, batch)
-        found: torch.Tensor = _JaxLoss.apply(function, tree, given, *map(_rounded, module.parameters()))
+        found: torch.Tensor = _JaxLoss.apply(
+            function, tree, given, *map(_rounded, module.parameters())
+        )
         return found
 
     def batch(items: int, seed: int) -> Batch:
         with jax.enable_x64(True):
-            return jax.tree.map(lambda leaf: to_torch(jnp.asarray(leaf)), problem.batch(items, seed))
+            return jax.tree.map(
+                lambda leaf: to_torch(jnp.asarray(leaf)), problem.batch(items, seed)
+            )
 
     own: Any = problem.count
     return LiftedProblem(
@@ -194,20 +219,31 @@ def lifted(problem: Problem) -> LiftedProblem:
 def _expect_pure(problem: Problem, params: Any) -> None:
     batch = jax.tree.map(jnp.asarray, problem.batch(3, 0))
     try:
-        found = [problem.loss(params, batch), problem.loss(params, batch), jax.jit(problem.loss)(params, batch)]
+        found = [
+            problem.loss(params, batch),
+            problem.loss(params, batch),
+            jax.jit(problem.loss)(params, batch),
+        ]
         shapes = {jnp.shape(value) for value in found}
     except Exception as error:
         line = (str(error).splitlines() or [""])[0]
         raise UsageError(
-            f"Problem.loss(params, batch) must be a pure function of JAX: it fails with {type(error).__name__}: {line}"
+            "Problem.loss(params, batch) must be a pure function of JAX: it fails with"
+            f" {type(error).__name__}: {line}"
         ) from None
     if shapes != {()}:
-        raise UsageError(f"Problem.loss(params, batch) must return a scalar array, got shape {shapes.pop()}")
-    first, *others = (float(value) for value in found)
-    if not all(math.isclose(first, other, rel_tol=1e-4, abs_tol=1e-6) or first != first != other for other in others):
         raise UsageError(
-            f"Problem.loss(params, batch) must be pure, and returned {first:.6g}, {others[0]:.6g} and, under jax.jit, "
-            f"{others[1]:.6g} for the same arguments: put what it draws or counts into the batch"
+            f"Problem.loss(params, batch) must return a scalar array, got shape {shapes.pop()}"
+        )
+    first, *others = (float(value) for value in found)
+    if not all(
+        math.isclose(first, other, rel_tol=1e-4, abs_tol=1e-6) or first != first != other
+        for other in others
+    ):
+        raise UsageError(
+            f"Problem.loss(params, batch) must be pure, and returned {first:.6g}, {others[0]:.6g}"
+            f" and, under jax.jit, {others[1]:.6g} for the same arguments: put what it draws or"
+            " counts into the batch"
         )
 
 
@@ -216,11 +252,12 @@ def _expect_pure(problem: Problem, params: Any) -> None:
 
 @jax.tree_util.register_pytree_node_class
 class ObservedState:
-    """The state of an observed optimizer: the number of the call that made it, and the inner optimizer's state.
+    """The state of an observed optimizer: the number of the call that made it, and the inner
+    optimizer's state.
 
-    JAX takes it apart where a compiled function receives it, and puts it together where one returns it. So the observer
-    learns which states a loop goes on with: `optax.MultiSteps` calls the inner update at every micro-batch, and throws
-    most of the results away.
+    JAX takes it apart where a compiled function receives it, and puts it together where one returns
+    it. So the observer learns which states a loop goes on with: `optax.MultiSteps` calls the inner
+    update at every micro-batch, and throws most of the results away.
     """
 
     def __init__(self, call: Any, inner: Any, observer: Any) -> None:
@@ -252,7 +289,9 @@ class ObservedState:
 
 @dataclass
 class _Call:
-    """A call of `update`: by each device that takes part, the gradient, the parameters and the updates, as leaves."""
+    """A call of `update`: by each device that takes part, the gradient, the parameters and the
+    updates, as leaves.
+    """
 
     number: int
     parent: int
@@ -261,14 +300,24 @@ class _Call:
     seen: dict[int, tuple[list[Any], list[Any] | None, list[Any]]] = field(default_factory=dict)
 
     def is_repeated_by(self, other: _Call) -> bool:
-        """Whether another call has the same state, perhaps made by another `init`, and the same gradient."""
-        pairs = ((leaf, other.seen[d][0][i]) for d, (g, *_) in self.seen.items() for i, leaf in enumerate(g))
-        return max(self.parent, 0) == max(other.parent, 0) and all(np.array_equal(a, b, True) for a, b in pairs)
+        """Whether another call has the same state, perhaps made by another `init`, and the same
+        gradient.
+        """
+        pairs = (
+            (leaf, other.seen[d][0][i])
+            for d, (g, *_) in self.seen.items()
+            for i, leaf in enumerate(g)
+        )
+        return max(self.parent, 0) == max(other.parent, 0) and all(
+            np.array_equal(a, b, True) for a, b in pairs
+        )
 
 
 @dataclass(frozen=True)
 class _Event:
-    """A state that a compiled function received (`in`) or returned (`out`), after so many calls of `update`."""
+    """A state that a compiled function received (`in`) or returned (`out`), after so many calls of
+    `update`.
+    """
 
     calls: int
     number: int
@@ -299,8 +348,14 @@ class JaxObserver:
         return optax.GradientTransformationExtraArgs(self._init, self._update)
 
     def note(self, number: Any, way: str) -> None:
-        """Note a state that crosses the border of a compiled function, but not one that is being traced."""
-        if isinstance(number, jax.Array) and not isinstance(number, jax.core.Tracer) and not number.shape:
+        """Note a state that crosses the border of a compiled function, but not one that is being
+        traced.
+        """
+        if (
+            isinstance(number, jax.Array)
+            and not isinstance(number, jax.core.Tracer)
+            and not number.shape
+        ):
             # a buffer that was donated to a compiled function (`donate_argnums`)
             if number.is_deleted():
                 return
@@ -312,7 +367,11 @@ class JaxObserver:
         inner = () if self._inner is None else self._inner.init(params)
         # without `ordered`, JAX may run callbacks in any order:
         # https://docs.jax.dev/en/latest/_autosummary/jax.experimental.io_callback.html
-        root = io_callback(self._root, self.NUMBER, ordered=True) if _is_traced(params) else jnp.asarray(self._root())
+        root = (
+            io_callback(self._root, self.NUMBER, ordered=True)
+            if _is_traced(params)
+            else jnp.asarray(self._root())
+        )
         return ObservedState(root, inner, self)
 
     def _root(self) -> np.int32:
@@ -320,13 +379,24 @@ class JaxObserver:
             self._roots -= 1
             return np.int32(self._roots)
 
-    def _update(self, updates: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, ObservedState]:
+    def _update(
+        self, updates: Any, state: Any, params: Any = None, **_: Any
+    ) -> tuple[Any, ObservedState]:
         if not isinstance(state, ObservedState):
-            raise TypeError(f"run.optimizer.update takes the state that its init returned, got {type(state).__name__}")
+            raise TypeError(
+                "run.optimizer.update takes the state that its init returned, got"
+                f" {type(state).__name__}"
+            )
         if _is_called_from("/jax/_src/pmap.py"):
-            raise TypeError("run.optimizer.update is called under jax.pmap, which is not supported: use jax.shard_map")
+            raise TypeError(
+                "run.optimizer.update is called under jax.pmap, which is not supported: use"
+                " jax.shard_map"
+            )
         device, devices = _device()
-        gradient, known = self._as_params(updates, "a gradient"), None if params is None else self._as_params(params)
+        gradient, known = (
+            self._as_params(updates, "a gradient"),
+            None if params is None else self._as_params(params),
+        )
         if self._inner is None:
             made, inner = jax.tree.map(jnp.zeros_like, updates), state.inner
         else:
@@ -335,12 +405,20 @@ class JaxObserver:
         given = state.call, device, arguments
         traced = _is_traced(given)
         record = partial(self._record, devices, not traced)
-        # what an eager callback returns lies on one device alone, and no function over several would take it
-        call = io_callback(record, self.NUMBER, *given, ordered=True) if traced else jnp.asarray(record(*given))
+        # what an eager callback returns lies on one device alone, and no function over several
+        # would take it
+        call = (
+            io_callback(record, self.NUMBER, *given, ordered=True)
+            if traced
+            else jnp.asarray(record(*given))
+        )
         return made, ObservedState(call, inner, self)
 
     def _as_params(self, tree: Any, what: str = "parameters") -> list[Any]:
-        """Return the leaves of a gradient; parameters may come in another container, or joined to one vector."""
+        """Return the leaves of a gradient.
+
+        Parameters may come in another container, or joined to one vector.
+        """
         found = jax.tree.leaves(tree)
         shapes = [leaf.shape for leaf in self._leaves]
         if [leaf.shape for leaf in found] == shapes:
@@ -352,13 +430,19 @@ class JaxObserver:
             return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
         due, got = (_described(t) for t in (jax.tree.unflatten(self._tree, self._leaves), tree))
         self.structure = (
-            f"run.optimizer.update was handed {what} of another tree than run.params: expected {due}, received {got}"
+            f"run.optimizer.update was handed {what} of another tree than run.params: expected"
+            f" {due}, received {got}"
         )
         return [jnp.zeros_like(leaf) for leaf in self._leaves]
 
-    def _record(self, devices: int, eager: bool, parent: Any, device: Any, arguments: Any) -> np.int32:
+    def _record(
+        self, devices: int, eager: bool, parent: Any, device: Any, arguments: Any
+    ) -> np.int32:
         gradient, params, made = arguments
-        seen = tuple(None if part is None else [np.array(a) for a in part] for part in (gradient, params, made))
+        seen = tuple(
+            None if part is None else [np.array(a) for a in part]
+            for part in (gradient, params, made)
+        )
         with self._lock:
             if len(self._calls) >= self._limit:
                 self.exceeded = True
@@ -373,8 +457,9 @@ class JaxObserver:
     def steps(self, due: int) -> list[_Call]:
         """Return the calls whose result the loop went on with, of which `due` are promised.
 
-        A call that compiles the step, or whose updates are discarded, is no step: a later call goes on from the state
-        that it was handed. A loop that loses its state does the same in place of a step, so that all its calls count.
+        A call that compiles the step, or whose updates are discarded, is no step: a later call goes
+        on from the state that it was handed. A loop that loses its state does the same in place of
+        a step, so that all its calls count.
         """
         found = self._kept()
         of_number, chain = {call.number: call for call in found}, list[_Call]()
@@ -388,15 +473,24 @@ class JaxObserver:
         return [
             call
             for call, after in zip_longest(found, found[1:])
-            if after is None or call.number not in ends or after.number in ends or not call.is_repeated_by(after)
+            if after is None
+            or call.number not in ends
+            or after.number in ends
+            or not call.is_repeated_by(after)
         ]
 
     def _kept(self) -> list[_Call]:
         calls, events = self._calls, self._events
-        kept = {call.parent for call in calls} | {event.number for event in events if event.way == "out"}
+        kept = {call.parent for call in calls} | {
+            event.number for event in events if event.way == "out"
+        }
         found = []
         for call in calls:
-            after = [event for event in events if event.number == call.parent and event.calls >= call.number]
+            after = [
+                event
+                for event in events
+                if event.number == call.parent and event.calls >= call.number
+            ]
             sibling = next((c for c in calls[call.number :] if c.parent == call.parent), None)
             until = len(calls) if sibling is None else sibling.number - 1
             ways = {event.way for event in after if event.calls <= until}
@@ -417,7 +511,9 @@ def _described(tree: Any) -> str:
 
 
 def _device() -> tuple[Any, int]:
-    """Return the index of the device among those of `shard_map` that run this code, and their number."""
+    """Return the index of the device among those of `shard_map` that run this code, and their
+    number.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     index, devices = jnp.int32(0), 1
     for axis in mesh.manual_axes:
@@ -427,8 +523,13 @@ def _device() -> tuple[Any, int]:
 
 
 def _is_traced(tree: Any) -> bool:
-    """Return whether JAX is tracing a function: the tree holds what it traces, or whatever is made here is traced."""
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in (*jax.tree.leaves(tree), jnp.zeros((), jnp.int32) + 0))
+    """Return whether JAX is tracing a function: the tree holds what it traces, or whatever is made
+    here is traced.
+    """
+    return any(
+        isinstance(leaf, jax.core.Tracer)
+        for leaf in (*jax.tree.leaves(tree), jnp.zeros((), jnp.int32) + 0)
+    )
 
 
 def _is_called_from(file: str) -> bool:
@@ -438,7 +539,16 @@ def _is_called_from(file: str) -> bool:
     return frame is not None
 
 
-OBSERVER = (ObservedState, _Call, _Event, JaxObserver, _described, _device, _is_traced, _is_called_from)
+OBSERVER = (
+    ObservedState,
+    _Call,
+    _Event,
+    JaxObserver,
+    _described,
+    _device,
+    _is_traced,
+    _is_called_from,
+)
 """What a stand-alone script copies, which therefore needs jax and optax alone."""
 
 
@@ -446,7 +556,10 @@ OBSERVER = (ObservedState, _Call, _Event, JaxObserver, _described, _device, _is_
 
 
 class Batches:
-    """The micro-batches of an epoch in order, as JAX arrays; every pass makes new ones, which a loop may donate."""
+    """The micro-batches of an epoch in order, as JAX arrays.
+
+    Every pass makes new ones, which a loop may donate.
+    """
 
     def __init__(self, instance: Instance, observer: JaxObserver) -> None:
         self._instance, self._observer = instance, observer
@@ -480,12 +593,15 @@ def jax_optimizer(name: str | None) -> Any:
     factory, made = getattr(optax, name, None), None
     for arguments in ((LEARNING_RATE,), ()):
         if made is None and inspect.isfunction(factory):
-            with suppress(Exception):  # a function of another kind, or one with other arguments, raises anything
+            with suppress(
+                Exception
+            ):  # a function of another kind, or one with other arguments, raises anything
                 made = factory(*arguments)
     if not isinstance(made, optax.GradientTransformation):
         raise UsageError(
-            "optimizer of a loop of JAX must be normalized, or a function of optax that makes an optimizer from a "
-            f"learning rate alone, such as sgd, adam, adamw, lion or lamb; got {name!r}"
+            "optimizer of a loop of JAX must be normalized, or a function of optax that makes an"
+            " optimizer from a learning rate alone, such as sgd, adam, adamw, lion or lamb; got"
+            f" {name!r}"
         )
     return made
 
@@ -506,7 +622,9 @@ def _normalize(optax: Any) -> Any:
 
 @contextmanager
 def _fast_compilation(generated: bool) -> Iterator[None]:
-    """Compile without most optimizations, where a program is small and runs a few times: that takes half the time."""
+    """Compile without most optimizations, where a program is small and runs a few times: that takes
+    half the time.
+    """
     before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", generated or before)
     try:
@@ -578,7 +696,9 @@ def _run(loop: Loop, instance: Instance, optax: Any, time_limit_s: float | None)
 
 
 def _parts(instance: Instance) -> tuple[list[str], Any, Function, Function]:
-    """Return the names of the parameters, in the order of their leaves, the parameters, the loss and the count."""
+    """Return the names of the parameters, in the order of their leaves, the parameters, the loss
+    and the count.
+    """
     model = instance.model()
     problem = instance.users_problem
     if isinstance(problem, LiftedProblem):
@@ -604,19 +724,23 @@ def _users_functions(instance: Instance, problem: Problem) -> tuple[Function, Fu
     return loss, count
 
 
-_OF_TORCH = {field.name for field in fields(TrainingRun)} - {field.name for field in fields(JaxTrainingRun)}
+_OF_TORCH = {field.name for field in fields(TrainingRun)} - {
+    field.name for field in fields(JaxTrainingRun)
+}
 
 
 _VMAPPED = (
-    "run.optimizer.update or init is called under jax.vmap, which is not supported: call it once a window, on the "
-    "accumulated gradient"
+    "run.optimizer.update or init is called under jax.vmap, which is not supported: call it once a"
+    " window, on the accumulated gradient"
 )
 
 
 def _expect_jax(error: BaseException, run: JaxTrainingRun) -> None:
-    """Raise `UsageError` where a loop failed because of what it was written for, and not because of a fault.
+    """Raise `UsageError` where a loop failed because of what it was written for, and not because of
+    a fault.
 
-    It takes what a torch loop is given, hands tensors to the loss, or calls the optimizer where nothing is observed.
+    It takes what a torch loop is given, hands tensors to the loss, or calls the optimizer where
+    nothing is observed.
     """
     if isinstance(error, UsageError) or "under jax.pmap, which is not supported" in str(error):
         raise UsageError(str(error)) from None
@@ -624,8 +748,9 @@ def _expect_jax(error: BaseException, run: JaxTrainingRun) -> None:
         raise UsageError(_VMAPPED) from None
     if isinstance(error, AttributeError) and error.obj is run and error.name in _OF_TORCH:
         raise UsageError(
-            f"the loop asks for run.{error.name}, which a loop of torch is given, and it is declared as one of JAX: "
-            "drop the decorator or --framework jax, or use run.params, run.batches and run.loss(params, batch)"
+            f"the loop asks for run.{error.name}, which a loop of torch is given, and it is"
+            " declared as one of JAX: drop the decorator or --framework jax, or use run.params,"
+            " run.batches and run.loss(params, batch)"
         ) from None
 
 
@@ -634,26 +759,38 @@ def _observations(
 ) -> list[Observation]:
     """Return what reached the optimizer of a device.
 
-    The state is the number of the step that made it. What a step leaves is computed here, and is what the next step
-    finds where the two differ by a rounding error alone: a compiled function may round once where two roundings are
-    written.
+    The state is the number of the step that made it. What a step leaves is computed here, and is
+    what the next step finds where the two differ by a rounding error alone: a compiled function may
+    round once where two roundings are written.
     """
     found, expected, first = list[Observation](), start, names[0]
     places = {0: 0} | {call.number: place + 1 for place, call in enumerate(steps)}
     for call in steps:
         gradient, params, made = call.seen.get(device) or next(iter(call.seen.values()))
-        given = expected if params is None else {n: to_torch(a) for n, a in zip(names, params, strict=True)}
+        given = (
+            expected
+            if params is None
+            else {n: to_torch(a) for n, a in zip(names, params, strict=True)}
+        )
         parameters = {n: _as_known(value, expected[n], start[n]) for n, value in given.items()}
         if found and all(_is_close(value, expected[n]) for n, value in parameters.items()):
             found[-1].after.update(parameters)
         changes = [to_torch(a) for a in made] or [torch.zeros(())] * len(names)
         expected = {
-            n: parameters[n] if not change.any() else (parameters[n] + change).to(parameters[n].dtype)
+            n: (
+                parameters[n]
+                if not change.any()
+                else (parameters[n] + change).to(parameters[n].dtype)
+            )
             for n, change in zip(names, changes, strict=True)
         }
         found.append(
             Observation(
-                (Evaluation({n: to_torch(a) for n, a in zip(names, gradient, strict=True)}, parameters),),
+                (
+                    Evaluation(
+                        {n: to_torch(a) for n, a in zip(names, gradient, strict=True)}, parameters
+                    ),
+                ),
                 after=dict(expected),
                 settings=[{}],
                 groups=[list(names)],
@@ -674,4 +811,8 @@ def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     few = 8 * torch.finfo(other.dtype).eps
-    return bool(torch.isclose(one.double(), other.double(), rtol=few, atol=few * math.sqrt(few), equal_nan=True).all())
+    return bool(
+        torch.isclose(
+            one.double(), other.double(), rtol=few, atol=few * math.sqrt(few), equal_nan=True
+        ).all()
+    )

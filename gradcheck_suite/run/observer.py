@@ -51,10 +51,11 @@ class Observation:
         groups: names of the trainable parameters in each parameter group.
         state: name -> a copy of the optimizer's state for this parameter before the step.
         state_after: the same after the step.
-        repeatable: whether the step has the same bits when it is computed again: torch's own code called the closure,
-            not a compiled version of it, and no gradient is sparse on a GPU, which adds its entries in any order.
-        is_computed: whether `after` is computed from what the optimizer returned, as for a loop of JAX, so that no
-            fault of the step can show in it.
+        repeatable: whether the step has the same bits when it is computed again: torch's own code
+            called the closure, not a compiled version of it, and no gradient is sparse on a GPU,
+            which adds its entries in any order.
+        is_computed: whether `after` is computed from what the optimizer returned, as for a loop of
+            JAX, so that no fault of the step can show in it.
     """
 
     evaluations: tuple[Evaluation, ...]
@@ -80,7 +81,9 @@ class Observation:
 class Observer:
     """Records an `Observation` for every step of an optimizer, by its public step hooks."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, limit: int) -> None:
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, limit: int
+    ) -> None:
         """Start observing.
 
         Args:
@@ -98,7 +101,9 @@ class Observer:
         self._state_after = self._state(optimizer)
         self._evaluations: list[Evaluation] = []
         self._before: dict[str, Any] = {}
-        self.beginning = Observation((), self.start, **self._settings(optimizer), state_after=self._state_after)
+        self.beginning = Observation(
+            (), self.start, **self._settings(optimizer), state_after=self._state_after
+        )
         self._open = False
         self._handles = [
             optimizer.register_step_pre_hook(self._enter),
@@ -106,9 +111,14 @@ class Observer:
         ]
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Return copies of all parameters; one that has not changed since the last call is not copied again."""
+        """Return copies of all parameters.
+
+        One that has not changed since the last call is not copied again.
+        """
         old = self.last
-        self.last = {n: old[n] if _is_copy(old[n], p) else p.detach().clone() for n, p in self._all.items()}
+        self.last = {
+            n: old[n] if _is_copy(old[n], p) else p.detach().clone() for n, p in self._all.items()
+        }
         return self.last
 
     def _enter(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -116,15 +126,21 @@ class Observer:
             # recorded as well, since a loop may catch the exception
             self.exceeded = True
             raise TooManySteps
-        # where a step calls another one, as that of a subclass does, the inner one has the arithmetic
+        # where a step calls another one, as that of a subclass does, the inner one has the
+        # arithmetic
         self._evaluations, self._open = [], True
-        # Hooks that a loop registers later may still edit gradients: a closure is called after all of them, and before
-        # the optimizer reads a gradient. The first argument is the optimizer itself.
+        # Hooks that a loop registers later may still edit gradients: a closure is called after all
+        # of them, and before the optimizer reads a gradient. The first argument is the optimizer
+        # itself.
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         return args[:1], {**kwargs, "closure": self._recorded(closure, optimizer)}
 
-    def _recorded(self, closure: Callable[[], Any] | None, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-        """Return a closure that calls the given one, if any, and records what the optimizer then finds."""
+    def _recorded(
+        self, closure: Callable[[], Any] | None, optimizer: torch.optim.Optimizer
+    ) -> Callable[[], Any]:
+        """Return a closure that calls the given one, if any, and records what the optimizer then
+        finds.
+        """
         if closure is None and isinstance(optimizer, torch.optim.LBFGS):
             raise CannotRunHere(
                 "optimizer lbfgs computes the loss again in each step: it needs a loop that calls "
@@ -140,7 +156,9 @@ class Observer:
 
         return run
 
-    def _evaluate(self, optimizer: torch.optim.Optimizer, loss: Any = None, *, is_own: bool = True) -> None:
+    def _evaluate(
+        self, optimizer: torch.optim.Optimizer, loss: Any = None, *, is_own: bool = True
+    ) -> None:
         sparse = {
             name: p.grad.detach().clone()
             for name, p in self.parameters.items()
@@ -150,23 +168,38 @@ class Observer:
             self._before = {
                 **self._settings(optimizer),
                 "state": self._state(optimizer),
-                "repeatable": is_own and all(gradient.device.type == "cpu" for gradient in sparse.values()),
+                "repeatable": (
+                    is_own and all(gradient.device.type == "cpu" for gradient in sparse.values())
+                ),
             }
         gradients = self._gradients()
         self._evaluations.append(Evaluation(gradients, self.values(), sparse, copied(loss)))
 
     def _gradients(self) -> dict[str, torch.Tensor | None]:
-        return {name: None if p.grad is None else dense_copy(p.grad) for name, p in self.parameters.items()}
+        return {
+            name: None if p.grad is None else dense_copy(p.grad)
+            for name, p in self.parameters.items()
+        }
 
     def _settings(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         groups = optimizer.param_groups
         return {
-            "settings": [copied({key: value for key, value in group.items() if key != "params"}) for group in groups],
-            "groups": [[self._names[id(p)] for p in group["params"] if id(p) in self._names] for group in groups],
+            "settings": [
+                copied({key: value for key, value in group.items() if key != "params"})
+                for group in groups
+            ],
+            "groups": [
+                [self._names[id(p)] for p in group["params"] if id(p) in self._names]
+                for group in groups
+            ],
         }
 
     def _state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return {name: copied(optimizer.state[p]) for name, p in self.parameters.items() if p in optimizer.state}
+        return {
+            name: copied(optimizer.state[p])
+            for name, p in self.parameters.items()
+            if p in optimizer.state
+        }
 
     def _leave(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._open:
@@ -180,11 +213,14 @@ class Observer:
         elif not self._before["repeatable"] and not all(
             map(same_tree, self._gradients().values(), self._evaluations[-1].gradients.values())
         ):
-            # another hook has put a closure around this one, and edited gradients when this one had returned
+            # another hook has put a closure around this one, and edited gradients when this one had
+            # returned
             self._evaluations.append(replace(self._evaluations[-1], gradients=self._gradients()))
         after, self._state_after = self.values(), self._state(optimizer)
         self.observations.append(
-            Observation(tuple(self._evaluations), after, **self._before, state_after=self._state_after)
+            Observation(
+                tuple(self._evaluations), after, **self._before, state_after=self._state_after
+            )
         )
         self._evaluations, self._before, self._open = [], {}, False
 
@@ -216,7 +252,10 @@ def _is_copy(copy: torch.Tensor, original: torch.Tensor) -> bool:
 
 
 def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors have the same dtype, device, shape and values; NaN is the same as NaN."""
+    """Return whether two tensors have the same dtype, device, shape and values.
+
+    NaN is the same as NaN.
+    """
     if (one.dtype, one.device, one.shape) != (other.dtype, other.device, other.shape):
         return False
     # momentum of sparse gradients is sparse
@@ -232,7 +271,8 @@ def same_tree(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(same_tree(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(same_tree, one, other))
-    # NaN is not equal to itself: L-BFGS keeps the loss, which is NaN where a micro-batch has no valid target
+    # NaN is not equal to itself: L-BFGS keeps the loss, which is NaN where a micro-batch has no
+    # valid target
     return type(one) is type(other) and (bool(one == other) or (one != one and other != other))
 
 
@@ -243,9 +283,19 @@ Structure = dict[str, tuple[torch.Tensor, dict[str, object]]]
 
 
 def structure(model: torch.nn.Module) -> Structure:
-    """Return each parameter with its shape, dtype, device and requires_grad, which a loop must not change."""
+    """Return each parameter with its shape, dtype, device and requires_grad, which a loop must not
+    change.
+    """
     return {
-        name: (p, {"shape": tuple(p.shape), "dtype": p.dtype, "device": p.device, "requires_grad": p.requires_grad})
+        name: (
+            p,
+            {
+                "shape": tuple(p.shape),
+                "dtype": p.dtype,
+                "device": p.device,
+                "requires_grad": p.requires_grad,
+            },
+        )
         for name, p in model.named_parameters()
     }
 
@@ -259,13 +309,19 @@ def structure_changes(before: Structure, after: Structure) -> str | None:
         (old, was), (new, now) = before[name], after[name]
         if old is not new:
             changes.append(f"replaced {name} by another parameter")
-            # a module takes no plain tensor for a parameter, but torch itself leaves some there (pytorch#164759)
+            # a module takes no plain tensor for a parameter, but torch itself leaves some there
+            # (pytorch#164759)
             if not isinstance(new, torch.nn.Parameter):
                 cause = (
-                    "; torch.func.functional_call does this to a module that the model holds under two names "
-                    "(pytorch#164759): pass tie_weights=False, and a tied parameter once for each module"
+                    "; torch.func.functional_call does this to a module that the model holds under"
+                    " two names (pytorch#164759): pass tie_weights=False, and a tied parameter once"
+                    " for each module"
                 )
-        changes += [f"changed {name}.{what} from {was[what]} to {now[what]}" for what in was if was[what] != now[what]]
+        changes += [
+            f"changed {name}.{what} from {was[what]} to {now[what]}"
+            for what in was
+            if was[what] != now[what]
+        ]
     return ", ".join(sorted(changes)) + cause or None
 
 
@@ -274,7 +330,9 @@ METHODS = ("unscale_", "step", "update")
 _SCHEDULERS = [
     found
     for found in vars(lr_scheduler).values()
-    if isinstance(found, type) and issubclass(found, lr_scheduler.LRScheduler) and "step" in vars(found)
+    if isinstance(found, type)
+    and issubclass(found, lr_scheduler.LRScheduler)
+    and "step" in vars(found)
 ]
 
 
@@ -282,8 +340,8 @@ class Calls:
     """The calls of gradient scalers and of learning rate schedulers so far.
 
     Attributes:
-        skipped: for each call of `GradScaler.step` that did not step, the number of optimizer steps before it. A scaler
-            does not step where a gradient is infinite or NaN.
+        skipped: for each call of `GradScaler.step` that did not step, the number of optimizer steps
+            before it. A scaler does not step where a gradient is infinite or NaN.
         scalers: (method, scaler, optimizer) by their ids -> number of calls in each epoch.
         schedulers: scheduler by its id -> number of steps in each epoch.
     """
@@ -295,13 +353,21 @@ class Calls:
         self._kept: list[Any] = []  # so that no id is used again
 
     def note_scaler(self, method: str, scaler: Any, arguments: Sequence[Any], epoch: int) -> None:
-        """Count one call, which has returned. A `step` calls `unscale_` by itself where the loop has not."""
-        optimizer = arguments[0] if arguments and isinstance(arguments[0], torch.optim.Optimizer) else None
+        """Count one call, which has returned.
+
+        A `step` calls `unscale_` by itself where the loop has not.
+        """
+        optimizer = (
+            arguments[0] if arguments and isinstance(arguments[0], torch.optim.Optimizer) else None
+        )
         self.scalers[method, id(scaler), id(optimizer)][epoch] += 1
         self._kept.append((scaler, optimizer))
 
     def note_scheduler(self, scheduler: Any, epoch: int) -> None:
-        """Count a step that has returned; the call that a scheduler makes in its constructor does not count."""
+        """Count a step that has returned.
+
+        The call that a scheduler makes in its constructor does not count.
+        """
         if getattr(scheduler, "last_epoch", 0) > 0:
             self.schedulers[id(scheduler)][epoch] += 1
             self._kept.append(scheduler)
@@ -348,7 +414,9 @@ def recorded_calls(steps: Callable[[], int], epoch: Callable[[], int]) -> Iterat
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Return whether each rank has only a part of a tensor, as of the `DTensor`s that `fully_shard` puts in."""
+    """Return whether each rank has only a part of a tensor, as of the `DTensor`s that `fully_shard`
+    puts in.
+    """
     return hasattr(tensor, "full_tensor")
 
 
@@ -365,13 +433,17 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class RankObserver(Observer):
-    """Observes a rank of several: parameters, gradients and states are gathered where the loop has sharded them.
+    """Observes a rank of several: parameters, gradients and states are gathered where the loop has
+    sharded them.
 
     Attributes:
-        left_behind: names of parameters that have been sharded, and of which the optimizer still has the old one.
+        left_behind: names of parameters that have been sharded, and of which the optimizer still
+            has the old one.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, limit: int) -> None:
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, limit: int
+    ) -> None:
         """Start observing."""
         self.left_behind: tuple[str, ...] = ()
         self._old: dict[str, torch.nn.Parameter] = {}
@@ -386,14 +458,18 @@ class RankObserver(Observer):
         finally:
             self._all = held
 
-    def _evaluate(self, optimizer: torch.optim.Optimizer, loss: Any = None, *, is_own: bool = True) -> None:
+    def _evaluate(
+        self, optimizer: torch.optim.Optimizer, loss: Any = None, *, is_own: bool = True
+    ) -> None:
         self._follow()
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self.left_behind = tuple(name for name, p in self._old.items() if id(p) in stepped)
         super()._evaluate(optimizer, loss, is_own=is_own)
 
     def _follow(self) -> None:
-        """Observe the parameters that the loop has sharded in place of those that they were made of."""
+        """Observe the parameters that the loop has sharded in place of those that they were made
+        of.
+        """
         for name, p in self._model.named_parameters():
             if is_sharded(p) and self._all.get(name, p) is not p:
                 self._old[name], self._all[name] = self._all[name], p
@@ -402,15 +478,25 @@ class RankObserver(Observer):
                     self._names[id(p)] = name
 
     def _gradients(self) -> dict[str, torch.Tensor | None]:
-        return {name: None if p.grad is None else dense_copy(whole(p.grad)) for name, p in self.parameters.items()}
+        return {
+            name: None if p.grad is None else dense_copy(whole(p.grad))
+            for name, p in self.parameters.items()
+        }
 
     def _state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return {name: tree_map_only(torch.Tensor, whole, state) for name, state in super()._state(optimizer).items()}
+        return {
+            name: tree_map_only(torch.Tensor, whole, state)
+            for name, state in super()._state(optimizer).items()
+        }
 
 
 def as_before_sharding(after: Structure, before: Structure) -> Structure:
     """Return a model's structure in which a sharded parameter is the one that it was made of."""
     return {
-        name: before[name] if name in before and is_sharded(p) and about == before[name][1] else (p, about)
+        name: (
+            before[name]
+            if name in before and is_sharded(p) and about == before[name][1]
+            else (p, about)
+        )
         for name, (p, about) in after.items()
     }

@@ -14,9 +14,11 @@ from gradcheck_suite.run.observer import Observation, copied, is_same, same_tree
 
 
 class NoOpOptimizer(torch.optim.Optimizer):
-    """An optimizer whose step changes nothing, so that every window is judged at the same parameters.
+    """An optimizer whose step changes nothing, so that every window is judged at the same
+    parameters.
 
-    Its groups have the settings of SGD and Adam: a loop may read them, and torch's schedulers change some.
+    Its groups have the settings of SGD and Adam: a loop may read them, and torch's schedulers
+    change some.
     """
 
     def __init__(self, params: Iterable[Any]) -> None:
@@ -37,7 +39,8 @@ class NoOpOptimizer(torch.optim.Optimizer):
 class NormalizedSGD(torch.optim.Optimizer):
     """Gradient descent with momentum, on each parameter's gradient divided by its largest element.
 
-    No element moves by more than lr / (1 - momentum) in a step, in every dtype: no loop diverges under it.
+    No element moves by more than lr / (1 - momentum) in a step, in every dtype: no loop diverges
+    under it.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 0.02, momentum: float = 0.5) -> None:
@@ -45,7 +48,10 @@ class NormalizedSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Evaluate the closure, if any; update every parameter that has a gradient; return the closure's result."""
+        """Evaluate the closure, if any; update every parameter that has a gradient.
+
+        Return the closure's result.
+        """
         loss = None
         if closure is not None:
             # `no_grad` above covers the closure's forward as well
@@ -109,14 +115,19 @@ def checked_optimizer(name: str) -> str:
 
 
 def in_groups(optimizer: torch.optim.Optimizer, groups: int) -> torch.optim.Optimizer:
-    """Deal the parameters out to so many groups, in turn; each group has a learning rate of its own."""
+    """Deal the parameters out to so many groups, in turn.
+
+    Each group has a learning rate of its own.
+    """
     # LBFGS has one direction for all parameters, and refuses several groups
     if isinstance(optimizer, torch.optim.LBFGS):
         return optimizer
     (group,) = optimizer.param_groups
     dealt = [group["params"][g::groups] for g in range(groups)]
     optimizer.param_groups = [
-        {**group, "params": parameters, "lr": group["lr"] / (1 + g)} for g, parameters in enumerate(dealt) if parameters
+        {**group, "params": parameters, "lr": group["lr"] / (1 + g)}
+        for g, parameters in enumerate(dealt)
+        if parameters
     ]
     return optimizer
 
@@ -127,28 +138,37 @@ def _expect_trainable(name: str, model: torch.nn.Module) -> None:
         return
     sparse = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, sparse) and m.sparse}
-    fits = {"muon": lambda p: p.ndim == 2 and id(p) not in embeddings, "sparseadam": lambda p: id(p) in embeddings}
+    fits = {
+        "muon": lambda p: p.ndim == 2 and id(p) not in embeddings,
+        "sparseadam": lambda p: id(p) in embeddings,
+    }
     for parameter, p in model.named_parameters():
         if p.requires_grad and not fits[name](p):
             raise UsageError(
-                f"optimizer {name} trains {NEEDS[name]}; the model's {parameter} of shape {tuple(p.shape)} is none of "
-                "them: choose another optimizer, or a --problem that it can train"
+                f"optimizer {name} trains {NEEDS[name]}; the model's {parameter} of shape"
+                f" {tuple(p.shape)} is none of them: choose another optimizer, or a --problem that"
+                " it can train"
             )
 
 
-def optimizer_of(name: str | None, model: torch.nn.Module, groups: int = 1) -> torch.optim.Optimizer:
+def optimizer_of(
+    name: str | None, model: torch.nn.Module, groups: int = 1
+) -> torch.optim.Optimizer:
     """Return the named optimizer over a model's trainable parameters, or `NoOpOptimizer` for None."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
-        raise UsageError("the model has no parameter with requires_grad=True: there is no gradient to check")
+        raise UsageError(
+            "the model has no parameter with requires_grad=True: there is no gradient to check"
+        )
     if name is None:
         return in_groups(NoOpOptimizer(parameters), groups)
     _expect_trainable(checked_optimizer(name), model)
     return in_groups(OPTIMIZERS[name](parameters), groups)
 
 
-# Stand-alone scripts copy the functions from here on, which therefore need torch alone. A step that is computed again
-# by the same code on the same values has the same bits. Compiled code may round otherwise: see `rounding`.
+# Stand-alone scripts copy the functions from here on, which therefore need torch alone. A step that
+# is computed again by the same code on the same values has the same bits. Compiled code may round
+# otherwise: see `rounding`.
 
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -167,8 +187,10 @@ class ParameterFault:
         diagnosis: the name of the fault.
         parameter: name of the parameter.
         sentence: what was observed.
-        error: largest |observed - expected| of an element, NaN where one of them is NaN; None for a fault of the state.
-        allowed: the largest error that rounding explains; 0 where the same code computes the same step.
+        error: largest |observed - expected| of an element, NaN where one of them is NaN; None for a
+            fault of the state.
+        allowed: the largest error that rounding explains; 0 where the same code computes the same
+            step.
     """
 
     diagnosis: str
@@ -182,8 +204,12 @@ SCHEDULED = {"lr": "initial_lr", "momentum": "base_momentum", "betas": "base_mom
 """Settings that a scheduler changes, and what torch's schedulers leave in the group as they do."""
 
 
-def _changed_settings(previous: Observation, observation: Observation, *, scheduled: bool) -> ParameterFault | None:
-    """Return the fault of settings that something other than a scheduler changed since the previous step, or None."""
+def _changed_settings(
+    previous: Observation, observation: Observation, *, scheduled: bool
+) -> ParameterFault | None:
+    """Return the fault of settings that something other than a scheduler changed since the previous
+    step, or None.
+    """
     before, now = (
         {name: group for group, names in zip(o.settings, o.groups, strict=True) for name in names}
         for o in (previous, observation)
@@ -192,11 +218,17 @@ def _changed_settings(previous: Observation, observation: Observation, *, schedu
     for name, own in before.items():
         found = now.get(name, own)
         # a scheduler leaves its mark in the group (`initial_lr`), except for ReduceLROnPlateau
-        # and torch's compiler sets `capturable` (torch/_dynamo/variables/optimizer.py), which changes no value
-        free = {key for key, mark in SCHEDULED.items() if scheduled or mark in found} | {"capturable"}
+        # and torch's compiler sets `capturable` (torch/_dynamo/variables/optimizer.py), which
+        # changes no value
+        free = {key for key, mark in SCHEDULED.items() if scheduled or mark in found} | {
+            "capturable"
+        }
         for key in sorted(map(str, own.keys() - free - {"initial_lr"})):
             if key not in found or not same_tree(own[key], found[key]):
-                sentence = f"the optimizer's {key} of {name} was {own[key]!r}, and is {found.get(key)!r} {when}"
+                sentence = (
+                    f"the optimizer's {key} of {name} was {own[key]!r}, and is {found.get(key)!r}"
+                    f" {when}"
+                )
                 return ParameterFault("changed-settings", name, sentence)
     return None
 
@@ -231,15 +263,25 @@ def fault_between(
         if lost := sorted(map(str, kept.keys() - state.get(name, {}).keys())):
             sentence = f"the optimizer's state of {name} was lost {when}: {', '.join(lost)}"
             return ParameterFault("optimizer-state-changed", name, sentence)
-        if changed := sorted(str(key) for key, value in kept.items() if not same_tree(value, state[name][key])):
+        if changed := sorted(
+            str(key) for key, value in kept.items() if not same_tree(value, state[name][key])
+        ):
             names = ", ".join(changed)
-            sentence = f"something other than the optimizer's steps changed the state of {name} {when}: {names}"
+            sentence = (
+                f"something other than the optimizer's steps changed the state of {name} {when}:"
+                f" {names}"
+            )
             return ParameterFault("optimizer-state-changed", name, sentence)
     return None
 
 
 def fault_before(
-    previous: Observation, observation: Observation, start: Values, *, settings: bool = True, scheduled: bool = False
+    previous: Observation,
+    observation: Observation,
+    start: Values,
+    *,
+    settings: bool = True,
+    scheduled: bool = False,
 ) -> ParameterFault | None:
     """Return what keeps a step from continuing where the previous one ended, or None.
 
@@ -250,14 +292,19 @@ def fault_before(
         settings: whether the optimizer's settings are judged.
         scheduled: whether a scheduler of torch has stepped.
     """
-    if fault := fault_between(previous, observation.evaluations[0].parameters, start, observation.state):
+    if fault := fault_between(
+        previous, observation.evaluations[0].parameters, start, observation.state
+    ):
         return fault
     if settings and (fault := _changed_settings(previous, observation, scheduled=scheduled)):
         return fault
     held = {name for group in observation.groups for name in group}
     for name in observation.gradients:
         if name not in held:
-            sentence = f"{name} is in no parameter group of the optimizer, which neither changes it nor resets it"
+            sentence = (
+                f"{name} is in no parameter group of the optimizer, which neither changes it nor"
+                " resets it"
+            )
             return ParameterFault("parameter-not-updated", name, sentence)
     return None
 
@@ -265,7 +312,8 @@ def fault_before(
 def fault_of_step(
     make_optimizer: MakeOptimizer | None, previous: Observation, observation: Observation
 ) -> ParameterFault | None:
-    """Return how a step changed parameters otherwise than the optimizer does on its gradients, or None.
+    """Return how a step changed parameters otherwise than the optimizer does on its gradients, or
+    None.
 
     Args:
         make_optimizer: parameters -> the optimizer; None for one whose step changes nothing.
@@ -292,7 +340,10 @@ def fault_of_step(
         if is_same(before[name], after[name]):
             sentence = f"the step left {name} as it was, and {who} changes it on the same gradients"
             return ParameterFault("parameter-not-updated", name, sentence, error, allowed[name])
-        sentence = f"the step changed {name} otherwise than {who} does on the same gradients, settings and state"
+        sentence = (
+            f"the step changed {name} otherwise than {who} does on the same gradients, settings and"
+            " state"
+        )
         return ParameterFault("wrong-update", name, sentence, error, allowed[name])
     return None
 
@@ -300,7 +351,9 @@ def fault_of_step(
 def stepped(
     make_optimizer: MakeOptimizer, observation: Observation, state: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """Return the trainable parameters after the step, computed again: gradients, settings and state as observed."""
+    """Return the trainable parameters after the step, computed again: gradients, settings and state
+    as observed.
+    """
     first = observation.evaluations[0].parameters
     parameters = {name: torch.nn.Parameter(first[name].clone()) for name in observation.gradients}
     optimizer = make_optimizer(list(parameters.values()))
@@ -312,7 +365,9 @@ def stepped(
         # torch's compiler sets it, and uncompiled steps on a CPU refuse it
         if group.get("capturable") and all(p.is_cpu for p in group["params"]):
             group["capturable"] = False
-    optimizer.state = defaultdict(dict, {parameters[name]: copied(kept) for name, kept in state.items()})
+    optimizer.state = defaultdict(
+        dict, {parameters[name]: copied(kept) for name, kept in state.items()}
+    )
     evaluations = iter(observation.evaluations)
 
     def closure() -> Any:
@@ -328,18 +383,24 @@ def stepped(
     return {name: p.detach() for name, p in parameters.items()}
 
 
-def rounding(make_optimizer: MakeOptimizer, observation: Observation, state: Mapping[str, Any]) -> dict[str, float]:
-    """Return by how much two computations of one step may differ in each parameter, if they round in other orders.
+def rounding(
+    make_optimizer: MakeOptimizer, observation: Observation, state: Mapping[str, Any]
+) -> dict[str, float]:
+    """Return by how much two computations of one step may differ in each parameter, if they round
+    in other orders.
 
-    Each rounded operation changes an intermediate value by at most one unit roundoff u of its size. To first order, the
-    result changes by no more than if an input (parameters, gradients, an entry of the state, a setting) changed by u of
-    its size. So the step is computed in float64 with each input changed in turn. The bound is `ROUNDINGS` times the sum
-    of these changes, and one rounding of each result (Higham, Accuracy and Stability of Numerical Algorithms, section
-    3.1). u is that of the coarsest tensor: the step count of torch's Adam is float32, and a compiled Adam computes its
-    bias correction in this dtype, whatever that of the parameters.
+    Each rounded operation changes an intermediate value by at most one unit roundoff u of its size.
+    To first order, the result changes by no more than if an input (parameters, gradients, an entry
+    of the state, a setting) changed by u of its size. So the step is computed in float64 with each
+    input changed in turn. The bound is `ROUNDINGS` times the sum of these changes, and one rounding
+    of each result (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1). u is that
+    of the coarsest tensor: the step count of torch's Adam is float32, and a compiled Adam computes
+    its bias correction in this dtype, whatever that of the parameters.
     """
     exact = _wide(make_optimizer, observation, state, "")
-    settings = {key for group in observation.settings for key, value in group.items() if _is_real(value)}
+    settings = {
+        key for group in observation.settings for key, value in group.items() if _is_real(value)
+    }
     entries = {key for kept in state.values() for key in kept if key != "step"}
     inputs = ["parameters", "gradients", *sorted(f"state {key}" for key in entries)]
     inputs += [f"setting {key} {part}" for key in sorted(settings) for part in range(2)]
@@ -357,13 +418,17 @@ def rounding(make_optimizer: MakeOptimizer, observation: Observation, state: Map
 
 
 def _is_real(value: Any) -> bool:
-    return isinstance(value, float) or (isinstance(value, tuple) and any(isinstance(part, float) for part in value))
+    return isinstance(value, float) or (
+        isinstance(value, tuple) and any(isinstance(part, float) for part in value)
+    )
 
 
 def _wide(
     make_optimizer: MakeOptimizer, observation: Observation, state: Mapping[str, Any], larger: str
 ) -> dict[str, torch.Tensor]:
-    """Return the parameters after the step, computed in float64, with one input larger by `NUDGE` of its size."""
+    """Return the parameters after the step, computed in float64, with one input larger by `NUDGE`
+    of its size.
+    """
 
     def scaled(value: Any, what: str) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -374,7 +439,11 @@ def _wide(
     def setting(value: Any, key: str) -> Any:
         parts = value if isinstance(value, tuple) else (value,)
         new = [
-            part * (1 + NUDGE) if isinstance(part, float) and larger == f"setting {key} {i}" else part
+            (
+                part * (1 + NUDGE)
+                if isinstance(part, float) and larger == f"setting {key} {i}"
+                else part
+            )
             for i, part in enumerate(parts)
         ]
         return tuple(new) if isinstance(value, tuple) else new[0]
@@ -388,9 +457,16 @@ def _wide(
         )
         for e in observation.evaluations
     )
-    groups = [{key: setting(value, key) for key, value in group.items()} for group in observation.settings]
-    kept = {name: {key: scaled(v, f"state {key}") for key, v in entries.items()} for name, entries in state.items()}
-    return stepped(make_optimizer, replace(observation, evaluations=evaluations, settings=groups), kept)
+    groups = [
+        {key: setting(value, key) for key, value in group.items()} for group in observation.settings
+    ]
+    kept = {
+        name: {key: scaled(v, f"state {key}") for key, v in entries.items()}
+        for name, entries in state.items()
+    }
+    return stepped(
+        make_optimizer, replace(observation, evaluations=evaluations, settings=groups), kept
+    )
 
 
 def largest_error(observed: torch.Tensor, expected: torch.Tensor) -> float:

@@ -1,6 +1,8 @@
-"""Child processes: one way to start and to end them, the template that forks them, and how they find the loop.
+"""Child processes: one way to start and to end them, the template that forks them, and how they
+find the loop.
 
-Nothing heavy is imported here: a command starts its processes before it imports torch, which takes them seconds too.
+Nothing heavy is imported here: a command starts its processes before it imports torch, which takes
+them seconds too.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ FOR_RANKS = ("torch._dynamo", "torch.distributed.fsdp", "gradcheck_suite.run.ran
 STARTUP_S = 120
 """Seconds within which a process must have imported torch, and ranks must have met."""
 _PROGRAM = (
-    # before anything else is imported: `-c` finds modules in the current folder, and a file there may have any name
+    # before anything else is imported: `-c` finds modules in the current folder, and a file there
+    # may have any name
     "import sys; sys.path[:] = sys.argv[1].split('\\n'); "
     "import os; sys.argv[2] == 'orphan' and os.fork() and os._exit(0); "
     "from importlib import import_module; from multiprocessing.connection import Connection; "
@@ -66,9 +69,11 @@ class Child:
         """Start it.
 
         Args:
-            module: full name of the module whose `main` it calls with its end of the connection and `arguments`.
+            module: full name of the module whose `main` it calls with its end of the connection and
+                `arguments`.
             arguments: further arguments of `main`.
-            orphan: whether it is to be no child of this process, so that code here may wait for all its children.
+            orphan: whether it is to be no child of this process, so that code here may wait for all
+                its children.
             stdout: as `subprocess.Popen` takes it.
             stderr: as `subprocess.Popen` takes it.
             limit_s: seconds after which a process that neither reads nor answers is given up.
@@ -79,7 +84,16 @@ class Child:
         how, handle = "orphan" if orphan else "child", str(theirs.fileno())
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, "\n".join(sys.path), how, module, handle, *arguments],
+                [
+                    sys.executable,
+                    "-c",
+                    _PROGRAM,
+                    "\n".join(sys.path),
+                    how,
+                    module,
+                    handle,
+                    *arguments,
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
@@ -93,7 +107,8 @@ class Child:
 
         Args:
             wait_s: seconds in which it may end by itself.
-            closes: whether the connection is to be closed; not one whose number may be that of another file by now.
+            closes: whether the connection is to be closed; not one whose number may be that of
+                another file by now.
         """
         if closes:
             self.connection.close()
@@ -117,7 +132,8 @@ def end_with_parent(connection: Connection) -> None:
 
 
 class Template:
-    """A process that imports what others need once, and forks them from then on, which takes milliseconds.
+    """A process that imports what others need once, and forks them from then on, which takes
+    milliseconds.
 
     Attributes:
         folder: for what the process and those that it forks write.
@@ -131,10 +147,13 @@ class Template:
             self._child = Child(__name__, str(self.folder), *modules, stderr=errors)
         self.process, self._has_forked = self._child.process, False
 
-    def fork(self, module: str, arguments: Sequence[Sequence[Any]]) -> tuple[list[int], list[Connection]]:
-        """End what was forked before; fork a process for each of the arguments, whose id and connection are returned.
+    def fork(
+        self, module: str, arguments: Sequence[Sequence[Any]]
+    ) -> tuple[list[int], list[Connection]]:
+        """End what was forked before.
 
-        It calls the module's `main` with its end of the connection and its arguments.
+        Fork a process for each of the arguments, whose id and connection are returned. It calls the
+        module's `main` with its end of the connection and its arguments.
 
         Raises:
             CannotRunHere: the template has ended.
@@ -147,7 +166,9 @@ class Template:
         return pids, [ours for ours, _ in pairs]
 
     def end(self) -> list[int]:
-        """End what was forked; return how each ended: its exit status, or minus the number of a signal.
+        """End what was forked.
+
+        Return how each ended: its exit status, or minus the number of a signal.
 
         Raises:
             CannotRunHere: the template has ended.
@@ -165,12 +186,16 @@ class Template:
             lines = (self.folder / "errors").read_text(errors="replace").split("\n")
             last = next((f": {line}" for line in reversed(lines) if line.strip()), "")
             raise CannotRunHere(
-                f"processes cannot start: the one that starts them ended with status {self.process.poll()}{last}"
+                "processes cannot start: the one that starts them ended with status"
+                f" {self.process.poll()}{last}"
             ) from None
         return numbers
 
     def close(self) -> None:
-        """End the process and what it has forked; one that has forked nothing may still be importing."""
+        """End the process and what it has forked.
+
+        One that has forked nothing may still be importing.
+        """
         self._child.close(5 if self._has_forked else 0)
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -208,7 +233,9 @@ def main(control: Connection, folder: str, *modules: str) -> None:
         os._exit(0)
 
 
-def _forked(control: Connection, module: str, arguments: Sequence[Sequence[Any]]) -> list[ForkProcess]:
+def _forked(
+    control: Connection, module: str, arguments: Sequence[Sequence[Any]]
+) -> list[ForkProcess]:
     connections = [Connection(reduction.recv_handle(control)) for _ in arguments]
     target = multiprocessing.get_context("fork").Process
     forked = [
@@ -222,7 +249,9 @@ def _forked(control: Connection, module: str, arguments: Sequence[Sequence[Any]]
     return forked
 
 
-def _run(module: str, own: Connection, arguments: Sequence[Any], connections: Sequence[Connection]) -> None:
+def _run(
+    module: str, own: Connection, arguments: Sequence[Any], connections: Sequence[Connection]
+) -> None:
     # whoever has the end of another process hides from the parent that this one has ended
     for connection in connections:
         if connection is not own:
@@ -244,7 +273,10 @@ _ahead: list[Template] = []
 
 @contextlib.contextmanager
 def template_ahead(wanted: bool) -> Iterator[None]:
-    """Start the process for the first ranks that the block needs, if `wanted`; end it where none took it."""
+    """Start the process for the first ranks that the block needs, if `wanted`.
+
+    End it where none took it.
+    """
     if wanted:
         _ahead.append(Template(*FOR_RANKS))
     try:
@@ -263,7 +295,8 @@ def take_template() -> Template:
 class Importable:
     """A call that returns an object in any process of this machine.
 
-    Ranks import what they run, as every distributed program does. What no module has under a name cannot be found.
+    Ranks import what they run, as every distributed program does. What no module has under a name
+    cannot be found.
 
     Attributes:
         module: the module that has the function.
@@ -309,13 +342,15 @@ def source_of(wanted: Any, what: str) -> Importable:
         module = sys.modules.get(place)
         for path, value in _named(module):
             if value is wanted:
-                source = Importable(__name__, found.__name__, (place, getattr(module, "__file__", None), path))
+                source = Importable(
+                    __name__, found.__name__, (place, getattr(module, "__file__", None), path)
+                )
                 remember(wanted, source)
                 return source
     shown = getattr(wanted, "__qualname__", type(wanted).__name__)
     raise UsageError(
-        f"{what} {shown} of {name} cannot be imported in another process, as each rank must: define it at the top "
-        "level of a module or of a file"
+        f"{what} {shown} of {name} cannot be imported in another process, as each rank must: define"
+        " it at the top level of a module or of a file"
     )
 
 
@@ -334,12 +369,16 @@ def found(name: str, file: str | None, path: tuple[str, ...]) -> Any:
 
 
 def _named(module: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the objects of a module with their paths: its names, entries of its dictionaries, loops of its records."""
+    """Yield the objects of a module with their paths: its names, entries of its dictionaries, loops
+    of its records.
+    """
     for name, value in list(getattr(module, "__dict__", {}).items()):
         yield (name,), value
         # isinstance would ask a lazy object for its class
         if issubclass(type(value), dict) and not name.startswith("__"):
-            yield from (((name, key), entry) for key, entry in value.items() if isinstance(key, str))
+            yield from (
+                ((name, key), entry) for key, entry in value.items() if isinstance(key, str)
+            )
         elif hasattr(type(value), "__dataclass_fields__"):
             yield from (((name, part), getattr(value, part, None)) for part in ("loop", "problem"))
 
@@ -352,13 +391,18 @@ def _module(name: str, file: str | None) -> Any:
     if own == name:
         try:
             module = importlib.import_module(name)
-            if file is None or Path(getattr(module, "__file__", None) or "").resolve() == Path(file).resolve():
+            if (
+                file is None
+                or Path(getattr(module, "__file__", None) or "").resolve() == Path(file).resolve()
+            ):
                 return module
         except ModuleNotFoundError:
             if file is None:
                 raise
     if file is None:
-        raise UsageError(f"{name} has no file, so a rank cannot import it: put the loop into a file")
+        raise UsageError(
+            f"{name} has no file, so a rank cannot import it: put the loop into a file"
+        )
     spec = importlib.util.spec_from_file_location(own, file)
     assert spec is not None
     assert spec.loader is not None

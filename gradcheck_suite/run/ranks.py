@@ -1,4 +1,6 @@
-"""A loop on several ranks: the pool that keeps them, a run over all of them, a rank, and what they communicate."""
+"""A loop on several ranks: the pool that keeps them, a run over all of them, a rank, and what they
+communicate.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,21 @@ from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.loops.ranks import is_counted
 from gradcheck_suite.run.instance import Instance, as_changed, instance_of, leaves
 from gradcheck_suite.run.observer import Evaluation, Observation, same_tree
-from gradcheck_suite.run.processes import STARTUP_S, Importable, end_with_parent, source_of, take_template
+from gradcheck_suite.run.processes import (
+    STARTUP_S,
+    Importable,
+    end_with_parent,
+    source_of,
+    take_template,
+)
 from gradcheck_suite.run.runner import Outcome, is_quiet, quiet_loops, run_loop, users_line
 from gradcheck_suite.run.time_limits import IDLE, STARTING, Allowance
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as arrays: a few microseconds each, where the file format of `torch.save` takes a hundred."""
+    """Pickles tensors as arrays: a few microseconds each, where the file format of `torch.save`
+    takes a hundred.
+    """
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
@@ -62,7 +72,9 @@ def packed(message: Any) -> bytes:
 
 
 def unpacked(data: bytes) -> Any:
-    """Return the message of some bytes, which a process that this program has started, or its parent, has sent."""
+    """Return the message of some bytes, which a process that this program has started, or its
+    parent, has sent.
+    """
     return pickle.loads(data)
 
 
@@ -117,11 +129,12 @@ _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)
 class Patience:
     """The time that ranks have for one case.
 
-    A rank that waits inside a collective runs no Python code, so no alarm can stop it: the parent looks at it from
-    outside.
+    A rank that waits inside a collective runs no Python code, so no alarm can stop it: the parent
+    looks at it from outside.
 
     Attributes:
-        deadlock: whether it ended because ranks wait for each other, and not because of the time limit.
+        deadlock: whether it ended because ranks wait for each other, and not because of the time
+            limit.
     """
 
     def __init__(self, pids: Sequence[int], folder: Path, time_limit_s: float | None) -> None:
@@ -138,20 +151,26 @@ class Patience:
         self._allowance = None if time_limit_s is None else Allowance(time_limit_s, self._last)
 
     def is_over(self, open_ranks: Sequence[int]) -> bool:
-        """Return whether no answer is to be expected any more from the ranks that have not answered yet."""
+        """Return whether no answer is to be expected any more from the ranks that have not answered
+        yet.
+        """
         now, used = time.monotonic(), self._processor()
         if sum(used) - sum(self._last) > IDLE * PAUSE_S:
             self._still_since, self._last = now, used
         if now - self._still_since > STILL_S:
             firsts = [_FRAME.search(self.stack(rank)) for rank in open_ranks]
-            self.deadlock = all(first and any(place in first["file"] for place in WAITING) for first in firsts)
+            self.deadlock = all(
+                first and any(place in first["file"] for place in WAITING) for first in firsts
+            )
             self._still_since = now
 
         def has_loaded() -> bool:
             return any(mark in self.stack(rank) for rank in open_ranks for mark in STARTING)
 
         allowance = self._allowance
-        return self.deadlock or bool(allowance and allowance.is_over(now - self._began, used, has_loaded))
+        return self.deadlock or bool(
+            allowance and allowance.is_over(now - self._began, used, has_loaded)
+        )
 
     def stack(self, rank: int) -> str:
         """Return the Python stack of a rank, its innermost call first; empty where it has ended."""
@@ -166,9 +185,14 @@ class Patience:
         return ""
 
     def _processor(self) -> list[float]:
-        """Return the processor seconds of each rank so far; where the system does not tell, the time."""
+        """Return the processor seconds of each rank so far.
+
+        Where the system does not tell, the time.
+        """
         if not Path("/proc/self/stat").exists():
-            return [time.monotonic()] * len(self._pids)  # elsewhere than on Linux every rank seems to compute
+            return [time.monotonic()] * len(
+                self._pids
+            )  # elsewhere than on Linux every rank seems to compute
         found = []
         for pid in self._pids:
             fields = ["0"] * 13  # of a process that has ended
@@ -185,7 +209,9 @@ def place_of(stack: str) -> str:
         return "an unknown place"
     foreign = ("/torch/", "/gradcheck_suite/run/", "<frozen")
     own = next((f for f in frames if not any(mark in f["file"] for mark in foreign)), frames[-1])
-    inner = [f for f in frames[: frames.index(own)] if "/torch/" in f["file"] and f["name"] != "wrapper"]
+    inner = [
+        f for f in frames[: frames.index(own)] if "/torch/" in f["file"] and f["name"] != "wrapper"
+    ]
     where = f"{Path(own['file']).name}, line {own['line']}"
     return f"{inner[-1]['name']} ({where})" if inner else where
 
@@ -233,7 +259,8 @@ class Pool:
         """Return what a loop did on each rank.
 
         Raises:
-            UsageError: the loop or the problem cannot be imported by the ranks, or the case cannot be built.
+            UsageError: the loop or the problem cannot be imported by the ranks, or the case cannot
+                be built.
             CannotRunHere: the ranks cannot start, or the loop cannot run here.
         """
         for place, (asked, outcomes) in enumerate(self._early):
@@ -259,7 +286,9 @@ class Pool:
                 self._early.append((sent, outcomes))
 
     def _send(self) -> None:
-        """Send the next request, unless one is running: a rank must not meet the others in collectives of this one."""
+        """Send the next request, unless one is running: a rank must not meet the others in
+        collectives of this one.
+        """
         if self._sent or not self._waiting:
             return
         self._sent.append(self._waiting.popleft())
@@ -277,9 +306,9 @@ class Pool:
         answers: list[Outcome | None] = [None] * self.world_size
         patience = Patience(self._pids, self._folder, time_limit_s)
         try:
-            while (open_ranks := [r for r, answer in enumerate(answers) if answer is None]) and not patience.is_over(
-                open_ranks
-            ):
+            while (
+                open_ranks := [r for r, answer in enumerate(answers) if answer is None]
+            ) and not patience.is_over(open_ranks):
                 ready = wait([self._ranks[r] for r in open_ranks], PAUSE_S)
                 for rank in (r for r in open_ranks if self._ranks[r] in ready):
                     answers[rank] = self._outcome(rank)
@@ -295,7 +324,11 @@ class Pool:
         stacks = [patience.stack(r) if answer is None else "" for r, answer in enumerate(answers)]
         statuses = self.stop()
         return [
-            (_hung(answers, stacks, patience) if answer is None else _with_status(answer, statuses[rank]))
+            (
+                _hung(answers, stacks, patience)
+                if answer is None
+                else _with_status(answer, statuses[rank])
+            )
             for rank, answer in enumerate(answers)
         ]
 
@@ -304,7 +337,9 @@ class Pool:
         reply = _received(self._ranks[rank])
         if reply is None:
             written = (self._folder / f"errors-{rank}").read_text(errors="replace")
-            return Outcome([], {}, {}, raised=ENDED, trace="\n".join(written.splitlines()[-LAST_LINES:]))
+            return Outcome(
+                [], {}, {}, raised=ENDED, trace="\n".join(written.splitlines()[-LAST_LINES:])
+            )
         if reply.outcome is None:
             raise (CannotRunHere if reply.cannot_run else UsageError)(reply.refused)
         return reply.outcome
@@ -320,7 +355,9 @@ class Pool:
 
     def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(dir=self._template.folder))
-        places = [(rank, self.world_size, self.backend, self._folder) for rank in range(self.world_size)]
+        places = [
+            (rank, self.world_size, self.backend, self._folder) for rank in range(self.world_size)
+        ]
         self._pids, self._ranks = self._template.fork(__name__, places)
         for connection in self._ranks:
             reply = _received(connection) if connection.poll(STARTUP_S) else None
@@ -380,18 +417,24 @@ def expect_ranks(world_size: int, device: str) -> str:
         CannotRunHere: none can.
     """
     if not hasattr(os, "fork") or not hasattr(socket, "send_fds"):
-        raise CannotRunHere(f"{world_size} ranks need os.fork and Unix sockets, which this system lacks: use one rank")
+        raise CannotRunHere(
+            f"{world_size} ranks need os.fork and Unix sockets, which this system lacks: use one"
+            " rank"
+        )
     if not dist.is_available():
-        raise CannotRunHere(f"this build of torch {torch.__version__} has no torch.distributed: use one rank")
+        raise CannotRunHere(
+            f"this build of torch {torch.__version__} has no torch.distributed: use one rank"
+        )
     backend = "gloo" if device == "cpu" else "nccl"
     if not getattr(dist, f"is_{backend}_available")():
         raise CannotRunHere(
-            f"{world_size} ranks on {device} need the backend {backend}, which torch {torch.__version__} lacks"
+            f"{world_size} ranks on {device} need the backend {backend}, which torch"
+            f" {torch.__version__} lacks"
         )
     if device == "cuda" and torch.cuda.device_count() < world_size:
         raise CannotRunHere(
-            f"{world_size} ranks on cuda need a GPU each, and torch sees {torch.cuda.device_count()}: use fewer ranks, "
-            "or --device cpu"
+            f"{world_size} ranks on cuda need a GPU each, and torch sees"
+            f" {torch.cuda.device_count()}: use fewer ranks, or --device cpu"
         )
     return backend
 
@@ -412,7 +455,10 @@ def _with_status(outcome: Outcome, status: int) -> Outcome:
     how = f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
     if not any(mark in outcome.trace for mark in MISMATCH):
         return replace(outcome, raised=f"{ENDED} {how}")
-    sentence = "the collective that it was in got data of another size: another rank was in another collective"
+    sentence = (
+        "the collective that it was in got data of another size: another rank was in another"
+        " collective"
+    )
     return replace(outcome, raised=f"{ENDED} {how}: {sentence}", mismatched=True)
 
 
@@ -421,10 +467,15 @@ def _hung(answers: list[Outcome | None], stacks: list[str], patience: Patience) 
     told = []
     for other, answer in enumerate(answers):
         if answer is None:
-            told.append(f"rank {other} {'waits in' if patience.deadlock else 'is in'} {place_of(stacks[other])}")
+            told.append(
+                f"rank {other} {'waits in' if patience.deadlock else 'is in'}"
+                f" {place_of(stacks[other])}"
+            )
         else:
             told.append(f"rank {other} has {'returned' if answer.raised is None else 'failed'}")
-    trace = "".join(f"rank {r}, innermost call first:\n{stack}" for r, stack in enumerate(stacks) if stack)
+    trace = "".join(
+        f"rank {r}, innermost call first:\n{stack}" for r, stack in enumerate(stacks) if stack
+    )
     return Outcome(
         [],
         {},
@@ -440,7 +491,10 @@ _T = TypeVar("_T")
 
 
 def _owners(steps: Sequence[Observation]) -> dict[str, int] | None:
-    """Return the one rank whose optimizer has each parameter; None where ranks do not share parameters out."""
+    """Return the one rank whose optimizer has each parameter.
+
+    None where ranks do not share parameters out.
+    """
     parts = [[name for group in step.groups for name in group] for step in steps]
     owners = {name: rank for rank, part in enumerate(parts) for name in part}
     same_groups = len({len(step.groups) for step in steps}) == 1
@@ -450,7 +504,8 @@ def _owners(steps: Sequence[Observation]) -> dict[str, int] | None:
 def _together(steps: Sequence[Observation]) -> list[Observation]:
     """Return each rank's step with what the rank that steps on a parameter has of it.
 
-    Ranks may share a step out, as under `ZeroRedundancyOptimizer`: each rank's optimizer has a few parameters.
+    Ranks may share a step out, as under `ZeroRedundancyOptimizer`: each rank's optimizer has a few
+    parameters.
     """
     owners = _owners(steps)
     if owners is None:
@@ -462,11 +517,14 @@ def _together(steps: Sequence[Observation]) -> list[Observation]:
 
     def evaluation(rank: int, index: int) -> Evaluation:
         each = [step.evaluations[min(index, len(step.evaluations) - 1)] for step in steps]
-        return replace(each[rank], gradients=owned(each[rank].gradients, [e.gradients for e in each]))
+        return replace(
+            each[rank], gradients=owned(each[rank].gradients, [e.gradients for e in each])
+        )
 
     order = list(steps[0].after)
     groups = [
-        sorted(chain.from_iterable(parts), key=order.index) for parts in zip(*(s.groups for s in steps), strict=True)
+        sorted(chain.from_iterable(parts), key=order.index)
+        for parts in zip(*(s.groups for s in steps), strict=True)
     ]
     return [
         replace(
@@ -482,11 +540,17 @@ def _together(steps: Sequence[Observation]) -> list[Observation]:
 
 
 def with_all_parts(outcomes: list[Outcome]) -> list[Outcome]:
-    """Return the outcomes of ranks, in which steps that they share out are put together, and whether they are alike."""
+    """Return the outcomes of ranks, in which steps that they share out are put together, and
+    whether they are alike.
+    """
     if len({len(outcome.observations) for outcome in outcomes}) != 1:
         return outcomes
-    steps = [_together(of_ranks) for of_ranks in zip(*(o.observations for o in outcomes), strict=True)]
-    alike = all(same_tree(other.gradients, step[0].gradients) for step in steps for other in step[1:])
+    steps = [
+        _together(of_ranks) for of_ranks in zip(*(o.observations for o in outcomes), strict=True)
+    ]
+    alike = all(
+        same_tree(other.gradients, step[0].gradients) for step in steps for other in step[1:]
+    )
     return [
         replace(o, observations=[step[rank] for step in steps], alike=alike and bool(steps))
         for rank, o in enumerate(outcomes)
@@ -516,7 +580,9 @@ def run_ranks(
     """
     case = instance.case
     if is_jax(loop):
-        from gradcheck_suite.run.jax_run import run_jax_loop  # compiles, and torch loops need none of it
+        from gradcheck_suite.run.jax_run import (
+            run_jax_loop,
+        )  # compiles, and torch loops need none of it
 
         return run_jax_loop(loop, instance, time_limit_s=time_limit_s)
     if case.plan.world_size == 1:
@@ -530,16 +596,20 @@ def run_ranks(
     with kept_ranks():
         pool = pool_of(case.plan.world_size, case.device)
         outcomes = pool.run(request, time_limit_s)
-        ended = [outcome for outcome in outcomes if (outcome.raised or "").startswith(f"{ENDED} by ")]
+        ended = [
+            outcome for outcome in outcomes if (outcome.raised or "").startswith(f"{ENDED} by ")
+        ]
         if any(not outcome.mismatched for outcome in ended):
-            # by the kernel for want of memory, by somebody, by gloo where a connection is lost: a loop that ends its
-            # process by itself does it again
+            # by the kernel for want of memory, by somebody, by gloo where a connection is lost: a
+            # loop that ends its process by itself does it again
             outcomes = pool.run(request, time_limit_s)
         return with_all_parts(outcomes)
 
 
 def run_ranks_ahead(loop: Loop, case: Case, problem: Problem | None) -> None:
-    """Let the ranks of a case run a loop while this process does other things; `run_ranks` returns the outcomes.
+    """Let the ranks of a case run a loop while this process does other things.
+
+    `run_ranks` returns the outcomes.
 
     Args:
         loop: the subject.
@@ -560,7 +630,8 @@ def _request(loop: Loop, case: Case, problem: Problem | None) -> Request:
     )
 
 
-# One rank: a process that joins the others once, then runs one loop after the other on its micro-batches.
+# One rank: a process that joins the others once, then runs one loop after the other on its
+# micro-batches.
 
 
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
@@ -574,15 +645,16 @@ def main(connection: Connection, rank: int, world_size: int, backend: str, folde
         rank: the rank's place among the others.
         world_size: number of ranks.
         backend: the backend of `torch.distributed`.
-        folder: for the file through which the ranks meet, the stack that this one writes when it receives SIGUSR1, and
-            its errors.
+        folder: for the file through which the ranks meet, the stack that this one writes when it
+            receives SIGUSR1, and its errors.
     """
     end_with_parent(connection)
     with (folder / f"errors-{rank}").open("a") as errors:
         # what torch and gloo write before they end the process says why
         os.dup2(errors.fileno(), 2)
     with (folder / f"stack-{rank}").open("a") as stacks:
-        # the handler is C code, so it also writes the stack of a rank that waits inside a collective
+        # the handler is C code, so it also writes the stack of a rank that waits inside a
+        # collective
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)
         reply = _join(rank, world_size, backend, folder)
         connection.send_bytes(packed(reply))
@@ -592,7 +664,12 @@ def main(connection: Connection, rank: int, world_size: int, backend: str, folde
 
 
 def _join(rank: int, world_size: int, backend: str, folder: Path) -> Reply:
-    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+    place = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": world_size,
+    }
     # programs that torchrun starts find their place in these
     os.environ.update({name: str(number) for name, number in place.items()})
     if name := LOOPBACK.get(sys.platform):
@@ -602,10 +679,14 @@ def _join(rank: int, world_size: int, backend: str, folder: Path) -> Reply:
         torch.cuda.set_device(rank)
     try:
         # a file needs no port, which another program might have taken
-        dist.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size)
+        dist.init_process_group(
+            backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size
+        )
     except Exception as error:
         return Reply(
-            None, f"the ranks cannot form a group of {backend}: {' '.join(str(error).split())}", cannot_run=True
+            None,
+            f"the ranks cannot form a group of {backend}: {' '.join(str(error).split())}",
+            cannot_run=True,
         )
     return Reply(None)
 
@@ -614,13 +695,21 @@ def _answer(request: Request, rank: int) -> Reply:
     """Run a loop, and return what it did on this rank."""
     sys.path[:] = request.path
     try:
-        loop, problem = request.loop.load(), None if request.problem is None else request.problem.load()
-        instance = as_changed(instance_of(request.case, problem), request.scale, request.item_counts)
+        loop, problem = (
+            request.loop.load(),
+            None if request.problem is None else request.problem.load(),
+        )
+        instance = as_changed(
+            instance_of(request.case, problem), request.scale, request.item_counts
+        )
     except UsageError as error:
         return Reply(None, str(error), cannot_run=isinstance(error, CannotRunHere))
     except (Exception, SystemExit) as error:
         sentence = " ".join(f"{type(error).__name__}: {error}".split())
-        return Reply(None, f"rank {rank} cannot import the loop or the problem: {sentence} ({users_line(error)})")
+        return Reply(
+            None,
+            f"rank {rank} cannot import the loop or the problem: {sentence} ({users_line(error)})",
+        )
     try:
         with quiet_loops(request.quiet), counted_collectives(request.count_traffic) as collectives:
             # the parent keeps the time: it also sees a rank that waits inside a collective
@@ -631,12 +720,17 @@ def _answer(request: Request, rank: int) -> Reply:
     return Reply(outcome)
 
 
-# How many collectives, and of how many bytes, each window takes. A loop that adds up gradients once per window
-# communicates as much for every number of accumulation steps.
+# How many collectives, and of how many bytes, each window takes. A loop that adds up gradients once
+# per window communicates as much for every number of accumulation steps.
 
 
 OF_ACTIVATIONS = "all-reduce of activations"
-ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST = "all-reduce", "all-gather", "reduce-scatter", "broadcast"
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "broadcast",
+)
 Kinds = dict[str, tuple[float, float]]
 """Name of a collective -> how often a window takes it, and the bytes that a rank gives to all of these."""
 STEPS = (1, 4)
@@ -656,11 +750,19 @@ ENDS = ("wait_tensor", "_wrap_tensor_autograd")
 ITEMS = 2
 """Items of each micro-batch."""
 WHY_IT_GROWS = {
-    frozenset({ALL_GATHER}): "every micro-batch gathers the sharded parameters, and each window adds up gradients once",
-    frozenset({OF_ACTIVATIONS}): "every micro-batch adds up activations over the ranks that share the model",
+    frozenset(
+        {ALL_GATHER}
+    ): "every micro-batch gathers the sharded parameters, and each window adds up gradients once",
+    frozenset(
+        {OF_ACTIVATIONS}
+    ): "every micro-batch adds up activations over the ranks that share the model",
 }
 """Collectives that a window takes more of with more micro-batches -> why, where that is the wrapper's way."""
-PLAIN = ProblemSpec(Input("vector", size=4), (Layer("linear", bias=True, features=1),), Loss("mse", reduction="mean"))
+PLAIN = ProblemSpec(
+    Input("vector", size=4),
+    (Layer("linear", bias=True, features=1),),
+    Loss("mse", reduction="mean"),
+)
 """A model of two parameters that every micro-batch reaches."""
 
 
@@ -669,7 +771,9 @@ Collectives = Counter[tuple[str, int]]
 
 
 class _Counting(TorchDispatchMode):
-    """Counts the operations of `c10d`, through which Python and torch's own reducers start collectives."""
+    """Counts the operations of `c10d`, through which Python and torch's own reducers start
+    collectives.
+    """
 
     def __init__(self, found: Collectives) -> None:
         super().__init__()
@@ -679,7 +783,9 @@ class _Counting(TorchDispatchMode):
         name = func._schema.name.rpartition("::")[2]
         if is_counted() and func.namespace in ("c10d", "_c10d_functional") and name not in ENDS:
             # these two are called with the output first
-            given = args[1] if name.startswith(("_allgather_base", "_reduce_scatter_base")) else args[0]
+            given = (
+                args[1] if name.startswith(("_allgather_base", "_reduce_scatter_base")) else args[0]
+            )
             self._found[name, sum(t.numel() * t.element_size() for t in leaves(given))] += 1
         return func(*args, **(kwargs or {}))
 
@@ -701,7 +807,8 @@ class Traffic:
 
     Attributes:
         accumulation_steps: K of the windows.
-        kinds: name of each collective that it enters -> how often, and the bytes that it gives to all of these.
+        kinds: name of each collective that it enters -> how often, and the bytes that it gives to
+            all of these.
     """
 
     accumulation_steps: int
@@ -724,14 +831,22 @@ class Traffic:
 
 
 def traffic_text(found: tuple[Traffic, ...]) -> str:
-    """Return a sentence about the communication of each window, and whether it grows with the accumulation steps."""
+    """Return a sentence about the communication of each window, and whether it grows with the
+    accumulation steps.
+    """
     first, last = found[0], found[-1]
     sentence = f"each window takes {first.text} on every rank"
-    grown = {kind for kind in {**first.kinds, **last.kinds} if first.kinds.get(kind) != last.kinds.get(kind)}
+    grown = {
+        kind
+        for kind in {**first.kinds, **last.kinds}
+        if first.kinds.get(kind) != last.kinds.get(kind)
+    }
     if not grown:
         return f"{sentence}, whatever its number of micro-batches"
     why = WHY_IT_GROWS.get(
-        frozenset(grown), "the loop communicates at every micro-batch; once per window is enough, such as under no_sync"
+        frozenset(grown),
+        "the loop communicates at every micro-batch; once per window is enough, such as under"
+        " no_sync",
     )
     return (
         f"{sentence} with accumulation_steps = {first.accumulation_steps}, and {last.text} with "
@@ -752,7 +867,10 @@ def traffic_per_window(
     """
     found = []
     for k in STEPS:
-        totals = [_totals(loop, instance_of_plan(plan_of_windows(k, n, ranks)), time_limit_s) for n in (FEW, MANY)]
+        totals = [
+            _totals(loop, instance_of_plan(plan_of_windows(k, n, ranks)), time_limit_s)
+            for n in (FEW, MANY)
+        ]
         if totals[0] is None or totals[1] is None:
             return ()
         found.append(Traffic(k, _per_window(totals[0], totals[1])))
@@ -768,7 +886,10 @@ def _per_window(few: Kinds, many: Kinds) -> Kinds:
     """Return what each window adds, from the totals of two runs."""
     found = {}
     for kind, totals in many.items():
-        number, size = ((more - less) / (MANY - FEW) for less, more in zip(few.get(kind, (0, 0)), totals, strict=True))
+        number, size = (
+            (more - less) / (MANY - FEW)
+            for less, more in zip(few.get(kind, (0, 0)), totals, strict=True)
+        )
         if number:
             found[kind] = (number, size)
     return found

@@ -39,7 +39,9 @@ _PACKAGE = str(Path(__file__).parent.parent)
 
 
 def users_line(error: BaseException) -> str:
-    """Return `FILE, line N` of an exception's innermost frame in user code, or of the frame that raised it."""
+    """Return `FILE, line N` of an exception's innermost frame in user code, or of the frame that
+    raised it.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     foreign = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
     own = [frame for frame in foreign if not frame.filename.startswith(INSTALLED)]
@@ -50,7 +52,8 @@ def users_line(error: BaseException) -> str:
 def is_import_failure(error: BaseException) -> bool:
     """Return whether an exception says that something could not be imported.
 
-    It is an `ImportError`, an exception at the top level of a module, or an exception raised in place of one of these.
+    It is an `ImportError`, an exception at the top level of a module, or an exception raised in
+    place of one of these.
     """
     if isinstance(error, ImportError) or "<module>" in _functions(error):
         return True
@@ -59,7 +62,8 @@ def is_import_failure(error: BaseException) -> bool:
     context = error.__context__
     if context is None or error.__suppress_context__:
         return False
-    # a handler that goes on without the import, and fails later in another function, failed by itself
+    # a handler that goes on without the import, and fails later in another function, failed by
+    # itself
     return _functions(error)[-1:] == _functions(context)[:1] and is_import_failure(context)
 
 
@@ -70,7 +74,10 @@ def _functions(error: BaseException) -> list[str]:
 _BY_TEXT = (
     (
         "does not require grad and does not have a grad_fn",
-        "the loss carries no graph: look for torch.no_grad or inference_mode around the loop, and for detach or item",
+        (
+            "the loss carries no graph: look for torch.no_grad or inference_mode around the loop,"
+            " and for detach or item"
+        ),
     ),
     (
         "Inference tensors cannot be saved for backward",
@@ -107,7 +114,9 @@ _QUIET = ContextVar("_QUIET", default=False)
 
 @contextmanager
 def quiet_loops(quiet: bool) -> Iterator[None]:
-    """Discard the output of the loops that run inside the block, such as a line for every epoch, if `quiet`."""
+    """Discard the output of the loops that run inside the block, such as a line for every epoch, if
+    `quiet`.
+    """
     token = _QUIET.set(quiet)
     try:
         yield
@@ -122,7 +131,9 @@ def is_quiet() -> bool:
 
 @contextmanager
 def discarded_output() -> Iterator[None]:
-    """Discard what is written to the process's standard output and error, also by loggers and by code in C."""
+    """Discard what is written to the process's standard output and error, also by loggers and by
+    code in C.
+    """
     out, err = sys.stdout, sys.stderr
     for stream in filter(None, (out, err)):
         stream.flush()
@@ -151,24 +162,30 @@ class Outcome:
         observations: one per optimizer step, in order.
         start: values of the parameters before the run, by name.
         parameters: values of the parameters after the run, by name.
-        beginning: the parameters, the optimizer's settings and its state before the run, as a step would leave them.
+        beginning: the parameters, the optimizer's settings and its state before the run, as a step
+            would leave them.
         raised: one line about the exception that ended the loop, or None.
         trace: the traceback of that exception, from the loop's frame on.
         timed_out: whether the loop was stopped by the time limit.
         endless: whether the loop was stopped because it stepped too often.
         structure: how the loop changed the model's parameters, or None.
-        process: what the loop, or its module when it was imported, changed of torch for the whole process.
+        process: what the loop, or its module when it was imported, changed of torch for the whole
+            process.
         compute: the autocast dtype of its losses, or None.
-        refused: the message of a `CannotRunHere` with which the loop declined to train this, or None.
-        scheduler_steps: number of steps in each epoch, one for each learning rate scheduler. An epoch is a pass over
-            the loader.
+        refused: the message of a `CannotRunHere` with which the loop declined to train this, or
+            None.
+        scheduler_steps: number of steps in each epoch, one for each learning rate scheduler. An
+            epoch is a pass over the loader.
         skipped: for each step that a `GradScaler` skipped, the number of steps before it.
-        scaler_calls: (method, number of its calls in each epoch), one for each `GradScaler` and optimizer.
+        scaler_calls: (method, number of its calls in each epoch), one for each `GradScaler` and
+            optimizer.
         deadlock: whether the loop was stopped because its ranks wait for each other.
         mismatched: whether this rank was ended because other ranks were in another collective.
-        collectives: (name, bytes) -> how often the rank entered such a collective; empty where that was not counted.
+        collectives: (name, bytes) -> how often the rank entered such a collective; empty where that
+            was not counted.
         alike: whether all of several ranks had the same gradients, to the bit, at each step.
-        keeps_non_finite: whether `optax.MultiSteps` accumulates, which keeps a NaN or an infinity for ever.
+        keeps_non_finite: whether `optax.MultiSteps` accumulates, which keeps a NaN or an infinity
+            for ever.
     """
 
     observations: list[Observation]
@@ -212,13 +229,16 @@ def run_to_end(
     exceeded: Callable[[], bool],
     finish: Callable[[], object] = lambda: None,
 ) -> Ending:
-    """Run a loop and return how it ended. Every exception except `KeyboardInterrupt` is a way to end.
+    """Run a loop and return how it ended.
+
+    Every exception except `KeyboardInterrupt` is a way to end.
 
     Args:
         loop: the subject.
         run: its argument.
         time_limit_s: seconds after which it is stopped, None for no limit.
-        expect: raises `UsageError` where an exception shows that the loop is one of the other framework.
+        expect: raises `UsageError` where an exception shows that the loop is one of the other
+            framework.
         exceeded: returns whether the loop was stopped because it stepped too often.
         finish: called after the loop, within the time limit.
 
@@ -247,14 +267,24 @@ def run_to_end(
     if timed_out:
         raised = f"it did not return within {time_limit_s:g} s (the time limit per case)"
     return Ending(
-        raised=None if endless else raised, trace=trace, refused=refused, timed_out=timed_out, endless=endless
+        raised=None if endless else raised,
+        trace=trace,
+        refused=refused,
+        timed_out=timed_out,
+        endless=endless,
     )
 
 
 def run_loop(
-    loop: Loop, instance: Instance, *, time_limit_s: float | None = DEFAULT_TIME_LIMIT, rank: int = 0
+    loop: Loop,
+    instance: Instance,
+    *,
+    time_limit_s: float | None = DEFAULT_TIME_LIMIT,
+    rank: int = 0,
 ) -> Outcome:
-    """Run a loop on a fresh model. Every exception except `KeyboardInterrupt` is part of the outcome.
+    """Run a loop on a fresh model.
+
+    Every exception except `KeyboardInterrupt` is part of the outcome.
 
     Raises:
         CannotRunHere: the loop cannot import what it needs, so it would fail on every case.
@@ -273,7 +303,9 @@ def run_loop(
             torch.enable_grad(),
             recorded_calls(lambda: len(observer.observations), epoch_of(run.loader)) as calls,
         ):
-            ending = run_to_end(loop, run, time_limit_s, expect=_expect_torch, exceeded=lambda: observer.exceeded)
+            ending = run_to_end(
+                loop, run, time_limit_s, expect=_expect_torch, exceeded=lambda: observer.exceeded
+            )
     finally:
         observer.close()
         torch.set_default_dtype(default_dtype)
@@ -282,13 +314,17 @@ def run_loop(
         start=observer.start,
         beginning=observer.beginning,
         # other ranks do not gather sharded parameters where this one has failed
-        parameters=observer.values() if single_process or ending["raised"] is None else observer.last,
+        parameters=(
+            observer.values() if single_process or ending["raised"] is None else observer.last
+        ),
         structure=_changes(run.model, before, observer),
         process=(*BY_IMPORT.get(getattr(loop, "__module__", None) or "", ()), *changed),
         compute=run.loss.compute if isinstance(run.loss, AutocastRecorder) else None,
         scheduler_steps=tuple(map(dict, calls.schedulers.values())),
         skipped=tuple(calls.skipped),
-        scaler_calls=tuple((method, dict(counts)) for (method, *_), counts in calls.scalers.items()),
+        scaler_calls=tuple(
+            (method, dict(counts)) for (method, *_), counts in calls.scalers.items()
+        ),
         **ending,
     )
 
@@ -297,8 +333,8 @@ def _changes(model: torch.nn.Module, before: Structure, observer: Observer) -> s
     """Return how the loop changed the model's parameters apart from their values, or None."""
     if isinstance(observer, RankObserver) and (left := observer.left_behind):
         return (
-            f"fully_shard made new ones, and run.optimizer still has the old {left[0]}: put the new parameters into "
-            "run.optimizer.param_groups"
+            f"fully_shard made new ones, and run.optimizer still has the old {left[0]}: put the new"
+            " parameters into run.optimizer.param_groups"
         )
     return structure_changes(before, as_before_sharding(structure(model), before))
 
@@ -315,8 +351,9 @@ def _expect_torch(error: BaseException, run: TrainingRun) -> None:
     of_run = error.obj is run and error.name in _OF_JAX
     if of_run or (error.obj is run.optimizer and error.name in ("init", "update")):
         raise UsageError(
-            f"the loop asks for run.{'' if of_run else 'optimizer.'}{error.name}, which a loop of JAX is given: "
-            "decorate it with @gradcheck_suite.jax_training_loop, or say --framework jax"
+            f"the loop asks for run.{'' if of_run else 'optimizer.'}{error.name}, which a loop of"
+            " JAX is given: decorate it with @gradcheck_suite.jax_training_loop, or say"
+            " --framework jax"
         ) from None
 
 
@@ -324,8 +361,14 @@ def account(error: BaseException, loop: Callable[..., Any]) -> tuple[str, str]:
     """Return one line about an exception, and its traceback, both without the suite's frame."""
     own = error.__traceback__ and error.__traceback__.tb_next
     code = getattr(inspect.unwrap(loop), "__code__", None)
-    inside = [frame for frame in traceback.extract_tb(own) if code and frame.filename == code.co_filename]
-    where = f" ({Path(file_text(inside[-1].filename)).name}, line {inside[-1].lineno})" if inside else ""
+    inside = [
+        frame for frame in traceback.extract_tb(own) if code and frame.filename == code.co_filename
+    ]
+    where = (
+        f" ({Path(file_text(inside[-1].filename)).name}, line {inside[-1].lineno})"
+        if inside
+        else ""
+    )
     message = " ".join(str(error).split())
     line = f"{type(error).__name__}: {message}" if message else type(error).__name__
     meaning = hint(error)

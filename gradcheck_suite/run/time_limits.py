@@ -33,32 +33,41 @@ STARTING = (
 
 
 class TimedOut(BaseException):
-    """The loop did not return in time. It is no `Exception`, so that a loop's handlers do not catch it."""
+    """The loop did not return in time.
+
+    It is no `Exception`, so that a loop's handlers do not catch it.
+    """
 
 
 class Allowance:
     """The time that a loop has for one case, in one process or in several.
 
-    It is over once a process has computed for as long as the limit, or all have been idle that long. While others keep
-    the processor busy it lasts up to `PATIENCE` times as long, so that a correct loop is not blamed. Imports and
-    compilation do not count: a loop that did such work gets the whole limit again, for `STARTUP_S` seconds at most.
+    It is over once a process has computed for as long as the limit, or all have been idle that
+    long. While others keep the processor busy it lasts up to `PATIENCE` times as long, so that a
+    correct loop is not blamed. Imports and compilation do not count: a loop that did such work gets
+    the whole limit again, for `STARTUP_S` seconds at most.
     """
 
     def __init__(self, limit_s: float, computed: Sequence[float]) -> None:
         """Begin, with the processor seconds of each process so far."""
         self._limit, self._began, self._at_start = limit_s, 0.0, computed
 
-    def is_over(self, passed: float, computed: Sequence[float], has_loaded: Callable[[], bool]) -> bool:
+    def is_over(
+        self, passed: float, computed: Sequence[float], has_loaded: Callable[[], bool]
+    ) -> bool:
         """Return whether the loop is to be stopped.
 
         Args:
             passed: wall-clock seconds since the loop began.
             computed: processor seconds of each process so far.
-            has_loaded: returns whether it was importing or compiling since the limit began; called where it is over.
+            has_loaded: returns whether it was importing or compiling since the limit began; called
+                where it is over.
         """
         since = passed - self._began
         used = max(now - before for before, now in zip(self._at_start, computed, strict=True))
-        if since < self._limit or (IDLE * since <= used < self._limit and since < PATIENCE * self._limit):
+        if since < self._limit or (
+            IDLE * since <= used < self._limit and since < PATIENCE * self._limit
+        ):
             return False
         if not has_loaded() or passed >= STARTUP_S:
             return True
@@ -75,10 +84,12 @@ class Limit:
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[Limit]:
-    """Raise `TimedOut` inside the block once its `Allowance` is over, repeatedly until the block ends.
+    """Raise `TimedOut` inside the block once its `Allowance` is over, repeatedly until the block
+    ends.
 
-    The limit uses SIGALRM: it works in the main thread, on systems that have this signal; elsewhere there is no limit.
-    It stops Python code that catches every exception. It does not stop a call into C code that never returns.
+    The limit uses SIGALRM: it works in the main thread, on systems that have this signal; elsewhere
+    there is no limit. It stops Python code that catches every exception. It does not stop a call
+    into C code that never returns.
     """
     limit = Limit()
     usable = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
@@ -98,7 +109,11 @@ def time_limit(seconds: float | None) -> Iterator[Limit]:
 
         def has_loaded() -> bool:
             nonlocal modules, loading
-            before, modules, loading = (modules, loading), len(sys.modules), _is_starting(frame, block)
+            before, modules, loading = (
+                (modules, loading),
+                len(sys.modules),
+                _is_starting(frame, block),
+            )
             return loading or before[1] or modules > before[0]  # compiled code is imported too
 
         now = time.monotonic(), time.process_time()
@@ -141,7 +156,9 @@ def _inside(frame: FrameType | None, block: FrameType | None) -> bool:
     called: FrameType | None = None
     while frame is not None and frame is not block:
         frame, called = frame.f_back, frame
-    return frame is not None and (called is None or called.f_code.co_filename != contextlib.__file__)
+    return frame is not None and (
+        called is None or called.f_code.co_filename != contextlib.__file__
+    )
 
 
 def _is_starting(frame: FrameType | None, block: FrameType | None) -> bool:
@@ -156,8 +173,8 @@ def _is_starting(frame: FrameType | None, block: FrameType | None) -> bool:
 def _raise_at_next_line(frame: FrameType | None, block: FrameType | None) -> None:
     """Make the block's frames raise `TimedOut` at the next line that they execute.
 
-    It is for a block that caught the first `TimedOut`: its next line is in the handler, and an exception raised in a
-    handler propagates.
+    It is for a block that caught the first `TimedOut`: its next line is in the handler, and an
+    exception raised in a handler propagates.
     """
 
     def tracer(frame: FrameType, event: str, argument: Any) -> Any:

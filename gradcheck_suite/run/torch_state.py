@@ -1,9 +1,11 @@
-"""Functions, methods and hooks of torch that everything in the process uses, and what a loop has changed of them.
+"""Functions, methods and hooks of torch that everything in the process uses, and what a loop has
+changed of them.
 
-A reference that is computed under such a change is wrong as well, so a change is a violation by itself, and is undone.
-Looked at: functions and classes of `torch`, `torch.nn`, `torch.optim`, `torch.autograd` and the namespaces of functions
-beside them; methods of modules, optimizers and tensors; hooks on every module or optimizer; kernels of ATen. A change
-by an installed package is its own affair, and that package is part of what is verified.
+A reference that is computed under such a change is wrong as well, so a change is a violation by
+itself, and is undone. Looked at: functions and classes of `torch`, `torch.nn`, `torch.optim`,
+`torch.autograd` and the namespaces of functions beside them; methods of modules, optimizers and
+tensors; hooks on every module or optimizer; kernels of ATen. A change by an installed package is
+its own affair, and that package is part of what is verified.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ _MISSING = object()
 
 @cache
 def _owners() -> dict[Any, dict[str, Any]]:
-    """Return modules and classes of torch, each with a copy of what it had when it was last looked at."""
+    """Return modules and classes of torch, each with a copy of what it had when it was last looked
+    at.
+    """
     own = [
         module
         for name, module in sys.modules.items()
@@ -69,7 +73,10 @@ def _owners() -> dict[Any, dict[str, Any]]:
         for kind in vars(module).values()
         if isinstance(kind, type) and kind.__module__ == module.__name__
     ]
-    return {owner: {} for owner in (*own, *classes, torch.Tensor, torch.nn.Parameter, torch.autograd.Function)}
+    return {
+        owner: {}
+        for owner in (*own, *classes, torch.Tensor, torch.nn.Parameter, torch.autograd.Function)
+    }
 
 
 def _changed() -> Iterator[tuple[Any, dict[str, Any]]]:
@@ -87,14 +94,25 @@ def _look() -> None:
 
 
 def _place(value: Any) -> tuple[str, str]:
-    """Return the file in which a function, a method or a class is defined, if any, and the place in words."""
+    """Return the file in which a function, a method or a class is defined, if any, and the place in
+    words.
+    """
     for attribute in ("__func__", "fget", "func"):
         value = getattr(value, attribute, value)
     name = getattr(value, "__qualname__", type(value).__qualname__)
-    code = getattr(value, "__code__", None) or getattr(vars(type(value)).get("__call__"), "__code__", None)
+    code = getattr(value, "__code__", None) or getattr(
+        vars(type(value)).get("__call__"), "__code__", None
+    )
     if code is not None:
-        return code.co_filename, f"{name} ({Path(file_text(code.co_filename)).name}, line {code.co_firstlineno})"
-    file = getattr(sys.modules.get(value.__module__), "__file__", None) if isinstance(value, type) else None
+        return (
+            code.co_filename,
+            f"{name} ({Path(file_text(code.co_filename)).name}, line {code.co_firstlineno})",
+        )
+    file = (
+        getattr(sys.modules.get(value.__module__), "__file__", None)
+        if isinstance(value, type)
+        else None
+    )
     return file or "", f"{getattr(value, '__module__', None) or 'torch'}.{name}"
 
 
@@ -112,14 +130,19 @@ def _name(owner: Any) -> str:
 
 
 def _replaced(owner: Any, before: dict[str, Any], known: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield each name of which the user's code, or another function of torch, has taken the place, and what it was."""
+    """Yield each name of which the user's code, or another function of torch, has taken the place,
+    and what it was.
+    """
     for name, new in vars(owner).items():
         old = before.get(name, _MISSING)
-        # torch wraps some of its own methods when they are first used, as it does `Optimizer.step` to profile it
+        # torch wraps some of its own methods when they are first used, as it does `Optimizer.step`
+        # to profile it
         if new is old or not (_is_users(new) or (callable(new) and id(new) in known)):
             continue
         # a new name changes what is there already only in a class, where it hides that of a base
-        if old is not _MISSING or (isinstance(owner, type) and any(name in vars(base) for base in owner.__mro__[1:])):
+        if old is not _MISSING or (
+            isinstance(owner, type) and any(name in vars(base) for base in owner.__mro__[1:])
+        ):
             yield name, old
 
 
@@ -133,7 +156,9 @@ def _undo(owner: Any, name: str, old: Any) -> None:
 def _patches() -> Iterator[str]:
     """Yield what has taken the place of functions and methods, in words, and undo it."""
     changed = list(_changed())
-    known = {id(value) for _, before in changed for value in before.values() if inspect.isroutine(value)}
+    known = {
+        id(value) for _, before in changed for value in before.values() if inspect.isroutine(value)
+    }
     for owner, before in changed:
         for name, old in list(_replaced(owner, before, known)):
             yield f"{_name(owner)}.{name} is {_place(vars(owner)[name])[1]}"
@@ -147,7 +172,9 @@ def _kernels() -> set[str]:
 def _destroy(kernels: set[str]) -> None:
     # a kernel has no public way back: the `torch.library.Library` that registered it takes it along
     for library in gc.get_objects():
-        if isinstance(library, torch.library.Library) and kernels & getattr(library, "_op_impls", set()):
+        if isinstance(library, torch.library.Library) and kernels & getattr(
+            library, "_op_impls", set()
+        ):
             library._destroy()
 
 
@@ -165,9 +192,17 @@ def changes_undone() -> Iterator[list[str]]:
     finally:
         found += _patches()
         for (name, after), before in zip(_HOOKS, hooks, strict=True):
-            for key in [key for key, hook in after.items() if key not in before and _is_users(hook)]:
-                found.append(f"{name.strip('_').replace('_', ' ')} of torch have {_place(after.pop(key))[1]}")
-        added = sorted(k for k in _kernels() - kernels if k.startswith("aten/") and k.rpartition("/")[2] in _KERNELS)
+            for key in [
+                key for key, hook in after.items() if key not in before and _is_users(hook)
+            ]:
+                found.append(
+                    f"{name.strip('_').replace('_', ' ')} of torch have {_place(after.pop(key))[1]}"
+                )
+        added = sorted(
+            k
+            for k in _kernels() - kernels
+            if k.startswith("aten/") and k.rpartition("/")[2] in _KERNELS
+        )
         if added:
             found += [f"the kernel {key} is another" for key in added]
             _destroy({*added})

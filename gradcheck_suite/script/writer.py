@@ -1,8 +1,10 @@
-"""Stand-alone scripts: a violation as one Python file that needs torch alone, to send to whoever mends the loop.
+"""Stand-alone scripts: a violation as one Python file that needs torch alone, to send to whoever
+mends the loop.
 
-A script reads from top to bottom: model, data, loop, expected gradient, comparison. The numbers come from the
-violation's evidence; no loop is run to write it. It is run once before it is announced. That of a loop of JAX needs jax
-and optax alone. It has no model: the loss of each item is linear, with the gradient that the item has in the case.
+A script reads from top to bottom: model, data, loop, expected gradient, comparison. The numbers
+come from the violation's evidence; no loop is run to write it. It is run once before it is
+announced. That of a loop of JAX needs jax and optax alone. It has no model: the loss of each item
+is linear, with the gradient that the item has in the case.
 """
 
 from __future__ import annotations
@@ -47,9 +49,23 @@ from gradcheck_suite.core.text import error_text, violation_title
 from gradcheck_suite.loops.trainers import TRAINERS
 from gradcheck_suite.reference.large_batch import Reference, gradients_of
 from gradcheck_suite.run import jax_run
-from gradcheck_suite.run.instance import Instance, Pairs, epoch_of, instance_of, leaves, loader_over, map_leaves
+from gradcheck_suite.run.instance import (
+    Instance,
+    Pairs,
+    epoch_of,
+    instance_of,
+    leaves,
+    loader_over,
+    map_leaves,
+)
 from gradcheck_suite.run.observer import Observer, recorded_calls, structure, structure_changes
-from gradcheck_suite.run.optimizers import OPTIMIZERS, fault_before, fault_between, fault_of_step, in_groups
+from gradcheck_suite.run.optimizers import (
+    OPTIMIZERS,
+    fault_before,
+    fault_between,
+    fault_of_step,
+    in_groups,
+)
 from gradcheck_suite.run.torch_state import changes_undone
 from gradcheck_suite.verification.check import of_torch
 from gradcheck_suite.verification.separability import adds_up
@@ -62,10 +78,26 @@ MOST_SHOWN = 4096
 """Largest number of elements of a parameter whose observed gradient a script contains."""
 TEMPLATE = (Path(__file__).parent / "template.txt").read_text(encoding="utf-8")
 """Of every script: `%% A B` stands above lines of those scripts that have A or B, and `%%` above those of all."""
-WRITTEN = {*re.findall(r"(?m)^(?:def |class )?(\w+)(?:\(| =|, )", TEMPLATE), "DTYPE", "Model", "TrainingRun"}
+WRITTEN = {
+    *re.findall(r"(?m)^(?:def |class )?(\w+)(?:\(| =|, )", TEMPLATE),
+    "DTYPE",
+    "Model",
+    "TrainingRun",
+}
 """Names that a script itself gives a meaning to."""
 IMPORTS = (
-    *((module, None) for module in ("faulthandler", "importlib.util", "inspect", "os", "sys", "traceback", "torch")),
+    *(
+        (module, None)
+        for module in (
+            "faulthandler",
+            "importlib.util",
+            "inspect",
+            "os",
+            "sys",
+            "traceback",
+            "torch",
+        )
+    ),
     *(("dataclasses", "make_dataclass"), ("operator", "attrgetter"), ("pathlib", "Path")),
     *(("math", "inf"), ("math", "nan"), ("torch.utils.data", "DataLoader")),
 )
@@ -81,12 +113,15 @@ COPIED: dict[str, tuple[Any, ...]] = {
 """The suite's definitions that parts of the template call."""
 OWN = {PACKAGE}
 """Packages whose definitions a script has copies of, in place of their imports; one of loops may add itself."""
-UNUSUAL = re.compile(r"\b(pairs|criterion|dataset|\w*sampler|batch_size|collate_fn|getattr|vars|__dict__)\b")
+UNUSUAL = re.compile(
+    r"\b(pairs|criterion|dataset|\w*sampler|batch_size|collate_fn|getattr|vars|__dict__)\b"
+)
 """What only some loops ask for: pairs, and more of a loader than its micro-batches and their number."""
 NONLINEARITY = inspect.Parameter("nonlinearity", inspect.Parameter.KEYWORD_ONLY, default="tanh")
 
 
-# Definitions copied from modules, each with all that it needs: a name is looked up among its module's definitions.
+# Definitions copied from modules, each with all that it needs: a name is looked up among its
+# module's definitions.
 
 
 class CannotCopyError(Exception):
@@ -95,20 +130,34 @@ class CannotCopyError(Exception):
 
 @cache
 def _module(name: str) -> tuple[str, ast.Module, dict[str, Any]]:
-    """Return a module's source, its tree, and for each top-level name its statement or the import it comes from."""
+    """Return a module's source, its tree, and for each top-level name its statement or the import
+    it comes from.
+    """
     source = inspect.getsource(importlib.import_module(name))
     tree, found = ast.parse(source), dict[str, Any]()
-    guarded = [n for node in tree.body if _is_guard(node, "TYPE_CHECKING") for n in getattr(node, "body", ())]
+    guarded = [
+        n
+        for node in tree.body
+        if _is_guard(node, "TYPE_CHECKING")
+        for n in getattr(node, "body", ())
+    ]
     for node in [*guarded, *tree.body]:
         if isinstance(node, ast.Import):
-            found |= {a.asname or a.name.partition(".")[0]: (a.name, None, a.asname) for a in node.names}
+            found |= {
+                a.asname or a.name.partition(".")[0]: (a.name, None, a.asname) for a in node.names
+            }
         elif isinstance(node, ast.ImportFrom):
             found |= {a.asname or a.name: (node.module, a.name, a.asname) for a in node.names}
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             found[node.name] = node
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {n.id: node for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+            found |= {
+                n.id: node
+                for target in targets
+                for n in ast.walk(target)
+                if isinstance(n, ast.Name)
+            }
     return source, tree, found
 
 
@@ -121,14 +170,23 @@ def _is_guard(node: ast.stmt, *tests: str) -> bool:
 
 
 def _is_copyable(node: ast.stmt) -> bool:
-    """Return whether a statement of a user's module does nothing when it runs but give names a meaning.
+    """Return whether a statement of a user's module does nothing when it runs but give names a
+    meaning.
 
-    What else a module does, and what modules of the user's it imports, may be what the loop's fault comes from.
+    What else a module does, and what modules of the user's it imports, may be what the loop's fault
+    comes from.
     """
     if isinstance(node, ast.Import | ast.ImportFrom):
-        modules = [str(node.module)] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+        modules = (
+            [str(node.module)]
+            if isinstance(node, ast.ImportFrom)
+            else [alias.name for alias in node.names]
+        )
         known = {*sys.stdlib_module_names, "torch", PACKAGE}
-        return not getattr(node, "level", 0) and {module.partition(".")[0] for module in modules} <= known
+        return (
+            not getattr(node, "level", 0)
+            and {module.partition(".")[0] for module in modules} <= known
+        )
     if isinstance(node, ast.Expr | ast.Assign | ast.AnnAssign):
         reaches = any(isinstance(part, ast.Attribute | ast.Subscript) for part in ast.walk(node))
         return isinstance(node.value, ast.Constant) and not reaches
@@ -137,13 +195,24 @@ def _is_copyable(node: ast.stmt) -> bool:
 
 
 def _global_names(text: str) -> list[str]:
-    """Return the names that a definition takes from outside of it; parameters and local variables are none of them."""
+    """Return the names that a definition takes from outside of it.
+
+    Parameters and local variables are none of them.
+    """
     scopes = [symtable.symtable(text, "definition", "exec")]
     for scope in scopes:
         scopes += scope.get_children()
-    # since Python 3.12, the variables of a comprehension are those of the scope around it: assigned there
-    outer = {s.get_name() for s in scopes[0].get_symbols() if s.is_referenced() and not s.is_assigned()}
-    inner = {s.get_name() for t in scopes[1:] for s in t.get_symbols() if s.is_referenced() and s.is_global()}
+    # since Python 3.12, the variables of a comprehension are those of the scope around it: assigned
+    # there
+    outer = {
+        s.get_name() for s in scopes[0].get_symbols() if s.is_referenced() and not s.is_assigned()
+    }
+    inner = {
+        s.get_name()
+        for t in scopes[1:]
+        for s in t.get_symbols()
+        if s.is_referenced() and s.is_global()
+    }
     return sorted(outer | inner)
 
 
@@ -174,7 +243,9 @@ class Sources:
                     # of JAX, only types stand in what runs torch
                     self.imports |= {found} if source.partition(".")[0] != "jax" else set()
                 elif original is None or renamed is not None:
-                    raise CannotCopyError(f"{name} of {module} has another name where it is defined")
+                    raise CannotCopyError(
+                        f"{name} of {module} has another name where it is defined"
+                    )
                 elif name not in WRITTEN:
                     self.add(source, original)
             elif found is not None:
@@ -188,13 +259,19 @@ class Sources:
 
         def says_something(decorator: ast.expr) -> bool:
             # one of the suite's says something to the suite only
-            first = names.get(next((n.id for n in ast.walk(decorator) if isinstance(n, ast.Name)), ""))
+            first = names.get(
+                next((n.id for n in ast.walk(decorator) if isinstance(n, ast.Name)), "")
+            )
             return not (_is_own(first[0]) if isinstance(first, tuple) else is_own and first)
 
-        kept = [f"@{ast.unparse(d)}" for d in getattr(node, "decorator_list", ()) if says_something(d)]
+        kept = [
+            f"@{ast.unparse(d)}" for d in getattr(node, "decorator_list", ()) if says_something(d)
+        ]
         text = "\n".join([*kept, *source.splitlines()[node.lineno - 1 : node.end_lineno]])
         if self._texts.get(name, text) != text or (name in WRITTEN and name != "TrainingRun"):
-            raise CannotCopyError(f"{name} of {module} and of another module cannot stand in one script")
+            raise CannotCopyError(
+                f"{name} of {module} and of another module cannot stand in one script"
+            )
         if name not in self._texts and name not in WRITTEN:
             self._texts[name] = text
             self.add(module, *_global_names(text))
@@ -202,7 +279,8 @@ class Sources:
             self._texts[name] = self._texts.pop(name)
 
     def call(self, function: Any, *arguments: Any) -> str:
-        """Return the call of a function of the suite, written out where the function is one expression.
+        """Return the call of a function of the suite, written out where the function is one
+        expression.
 
         Args:
             function: the function to copy or to write out.
@@ -217,7 +295,9 @@ class Sources:
 
         class Put(ast.NodeTransformer):
             def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-                if isinstance(node.value, ast.Name) and isinstance(given.get(node.value.id), Mapping):
+                if isinstance(node.value, ast.Name) and isinstance(
+                    given.get(node.value.id), Mapping
+                ):
                     return ast.Constant(given[node.value.id][ast.literal_eval(node.slice)])
                 return self.generic_visit(node)
 
@@ -225,15 +305,33 @@ class Sources:
                 found = names.get(node.id, node)
                 if node.id in given:
                     return ast.parse(_text(given[node.id]), mode="eval").body
-                return found.value if isinstance(getattr(found, "value", None), ast.Attribute) else node
+                return (
+                    found.value
+                    if isinstance(getattr(found, "value", None), ast.Attribute)
+                    else node
+                )
 
-        uses = [n.id for n in ast.walk(node or tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
-        for statement in [ast.Return(node.body)] if isinstance(node, ast.Lambda) else getattr(node, "body", ()):
+        uses = [
+            n.id
+            for n in ast.walk(node or tree)
+            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)
+        ]
+        for statement in (
+            [ast.Return(node.body)] if isinstance(node, ast.Lambda) else getattr(node, "body", ())
+        ):
             if isinstance(statement, ast.Expr):  # the docstring
                 continue
-            is_twice = any(uses.count(n) > 1 and "(" in value for n, value in given.items() if isinstance(value, str))
+            is_twice = any(
+                uses.count(n) > 1 and "(" in value
+                for n, value in given.items()
+                if isinstance(value, str)
+            )
             target = statement.targets[0] if isinstance(statement, ast.Assign) else ast.Name("")
-            if is_twice or not isinstance(statement, ast.Return | ast.Assign) or not isinstance(target, ast.Name):
+            if (
+                is_twice
+                or not isinstance(statement, ast.Return | ast.Assign)
+                or not isinstance(target, ast.Name)
+            ):
                 break
             # of a copy: the tree is kept
             copy = ast.parse(ast.unparse(statement.value or ast.Constant(None)), mode="eval")
@@ -268,10 +366,16 @@ class Sources:
         groups: tuple[set[str], set[str]] = (set(), set())
         for module, name, renamed in self.imports:
             others = sorted(n for m, n, r in self.imports if m == module and n and not r)
-            line = f"from {module} import {', '.join([name] if renamed else others)}" if name else f"import {module}"
+            line = (
+                f"from {module} import {', '.join([name] if renamed else others)}"
+                if name
+                else f"import {module}"
+            )
             group = groups[module.partition(".")[0] not in sys.stdlib_module_names]
             group.add(f"{line} as {renamed}" if renamed else line)
-        in_order = [sorted(group, key=lambda line: (line[0] == "f", line)) for group in groups if group]
+        in_order = [
+            sorted(group, key=lambda line: (line[0] == "f", line)) for group in groups if group
+        ]
         return "\n\n".join(map("\n".join, in_order))
 
 
@@ -280,13 +384,17 @@ def _text(value: Any) -> str:
 
 
 def literal(value: Any, column: int = 0) -> str:
-    """Return numbers, nested lists or dicts of them as source that evaluates to the same; `nan` and `inf` by name."""
+    """Return numbers, nested lists or dicts of them as source that evaluates to the same.
+
+    `nan` and `inf` by name.
+    """
     text = pformat(value, width=WIDTH - column, compact=True, sort_dicts=False).replace("'", '"')
     return text.replace("\n", "\n" + " " * column)
 
 
-# A generated model as ordinary `torch.nn` code. A call's arguments are read from the built module, which keeps them as
-# attributes of the same names, as torch's modules do. Parameters have the names that they have in the suite.
+# A generated model as ordinary `torch.nn` code. A call's arguments are read from the built module,
+# which keeps them as attributes of the same names, as torch's modules do. Parameters have the names
+# that they have in the suite.
 
 
 def _calls(layers: Sequence[Layer], chain: torch.nn.Module, sources: Sources) -> Iterator[str]:
@@ -301,8 +409,13 @@ def _calls(layers: Sequence[Layer], chain: torch.nn.Module, sources: Sources) ->
             yield f"{constructor_call(module, sources)},"
 
 
-def _forward(layers: Sequence[Layer], signal: Signal, place: tuple[int, ...], start: int = 0) -> Iterator[str]:
-    """Yield the statements that apply layers to `x`; `place` is their index path in the model, such as `(1, 0)`."""
+def _forward(
+    layers: Sequence[Layer], signal: Signal, place: tuple[int, ...], start: int = 0
+) -> Iterator[str]:
+    """Yield the statements that apply layers to `x`.
+
+    `place` is their index path in the model, such as `(1, 0)`.
+    """
     for i, layer in enumerate(layers, start):
         path = ".".join(map(str, (*place, i)))
         kind, suffix = tables.layer_definition(layer), path.replace(".", "_")
@@ -313,7 +426,11 @@ def _forward(layers: Sequence[Layer], signal: Signal, place: tuple[int, ...], st
                 yield from _forward([branch], signal, (*place, i), b)
                 yield f"outputs_{suffix}.append(x)"
             axis = feature_axis(signal)
-            yield f"x = sum(outputs_{suffix})" if kind.wraps == "sum" else f"x = torch.cat(outputs_{suffix}, {axis})"
+            yield (
+                f"x = sum(outputs_{suffix})"
+                if kind.wraps == "sum"
+                else f"x = torch.cat(outputs_{suffix}, {axis})"
+            )
         elif kind.wraps == "residual":
             yield f"shortcut_{suffix} = x"
             yield from _forward(layer.layers, signal, (*place, i))
@@ -322,7 +439,10 @@ def _forward(layers: Sequence[Layer], signal: Signal, place: tuple[int, ...], st
             yield "for _ in range(2):  # the same weights twice"
             yield from (f"    {line}" for line in _forward(layer.layers, signal, (*place, i)))
         else:
-            given = [f'{name}=batch["{key}"]' for name, key in tables.extra_keys(layer, signal, path).items()]
+            given = [
+                f'{name}=batch["{key}"]'
+                for name, key in tables.extra_keys(layer, signal, path).items()
+            ]
             yield f"x = self{''.join(f'[{j}]' for j in (*place, i))}({', '.join(['x', *given])})"
         signal = tables.out_signal(layer, signal)
 
@@ -345,17 +465,26 @@ def _arguments(kind: type, module: Any, sources: Sources) -> Iterator[str]:
     parameters = dict(inspect.signature(kind).parameters)
     if issubclass(kind, torch.nn.RNNBase):
         # RNN, GRU and LSTM take *args and **kwargs and pass them to RNNBase
-        parameters |= {**inspect.signature(torch.nn.RNNBase).parameters, "nonlinearity": NONLINEARITY}
+        parameters |= {
+            **inspect.signature(torch.nn.RNNBase).parameters,
+            "nonlinearity": NONLINEARITY,
+        }
         del parameters["mode"]
     for name, parameter in parameters.items():
         default, kept = parameter.default, hasattr(module, name)
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or not kept:
-            assert kept or default is not parameter.empty or name in ("args", "kwargs"), f"{kind} does not keep {name}"
+            assert kept or default is not parameter.empty or name in ("args", "kwargs"), (
+                f"{kind} does not keep {name}"
+            )
             continue
         value = getattr(module, name)
         if name == "bias":
             value = value is not None and value is not False
-        text = constructor_call(value, sources) if isinstance(value, torch.nn.Module) else repr(value).replace("'", '"')
+        text = (
+            constructor_call(value, sources)
+            if isinstance(value, torch.nn.Module)
+            else repr(value).replace("'", '"')
+        )
         # torch spreads a default over the axes of a convolution
         if value != default and not (isinstance(value, tuple) and set(value) == {default}):
             is_first = default is parameter.empty and kind.__module__.startswith("torch.")
@@ -371,15 +500,33 @@ def _generated(instance: Instance, sources: Sources) -> dict[str, Any]:
     assert spec is not None
     definition, whole = tables.loss_definition(spec.loss), tables.needs_batch(spec)
     calls = list(_calls(spec.layers, model, sources))
-    inside = calls[0].rstrip(",") if len(calls) == 1 else "\n" + textwrap.indent("\n".join(calls), " " * 8) + "\n    "
+    inside = (
+        calls[0].rstrip(",")
+        if len(calls) == 1
+        else "\n" + textwrap.indent("\n".join(calls), " " * 8) + "\n    "
+    )
     kind, classes = "torch.nn.Sequential", sources.take()
     if whole or any(tables.layer_definition(layer).wraps for layer in spec.layers):
-        forward = ['x = batch["x"]'] * whole + [*_forward(spec.layers, tables.input_signal(spec.input), ()), "return x"]
-        argument, lines, kind = "batch" if whole else "x", textwrap.indent("\n".join(forward), " " * 8), "Model"
-        classes += f"class Model(torch.nn.Sequential):\n    def forward(self, {argument}):\n{lines}\n\n\n"
-    ties = [" = ".join("model" + re.sub(r"\.(\d+)", r"[\1]", f".{name}") for name in tie) for tie in spec.ties]
+        forward = ['x = batch["x"]'] * whole + [
+            *_forward(spec.layers, tables.input_signal(spec.input), ()),
+            "return x",
+        ]
+        argument, lines, kind = (
+            "batch" if whole else "x",
+            textwrap.indent("\n".join(forward), " " * 8),
+            "Model",
+        )
+        classes += (
+            f"class Model(torch.nn.Sequential):\n    def forward(self, {argument}):\n{lines}\n\n\n"
+        )
+    ties = [
+        " = ".join("model" + re.sub(r"\.(\d+)", r"[\1]", f".{name}") for name in tie)
+        for tie in spec.ties
+    ]
     output = "model(batch)" if whole else 'model(batch["x"])'
-    objective = sources.call(definition.torch_loss, spec.loss.o, output, "batch", f'"{spec.loss.reduction}"')
+    objective = sources.call(
+        definition.torch_loss, spec.loss.o, output, "batch", f'"{spec.loss.reduction}"'
+    )
     data = {name: literal(t.tolist(), len(name) + 22) for name, t in instance.data.items()}
     dtypes = {name: "dtype=DTYPE, " * t.is_floating_point() for name, t in instance.data.items()}
     return {
@@ -387,10 +534,15 @@ def _generated(instance: Instance, sources: Sources) -> dict[str, Any]:
         "definitions_model": classes + sources.take(),
         "model": f"{kind}({inside})",
         "ties": "\n    ".join(ties),
-        "values": literal({name: tensor.tolist() for name, tensor in model.state_dict().items()}, 13),
+        "values": literal(
+            {name: tensor.tolist() for name, tensor in model.state_dict().items()}, 13
+        ),
         "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
         "objective": objective,
-        "data": "\n".join(f'    "{n}": torch.tensor({text}, {dtypes[n]}device=DEVICE),' for n, text in data.items()),
+        "data": "\n".join(
+            f'    "{n}": torch.tensor({text}, {dtypes[n]}device=DEVICE),'
+            for n, text in data.items()
+        ),
     }
 
 
@@ -399,7 +551,11 @@ def _users(problem: Problem, case: Case, sources: Sources) -> dict[str, Any]:
     sources.copy(map_leaves, leaves)
     given = problem.count is not None
     return {
-        "count": "torch.as_tensor(PROBLEM.count(batch))" if given else "torch.tensor(len(next(leaves(batch))))",
+        "count": (
+            "torch.as_tensor(PROBLEM.count(batch))"
+            if given
+            else "torch.tensor(len(next(leaves(batch))))"
+        ),
         "definitions_problem": sources.take(),
         "found": _loaded(str(case.problem_name)),
         "objective": "PROBLEM.loss(model, batch)",
@@ -416,7 +572,8 @@ def _loaded(name: str) -> str:
 
 
 def _loop(loop: Any, name: str, sources: Sources, *, copied: bool) -> str:
-    """Return the expression of the loop: the suite's own and, where `copied`, a user's own is copied.
+    """Return the expression of the loop: the suite's own and, where `copied`, a user's own is
+    copied.
 
     Raises:
         CannotCopyError: the user's loop does not stand alone.
@@ -427,8 +584,15 @@ def _loop(loop: Any, name: str, sources: Sources, *, copied: bool) -> str:
         return _loaded(TRAINERS[name].place if name in TRAINERS else name)
     attribute = name.rpartition(":")[2]
     is_local = re.search(rf"(?m)^ +(\w+, )*{attribute}\b[\w, ]* = ", TEMPLATE)
-    if name in TRAINERS or is_local or not isinstance(loop, FunctionType) or loop.__qualname__ != attribute:
-        raise CannotCopyError(f"{name} is no function of a module, or a name that scripts use themselves")
+    if (
+        name in TRAINERS
+        or is_local
+        or not isinstance(loop, FunctionType)
+        or loop.__qualname__ != attribute
+    ):
+        raise CannotCopyError(
+            f"{name} is no function of a module, or a name that scripts use themselves"
+        )
     if not all(map(_is_copyable, _module(loop.__module__)[1].body)):
         raise CannotCopyError(f"{loop.__module__} does more than to define functions")
     sources.add(loop.__module__, attribute)
@@ -449,33 +613,54 @@ def _optimizer(case: Case, parameters: str, sources: Sources) -> str:
 
 
 def _numbers(violation: Violation, *, with_expected: bool) -> dict[str, str]:
-    """Return the tables of expected, observed and allowed gradients, as far as the script needs them."""
+    """Return the tables of expected, observed and allowed gradients, as far as the script needs
+    them.
+    """
     evidence, names = violation.evidence, [violation.parameter or ""]
     if evidence is None:
-        assert violation.kind not in AT_A_STEP, f"a violation of kind {violation.kind} comes with the gradients"
+        assert violation.kind not in AT_A_STEP, (
+            f"a violation of kind {violation.kind} comes with the gradients"
+        )
         return {}
     if violation.kind in AT_A_STEP and violation.case.spec is not None:
         names = list(evidence.layout.names)
     bounds = {name: evidence.layout.part(evidence.allowed, name) for name in names}
-    short = {name: bound.flat[0].item() if np.ptp(bound) == 0 else bound.tolist() for name, bound in bounds.items()}
+    short = {
+        name: bound.flat[0].item() if np.ptp(bound) == 0 else bound.tolist()
+        for name, bound in bounds.items()
+    }
     shown: dict[str, Any] = {"allowed": short}
     if violation.kind in AT_A_STEP:
         seen = {n: g for n in names if (g := evidence.seen(n)) is None or g.size <= MOST_SHOWN}
         shown["observed"] = {n: g if g is None else g.tolist() for n, g in seen.items()}
         shown |= {} if violation.case.spec else {"allowed": {names[0]: violation.allowed}}
     if with_expected:
-        shown["expected"] = {name: evidence.layout.part(evidence.expected, name).tolist() for name in names}
+        shown["expected"] = {
+            name: evidence.layout.part(evidence.expected, name).tolist() for name in names
+        }
     return {name: literal(value, len(name) + 3) for name, value in shown.items()}
 
 
 def _flags(violation: Violation, reduction: str, time_limit_s: float | None) -> set[str]:
     """Return which parts of the template a violation's script has."""
     kind, case = violation.kind, violation.case
-    flags = {case.device, "generated" if case.spec else "problem", *["bound"] * (violation.evidence is not None)}
+    flags = {
+        case.device,
+        "generated" if case.spec else "problem",
+        *["bound"] * (violation.evidence is not None),
+    }
     flags |= {"users_repeat"} if case.distinct_items and not case.spec else set()
     if kind == "not-accumulable":
-        flags |= {"objective", "compares", "objective_mean" if reduction == "mean" else "objective_plain"}
-        return flags | ({"objective_sum"} if violation.window is None else {"objective_window", "compares_elements"})
+        flags |= {
+            "objective",
+            "compares",
+            "objective_mean" if reduction == "mean" else "objective_plain",
+        }
+        return flags | (
+            {"objective_sum"}
+            if violation.window is None
+            else {"objective_window", "compares_elements"}
+        )
     flags |= {"loop", "real_optimizer" if case.optimizer else "no_optimizer"}
     # the loop may catch the exception that should stop it
     is_hang = is_endless(violation) and bool(time_limit_s)
@@ -487,22 +672,30 @@ def _flags(violation: Violation, reduction: str, time_limit_s: float | None) -> 
         return flags | {"parameters"}
     name = violation_title(kind, violation.diagnosis)
     # for the optimizer's own calls the number suffices, and the script is half as long
-    if name == "step-count: step-per-micro-batch" and not violation.explanation.startswith("optimizer.step()"):
+    if name == "step-count: step-per-micro-batch" and not violation.explanation.startswith(
+        "optimizer.step()"
+    ):
         return flags | {"calls", "counted"}
     flags |= {"called", *["hang"] * is_hang}
     if kind == "parameters":
         return flags | {"structure"}
     if kind not in AT_A_STEP:
         return flags | ({"returns"} if kind == "raised" else {"counted", "step_count"})
-    # the parameters at the step may depend on the loop under a real optimizer, or where it edits them; the expected
-    # gradient is then the large batch's, as it is for a user's model, which may be large
+    # the parameters at the step may depend on the loop under a real optimizer, or where it edits
+    # them; the expected gradient is then the large batch's, as it is for a user's model, which may
+    # be large
     moves = violation.moved or case.optimizer is not None
-    flags |= {"step_moved" if moves else "step_fixed", "no_literal" if moves or not case.spec else "literal"}
+    flags |= {
+        "step_moved" if moves else "step_fixed",
+        "no_literal" if moves or not case.spec else "literal",
+    }
     return flags | {"counted", "step", "compares", "compares_elements"}
 
 
 def _filled(flags: set[str], values: Mapping[str, Any]) -> str:
-    """Return the template's lines that stand under one of these flags or none, with the values in place."""
+    """Return the template's lines that stand under one of these flags or none, with the values in
+    place.
+    """
     kept, wanted = [], True
     for line in TEMPLATE.splitlines():
         if line.startswith("%%"):
@@ -521,18 +714,21 @@ def script_text(
     time_limit_s: float | None = LIMIT,
     assumes: Iterable[str] = (),
 ) -> str | None:
-    """Return the text of a script that shows a violation: exit status 1 while it is there, 0 when it is gone.
+    """Return the text of a script that shows a violation: exit status 1 while it is there, 0 when
+    it is gone.
 
     None where the script of a loop of JAX would not show the fault, or be too long.
 
     Args:
         loop: the subject.
-        name: the name of the loop on the command line. A loop of `FILE.py:NAME` or `package.module:NAME` is printed in
-            full where its module does nothing but define functions by means of torch and Python's own modules, and
-            imported from its place otherwise; the suite's own loops are printed in full.
+        name: the name of the loop on the command line. A loop of `FILE.py:NAME` or
+            `package.module:NAME` is printed in full where its module does nothing but define
+            functions by means of torch and Python's own modules, and imported from its place
+            otherwise; the suite's own loops are printed in full.
         violation: what the script shows; with its evidence, where there is one for its kind.
         problem: the user's problem that the violation's case names, if it is not a generated one.
-        time_limit_s: seconds that the loop may take, which the script repeats for a loop that took longer.
+        time_limit_s: seconds that the loop may take, which the script repeats for a loop that took
+            longer.
         assumes: what the loop assumes beside what it declares itself.
     """
     if is_jax(loop):
@@ -557,7 +753,9 @@ def _script(
     case, sources, needs = violation.case, Sources(), ["Python and torch alone"]
     instance = instance_of(case, problem)
     flags = _flags(violation, instance.problem.reduction, time_limit_s)
-    values: dict[str, Any] = _users(problem, case, sources) if problem else _generated(instance, sources)
+    values: dict[str, Any] = (
+        _users(problem, case, sources) if problem else _generated(instance, sources)
+    )
     flags |= {flag for flag in ("ties", "frozen") if values.get(flag)}
     values |= _numbers(violation, with_expected="literal" in flags) | _places(violation, instance)
     values["seconds"] = time_limit_s
@@ -570,22 +768,37 @@ def _script(
             if "process" not in flags:  # there the import is looked at, too
                 values |= {"loop": "loop", "definitions_loop": f"loop = {values['loop']}"}
             needs.append("the file of the loop, which may import other packages")
-        is_plain = "calls" not in flags and not is_imported and not UNUSUAL.search(values["definitions_loop"])
+        is_plain = (
+            "calls" not in flags
+            and not is_imported
+            and not UNUSUAL.search(values["definitions_loop"])
+        )
         flags.add("plain_loader" if is_plain else "pairs")
-        values["optimizer"] = _optimizer(case, "[p for p in model.parameters() if p.requires_grad]", sources)
+        values["optimizer"] = _optimizer(
+            case, "[p for p in model.parameters() if p.requires_grad]", sources
+        )
         make = f"lambda parameters: {_optimizer(case, 'parameters', sources)}"
         values["make_optimizer"] = make if case.optimizer else None
-        values["edited"], values["schedules"] = EDITS_PARAMETERS in assumed, SCHEDULES_MICRO_BATCHES in assumed
+        values["edited"], values["schedules"] = (
+            EDITS_PARAMETERS in assumed,
+            SCHEDULES_MICRO_BATCHES in assumed,
+        )
         # the settings of an optimizer whose step changes nothing decide nothing
         values["settings"] = case.optimizer is not None and EDITS_SETTINGS not in assumed
     sources.copy(*(what for flag in sorted(flags) for what in COPIED.get(flag, ())))
     values["definitions_check"] = sources.take()
     values |= _head(name, violation, needs)
-    head, mark, text = _filled(flags | {"loads"} if needs[1:] else flags, values).partition('"""\n\nIMPORTS\n')
+    head, mark, text = _filled(flags | {"loads"} if needs[1:] else flags, values).partition(
+        '"""\n\nIMPORTS\n'
+    )
     for module, imported in IMPORTS:
         if re.search(rf"(?<![\w.\"]){imported or re.escape(module)}\b", text):
             sources.imports.add((module, imported, None))
-    types = [n for n in ast.walk(ast.parse(text)) if getattr(n, "annotation", None) or getattr(n, "returns", None)]
+    types = [
+        n
+        for n in ast.walk(ast.parse(text))
+        if getattr(n, "annotation", None) or getattr(n, "returns", None)
+    ]
     future = "from __future__ import annotations\n\n" * bool(types)
     return head + mark.replace("IMPORTS", future + sources.import_text()) + text + "\n"
 
@@ -594,36 +807,65 @@ def _places(violation: Violation, instance: Instance) -> dict[str, Any]:
     """Return what the template says of a violation's case, and of the window and step that show it."""
     case, plan = violation.case, violation.case.plan
     window, epoch = violation.window or 0, violation.epoch or 0
-    members, items, step = plan.windows[window], plan.window_items(window), epoch * len(plan.windows) + window
+    members, items, step = (
+        plan.windows[window],
+        plan.window_items(window),
+        epoch * len(plan.windows) + window,
+    )
     if violation.kind == "not-accumulable" and violation.window is None:
         members, items = range(len(plan.micro_batches)), range(plan.total_items)  # type: ignore[assignment]
     return {
-        "window": window, "members": list(members), "items": items, "step": step, "steps": plan.steps,
+        "window": window,
+        "members": list(members),
+        "items": items,
+        "step": step,
+        "steps": plan.steps,
         "where": f"step {step}, window {window} of epoch {epoch} (micro-batches {list(members)}):",
-        "limit": plan.step_limit, "epochs": plan.epochs, "accumulation_steps": plan.accumulation_steps,
+        "limit": plan.step_limit,
+        "epochs": plan.epochs,
+        "accumulation_steps": plan.accumulation_steps,
         "windows": len(plan.windows),
-        "total_items": plan.total_items, "micro_batches": [plan.items(j) for j in range(len(plan.micro_batches))],
-        "reduction": instance.problem.reduction, "seed": case.seed, "device": case.device, "dtype": case.dtype,
-        "count_dtype": torch.promote_types(torch.float32, instance.dtype), "torch": torch.__version__,
-        "digest": case.digest, "distinct_items": case.distinct_items,
-    }  # fmt: skip
+        "total_items": plan.total_items,
+        "micro_batches": [plan.items(j) for j in range(len(plan.micro_batches))],
+        "reduction": instance.problem.reduction,
+        "seed": case.seed,
+        "device": case.device,
+        "dtype": case.dtype,
+        "count_dtype": torch.promote_types(torch.float32, instance.dtype),
+        "torch": torch.__version__,
+        "digest": case.digest,
+        "distinct_items": case.distinct_items,
+    }
 
 
 def _head(name: str, violation: Violation, needs: Sequence[str]) -> dict[str, str]:
     """Return the paragraphs of the docstring."""
     details = violation.shown_details
-    if violation.window is not None and violation.error is not None and violation.allowed is not None and not details:
+    if (
+        violation.window is not None
+        and violation.error is not None
+        and violation.allowed is not None
+        and not details
+    ):
         off = error_text(violation.error, violation.allowed)
-        details = [f"Window {violation.window} of epoch {violation.epoch}, {violation.parameter}: off by {off}."]
+        details = [
+            f"Window {violation.window} of epoch {violation.epoch}, {violation.parameter}: off by"
+            f" {off}."
+        ]
     wrapped = [textwrap.wrap(line, WIDTH, subsequent_indent="  ") or [""] for line in details]
     paragraphs = {
         "title": [f"{name}: {violation_title(violation.kind, violation.diagnosis)}."],
-        "what": [*textwrap.wrap(violation.explanation, WIDTH), *(line for lines in wrapped for line in lines)],
+        "what": [
+            *textwrap.wrap(violation.explanation, WIDTH),
+            *(line for lines in wrapped for line in lines),
+        ],
         "case": [f"    {line}" for line in describe_case(violation.case)],
         "needs": [" and ".join(needs)],
     }
     texts = {key: "\n".join(line.rstrip() for line in lines) for key, lines in paragraphs.items()}
-    return {key: text.replace("\\", "\\\\").replace('"""', '\\"\\"\\"') for key, text in texts.items()}
+    return {
+        key: text.replace("\\", "\\\\").replace('"""', '\\"\\"\\"') for key, text in texts.items()
+    }
 
 
 # The script of a loop of JAX.
@@ -648,10 +890,14 @@ def _jax_script(loop: Loop, name: str, violation: Violation, problem: Problem | 
     names = sorted(reference.layout.names)
 
     def ordered(vector: Any) -> Any:
-        return np.concatenate([reference.layout.part(vector, parameter).ravel() for parameter in names])
+        return np.concatenate(
+            [reference.layout.part(vector, parameter).ravel() for parameter in names]
+        )
 
     items = range(case.plan.total_items)
-    rows = [reference.flat(gradients_of(instance, model, range(i, i + 1), summed=True)) for i in items]
+    rows = [
+        reference.flat(gradients_of(instance, model, range(i, i + 1), summed=True)) for i in items
+    ]
     gradients = np.array([ordered(row) for row in rows])
     if is_probe(case):
         gradients = np.diag(np.resize(slopes_of(case), len(items)))
@@ -659,7 +905,9 @@ def _jax_script(loop: Loop, name: str, violation: Violation, problem: Problem | 
         return None
     evidence, windows = violation.evidence, len(case.plan.windows)
     step = None if violation.window is None else (violation.epoch or 0) * windows + violation.window
-    parameters = sorted((n, p.detach().double().numpy()) for n, p in model.named_parameters() if n in names)
+    parameters = sorted(
+        (n, p.detach().double().numpy()) for n, p in model.named_parameters() if n in names
+    )
     with np.printoptions(threshold=2 * MOST_NUMBERS, floatmode="unique", linewidth=110):
         return Template(JAX_TEMPLATE).substitute(
             title=violation_title(violation.kind, violation.diagnosis),
@@ -668,14 +916,18 @@ def _jax_script(loop: Loop, name: str, violation: Violation, problem: Problem | 
             dtype=case.dtype,
             params=repr(dict(parameters)),
             gradients=repr(gradients),
-            counts=repr(np.array([float(instance.count(instance.batch(range(i, i + 1)))) for i in items])),
+            counts=repr(
+                np.array([float(instance.count(instance.batch(range(i, i + 1)))) for i in items])
+            ),
             micro_batches=repr(case.plan.micro_batches),
             steps=case.plan.steps,
             step=step,
             expected=None if evidence is None else repr(ordered(evidence.expected)),
             allowed=None if evidence is None else repr(ordered(np.nan_to_num(evidence.allowed))),
             file=Path(source).name,
-            source=repr(Path(source).read_text(encoding="utf-8")).replace("\\n", "\\n'\n    '").join("()"),
+            source=repr(Path(source).read_text(encoding="utf-8"))
+            .replace("\\n", "\\n'\n    '")
+            .join("()"),
             name=name.rpartition(":")[2],
             observer="\n\n".join(inspect.getsource(part) for part in jax_run.OBSERVER),
             is_sum=instance.problem.reduction == "sum",
@@ -694,7 +946,9 @@ START_S = 120.0
 
 
 def unrepeatable(script: Path, violation: Violation, time_limit_s: float | None) -> str | None:
-    """Run a script in a process of its own, in the working directory; return why it does not show the fault, or None.
+    """Run a script in a process of its own, in the working directory.
+
+    Return why it does not show the fault, or None.
 
     Args:
         script: the script of the violation.
@@ -704,16 +958,26 @@ def unrepeatable(script: Path, violation: Violation, time_limit_s: float | None)
     longest = None if time_limit_s is None else START_S + time_limit_s
     command = [sys.executable, str(script)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=longest, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=longest, check=False
+        )
     except subprocess.TimeoutExpired:
         return f"it did not end within {longest:g} s"
     except (KeyboardInterrupt, OSError) as error:
-        return f"it could not be run: {error}" if str(error) else "it was not run to its end: interrupted"
+        return (
+            f"it could not be run: {error}"
+            if str(error)
+            else "it was not run to its end: interrupted"
+        )
     # a loop that hangs ends the process, so nothing more is printed
     shown = is_endless(violation) or done.stdout.endswith("the fault is there\n")
     if done.returncode == 1 and shown:
         return None
     if done.returncode == 0:
         return "in a process of its own the loop does not show the fault (status 0)"
-    errors = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith((" ", "Traceback"))]
+    errors = [
+        line
+        for line in done.stderr.splitlines()
+        if line.strip() and not line.startswith((" ", "Traceback"))
+    ]
     return f"it ends with status {done.returncode}: {errors[0] if errors else 'no message'}"

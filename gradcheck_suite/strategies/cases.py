@@ -1,4 +1,6 @@
-"""Strategies for problems and cases: layers, graphs of layers, losses, and what a draw is focused on."""
+"""Strategies for problems and cases: layers, graphs of layers, losses, and what a draw is focused
+on.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from hypothesis import reject
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 
-from gradcheck_suite.catalogue.definitions import FLOATS, LayerDefinition, LossDefinition, Options, Signal, vector
+from gradcheck_suite.catalogue.definitions import (
+    FLOATS,
+    LayerDefinition,
+    LossDefinition,
+    Options,
+    Signal,
+    vector,
+)
 from gradcheck_suite.catalogue.tables import (
     CROSS_SAMPLE_LAYERS,
     CROSS_SAMPLE_LOSSES,
@@ -50,17 +59,33 @@ from gradcheck_suite.core.contract import (
 )
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run.optimizers import TAKES_SPARSE, checked_optimizer
-from gradcheck_suite.strategies.plans import check_range, counts, hashable, integers, plans, sampled, valid_assumptions
+from gradcheck_suite.strategies.plans import (
+    check_range,
+    counts,
+    hashable,
+    integers,
+    plans,
+    sampled,
+    valid_assumptions,
+)
 
 # Focuses: what a case must contain, so that a few hundred cases reach every kind.
 #
-# A case's first draw is its focus. `NO_FOCUS`, to which it shrinks, leaves everything to the later draws.
+# A case's first draw is its focus. `NO_FOCUS`, to which it shrinks, leaves everything to the later
+# draws.
 
 
 FREE_SHARE = 0.2
 """Share of cases without a focus."""
 RARE_LAYERS = ("scale", "train_scale", "second_input")
-RARE_INPUTS = (("values", "tied"), ("values", "large"), ("length", 5), ("vocabulary", 9), ("height", 2), ("height", 5))
+RARE_INPUTS = (
+    ("values", "tied"),
+    ("values", "large"),
+    ("length", 5),
+    ("vocabulary", 9),
+    ("height", 2),
+    ("height", 5),
+)
 """Options of inputs, and values of them, that are seldom drawn, so that few shapes are compiled."""
 RARE_TIMES = 4
 """How often a feature stands among the focuses on which some faults depend altogether, such as a weight's two names."""
@@ -74,8 +99,8 @@ class Focus:
         layer: a layer kind, the first of the model; None for any.
         sparse: whether that layer has sparse gradients.
         loss: a loss kind; None for any.
-        graph: `"module"` or `"parameter"`, for one under two names, or `"many"`, for more than a dozen parameters; None
-            for neither.
+        graph: `"module"` or `"parameter"`, for one under two names, or `"many"`, for more than a
+            dozen parameters; None for neither.
         input: an option of the input, and its value; None for any input.
     """
 
@@ -95,14 +120,22 @@ NO_FOCUS = Focus()
 
 @cache
 def hosts(focus: Focus) -> Mapping[str, tuple[Options, ...]]:
-    """Return the inputs that a focus asks for or accepts, with their variants; empty where any will do."""
+    """Return the inputs that a focus asks for or accepts, with their variants.
+
+    Empty where any will do.
+    """
     if focus.input is not None:
         name, value = focus.input
-        fitting = {k.name: tuple(o for o in k.variants if o.get(name) == value) for k in INPUTS.values() if k.drawn}
+        fitting = {
+            k.name: tuple(o for o in k.variants if o.get(name) == value)
+            for k in INPUTS.values()
+            if k.drawn
+        }
         return {kind: variants for kind, variants in fitting.items() if variants}
     if focus.layer is None and focus.graph is None:
         return {}
-    # graphs are made of linear layers; a parameter is also shared by an embedding and the layer of the output
+    # graphs are made of linear layers; a parameter is also shared by an embedding and the layer of
+    # the output
     accepted = LAYERS[focus.layer or "linear"].variants
     found = {
         kind.name: tuple(
@@ -133,7 +166,8 @@ FOCI = _foci()
 FOCUS: st.SearchStrategy[Focus] = st.sampled_from(FOCI)
 
 
-# The Hypothesis strategy for a layer that accepts a signal. It shrinks to the first kind of the catalogue.
+# The Hypothesis strategy for a layer that accepts a signal. It shrinks to the first kind of the
+# catalogue.
 
 
 MAX_INNER_LAYERS = 2
@@ -176,22 +210,33 @@ class Limits:
         return found
 
 
-def mostly_usual(variants: Sequence[Options], *, every_usual: bool = False) -> st.SearchStrategy[Options]:
+def mostly_usual(
+    variants: Sequence[Options], *, every_usual: bool = False
+) -> st.SearchStrategy[Options]:
     """Return a strategy that draws one variant four times as often as all the others together.
 
-    It is the first with the usual number of features, or the first of all. Most layers then have the same shapes and
-    share compiled programs. With `every_usual`, the same variant with and without padding takes its place.
+    It is the first with the usual number of features, or the first of all. Most layers then have
+    the same shapes and share compiled programs. With `every_usual`, the same variant with and
+    without padding takes its place.
     """
-    usual = next((o for o in variants if USUAL_FEATURES in (o.get(name) for name in _FEATURES)), variants[0])
-    often = [o for o in variants if o == {**usual, "padded": o.get("padded")}] if every_usual else []
+    usual = next(
+        (o for o in variants if USUAL_FEATURES in (o.get(name) for name in _FEATURES)), variants[0]
+    )
+    often = (
+        [o for o in variants if o == {**usual, "padded": o.get("padded")}] if every_usual else []
+    )
     often = often or [usual]
     return st.sampled_from([variants[0], *often * (4 * len(variants) // len(often)), *variants[1:]])
 
 
-def choices_of(found: Iterable[tuple[Any, Sequence[Options]]], *, every_usual: bool = False) -> Choices | None:
+def choices_of(
+    found: Iterable[tuple[Any, Sequence[Options]]], *, every_usual: bool = False
+) -> Choices | None:
     """Return a strategy of the kinds that have variants, or None if none has."""
     kinds = [
-        (kind, cache(partial(mostly_usual, variants, every_usual=every_usual))) for kind, variants in found if variants
+        (kind, cache(partial(mostly_usual, variants, every_usual=every_usual)))
+        for kind, variants in found
+        if variants
     ]
     return st.sampled_from(kinds) if kinds else None
 
@@ -204,11 +249,12 @@ def is_accepted(signal: Signal, limits: Limits) -> bool:
 
 @cache
 def layer_choices(signal: Signal, limits: Limits) -> Choices | None:
-    """Return a strategy of the layer kinds that accept a signal, within limits; None if there is none.
+    """Return a strategy of the layer kinds that accept a signal, within limits.
 
-    Every kind has the same place for every signal, so that shrinking may change the layers before it. The places of
-    kinds that do not fit go to layers that mix features or positions, and twice as often to layers that change the
-    signal's form. Otherwise the many pointwise activations would dominate.
+    None if there is none. Every kind has the same place for every signal, so that shrinking may
+    change the layers before it. The places of kinds that do not fit go to layers that mix features
+    or positions, and twice as often to layers that change the signal's form. Otherwise the many
+    pointwise activations would dominate.
     """
     places = [(kind, limits.variants(kind, signal)) for kind in LAYERS.values()]
     fitting = [(kind, variants) for kind, variants in places if variants]
@@ -216,7 +262,9 @@ def layer_choices(signal: Signal, limits: Limits) -> Choices | None:
         return None
     mixing = [(kind, variants) for kind, variants in fitting if kind.axes != 0]
     leading = [
-        (k, v) for k, v in mixing if not k.wraps and out_signal(Layer(k.name, **v[0]), signal).form != signal.form
+        (k, v)
+        for k, v in mixing
+        if not k.wraps and out_signal(Layer(k.name, **v[0]), signal).form != signal.form
     ]
     others = cycle(leading + mixing or fitting)
     return choices_of([place if place[1] else next(others) for place in places])
@@ -230,7 +278,8 @@ def _any_layer(draw: st.DrawFn, signal: Signal, limits: Limits, focus: Focus) ->
     assert choices is not None, f"no layer takes {signal}"
     kind, variants = draw(choices)
     if focus.layer is not None:
-        # the drawn kind goes unused, so that the later choices keep their places when the focus shrinks to none
+        # the drawn kind goes unused, so that the later choices keep their places when the focus
+        # shrinks to none
         kind = LAYERS[focus.layer]
         variants = partial(mostly_usual, _of_focus(focus, signal, limits))
     inner: list[Layer] = []
@@ -251,13 +300,17 @@ def _inside(limits: Limits) -> Limits:
 
 
 @cache
-def layer_strategy(signal: Signal, limits: Limits, focus: Focus = NO_FOCUS) -> st.SearchStrategy[Layer]:
+def layer_strategy(
+    signal: Signal, limits: Limits, focus: Focus = NO_FOCUS
+) -> st.SearchStrategy[Layer]:
     """Return a strategy of layers that accept a signal, or of layers that a focus asks for."""
     return _any_layer(signal, limits, focus)
 
 
 def picked_layer(focus: Focus, signal: Signal, limits: Limits, number: int) -> Layer:
-    """Return the layer of a focus, its options and inner layer picked by a number, so that nothing is drawn for it."""
+    """Return the layer of a focus, its options and inner layer picked by a number, so that nothing
+    is drawn for it.
+    """
     assert focus.layer is not None
     kind = LAYERS[focus.layer]
     inner = []
@@ -270,7 +323,8 @@ def picked_layer(focus: Focus, signal: Signal, limits: Limits, number: int) -> L
     return Layer(kind.name, *inner, **variants[number % len(variants)])
 
 
-# Layers that go around a drawn chain, so that the model is a graph: a weight under two names, many parameters.
+# Layers that go around a drawn chain, so that the model is a graph: a weight under two names, many
+# parameters.
 
 
 BRANCHES = 7
@@ -284,8 +338,8 @@ class Frame:
     Attributes:
         first: the layers before the chain.
         last: the layers after it.
-        tied: what the last layer shares with the first: `""` for the whole module, `".weight"` for its weight; None
-            for nothing.
+        tied: what the last layer shares with the first: `""` for the whole module, `".weight"` for
+            its weight; None for nothing.
     """
 
     first: tuple[Layer, ...] = ()
@@ -298,7 +352,9 @@ class Frame:
 
 
 def frame_of(focus: Focus, signal: Signal, limits: Limits, number: int) -> Frame:
-    """Return the layers that a focus puts around the chain; none where excluded kinds are among them.
+    """Return the layers that a focus puts around the chain.
+
+    None where excluded kinds are among them.
 
     Args:
         focus: what the problem must contain.
@@ -310,17 +366,29 @@ def frame_of(focus: Focus, signal: Signal, limits: Limits, number: int) -> Frame
     if focus.graph == "many":
         frame = Frame((Layer("sum", *[linear] * BRANCHES),))
     elif focus.graph == "module":
-        layer = (linear, Layer("residual", linear, Layer("tanh")), Layer("shared", linear))[number % 3]
+        layer = (linear, Layer("residual", linear, Layer("tanh")), Layer("shared", linear))[
+            number % 3
+        ]
         frame = Frame((layer,), (layer,), "")
     elif focus.graph == "parameter" and signal.form == "tokens":
         sparse, padding, bias = (bool(number & bit) for bit in (1, 2, 4))
-        embedding = Layer("embedding", features=2, padding_idx=padding, sparse=sparse and limits.sparse)
-        frame = Frame((embedding,), (Layer("linear", features=signal.vocabulary, bias=bias),), ".weight")
+        embedding = Layer(
+            "embedding", features=2, padding_idx=padding, sparse=sparse and limits.sparse
+        )
+        frame = Frame(
+            (embedding,), (Layer("linear", features=signal.vocabulary, bias=bias),), ".weight"
+        )
     elif focus.graph == "parameter":
-        frame = Frame((linear,), (Layer("linear", features=signal.features, bias=False),), ".weight")
+        frame = Frame(
+            (linear,), (Layer("linear", features=signal.features, bias=False),), ".weight"
+        )
     else:
         frame = Frame()
-    used = {kind for layer in (*frame.first, *frame.last) for kind in (layer.kind, *(i.kind for i in layer.layers))}
+    used = {
+        kind
+        for layer in (*frame.first, *frame.last)
+        for kind in (layer.kind, *(i.kind for i in layer.layers))
+    }
     return frame if used.isdisjoint(limits.excluded) else Frame()
 
 
@@ -346,38 +414,56 @@ def reductions_within(assumes: frozenset[str]) -> tuple[Reduction, ...]:
 
 
 def expect_layers_left(assumes: Iterable[str]) -> None:
-    """Raise `UsageError` where a loop excludes a layer kind that does not exist, or every layer with parameters."""
+    """Raise `UsageError` where a loop excludes a layer kind that does not exist, or every layer
+    with parameters.
+    """
     excluded, drawn = excluded_layers(assumes), LAYERS.keys() - {"readout"}
     if unknown := sorted(excluded - drawn):
-        raise UsageError(f"{NO_LAYER}KIND: KIND must be one of {', '.join(sorted(drawn))}; got {unknown[0]!r}")
+        raise UsageError(
+            f"{NO_LAYER}KIND: KIND must be one of {', '.join(sorted(drawn))}; got {unknown[0]!r}"
+        )
     if _inputs(excluded) is None:
-        raise UsageError("no model is left to draw: every layer kind with parameters is excluded; drop one exclusion")
+        raise UsageError(
+            "no model is left to draw: every layer kind with parameters is excluded; drop one"
+            " exclusion"
+        )
 
 
 @cache
 def _losses(signal: Signal, *, uniform: bool) -> Choices | None:
     """Return a strategy of the losses that accept a signal.
 
-    Losses that accept few signals, such as classification losses, are drawn more often where they fit.
+    Losses that accept few signals, such as classification losses, are drawn more often where they
+    fit.
     """
     kinds = [kind for kind in LOSSES.values() if kind.drawn and kind.variants(signal)]
     choosy = [kind for kind in kinds if not kind.variants(vector(1))]
     usual = [kind for kind in kinds if kind.name == USUAL_LOSS] * len(kinds)
-    places = [(kind, list(kind.variants(signal))) for kind in kinds + usual + choosy * CHOOSY_WEIGHT]
+    places = [
+        (kind, list(kind.variants(signal))) for kind in kinds + usual + choosy * CHOOSY_WEIGHT
+    ]
     ignoring = [(kind, [o for o in kind.variants(signal) if kind.maskable(o)]) for kind in kinds]
     places += [place for place in ignoring if place[1]] * MASKABLE_WEIGHT
-    # the last variant has every option, such as label smoothing with class weights; `mostly_usual` prefers the first
+    # the last variant has every option, such as label smoothing with class weights; `mostly_usual`
+    # prefers the first
     places += [(kind, variants[::-1]) for kind, variants in ignoring if variants[1:]]
-    return choices_of((kind.name, _within(kind, signal, variants, uniform)) for kind, variants in places)
+    return choices_of(
+        (kind.name, _within(kind, signal, variants, uniform)) for kind, variants in places
+    )
 
 
-def _within(kind: LossDefinition, signal: Signal, variants: Sequence[Options], uniform: bool) -> Sequence[Options]:
+def _within(
+    kind: LossDefinition, signal: Signal, variants: Sequence[Options], uniform: bool
+) -> Sequence[Options]:
     return [o for o in variants if not uniform or kind.uniform(signal, o)]
 
 
 @cache
 def _inputs(excluded: frozenset[str] = frozenset()) -> Choices | None:
-    """Return a strategy of the inputs that some trainable layer accepts; None where all of these are excluded."""
+    """Return a strategy of the inputs that some trainable layer accepts.
+
+    None where all of these are excluded.
+    """
     found = _leading(Limits(trainable=True, excluded=excluded))
     return choices_of(found.items(), every_usual=True)
 
@@ -393,17 +479,26 @@ def _leading(limits: Limits) -> dict[str, list[Options]]:
 
 @cache
 def _hosts(focus: Focus, excluded: frozenset[str]) -> Mapping[str, Sequence[Options]]:
-    """Return the inputs from which the layer or the loss of a focus can be reached; empty where any will do."""
+    """Return the inputs from which the layer or the loss of a focus can be reached.
+
+    Empty where any will do.
+    """
     if focus.loss is None:
         return hosts(focus)
     found = _leading(Limits(trainable=True, excluded=excluded, loss=focus.loss))
-    floats = {name: [o for o in variants if INPUTS[name].signal(o).form in FLOATS] for name, variants in found.items()}
+    floats = {
+        name: [o for o in variants if INPUTS[name].signal(o).form in FLOATS]
+        for name, variants in found.items()
+    }
     return {name: variants for name, variants in floats.items() if variants}
 
 
 @cache
 def _excluded(assumes: frozenset[str]) -> frozenset[str]:
-    """Return the excluded layer kinds; `InvalidArgument` where one does not exist, or none is left."""
+    """Return the excluded layer kinds.
+
+    `InvalidArgument` where one does not exist, or none is left.
+    """
     try:
         expect_layers_left(assumes)
     except UsageError as error:
@@ -412,11 +507,15 @@ def _excluded(assumes: frozenset[str]) -> frozenset[str]:
 
 
 def _drawn(
-    draw: st.DrawFn, choices: Choices | None, what: str, instead: Mapping[str, Sequence[Options]] | None = None
+    draw: st.DrawFn,
+    choices: Choices | None,
+    what: str,
+    instead: Mapping[str, Sequence[Options]] | None = None,
 ) -> tuple[Any, Options]:
-    """Draw a kind and its options; if `instead` is given, a kind that is not in it becomes its first.
+    """Draw a kind and its options.
 
-    The kind is drawn in any case, so that later draws keep their places while a focus shrinks to none.
+    If `instead` is given, a kind that is not in it becomes its first. The kind is drawn in any
+    case, so that later draws keep their places while a focus shrinks to none.
     """
     assert choices is not None, what
     kind, variants = draw(choices)
@@ -437,7 +536,12 @@ def _loss(draw: st.DrawFn, focus: Focus, signal: Signal, *, uniform: bool) -> tu
 
 
 def _chain(
-    draw: st.DrawFn, signal: Signal, counted: tuple[int, int], limits: Limits, focus: Focus, number: int
+    draw: st.DrawFn,
+    signal: Signal,
+    counted: tuple[int, int],
+    limits: Limits,
+    focus: Focus,
+    number: int,
 ) -> tuple[list[Layer], Frame]:
     """Draw layers, the last of them trainable, and put those around them that the focus asks for.
 
@@ -467,7 +571,9 @@ def _chain(
     for i in range(count):
         last = i == count - 1
         # so that the loss of the focus stays within reach, or the layer after the chain fits
-        here = replace(limits, trainable=last, keeps_shape=keeps_shape and (not last or focus.loss is None))
+        here = replace(
+            limits, trainable=last, keeps_shape=keeps_shape and (not last or focus.loss is None)
+        )
         here = replace(here, loss=focus.loss) if last else here
         layers.append(draw(layer_strategy(signal, here, focus if i == 0 else NO_FOCUS)))
         signal = out_signal(layers[-1], signal)
@@ -476,7 +582,12 @@ def _chain(
 
 @st.composite
 def _problems(
-    draw: st.DrawFn, min_layers: int, max_layers: int, sparse: bool, accumulable: bool, assumes: str | tuple[str, ...]
+    draw: st.DrawFn,
+    min_layers: int,
+    max_layers: int,
+    sparse: bool,
+    accumulable: bool,
+    assumes: str | tuple[str, ...],
 ) -> ProblemSpec:
     check_range(min_layers, max_layers, "layers")
     chosen = valid_assumptions(assumes)
@@ -484,7 +595,9 @@ def _problems(
     focus, number = draw(FOCUS), draw(integers(0, 255))
     if (focus.sparse and not limits.sparse) or focus.layer in limits.excluded:
         focus = NO_FOCUS
-    name, options = _drawn(draw, _inputs(limits.excluded), "no input", _hosts(focus, limits.excluded))
+    name, options = _drawn(
+        draw, _inputs(limits.excluded), "no input", _hosts(focus, limits.excluded)
+    )
     source = Input(name, **options)
     counted = draw(counts(min_layers, max_layers)), max_layers
     layers, frame = _chain(draw, input_signal(source), counted, limits, focus, number)
@@ -497,9 +610,13 @@ def _problems(
     elif not accumulable:
         kind = draw(sampled(tuple(CROSS_SAMPLE_LOSSES)))
         return ProblemSpec(source, tuple(layers), Loss(kind, reduction=draw(reductions)))
-    loss, options = _loss(draw, focus, signal, uniform=bool(chosen & {EQUAL_MICRO_BATCHES, PLAIN_COUNTS}))
+    loss, options = _loss(
+        draw, focus, signal, uniform=bool(chosen & {EQUAL_MICRO_BATCHES, PLAIN_COUNTS})
+    )
     ties = frame.ties(len(layers)) if accumulable else ()
-    return ProblemSpec(source, tuple(layers), Loss(loss, **options, reduction=draw(reductions)), ties)
+    return ProblemSpec(
+        source, tuple(layers), Loss(loss, **options, reduction=draw(reductions)), ties
+    )
 
 
 def problems(
@@ -510,14 +627,16 @@ def problems(
     accumulable: bool = True,
     assumes: Iterable[str] = (),
 ) -> st.SearchStrategy[ProblemSpec]:
-    """Return a strategy of problems: an input, layers of which the last is trainable, a loss that accepts their output.
+    """Return a strategy of problems: an input, layers of which the last is trainable, a loss that
+    accepts their output.
 
     Args:
         min_layers: smallest number of layers in the chain.
         max_layers: largest number of layers in the chain.
         sparse: whether embeddings may have sparse gradients, which some optimizers do not support.
-        accumulable: whether the objective is a sum over items. If not, one layer is batch normalization in train mode,
-            or the loss is not separable over samples; no loop can be right then.
+        accumulable: whether the objective is a sum over items. If not, one layer is batch
+            normalization in train mode, or the loss is not separable over samples; no loop can be
+            right then.
         assumes: assumptions of the loop, names from `ASSUMPTIONS`.
 
     Raises:
@@ -547,9 +666,13 @@ _PLACES = {
 
 
 def _takes_sparse(dtype: str, optimizer: str | None) -> bool:
-    """Return whether gradients may be sparse; `InvalidArgument` where there is no such optimizer."""
+    """Return whether gradients may be sparse.
+
+    `InvalidArgument` where there is no such optimizer.
+    """
     try:
-        # torch on the CPU cannot add sparse gradients in float16, nor in bfloat16 if their values are not contiguous
+        # torch on the CPU cannot add sparse gradients in float16, nor in bfloat16 if their values
+        # are not contiguous
         return dtype not in ("float16", "bfloat16") and (
             optimizer is None or checked_optimizer(optimizer) in TAKES_SPARSE
         )
@@ -558,11 +681,17 @@ def _takes_sparse(dtype: str, optimizer: str | None) -> bool:
 
 
 @cache
-def _plans(assumes: str | tuple[str, ...], maskable: bool, small: bool, ranks: int) -> st.SearchStrategy[Plan]:
+def _plans(
+    assumes: str | tuple[str, ...], maskable: bool, small: bool, ranks: int
+) -> st.SearchStrategy[Plan]:
     if not small:
         return plans(assumes=assumes, maskable=maskable, ranks=ranks)
     few = plans(
-        max_windows=2, max_accumulation_steps=SMALL_MICRO_BATCHES, assumes=assumes, maskable=maskable, ranks=ranks
+        max_windows=2,
+        max_accumulation_steps=SMALL_MICRO_BATCHES,
+        assumes=assumes,
+        maskable=maskable,
+        ranks=ranks,
     )
     return few.filter(lambda plan: len(plan.micro_batches) <= SMALL_MICRO_BATCHES * plan.world_size)
 
@@ -571,7 +700,9 @@ def _plans(assumes: str | tuple[str, ...], maskable: bool, small: bool, ranks: i
 def _problems_of_cases(
     assumes: str | tuple[str, ...], dtype: str, optimizer: str | None, small: bool
 ) -> st.SearchStrategy[ProblemSpec]:
-    return problems(sparse=_takes_sparse(dtype, optimizer), assumes=assumes, max_layers=1 if small else 5)
+    return problems(
+        sparse=_takes_sparse(dtype, optimizer), assumes=assumes, max_layers=1 if small else 5
+    )
 
 
 def _check(problem: object, plan: object, dtype: str, device: str) -> None:
@@ -581,7 +712,9 @@ def _check(problem: object, plan: object, dtype: str, device: str) -> None:
     if device not in DEVICES:
         raise InvalidArgument(f"device must be one of {', '.join(DEVICES)}; got {device!r}")
     if not isinstance(problem, st.SearchStrategy | str | None):
-        raise InvalidArgument(f"problem must be a strategy or the name of a user's problem, got {problem!r}")
+        raise InvalidArgument(
+            f"problem must be a strategy or the name of a user's problem, got {problem!r}"
+        )
     if not isinstance(plan, st.SearchStrategy | None):
         raise InvalidArgument(f"plan must be a strategy, such as just(Plan(...)), got {plan!r}")
 
@@ -632,12 +765,13 @@ def cases(
     """Return a strategy of cases.
 
     Args:
-        problem: a strategy of problems, or the `FILE.py:NAME` of a user's problem; `problems()` if None.
+        problem: a strategy of problems, or the `FILE.py:NAME` of a user's problem; `problems()` if
+            None.
         plan: a strategy of plans; `plans()` if None.
         dtype: dtype of every case, one of `DTYPES`.
         device: device of every case, `"cpu"` or `"cuda"`.
-        optimizer: optimizer of every case; None for one whose step changes nothing. It may be a strategy of optimizers
-            that take sparse gradients, such as `SOMETIMES_MOVING`.
+        optimizer: optimizer of every case; None for one whose step changes nothing. It may be a
+            strategy of optimizers that take sparse gradients, such as `SOMETIMES_MOVING`.
         assumes: assumptions of the loop, names from `ASSUMPTIONS`.
         small: whether to draw only one layer and at most `SMALL_MICRO_BATCHES` micro-batches
             in each rank.
@@ -646,7 +780,9 @@ def cases(
     Raises:
         InvalidArgument: at the first draw, where an argument is wrong.
     """
-    drawn, same = (optimizer, None) if isinstance(optimizer, st.SearchStrategy) else (None, optimizer)
+    drawn, same = (
+        (optimizer, None) if isinstance(optimizer, st.SearchStrategy) else (None, optimizer)
+    )
     fixed = {"dtype": dtype, "device": device, "optimizer": same}
     return _cases(problem, plan, hashable(assumes), small, ranks, drawn, fixed)
 
@@ -654,14 +790,27 @@ def cases(
 def size_of(case: Case) -> tuple[int, ...]:
     """Return the size of a case, for comparison with another.
 
-    It is the number of layers, micro-batches, epochs, K, items and features, then the places of the kinds in the
-    catalogue, where plain ones come first, then parameter groups, repeated items and the length of the options.
+    It is the number of layers, micro-batches, epochs, K, items and features, then the places of the
+    kinds in the catalogue, where plain ones come first, then parameter groups, repeated items and
+    the length of the options.
     """
     plan = case.plan
     shape: tuple[int, ...] = (0, 0, 0)
     if (spec := case.spec) is not None:
         features = sum(input_signal(spec.input).size) + sum(output_signal(spec).size)
-        shape = (len(spec.layer_kinds), features, sum(map(_PLACES.__getitem__, [*spec.layer_kinds, spec.loss.kind])))
+        shape = (
+            len(spec.layer_kinds),
+            features,
+            sum(map(_PLACES.__getitem__, [*spec.layer_kinds, spec.loss.kind])),
+        )
     layers, features, kinds = shape
     split = len(plan.micro_batches), plan.epochs, plan.accumulation_steps, plan.total_items
-    return layers, *split, features, kinds, case.groups, case.distinct_items, len(repr(case.problem))
+    return (
+        layers,
+        *split,
+        features,
+        kinds,
+        case.groups,
+        case.distinct_items,
+        len(repr(case.problem)),
+    )

@@ -10,11 +10,15 @@ from gradcheck_suite.core.case import Case, Plan
 Coverage = dict[str, dict[str, int]]
 """Category (`"inputs"`, `"layers"`, `"losses"`, `"splits"`) -> name -> number of cases that contain it."""
 SPLITS: dict[str, Callable[[Plan], bool]] = {
-    "unequal micro-batches": lambda plan: any(len({plan.micro_batches[j] for j in w}) > 1 for w in plan.windows),
+    "unequal micro-batches": lambda plan: any(
+        len({plan.micro_batches[j] for j in w}) > 1 for w in plan.windows
+    ),
     "a micro-batch of one item": lambda plan: 1 in plan.micro_batches,
     "a micro-batch without valid targets": lambda plan: bool(plan.masked),
     "a short last window": lambda plan: plan.has_short_window,
-    "an epoch shorter than accumulation_steps": lambda plan: len(plan.micro_batches) < plan.accumulation_steps,
+    "an epoch shorter than accumulation_steps": lambda plan: (
+        len(plan.micro_batches) < plan.accumulation_steps
+    ),
     "several windows": lambda plan: len(plan.windows) > 1,
     "several epochs": lambda plan: plan.epochs > 1,
     "no accumulation (K = 1)": lambda plan: plan.accumulation_steps == 1,
@@ -27,7 +31,11 @@ class CaseCoverage:
     """Counts the cases that contain each input, layer, loss and kind of split."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, Counter[str]] = {"inputs": Counter(), "layers": Counter(), "losses": Counter()}
+        self._counts: dict[str, Counter[str]] = {
+            "inputs": Counter(),
+            "layers": Counter(),
+            "losses": Counter(),
+        }
         self._counts["splits"] = Counter(dict.fromkeys(SPLITS, 0))
 
     def note(self, case: Case) -> None:

@@ -1,8 +1,10 @@
-"""Numbered cases: each is read from a random stream of its own, and every round of them covers every focus.
+"""Numbered cases: each is read from a random stream of its own, and every round of them covers
+every focus.
 
-Hypothesis's own generation varies cases that it has drawn, so that many resemble each other. It uses constants of the
-loaded modules, so that an unused constant in a user's file changes the cases. And which kinds occur is left to chance.
-Here, `fuzz_one_input` reads each case from bytes instead; only shrinking is Hypothesis's.
+Hypothesis's own generation varies cases that it has drawn, so that many resemble each other. It
+uses constants of the loaded modules, so that an unused constant in a user's file changes the cases.
+And which kinds occur is left to chance. Here, `fuzz_one_input` reads each case from bytes instead;
+only shrinking is Hypothesis's.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def _order(seed_value: int, turn: int) -> list[int]:
 def _stream(seed_value: int, number: int, attempt: int) -> bytes:
     """Return the bytes of a case. `cases()` reads its focus from the first byte."""
     turn, place = divmod(number, len(FOCI))
-    return bytes([_order(seed_value, turn)[place]]) + Random(f"{seed_value}/{number}/{attempt}").randbytes(STREAM_BYTES)
+    return bytes([_order(seed_value, turn)[place]]) + Random(
+        f"{seed_value}/{number}/{attempt}"
+    ).randbytes(STREAM_BYTES)
 
 
 _Read = tuple[bytes, Case]
@@ -95,7 +99,9 @@ def _settings(examples: int) -> settings:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Seed the global random numbers of Python and numpy inside the block, as Hypothesis does for each test."""
+    """Seed the global random numbers of Python and numpy inside the block, as Hypothesis does for
+    each test.
+    """
     states = random.getstate(), np.random.get_state()
     random.seed(0)
     np.random.seed(0)
@@ -114,15 +120,19 @@ def run_on_cases(
     seed_value: int,
     prepare: Callable[[Case], None] | None = None,
 ) -> None:
-    """Call `judge` with distinct cases until it raises; then call it with smaller cases, and raise the exception.
+    """Call `judge` with distinct cases until it raises.
+
+    Then call it with smaller cases, and raise the exception.
 
     Args:
-        judge: called with every case, and while shrinking with further ones. Where it raises `RedrawError`, another
-            case is drawn instead, at most `ATTEMPTS` times.
+        judge: called with every case, and while shrinking with further ones. Where it raises
+            `RedrawError`, another case is drawn instead, at most `ATTEMPTS` times.
         drawn: the strategy.
         examples: number of cases; fewer are drawn only where the strategy has no more.
-        seed_value: the same seed gives the same cases with the same versions of the suite and of Hypothesis.
-        prepare: called with cases some time before `judge`, to start computing elsewhere what it will need.
+        seed_value: the same seed gives the same cases with the same versions of the suite and of
+            Hypothesis.
+        prepare: called with cases some time before `judge`, to start computing elsewhere what it
+            will need.
     """
     received: list[Case] = []
     failure: Exception | None = None
@@ -171,7 +181,10 @@ def run_on_cases(
 
 
 def _prepared(source: Iterator[_Drawn], prepare: Callable[[Case], None] | None) -> Iterator[_Drawn]:
-    """Yield cases, up to `AHEAD` of the following ones prepared; as many as were judged before, so none at first."""
+    """Yield cases, up to `AHEAD` of the following ones prepared.
+
+    As many as were judged before, so none at first.
+    """
     waiting: deque[_Drawn] = deque()
     for judged in count():
         ahead = 0 if prepare is None else min(judged, AHEAD)
@@ -186,8 +199,12 @@ def _prepared(source: Iterator[_Drawn], prepare: Callable[[Case], None] | None) 
         yield waiting.popleft()
 
 
-def _numbered(read: Callable[[bytes], Case | None], kept: _Kept, seed_value: int, examples: int) -> Iterator[_Drawn]:
-    """Yield the first case of each number that differs from all before, and those that may take its place."""
+def _numbered(
+    read: Callable[[bytes], Case | None], kept: _Kept, seed_value: int, examples: int
+) -> Iterator[_Drawn]:
+    """Yield the first case of each number that differs from all before, and those that may take its
+    place.
+    """
     seen: set[str] = set()
     for number in range(examples):
         attempts = _distinct(read, kept, seen, seed_value, number)
@@ -224,7 +241,9 @@ def _shrink(
     failure: type[Exception],
     chosen: settings,
 ) -> None:
-    """Call `judge` with smaller and smaller variations of the case in the database that still raise `failure`."""
+    """Call `judge` with smaller and smaller variations of the case in the database that still raise
+    `failure`.
+    """
 
     def fails(case: Case) -> bool:
         try:
@@ -237,7 +256,8 @@ def _shrink(
         try:
             run()
         except SkipTest:
-            # pytest's --hypothesis-seed replaces the seed, and hides the database from tests without an own key
+            # pytest's --hypothesis-seed replaces the seed, and hides the database from tests
+            # without an own key
             find(drawn, fails, settings=chosen, database_key=b"case")
     except (failure, HypothesisException):
         pass  # a loop may also fail on a case and pass on the same case later: then nothing smaller is found

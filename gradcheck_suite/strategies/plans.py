@@ -1,4 +1,6 @@
-"""The Hypothesis strategy for plans: they shrink to the fewest windows, the fewest and smallest micro-batches."""
+"""The Hypothesis strategy for plans: they shrink to the fewest windows, the fewest and smallest
+micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,13 @@ ACCUMULATION_STEPS = (1, 2, 2, 2, 3, 3, 3, 4, 4, 5, 6, 7, 8, 11)
 SIZES = (1, 1, 2, 2, 3, 3, 4, 5, 8)
 MAX_MICRO_BATCHES = 24
 
-# building and validating a strategy costs Hypothesis more time than drawing from it, so each is built once
+# building and validating a strategy costs Hypothesis more time than drawing from it, so each is
+# built once
 integers = cache(st.integers)
 sampled = cache(st.sampled_from)
-counts = cache(lambda low, high: sampled(tuple(n for n in range(low, high + 1) for _ in range(high + 1 - n))))
+counts = cache(
+    lambda low, high: sampled(tuple(n for n in range(low, high + 1) for _ in range(high + 1 - n)))
+)
 """A strategy of numbers from `low` to `high`, the smaller ones more often, since each micro-batch runs the model."""
 _with_mask = cache(lambda sizes: st.tuples(sizes, st.booleans()))
 
@@ -79,7 +84,10 @@ class _Bounds:
 
 @cache
 def _sizes_and_steps(bounds: _Bounds) -> tuple[st.SearchStrategy[int], st.SearchStrategy[int]]:
-    """Return strategies for a micro-batch's items and for K; `InvalidArgument` where the bounds are not in order."""
+    """Return strategies for a micro-batch's items and for K.
+
+    `InvalidArgument` where the bounds are not in order.
+    """
     check_range(1, bounds.max_epochs, "epochs")
     check_range(bounds.min_windows, bounds.max_windows, "windows")
     low, high = bounds.min_accumulation_steps, bounds.max_accumulation_steps
@@ -92,20 +100,29 @@ def _sizes_and_steps(bounds: _Bounds) -> tuple[st.SearchStrategy[int], st.Search
     )
 
 
-def _shares(draw: st.DrawFn, windows: int, k: int, world: int, assumes: frozenset[str]) -> tuple[int, ...]:
-    """Return how many micro-batches each rank gets in an epoch of so many windows, the last one possibly short."""
+def _shares(
+    draw: st.DrawFn, windows: int, k: int, world: int, assumes: frozenset[str]
+) -> tuple[int, ...]:
+    """Return how many micro-batches each rank gets in an epoch of so many windows, the last one
+    possibly short.
+    """
     if WHOLE_WINDOWS in assumes:
         return (windows * k,) * world
     if world == 1 or EVEN_RANKS in assumes:
         return (windows * k - (0 if k == 1 else draw(integers(0, k - 1))),) * world
     # a rank may run out of micro-batches before others do, but has at least one
     most = k - 1 if BUSY_RANKS in assumes or windows == 1 else k
-    # what is drawn is what a rank has above the least it may have, so that shrinking takes micro-batches away
-    return tuple(windows * k - most + (draw(integers(0, most)) if most else 0) for _ in range(world))
+    # what is drawn is what a rank has above the least it may have, so that shrinking takes
+    # micro-batches away
+    return tuple(
+        windows * k - most + (draw(integers(0, most)) if most else 0) for _ in range(world)
+    )
 
 
 @st.composite
-def _plans(draw: st.DrawFn, bounds: _Bounds, maskable: bool, assumes: str | tuple[str, ...]) -> Plan:
+def _plans(
+    draw: st.DrawFn, bounds: _Bounds, maskable: bool, assumes: str | tuple[str, ...]
+) -> Plan:
     sizes, steps = _sizes_and_steps(bounds)
     chosen = valid_assumptions(assumes)
     epochs = 1 if ONE_EPOCH in chosen else draw(counts(1, bounds.max_epochs))
@@ -133,17 +150,24 @@ def _plans(draw: st.DrawFn, bounds: _Bounds, maskable: bool, assumes: str | tupl
 
 
 def plans(
-    *, maskable: bool = False, assumes: Iterable[str] = (), ranks: int = 1, **bounds: Unpack[PlanBounds]
+    *,
+    maskable: bool = False,
+    assumes: Iterable[str] = (),
+    ranks: int = 1,
+    **bounds: Unpack[PlanBounds],
 ) -> st.SearchStrategy[Plan]:
-    """Return a strategy of plans: micro-batches of 1 to `max_items` items, windows of K, short last windows, epochs.
+    """Return a strategy of plans: micro-batches of 1 to `max_items` items, windows of K, short last
+    windows, epochs.
 
     Args:
-        maskable: whether some micro-batches may have no valid targets, which only some losses support.
+        maskable: whether some micro-batches may have no valid targets, which only some losses
+            support.
         assumes: assumptions of the loop, names from `ASSUMPTIONS`.
         ranks: largest number of ranks; if it is more than 1, every plan has two ranks or more.
-        bounds: `max_epochs` (3) passes; `min_windows` (1) to `max_windows` (4) windows in an epoch, fewer for a K with
-            which an epoch would exceed 24 micro-batches; `min_accumulation_steps` (1) <= K <=
-            `max_accumulation_steps` (11); `max_items` (8) in a micro-batch.
+        bounds: `max_epochs` (3) passes; `min_windows` (1) to `max_windows` (4) windows in an epoch,
+            fewer for a K with which an epoch would exceed 24 micro-batches;
+            `min_accumulation_steps` (1) <= K <= `max_accumulation_steps` (11); `max_items` (8) in a
+            micro-batch.
 
     Raises:
         InvalidArgument: at the first draw, where an argument is wrong.

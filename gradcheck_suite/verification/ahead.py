@@ -1,7 +1,8 @@
-"""A second process judges runs of loops on generated problems, while this one runs the loop on the next cases.
+"""A second process judges runs of loops on generated problems, while this one runs the loop on the
+next cases.
 
-It never runs a loop: what it cannot say `holds` of, this process judges itself, with the same functions. So a verdict
-does not depend on whether there is a second process.
+It never runs a loop: what it cannot say `holds` of, this process judges itself, with the same
+functions. So a verdict does not depend on whether there is a second process.
 """
 
 from __future__ import annotations
@@ -97,7 +98,9 @@ def main(connection: Connection) -> None:
                     number += 1
                     waiting.append((number, unpacked(message)))
                     # other threads load or compile the programs of JAX that judge it
-                    with suppress(Exception):  # a case that cannot be built is reported where its turn comes
+                    with suppress(
+                        Exception
+                    ):  # a case that cannot be built is reported where its turn comes
                         REFERENCES.prepare(waiting[-1][1].case)
                 first, run = waiting.popleft()
                 connection.send_bytes(first.to_bytes(NUMBER) + packed(answer_to(run)))
@@ -111,10 +114,19 @@ SLOW_S = 0.1
 
 
 class Ahead:
-    """The cases of one loop that are prepared; those that the loop has run on already are in the second process."""
+    """The cases of one loop that are prepared.
+
+    Those that the loop has run on already are in the second process.
+    """
 
     def __init__(
-        self, loop: Loop, problem: Problem | None, terms: Terms, time_limit_s: float | None, *, runs: bool
+        self,
+        loop: Loop,
+        problem: Problem | None,
+        terms: Terms,
+        time_limit_s: float | None,
+        *,
+        runs: bool,
     ) -> None:
         """Prepare nothing yet.
 
@@ -123,9 +135,15 @@ class Ahead:
             problem: the user's problem that it trains, if any.
             terms: what it is judged by.
             time_limit_s: seconds after which it is stopped on one case.
-            runs: whether it may run on a case whose turn has not come, if there is a second process.
+            runs: whether it may run on a case whose turn has not come, if there is a second
+                process.
         """
-        self._loop, self._problem, self._terms, self._time_limit_s = loop, problem, terms, time_limit_s
+        self._loop, self._problem, self._terms, self._time_limit_s = (
+            loop,
+            problem,
+            terms,
+            time_limit_s,
+        )
         self._waiting: deque[Case] = deque()
         self._sent: deque[tuple[Judge, int, Case, Outcome]] = deque()
         self._runs, self._slow = runs, False
@@ -149,10 +167,13 @@ class Ahead:
         """Run the loop on a case, and send what it did to be judged."""
         began = time.perf_counter()
         try:
-            outcome = run_loop(self._loop, generated_instance(case), time_limit_s=self._time_limit_s)
+            outcome = run_loop(
+                self._loop, generated_instance(case), time_limit_s=self._time_limit_s
+            )
             message = packed(Run(case, outcome, self._terms))
         except Exception:
-            # a case that cannot be built, or settings that no other process can have: told where the turn comes
+            # a case that cannot be built, or settings that no other process can have: told where
+            # the turn comes
             self._runs = False
             return
         self._slow = time.perf_counter() - began > SLOW_S

@@ -1,4 +1,6 @@
-"""check(loop, case) -> Verdict: run the loop, hold every gradient that reached its optimizer against the reference."""
+"""check(loop, case) -> Verdict: run the loop, hold every gradient that reached its optimizer
+against the reference.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +35,20 @@ from gradcheck_suite.verification.separability import reference_of
 POISONED = "poisoned-by-earlier-window"
 # no issue is known; the factor is `(1 - emit)` in optax/transforms/_accumulation.py
 MULTI_STEPS = (
-    "optax.MultiSteps resets its accumulator by multiplying it by 0, so that a NaN or an infinity stays in it "
-    "for ever: windows after one that is not finite are not judged"
+    "optax.MultiSteps resets its accumulator by multiplying it by 0, so that a NaN or an infinity"
+    " stays in it for ever: windows after one that is not finite are not judged"
 )
 
 
-def step_calls_fault(case: Case, outcome: Outcome, rank: int, *, schedules: bool) -> Violation | None:
-    """Return the violation of a loop that calls a scheduler or scaler once per micro-batch, the optimizer per window.
+def step_calls_fault(
+    case: Case, outcome: Outcome, rank: int, *, schedules: bool
+) -> Violation | None:
+    """Return the violation of a loop that calls a scheduler or scaler once per micro-batch, the
+    optimizer per window.
 
-    The gradients may be right all the same: a schedule only ends K times too early, and a scaler that is disabled, as
-    on a CPU, does nothing. Once per window and once per epoch are both right, and any other number may be meant.
+    The gradients may be right all the same: a schedule only ends K times too early, and a scaler
+    that is disabled, as on a CPU, does nothing. Once per window and once per epoch are both right,
+    and any other number may be meant.
 
     Args:
         case: the case.
@@ -58,14 +64,21 @@ def step_calls_fault(case: Case, outcome: Outcome, rank: int, *, schedules: bool
         return None
 
     def calls(counts: dict[int, int]) -> str | None:
-        """Say how often something was called where it was once per micro-batch, in all epochs or in one."""
+        """Say how often something was called where it was once per micro-batch, in all epochs or in
+        one.
+        """
         total = sum(counts.values())
         if total == micro_batches * plan.epochs:
-            return f"{total} times, once per micro-batch, and the optimizer {plan.steps} times, once per window"
-        if len(counts) == plan.epochs and (found := [e for e, n in counts.items() if n == micro_batches]):
             return (
-                f"{micro_batches} times in epoch {found[0]}, once per micro-batch, and the optimizer {windows} times, "
-                "once per window"
+                f"{total} times, once per micro-batch, and the optimizer {plan.steps} times, once"
+                " per window"
+            )
+        if len(counts) == plan.epochs and (
+            found := [e for e, n in counts.items() if n == micro_batches]
+        ):
+            return (
+                f"{micro_batches} times in epoch {found[0]}, once per micro-batch, and the"
+                f" optimizer {windows} times, once per window"
             )
         return None
 
@@ -77,7 +90,9 @@ def step_calls_fault(case: Case, outcome: Outcome, rank: int, *, schedules: bool
     for method, counts in outcome.scaler_calls:
         if sentence := calls(counts):
             # a scaler that is disabled, as without CUDA, hides what this does to the gradient
-            found = Diagnosis(name, f"GradScaler.{method} was called {sentence}", causes=("scaler",))
+            found = Diagnosis(
+                name, f"GradScaler.{method} was called {sentence}", causes=("scaler",)
+            )
             return Violation("step-count", name, found.explanation(), case)
     return None
 
@@ -86,12 +101,14 @@ def step_calls_fault(case: Case, outcome: Outcome, rank: int, *, schedules: bool
 
 
 UNEVEN = (
-    "; in this case a rank has no micro-batch in the last window: if your sampler gives every rank the same number, as "
-    "DistributedSampler does, state the assumption even-ranks"
+    "; in this case a rank has no micro-batch in the last window: if your sampler gives every rank"
+    " the same number, as DistributedSampler does, state the assumption even-ranks"
 )
 
 
-def judge_ranks(case: Case, outcomes: Sequence[Outcome], judged: Callable[[int], Verdict]) -> Verdict:
+def judge_ranks(
+    case: Case, outcomes: Sequence[Outcome], judged: Callable[[int], Verdict]
+) -> Verdict:
     """Return the verdict on a case: the first rank's violation, or that all hold.
 
     Args:
@@ -101,8 +118,8 @@ def judge_ranks(case: Case, outcomes: Sequence[Outcome], judged: Callable[[int],
     """
     if len(outcomes) == 1:
         return judged(0)
-    # a rank that ended is why others lost their connection to it, one that raised is why others wait, and one that
-    # changed its parameters is why the gradients that others add up are wrong
+    # a rank that ended is why others lost their connection to it, one that raised is why others
+    # wait, and one that changed its parameters is why the gradients that others add up are wrong
     order = sorted(range(len(outcomes)), key=lambda rank: _weight(outcomes[rank]))
     verdicts: dict[int, Verdict] = {}
     for rank in order:
@@ -110,7 +127,9 @@ def judge_ranks(case: Case, outcomes: Sequence[Outcome], judged: Callable[[int],
         verdicts[rank] = verdict = judged(rank) if twin is None else verdicts[twin]
         if verdict.violation is not None:
             right = [r for r in verdicts if r != rank]
-            return replace(verdict, violation=_of_rank(case, verdict.violation, rank, outcomes, right))
+            return replace(
+                verdict, violation=_of_rank(case, verdict.violation, rank, outcomes, right)
+            )
         if verdict.finding or verdict.skipped:
             return verdict
     return replace(verdicts[0], ratio=max(verdict.ratio for verdict in verdicts.values()))
@@ -120,19 +139,29 @@ def _weight(outcome: Outcome) -> tuple[bool, ...]:
     """Return what sorts the outcomes of ranks: causes before what follows from them."""
     raised = outcome.raised or ""
     left = [outcome.start, *(step.after for step in outcome.observations)]
-    drifts = any(not same_tree(a, step.parameters) for a, step in zip(left, outcome.observations, strict=False))
+    drifts = any(
+        not same_tree(a, step.parameters)
+        for a, step in zip(left, outcome.observations, strict=False)
+    )
     return not raised, outcome.timed_out, not raised.startswith(ENDED), not drifts
 
 
 def _summary(outcome: Outcome) -> tuple[object, ...]:
-    steps = len(outcome.observations), outcome.skipped, outcome.scheduler_steps, outcome.scaler_calls
+    steps = (
+        len(outcome.observations),
+        outcome.skipped,
+        outcome.scheduler_steps,
+        outcome.scaler_calls,
+    )
     return outcome.raised, outcome.endless, outcome.structure, *steps
 
 
 def _same(one: Outcome, other: Outcome) -> bool:
     """Return whether two ranks did the same to the bit, so that one of them need not be judged."""
     return _summary(one) == _summary(other) and all(
-        same_tree(a.parameters, b.parameters) and same_tree(a.after, b.after) and same_tree(a.gradients, b.gradients)
+        same_tree(a.parameters, b.parameters)
+        and same_tree(a.after, b.after)
+        and same_tree(a.gradients, b.gradients)
         for a, b in zip(one.observations, other.observations, strict=True)
     )
 
@@ -140,7 +169,9 @@ def _same(one: Outcome, other: Outcome) -> bool:
 def _of_rank(
     case: Case, violation: Violation, rank: int, outcomes: Sequence[Outcome], right: Sequence[int]
 ) -> Violation:
-    """Return a violation with the rank that shows it, in words too, and with the ranks that are right."""
+    """Return a violation with the rank that shows it, in words too, and with the ranks that are
+    right.
+    """
     # without ranks, the outcomes are those of the devices of a loop of JAX
     sentence, place = violation.explanation, "rank" if case.plan.ranks else "device"
     if outcomes[rank].timed_out:
@@ -151,10 +182,16 @@ def _of_rank(
         sentence = f"on {place} {rank} of {len(outcomes)}: {sentence}"
         nothing_arrived = not any(row.observed for row in violation.weights if row.rank != rank)
         if right and nothing_arrived and names_of(violation.diagnosis) & {"not-reduced"}:
-            note = f"the gradients of rank {right[0]} are right, as after a reduce in place of an all_reduce"
+            note = (
+                f"the gradients of rank {right[0]} are right, as after a reduce in place of an"
+                " all_reduce"
+            )
             sentence = noted(sentence, note)
         if place == "device" and violation.kind == "gradient":
-            note = "devices have different gradients, as where no psum adds up a sum or a count over them"
+            note = (
+                "devices have different gradients, as where no psum adds up a sum or a count over"
+                " them"
+            )
             sentence = noted(sentence, note)
     return replace(violation, explanation=sentence, rank=rank if case.plan.ranks else None)
 
@@ -176,11 +213,15 @@ class Terms:
 
 def terms_of(loop: Loop, assumes: Iterable[str] = (), autocast: str | None = None) -> Terms:
     """Return what a loop is judged by: what is assumed of it, and what it declares itself."""
-    return Terms(frozenset(assumes) | assumptions_of(loop), autocast or autocast_of(loop), is_jax(loop))
+    return Terms(
+        frozenset(assumes) | assumptions_of(loop), autocast or autocast_of(loop), is_jax(loop)
+    )
 
 
 def of_torch(loop: Loop, problem: Problem | None) -> Problem | None:
-    """Return a user's problem; of a loop of JAX, the problem of torch that the references are computed by.
+    """Return a user's problem.
+
+    Of a loop of JAX, the problem of torch that the references are computed by.
 
     Raises:
         UsageError: the loop is of JAX and the problem is not, or its loss is not pure.
@@ -210,16 +251,20 @@ def check(
         case: what it trains.
         problem: the user's problem that `case.problem` names, if it is not a generated one.
         time_limit_s: seconds after which the loop is stopped and counts as `raised`.
-        shrinking: whether the kind of a violation suffices, as while Hypothesis shrinks. The loop then runs once, and
-            a violation has a diagnosis only if its own gradient or number of steps determines one. JAX does not
-            compute gradients that are right, and fewer draws measure rounding, so `allowed` may be larger.
-        autocast: dtype in which the loop may compute its losses under `torch.autocast`; None for what it declares.
-        assumes: what the loop assumes beside what it declares itself; its fault is named within that.
+        shrinking: whether the kind of a violation suffices, as while Hypothesis shrinks. The loop
+            then runs once, and a violation has a diagnosis only if its own gradient or number of
+            steps determines one. JAX does not compute gradients that are right, and fewer draws
+            measure rounding, so `allowed` may be larger.
+        autocast: dtype in which the loop may compute its losses under `torch.autocast`; None for
+            what it declares.
+        assumes: what the loop assumes beside what it declares itself; its fault is named within
+            that.
         outcome: what the loop did, where it has run on the case already.
 
     Raises:
         UsageError: the case cannot be built, or the user's problem fails before any loop runs.
-        CannotRunHere: the loop cannot train the user's problem, or passes no closure to an optimizer that needs one.
+        CannotRunHere: the loop cannot train the user's problem, or passes no closure to an
+            optimizer that needs one.
     """
     terms, problem = terms_of(loop, assumes, autocast), of_torch(loop, problem)
 
@@ -231,7 +276,11 @@ def check(
     def runner(rank: int, alike: bool) -> LoopRunner | None:
         if shrinking:
             return None
-        runners.append(LoopRunner(loop, time_limit_s=time_limit_s, assumes=terms.assumes, rank=rank, alike=alike))
+        runners.append(
+            LoopRunner(
+                loop, time_limit_s=time_limit_s, assumes=terms.assumes, rank=rank, alike=alike
+            )
+        )
         return runners[-1]
 
     verdict = check_run(run, case, terms, runner, problem=problem, shrinking=shrinking)
@@ -253,7 +302,8 @@ def check_run(
         run: instance -> what the loop does with it on each rank.
         case: what it trains.
         terms: what the loop is judged by.
-        runner: (rank, whether all ranks had the same gradients) -> runs the loop again for a diagnosis, or None.
+        runner: (rank, whether all ranks had the same gradients) -> runs the loop again for a
+            diagnosis, or None.
         problem: as for `check`.
         shrinking: as for `check`.
 
@@ -277,11 +327,15 @@ def check_run(
         def judged(rank: int) -> Verdict:
             outcome = outcomes[rank]
             trajectory = Trajectory(case, outcome, terms.assumes, jax=terms.jax)
-            verdict = RunJudge(reference, outcome, trajectory, runner(rank, outcome.alike), terms.autocast).verdict()
+            verdict = RunJudge(
+                reference, outcome, trajectory, runner(rank, outcome.alike), terms.autocast
+            ).verdict()
             if verdict.violation or verdict.finding:
                 return verdict
             schedules = SCHEDULES_MICRO_BATCHES in terms.assumes
-            return replace(verdict, violation=step_calls_fault(case, outcome, rank, schedules=schedules))
+            return replace(
+                verdict, violation=step_calls_fault(case, outcome, rank, schedules=schedules)
+            )
 
         verdict = judge_ranks(case, outcomes, judged)
         found = verdict.violation

@@ -1,7 +1,7 @@
 """The second process as its parent has it.
 
-It imports torch and JAX, which takes seconds. So a command starts it before it imports them itself; nothing heavy is
-imported here.
+It imports torch and JAX, which takes seconds. So a command starts it before it imports them itself;
+nothing heavy is imported here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ LIMIT_S = 300
 class Judge:
     """The process: it answers messages in the order in which they are sent, once it has started.
 
-    A loop may close the socket, or fork this process: then the process is gone, as where it has ended.
+    A loop may close the socket, or fork this process: then the process is gone, as where it has
+    ended.
 
     Attributes:
         pid: the process id, once the process has started.
@@ -53,12 +54,18 @@ class Judge:
             self._child.process.wait()
 
     def send(self, message: bytes) -> int:
-        """Send a message and return its number, by which `answer` is called; 0 where it could not be sent."""
+        """Send a message and return its number, by which `answer` is called.
+
+        0 where it could not be sent.
+        """
         self._number += 1
         return self._number if self._put(message) else 0
 
     def answer(self, number: int) -> bytes | None:
-        """Return the answer to a message, without those to earlier ones; None where there is none."""
+        """Return the answer to a message, without those to earlier ones.
+
+        None where there is none.
+        """
         while (data := self._receive()) is not None:
             if int.from_bytes(data[:NUMBER]) == number:
                 return data[NUMBER:]
@@ -69,10 +76,16 @@ class Judge:
         self._put(b"")
 
     def _is_there(self) -> bool:
-        """Whether this process has the socket still; the number of a closed one may be that of another file by now."""
+        """Whether this process has the socket still.
+
+        The number of a closed one may be that of another file by now.
+        """
         if not self._gone:
             try:
-                self._gone = os.getpid() != self._owner or os.fstat(self._connection.fileno()).st_ino != self._socket
+                self._gone = (
+                    os.getpid() != self._owner
+                    or os.fstat(self._connection.fileno()).st_ino != self._socket
+                )
             except OSError:
                 self._gone = True
         return not self._gone
@@ -104,7 +117,8 @@ _judges: list[Judge] = []
 
 @contextlib.contextmanager
 def second_process(*, wanted: bool = True) -> Iterator[Judge | None]:
-    """Judge runs in a second process inside the block, wherever that gives the same verdicts, if `wanted`.
+    """Judge runs in a second process inside the block, wherever that gives the same verdicts, if
+    `wanted`.
 
     `verify` uses it. A system that cannot hand a socket to a process goes without.
 

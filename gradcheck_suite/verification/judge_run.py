@@ -1,4 +1,6 @@
-"""Judge what a loop did in one run: its steps, the gradients that they used and the parameters that they changed."""
+"""Judge what a loop did in one run: its steps, the gradients that they used and the parameters that
+they changed.
+"""
 
 from __future__ import annotations
 
@@ -53,20 +55,26 @@ from gradcheck_suite.run.runner import Outcome
 from gradcheck_suite.verification.separability import gradient_fault, reference_of
 
 
-def steps_of_plan(plan: Plan, outcome: Outcome, may_skip: Callable[[int, int], bool]) -> list[int] | None:
-    """Return for each step that a loop took its index in the plan; None where the numbers of steps do not fit.
+def steps_of_plan(
+    plan: Plan, outcome: Outcome, may_skip: Callable[[int, int], bool]
+) -> list[int] | None:
+    """Return for each step that a loop took its index in the plan.
+
+    None where the numbers of steps do not fit.
 
     Args:
         plan: the plan of the run.
         outcome: what the loop did.
-        may_skip: (index of a window in its epoch, number of steps taken before it) -> whether its gradient is so.
+        may_skip: (index of a window in its epoch, number of steps taken before it) -> whether its
+            gradient is so.
     """
     if outcome.endless or len(outcome.observations) + len(outcome.skipped) < plan.steps:
         return None
     places: list[int] = []
     skipped = list(outcome.skipped)
     for step in range(plan.steps):
-        # a GradScaler is there to skip the step of a window whose gradient is infinite, NaN or out of range
+        # a GradScaler is there to skip the step of a window whose gradient is infinite, NaN or out
+        # of range
         if len(places) in skipped and may_skip(step % len(plan.windows), len(places)):
             skipped.remove(len(places))
         else:
@@ -74,30 +82,38 @@ def steps_of_plan(plan: Plan, outcome: Outcome, may_skip: Callable[[int, int], b
     return places if len(places) == len(outcome.observations) else None
 
 
-def undeclared_autocast(window: Window, evaluation: Evaluation, compute: Compute) -> Diagnosis | None:
-    """Return the diagnosis of a wrong gradient whose only errors are the rounding errors of autocast, else None.
+def undeclared_autocast(
+    window: Window, evaluation: Evaluation, compute: Compute
+) -> Diagnosis | None:
+    """Return the diagnosis of a wrong gradient whose only errors are the rounding errors of
+    autocast, else None.
 
     Args:
         window: the window whose gradient is wrong in the precision that the loop declares.
         evaluation: what the step used.
         compute: the autocast dtype that the loop's losses were computed in, or None.
     """
-    # the precision comes from the loop's declaration, never from the run: one that turns on autocast by mistake would
-    # widen its own bound
+    # the precision comes from the loop's declaration, never from the run: one that turns on
+    # autocast by mistake would widen its own bound
     name = window.reference.instance.case.dtype
     if compute is None or UNIT_ROUNDOFF[compute] <= UNIT_ROUNDOFF[name]:
         return None
-    if not _is_right_at(window, evaluation, evaluation.parameters if window.moved else None, compute):
+    if not _is_right_at(
+        window, evaluation, evaluation.parameters if window.moved else None, compute
+    ):
         return None
     return Diagnosis(
         "low-precision",
-        f"the loop computes its losses under torch.autocast in {compute} in a {name} run: the gradient has rounding "
-        f"errors of {compute}, and no other error",
+        f"the loop computes its losses under torch.autocast in {compute} in a {name} run: the"
+        f" gradient has rounding errors of {compute}, and no other error",
     )
 
 
 def _is_right_at(
-    window: Window, evaluation: Evaluation, parameters: dict[str, torch.Tensor] | None, compute: Compute
+    window: Window,
+    evaluation: Evaluation,
+    parameters: dict[str, torch.Tensor] | None,
+    compute: Compute,
 ) -> bool:
     """Whether a gradient is right at other parameters, or in the precision of another autocast."""
     reference = window.reference
@@ -112,8 +128,11 @@ ROUNDINGS = 8.0
 """Multiple of the gradient's bound that is allowed the difference of two sums: of up to twenty calls by default."""
 
 
-def closure_without_reset(window: Window, outcome: Outcome, evaluation: Evaluation) -> Diagnosis | None:
-    """Return the diagnosis of a gradient that still contains that of the closure's call before it, else None.
+def closure_without_reset(
+    window: Window, outcome: Outcome, evaluation: Evaluation
+) -> Diagnosis | None:
+    """Return the diagnosis of a gradient that still contains that of the closure's call before it,
+    else None.
 
     L-BFGS calls its closure several times in a step.
 
@@ -122,7 +141,9 @@ def closure_without_reset(window: Window, outcome: Outcome, evaluation: Evaluati
         outcome: what the loop did.
         evaluation: the call whose gradient is wrong.
     """
-    calls = (pair for observation in outcome.observations for pair in pairwise(observation.evaluations))
+    calls = (
+        pair for observation in outcome.observations for pair in pairwise(observation.evaluations)
+    )
     before = next((first for first, second in calls if second is evaluation), None)
     # a hook that edits the gradients of a call leaves an evaluation at the same parameters
     if before is None or before.parameters is evaluation.parameters:
@@ -134,8 +155,8 @@ def closure_without_reset(window: Window, outcome: Outcome, evaluation: Evaluati
         return None  # where the gradient stays the same, a factor of 2 does that as well
     return Diagnosis(
         "stale-window",
-        "the optimizer calls the closure several times in a step, and the gradient of each call contains those of the "
-        "calls before it",
+        "the optimizer calls the closure several times in a step, and the gradient of each call"
+        " contains those of the calls before it",
     )
 
 
@@ -148,17 +169,21 @@ FAR = 16.0
 def is_diverged(evaluation: Evaluation) -> bool:
     """Whether a real optimizer has taken the parameters where products of a few of them overflow.
 
-    From there on what is finite depends on the order of operations, and a sound loop diverges like any other.
+    From there on what is finite depends on the order of operations, and a sound loop diverges like
+    any other.
     """
     values = evaluation.parameters.values()
-    return any(bool((p.abs() > torch.finfo(p.dtype).max ** 0.25).any() or p.isnan().any()) for p in values)
+    return any(
+        bool((p.abs() > torch.finfo(p.dtype).max ** 0.25).any() or p.isnan().any()) for p in values
+    )
 
 
 def ended_in_divergence(case: Case, outcome: Outcome) -> bool:
-    """Whether a loop raised, or took too few steps, at parameters that have diverged under a real optimizer.
+    """Whether a loop raised, or took too few steps, at parameters that have diverged under a real
+    optimizer.
 
-    A check of the loss and a gradient scaler then do what they are for. The steps that were taken are judged. A loop
-    that the time limit stopped has done neither.
+    A check of the loss and a gradient scaler then do what they are for. The steps that were taken
+    are judged. A loop that the time limit stopped has done neither.
     """
     if case.optimizer is None or outcome.structure or outcome.timed_out:
         return False
@@ -174,8 +199,12 @@ def is_start(evaluation: Evaluation, outcome: Outcome) -> bool:
 
 
 def is_far(reference: Reference, evaluation: Evaluation) -> bool:
-    """Whether some parameter is far larger than all were at first, so that the order of operations may overflow."""
-    first = max([1.0, *(float(np.abs(value).max()) for value in reference.values64.values() if value.size)])
+    """Whether some parameter is far larger than all were at first, so that the order of operations
+    may overflow.
+    """
+    first = max(
+        [1.0, *(float(np.abs(value).max()) for value in reference.values64.values() if value.size)]
+    )
     return any(bool((p.abs() > FAR * first).any()) for p in evaluation.parameters.values())
 
 
@@ -184,9 +213,11 @@ BY_CHANCE = "normalized"
 
 
 def zeros_that_move(case: Case, observation: Observation) -> dict[str, float]:
-    """Return the parameters that a step moved on a gradient of zeros, and would not move on None, with the distance.
+    """Return the parameters that a step moved on a gradient of zeros, and would not move on None,
+    with the distance.
 
-    The loop contract allows both, so that this is no violation. It is explained, since training differs.
+    The loop contract allows both, so that this is no violation. It is explained, since training
+    differs.
 
     Args:
         case: the case that the loop trained.
@@ -194,31 +225,46 @@ def zeros_that_move(case: Case, observation: Observation) -> dict[str, float]:
     """
     if case.optimizer in (None, BY_CHANCE) or observation.is_computed:
         return {}
-    zeros = [n for n, gradient in observation.gradients.items() if gradient is not None and not gradient.any()]
-    distances = {name: largest_error(observation.after[name], observation.parameters[name]) for name in zeros}
+    zeros = [
+        n
+        for n, gradient in observation.gradients.items()
+        if gradient is not None and not gradient.any()
+    ]
+    distances = {
+        name: largest_error(observation.after[name], observation.parameters[name]) for name in zeros
+    }
     return {name: distance for name, distance in distances.items() if distance}
 
 
 def explain_zeros(case: Case, moved: dict[str, float], window: Window) -> str | None:
-    """Return a sentence about the first of these parameters that no item of the window reaches, or None."""
+    """Return a sentence about the first of these parameters that no item of the window reaches, or
+    None.
+    """
     name = next((name for name in moved if name not in window.reached), None)
     return name and (
-        f"no item of window {window.index} reaches {name}. Its gradient was zeros and not None, so {case.optimizer} "
-        f"stepped on it and moved it by {moved[name]:.2g}, by weight decay, momentum or averages. With None, as after "
-        f"set_to_none=True, {case.optimizer} leaves the parameter and its state alone"
+        f"no item of window {window.index} reaches {name}. Its gradient was zeros and not None, so"
+        f" {case.optimizer} stepped on it and moved it by {moved[name]:.2g}, by weight decay,"
+        f" momentum or averages. With None, as after set_to_none=True, {case.optimizer} leaves the"
+        " parameter and its state alone"
     )
 
 
 def none_in_place_of_zeros(window: Window, evaluation: Evaluation, autocast: Compute) -> str | None:
-    """Return a parameter whose gradient is None, though some micro-batch with valid targets reaches it, or None."""
-    absent = [name for name, g in evaluation.gradients.items() if g is None and name in window.reached]
+    """Return a parameter whose gradient is None, though some micro-batch with valid targets reaches
+    it, or None.
+    """
+    absent = [
+        name for name, g in evaluation.gradients.items() if g is None and name in window.reached
+    ]
     if not absent:
         return None
     instance = window.reference.instance
     cuts = [instance.case.plan.items(j) for j in window.members]
-    # items whose targets are all ignored reach parameters as well, but a loop may leave their micro-batch out
+    # items whose targets are all ignored reach parameters as well, but a loop may leave their
+    # micro-batch out
     counted = [items for items in cuts if float(instance.count(instance.batch(items)))]
-    # a rounding error may decide which expert of a mixture gets an item, so the run's own precision is asked, too
+    # a rounding error may decide which expert of a mixture gets an item, so the run's own precision
+    # is asked, too
     for dtype, compute in dict.fromkeys(((torch.float64, None), (instance.dtype, autocast))):
         model = window.model(dtype)
         with autocast_context(instance.device, compute):
@@ -227,16 +273,26 @@ def none_in_place_of_zeros(window: Window, evaluation: Evaluation, autocast: Com
     return next(iter(absent), None)
 
 
-def stale_parameters(window: Window, outcome: Outcome, evaluation: Evaluation, autocast: Compute) -> Diagnosis | None:
-    """Return the diagnosis of a wrong gradient that is right at parameters of an earlier step, else None."""
-    step = next(k for k, o in enumerate(outcome.observations) if any(e is evaluation for e in o.evaluations))
+def stale_parameters(
+    window: Window, outcome: Outcome, evaluation: Evaluation, autocast: Compute
+) -> Diagnosis | None:
+    """Return the diagnosis of a wrong gradient that is right at parameters of an earlier step, else
+    None.
+    """
+    step = next(
+        k for k, o in enumerate(outcome.observations) if any(e is evaluation for e in o.evaluations)
+    )
     for k in reversed(range(step)):
         parameters = outcome.observations[k].evaluations[0].parameters
         if all(parameters[name] is value for name, value in evaluation.parameters.items()):
             continue
         if not _is_right_at(window, evaluation, parameters, autocast):
             continue
-        when = "initial parameters" if k == 0 else f"parameters before the step {step - k} steps earlier"
+        when = (
+            "initial parameters"
+            if k == 0
+            else f"parameters before the step {step - k} steps earlier"
+        )
         return Diagnosis(
             "stale-parameters",
             f"the gradient is right at the {when} and wrong at those that the step changes",
@@ -245,16 +301,20 @@ def stale_parameters(window: Window, outcome: Outcome, evaluation: Evaluation, a
 
 
 class Trajectory:
-    """The parameters of a run, judged in the order in which they change: before a step, at it, after the last one."""
+    """The parameters of a run, judged in the order in which they change: before a step, at it,
+    after the last one.
+    """
 
-    def __init__(self, case: Case, outcome: Outcome, assumes: Collection[str], *, jax: bool = False) -> None:
+    def __init__(
+        self, case: Case, outcome: Outcome, assumes: Collection[str], *, jax: bool = False
+    ) -> None:
         """Start before the first step.
 
         Args:
             case: what the loop trained.
             outcome: what it did.
-            assumes: what the loop assumes. Where it edits parameters between steps, what a step does to those that it
-                finds, and the optimizer's state, are judged all the same.
+            assumes: what the loop assumes. Where it edits parameters between steps, what a step
+                does to those that it finds, and the optimizer's state, are judged all the same.
             jax: whether it is one of JAX.
         """
         self._case, self._outcome, self.jax = case, outcome, jax
@@ -271,7 +331,9 @@ class Trajectory:
         # the settings of an optimizer whose step changes nothing decide nothing
         settings = self._settings and self._make is not None
         scheduled = bool(self._outcome.scheduler_steps)
-        fault = fault_before(self._previous, observation, self._outcome.start, settings=settings, scheduled=scheduled)
+        fault = fault_before(
+            self._previous, observation, self._outcome.start, settings=settings, scheduled=scheduled
+        )
         return None if fault is None else self._violation(fault, step)
 
     def at(self, step: int) -> Violation | None:
@@ -307,14 +369,15 @@ UNNAMED = Diagnosis("", "")
 
 DUPLICATES = Diagnosis(
     "dropped-micro-batch",
-    "the loop is right where all items differ, and wrong under the same plan where items repeat: it takes what is "
-    "equal to another for a duplicate",
+    "the loop is right where all items differ, and wrong under the same plan where items repeat: it"
+    " takes what is equal to another for a duplicate",
     causes=("duplicates",),
 )
 
 
 def takes_duplicates(window: Window, runner: LoopRunner) -> bool:
-    """Return whether a loop whose gradient is wrong is right on the same case with items that all differ.
+    """Return whether a loop whose gradient is wrong is right on the same case with items that all
+    differ.
 
     Weights of equal micro-batches cannot be told apart, so a name that is read off them is a guess.
     """
@@ -331,8 +394,12 @@ def takes_duplicates(window: Window, runner: LoopRunner) -> bool:
     return verdict.holds and not verdict.skipped
 
 
-def _compare(case: Case, autocast: Compute, expected: Vector, seen: Vector, *, missing: bool) -> Comparison:
-    """Compare the gradient of a step with the right one, within what rounding allows of one product per item."""
+def _compare(
+    case: Case, autocast: Compute, expected: Vector, seen: Vector, *, missing: bool
+) -> Comparison:
+    """Compare the gradient of a step with the right one, within what rounding allows of one product
+    per item.
+    """
     terms = case.plan.accumulation_steps
     if case.dtype == "float64":
         allowed = quick_bound(expected, terms)
@@ -342,13 +409,19 @@ def _compare(case: Case, autocast: Compute, expected: Vector, seen: Vector, *, m
         allowed = accumulation_bound(np.abs(expected), terms, unit)
     compared = finite_or_right(seen, expected)
     layout = Layout((PARAMETER,), ((case.plan.total_items,),))
-    return Comparison(layout, expected, compared, allowed, frozenset([PARAMETER] if missing else []))
+    return Comparison(
+        layout, expected, compared, allowed, frozenset([PARAMETER] if missing else [])
+    )
 
 
-SCALER_SKIPPED = "a gradient scaler skipped the step of a window whose gradient is not finite, or out of range"
+SCALER_SKIPPED = (
+    "a gradient scaler skipped the step of a window whose gradient is not finite, or out of range"
+)
 """Why a step of the plan was not taken, where it need not be."""
 OF_A_LATER_CALL = "this is call {} of the closure in one step, and no earlier one is found wrong"
-NOT_FINITE = "the reference gradient at the parameters that the optimizer has reached is NaN or infinite"
+NOT_FINITE = (
+    "the reference gradient at the parameters that the optimizer has reached is NaN or infinite"
+)
 """Why gradients are not judged that no correct loop has finite."""
 
 
@@ -390,11 +463,13 @@ class RunJudge:
             return self._steps(taken, missing=DIVERGED)
         if outcome.process:
             sentence = (
-                f"the loop changed torch for the whole process, the reference included: {'; '.join(outcome.process)}"
+                "the loop changed torch for the whole process, the reference included:"
+                f" {'; '.join(outcome.process)}"
             )
             return Verdict(case, self._of_model(Diagnosis("changed-torch", sentence)))
         if outcome.raised is not None:
-            # where even the plain large batch fails in the case's dtype, this raises CannotJudgeError: no loop's fault
+            # where even the plain large batch fails in the case's dtype, this raises
+            # CannotJudgeError: no loop's fault
             if not is_probe(case):
                 reference.window(0, compute=self.autocast).bound.expect_computable()
             trace = tuple(outcome.trace.rstrip().splitlines())
@@ -408,14 +483,18 @@ class RunJudge:
             return Verdict(case, self._of_model(Diagnosis("changed-model", sentence)))
         if is_probe(case):
             violation, ratio = self._on_probe()
-            return Verdict(case, violation or self._of_parameters(), ratio=ratio, windows=case.plan.steps)
+            return Verdict(
+                case, violation or self._of_parameters(), ratio=ratio, windows=case.plan.steps
+            )
         places = steps_of_plan(case.plan, outcome, self._may_skip)
         if places is None:
             return Verdict(case, self._of_step_count())
         return self._steps(places)
 
     def _may_skip(self, window: int, taken: int) -> bool:
-        """Whether a gradient scaler may skip a window after so many steps, at the parameters that they leave."""
+        """Whether a gradient scaler may skip a window after so many steps, at the parameters that
+        they leave.
+        """
         parameters = self.outcome.observations[taken - 1].after if taken else None
         found = self.reference.window(window, parameters, self.autocast)
         return not np.isfinite(found.expected).all() or found.bound.is_out_of_range()
@@ -435,7 +514,8 @@ class RunJudge:
         return self.trajectory.end()
 
     def _steps(self, places: list[int], *, missing: str = SCALER_SKIPPED) -> Verdict:
-        """Judge step by step: the parameters before a step, then its gradients, then the parameters after it.
+        """Judge step by step: the parameters before a step, then its gradients, then the parameters
+        after it.
 
         Args:
             places: for each step of the loop its index in the plan.
@@ -451,7 +531,10 @@ class RunJudge:
                 found = self._gradients(places[step], evaluation)
                 if isinstance(found, Violation):
                     if call and self.runner:
-                        found = replace(found, explanation=noted(found.explanation, OF_A_LATER_CALL.format(call + 1)))
+                        found = replace(
+                            found,
+                            explanation=noted(found.explanation, OF_A_LATER_CALL.format(call + 1)),
+                        )
                     return Verdict(case, found, ratio=ratio)
                 if isinstance(found, _Finding):
                     return Verdict(case, finding=found.text)
@@ -478,7 +561,9 @@ class RunJudge:
         )
 
     def _gradients(self, step: int, evaluation: Evaluation) -> float | str | Violation | _Finding:
-        """Return error over allowed of what a step used, or why that cannot be judged, or what is wrong."""
+        """Return error over allowed of what a step used, or why that cannot be judged, or what is
+        wrong.
+        """
         reference, outcome, runner, case = self.reference, self.outcome, self.runner, self.case
         moved = not is_start(evaluation, outcome)
         if moved and is_diverged(evaluation):
@@ -486,7 +571,9 @@ class RunJudge:
         epoch, index = divmod(step, len(case.plan.windows))
         seen = reference.flat(evaluation.gradients)
         try:
-            window = reference.window(index, evaluation.parameters if moved else None, self.autocast)
+            window = reference.window(
+                index, evaluation.parameters if moved else None, self.autocast
+            )
             absent = none_in_place_of_zeros(window, evaluation, self.autocast)
             if runner is None and absent is None and window.bound.is_torchs(seen):
                 return 0.0
@@ -504,11 +591,20 @@ class RunJudge:
         if comparison.ratio <= 1:
             if absent is None:
                 return comparison.ratio
-            evidence = replace(comparison, missing=frozenset(n for n, g in evaluation.gradients.items() if g is None))
+            evidence = replace(
+                comparison,
+                missing=frozenset(n for n, g in evaluation.gradients.items() if g is None),
+            )
             place = (absent, epoch, index)
-            return self._violation("none-pattern", none_and_not_zeros(absent), evidence, place, moved=moved)
+            return self._violation(
+                "none-pattern", none_and_not_zeros(absent), evidence, place, moved=moved
+            )
         problem = reference.instance.users_problem
-        if problem and problem.reduction != "batch" and (fault := gradient_fault(reference, window)):
+        if (
+            problem
+            and problem.reduction != "batch"
+            and (fault := gradient_fault(reference, window))
+        ):
             return fault
         known = undeclared_autocast(window, evaluation, outcome.compute)
         if known is None and runner:
@@ -518,7 +614,12 @@ class RunJudge:
         return self._of_gradient(window, evaluation, comparison, epoch, known)
 
     def _of_gradient(
-        self, window: Window, evaluation: Evaluation, comparison: Comparison, epoch: int, known: Diagnosis | None
+        self,
+        window: Window,
+        evaluation: Evaluation,
+        comparison: Comparison,
+        epoch: int,
+        known: Diagnosis | None,
     ) -> Violation:
         """Return the violation of a wrong gradient.
 
@@ -539,8 +640,9 @@ class RunJudge:
             named = explain_missing(parameter, e) if e else missing_gradient(parameter)
         else:
             duplicates = runner is not None and takes_duplicates(window, runner)
-            # a loop that leaves out duplicates does so however small the loss is; one that clips does not. A loss that
-            # is 2**-20 times as large has no digits in float16. What names the fault has its own runs
+            # a loop that leaves out duplicates does so however small the loss is; one that clips
+            # does not. A loss that is 2**-20 times as large has no digits in float16. What names
+            # the fault has its own runs
             if duplicates and e and case.dtype != "float16" and e.small is not None:
                 duplicates = is_linear(comparison.observed, e.small)
                 e.runner.runs_left += 1
@@ -555,10 +657,17 @@ class RunJudge:
             expected = layout.part(window.expected, parameter)
             if not bool(torch.isfinite(seen).all()) and bool(np.isfinite(expected).all()):
                 kind = "non-finite"
-                sentence = f"the gradient of {parameter} is not finite at the step, the right one is; {named.sentence}"
+                sentence = (
+                    f"the gradient of {parameter} is not finite at the step, the right one is;"
+                    f" {named.sentence}"
+                )
                 named = replace(named, sentence=sentence)
-        evidence = replace(comparison, missing=frozenset(n for n, g in evaluation.gradients.items() if g is None))
-        return self._violation(kind, named, evidence, (parameter, epoch, window.index), moved=window.moved)
+        evidence = replace(
+            comparison, missing=frozenset(n for n, g in evaluation.gradients.items() if g is None)
+        )
+        return self._violation(
+            kind, named, evidence, (parameter, epoch, window.index), moved=window.moved
+        )
 
     def _violation(
         self,
@@ -594,10 +703,14 @@ class RunJudge:
         return named.explanation(jax=self.trajectory.jax)
 
     def _on_probe(self) -> tuple[Violation | None, float]:
-        """Return the violation of a loop on a weight probe, and the largest error over bound where there is none."""
+        """Return the violation of a loop on a weight probe, and the largest error over bound where
+        there is none.
+        """
         case, outcome = self.case, self.outcome
         expected = expected_gradients(case)
-        places = steps_of_plan(case.plan, outcome, lambda window, _: not np.isfinite(expected[window]).all())
+        places = steps_of_plan(
+            case.plan, outcome, lambda window, _: not np.isfinite(expected[window]).all()
+        )
         if places is None:
             return self._of_step_count(), 0.0
         gradients = gradients_of_steps(outcome)
@@ -606,8 +719,13 @@ class RunJudge:
             steps[step] = gradient
         ratio = 0.0
         for taken, step in enumerate(places):
-            seen, missing = gradients[taken], outcome.observations[taken].gradients[PARAMETER] is None
-            comparison = _compare(case, self.autocast, expected[step % len(expected)], seen, missing=missing)
+            seen, missing = (
+                gradients[taken],
+                outcome.observations[taken].gradients[PARAMETER] is None,
+            )
+            comparison = _compare(
+                case, self.autocast, expected[step % len(expected)], seen, missing=missing
+            )
             if comparison.ratio > 1:
                 return self._wrong_on_probe(steps, step, comparison), ratio
             ratio = max(ratio, comparison.ratio)
@@ -617,14 +735,17 @@ class RunJudge:
         """Return the violation of a wrong gradient on a weight probe.
 
         Args:
-            steps: the gradient of every step of the plan; the right one for a step that a gradient scaler skipped.
+            steps: the gradient of every step of the plan; the right one for a step that a gradient
+                scaler skipped.
             step: index of the wrong one in the plan.
             comparison: its gradient compared with the right one.
         """
         epoch, window = divmod(step, len(self.case.plan.windows))
         e = self.runner and Evidence(comparison, self.reference.window(window), epoch, self.runner)
         finite = np.isfinite(comparison.expected)
-        kind: ViolationKind = "gradient" if np.isfinite(comparison.observed[finite]).all() else "non-finite"
+        kind: ViolationKind = (
+            "gradient" if np.isfinite(comparison.observed[finite]).all() else "non-finite"
+        )
         if PARAMETER in comparison.missing:
             kind = "none-pattern"
             named = missing_gradient(PARAMETER) if finite.all() else NOT_IN_GRADIENT

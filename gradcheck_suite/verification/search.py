@@ -1,8 +1,9 @@
-"""The search for a violation. A fault is named twice at most: on the case that showed it and on the smallest one.
+"""The search for a violation.
 
-Weight probes come first: on them a name is exact. What a probe shows is shown once more on a ladder of small cases.
-What no probe shows is drawn, and Hypothesis shrinks it by the kind of the violation alone. Where the two names differ,
-`more_specific` decides.
+A fault is named twice at most: on the case that showed it and on the smallest one. Weight probes
+come first: on them a name is exact. What a probe shows is shown once more on a ladder of small
+cases. What no probe shows is drawn, and Hypothesis shrinks it by the kind of the violation alone.
+Where the two names differ, `more_specific` decides.
 """
 
 from __future__ import annotations
@@ -81,14 +82,17 @@ class Stopwatch:
         self._thread, self._clock = time.thread_time(), time.perf_counter()
 
     def passed(self) -> float:
-        """Return the seconds that this thread computed since then, or a quarter of the clock's if that is more."""
+        """Return the seconds that this thread computed since then, or a quarter of the clock's if
+        that is more.
+        """
         return max(time.thread_time() - self._thread, (time.perf_counter() - self._clock) / 4)
 
 
 # The battery of weight probes that every loop is checked on before any case is drawn.
 #
-# Drawn cases have gradients of about 1, few micro-batches and few epochs; the battery has what they lack. Most counts
-# are powers of two, so that the weights of a correct loop are exact in every dtype.
+# Drawn cases have gradients of about 1, few micro-batches and few epochs; the battery has what they
+# lack. Most counts are powers of two, so that the weights of a correct loop are exact in every
+# dtype.
 
 
 def _mixed(micro_batches: int) -> tuple[int, ...]:
@@ -118,8 +122,18 @@ LONG = (
 three, so that a counter that wraps at a power of two loses the windows, 300 windows, so that a counter of them that is
 a byte wraps, and micro-batches of every size up to 17 and of 31 to 33 items."""
 
-LARGE = {"float64": (12, 40, 200), "float32": (12, 40, 60), "bfloat16": (12, 40, 60), "float16": (13,)}
-SMALL = {"float64": (-12, -40, -200), "float32": (-12, -40, -100), "bfloat16": (-12, -40, -100), "float16": (-16,)}
+LARGE = {
+    "float64": (12, 40, 200),
+    "float32": (12, 40, 60),
+    "bfloat16": (12, 40, 60),
+    "float16": (13,),
+}
+SMALL = {
+    "float64": (-12, -40, -200),
+    "float32": (-12, -40, -100),
+    "bfloat16": (-12, -40, -100),
+    "float16": (-16,),
+}
 """Sizes of large and small gradients as powers of two. The norm of a large one exceeds 1000. Its square, and
 its product with a loss scale of 2**16, stay within the dtype, but for float16: there the loss scale may be 4."""
 WITHIN = (0, -2, -1, -3)
@@ -139,16 +153,23 @@ def within(plan: Plan, assumes: frozenset[str]) -> Plan:
         return plan.replace(micro_batches=(2,) * len(plan.micro_batches))
     if EQUAL_MICRO_BATCHES in assumes:
         smallest = [min(plan.micro_batches[j] for j in window) for window in plan.windows]
-        plan = plan.replace(micro_batches=tuple(n for n, w in zip(smallest, plan.windows, strict=True) for _ in w))
+        plan = plan.replace(
+            micro_batches=tuple(n for n, w in zip(smallest, plan.windows, strict=True) for _ in w)
+        )
     return plan
 
 
 def first_cases(
     assumes: frozenset[str], dtype: str, device: str, ranks: int = 1, *, compiles: bool = False
 ) -> Iterator[Case]:
-    """Yield the probes that show most faults, within a loop's assumptions; `WHOLE` first of one that compiles."""
+    """Yield the probes that show most faults, within a loop's assumptions.
+
+    `WHOLE` first of one that compiles.
+    """
     if compiles:
-        yield probe_case(within(WHOLE, assumes), reductions_within(assumes)[0], dtype=dtype, device=device)
+        yield probe_case(
+            within(WHOLE, assumes), reductions_within(assumes)[0], dtype=dtype, device=device
+        )
     for number, plan in enumerate(FIRST):
         dealt = dealt_to_ranks(within(plan, assumes), ranks, assumes, uneven=number > 0)
         for reduction in reductions_within(assumes):
@@ -160,25 +181,31 @@ def long_cases(
 ) -> Iterator[Case]:
     """Yield the probes with plans that no strategy draws, within a loop's assumptions.
 
-    A loop that compiles is not checked on the last three, which have hundreds of micro-batches, and twenty sizes.
+    A loop that compiles is not checked on the last three, which have hundreds of micro-batches, and
+    twenty sizes.
     """
     for plan in LONG[:-3] if compiles else LONG:
         dealt = dealt_to_ranks(within(plan, assumes), ranks, assumes)
         yield probe_case(dealt, reductions_within(assumes)[0], dtype=dtype, device=device)
 
 
-def small_count_cases(assumes: frozenset[str], dtype: str, device: str, ranks: int = 1) -> Iterator[Case]:
-    """Yield the probe with windows that count less than 1, unless a loop assumes sums or plain counts."""
+def small_count_cases(
+    assumes: frozenset[str], dtype: str, device: str, ranks: int = 1
+) -> Iterator[Case]:
+    """Yield the probe with windows that count less than 1, unless a loop assumes sums or plain
+    counts.
+    """
     if "mean" in reductions_within(assumes) and PLAIN_COUNTS not in assumes:
         dealt = dealt_to_ranks(within(SMALL_COUNTS, assumes), ranks, assumes)
         yield probe_case(dealt, dtype=dtype, device=device, unit=UNIT)
 
 
 def slopes_case(assumes: frozenset[str], dtype: str, device: str, ranks: int = 1) -> Case:
-    """Return the probe whose windows have gradients of many sizes, and an infinity and a NaN in two of them.
+    """Return the probe whose windows have gradients of many sizes, and an infinity and a NaN in two
+    of them.
 
-    Between them are windows of ordinary gradients, which show what a window leaves behind. Its plan is within every
-    assumption.
+    Between them are windows of ordinary gradients, which show what a window leaves behind. Its plan
+    is within every assumption.
     """
     large, small = ([_of_size(e) for e in exponents[dtype]] for exponents in (LARGE, SMALL))
     windows = [ORDINARY, large[0], ORDINARY, *large[1:], ORDINARY, *small, ORDINARY]
@@ -194,16 +221,24 @@ def slopes_case(assumes: frozenset[str], dtype: str, device: str, ranks: int = 1
 
 
 def model_cases(
-    assumes: frozenset[str], dtype: str, device: str, ranks: int = 1, *, optimizer: str | None = None
+    assumes: frozenset[str],
+    dtype: str,
+    device: str,
+    ranks: int = 1,
+    *,
+    optimizer: str | None = None,
 ) -> Iterator[Case]:
-    """Yield cases on a model with a matrix and a bias, of what the probes show on their one vector alone.
+    """Yield cases on a model with a matrix and a bias, of what the probes show on their one vector
+    alone.
 
-    One has an optimizer that moves the parameters far, and takes many steps. The other has gradients of many sizes.
-    Losses have both signs.
+    One has an optimizer that moves the parameters far, and takes many steps. The other has
+    gradients of many sizes. Losses have both signs.
     """
     sizes = slopes_case(assumes, dtype, device, ranks)
     assert sizes.spec is not None
-    spec = ProblemSpec(Input("vector", size=2), (Layer("linear", features=1, bias=True),), sizes.spec.loss)
+    spec = ProblemSpec(
+        Input("vector", size=2), (Layer("linear", features=1, bias=True),), sizes.spec.loss
+    )
     exponents = (0, LARGE[dtype][0], 0, SMALL[dtype][0])
     slopes = slopes_text(slope for exponent in exponents for slope in _of_size(exponent))
     plan = within(Plan((2, 2) * len(exponents), 2, 1 if ONE_EPOCH in assumes else 5), assumes)
@@ -220,8 +255,9 @@ def _of_size(exponent: int) -> tuple[float, ...]:
     return tuple(2.0 ** (exponent + within) for within in WITHIN)
 
 
-# The smallest weight probe that shows a violation of the same kind: fewer windows, epochs and micro-batches, smaller K,
-# fewer slopes. Greedy: the first smaller one that shows it is kept, and the search begins anew.
+# The smallest weight probe that shows a violation of the same kind: fewer windows, epochs and
+# micro-batches, smaller K, fewer slopes. Greedy: the first smaller one that shows it is kept, and
+# the search begins anew.
 
 
 PROBE_SECONDS = 20.0
@@ -236,9 +272,13 @@ def has_slopes(case: Case) -> bool:
 
 
 def smallest_probe(
-    checked: Callable[[Case], Verdict], violation: Violation, assumes: frozenset[str], seconds: float
+    checked: Callable[[Case], Verdict],
+    violation: Violation,
+    assumes: frozenset[str],
+    seconds: float,
 ) -> tuple[Violation, list[str]]:
-    """Return the violation on the smallest weight probe that shows it, and the next smaller plans that hold, in words.
+    """Return the violation on the smallest weight probe that shows it, and the next smaller plans
+    that hold, in words.
 
     Args:
         checked: returns a loop's verdict on a case.
@@ -289,7 +329,9 @@ def _smaller(violation: Violation, assumes: frozenset[str]) -> Smaller:
 
 
 def _numbers(plan: Plan) -> Iterator[tuple[str, int, Callable[[int], Plan]]]:
-    """Yield each number of a plan that can be smaller, in words, its value, and the plan with another."""
+    """Yield each number of a plan that can be smaller, in words, its value, and the plan with
+    another.
+    """
     count, k = len(plan.micro_batches), plan.accumulation_steps
     yield "epochs", plan.epochs, lambda n: replace(plan, epochs=n)
     yield "micro-batches in an epoch", count, lambda n: plan.select(range(n))
@@ -298,20 +340,32 @@ def _numbers(plan: Plan) -> Iterator[tuple[str, int, Callable[[int], Plan]]]:
     yield (
         "accumulation_steps",
         k,
-        lambda n: replace(plan, accumulation_steps=n, micro_batches=plan.micro_batches[: n if one else count]),
+        lambda n: replace(
+            plan, accumulation_steps=n, micro_batches=plan.micro_batches[: n if one else count]
+        ),
     )
 
 
 def _of_fewer_slopes(violation: Violation) -> Smaller:
-    """Yield one window or two, then one item of each, then slopes nearer to 1, all by the same power of two."""
+    """Yield one window or two, then one item of each, then slopes nearer to 1, all by the same
+    power of two.
+    """
     case, plan, slopes = violation.case, violation.case.plan, tuple(slopes_of(violation.case))
-    number, last = len(plan.windows), len(plan.windows) - 1 if violation.window is None else violation.window
+    number, last = (
+        len(plan.windows),
+        len(plan.windows) - 1 if violation.window is None else violation.window,
+    )
     single = range(last + 1) if violation.window is None else [last]
     chosen = [*((w,) for w in single), *((w, last) for w in reversed(range(last)))]
     for windows in chosen:
         if len(windows) < number:
             kept = [j for w in windows for j in plan.windows[w]]
-            yield "", _of_plan(case, plan.select(kept), tuple(slopes[i] for j in kept for i in plan.items(j)))
+            yield (
+                "",
+                _of_plan(
+                    case, plan.select(kept), tuple(slopes[i] for j in kept for i in plan.items(j))
+                ),
+            )
     if plan.total_items > number <= 2 and not plan.ranks:
         for item in plan.window_items(0):
             items = (item, plan.window_items(1)[0]) if number == 2 else (item,)
@@ -320,7 +374,14 @@ def _of_fewer_slopes(violation: Violation) -> Smaller:
         largest = max(math.frexp(slope)[1] - 1 for slope in slopes)
         step = abs(largest) // 2 or abs(largest)
         while step:
-            yield "", _of_plan(case, plan, tuple(slope * 2.0 ** -math.copysign(step, largest) for slope in slopes))
+            yield (
+                "",
+                _of_plan(
+                    case,
+                    plan,
+                    tuple(slope * 2.0 ** -math.copysign(step, largest) for slope in slopes),
+                ),
+            )
             step //= 2
 
 
@@ -330,7 +391,9 @@ def _of_plan(case: Case, plan: Plan, slopes: tuple[float, ...] = ()) -> Case:
     text = slopes_text(slopes) if {*slopes} - {1.0} else ""
     reduction, unit = case.spec.loss.reduction, unit_of(case)
     if is_probe(case):
-        return probe_case(plan, reduction, device=case.device, dtype=case.dtype, slopes=text, unit=unit)
+        return probe_case(
+            plan, reduction, device=case.device, dtype=case.dtype, slopes=text, unit=unit
+        )
     loss = Loss("identity", reduction=reduction, **({"slopes": text} if text else {}))
     return case.replace(plan=plan, problem=replace(case.spec, loss=loss))
 
@@ -342,23 +405,32 @@ OUTSIDE = "a window's gradient is infinite or NaN, and the loop assumes finite-g
 
 
 def starts_finite(case: Case, problem: Problem | None) -> bool:
-    """Return whether the gradient of every window is finite at the initial parameters, in the case's dtype too."""
+    """Return whether the gradient of every window is finite at the initial parameters, in the
+    case's dtype too.
+    """
     try:
         reference, _ = reference_of(case, problem)
     except CannotJudgeError:
         return True  # `check` says why
-    return reference is None or all(_is_finite(reference.window(w)) for w in range(len(case.plan.windows)))
+    return reference is None or all(
+        _is_finite(reference.window(w)) for w in range(len(case.plan.windows))
+    )
 
 
 def stays_finite(case: Case, problem: Problem | None) -> bool:
-    """Return whether a sound loop meets only finite gradients at the parameters to which the optimizer moves."""
+    """Return whether a sound loop meets only finite gradients at the parameters to which the
+    optimizer moves.
+    """
     reference, _ = reference_of(case, problem)
     if reference is None or case.optimizer is None:
         return True
     loop = plain if case.plan.world_size == 1 else RANK_LOOPS["all_reduce/zero_grad"]
     for step, observed in enumerate(run_ranks(loop, reference.instance)[0].observations):
         window = reference.window(step % len(case.plan.windows), observed.parameters)
-        if not (np.isfinite(reference.flat(observed.gradients)).all() and np.isfinite(window.expected).all()):
+        if not (
+            np.isfinite(reference.flat(observed.gradients)).all()
+            and np.isfinite(window.expected).all()
+        ):
             return False
     return True
 
@@ -377,16 +449,20 @@ def _is_finite(window: Window) -> bool:
 def more_specific(first: Violation, smallest: Violation) -> Violation:
     """Return the violation on the smallest case, under the name that the evidence supports best.
 
-    The case that showed the fault first is larger, and its name explains more numbers: it stands, unless it is a
-    general one and the smallest case's is not one of weights. On a small case, whose numbers are few, one of those fits
-    by chance.
+    The case that showed the fault first is larger, and its name explains more numbers: it stands,
+    unless it is a general one and the smallest case's is not one of weights. On a small case, whose
+    numbers are few, one of those fits by chance.
     """
     if first.diagnosis == smallest.diagnosis:
         return smallest
     if first.kind != smallest.kind or not smallest.explanation:
         return first
     by_chance = is_of_weights(smallest.diagnosis)
-    if is_general(first.kind, first.diagnosis) and not by_chance and smallest.diagnosis != "not-linear":
+    if (
+        is_general(first.kind, first.diagnosis)
+        and not by_chance
+        and smallest.diagnosis != "not-linear"
+    ):
         return smallest
     note = f"on this case alone the fault would be {smallest.diagnosis}: {smallest.explanation}"
     return replace(
@@ -414,8 +490,21 @@ OF_GRADIENT = frozenset(("gradient", "non-finite", "none-pattern"))
 LADDER = (
     *(Plan((n,), 1) for n in (1, 2)),
     *(Plan((1,), 2), Plan((1, 1), 2), Plan((1, 2), 2), Plan((2, 1), 2)),
-    *(Plan((1, 1), 1), Plan((1, 2), 1), Plan((1,), 1, 2), Plan((1, 1, 1), 2), Plan((1, 1), 2, 2), Plan((1, 2, 1), 3)),
-    *(Plan((1, 1, 1), 1), Plan((1, 2, 1), 2), Plan((1, 1, 1), 2, 2), Plan((1,), 1, 3), Plan((1, 2, 3, 1), 2)),
+    *(
+        Plan((1, 1), 1),
+        Plan((1, 2), 1),
+        Plan((1,), 1, 2),
+        Plan((1, 1, 1), 2),
+        Plan((1, 1), 2, 2),
+        Plan((1, 2, 1), 3),
+    ),
+    *(
+        Plan((1, 1, 1), 1),
+        Plan((1, 2, 1), 2),
+        Plan((1, 1, 1), 2, 2),
+        Plan((1,), 1, 3),
+        Plan((1, 2, 3, 1), 2),
+    ),
 )
 """Plans of growing size, on which a fault of weights or steps is shown again with a linear model of one weight.
 
@@ -430,8 +519,8 @@ class Search:
 
     Attributes:
         violation: the smallest violation that has been named, or None.
-        found_after: number of drawn cases until one showed it, 0 where a case of the ladder does; None where no
-            ordinary case does.
+        found_after: number of drawn cases until one showed it, 0 where a case of the ladder does;
+            None where no ordinary case does.
         stopped: why shrinking ended before it had tried every smaller case, in words, or None.
         runs: how often the loop was run on cases whose turn came.
     """
@@ -446,10 +535,20 @@ class Search:
         assumes: frozenset[str],
     ) -> None:
         self._loop, self._problem, self._options, self._progress = loop, problem, options, progress
-        self._autocast, self._assumes, self._finite_only = autocast, assumes, FINITE_GRADIENTS in assumes
+        self._autocast, self._assumes, self._finite_only = (
+            autocast,
+            assumes,
+            FINITE_GRADIENTS in assumes,
+        )
         self._compiles, terms = is_jax(loop), terms_of(loop, assumes, autocast)
         self._seconds = COMPILING_SECONDS if self._compiles else SHRINK_SECONDS
-        self.ahead = Ahead(loop, problem, terms, options.time_limit_s, runs=not (self._finite_only or self._compiles))
+        self.ahead = Ahead(
+            loop,
+            problem,
+            terms,
+            options.time_limit_s,
+            runs=not (self._finite_only or self._compiles),
+        )
         self.cases, self.judged, self.windows, self.ratio = 0, 0, 0, 0.0
         self._outside = self.runs = 0
         self.findings: dict[str, None] = {}
@@ -463,7 +562,12 @@ class Search:
         self._sloped = False
 
     def run(
-        self, drawn: st.SearchStrategy[Case], small: st.SearchStrategy[Case], fixed: Case | None, *, probes: bool
+        self,
+        drawn: st.SearchStrategy[Case],
+        small: st.SearchStrategy[Case],
+        fixed: Case | None,
+        *,
+        probes: bool,
     ) -> None:
         """Search, and leave the smallest violation.
 
@@ -491,14 +595,19 @@ class Search:
                 smallest = smaller[1]
         named = smallest if smallest is first else self._named(smallest)
         # a violation of ordinary gradients is plainer than that of large, small or infinite ones
-        named_at_last = more_specific(first if seen is None or self._sloped or seen.kind != named.kind else seen, named)
-        if not (self._sloped and named_at_last.diagnosis == "not-linear"):  # there the probe says more
+        named_at_last = more_specific(
+            first if seen is None or self._sloped or seen.kind != named.kind else seen, named
+        )
+        if not (
+            self._sloped and named_at_last.diagnosis == "not-linear"
+        ):  # there the probe says more
             self.violation = named_at_last
 
     def _is_enough(self, seen: Violation, *, final: bool) -> bool:
         """Whether no case needs to be drawn for what a probe or the fixed case shows.
 
-        A loop that did not return from a probe would make every drawn case wait for the time limit too.
+        A loop that did not return from a probe would make every drawn case wait for the time limit
+        too.
         """
         if seen.diagnosis == "timed-out":
             return True
@@ -507,22 +616,37 @@ class Search:
             # a drawn case tells a fault of elements; of an exception it tells no more
             general = seen.kind != "raised" and is_general(seen.kind, seen.diagnosis)
             return self._problem is not None or not (sloped or general)
-        return self._problem is None and not is_general(seen.kind, seen.diagnosis) and self.on_ladder(seen)
+        return (
+            self._problem is None
+            and not is_general(seen.kind, seen.diagnosis)
+            and self.on_ladder(seen)
+        )
 
     def _named(self, violation: Violation) -> Violation:
-        """Return the violation of a case with its name; the same where the loop shows none again."""
+        """Return the violation of a case with its name.
+
+        The same where the loop shows none again.
+        """
         return self.check(violation.case).violation or violation
 
     def _drawn(
-        self, drawn: st.SearchStrategy[Case], seen: Violation | None, most: int, *, already_found: bool = False
+        self,
+        drawn: st.SearchStrategy[Case],
+        seen: Violation | None,
+        most: int,
+        *,
+        already_found: bool = False,
     ) -> tuple[Violation, Violation] | None:
-        """Draw cases until one shows the kind that was seen, or any; return that violation and the smallest one.
+        """Draw cases until one shows the kind that was seen, or any.
+
+        Return that violation and the smallest one.
 
         Args:
             drawn: the strategy.
             seen: a violation of the kind that is searched for; None for any.
             most: number of cases.
-            already_found: whether a drawn case has shown this violation before, so that no case is named or counted.
+            already_found: whether a drawn case has shown this violation before, so that no case is
+                named or counted.
         """
         found: list[Violation] = []
         began, seconds = Stopwatch(), self._seconds
@@ -562,7 +686,13 @@ class Search:
 
         try:
             with suppress(ViolatedError):
-                run_on_cases(judge, drawn, examples=most, seed_value=self._options.seed, prepare=self.ahead.prepare)
+                run_on_cases(
+                    judge,
+                    drawn,
+                    examples=most,
+                    seed_value=self._options.seed,
+                    prepare=self.ahead.prepare,
+                )
         except KeyboardInterrupt:
             if found and not already_found:
                 self.stopped = "shrinking was interrupted, so a smaller case may exist"
@@ -574,7 +704,9 @@ class Search:
         return (found[0], found[-1]) if found else None
 
     def _simplest(self, case: Case, *, shrinking: bool) -> Verdict:
-        """Return the verdict on a drawn case, or on the same without an optimizer where that shows a fault too."""
+        """Return the verdict on a drawn case, or on the same without an optimizer where that shows
+        a fault too.
+        """
         verdict = self.check(case, shrinking=shrinking)
         if case.optimizer and verdict.violation and self._options.optimizer is None:
             still = self.check(case.replace(optimizer=None), shrinking=shrinking)
@@ -582,21 +714,25 @@ class Search:
         return verdict
 
     def on_ladder(self, seen: Violation) -> bool:
-        """Show a probe's fault on a small case: the first that gives it the same name, else the first of its kind."""
+        """Show a probe's fault on a small case: the first that gives it the same name, else the
+        first of its kind.
+        """
         shown: Violation | None = None
         even_alone = False
         for case in self._ladder(seen.case):
             is_uneven = len({*case.plan.ranks}) > 1
             if is_uneven and even_alone:
                 continue
-            # many loops wait, or do something else wrong, where a rank has fewer micro-batches: there the name tells
+            # many loops wait, or do something else wrong, where a rank has fewer micro-batches:
+            # there the name tells
             violation = self.check(case, shrinking=not is_uneven).violation
             if violation is None:
                 continue
             is_kind = violation.kind == seen.kind
             # most others have no name until `_named` runs the loop further
             same = is_kind and (
-                not violation.diagnosis or bool(names_of(violation.diagnosis) & names_of(seen.diagnosis))
+                not violation.diagnosis
+                or bool(names_of(violation.diagnosis) & names_of(seen.diagnosis))
             )
             if same or (is_kind and shown is None and not is_uneven):
                 shown = violation
@@ -610,7 +746,10 @@ class Search:
 
     def _ladder(self, probe: Case) -> Iterator[Case]:
         assert probe.spec is not None
-        layers, loss = (Layer("linear", bias=False, features=1),), Loss("mse", reduction=probe.spec.loss.reduction)
+        layers, loss = (
+            (Layer("linear", bias=False, features=1),),
+            Loss("mse", reduction=probe.spec.loss.reduction),
+        )
         options, assumes, plans = self._options, self._assumes, dict[Plan, None]()
         spec = ProblemSpec(Input("vector", size=min(options.ranks, 2)), layers, loss)
         for plan in LADDER:
@@ -623,12 +762,15 @@ class Search:
             for plan, ranks, uneven in itertools.product(plans, numbers, (True, False))
         )
         for plan in dict.fromkeys(dealt):
-            yield Case(spec, plan, dtype=options.dtype, device=options.device, optimizer=options.optimizer)
+            yield Case(
+                spec, plan, dtype=options.dtype, device=options.device, optimizer=options.optimizer
+            )
 
     def on_probes(self) -> tuple[Violation | None, bool]:
-        """Check the weight probes; return the first violation, and whether no drawn case can show it.
+        """Check the weight probes.
 
-        A loop may be made for its problem alone. Beside a user's problem the probes therefore count only if the loop
+        Return the first violation, and whether no drawn case can show it. A loop may be made for
+        its problem alone. Beside a user's problem the probes therefore count only if the loop
         passes the first of them.
         """
         options, assumes, users = self._options, self._assumes, self._problem
@@ -653,11 +795,15 @@ class Search:
                 return None, False
             if found and users is not None:
                 name = found.diagnosis
-                why = f"the weight probes: the loop fails on them ({name}), so its own problem alone was tried"
+                why = (
+                    f"the weight probes: the loop fails on them ({name}), so its own problem alone"
+                    " was tried"
+                )
                 self.skipped[why] += 1
                 return None, False
             if found and self._compiles:
-                # each run takes seconds: what a probe shows is the verdict, and few smaller ones are tried
+                # each run takes seconds: what a probe shows is the verdict, and few smaller ones
+                # are tried
                 small = len(case.plan.micro_batches) <= 2
                 return found if small else self._smallest_probe(found, assumes), True
             if found:
@@ -672,8 +818,9 @@ class Search:
             number, limit = _micro_batches(case.plan), options.time_limit_s
             if limit is not None and seconds * number > SHARE_OF_LIMIT * limit:
                 self.skipped[
-                    f"the weight probe of {number} micro-batches was left out: it would take this loop "
-                    f"{seconds * number:.0f} s of the time limit of {limit:g} s, which --time-limit raises"
+                    f"the weight probe of {number} micro-batches was left out: it would take this"
+                    f" loop {seconds * number:.0f} s of the time limit of {limit:g} s, which"
+                    " --time-limit raises"
                 ] += 1
                 continue
             verdict = timed(case)
@@ -684,7 +831,9 @@ class Search:
         return None, False
 
     def _lacks_optimizer(self, found: Violation) -> bool:
-        """Whether a loop raises on a weight probe alone, for want of the optimizer that was asked for; notes it."""
+        """Whether a loop raises on a weight probe alone, for want of the optimizer that was asked
+        for; notes it.
+        """
         name, case = self._options.optimizer, found.case
         if name is None or found.diagnosis != "raised" or case.optimizer is not None:
             return False
@@ -693,7 +842,10 @@ class Search:
             with_it = self.check(case.replace(optimizer=name), shrinking=True).violation
             if with_it is not None and with_it.diagnosis == "raised":
                 return False
-        why = f"a weight probe: its optimizer, whose step changes nothing, lacks what the loop uses of {name}"
+        why = (
+            "a weight probe: its optimizer, whose step changes nothing, lacks what the loop uses"
+            f" of {name}"
+        )
         self.skipped[why] += 1
         return True
 
@@ -701,12 +853,16 @@ class Search:
         """Return the violation on the smallest probe that shows it, named there and on the first."""
         self.violation = first  # what an interrupt keeps
         self._sloped = has_slopes(first.case)
-        smallest, beside = smallest_probe(lambda case: self.check(case, shrinking=True), first, assumes, self._seconds)
+        smallest, beside = smallest_probe(
+            lambda case: self.check(case, shrinking=True), first, assumes, self._seconds
+        )
         named = first if smallest is first else more_specific(first, self._named(smallest))
         return replace(named, details=(*named.details, *beside))
 
     def check(self, case: Case, *, shrinking: bool = False) -> Verdict:
-        """Return the verdict on a case, with the name of the fault unless a smaller case is searched for."""
+        """Return the verdict on a case, with the name of the fault unless a smaller case is
+        searched for.
+        """
         problem = None if case.spec else self._problem
         if self._finite_only and not is_probe(case) and not starts_finite(case, problem):
             return Verdict(case, skipped=OUTSIDE)
@@ -722,13 +878,23 @@ class Search:
             assumes=self._assumes,
         )
         self.runs += verdict.runs
-        if verdict.violation and self._finite_only and not is_probe(case) and not stays_finite(case, problem):
+        if (
+            verdict.violation
+            and self._finite_only
+            and not is_probe(case)
+            and not stays_finite(case, problem)
+        ):
             return Verdict(case, skipped=OUTSIDE)
         return verdict
 
     def _is_outside(self, case: Case) -> bool:
-        """Whether a drawn case has gradients that the loop assumes away; counts such cases in a row."""
-        outside = self._finite_only and not starts_finite(case, None if case.spec else self._problem)
+        """Whether a drawn case has gradients that the loop assumes away.
+
+        Counts such cases in a row.
+        """
+        outside = self._finite_only and not starts_finite(
+            case, None if case.spec else self._problem
+        )
         self._outside = self._outside + 1 if outside else 0
         return outside
 

@@ -1,8 +1,9 @@
-"""JAX's second opinion on a user's problem: large-batch gradients by the bridge, compared with torch's.
+"""JAX's second opinion on a user's problem: large-batch gradients by the bridge, compared with
+torch's.
 
-It is computed after the loop was judged, because it is about the problem and not about the loop, and because each set
-of shapes needs a program that takes seconds to translate and compile. The most common shapes come first, within a time
-budget.
+It is computed after the loop was judged, because it is about the problem and not about the loop,
+and because each set of shapes needs a program that takes seconds to translate and compile. The most
+common shapes come first, within a time budget.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class SecondOpinion:
         answered: number of windows with a gradient from JAX.
         moved: number of these at parameters that an optimizer has moved.
         shapes: number of sets of shapes that these windows have.
-        findings: windows on which JAX's gradient differs from torch's by more than rounding, one line each.
+        findings: windows on which JAX's gradient differs from torch's by more than rounding, one
+            line each.
         refused: number of windows that the bridge cannot translate.
         refusal: why it cannot translate the first of them, or None.
         rewrite: lines of Python that help there; empty where none are known.
@@ -59,14 +61,25 @@ class SecondOpinion:
     rewrite: str = ""
 
     def summary(self) -> str:
-        """Return a sentence about the windows that JAX computed, and the lines that help where it could not."""
-        return f"{self._sentence()}:\n{indent(self.rewrite, '    ')}" if self.rewrite else self._sentence()
+        """Return a sentence about the windows that JAX computed, and the lines that help where it
+        could not.
+        """
+        return (
+            f"{self._sentence()}:\n{indent(self.rewrite, '    ')}"
+            if self.rewrite
+            else self._sentence()
+        )
 
     def _sentence(self) -> str:
         if not self.answered:
-            return f"JAX gives no second opinion on the problem: {self.refusal or 'no window was judged'}"
+            return (
+                "JAX gives no second opinion on the problem:"
+                f" {self.refusal or 'no window was judged'}"
+            )
         shapes = "1 shape" if self.shapes == 1 else f"{self.shapes} shapes"
-        text = f"JAX gave a second opinion on {self.answered} of {self.windows} windows, of {shapes}"
+        text = (
+            f"JAX gave a second opinion on {self.answered} of {self.windows} windows, of {shapes}"
+        )
         if self.moved:
             text += f", {self.moved} of them at parameters that an optimizer has moved"
         if not self.findings:
@@ -80,7 +93,9 @@ class SecondOpinion:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A window on which JAX is asked: of the initial parameters, or the last one of a run that moves them."""
+    """A window on which JAX is asked: of the initial parameters, or the last one of a run that
+    moves them.
+    """
 
     reference: Reference
     index: int
@@ -106,10 +121,13 @@ def _asked(cases: Iterable[Case], problem: Problem) -> Iterator[_Asked]:
             yield _Asked(REFERENCES.get(moving, problem), last, moves=True)
 
 
-def second_opinion(cases: Iterable[Case], problem: Problem, *, budget_s: float = SECOND_OPINION_S) -> SecondOpinion:
+def second_opinion(
+    cases: Iterable[Case], problem: Problem, *, budget_s: float = SECOND_OPINION_S
+) -> SecondOpinion:
     """Compute the large-batch gradients of a user's problem in JAX, for every window of some cases.
 
-    Loops are judged by torch's gradient alone. A difference is a finding about the problem, torch, JAX or the bridge.
+    Loops are judged by torch's gradient alone. A difference is a finding about the problem, torch,
+    JAX or the bridge.
     """
     opinion, started = SecondOpinion(budget_s), time.perf_counter()
     groups: dict[Shapes, list[_Asked]] = defaultdict(list)
@@ -149,9 +167,11 @@ def second_opinion(cases: Iterable[Case], problem: Problem, *, budget_s: float =
 
 
 def _wrong_backwards(window: Window, opinion: SecondOpinion) -> tuple[type, ...]:
-    """Note the custom functions whose backward is not the derivative, each as one finding, and return them.
+    """Note the custom functions whose backward is not the derivative, each as one finding, and
+    return them.
 
-    The windows are then compared with these backwards in place, so that another fault shows beside them.
+    The windows are then compared with these backwards in place, so that another fault shows beside
+    them.
     """
     found = wrong_backwards(window.model(), window.reference.instance.problem.loss, _batch(window))
     for wrong in found:
@@ -164,12 +184,18 @@ def _wrong_backwards(window: Window, opinion: SecondOpinion) -> tuple[type, ...]
 def _compare(window: Window, lowered: Lowered, functions: tuple[type, ...]) -> str | None:
     if disagreement(window, _gradient(window, lowered)) is None:
         return None
-    # a model's constants may depend on its seed: a difference counts only with this model's own program
+    # a model's constants may depend on its seed: a difference counts only with this model's own
+    # program
     return disagreement(window, _gradient(window, _lowered(window, functions)))
 
 
 def _lowered(window: Window, functions: tuple[type, ...]) -> Lowered:
-    return lower(window.model(), window.reference.instance.problem.loss, _batch(window), own_backwards=functions)
+    return lower(
+        window.model(),
+        window.reference.instance.problem.loss,
+        _batch(window),
+        own_backwards=functions,
+    )
 
 
 def _gradient(window: Window, lowered: Lowered) -> Vector:
@@ -182,7 +208,11 @@ def _batch(window: Window) -> Batch:
 
 
 def _shapes(model: torch.nn.Module, batch: Batch) -> Shapes:
-    """Return what a program is specialised on: shapes, dtypes and the parts of the batch that are not tensors."""
+    """Return what a program is specialised on: shapes, dtypes and the parts of the batch that are
+    not tensors.
+    """
     data = tuple((tuple(t.shape), t.dtype) for t in leaves(batch))
-    parameters = tuple((name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters())
+    parameters = tuple(
+        (name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()
+    )
     return data, repr(map_leaves(lambda _: None, batch)), parameters

@@ -20,7 +20,14 @@ from gradcheck_suite.core.results import Violation
 from gradcheck_suite.core.text import error_text
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.reference.large_batch import REFERENCES, CannotJudgeError, Reference, Window
-from gradcheck_suite.run.instance import Instance, Items, generated_instance, leaves, seeded, user_instance
+from gradcheck_suite.run.instance import (
+    Instance,
+    Items,
+    generated_instance,
+    leaves,
+    seeded,
+    user_instance,
+)
 from gradcheck_suite.run.optimizers import optimizer_of
 from gradcheck_suite.run.runner import users_line
 
@@ -29,14 +36,17 @@ LARGEST_COUNT = 64
 
 
 def weights_of_items(loss: Callable[[Sequence[int]], float], items: int) -> list[float] | None:
-    """Return the weights relative to the first item's, or None if the loss is no weighted mean or all are equal.
+    """Return the weights relative to the first item's, or None if the loss is no weighted mean or
+    all are equal.
 
-    If a batch's loss is sum(w_i l_i) / sum(w_i), the loss of two items lies between their own losses and determines the
-    quotient of their weights. The quotients must then explain the losses of all other batches.
+    If a batch's loss is sum(w_i l_i) / sum(w_i), the loss of two items lies between their own
+    losses and determines the quotient of their weights. The quotients must then explain the losses
+    of all other batches.
 
     Args:
         loss: indices of items -> the loss of their batch.
-        items: number of items; at least three are needed to recognise a loss that is no weighted mean.
+        items: number of items; at least three are needed to recognise a loss that is no weighted
+            mean.
     """
     per_item = [loss([i]) for i in range(items)]
     scale = max(map(abs, per_item))
@@ -67,7 +77,10 @@ def proportion(weights: Sequence[float]) -> str:
 # Finds the module, or the loss, that makes an objective not separable over samples.
 
 
-AS_A_BATCH = 'If a loop computes it for a whole window (GradCache, cached negatives), state Problem(reduction="batch")'
+AS_A_BATCH = (
+    "If a loop computes it for a whole window (GradCache, cached negatives), state"
+    ' Problem(reduction="batch")'
+)
 FINE = 1e-9
 """Share of the largest value up to which outputs are equal: what computes them has the same shapes."""
 MOST_REPLACED = 8
@@ -94,24 +107,25 @@ def batch_dependence(instance: Instance, model: torch.nn.Module) -> str:
         sentence = f"{where} gives an item an output that depends on the other items"
         if isinstance(module, _BatchNorm) and module.training:
             sentence += (
-                ": batch normalization in train mode. Keep it in eval mode (frozen statistics), or use group or layer "
-                "normalization"
+                ": batch normalization in train mode. Keep it in eval mode (frozen statistics), or"
+                " use group or layer normalization"
             )
         return sentence
     if _losses_add_up(instance, model):
         return (
-            "the losses of the micro-batches add up to the large batch's and the gradients do not: a backward (a "
-            "custom autograd.Function, a hook) gives an item a gradient that depends on the other items"
+            "the losses of the micro-batches add up to the large batch's and the gradients do not:"
+            " a backward (a custom autograd.Function, a hook) gives an item a gradient that depends"
+            " on the other items"
         )
     if (constant := _constant_per_batch(instance, model)) is not None:
         return (
-            f"every batch's loss contains {constant:.6g} once, whatever its items, as a penalty on parameters would: "
-            "multiply it by the number of items, or leave it to the optimizer"
+            f"every batch's loss contains {constant:.6g} once, whatever its items, as a penalty on"
+            " parameters would: multiply it by the number of items, or leave it to the optimizer"
         )
     return (
-        "the model is separable over samples and the loss is not: it compares items with each other (in-batch "
-        "negatives, pairs, rankings), or contains statistics of the batch (a product of batch means, targets "
-        "standardised over the batch)"
+        "the model is separable over samples and the loss is not: it compares items with each other"
+        " (in-batch negatives, pairs, rankings), or contains statistics of the batch (a product of"
+        " batch means, targets standardised over the batch)"
     )
 
 
@@ -124,9 +138,17 @@ def _micro_batches(instance: Instance) -> list[Batch]:
 
 
 def _losses_add_up(instance: Instance, model: torch.nn.Module) -> bool:
-    """Return whether losses times counts add up to rounding, so that the forward is a sum over items."""
-    batches = [instance.batch(range(instance.case.plan.total_items), torch.float64), *_micro_batches(instance)]
-    weights = [1.0 if instance.problem.reduction == "sum" else float(instance.count(batch)) for batch in batches]
+    """Return whether losses times counts add up to rounding, so that the forward is a sum over
+    items.
+    """
+    batches = [
+        instance.batch(range(instance.case.plan.total_items), torch.float64),
+        *_micro_batches(instance),
+    ]
+    weights = [
+        1.0 if instance.problem.reduction == "sum" else float(instance.count(batch))
+        for batch in batches
+    ]
     whole, *parts = (
         weight * _plain_loss(instance, model, batch) if weight else 0.0
         for weight, batch in zip(weights, batches, strict=True)
@@ -135,7 +157,9 @@ def _losses_add_up(instance: Instance, model: torch.nn.Module) -> bool:
 
 
 def _constant_per_batch(instance: Instance, model: torch.nn.Module) -> float | None:
-    """Return what a summed loss contains once in every batch, or None: all pairs of three items must show it."""
+    """Return what a summed loss contains once in every batch, or None: all pairs of three items
+    must show it.
+    """
     drawn = 3 if instance.users_problem else instance.case.plan.total_items
     if instance.problem.reduction != "sum" or drawn < 3:
         return None
@@ -146,25 +170,36 @@ def _constant_per_batch(instance: Instance, model: torch.nn.Module) -> float | N
 
     first, *others = (loss(i) + loss(j) - loss(i, j) for i, j in ((0, 1), (0, 2), (1, 2)))
     scale = LOSS_TOLERANCE * max(abs(loss(0, 1, 2)), abs(first))
-    return first if abs(first) > scale and all(abs(other - first) <= scale for other in others) else None
-
-
-def batch_norm_refusal(model: torch.nn.Module) -> str | None:
-    """Return a sentence about the batch normalization that rejects a micro-batch of one item, or None."""
-    found = next(((n, m) for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
-    return found and (
-        f"{found[0]} ({type(found[1]).__name__}) rejects a micro-batch with one value per channel, and gives an item "
-        "an output that depends on the other items: batch normalization in train mode, so no plain accumulation can "
-        "equal the large batch and no loop is to blame. Keep it in eval mode (frozen statistics), or use group or "
-        "layer normalization"
+    return (
+        first
+        if abs(first) > scale and all(abs(other - first) <= scale for other in others)
+        else None
     )
 
 
-def _mixing_module(instance: Instance, model: torch.nn.Module, whole: Batch) -> tuple[str, torch.nn.Module] | None:
-    """Return the first module whose output for an item changes with another item, while its inputs for it do not.
+def batch_norm_refusal(model: torch.nn.Module) -> str | None:
+    """Return a sentence about the batch normalization that rejects a micro-batch of one item, or
+    None.
+    """
+    found = next(
+        ((n, m) for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None
+    )
+    return found and (
+        f"{found[0]} ({type(found[1]).__name__}) rejects a micro-batch with one value per channel,"
+        " and gives an item an output that depends on the other items: batch normalization in"
+        " train mode, so no plain accumulation can equal the large batch and no loop is to blame."
+        " Keep it in eval mode (frozen statistics), or use group or layer normalization"
+    )
 
-    Several items are replaced in turn: where few values occur, as after the layer normalization of two features, one
-    may by chance leave the statistics of the batch as they are.
+
+def _mixing_module(
+    instance: Instance, model: torch.nn.Module, whole: Batch
+) -> tuple[str, torch.nn.Module] | None:
+    """Return the first module whose output for an item changes with another item, while its inputs
+    for it do not.
+
+    Several items are replaced in turn: where few values occur, as after the layer normalization of
+    two features, one may by chance leave the statistics of the batch as they are.
     """
     items, total = Items(whole), instance.case.plan.total_items
     before = _calls(instance, model, whole)
@@ -220,7 +255,8 @@ def _calls(instance: Instance, model: torch.nn.Module, batch: Batch) -> Calls:
     return found
 
 
-# Checks of a problem before any loop runs: its contract, and that its objective is a sum over items.
+# Checks of a problem before any loop runs: its contract, and that its objective is a sum over
+# items.
 
 
 WEIGHED_ITEMS = 4
@@ -228,20 +264,25 @@ WEIGHED_ITEMS = 4
 
 
 def adds_up(whole: float, parts: list[float]) -> bool:
-    """Return whether parts add up to a whole, up to `LOSS_TOLERANCE` of their sizes. Scripts copy this."""
+    """Return whether parts add up to a whole, up to `LOSS_TOLERANCE` of their sizes.
+
+    Scripts copy this.
+    """
     return abs(whole - sum(parts)) <= LOSS_TOLERANCE * max(sum(map(abs, parts)), abs(whole))
 
 
 def objective_fault(instance: Instance) -> str | None:
     """Return why no accumulation can equal the large batch of this problem, or None.
 
-    The check runs forward passes on the case's micro-batches. count(X) * loss(X) of all items X must equal the sum of
-    count(X_i) * loss(X_i) over the micro-batches X_i, without the counts if the reduction is a sum.
+    The check runs forward passes on the case's micro-batches. count(X) * loss(X) of all items X
+    must equal the sum of count(X_i) * loss(X_i) over the micro-batches X_i, without the counts if
+    the reduction is a sum.
 
     Raises:
-        UsageError: the problem breaks its contract. Its model is not new at each call, depends on more than the seed
-            or has no trainable parameter; its loss is not a scalar, does not depend on the parameters, is not finite
-            or is random; or its count is no number, is negative, or is 0 for items with a loss.
+        UsageError: the problem breaks its contract. Its model is not new at each call, depends on
+            more than the seed or has no trainable parameter; its loss is not a scalar, does not
+            depend on the parameters, is not finite or is random; or its count is no number, is
+            negative, or is 0 for items with a loss.
         CannotJudgeError: a window has no valid targets, so there is no mean over it.
     """
     with seeded(None, instance.device):
@@ -256,8 +297,9 @@ def _objective_fault(instance: Instance) -> str | None:
     for parameter_name, parameter in model.named_parameters():
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise UsageError(
-                f"{name}: the parameter {parameter_name!r} has a post-accumulate-grad hook, which changes .grad after "
-                "autograd: register it in the loop, or remove it for the verification"
+                f"{name}: the parameter {parameter_name!r} has a post-accumulate-grad hook, which"
+                " changes .grad after autograd: register it in the loop, or remove it for the"
+                " verification"
             )
     _expect_targets(instance, model)
     everything = instance.batch(range(plan.total_items), torch.float64)
@@ -265,7 +307,9 @@ def _objective_fault(instance: Instance) -> str | None:
     try:
         whole = _checked_loss(instance, model, everything, need_graph=True)
     except (RuntimeError, ValueError):
-        sentence = batch_norm_refusal(model) if instance.users_problem and plan.total_items == 1 else None
+        sentence = (
+            batch_norm_refusal(model) if instance.users_problem and plan.total_items == 1 else None
+        )
         if sentence is None:
             raise
         return f"{name}: {sentence}"
@@ -286,21 +330,22 @@ def _objective_fault(instance: Instance) -> str | None:
             counts.append(weight)
     if instance.problem.reduction == "mean" and not adds_up(total, counts):
         return (
-            f"{name}: Problem.count of all {plan.total_items} items is {total:.6g}, but the counts of the "
-            f"micro-batches {list(plan.micro_batches)} add up to {sum(counts):.6g}; the count must be a sum over items"
+            f"{name}: Problem.count of all {plan.total_items} items is {total:.6g}, but the counts"
+            f" of the micro-batches {list(plan.micro_batches)} add up to {sum(counts):.6g}; the"
+            " count must be a sum over items"
         )
     if not adds_up(total * whole, terms):
         if meant := _meant(instance, model, whole):
             return (
-                f"{name}: the loss is not a mean with the divisor Problem.count, so no loop can be right: the large "
-                f"batch's loss times its count is {total * whole:.6g}, those of the micro-batches "
-                f"{list(plan.micro_batches)} add up to {sum(terms):.6g}; {meant}"
+                f"{name}: the loss is not a mean with the divisor Problem.count, so no loop can be"
+                f" right: the large batch's loss times its count is {total * whole:.6g}, those of"
+                f" the micro-batches {list(plan.micro_batches)} add up to {sum(terms):.6g}; {meant}"
             )
         return (
-            f"{name}: the objective is not a sum over items, so no plain accumulation can equal the large batch and "
-            f"no loop is to blame: {batch_dependence(instance, model)}. {AS_A_BATCH}. The large batch's loss times its "
-            f"count is {total * whole:.6g}, those of the micro-batches {list(plan.micro_batches)} add up to "
-            f"{sum(terms):.6g}"
+            f"{name}: the objective is not a sum over items, so no plain accumulation can equal the"
+            f" large batch and no loop is to blame: {batch_dependence(instance, model)}."
+            f" {AS_A_BATCH}. The large batch's loss times its count is {total * whole:.6g}, those"
+            f" of the micro-batches {list(plan.micro_batches)} add up to {sum(terms):.6g}"
         )
     return None
 
@@ -314,7 +359,11 @@ def _tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _expect_stateless(
-    instance: Instance, model: torch.nn.Module, batch: Batch, loss: float, before: dict[str, torch.Tensor]
+    instance: Instance,
+    model: torch.nn.Module,
+    batch: Batch,
+    loss: float,
+    before: dict[str, torch.Tensor],
 ) -> None:
     """Raise `UsageError` if a forward writes a parameter, or the loss of the same batch changes.
 
@@ -330,55 +379,77 @@ def _expect_stateless(
     trainable = {key for key, _ in model.named_parameters()}
     if written := [key for key in changed if key in trainable]:
         raise UsageError(
-            f"{name}: the forward changes the parameter {written[0]!r}, as an embedding with max_norm or a clamp of a "
-            "weight does, so the gradient of a window depends on how often the loop runs it: do so after the "
-            "optimizer's step, or leave it out for the verification"
+            f"{name}: the forward changes the parameter {written[0]!r}, as an embedding with"
+            " max_norm or a clamp of a weight does, so the gradient of a window depends on how"
+            " often the loop runs it: do so after the optimizer's step, or leave it out for the"
+            " verification"
         )
     second = _checked_loss(instance, model, batch)
     # a buffer that has nearly converged changes the loss by less than float32 parts of a model may
-    if second == loss or (adds_up(loss, [second]) and not changed) or abs(second - loss) <= EXACT * abs(loss):
+    if (
+        second == loss
+        or (adds_up(loss, [second]) and not changed)
+        or abs(second - loss) <= EXACT * abs(loss)
+    ):
         return
     sentence = f"{name}: the loss of the same batch is first {loss:.6g} and then {second:.6g}; "
     if changed:
         raise UsageError(
-            f"{sentence}a forward changes the buffer {changed[0]!r} and the loss depends on it, as the power iteration "
-            "of a spectral norm or a moving average does: keep that module in eval mode, or freeze the buffer"
+            f"{sentence}a forward changes the buffer {changed[0]!r} and the loss depends on it, as"
+            " the power iteration of a spectral norm or a moving average does: keep that module in"
+            " eval mode, or freeze the buffer"
         )
-    raise UsageError(f"{sentence}it must not be random: set dropout to 0, or pass its mask with the batch")
+    raise UsageError(
+        f"{sentence}it must not be random: set dropout to 0, or pass its mask with the batch"
+    )
 
 
 def _expect_fresh_models(instance: Instance) -> None:
     """Raise `UsageError` if two models share tensors, or differ although their seed is the same."""
     name = _name(instance)
-    first, second = instance.problem.model(instance.case.seed), instance.problem.model(instance.case.seed)
+    first, second = (
+        instance.problem.model(instance.case.seed),
+        instance.problem.model(instance.case.seed),
+    )
     for model in (first, second):
         if not isinstance(model, torch.nn.Module):
-            raise UsageError(f"{name}: Problem.model(seed) must return a torch.nn.Module, got {type(model).__name__}")
+            raise UsageError(
+                f"{name}: Problem.model(seed) must return a torch.nn.Module, got"
+                f" {type(model).__name__}"
+            )
     if first is second:
         raise UsageError(
-            f"{name}: Problem.model(seed) must return a fresh module each time, got the same one twice: build it inside"
+            f"{name}: Problem.model(seed) must return a fresh module each time, got the same one"
+            " twice: build it inside"
         )
     one, other = (dict(_tensors(m)) for m in (first, second))
     owned = {id(tensor): key for key, tensor in one.items()}
     if shared := [key for key, tensor in other.items() if id(tensor) in owned]:
         raise UsageError(
-            f"{name}: two models from Problem.model share {shared[0]}, so one loop's training would change another's "
-            "start: create every parameter and buffer inside"
+            f"{name}: two models from Problem.model share {shared[0]}, so one loop's training would"
+            " change another's start: create every parameter and buffer inside"
         )
     if one.keys() != other.keys():
-        raise UsageError(f"{name}: Problem.model(seed) must return the same model for the same seed, got others' names")
+        raise UsageError(
+            f"{name}: Problem.model(seed) must return the same model for the same seed, got others'"
+            " names"
+        )
     for key, tensor in one.items():
         if torch.nn.parameter.is_lazy(tensor):
             raise UsageError(
-                f"{name}: {key} has no shape before the first forward, since its module is lazy: pass a batch through "
-                "the model inside Problem.model, or name the sizes"
+                f"{name}: {key} has no shape before the first forward, since its module is lazy:"
+                " pass a batch through the model inside Problem.model, or name the sizes"
             )
         if tensor.is_meta:
-            raise UsageError(f"{name}: {key} is on the meta device and has no values: materialise the model first")
+            raise UsageError(
+                f"{name}: {key} is on the meta device and has no values: materialise the model"
+                " first"
+            )
         if tensor.shape != other[key].shape or not torch.equal(tensor, other[key]):
             raise UsageError(
-                f"{name}: Problem.model(seed) must return the same values for the same seed, got two that differ in "
-                f"{key}: call torch.manual_seed(seed) before the module is built"
+                f"{name}: Problem.model(seed) must return the same values for the same seed, got"
+                f" two that differ in {key}: call torch.manual_seed(seed) before the module is"
+                " built"
             )
 
 
@@ -391,10 +462,14 @@ def _meant(instance: Instance, model: torch.nn.Module, whole: float) -> str | No
         return None  # a micro-batch without valid targets: the loss is neither a mean over all items nor a sum
     guesses: dict[str, list[float]] = {}
     if instance.problem.reduction == "mean":
-        guesses["it is a mean over items: leave Problem.count out"] = [float(n) for n in plan.micro_batches]
+        guesses["it is a mean over items: leave Problem.count out"] = [
+            float(n) for n in plan.micro_batches
+        ]
         guesses['it is a sum over items: pass reduction="sum"'] = []
     else:
-        guesses['it is a mean over items: pass reduction="mean"'] = [float(n) for n in plan.micro_batches]
+        guesses['it is a mean over items: pass reduction="mean"'] = [
+            float(n) for n in plan.micro_batches
+        ]
     for text, weights in guesses.items():
         terms = [w * loss for w, loss in zip(weights or [1.0] * len(losses), losses, strict=True)]
         if adds_up((sum(weights) or 1.0) * whole, terms):
@@ -403,7 +478,9 @@ def _meant(instance: Instance, model: torch.nn.Module, whole: float) -> str | No
 
 
 def _weighed(instance: Instance, model: torch.nn.Module) -> str | None:
-    """Return the unequal weights of items in a user's mean, in words, or None if it is no weighted mean."""
+    """Return the unequal weights of items in a user's mean, in words, or None if it is no weighted
+    mean.
+    """
     if instance.problem.reduction == "sum" or instance.users_problem is None:
         return None
     items = Items(instance.drawn(WEIGHED_ITEMS, torch.float64))
@@ -416,26 +493,36 @@ def _weighed(instance: Instance, model: torch.nn.Module) -> str | None:
     if weights is None:
         return None
     return (
-        f"it is a mean with unequal weights of items, {proportion(weights)} for {WEIGHED_ITEMS} of them (such as a "
-        "mean over tokens or over valid targets): let Problem.count return the divisor of the mean"
+        f"it is a mean with unequal weights of items, {proportion(weights)} for {WEIGHED_ITEMS} of"
+        " them (such as a mean over tokens or over valid targets): let Problem.count return the"
+        " divisor of the mean"
     )
 
 
-def _checked_loss(instance: Instance, model: torch.nn.Module, batch: Batch, *, need_graph: bool = False) -> float:
+def _checked_loss(
+    instance: Instance, model: torch.nn.Module, batch: Batch, *, need_graph: bool = False
+) -> float:
     name = _name(instance)
     with torch.set_grad_enabled(need_graph):
         loss = instance.problem.loss(model, batch)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.ndim:
-        got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise UsageError(f"{name}: Problem.loss(model, batch) must return a scalar tensor, got {got}")
+        got = (
+            f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        )
+        raise UsageError(
+            f"{name}: Problem.loss(model, batch) must return a scalar tensor, got {got}"
+        )
     if need_graph and not loss.requires_grad:
-        raise UsageError(f"{name}: the loss does not depend on the model's parameters: there is no gradient to check")
+        raise UsageError(
+            f"{name}: the loss does not depend on the model's parameters: there is no gradient to"
+            " check"
+        )
     value = float(loss.detach())
     if not math.isfinite(value):
         items = len(next(leaves(batch)))
         raise UsageError(
-            f"{name}: the loss of {items} drawn items is {value}, so there is no gradient to compare; "
-            "Problem.count must be 0 for items without valid targets"
+            f"{name}: the loss of {items} drawn items is {value}, so there is no gradient to"
+            " compare; Problem.count must be 0 for items without valid targets"
         )
     return value
 
@@ -447,14 +534,16 @@ def _weight(instance: Instance, batch: Batch) -> float:
     count = instance.count(batch)
     if count.numel() != 1 or not math.isfinite(float(count)) or float(count) < 0:
         raise UsageError(
-            f"{_name(instance)}: Problem.count(batch) must return a number that is finite and not negative; "
-            f"got {count.tolist()}"
+            f"{_name(instance)}: Problem.count(batch) must return a number that is finite and not"
+            f" negative; got {count.tolist()}"
         )
     return float(count)
 
 
 def _expect_targets(instance: Instance, model: torch.nn.Module) -> None:
-    """Raise `CannotJudgeError` if the count of a window is 0, and `UsageError` if its loss says that it should."""
+    """Raise `CannotJudgeError` if the count of a window is 0, and `UsageError` if its loss says
+    that it should.
+    """
     if instance.problem.reduction != "mean":
         return
     plan = instance.case.plan
@@ -466,16 +555,20 @@ def _expect_targets(instance: Instance, model: torch.nn.Module) -> None:
         try:
             loss = _checked_loss(instance, model, batch)
         except (UsageError, RuntimeError, ValueError):
-            loss = 0.0  # a mean of nothing is no number, and batch normalization rejects a single item
+            loss = (
+                0.0  # a mean of nothing is no number, and batch normalization rejects a single item
+            )
         if loss:
             raise UsageError(
-                f"{_name(instance)}: Problem.count is 0 for {len(items)} items whose loss is {loss:.6g}: return what "
-                "the loss divides by, which is 0 only where all targets are ignored"
+                f"{_name(instance)}: Problem.count is 0 for {len(items)} items whose loss is"
+                f" {loss:.6g}: return what the loss divides by, which is 0 only where all targets"
+                " are ignored"
             )
         raise CannotJudgeError("a window has no valid targets: Problem.count of its items is 0")
 
 
-# The reference of a case, or the violation that its problem is not accumulable, before any loop is blamed.
+# The reference of a case, or the violation that its problem is not accumulable, before any loop is
+# blamed.
 
 
 def _not_accumulable(case: Case, explanation: str) -> Violation:
@@ -483,10 +576,12 @@ def _not_accumulable(case: Case, explanation: str) -> Violation:
 
 
 def gradient_fault(reference: Reference, window: Window) -> Violation | None:
-    """Return why a problem that passes the forward-only check is not accumulable, or None where it is.
+    """Return why a problem that passes the forward-only check is not accumulable, or None where it
+    is.
 
-    The forward-only check compares one value, with a tolerance for float32 inside a model. So before a loop is blamed,
-    torch's own accumulation in float64 must give the large batch's gradient.
+    The forward-only check compares one value, with a tolerance for float32 inside a model. So
+    before a loop is blamed, torch's own accumulation in float64 must give the large batch's
+    gradient.
     """
     comparison = window.compare(window.accumulated())
     difference = comparison.worst
@@ -494,17 +589,20 @@ def gradient_fault(reference: Reference, window: Window) -> Violation | None:
         return None
     parameter, _ = reference.layout.place(difference.index)
     explanation = (
-        "the objective is not a sum over items, so no plain accumulation can equal the large batch and no loop is to "
-        f"blame: {batch_dependence(reference.instance, window.model())}. {AS_A_BATCH}. The gradients of {parameter} in "
-        f"window {window.index}, of the large batch and as the sum of the micro-batches', differ by "
-        f"{error_text(difference.error, difference.allowed)}"
+        "the objective is not a sum over items, so no plain accumulation can equal the large batch"
+        f" and no loop is to blame: {batch_dependence(reference.instance, window.model())}."
+        f" {AS_A_BATCH}. The gradients of {parameter} in window {window.index}, of the large batch"
+        " and as the sum of the micro-batches', differ by"
+        f" {error_text(difference.error, difference.allowed)}"
     )
     found = _not_accumulable(reference.instance.case, explanation)
     return replace(found, parameter=parameter, epoch=0, window=window.index, evidence=comparison)
 
 
 def _cross_sample(case: Case) -> tuple[Reference | None, Violation | None]:
-    """Return what `reference_of` does, for a generated problem with a kind that is not separable over samples."""
+    """Return what `reference_of` does, for a generated problem with a kind that is not separable
+    over samples.
+    """
     try:
         fault = objective_fault(generated_instance(case))
     except (RuntimeError, ValueError) as error:

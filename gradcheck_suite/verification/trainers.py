@@ -1,4 +1,6 @@
-"""Ask trainers on which plans they hold: one verdict for each question, and the lines that show them."""
+"""Ask trainers on which plans they hold: one verdict for each question, and the lines that show
+them.
+"""
 
 from __future__ import annotations
 
@@ -64,14 +66,25 @@ def cut_plans(draw: st.DrawFn, cut: Cut) -> Plan:
     if cut.equal:
         sizes = [draw(st.integers(1, MAX_SIZE))] * count
     else:
-        sizes = draw(st.lists(st.integers(1, MAX_SIZE), min_size=count, max_size=count).filter(lambda n: len({*n}) > 1))
+        sizes = draw(
+            st.lists(st.integers(1, MAX_SIZE), min_size=count, max_size=count).filter(
+                lambda n: len({*n}) > 1
+            )
+        )
     return Plan(tuple(sizes), k, draw(st.integers(*cut.epochs)))
 
 
 def ask(
-    trainer: Trainer, question: Question, *, examples: int, seed: int = 0, problem: Problem | None = None
+    trainer: Trainer,
+    question: Question,
+    *,
+    examples: int,
+    seed: int = 0,
+    problem: Problem | None = None,
 ) -> Answer:
-    """Ask a trainer one question; where it cannot be loaded or does not take the problem, the answer says why.
+    """Ask a trainer one question.
+
+    Where it cannot be loaded or does not take the problem, the answer says why.
 
     Args:
         trainer: the subject.
@@ -113,8 +126,13 @@ QUESTION_WIDTH = 22
 
 
 def line(answer: Answer) -> str:
-    """Return an answer on one line: `holds`, `VIOLATED` with the diagnosis and the smallest case, or `not asked`."""
-    text = f"{answer.trainer.name:<{NAME_WIDTH}} {answer.trainer.status:<20} {answer.question.name:<{QUESTION_WIDTH}} "
+    """Return an answer on one line: `holds`, `VIOLATED` with the diagnosis and the smallest case,
+    or `not asked`.
+    """
+    text = (
+        f"{answer.trainer.name:<{NAME_WIDTH}} {answer.trainer.status:<20}"
+        f" {answer.question.name:<{QUESTION_WIDTH}} "
+    )
     if answer.result is None:
         return f"{text}not asked"
     violation = answer.result.violation
@@ -128,7 +146,8 @@ def closing(answers: Sequence[Answer]) -> list[str]:
     lines = []
     if any(answer.violated for answer in answers):
         lines.append(
-            "after a diagnosis: the smallest case, as items of each micro-batch, windows separated by |, and K"
+            "after a diagnosis: the smallest case, as items of each micro-batch, windows separated"
+            " by |, and K"
         )
     not_asked = {(a.trainer.name, a.why): None for a in answers if a.result is None}
     lines += [f"{name} was not asked: {why}" for name, why in not_asked]
@@ -136,7 +155,9 @@ def closing(answers: Sequence[Answer]) -> list[str]:
     violated = {a.trainer.name for a in answers if a.violated}
     holding = [name for name in asked if name not in violated]
     if len(asked) == 1:
-        lines.append(f"{asked[0]} {'holds on every question' if holding else 'is violated on some question'}")
+        lines.append(
+            f"{asked[0]} {'holds on every question' if holding else 'is violated on some question'}"
+        )
     elif asked:
         names = f": {', '.join(holding)}" if holding else ""
         lines.append(f"{len(holding)} of {len(asked)} trainers hold on every question{names}")

@@ -49,9 +49,11 @@ UNASKED = ("not-accumulable", "raised", "step-count")
 
 
 def whole_windows_case(problem_name: str, assumes: frozenset[str], options: ChosenOptions) -> Case:
-    """Return the case of a user's problem that is tried first: two whole windows of unequal micro-batches, one pass.
+    """Return the case of a user's problem that is tried first: two whole windows of unequal
+    micro-batches, one pass.
 
-    Most training meets a fault in whole windows; a fault of the short last window is searched for afterwards.
+    Most training meets a fault in whole windows; a fault of the short last window is searched for
+    afterwards.
     """
     micro_batches = (2, 2, 1, 1) if EQUAL_MICRO_BATCHES in assumes else (1, 3, 4, 2)
     if EQUAL_BATCHES in assumes:
@@ -79,13 +81,15 @@ def verify(
         loop: the subject, a callable that takes a `TrainingRun`.
         options: number of cases, dtype and so on; the defaults of `VerifyOptions` if None.
         name: the loop's name in the result.
-        problem: the user's problem that is trained in place of random ones; then only plans are drawn.
+        problem: the user's problem that is trained in place of random ones; then only plans are
+            drawn.
         problem_name: the problem's name in cases, such as `"model.py:PROBLEM"`.
-        plan: a strategy in place of `plans()`; then the fixed first cases, which have their own plans, are left out.
+        plan: a strategy in place of `plans()`; then the fixed first cases, which have their own
+            plans, are left out.
         progress: called with every verdict.
         quiet: whether nothing is printed; `print(result)` prints it later.
-        fields: fields of `VerifyOptions`, over those of `options`: `examples=5`. `seed_value` is another name of
-            `seed`.
+        fields: fields of `VerifyOptions`, over those of `options`: `examples=5`. `seed_value` is
+            another name of `seed`.
 
     Raises:
         UsageError: an argument is wrong, or the problem breaks its contract.
@@ -111,7 +115,9 @@ def verify(
         raise stop.error from None
     violation = search.violation
     if violation is not None:
-        violation = replace(with_case_described(violation), found_after=search.found_after, **loop_places(loop))
+        violation = replace(
+            with_case_described(violation), found_after=search.found_after, **loop_places(loop)
+        )
     findings = (*search.findings, *(opinion.findings if opinion else ()))
     moving = search.moved_by_zeros
     result = Result(
@@ -143,16 +149,23 @@ def verify(
 
 def _unjudged(search: Search, findings: Sequence[str]) -> str:
     """Return why no case could be judged."""
-    reason = max(search.skipped, key=search.skipped.__getitem__, default=next(iter(findings), "none was drawn"))
+    reason = max(
+        search.skipped,
+        key=search.skipped.__getitem__,
+        default=next(iter(findings), "none was drawn"),
+    )
     return f"none of {search.cases} cases could be judged: {reason}"
 
 
-def _assumed(loop: Loop, options: VerifyOptions, problem: Problem | None, problem_name: str) -> frozenset[str]:
+def _assumed(
+    loop: Loop, options: VerifyOptions, problem: Problem | None, problem_name: str
+) -> frozenset[str]:
     """Return what a loop relies on; expect the problem, or what is drawn, to be within it."""
     if is_jax(loop) and options.ranks > 1:
         raise UsageError(
-            "a loop of JAX runs in one process: drop --ranks, and set "
-            "XLA_FLAGS=--xla_force_host_platform_device_count=2 for a loop that uses shard_map on several devices"
+            "a loop of JAX runs in one process: drop --ranks, and set"
+            " XLA_FLAGS=--xla_force_host_platform_device_count=2 for a loop that uses shard_map on"
+            " several devices"
         )
     if is_jax(loop) and options.optimizer:
         from gradcheck_suite.run.jax_run import jax_optimizer  # torch loops need none of it
@@ -169,7 +182,10 @@ def _assumed(loop: Loop, options: VerifyOptions, problem: Problem | None, proble
 
 @lru_cache(maxsize=64)
 def _cases(*, compiles: bool, optimizer: Any, **fields: Any) -> st.SearchStrategy[Case]:
-    """Return the strategy of the cases; the same for the same arguments, since `run_on_cases` keeps what it draws."""
+    """Return the strategy of the cases.
+
+    The same for the same arguments, since `run_on_cases` keeps what it draws.
+    """
     if not compiles:
         return cases(optimizer=optimizer, **fields)
     if not isinstance(optimizer, str):
@@ -179,7 +195,9 @@ def _cases(*, compiles: bool, optimizer: Any, **fields: Any) -> st.SearchStrateg
 
 
 def _of_two_sizes(case: Case) -> Case:
-    """Return a case whose micro-batches have its smallest or its largest size: a loop of JAX compiles each size."""
+    """Return a case whose micro-batches have its smallest or its largest size: a loop of JAX
+    compiles each size.
+    """
     sizes = case.plan.micro_batches
     low, high = min(sizes), max(sizes)
     few = tuple(low if 2 * n < low + high else high for n in sizes)
@@ -209,23 +227,45 @@ def _search(
         )
         for few in (False, True)
     )
-    fixed = whole_windows_case(problem_name, assumes, options) if problem_name and plan is None else None
+    fixed = (
+        whole_windows_case(problem_name, assumes, options)
+        if problem_name and plan is None
+        else None
+    )
     search.run(drawn, small, fixed, probes=plan is None)
 
 
-def _opinion(loop: Loop, search: Search, problem: Problem | None, budget_s: float) -> SecondOpinion | None:
-    """Ask JAX about a user's problem, on the cases that the verdict rests on; None where it is not asked."""
+def _opinion(
+    loop: Loop, search: Search, problem: Problem | None, budget_s: float
+) -> SecondOpinion | None:
+    """Ask JAX about a user's problem, on the cases that the verdict rests on.
+
+    None where it is not asked.
+    """
     violation = search.violation
     # JAX computes the gradient of a problem of JAX already
-    if problem is None or is_jax(loop) or (violation and (violation.kind in UNASKED or violation.case.spec)):
+    if (
+        problem is None
+        or is_jax(loop)
+        or (violation and (violation.kind in UNASKED or violation.case.spec))
+    ):
         return None
-    from gradcheck_suite.verification.second_opinion import second_opinion  # generated problems need no bridge
+    from gradcheck_suite.verification.second_opinion import (
+        second_opinion,
+    )  # generated problems need no bridge
 
-    return second_opinion([violation.case] if violation else search.users_cases, problem, budget_s=budget_s)
+    return second_opinion(
+        [violation.case] if violation else search.users_cases, problem, budget_s=budget_s
+    )
 
 
-def _traffic(loop: Loop, options: ChosenOptions, problem: Problem | None, problem_name: str) -> str | None:
-    """Return a sentence about what ranks communicate in each window; None where the loop fails on such plans."""
+def _traffic(
+    loop: Loop, options: ChosenOptions, problem: Problem | None, problem_name: str
+) -> str | None:
+    """Return a sentence about what ranks communicate in each window.
+
+    None where the loop fails on such plans.
+    """
     subject = PLAIN if problem is None else problem_name
 
     def instance(plan: Plan) -> Instance:
@@ -237,7 +277,9 @@ def _traffic(loop: Loop, options: ChosenOptions, problem: Problem | None, proble
 
 @contextmanager
 def _frozen_heap() -> Iterator[None]:
-    """Leave what exists out of garbage collection: each walk over the objects of torch and JAX takes 0.3 s."""
+    """Leave what exists out of garbage collection: each walk over the objects of torch and JAX
+    takes 0.3 s.
+    """
     if gc.get_freeze_count():
         yield
         return
@@ -249,11 +291,15 @@ def _frozen_heap() -> Iterator[None]:
 
 
 def _threads(problem: Problem | None) -> AbstractContextManager[None]:
-    """Return the context that a problem's models are computed in: one thread, unless they are large."""
+    """Return the context that a problem's models are computed in: one thread, unless they are
+    large.
+    """
     if problem is None:
         return one_thread()
     try:
         size = sum(p.numel() for p in problem.model(0).parameters())
     except (Exception, SystemExit):
-        return nullcontext()  # a user's own code may raise anything; the check of the first case reports it
+        return (
+            nullcontext()
+        )  # a user's own code may raise anything; the check of the first case reports it
     return one_thread() if size < LARGE_MODEL else nullcontext()

@@ -1,4 +1,6 @@
-"""The commands of `python -m studies`: modules with `add_arguments(parser)` and `run(arguments)`, and their table."""
+"""The commands of `python -m studies`: modules with `add_arguments(parser)` and `run(arguments)`,
+and their table.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,12 @@ PROGRAM = Program(
         "ports": Command(
             "judge ports with planted faults: which are found, placed and named",
             "studies.ports.command",
-            ("ports --list", "ports swiglu diffusion/epsilon", "ports --tolerances", "ports --public flax-0.12.8"),
+            (
+                "ports --list",
+                "ports swiglu diffusion/epsilon",
+                "ports --tolerances",
+                "ports --public flax-0.12.8",
+            ),
             {
                 HOLDS: "every fault is found and none misnamed, and every sound pair holds",
                 VIOLATED: "a fault is missed or misnamed, or a sound pair is blamed",
@@ -49,7 +56,11 @@ PROGRAM = Program(
             "count false alarms on sound loops, and how small a planted error is found",
             "studies.commands.calibrate",
             ("calibrate --checks 200 --planted 5 --dtypes float64",),
-            {**JUDGED, HOLDS: "no false alarm", VIOLATED: "a sound loop is violated (a false alarm)"},
+            {
+                **JUDGED,
+                HOLDS: "no false alarm",
+                VIOLATED: "a sound loop is violated (a false alarm)",
+            },
         ),
         "atlas": Command(
             "print where torch and JAX choose different derivatives: kinks, ties, limits",
@@ -61,19 +72,31 @@ PROGRAM = Program(
             "take the steps of torch's optimizers in optax, and print how far they are apart",
             "studies.commands.steps",
             ("steps adam --seeds 1",),
-            {HOLDS: "every step is within its bound", DISAGREEMENT: "some step of optax is not (a finding)"},
+            {
+                HOLDS: "every step is within its bound",
+                DISAGREEMENT: "some step of optax is not (a finding)",
+            },
         ),
         "scripts": Command(
             "run public training scripts with and without the audit",
             "studies.public_scripts",
             ("scripts checkouts nanoGPT", "scripts --page studies/docs/public-scripts.md"),
-            {HOLDS: "the audit is right about every run", VIOLATED: "it is not, or a run could not be made"},
+            {
+                HOLDS: "the audit is right about every run",
+                VIOLATED: "it is not, or a run could not be made",
+            },
         ),
         "gpu": Command(
             "run what needs a CUDA device: correctness, time or memory",
             "studies.commands.gpu",
-            ("gpu --out build/gpu --part correctness", "gpu --out build/rehearsal --part memory --device cpu"),
-            {HOLDS: "every command ended as expected", VIOLATED: "some command did not, or was stopped before its end"},
+            (
+                "gpu --out build/gpu --part correctness",
+                "gpu --out build/rehearsal --part memory --device cpu",
+            ),
+            {
+                HOLDS: "every command ended as expected",
+                VIOLATED: "some command did not, or was stopped before its end",
+            },
         ),
         "campaign": Command(
             "run zoo, calibrate, verify or trainers in shards: several processes, resumable",

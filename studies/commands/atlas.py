@@ -1,4 +1,6 @@
-"""Print where torch and JAX choose a derivative, at kinks, ties and limits, and which derivative each chooses."""
+"""Print where torch and JAX choose a derivative, at kinks, ties and limits, and which derivative
+each chooses.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from studies.commands import prepare, record_rows
 
 def add_arguments(parser: parsers.Parser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("operations", nargs="*", metavar="OPERATION", help="such as relu; without one, all of them")
+    parser.add_argument(
+        "operations", nargs="*", metavar="OPERATION", help="such as relu; without one, all of them"
+    )
     parsers.add_rows(parser)
 
 
@@ -30,10 +34,16 @@ def run(arguments: Namespace) -> int:
     known = dict.fromkeys(point.operation for point in POINTS)
     if unknown := [name for name in arguments.operations if name not in known]:
         near = get_close_matches(unknown[0], known, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else "`python -m studies atlas` prints all of them"
+        hint = (
+            f"did you mean {' or '.join(near)}?"
+            if near
+            else "`python -m studies atlas` prints all of them"
+        )
         raise UsageError(f"expected an operation of the atlas, got {unknown[0]!r}: {hint}")
     wanted = set(arguments.operations or known)
-    rows = atlas.run([point for point in POINTS if point.operation in wanted], device=arguments.device)
+    rows = atlas.run(
+        [point for point in POINTS if point.operation in wanted], device=arguments.device
+    )
     table = []
     for (operation, at), of_point in groupby(rows, lambda row: (row.point.operation, row.point.at)):
         shown = ""
@@ -46,6 +56,8 @@ def run(arguments: Namespace) -> int:
     print(*aligned(table), sep="\n", flush=True)
     differ = len({(row.point.operation, row.point.at) for row in rows if not row.agree})
     count = len(rows) // len(atlas.DTYPES)
-    print(f"points: {count}, each in {' and '.join(atlas.DTYPES)}; torch and JAX differ at {differ}")
+    print(
+        f"points: {count}, each in {' and '.join(atlas.DTYPES)}; torch and JAX differ at {differ}"
+    )
     record_rows(arguments, "atlas", {"rows": [row.to_json() for row in rows]})
     return exit_status.HOLDS

@@ -23,8 +23,16 @@ DEFAULT_CHECKS, DEFAULT_PLANTED = 2000, 25
 def add_arguments(parser: parsers.Parser) -> None:
     """Add the command's arguments."""
     natural = parsers.natural
-    parsers.add_number(parser, "--checks", DEFAULT_CHECKS, "checks of sound loops, in all dtypes", natural)
-    parsers.add_number(parser, "--planted", DEFAULT_PLANTED, "cases in each dtype that errors are planted in", natural)
+    parsers.add_number(
+        parser, "--checks", DEFAULT_CHECKS, "checks of sound loops, in all dtypes", natural
+    )
+    parsers.add_number(
+        parser,
+        "--planted",
+        DEFAULT_PLANTED,
+        "cases in each dtype that errors are planted in",
+        natural,
+    )
     parsers.add_number(parser, "--seed", 0, "of the cases", parsers.seed, "S")
     parser.add_argument(
         "--dtypes",
@@ -45,8 +53,8 @@ def run(arguments: Namespace) -> int:
     dtypes = tuple(dict.fromkeys(arguments.dtypes))
     settings = calibration.Settings(arguments.checks, arguments.planted, arguments.seed, dtypes)
     print(
-        f"{arguments.checks:,} checks of sound loops and errors planted in {arguments.planted:,} cases per dtype, "
-        f"seed {arguments.seed}, {', '.join(dtypes)}",
+        f"{arguments.checks:,} checks of sound loops and errors planted in {arguments.planted:,}"
+        f" cases per dtype, seed {arguments.seed}, {', '.join(dtypes)}",
         flush=True,
     )
     tallies: dict[str, Tally] = {}
@@ -64,8 +72,15 @@ def run(arguments: Namespace) -> int:
     data = calibration.record(settings, tallies, curves)
     print(*tally.lines(data), sep="\n", flush=True)
     if interrupted:
-        print("interrupted, and not recorded: python -m studies campaign calibrate goes on where it was stopped")
+        print(
+            "interrupted, and not recorded: python -m studies campaign calibrate goes on where it"
+            " was stopped"
+        )
     else:
-        append_record(arguments.reports, KINDS["calibration"], data, environment=environment.environment())
+        append_record(
+            arguments.reports, KINDS["calibration"], data, environment=environment.environment()
+        )
     findings = any(counts.findings for counts in tallies.values())
-    return exit_status.status_of(violated=bool(tally.false_alarms(data)), findings=findings, interrupted=interrupted)
+    return exit_status.status_of(
+        violated=bool(tally.false_alarms(data)), findings=findings, interrupted=interrupted
+    )

@@ -1,4 +1,7 @@
-"""Run zoo, calibrate, verify or trainers in shards, on several processes or machines; one that is stopped goes on."""
+"""Run zoo, calibrate, verify or trainers in shards, on several processes or machines.
+
+One that is stopped goes on.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,16 @@ from itertools import zip_longest
 
 from gradcheck_suite.cli import campaign, exit_status
 from gradcheck_suite.cli.arguments import Parser
-from gradcheck_suite.cli.campaign import Campaign, Found, Kind, blocks, line, results_of, shards_of, status_of
+from gradcheck_suite.cli.campaign import (
+    Campaign,
+    Found,
+    Kind,
+    blocks,
+    line,
+    results_of,
+    shards_of,
+    status_of,
+)
 from gradcheck_suite.cli.shards import Shard, Shards
 from studies.commands import PROGRAM
 from studies.commands.zoo import chosen
@@ -25,9 +37,21 @@ def _cut_zoo(asked: argparse.Namespace) -> list[Shard]:
     from gradcheck_suite.loops.reset_modes import BUILT_IN
 
     dtype = () if asked.dtype is None else ("--dtype", asked.dtype)
-    runs = ("--seeds", str(asked.seeds), "--examples", str(asked.examples), "--seed", str(asked.seed))
-    bugs = [Shard(PROGRAM, ("zoo", bug.name, *runs, "--sound-cases", "0", *dtype)) for bug in chosen(asked.bugs)]
-    return bugs + [shard for loop in BUILT_IN for shard in shards_of(loop, asked.sound_cases, 0, dtype)]
+    runs = (
+        "--seeds",
+        str(asked.seeds),
+        "--examples",
+        str(asked.examples),
+        "--seed",
+        str(asked.seed),
+    )
+    bugs = [
+        Shard(PROGRAM, ("zoo", bug.name, *runs, "--sound-cases", "0", *dtype))
+        for bug in chosen(asked.bugs)
+    ]
+    return bugs + [
+        shard for loop in BUILT_IN for shard in shards_of(loop, asked.sound_cases, 0, dtype)
+    ]
 
 
 def _cut_calibrate(asked: argparse.Namespace) -> list[Shard]:
@@ -37,7 +61,16 @@ def _cut_calibrate(asked: argparse.Namespace) -> list[Shard]:
     return [
         Shard(
             PROGRAM,
-            ("calibrate", "--checks", str(c), "--planted", str(p), "--seed", str(asked.seed + i), *dtypes),
+            (
+                "calibrate",
+                "--checks",
+                str(c),
+                "--planted",
+                str(p),
+                "--seed",
+                str(asked.seed + i),
+                *dtypes,
+            ),
             writes_json=False,
         )
         for i, (c, p) in enumerate(pairs)
@@ -84,7 +117,9 @@ def _found_by_calibrate(campaign: Campaign, shards: Shards) -> Found:
         for dtype, found in data["curves"].items():
             curves.setdefault(dtype, tally.Curve()).add(tally.curve_from_json(found))
     asked = campaign.asked
-    settings = calibration.Settings(asked.checks, asked.planted, asked.seed, tuple(dict.fromkeys(asked.dtypes)))
+    settings = calibration.Settings(
+        asked.checks, asked.planted, asked.seed, tuple(dict.fromkeys(asked.dtypes))
+    )
     total = calibration.record(settings, tallies, curves)
     findings = any(found.findings for found in tallies.values())
     status = exit_status.status_of(violated=bool(tally.false_alarms(total)), findings=findings)

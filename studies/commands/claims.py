@@ -15,26 +15,37 @@ from studies.records import KINDS
 
 def add_arguments(parser: parsers.Parser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("claims", nargs="*", metavar="CLAIM", help="such as C2.1; without one, all, and the loops")
+    parser.add_argument(
+        "claims", nargs="*", metavar="CLAIM", help="such as C2.1; without one, all, and the loops"
+    )
     parsers.add_number(parser, "--examples", 200, "cases per printed loop", metavar=None)
     parsers.add_reports(parser, "each verdict is recorded in DIR/records")
 
 
 def run(arguments: Namespace) -> int:
-    """Test the claims that the arguments name; print and record each verdict. A refuted claim is no failure."""
+    """Test the claims that the arguments name.
+
+    Print and record each verdict. A refuted claim is no failure.
+    """
     prepare(arguments)
     from studies.claims import CLAIMS, PRINTED, SOURCES, verify_printed
     from studies.step_times import device_info
 
     if unknown := [name for name in arguments.claims if name not in CLAIMS]:
-        raise UsageError(f"expected the number of a claim, one of {', '.join(CLAIMS)}; got {unknown[0]!r}")
+        raise UsageError(
+            f"expected the number of a claim, one of {', '.join(CLAIMS)}; got {unknown[0]!r}"
+        )
     about = environment.environment()
     for number in arguments.claims or CLAIMS:
         claim = CLAIMS[number]
         finding = claim.check()
         condition = [f"      true where: {finding.condition}"] if finding.condition else []
         said = f"      {finding.verdict}: {finding.sentence}"
-        print(*[f"{number:<5} {claim.text}", f"      judged: {claim.how}", said, *condition], sep="\n", flush=True)
+        print(
+            *[f"{number:<5} {claim.text}", f"      judged: {claim.how}", said, *condition],
+            sep="\n",
+            flush=True,
+        )
         data = {
             "number": number,
             "source": SOURCES[int(number[1])],

@@ -1,4 +1,5 @@
-"""Run what needs a CUDA device, in three parts that end by themselves and keep what they found when they are cut.
+"""Run what needs a CUDA device, in three parts that end by themselves and keep what they found when
+they are cut.
 
 This process opens no device: a context of its own would take memory and time from what is measured.
 """
@@ -26,9 +27,19 @@ MINUTES = 7.4
 
 def add_arguments(parser: parsers.Parser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--part", required=True, type=parsers.one_of(PARTS), metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where the log and records/ go")
-    parser.add_argument("--minutes", type=float, default=MINUTES, metavar="N", help=f"of the part (default {MINUTES})")
+    parser.add_argument(
+        "--part", required=True, type=parsers.one_of(PARTS), metavar="PART", help=", ".join(PARTS)
+    )
+    parser.add_argument(
+        "--out", required=True, type=Path, metavar="DIR", help="where the log and records/ go"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=MINUTES,
+        metavar="N",
+        help=f"of the part (default {MINUTES})",
+    )
     parser.add_argument(
         "--device",
         type=parsers.one_of(("cuda", "cpu")),
@@ -39,7 +50,9 @@ def add_arguments(parser: parsers.Parser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Run a part; write its log and its records as they come, and print one line on each command that has ended."""
+    """Run a part; write its log and its records as they come, and print one line on each command
+    that has ended.
+    """
     environment.expect_main_job()
     out = arguments.out.resolve()
     parsers.expect_writable(out)
@@ -60,7 +73,10 @@ def run(arguments: Namespace) -> int:
             for found in ran.run():
                 passed &= found["as_expected"]
                 wrong = "" if found["as_expected"] else " (not as expected)"
-                print(f"{found['task']}: {found['result']}, {found['seconds']:.0f} s{wrong}", flush=True)
+                print(
+                    f"{found['task']}: {found['result']}, {found['seconds']:.0f} s{wrong}",
+                    flush=True,
+                )
                 command = found.pop("command")
                 data = {"part": arguments.part, "device": arguments.device, "gpu": card, **found}
                 append_record(out, KINDS["gpu"], data, environment=about, command=command)
@@ -80,8 +96,8 @@ def _about(device: str) -> dict[str, Any]:
         reasons, about = pool.submit(_look, device).result()
     if reasons:
         raise CannotRunHere(
-            f"a CUDA device for torch and JAX is needed, and {'; '.join(reasons)}. Nothing was run. Use a machine with "
-            "a GPU and CUDA builds of both, or rehearse with --device cpu"
+            f"a CUDA device for torch and JAX is needed, and {'; '.join(reasons)}. Nothing was run."
+            " Use a machine with a GPU and CUDA builds of both, or rehearse with --device cpu"
         )
     return about
 

@@ -1,4 +1,6 @@
-"""Build the report of all studies from the records: one HTML page, the short story as Markdown, and JSON."""
+"""Build the report of all studies from the records: one HTML page, the short story as Markdown, and
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ __all__ = ["add_arguments", "run"]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write `report.html`, `report.md` with its pictures and `report.json` beside the records, or compare records."""
+    """Write `report.html`, `report.md` with its pictures and `report.json` beside the records, or
+    compare records.
+    """
     return run_report(arguments, _contents)
 
 

@@ -1,4 +1,6 @@
-"""Take the steps of torch's optimizers in optax: where formulas differ, and how far the steps are apart."""
+"""Take the steps of torch's optimizers in optax: where formulas differ, and how far the steps are
+apart.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,15 @@ from studies.commands import prepare, record_rows
 
 def add_arguments(parser: parsers.Parser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("optimizers", nargs="*", metavar="OPTIMIZER", help="such as adam; without one, all of them")
-    parsers.add_number(parser, "--seeds", 3, "runs of steps for each optimizer's settings, implementation and dtype")
+    parser.add_argument(
+        "optimizers", nargs="*", metavar="OPTIMIZER", help="such as adam; without one, all of them"
+    )
+    parsers.add_number(
+        parser,
+        "--seeds",
+        3,
+        "runs of steps for each optimizer's settings, implementation and dtype",
+    )
     parsers.add_rows(parser)
 
 
@@ -41,8 +50,16 @@ def run(arguments: Namespace) -> int:
         verdict = f"{'agrees' if row.agree else 'DIFFERS'}, {row.cases} cases, worst error {worst}"
         outside = [f"not compared: {row.counterpart.outside}"] if row.counterpart.outside else []
         below = (f"optax: {row.counterpart.optax}", *row.counterpart.differs, *outside)
-        print(*[f"{row.counterpart.torch}  {verdict}", *(f"    {line}" for line in below)], sep="\n", flush=True)
+        print(
+            *[f"{row.counterpart.torch}  {verdict}", *(f"    {line}" for line in below)],
+            sep="\n",
+            flush=True,
+        )
     apart = sum(not row.agree for row in rows)
-    print(f"optimizers: {len(rows)}; steps of torch and optax differ by more than rounding in {apart}")
-    record_rows(arguments, "step", {"device": arguments.device, "rows": [row.to_json() for row in rows]})
+    print(
+        f"optimizers: {len(rows)}; steps of torch and optax differ by more than rounding in {apart}"
+    )
+    record_rows(
+        arguments, "step", {"device": arguments.device, "rows": [row.to_json() for row in rows]}
+    )
     return exit_status.status_of(violated=False, findings=apart > 0)

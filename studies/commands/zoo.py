@@ -1,4 +1,7 @@
-"""Run the zoo of known bugs: which are found, after how many cases, with which diagnosis; and sound loops."""
+"""Run the zoo of known bugs: which are found, after how many cases, with which diagnosis.
+
+And sound loops.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,12 @@ DEFAULT_SEEDS, DEFAULT_EXAMPLES, DEFAULT_SOUND_CASES = 10, 200, 200
 
 def add_arguments(parser: parsers.Parser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("bugs", nargs="*", metavar="BUG", help="names of bugs; without one, all of them")
-    parser.add_argument("--list", action="store_true", help="print the bugs, what they are and where reported")
+    parser.add_argument(
+        "bugs", nargs="*", metavar="BUG", help="names of bugs; without one, all of them"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print the bugs, what they are and where reported"
+    )
     parsers.add_number(parser, "--seeds", DEFAULT_SEEDS, "runs per bug", metavar=None)
     parsers.add_number(parser, "--examples", DEFAULT_EXAMPLES, "cases per run", metavar=None)
     parsers.add_number(parser, "--seed", 0, "of the first run", parsers.seed, None)
@@ -42,12 +49,18 @@ def add_arguments(parser: parsers.Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the bugs that the arguments name, then the sound loops; print and store the scoreboard."""
+    """Run the bugs that the arguments name, then the sound loops.
+
+    Print and store the scoreboard.
+    """
     environment.expect_main_job()
     bugs = chosen(arguments.bugs)
     if arguments.list:
         for bug in bugs:
-            print(f"{bug.number or '-':>2}  {bug.name:<26}  {bug.mechanism}  [{', '.join(bug.citations)}]")
+            print(
+                f"{bug.number or '-':>2}  {bug.name:<26}  {bug.mechanism} "
+                f" [{', '.join(bug.citations)}]"
+            )
         return exit_status.HOLDS
     parsers.expect_writable(arguments.reports, json=arguments.json)
     environment.prepare()
@@ -55,7 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     about = environment.environment()
     print(
-        f"{len(bugs)} bugs, {arguments.seeds} runs each of up to {arguments.examples} cases, from seed {arguments.seed}"
+        f"{len(bugs)} bugs, {arguments.seeds} runs each of up to {arguments.examples} cases, from"
+        f" seed {arguments.seed}"
     )
     print(HEADER, flush=True)
     rows: list[Row] = []
@@ -76,7 +90,9 @@ def run(arguments: argparse.Namespace) -> int:
     write_document(arguments.json, about, data)
     if not interrupted and not arguments.bugs:
         append_record(arguments.reports, KINDS["zoo"], data, environment=about)
-    violated = not (all(row.passed for row in rows) and not any(result.violation for result in sound))
+    violated = not (
+        all(row.passed for row in rows) and not any(result.violation for result in sound)
+    )
     findings = any(result.findings for result in sound)
     return exit_status.status_of(violated=violated, findings=findings, interrupted=interrupted)
 

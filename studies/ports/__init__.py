@@ -1,1 +1,3 @@
-"""Ports with planted faults, as data: torch modules and JAX functions, and in `pairs.txt` the truth about each pair."""
+"""Ports with planted faults, as data: torch modules and JAX functions, and in `pairs.txt` the truth
+about each pair.
+"""

@@ -9,7 +9,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - as torch's documents call it
 from torch import nn
 
-from studies.ports.planted import Pair, architecture, dense, integers, layer_norm, normal, pair_of, rms_norm
+from studies.ports.planted import (
+    Pair,
+    architecture,
+    dense,
+    integers,
+    layer_norm,
+    normal,
+    pair_of,
+    rms_norm,
+)
 
 
 class GroupedQueries(nn.Module):
@@ -41,7 +50,9 @@ def grouped_queries(variant: str) -> Pair:
         t = x.shape[2]
         # positions count relative to each other: an offset shows on one side alone
         start = 1 if variant == "from_one" and key else 0
-        at = (start + jnp.arange(t))[:, None] * (1e3 if variant == "base" else 1e4) ** (-jnp.arange(2) / 2)
+        at = (start + jnp.arange(t))[:, None] * (1e3 if variant == "base" else 1e4) ** (
+            -jnp.arange(2) / 2
+        )
         cos, sin = jnp.cos(at), jnp.sin(at)
         a, b, rest = x[..., :2], x[..., 2:4], x[..., 4:]
         if variant == "interleaved":
@@ -71,7 +82,11 @@ def grouped_queries(variant: str) -> Pair:
             h = jnp.einsum("nghts,ngsd->ntghd", weights, v).reshape(n, t, -1)
         else:
             k = jnp.tile(k, (1, 2, 1, 1)) if variant == "tiled" else jnp.repeat(k, 2, 1)
-            v = jnp.tile(v, (1, 2, 1, 1)) if variant in ("tiled", "values_tiled") else jnp.repeat(v, 2, 1)
+            v = (
+                jnp.tile(v, (1, 2, 1, 1))
+                if variant in ("tiled", "values_tiled")
+                else jnp.repeat(v, 2, 1)
+            )
             scores = jnp.where(seen, q @ k.mT * scale, -jnp.inf)
             h = (jax.nn.softmax(scores, -1) @ v).swapaxes(1, 2).reshape(n, t, -1)
         return dense(p["o"], h)
@@ -115,9 +130,14 @@ def cross_attention(variant: str) -> Pair:
             attended = jax.nn.softmax(scores, -1)
         h = jnp.einsum("nhts,nshd->nthd", attended, v)
         if variant == "einsum":
-            return jnp.einsum("nthd,ohd->nto", h, p["out_proj"]["weight"].reshape(12, 3, 4)) + p["out_proj"]["bias"]
+            return (
+                jnp.einsum("nthd,ohd->nto", h, p["out_proj"]["weight"].reshape(12, 3, 4))
+                + p["out_proj"]["bias"]
+            )
         h = h.reshape(*x.shape)
-        return h @ p["out_proj"]["weight"].T if variant == "no_out_bias" else dense(p["out_proj"], h)
+        return (
+            h @ p["out_proj"]["weight"].T if variant == "no_out_bias" else dense(p["out_proj"], h)
+        )
 
     def apply(p, x, memory, padding):
         mixed = layer_norm(p["norm1"], x + attend(p["attn"], x, memory, padding))
@@ -161,7 +181,9 @@ def alibi(variant: str) -> Pair:
         else:
             q, k, v = (part.reshape(n, t, 4, 4).swapaxes(1, 2) for part in jnp.split(both, 3, -1))
         at = jnp.arange(t)
-        slopes = 2.0 ** (-2.0 * jnp.arange(0 if variant == "slopes" else 1, 4 if variant == "slopes" else 5))
+        slopes = 2.0 ** (
+            -2.0 * jnp.arange(0 if variant == "slopes" else 1, 4 if variant == "slopes" else 5)
+        )
         distance = at[None, :] - at[:, None]
         if variant == "absolute_distance":
             distance = -jnp.abs(distance)

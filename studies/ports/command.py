@@ -1,4 +1,6 @@
-"""Judge ports with planted faults, and equal forms: which are found, placed and named, and what a tolerance says."""
+"""Judge ports with planted faults, and equal forms: which are found, placed and named, and what a
+tolerance says.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,25 @@ from gradcheck_suite.run import environment
 def add_arguments(parser: parsers.Parser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
-        "pairs", nargs="*", metavar="PAIR", help="architectures, or ARCHITECTURE/VARIANT; without one, all of them"
+        "pairs",
+        nargs="*",
+        metavar="PAIR",
+        help="architectures, or ARCHITECTURE/VARIANT; without one, all of them",
     )
-    parser.add_argument("--list", action="store_true", help="print the pairs, with the place and the causes of a fault")
     parser.add_argument(
-        "--tolerances", action="store_true", help="print instead what each tolerance in use lets pass, which is quick"
+        "--list",
+        action="store_true",
+        help="print the pairs, with the place and the causes of a fault",
+    )
+    parser.add_argument(
+        "--tolerances",
+        action="store_true",
+        help="print instead what each tolerance in use lets pass, which is quick",
     )
     parser.add_argument("--public", action="store_true", help="judge ports in public code instead")
-    parser.add_argument("--page", type=Path, help="write the rows of the public ports into this page")
+    parser.add_argument(
+        "--page", type=Path, help="write the rows of the public ports into this page"
+    )
     parsers.add_json(parser, "the scoreboard")
 
 
@@ -33,7 +46,9 @@ def run(arguments: Namespace) -> int:
     if find_spec("optax") is None:
         raise CannotRunHere("the command ports needs optax: pip install optax")
     if arguments.page is not None and not (arguments.public and arguments.page.is_file()):
-        raise UsageError(f"--page {arguments.page}: expected a file whose table has the rows of --public")
+        raise UsageError(
+            f"--page {arguments.page}: expected a file whose table has the rows of --public"
+        )
     parsers.expect_writable(None, json=arguments.json)
     environment.prepare()
     from studies.ports import public
@@ -43,12 +58,19 @@ def run(arguments: Namespace) -> int:
     zoo = public.architectures() if arguments.public else ARCHITECTURES
     known = {board.label(*pair) for pair in board.variants(zoo.values())} | set(zoo)
     if unknown := [name for name in arguments.pairs if name not in known]:
-        raise UsageError(f"expected an architecture, one of {', '.join(zoo)}, or one of its pairs; got {unknown[0]!r}")
+        raise UsageError(
+            f"expected an architecture, one of {', '.join(zoo)}, or one of its pairs; got"
+            f" {unknown[0]!r}"
+        )
     chosen = list(board.variants(zoo.values(), arguments.pairs))
     if arguments.list:
         for one, variant in chosen:
             truth = one.faults.get(variant)
-            said = "sound" if truth is None else f"{' or '.join(truth.causes)} at {' or '.join(truth.places) or '-'}"
+            said = (
+                "sound"
+                if truth is None
+                else f"{' or '.join(truth.causes)} at {' or '.join(truth.places) or '-'}"
+            )
             print(f"{board.label(one, variant):<42} {said}")
         return exit_status.HOLDS
     if arguments.public:

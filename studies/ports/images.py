@@ -51,7 +51,9 @@ class WaveNet(nn.Module):
 def shifted_sum(p: Parameters, x: jax.Array, dilation: int) -> jax.Array:
     """Return a causal convolution with two taps as the sum of two products."""
     back = jnp.pad(x, ((0, 0), (0, 0), (dilation, 0)))[..., : x.shape[-1]]
-    taps = jnp.einsum("oi,nit->not", p["weight"][..., 0], back) + jnp.einsum("oi,nit->not", p["weight"][..., 1], x)
+    taps = jnp.einsum("oi,nit->not", p["weight"][..., 0], back) + jnp.einsum(
+        "oi,nit->not", p["weight"][..., 1], x
+    )
     return taps + p["bias"][:, None]
 
 
@@ -72,7 +74,9 @@ def wavenet(variant: str) -> Pair:
                 content, gate = gate, content
             h = jnp.tanh(content) * jax.nn.sigmoid(gate)
             if variant == "one_product":
-                joined = {k: jnp.concatenate([q["residual"][k], q["skip"][k]]) for k in ("weight", "bias")}
+                joined = {
+                    k: jnp.concatenate([q["residual"][k], q["skip"][k]]) for k in ("weight", "bias")
+                }
                 more, skip = jnp.split(conv(joined, h), 2, 1)
             else:
                 more, skip = conv(q["residual"], h), conv(q["skip"], h)
@@ -87,7 +91,10 @@ def wavenet(variant: str) -> Pair:
 class UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.enter, self.down = nn.Conv2d(2, 6, 3, padding=1), nn.Conv2d(6, 8, 3, stride=2, padding=1)
+        self.enter, self.down = (
+            nn.Conv2d(2, 6, 3, padding=1),
+            nn.Conv2d(6, 8, 3, stride=2, padding=1),
+        )
         self.norm = nn.GroupNorm(2, 8, eps=1e-5)
         self.up = nn.ConvTranspose2d(8, 6, 3, stride=2, padding=1, output_padding=1)
         self.out = nn.Conv2d(12, 2, 1)
@@ -110,7 +117,10 @@ def unet(variant: str) -> Pair:
         if variant == "channels_last":
             y = jnp.moveaxis(x, 1, -1)
             parts = y.reshape(*y.shape[:3], 2, 4)
-            mean, mean_square = parts.mean((1, 2, 4), keepdims=True), (parts**2).mean((1, 2, 4), keepdims=True)
+            mean, mean_square = (
+                parts.mean((1, 2, 4), keepdims=True),
+                (parts**2).mean((1, 2, 4), keepdims=True),
+            )
             y = ((parts - mean) * jax.lax.rsqrt(mean_square - mean**2 + 1e-5)).reshape(y.shape)
             return jnp.moveaxis(y * p["weight"] + p["bias"], -1, 1)
         return group_norm(p, x, 2, 1e-6 if variant == "epsilon" else 1e-5)
@@ -137,7 +147,11 @@ class BigTransfer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.norm, self.conv, self.head = nn.GroupNorm(4, 8), StandardConv(8, 8, 3, padding=1), nn.Linear(8, 5)
+        self.norm, self.conv, self.head = (
+            nn.GroupNorm(4, 8),
+            StandardConv(8, 8, 3, padding=1),
+            nn.Linear(8, 5),
+        )
 
     def forward(self, x):
         x = self.stem(x)
@@ -153,7 +167,9 @@ def weight_standardized(variant: str) -> Pair:
         if variant == "epsilon_inside":
             return (w - mean) / jnp.sqrt(w.var(axes, ddof=ddof, keepdims=True) + 1e-5)
         spread = w.std(axes, ddof=ddof, keepdims=True) + 1e-5
-        return (w - mean) / (jax.lax.stop_gradient(spread) if variant == "spread_stopped" else spread)
+        return (w - mean) / (
+            jax.lax.stop_gradient(spread) if variant == "spread_stopped" else spread
+        )
 
     def apply(p, x):
         x = conv(p["stem"], x, 1)
@@ -162,14 +178,19 @@ def weight_standardized(variant: str) -> Pair:
         w = standard(p["conv"]["weight"])
         if variant == "patches":
             cut = jax.lax.conv_general_dilated_patches(h, (3, 3), (1, 1), [(1, 1)] * 2)
-            h = jnp.einsum("ok,nkhw->nohw", w.reshape(8, -1), cut) + p["conv"]["bias"][:, None, None]
+            h = (
+                jnp.einsum("ok,nkhw->nohw", w.reshape(8, -1), cut)
+                + p["conv"]["bias"][:, None, None]
+            )
         else:
             h = conv({"weight": w, "bias": p["conv"]["bias"]}, h, 1)
         x = x + (jax.nn.relu(h) if variant == "before_relu" else h)
         low = 0.0 if variant == "pool_zeros" else -jnp.inf
         sides = ((0, 0), (0, 0), (1, 1), (1, 1))
         padded = jnp.pad(x, sides, constant_values=low)
-        x = jax.lax.reduce_window(padded, -jnp.inf, jax.lax.max, (1, 1, 3, 3), (1, 1, 2, 2), "VALID")
+        x = jax.lax.reduce_window(
+            padded, -jnp.inf, jax.lax.max, (1, 1, 3, 3), (1, 1, 2, 2), "VALID"
+        )
         return dense(p["head"], x.mean((2, 3)))
 
     return pair_of(BigTransfer(), apply, normal(2, 3, 6, 6))
@@ -192,7 +213,10 @@ class ConvNextBlock(nn.Module):
 class ConvNext(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.blocks = nn.Conv2d(3, 6, 2, stride=2), nn.Sequential(*(ConvNextBlock(6) for _ in range(2)))
+        self.stem, self.blocks = (
+            nn.Conv2d(3, 6, 2, stride=2),
+            nn.Sequential(*(ConvNextBlock(6) for _ in range(2))),
+        )
         self.norm, self.head = nn.LayerNorm(6, eps=1e-6), nn.Linear(6, 4)
 
     def forward(self, x):
@@ -211,7 +235,9 @@ def convnext(variant: str) -> Pair:
             wide = jnp.pad(x, ((0, 0), (0, 0), (2, 2), (2, 2)))
             high, across = x.shape[2:]
             taps = [
-                w[:, 0, a, b, None, None] * wide[:, :, a : a + high, b : b + across] for a in range(5) for b in range(5)
+                w[:, 0, a, b, None, None] * wide[:, :, a : a + high, b : b + across]
+                for a in range(5)
+                for b in range(5)
             ]
             return sum(taps) + p["bias"][:, None, None]
         return conv({"weight": w, "bias": p["bias"]}, x, 2, groups=w.shape[0])
@@ -228,7 +254,9 @@ def convnext(variant: str) -> Pair:
         for i in range(2):
             x = block(p["blocks"][str(i)], x, i)
         if variant == "pooled_after":
-            return dense(p["head"], layer_norm(p["norm"], x.transpose(0, 2, 3, 1), 1e-6).mean((1, 2)))
+            return dense(
+                p["head"], layer_norm(p["norm"], x.transpose(0, 2, 3, 1), 1e-6).mean((1, 2))
+            )
         return dense(p["head"], layer_norm(p["norm"], x.mean((2, 3)), 1e-6))
 
     return pair_of(ConvNext(), apply, normal(2, 3, 8, 8))

@@ -10,7 +10,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - as torch's documents call it
 from torch import nn
 
-from studies.ports.planted import Pair, architecture, conv, dense, integers, mean_squares, normal, pair_of
+from studies.ports.planted import (
+    Pair,
+    architecture,
+    conv,
+    dense,
+    integers,
+    mean_squares,
+    normal,
+    pair_of,
+)
 
 
 class Autoencoder(nn.Module):
@@ -41,7 +50,11 @@ def vae(variant: str) -> Pair:
         spread = jnp.exp(log_variance * (1.0 if variant == "variance" else 0.5))
         z = mean + noise * (jax.lax.stop_gradient(spread) if variant == "noise_stopped" else spread)
         h = dense(p["decode"], z)
-        return dense(p["out"], jax.nn.selu(h) if variant == "elu" else jax.nn.elu(h)), mean, log_variance
+        return (
+            dense(p["out"], jax.nn.selu(h) if variant == "elu" else jax.nn.elu(h)),
+            mean,
+            log_variance,
+        )
 
     def loss(outputs, x):
         logits, mean, log_variance = outputs
@@ -87,8 +100,14 @@ def contrastive(variant: str) -> Pair:
     def apply(p, image, text):
         a, b = dense(p["image"], image), dense(p["text"], text)
         b = b if variant == "no_norm" else unit(b)
-        scale = p["log_scale"] if variant == "no_exponential" else jnp.minimum(jnp.exp(p["log_scale"]), 100)
-        return (jax.lax.stop_gradient(scale) if variant == "scale_stopped" else scale) * unit(a) @ b.T
+        scale = (
+            p["log_scale"]
+            if variant == "no_exponential"
+            else jnp.minimum(jnp.exp(p["log_scale"]), 100)
+        )
+        return (
+            (jax.lax.stop_gradient(scale) if variant == "scale_stopped" else scale) * unit(a) @ b.T
+        )
 
     def loss(logits):
         if variant == "log_softmax":
@@ -101,13 +120,19 @@ def contrastive(variant: str) -> Pair:
         both = one(logits, at).mean() + one(logits.T, at).mean()
         return both if variant == "sum_of_ways" else both / 2
 
-    return pair_of(Towers(), apply, normal(4, 6), normal(4, 4, seed=1), torch_loss=both_ways, jax_loss=loss)
+    return pair_of(
+        Towers(), apply, normal(4, 6), normal(4, 4, seed=1), torch_loss=both_ways, jax_loss=loss
+    )
 
 
 class Detector(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.classes, self.boxes = nn.Conv1d(3, 6, 3, padding=1), nn.Conv1d(6, 4, 1), nn.Conv1d(6, 2, 1)
+        self.body, self.classes, self.boxes = (
+            nn.Conv1d(3, 6, 3, padding=1),
+            nn.Conv1d(6, 4, 1),
+            nn.Conv1d(6, 2, 1),
+        )
 
     def forward(self, x):
         h = F.hardswish(self.body(x))
@@ -119,7 +144,11 @@ def focal_and_huber(outputs, label, box):
     p = torch.sigmoid(logits)
     right = p * label + (1 - p) * (1 - label)
     weight = 0.25 * label + 0.75 * (1 - label)
-    each = weight * (1 - right) ** 2 * F.binary_cross_entropy_with_logits(logits, label, reduction="none")
+    each = (
+        weight
+        * (1 - right) ** 2
+        * F.binary_cross_entropy_with_logits(logits, label, reduction="none")
+    )
     return each.sum() / label.sum() + 0.5 * F.smooth_l1_loss(boxes, box, beta=0.2)
 
 
@@ -145,17 +174,29 @@ def detection(variant: str) -> Pair:
         off, beta = jnp.abs(boxes - box), 0.5 if variant == "beta" else 0.2
         smooth = jnp.where(off < beta, 0.5 * off**2 / beta, off - 0.5 * beta)
         smooth = optax.huber_loss(boxes, box, delta=0.2) if variant == "huber" else smooth
-        return (each.mean() if variant == "mean" else each.sum() / label.sum()) + 0.5 * smooth.mean()
+        return (
+            each.mean() if variant == "mean" else each.sum() / label.sum()
+        ) + 0.5 * smooth.mean()
 
     label = (normal(2, 4, 6, seed=2) > 0.8).astype(np.float32)
     targets = (label, normal(2, 2, 6, seed=3))
-    return pair_of(Detector(), apply, normal(2, 3, 6), targets=targets, torch_loss=focal_and_huber, jax_loss=loss)
+    return pair_of(
+        Detector(),
+        apply,
+        normal(2, 3, 6),
+        targets=targets,
+        torch_loss=focal_and_huber,
+        jax_loss=loss,
+    )
 
 
 class Segmenter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.out = nn.Conv2d(2, 5, 3, padding=1, padding_mode="reflect"), nn.Conv2d(5, 3, 1)
+        self.body, self.out = (
+            nn.Conv2d(2, 5, 3, padding=1, padding_mode="reflect"),
+            nn.Conv2d(5, 3, 1),
+        )
 
     def forward(self, x):
         return self.out(F.avg_pool2d(F.leaky_relu(self.body(x), 0.1), 3, 1, 1))
@@ -210,7 +251,12 @@ def segmentation(variant: str) -> Pair:
     label = integers(3, 2, 5, 5)
     label[0, :2] = -100
     return pair_of(
-        Segmenter(), apply, normal(2, 2, 5, 5), targets=(label,), torch_loss=cross_entropy_and_dice, jax_loss=loss
+        Segmenter(),
+        apply,
+        normal(2, 2, 5, 5),
+        targets=(label,),
+        torch_loss=cross_entropy_and_dice,
+        jax_loss=loss,
     )
 
 
@@ -239,13 +285,19 @@ def self_distillation(variant: str) -> Pair:
         goal = jax.nn.softmax(goal, -1)
         goal = goal if variant == "teacher_learns" else stop(goal)
         answer = dense(p["student"], x) / (0.2 if variant == "temperature" else 0.1)
-        logs = jax.nn.softmax(answer, -1) if variant == "student_softmax" else jax.nn.log_softmax(answer, -1)
+        logs = (
+            jax.nn.softmax(answer, -1)
+            if variant == "student_softmax"
+            else jax.nn.log_softmax(answer, -1)
+        )
         keep = 0.1 if variant == "momentum" else 0.9
         teacher, student = p["teacher"]["weight"], p["student"]["weight"]
         if variant == "difference":
             moved = stop(teacher + 0.1 * (student - teacher))
         else:
-            moved = keep * stop(teacher) + (1 - keep) * (student if variant == "average_learns" else stop(student))
+            moved = keep * stop(teacher) + (1 - keep) * (
+                student if variant == "average_learns" else stop(student)
+            )
         return -(goal * logs).sum(-1), moved, stop(0.9 * p["center"] + 0.1 * taught.mean(0))
 
     return pair_of(SelfDistilled(), apply, normal(3, 5), normal(3, 5, seed=1))
@@ -282,12 +334,20 @@ def adamw(variant: str) -> Pair:
         chosen = optax.chain(optax.add_decayed_weights(decay), optax.adam(1e-2, 0.9, b2))
     elif variant == "chained":
         chosen = optax.chain(
-            optax.scale_by_adam(0.9, b2, eps), optax.add_decayed_weights(decay), optax.scale_by_learning_rate(1e-2)
+            optax.scale_by_adam(0.9, b2, eps),
+            optax.add_decayed_weights(decay),
+            optax.scale_by_learning_rate(1e-2),
         )
     else:
-        mask = (lambda p: jax.tree.map(lambda a: a.ndim > 1, p)) if variant == "biases_not_decayed" else None
+        mask = (
+            (lambda p: jax.tree.map(lambda a: a.ndim > 1, p))
+            if variant == "biases_not_decayed"
+            else None
+        )
         root = 1e-8 if variant == "epsilon_inside" else 0.0
-        chosen = optax.adamw(1e-2, 0.9, b2, 0.0 if root else eps, root, weight_decay=decay, mask=mask)
+        chosen = optax.adamw(
+            1e-2, 0.9, b2, 0.0 if root else eps, root, weight_decay=decay, mask=mask
+        )
     if variant == "clipped":
         chosen = optax.chain(optax.clip_by_global_norm(0.1), chosen)
     return trained(lambda p: torch.optim.AdamW(p, 1e-2, (0.9, 0.99), weight_decay=1e-2), chosen)
@@ -309,9 +369,13 @@ def sgd_warmup(variant: str) -> Pair:
         return 0.1 * jnp.minimum(1.0, (step + (variant != "schedule_from_zero")) / 4)
 
     m = {"momentum": 0.95, "no_momentum": None}.get(variant, 0.9)
-    chosen = optax.sgd(0.1 if variant == "constant_rate" else rate, m, nesterov=variant != "not_nesterov")
+    chosen = optax.sgd(
+        0.1 if variant == "constant_rate" else rate, m, nesterov=variant != "not_nesterov"
+    )
     if variant == "inject":
-        chosen = optax.chain(optax.trace(0.9, nesterov=True), optax.scale_by_schedule(rate), optax.scale(-1.0))
+        chosen = optax.chain(
+            optax.trace(0.9, nesterov=True), optax.scale_by_schedule(rate), optax.scale(-1.0)
+        )
     if variant == "dampened":
         chosen = optax.chain(optax.scale(0.1), chosen)
     decay = optax.add_decayed_weights(1e-3)
@@ -320,4 +384,6 @@ def sgd_warmup(variant: str) -> Pair:
         chosen = optax.chain(chosen, late)
     elif variant != "no_decay":
         chosen = optax.chain(decay, chosen)
-    return trained(lambda p: Scheduled(p, 0.1, momentum=0.9, nesterov=True, weight_decay=1e-3), chosen)
+    return trained(
+        lambda p: Scheduled(p, 0.1, momentum=0.9, nesterov=True, weight_decay=1e-3), chosen
+    )

@@ -1,4 +1,6 @@
-"""A port with a fault planted in its JAX side, the truth about it, and what the ports are written with."""
+"""A port with a fault planted in its JAX side, the truth about it, and what the ports are written
+with.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class Truth:
     """Where a planted fault is and what it is.
 
     Attributes:
-        places: paths of the torch module, any of which is right, as patterns; empty for the whole model.
+        places: paths of the torch module, any of which is right, as patterns; empty for the whole
+            model.
         causes: names of causes, any of which is right.
     """
 
@@ -63,13 +66,19 @@ TABLE = [[part.strip() for part in row.split("|")] for row in ROWS]
 
 
 def architecture(logits: bool = False) -> Callable[[Callable[[str], Pair]], Callable[[str], Pair]]:
-    """Enter a function of the planted variant as an architecture, under its name; `pairs.txt` has its variants."""
+    """Enter a function of the planted variant as an architecture, under its name.
+
+    `pairs.txt` has its variants.
+    """
 
     def enter(make: Callable[[str], Pair]) -> Callable[[str], Pair]:
         name = make.__name__.replace("_", "-")
         own = {row[0].partition("/")[2]: row[1:] for row in TABLE if row[0].startswith(f"{name}/")}
         truths = {
-            variant: Truth(tuple("" if one == "-" else one for one in places.split(", ")), tuple(causes.split(", ")))
+            variant: Truth(
+                tuple("" if one == "-" else one for one in places.split(", ")),
+                tuple(causes.split(", ")),
+            )
             for variant, (places, causes) in own.items()
             if places != "sound"
         }
@@ -104,7 +113,14 @@ def pair_of(
 ) -> Pair:
     """Return a pair with its parameters loaded."""
     state = {name: value.detach().numpy().copy() for name, value in module.state_dict().items()}
-    return {"module": module, "apply": apply, "params": load(state), "load": load, "inputs": inputs, **more}
+    return {
+        "module": module,
+        "apply": apply,
+        "params": load(state),
+        "load": load,
+        "inputs": inputs,
+        **more,
+    }
 
 
 def normal(*shape: int, seed: int = 0) -> Array:
@@ -127,13 +143,24 @@ def dense(p: Parameters, x: jax.Array) -> jax.Array:
 
 
 def conv(
-    p: Parameters, x: jax.Array, padding: Any = 0, *, stride: int = 1, dilation: int = 1, groups: int = 1
+    p: Parameters,
+    x: jax.Array,
+    padding: Any = 0,
+    *,
+    stride: int = 1,
+    dilation: int = 1,
+    groups: int = 1,
 ) -> jax.Array:
     """Return torch's convolution of channels-first arrays of one or two dimensions."""
     n = x.ndim - 2
     pads = [(padding, padding)] * n if isinstance(padding, int) else padding
     out = jax.lax.conv_general_dilated(
-        x, p["weight"], (stride,) * n, pads, rhs_dilation=(dilation,) * n, feature_group_count=groups
+        x,
+        p["weight"],
+        (stride,) * n,
+        pads,
+        rhs_dilation=(dilation,) * n,
+        feature_group_count=groups,
     )
     return out + p["bias"].reshape(-1, *(1,) * n) if "bias" in p else out
 
@@ -154,9 +181,9 @@ def group_norm(p: Parameters, x: jax.Array, groups: int, eps: float = 1e-5) -> j
     parts = x.reshape(x.shape[0], groups, -1)
     spread = jnp.sqrt(parts.var(-1, keepdims=True) + eps)
     each = (-1, *(1,) * (x.ndim - 2))
-    return ((parts - parts.mean(-1, keepdims=True)) / spread).reshape(x.shape) * p["weight"].reshape(each) + p[
-        "bias"
-    ].reshape(each)
+    return ((parts - parts.mean(-1, keepdims=True)) / spread).reshape(x.shape) * p[
+        "weight"
+    ].reshape(each) + p["bias"].reshape(each)
 
 
 def mean_squares(outputs: Any, *_: Any) -> Any:

@@ -1,7 +1,9 @@
-"""Ports in public code, beside the torch models that they are to be: `public.toml` has which, and the truth about each.
+"""Ports in public code, beside the torch models that they are to be: `public.toml` has which, and
+the truth about each.
 
-A release is an architecture and each of its models a variant, so that the zoo's scoreboard takes them. Models are small
-and have random weights, which the port's own code loads where it has some. Nothing is downloaded.
+A release is an architecture and each of its models a variant, so that the zoo's scoreboard takes
+them. Models are small and have random weights, which the port's own code loads where it has some.
+Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from torch import nn
 from studies.ports.planted import Architecture, Pair, Truth
 from studies.ports.scoreboard import Row
 
-TABLE: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["release"]
+TABLE: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())[
+    "release"
+]
 RELEASES = {release["name"]: release for release in TABLE}
 
 
@@ -46,18 +50,26 @@ def architectures() -> dict[str, Architecture]:
     for name, release in RELEASES.items():
         rows = {row["name"]: row for row in release["model"]}
         faulty = {one: row for one, row in rows.items() if "causes" in row}
-        faults = {one: Truth(tuple(row["places"]), tuple(row["causes"])) for one, row in faulty.items()}
+        faults = {
+            one: Truth(tuple(row["places"]), tuple(row["causes"])) for one, row in faulty.items()
+        }
         forms = tuple(one for one in rows if one not in faults)
-        found[name] = Architecture(name, partial(_made, BUILDERS[release["build"]], rows), faults, forms)
+        found[name] = Architecture(
+            name, partial(_made, BUILDERS[release["build"]], rows), faults, forms
+        )
     return found
 
 
 def write_row(page: Path, row: Row) -> None:
     """Write what is said of a port over its row in a page's table, or below the last row."""
     said = row.result if isinstance(row.result, str) else row.result.verdict
-    found = dict.fromkeys(f"`{cause}` at `{place or 'the model'}`" for place, cause in row.differences)
+    found = dict.fromkeys(
+        f"`{cause}` at `{place or 'the model'}`" for place, cause in row.differences
+    )
     release, _, name = row.name.partition("/")
-    (truth,) = (model.get("truth", "equal") for model in RELEASES[release]["model"] if model["name"] == name)
+    (truth,) = (
+        model.get("truth", "equal") for model in RELEASES[release]["model"] if model["name"] == name
+    )
     usual = "passes" if row.usual else "fails"
     line = f"| {row.name} | {said} | {'; '.join(found)} | {truth} | {usual} | {row.seconds:.0f} |"
     lines = page.read_text().split("\n")
@@ -78,7 +90,9 @@ def _inputs(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
             numbers = not name.endswith(("ids", "text", "timestep"))
             high = 2 if "type" in name else 40
             drawn[name] = (
-                rng.normal(size=shape).astype(np.float32) if numbers else rng.integers(high // 13, high, shape)
+                rng.normal(size=shape).astype(np.float32)
+                if numbers
+                else rng.integers(high // 13, high, shape)
             )
     return drawn
 
@@ -116,7 +130,13 @@ def _made(build: Callable[..., Any], rows: Mapping[str, Any], variant: str) -> P
         return _picked(call(params, theirs), row.get("jax_outputs", outputs))
 
     params = load(module.state_dict())
-    return {"module": module, "apply": apply, "params": params, "load": load, "inputs": tuple(inputs.values())}
+    return {
+        "module": module,
+        "apply": apply,
+        "params": params,
+        "load": load,
+        "inputs": tuple(inputs.values()),
+    }
 
 
 def _named(value: Any) -> Any:
@@ -139,8 +159,12 @@ def _transformers(row: Mapping[str, Any]) -> Any:
     kind = row["model"]
     config = getattr(library, f"{kind}Config")(**_named(row["config"]), attn_implementation="eager")
     flax = getattr(library, f"Flax{kind}Model")(config, _do_init=False)
-    flax._is_initialized = True  # the loader asks for initial values, for their names and shapes alone
-    flax.params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), flax.params_shape_tree)
+    flax._is_initialized = (
+        True  # the loader asks for initial values, for their names and shapes alone
+    )
+    flax.params = jax.tree.map(
+        lambda leaf: np.zeros(leaf.shape, leaf.dtype), flax.params_shape_tree
+    )
 
     def load(state: Mapping[str, Any]) -> Any:
         given = loading.convert_pytorch_state_dict_to_flax(dict(state), flax)
@@ -163,7 +187,9 @@ def _diffusers(row: Mapping[str, Any]) -> Any:
     loading = importlib.import_module("diffusers.models.modeling_flax_pytorch_utils")
     flax = getattr(library, f"Flax{row['model']}")(**row["config"])
     shapes = jax.eval_shape(flax.init_weights, jax.random.key(0))
-    shaped = SimpleNamespace(init_weights=lambda key: shapes)  # as above, without the time that initial values take
+    shaped = SimpleNamespace(
+        init_weights=lambda key: shapes
+    )  # as above, without the time that initial values take
 
     def load(state: Mapping[str, Any]) -> Any:
         return loading.convert_pytorch_state_dict_to_flax(_tensors(state), shaped)
@@ -182,7 +208,10 @@ def _nnx(row: Mapping[str, Any]) -> Any:
     def load(state: Mapping[str, Any]) -> Any:
         """Load what the cell has; the gates' two biases are added, and `b_hn` has no place."""
         gates = np.repeat([1.0, 1.0, 0.0], row["config"][1])
-        like["dense_i"] = {"kernel": state["weight_ih"].T, "bias": state["bias_ih"] + gates * state["bias_hh"]}
+        like["dense_i"] = {
+            "kernel": state["weight_ih"].T,
+            "bias": state["bias_ih"] + gates * state["bias_hh"],
+        }
         like["dense_h"] = {"kernel": state["weight_hh"].T}
         return dict(like)
 
@@ -197,17 +226,28 @@ def _jaxonmodels(row: Mapping[str, Any]) -> Any:
     loading = importlib.import_module("jaxonmodels.statedict2pytree.s2p")
     try:
         importlib.import_module("torchvision")
-    except RuntimeError:  # a wheel for CUDA on a CPU; the models use no operator, and the import names these two
+    except (
+        RuntimeError
+    ):  # a wheel for CUDA on a CPU; the models use no operator, and the import names these two
         for operator in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{operator}", "(Tensor a, Tensor b, float c) -> Tensor")
+            torch.library.define(
+                f"torchvision::{operator}", "(Tensor a, Tensor b, float c) -> Tensor"
+            )
     model = _named(row["torch"])(**_named(row["config"]))
     key = jax.random.key(0)
-    made = equinox.nn.make_with_state(_named(row["jax"]))(**_named(row["config"] | row.get("jax_config", {})), key=key)
+    made = equinox.nn.make_with_state(_named(row["jax"]))(
+        **_named(row["config"] | row.get("jax_config", {})), key=key
+    )
 
     def load(state: Mapping[str, Any]) -> Any:
-        weights = {name: value.reshape(1) if not value.ndim else value for name, value in _tensors(state).items()}
+        weights = {
+            name: value.reshape(1) if not value.ndim else value
+            for name, value in _tensors(state).items()
+        }
         fields, indices = loading.pytree_to_fields(made)
-        return loading.convert(weights, made, fields, indices, loading.state_dict_to_fields(weights))
+        return loading.convert(
+            weights, made, fields, indices, loading.state_dict_to_fields(weights)
+        )
 
     def call(params: Any, given: Mapping[str, Any]) -> Any:
         own, state = params
@@ -224,7 +264,9 @@ def _jaxonmodels(row: Mapping[str, Any]) -> Any:
 
 def _keras_hub(row: Mapping[str, Any]) -> Any:
     keras = importlib.import_module("keras")
-    converter = importlib.import_module(f"keras_hub.src.utils.transformers.convert_{row['converter']}")
+    converter = importlib.import_module(
+        f"keras_hub.src.utils.transformers.convert_{row['converter']}"
+    )
     loading = importlib.import_module("keras_hub.src.utils.transformers.safetensor_utils")
     library = importlib.import_module("transformers")
     config = getattr(library, f"{row['model']}Config")(**row["config"], attn_implementation="eager")

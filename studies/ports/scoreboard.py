@@ -1,4 +1,6 @@
-"""What is said about each pair of the zoo, and what a comparison of outputs with a tolerance would have said."""
+"""What is said about each pair of the zoo, and what a comparison of outputs with a tolerance would
+have said.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ class Row:
     @property
     def placed(self) -> bool:
         """Whether some difference is where the fault is."""
-        return self.truth is not None and any(self._at_place(place) for place, _ in self.differences)
+        return self.truth is not None and any(
+            self._at_place(place) for place, _ in self.differences
+        )
 
     @property
     def named(self) -> bool:
@@ -85,7 +89,9 @@ class Row:
     @property
     def passed(self) -> bool:
         """Whether a fault is found and not misnamed, or a sound pair holds."""
-        return self.judged and (not self.found if self.truth is None else self.found and not self.misleading)
+        return self.judged and (
+            not self.found if self.truth is None else self.found and not self.misleading
+        )
 
     def _at_place(self, place: str) -> bool:
         return self.truth is not None and any(fnmatchcase(place, one) for one in self.truth.places)
@@ -93,7 +99,12 @@ class Row:
     def to_json(self) -> dict[str, Any]:
         """Return the row as JSON-ready data."""
         verdict = self.result if isinstance(self.result, str) else self.result.verdict
-        said = {"found": self.found, "placed": self.placed, "named": self.named, "unknown": self.unknown}
+        said = {
+            "found": self.found,
+            "placed": self.placed,
+            "named": self.named,
+            "unknown": self.unknown,
+        }
         return {
             "pair": self.name,
             "fault": self.truth is not None,
@@ -106,7 +117,9 @@ class Row:
         }
 
 
-def variants(architectures: Iterable[Architecture], only: Sequence[str] = ()) -> Iterator[tuple[Architecture, str]]:
+def variants(
+    architectures: Iterable[Architecture], only: Sequence[str] = ()
+) -> Iterator[tuple[Architecture, str]]:
     """Return each architecture with each of its faults and forms, or those of some names."""
     for one in architectures:
         for variant in (*one.faults, *one.forms):
@@ -131,7 +144,13 @@ def run(one: Architecture, variant: str) -> Row:
     except Exception as error:
         result = f"crashed: {type(error).__name__}: {error}"[:300]
     seconds = time.perf_counter() - start
-    return Row(name, one.faults.get(variant), result, seconds, largest_difference(one, variant, "float32") <= USUAL)
+    return Row(
+        name,
+        one.faults.get(variant),
+        result,
+        seconds,
+        largest_difference(one, variant, "float32") <= USUAL,
+    )
 
 
 def outputs(one: Architecture, variant: str, dtype: str) -> list[tuple[Array, Array]]:
@@ -150,19 +169,32 @@ def outputs(one: Architecture, variant: str, dtype: str) -> list[tuple[Array, Ar
         ours = [a.double().numpy() for a in flat_output(module(*tensors, **pair.kwargs))]
     model = JaxModel(pair)
     with jax.enable_x64(dtype == "float64"):
-        theirs, _ = model.call([cast(leaf) for leaf in model.leaves], [cast(jnp.asarray(a)) for a in pair.inputs])
-        arrays = [np.asarray(a.astype(jnp.float32) if dtype == "bfloat16" else a) for a in flat_output(theirs)]
+        theirs, _ = model.call(
+            [cast(leaf) for leaf in model.leaves], [cast(jnp.asarray(a)) for a in pair.inputs]
+        )
+        arrays = [
+            np.asarray(a.astype(jnp.float32) if dtype == "bfloat16" else a)
+            for a in flat_output(theirs)
+        ]
     return [(a, b.astype(np.float64)) for a, b in zip(ours, arrays, strict=True)]
 
 
 def largest_difference(one: Architecture, variant: str, dtype: str) -> float:
-    """Return the largest difference of the initial outputs; infinite where one side is not finite."""
-    found = [np.abs(a - b).max() if a.shape == b.shape else np.inf for a, b in outputs(one, variant, dtype)]
+    """Return the largest difference of the initial outputs.
+
+    Infinite where one side is not finite.
+    """
+    found = [
+        np.abs(a - b).max() if a.shape == b.shape else np.inf
+        for a, b in outputs(one, variant, dtype)
+    ]
     return float(np.nan_to_num(max(found, default=0.0), nan=np.inf))
 
 
 def divergence(one: Architecture, variant: str) -> float:
-    """Return the mean KL divergence of the port's distribution from torch's, in float32, over rows of logits."""
+    """Return the mean KL divergence of the port's distribution from torch's, in float32, over rows
+    of logits.
+    """
     ((ours, theirs),) = outputs(one, variant, "float32")
     p, q = (jax.nn.log_softmax(jnp.asarray(a), -1) for a in (ours, theirs))
     return float((jnp.exp(p) * (p - q)).sum(-1).mean())
@@ -200,13 +232,20 @@ def summary(rows: Sequence[Row]) -> str:
     silent = [row.name for row in rows if not row.judged]
     lines = [
         f"{len(faults)} planted faults: {said}",
-        f"a float32 comparison of the initial outputs at 1e-4 passes {sum(r.usual for r in faults)} of them",
+        (
+            "a float32 comparison of the initial outputs at 1e-4 passes"
+            f" {sum(r.usual for r in faults)} of them"
+        ),
         f"{len(sound) - len(blamed)} of {len(sound)} sound pairs not blamed"
         + (f"; blamed: {', '.join(blamed)}" if blamed else ""),
     ]
     lines += [f"no verdict: {', '.join(silent)}"] if silent else []
     times = sorted(row.seconds for row in rows)
-    lines += [f"median {times[len(times) // 2]:.1f} s a pair, longest {times[-1]:.1f} s"] if times else []
+    lines += (
+        [f"median {times[len(times) // 2]:.1f} s a pair, longest {times[-1]:.1f} s"]
+        if times
+        else []
+    )
     return "\n".join(lines)
 
 
@@ -248,7 +287,11 @@ def tolerances(chosen: Sequence[tuple[Architecture, str]]) -> list[Tolerated]:
     for one, variant in chosen:
         for kind in ("float32", "bfloat16", *(["KL"] if one.logits else [])):
             try:
-                size = divergence(one, variant) if kind == "KL" else largest_difference(one, variant, kind)
+                size = (
+                    divergence(one, variant)
+                    if kind == "KL"
+                    else largest_difference(one, variant, kind)
+                )
             except (RuntimeError, TypeError, ValueError, NotImplementedError):
                 continue  # an operation that one side has not in bfloat16, or shapes that differ
             measured.setdefault(kind, []).append((variant in one.faults, size))

@@ -38,7 +38,9 @@ class Tagger(nn.Module):
 def bilstm(variant: str) -> Pair:
     def cell(p, end, carry, x):
         h, c = carry
-        gates = x @ p[f"weight_ih_l0{end}"].T + p[f"bias_ih_l0{end}"] + h @ p[f"weight_hh_l0{end}"].T
+        gates = (
+            x @ p[f"weight_ih_l0{end}"].T + p[f"bias_ih_l0{end}"] + h @ p[f"weight_hh_l0{end}"].T
+        )
         i, f, g, o = jnp.split(gates + p[f"bias_hh_l0{end}"], 4, -1)
         if variant == "gate_order":
             i, f, g, o = i, g, f, o
@@ -110,7 +112,13 @@ def gru_stack(variant: str) -> Pair:
             else:
                 h, steps = jax.lax.scan(lambda h, s: (cell(g, k, h, s),) * 2, h, steps)  # noqa: B023
             lasts.append(h)
-        last = lasts[0] if variant == "first_layer" else steps.mean(0) if variant == "mean_state" else lasts[1]
+        last = (
+            lasts[0]
+            if variant == "first_layer"
+            else steps.mean(0)
+            if variant == "mean_state"
+            else lasts[1]
+        )
         return dense(p["head"], layer_norm(p["norm"], last))
 
     return pair_of(Reader(), apply, normal(2, 5, 4))
@@ -132,7 +140,10 @@ class StateSpace(nn.Module):
         dt, rates = F.softplus(self.step(u)), -torch.exp(self.log_rates)
         h, outs = x.new_zeros(x.shape[0], self.width, self.states), []
         for t in range(length):
-            h = torch.exp(dt[:, t, :, None] * rates) * h + dt[:, t, :, None] * b[:, t, None] * u[:, t, :, None]
+            h = (
+                torch.exp(dt[:, t, :, None] * rates) * h
+                + dt[:, t, :, None] * b[:, t, None] * u[:, t, :, None]
+            )
             outs.append((h * c[:, t, None]).sum(-1))
         return x + self.norm(torch.stack(outs, 1) + self.through * u)
 
@@ -145,10 +156,14 @@ def state_space(variant: str) -> Pair:
         b, c = jnp.split(dense(p["project"], u), 2, -1)
         if variant == "read_and_write":
             b, c = c, b
-        dt = (jax.nn.relu if variant == "step_not_positive" else jax.nn.softplus)(dense(p["step"], u))
+        dt = (jax.nn.relu if variant == "step_not_positive" else jax.nn.softplus)(
+            dense(p["step"], u)
+        )
         rates = -p["log_rates"] if variant == "rates_not_exponential" else -jnp.exp(p["log_rates"])
         decay = jnp.exp(dt[..., None] * rates)
-        drive = b[:, :, None] * u[..., None] * (1.0 if variant == "input_not_scaled" else dt[..., None])
+        drive = (
+            b[:, :, None] * u[..., None] * (1.0 if variant == "input_not_scaled" else dt[..., None])
+        )
         if variant == "associative":
             merge = lambda one, two: (one[0] * two[0], two[0] * one[1] + two[1])  # noqa: E731
             states = jax.lax.associative_scan(merge, (decay, drive), axis=1)[1]
@@ -199,7 +214,9 @@ def graph_attention(variant: str) -> Pair:
         parts = [h[source], h[target]]
         parts = parts[::-1] if variant == "score_order" else parts
         slope = 0.01 if variant == "slope" else 0.2
-        weight = jnp.exp(jax.nn.leaky_relu(dense(p["score"], jnp.concatenate(parts, -1))[:, 0], slope))
+        weight = jnp.exp(
+            jax.nn.leaky_relu(dense(p["score"], jnp.concatenate(parts, -1))[:, 0], slope)
+        )
         by = source if variant == "normalized_at_source" else target
         weight = weight / (add(by, weight, n)[by] + 1e-9)
         gathered = add(target, weight[:, None] * h[source], n)
@@ -245,7 +262,9 @@ def diffusion(variant: str) -> Pair:
             rates = 1 / 10000.0 ** (jnp.arange(0, 8, 2) / 8)
         phases = t[:, None] * rates.astype(t.dtype)
         parts = [jnp.cos(phases), jnp.sin(phases)]
-        h = dense(p["time"]["0"], jnp.concatenate(parts[::-1] if variant == "sine_first" else parts, -1))
+        h = dense(
+            p["time"]["0"], jnp.concatenate(parts[::-1] if variant == "sine_first" else parts, -1)
+        )
         emb = dense(p["time"]["2"], h if variant == "no_silu" else jax.nn.silu(h))[..., None, None]
         scale, shift = emb[:, :8], emb[:, 8:]
         if variant == "scale_and_shift":

@@ -1,7 +1,8 @@
 """Memory stays flat over many cases: resident size after 5,000 cases against that after 1,000.
 
-The C library keeps freed memory for later, more of it the more threads compile. It is given back before the size is
-read, so that what grows is in use. It takes minutes, so it runs alone: `pytest studies/properties/bench_memory.py`.
+The C library keeps freed memory for later, more of it the more threads compile. It is given back
+before the size is read, so that what grows is in use. It takes minutes, so it runs alone: `pytest
+studies/properties/bench_memory.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ STATM = Path("/proc/self/statm")
 
 
 def resident_bytes() -> int:
-    """Return this process's resident size in bytes, without what the C library keeps of freed memory."""
+    """Return this process's resident size in bytes, without what the C library keeps of freed
+    memory.
+    """
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
     if trim is not None:

@@ -6,7 +6,8 @@ import torch
 
 from gradcheck_suite.run.environment import set_precision
 
-# torch warns until sparse checks are switched on or off (Adagrad makes sparse tensors), and warnings are errors here
+# torch warns until sparse checks are switched on or off (Adagrad makes sparse tensors), and
+# warnings are errors here
 torch.sparse.check_sparse_tensor_invariants.enable()
 
 

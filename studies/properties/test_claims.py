@@ -1,7 +1,8 @@
-"""Every claim about gradient zeroing and every printed loop comes to the verdict that the report gives it.
+"""Every claim about gradient zeroing and every printed loop comes to the verdict that the report
+gives it.
 
-A check that cannot refute is no check: each is also run in a planted world in which its claim is false, or true where
-it is not, and there it comes to another verdict.
+A check that cannot refute is no check: each is also run in a planted world in which its claim is
+false, or true where it is not, and there it comes to another verdict.
 """
 
 from __future__ import annotations
@@ -50,7 +51,13 @@ def few_and_small(monkeypatch, request):
     if request.node.get_closest_marker("full"):
         return
     draw_only_linear(monkeypatch)
-    for name, value in {"CASES": FEW, "PROBLEMS": 5, "STEPS": 300, "LAYER": 1024, "CONFIGURATIONS": 8}.items():
+    for name, value in {
+        "CASES": FEW,
+        "PROBLEMS": 5,
+        "STEPS": 300,
+        "LAYER": 1024,
+        "CONFIGURATIONS": 8,
+    }.items():
         monkeypatch.setattr(claims, name, value)
 
 
@@ -64,7 +71,8 @@ def test_every_claim_is_tested():
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(number, marks=[pytest.mark.full] * (number in SLOW)) for number in VERDICTS]
+    "number",
+    [pytest.param(number, marks=[pytest.mark.full] * (number in SLOW)) for number in VERDICTS],
 )
 def test_a_claim_comes_to_its_verdict(number):
     """It has figures, its own sentence, and where refuted a counterexample."""
@@ -97,8 +105,13 @@ def _resets(**modes):
     """The reset of one mode does something else: what another mode does, or a function."""
 
     def world(monkeypatch):
-        resets = {name: RESET_MODES[to].reset if isinstance(to, str) else to for name, to in modes.items()}
-        planted = {name: dataclasses.replace(RESET_MODES[name], reset=reset) for name, reset in resets.items()}
+        resets = {
+            name: RESET_MODES[to].reset if isinstance(to, str) else to for name, to in modes.items()
+        }
+        planted = {
+            name: dataclasses.replace(RESET_MODES[name], reset=reset)
+            for name, reset in resets.items()
+        }
         monkeypatch.setattr(claims, "RESET_MODES", {**RESET_MODES, **planted})
 
     return world
@@ -152,7 +165,9 @@ def _always_tracked(monkeypatch):
 
 def _no_reset_after_the_step(monkeypatch):
     loop_with = claims._reset
-    monkeypatch.setattr(claims, "_reset", lambda where: loop_with(where if where != "after the step" else "nowhere"))
+    monkeypatch.setattr(
+        claims, "_reset", lambda where: loop_with(where if where != "after the step" else "nowhere")
+    )
 
 
 def _sound_accumulation(monkeypatch):
@@ -195,7 +210,8 @@ def test_every_claim_has_a_world_in_which_it_turns():
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(number, marks=[pytest.mark.full] * (number in SLOW)) for number in WORLDS]
+    "number",
+    [pytest.param(number, marks=[pytest.mark.full] * (number in SLOW)) for number in WORLDS],
 )
 def test_a_claim_turns_in_a_planted_world(number, monkeypatch):
     plant, verdict = WORLDS[number]
@@ -215,7 +231,9 @@ def test_the_claim_about_small_models_can_have_each_verdict(faster, verdict, mon
     def timed(size, items, k, *, pairs):
         n = of_size[size.parameters]
         saved = (0.001, 0.001) if n else (-0.001, -0.001)
-        return step_times.PairedSteps(size.parameters, items, k, 0.004, 0.003, saved[0], saved, n, pairs, 4)
+        return step_times.PairedSteps(
+            size.parameters, items, k, 0.004, 0.003, saved[0], saved, n, pairs, 4
+        )
 
     monkeypatch.setattr(step_times, "PARAMETERS", {"cpu": tuple(of_size)})
     monkeypatch.setattr(claims, "time_paired_steps", timed)
@@ -252,7 +270,12 @@ def test_a_condition_goes_with_a_conditional_verdict_alone():
 @pytest.mark.parametrize(
     ("cases", "verdict", "condition", "sentence"),
     [
-        ((True, True), "confirmed", "", "Other cases fail than were known to. The claim holds for: a; b."),
+        (
+            (True, True),
+            "confirmed",
+            "",
+            "Other cases fail than were known to. The claim holds for: a; b.",
+        ),
         ((True, False), "conditional", "c", "s."),
         (
             (False, True),
@@ -260,7 +283,12 @@ def test_a_condition_goes_with_a_conditional_verdict_alone():
             "b",
             "Other cases fail than were known to. The claim holds for: b, and fails for: a.",
         ),
-        ((False, False), "refuted", "", "Other cases fail than were known to. The claim fails for: a; b."),
+        (
+            (False, False),
+            "refuted",
+            "",
+            "Other cases fail than were known to. The claim fails for: a; b.",
+        ),
     ],
 )
 def test_a_finding_says_what_was_written_only_where_it_fits(cases, verdict, condition, sentence):

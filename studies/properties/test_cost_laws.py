@@ -2,14 +2,16 @@
 
 For P parameters that get gradients of G bytes together, and K micro-batches in a window:
 
-- Zeroing writes every gradient once per window (P `zero_`, or one call for all) and adds P K times. A release adds
-  P (K - 1) times, since autograd takes the first micro-batch's gradients as they are. Each `add_` reads two operands
-  and writes one. So a window of zeroing moves (1 + 3 K) G bytes, and a window of a release 3 (K - 1) G.
+- Zeroing writes every gradient once per window (P `zero_`, or one call for all) and adds P K times.
+  A release adds P (K - 1) times, since autograd takes the first micro-batch's gradients as they
+  are. Each `add_` reads two operands and writes one. So a window of zeroing moves (1 + 3 K) G
+  bytes, and a window of a release 3 (K - 1) G.
 - A run's first window finds no gradients: there zeroing costs what a release does.
 - Between a reset and the next backward all G bytes are alive, or none.
-- The bytes alive differ by G less the gradients already taken in this window: a release saves all of G where a window
-  of one micro-batch peaks in its forward, and nothing where it peaks in the step. In a window of several equal
-  micro-batches it saves nothing, since the second one finds all gradients in place in either mode.
+- The bytes alive differ by G less the gradients already taken in this window: a release saves all
+  of G where a window of one micro-batch peaks in its forward, and nothing where it peaks in the
+  step. In a window of several equal micro-batches it saves nothing, since the second one finds all
+  gradients in place in either mode.
 """
 
 from __future__ import annotations
@@ -22,9 +24,27 @@ import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, TrainingRun, cases, plans, problems
+from gradcheck_suite import (
+    Case,
+    Input,
+    Layer,
+    Loss,
+    Plan,
+    Problem,
+    ProblemSpec,
+    TrainingRun,
+    cases,
+    plans,
+    problems,
+)
 from gradcheck_suite.core.contract import Loop
-from gradcheck_suite.loops.reset_modes import MODES, Parameters, after_step, backward_window, windows
+from gradcheck_suite.loops.reset_modes import (
+    MODES,
+    Parameters,
+    after_step,
+    backward_window,
+    windows,
+)
 from gradcheck_suite.reference.large_batch import gradients_of
 from gradcheck_suite.run.instance import Instance, generated_instance, user_instance
 from properties.assertions import assert_equal
@@ -48,7 +68,11 @@ def window_uses(instance: Instance) -> list[WindowUse]:
     model, plan = instance.model(), instance.case.plan
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     reached = [
-        {name for name, gradient in gradients_of(instance, model, plan.items(j)).items() if gradient is not None}
+        {
+            name
+            for name, gradient in gradients_of(instance, model, plan.items(j)).items()
+            if gradient is not None
+        }
         for j in range(len(plan.micro_batches))
     ]
     found, last, before = [], set[str](), set[str]()
@@ -76,7 +100,10 @@ def moved(traffic: MemoryTraffic) -> tuple[int, int, int]:
 
 
 def assert_law(*, mode: ResetMode, loop: Loop, instance: Instance, uses: list[WindowUse]) -> Ledger:
-    """Fail unless every window of a loop does to gradients exactly what the mode's law says; return the ledger."""
+    """Fail unless every window of a loop does to gradients exactly what the mode's law says.
+
+    Return the ledger.
+    """
     __tracebackhide__ = True
     ledger, case = record(loop, instance), instance.case
     costs = [mode.law(use) for use in uses]
@@ -97,16 +124,27 @@ def assert_law(*, mode: ResetMode, loop: Loop, instance: Instance, uses: list[Wi
         for phase in phases:
             seen, law = ledger.total(phase, window=w), getattr(cost, phase)
             check(f"window {w}, {phase} (operations, read, written)", moved(seen), moved(law))
-        check(f"window {w}, bytes freed by the reset", ledger.total("reset", window=w).freed, cost.reset.freed)
-        check(f"window {w}, gradient bytes after the reset", ledger.starts[w]["gradients"], cost.kept)
+        check(
+            f"window {w}, bytes freed by the reset",
+            ledger.total("reset", window=w).freed,
+            cost.reset.freed,
+        )
+        check(
+            f"window {w}, gradient bytes after the reset", ledger.starts[w]["gradients"], cost.kept
+        )
     return ledger
 
 
-def assert_every_law(instance: Instance, modes: Iterable[ResetMode] = RESET_MODES.values()) -> dict[str, Ledger]:
+def assert_every_law(
+    instance: Instance, modes: Iterable[ResetMode] = RESET_MODES.values()
+) -> dict[str, Ledger]:
     """Check the laws of all modes on one instance; return the ledgers by mode."""
     __tracebackhide__ = True
     uses = window_uses(instance)
-    return {mode.name: assert_law(mode=mode, loop=mode.loop, instance=instance, uses=uses) for mode in modes}
+    return {
+        mode.name: assert_law(mode=mode, loop=mode.loop, instance=instance, uses=uses)
+        for mode in modes
+    }
 
 
 small = plans(max_windows=3, max_accumulation_steps=4, max_epochs=2)
@@ -120,9 +158,16 @@ STEPPING = [mode for mode in RESET_MODES.values() if mode.steps]
 def test_every_window_costs_what_the_law_of_its_mode_says(device, data):
     case = data.draw(cases(problem=problems(sparse=False), plan=small, device=device))
     ledgers = assert_every_law(generated_instance(case), STEPPING)
-    gradients = {name: ledger.total("reset", "accumulate").moved for name, ledger in ledgers.items()}
+    gradients = {
+        name: ledger.total("reset", "accumulate").moved for name, ledger in ledgers.items()
+    }
     least = min(gradients.values())
-    assert_equal(what="bytes that a release moves", observed=gradients["set_to_none"], expected=least, case=case)
+    assert_equal(
+        what="bytes that a release moves",
+        observed=gradients["set_to_none"],
+        expected=least,
+        case=case,
+    )
 
 
 @pytest.mark.full
@@ -145,10 +190,15 @@ def _loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tenso
     return torch.stack([(p * weight).sum() for p in model.parameters()]).sum()
 
 
-def _tensors_instance(shapes: list[tuple[int, ...]], plan: Plan, dtype: str, device: str = "cpu") -> Instance:
-    problem = Problem(lambda seed: Tensors(shapes), lambda items, seed: {"x": torch.ones(items)}, _loss)
+def _tensors_instance(
+    shapes: list[tuple[int, ...]], plan: Plan, dtype: str, device: str = "cpu"
+) -> Instance:
+    problem = Problem(
+        lambda seed: Tensors(shapes), lambda items, seed: {"x": torch.ones(items)}, _loss
+    )
     return user_instance(
-        Case("studies/properties/test_cost_laws.py:TENSORS", plan, dtype=dtype, device=device), problem
+        Case("studies/properties/test_cost_laws.py:TENSORS", plan, dtype=dtype, device=device),
+        problem,
     )
 
 
@@ -158,7 +208,11 @@ shape_lists = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_s
 @pytest.mark.full
 @pytest.mark.parametrize("device", DEVICES)
 @scaled(4)
-@given(shapes=shape_lists, plan=small, dtype=st.sampled_from(["float64", "float32", "bfloat16", "float16"]))
+@given(
+    shapes=shape_lists,
+    plan=small,
+    dtype=st.sampled_from(["float64", "float32", "bfloat16", "float16"]),
+)
 def test_the_laws_hold_in_every_dtype(device, shapes, plan, dtype):
     instance = _tensors_instance(shapes, plan, dtype, device)
     assert_every_law(instance)
@@ -168,7 +222,9 @@ def test_the_laws_hold_in_every_dtype(device, shapes, plan, dtype):
         uniform = uniform_window(len(sizes), sum(sizes), itemsize, len(members), first=use.first)
         for mode in RESET_MODES.values():
             what = f"{mode.name}, the law of equal parameters"
-            assert_equal(what=what, observed=mode.law(uniform), expected=mode.law(use), case=instance.case)
+            assert_equal(
+                what=what, observed=mode.law(uniform), expected=mode.law(use), case=instance.case
+            )
 
 
 @pytest.mark.parametrize(
@@ -181,8 +237,12 @@ def test_the_laws_hold_in_every_dtype(device, shapes, plan, dtype):
     ],
 )
 def test_the_laws_at_one_size(name, bytes_per_parameter):
-    """A million float32 parameters and K = 8, by hand: zeroing moves 100 bytes per parameter, a release 84."""
-    assert RESET_MODES[name].law(uniform_window(10, 10**6, 4, 8)).moved == bytes_per_parameter * 10**6
+    """A million float32 parameters and K = 8, by hand: zeroing moves 100 bytes per parameter, a
+    release 84.
+    """
+    assert (
+        RESET_MODES[name].law(uniform_window(10, 10**6, 4, 8)).moved == bytes_per_parameter * 10**6
+    )
 
 
 @given(gradient_bytes=st.integers(1, 10**12), micro_batches=st.integers(1, 100))
@@ -260,16 +320,52 @@ def _per_micro_batch(run: TrainingRun) -> None:
 
 RESET, ADDED = r"reset \(operations, read, written\)", r"accumulate \(operations, read, written\)"
 PLANTED = {
-    "reset twice": ("zero_grad", after_step(_twice), rf"{RESET}=\(8, 0, 208\), but should be \(4, 0, 104\)"),
-    "fresh zeros for None": ("set_to_none", after_step(_zeros_for_none), rf"{ADDED}=\(8, 416, 208\), but"),
-    "fresh zeros": ("zero_", after_step(_replaced_by_zeros), rf"{RESET}=\(0, 0, 0\), but should be \(4, 0, 104\)"),
-    "one forgotten": ("set_to_none", after_step(_one_forgotten), rf"{RESET}=\(1, 0, 48\), but should be \(0, 0, 0\)"),
-    "cloned": ("zero_", after_step(_cloned), r"handling \(operations, read, written\)=\(4, 104, 104\), but"),
-    "kept elsewhere": ("set_to_none", _kept_elsewhere, "bytes freed by the reset=0, but should be 104"),
-    "summed by hand": ("set_to_none", _per_micro_batch, rf"{ADDED}=\(0, 0, 0\), but should be \(4, 208, 104\)"),
+    "reset twice": (
+        "zero_grad",
+        after_step(_twice),
+        rf"{RESET}=\(8, 0, 208\), but should be \(4, 0, 104\)",
+    ),
+    "fresh zeros for None": (
+        "set_to_none",
+        after_step(_zeros_for_none),
+        rf"{ADDED}=\(8, 416, 208\), but",
+    ),
+    "fresh zeros": (
+        "zero_",
+        after_step(_replaced_by_zeros),
+        rf"{RESET}=\(0, 0, 0\), but should be \(4, 0, 104\)",
+    ),
+    "one forgotten": (
+        "set_to_none",
+        after_step(_one_forgotten),
+        rf"{RESET}=\(1, 0, 48\), but should be \(0, 0, 0\)",
+    ),
+    "cloned": (
+        "zero_",
+        after_step(_cloned),
+        r"handling \(operations, read, written\)=\(4, 104, 104\), but",
+    ),
+    "kept elsewhere": (
+        "set_to_none",
+        _kept_elsewhere,
+        "bytes freed by the reset=0, but should be 104",
+    ),
+    "summed by hand": (
+        "set_to_none",
+        _per_micro_batch,
+        rf"{ADDED}=\(0, 0, 0\), but should be \(4, 208, 104\)",
+    ),
     "no reset": ("zero_", after_step(_never), rf"{RESET}=\(0, 0, 0\), but should be \(4, 0, 104\)"),
-    "one call for many": ("zero_grad", MODES["zero_grad_foreach"], rf"{RESET}=\(1, 0, 104\), but should be \(4, 0"),
-    "flat where separate": ("zero_", MODES["flat_buffer"], rf"{ADDED}=\(8, 416, 208\), but should be \(4, 208"),
+    "one call for many": (
+        "zero_grad",
+        MODES["zero_grad_foreach"],
+        rf"{RESET}=\(1, 0, 104\), but should be \(4, 0",
+    ),
+    "flat where separate": (
+        "zero_",
+        MODES["flat_buffer"],
+        rf"{ADDED}=\(8, 416, 208\), but should be \(4, 208",
+    ),
     "released for flat": ("flat_buffer", MODES["set_to_none"], "but should be"),
     "released for main": ("main_gradients", MODES["set_to_none"], "but should be"),
     "zeroed for in-backward": ("optimizer_in_backward", MODES["zero_"], "but should be"),
@@ -281,7 +377,9 @@ def _chain(*widths: int) -> ProblemSpec:
     layers: list[Layer] = []
     for width in widths[1:]:
         layers += [Layer("tanh"), Layer("linear", features=width, bias=True)]
-    return ProblemSpec(Input("vector", size=widths[0]), tuple(layers[1:]), Loss("mse", reduction="mean"))
+    return ProblemSpec(
+        Input("vector", size=widths[0]), tuple(layers[1:]), Loss("mse", reduction="mean")
+    )
 
 
 def _chain_sizes(*widths: int) -> list[int]:
@@ -306,7 +404,9 @@ def test_a_planted_fault_breaks_a_law(fault):
 @scaled(4)
 @given(depth=st.integers(0, 3), plan=small, mode=st.sampled_from(["zero_", "set_to_none"]))
 def test_uses_of_one_parameter_are_summed_before_they_reach_the_gradient(depth, plan, mode):
-    """With u uses: u - 1 additions inside each backward, and one `add_`, or none, to the gradient as for any other."""
+    """With u uses: u - 1 additions inside each backward, and one `add_`, or none, to the gradient
+    as for any other.
+    """
     layer = Layer("linear", features=2, bias=True)
     for _ in range(depth):
         layer = Layer("shared", layer)
@@ -332,7 +432,9 @@ def _peaks(case: Case, window: int, *phases: str) -> tuple[int, int]:
 
 
 @scaled(5)
-@given(widths=widths, items=st.integers(1, 8), optimizer=st.sampled_from(["sgd", "momentum", "adam"]))
+@given(
+    widths=widths, items=st.integers(1, 8), optimizer=st.sampled_from(["sgd", "momentum", "adam"])
+)
 def test_with_one_micro_batch_a_release_saves_what_is_not_yet_taken(widths, items, optimizer):
     gradients = _chain_sizes(*widths)
     case = Case(_chain(*widths), Plan((items,) * 3, 1), optimizer=optimizer)
@@ -377,13 +479,17 @@ def test_no_mode_peaks_below_parameters_and_gradients(widths, items, accumulatio
 
 
 def test_a_peak_in_the_forward_is_saved_in_full():
-    """Sixty-four items through widths 2, 3, 1 (104 bytes of gradients): activations are most of what is alive."""
+    """Sixty-four items through widths 2, 3, 1 (104 bytes of gradients): activations are most of
+    what is alive.
+    """
     zero, none = _peaks(Case(_chain(2, 3, 1), Plan((64, 64), 1)), 1, "forward")
     assert zero - none == 104
 
 
 def test_a_peak_in_the_step_is_not_saved_at_all():
-    """One item through widths 1, 8, 8 under Adam: weights, their state and the step's temporaries outweigh the rest."""
+    """One item through widths 1, 8, 8 under Adam: weights, their state and the step's temporaries
+    outweigh the rest.
+    """
     case = Case(_chain(1, 8, 8), Plan((1, 1), 1), optimizer="adam")
     zero, none = (record(MODES[mode], case) for mode in ("zero_", "set_to_none"))
     assert zero.peak(window=1).phase == none.peak(window=1).phase == "step"
@@ -399,7 +505,9 @@ def test_the_same_window_in_two_micro_batches_saves_nothing():
 
 
 def test_a_gradient_that_is_held_breaks_the_law_of_the_peak():
-    """Planted: a release that keeps the old gradients alive saves nothing, where it should save all."""
+    """Planted: a release that keeps the old gradients alive saves nothing, where it should save
+    all.
+    """
     case = Case(_chain(2, 3, 1), Plan((2, 2, 2), 1), optimizer="sgd")
     zero, held = record(MODES["zero_"], case), record(_kept_elsewhere, case)
     assert zero.peak("forward", window=2).bytes - held.peak("forward", window=2).bytes == 0

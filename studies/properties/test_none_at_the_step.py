@@ -1,6 +1,8 @@
-"""What reads gradients around a step, where some or all are None: scaling, clipping, closures, a compiled step.
+"""What reads gradients around a step, where some or all are None: scaling, clipping, closures, a
+compiled step.
 
-These are rules of torch, not of the suite. If one fails on a new version of torch, find out what changed.
+These are rules of torch, not of the suite. If one fails on a new version of torch, find out what
+changed.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ def _parameters() -> list[torch.nn.Parameter]:
 
 def _scaler() -> torch.amp.GradScaler:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(torch.ones(()))  # as for a loss; a scaler that has scaled nothing asks for this first
+    scaler.scale(
+        torch.ones(())
+    )  # as for a loss; a scaler that has scaled nothing asks for this first
     return scaler
 
 
@@ -61,8 +65,8 @@ def test_a_scaler_steps_where_all_gradients_are_zeros():
 
 
 def test_a_scaler_refuses_a_closure_by_its_keyword_alone():
-    # a positional closure runs after the gradients have been unscaled, and the step uses the scaled ones; no upstream
-    # issue is known
+    # a positional closure runs after the gradients have been unscaled, and the step uses the scaled
+    # ones; no upstream issue is known
     p = torch.nn.Parameter(torch.ones(1))
     optimizer, scaler = torch.optim.SGD([p], lr=0.125), _scaler()
 
@@ -112,7 +116,11 @@ def test_lbfgs_closures_see_the_same_under_none_and_zeros(line_search):
     paths = []
     for set_to_none in (True, False):
         p, q = _parameters()
-        optimizer, calls, path = torch.optim.LBFGS([p, q], lr=0.5, max_iter=3, line_search_fn=line_search), [0], []
+        optimizer, calls, path = (
+            torch.optim.LBFGS([p, q], lr=0.5, max_iter=3, line_search_fn=line_search),
+            [0],
+            [],
+        )
 
         def closure(p=p, q=q, optimizer=optimizer, calls=calls, set_to_none=set_to_none):
             optimizer.zero_grad(set_to_none=set_to_none)
@@ -135,11 +143,12 @@ def test_lbfgs_closures_see_the_same_under_none_and_zeros(line_search):
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns about its own internals
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_compiled_step_does_as_the_plain_one_where_the_set_of_none_changes(optimizer, set_to_none):
+def test_a_compiled_step_does_as_the_plain_one_where_the_set_of_none_changes(
+    optimizer, set_to_none
+):
     patterns = [(1, 1), (1, 0), (0, 1), (1, 0), (1, 1)]
-    # a compiled Adam corrects its averages in float32, which loses few digits with these betas; see studies/tests/costs
-    # for
-    # the number of graphs
+    # a compiled Adam corrects its averages in float32, which loses few digits with these betas; see
+    # studies/tests/costs for the number of graphs
     own = {"momentum": 0.5} if optimizer is torch.optim.SGD else {"betas": (0.5, 0.75)}
     paths = []
     for compiled in (False, True):

@@ -1,4 +1,6 @@
-"""The step of every torch optimizer is that of its counterpart in optax, within a bound derived through the step."""
+"""The step of every torch optimizer is that of its counterpart in optax, within a bound derived
+through the step.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,21 @@ from studies.optimizers import COUNTERPARTS, Counterpart, framed
 DTYPES = (torch.float64, torch.float32)
 BY_DEFAULT = ("sgd",)
 """The optimizers that the default tests compile; the others take seconds each."""
-NAMES = [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.full) for name in COUNTERPARTS]
+NAMES = [
+    pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.full)
+    for name in COUNTERPARTS
+]
 EXAMPLES = hypothesis.settings(max_examples=max(2, hypothesis.settings().max_examples // 25))
 
 
-def assert_follows(*, counterpart: Counterpart, settings, dtype, implementation, seed, scale) -> None:
+def assert_follows(
+    *, counterpart: Counterpart, settings, dtype, implementation, seed, scale
+) -> None:
     """Fail unless every parameter after every step is within the bound of optax's."""
     __tracebackhide__ = True
-    steps = draw_steps(counterpart, settings, dtype=dtype, implementation=implementation, seed=seed, scale=scale)
+    steps = draw_steps(
+        counterpart, settings, dtype=dtype, implementation=implementation, seed=seed, scale=scale
+    )
     found = in_optax(counterpart, steps, dtype, implementation)
     ratio = found.ratio(steps.parameters)
     event(f"{counterpart.name}, undecided elements: {bool(found.undecided.any())}")
@@ -59,7 +68,9 @@ def test_every_optimizer_of_torch_has_a_counterpart():
     classes = {
         name
         for name, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+        if isinstance(value, type)
+        and issubclass(value, torch.optim.Optimizer)
+        and value is not torch.optim.Optimizer
     }
     assert {counterpart.torch for counterpart in COUNTERPARTS.values()} == classes
     for counterpart in COUNTERPARTS.values():
@@ -82,7 +93,8 @@ def test_the_bound_is_tight_from_both_sides(name, dtype):
             moved = found.parameters.copy()
             moved[place] += 1.2 * sign * found.allowed[place]
             assert found.ratio(moved) > 1
-    # a few roundings of the parameters, however far the step amplifies those of the gradient; Muon computes in bfloat16
+    # a few roundings of the parameters, however far the step amplifies those of the gradient; Muon
+    # computes in bfloat16
     unit = 2.0**-9 if name == "muon" else torch.finfo(dtype).eps / 2
     assert found.allowed.max() <= 2000 * unit * np.abs(found.parameters).max()
     lost = steps.parameters.copy()
@@ -152,7 +164,11 @@ def test_adafactor_factors_the_last_two_dimensions(dtype):
     counterpart = COUNTERPARTS["adafactor"]
     for implementation in counterpart.implementations:
         steps = draw_steps(
-            counterpart, {}, dtype=dtype, implementation=implementation, shapes=((2, 3, 2), (1, 3), (2, 2, 2, 1))
+            counterpart,
+            {},
+            dtype=dtype,
+            implementation=implementation,
+            shapes=((2, 3, 2), (1, 3), (2, 2, 2, 1)),
         )
         assert in_optax(counterpart, steps, dtype, implementation).ratio(steps.parameters) <= 1
 
@@ -171,7 +187,8 @@ def _by(make, steps):
 
 
 @pytest.mark.parametrize(
-    "what", [pytest.param(w, marks=() if w.startswith(BY_DEFAULT) else pytest.mark.full) for w in FAULTS]
+    "what",
+    [pytest.param(w, marks=() if w.startswith(BY_DEFAULT) else pytest.mark.full) for w in FAULTS],
 )
 def test_a_wrong_formula_is_found(what):
     name, settings, make = FAULTS[what]
@@ -244,7 +261,9 @@ def test_the_epsilon_of_adafactor_is_that_of_the_first_parameter():
 
 
 def test_a_step_of_muon_is_not_continuous():
-    """Orthogonalization in bfloat16 turns a change by 2**-22 of a float64 gradient into one by more than 2**-10."""
+    """Orthogonalization in bfloat16 turns a change by 2**-22 of a float64 gradient into one by more
+    than 2**-10.
+    """
 
     def after(gradient):
         p = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))

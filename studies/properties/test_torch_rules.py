@@ -1,9 +1,10 @@
 """How torch accumulates and resets gradients: what it takes, clones and keeps, on drawn shapes.
 
-What references see, what resets touch, and graphs are in `properties/test_grad_states.py`, in any order.
+What references see, what resets touch, and graphs are in `properties/test_grad_states.py`, in any
+order.
 
-These are rules of torch, not of the suite. If one fails on a new version of torch, find out what changed, and check the
-loops that rely on the rule.
+These are rules of torch, not of the suite. If one fails on a new version of torch, find out what
+changed, and check the loops that rely on the rule.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def _parameter(shape: tuple[int, ...], seed: int = 0, device: str = "cpu") -> to
 
 
 def _values(shape: tuple[int, ...], seed: int, device: str = "cpu") -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(device)
+    return torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).to(device)
 
 
 def _push(p: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -108,7 +111,9 @@ def _other_strides(p: torch.Tensor) -> torch.Tensor:
 
 
 # torch says, once in a process, that such strides are slow
-@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:grad and param do not obey the gradient layout contract:UserWarning"
+)
 @given(rows=st.integers(2, 5), columns=st.integers(2, 5), seed=seeds)
 def test_strides_change_only_through_none(rows, columns, seed):
     p, gradient = _parameter((rows, columns), seed), _values((rows, columns), seed + 1)
@@ -129,7 +134,9 @@ def test_strides_change_only_through_none(rows, columns, seed):
 
 @given(rows=st.integers(1, 6), features=st.integers(2, 3), data=st.data())
 def test_a_sparse_gradient_grows_uncoalesced_until_dense_would_be_smaller(rows, features, data):
-    draws = data.draw(st.lists(st.lists(st.integers(0, rows - 1), min_size=1, max_size=4), min_size=1, max_size=5))
+    draws = data.draw(
+        st.lists(st.lists(st.integers(0, rows - 1), min_size=1, max_size=4), min_size=1, max_size=5)
+    )
     table = torch.nn.Embedding(rows, features, sparse=True, dtype=torch.float64)
     looked_up, entries = list[int](), 0
     for ids in draws:
@@ -159,11 +166,14 @@ def _one_lookup(*, sparse: bool) -> torch.nn.Embedding:
     return table
 
 
-# A defect of torch, from 2.13 or before: adding a coalesced sparse tensor to a dense one copies `values.stride(0)`
-# numbers of each row where it should copy a row's length. The gradient of `sum` is an expanded scalar with strides of
-# 0, a single row of it counts as coalesced, and with one feature nothing makes it contiguous: 0 numbers are copied.
-# Strict, so that the version which mends it says so; then these become plain tests.
-lost_row = pytest.mark.xfail(strict=True, reason="torch copies values.stride(0) numbers of a coalesced sparse row")
+# A defect of torch, from 2.13 or before: adding a coalesced sparse tensor to a dense one copies
+# `values.stride(0)` numbers of each row where it should copy a row's length. The gradient of `sum`
+# is an expanded scalar with strides of 0, a single row of it counts as coalesced, and with one
+# feature nothing makes it contiguous: 0 numbers are copied. Strict, so that the version which mends
+# it says so; then these become plain tests.
+lost_row = pytest.mark.xfail(
+    strict=True, reason="torch copies values.stride(0) numbers of a coalesced sparse row"
+)
 
 
 @lost_row
@@ -223,7 +233,8 @@ def test_negative_zeros_stay_negative_when_nothing_else_is_added():
 
 
 def test_a_backward_under_inference_mode_leaves_a_gradient_that_no_backward_can_add_to():
-    # none known upstream; that inference tensors refuse changes in place is documented, that `.grad` becomes one is not
+    # none known upstream; that inference tensors refuse changes in place is documented, that
+    # `.grad` becomes one is not
     p = _parameter((2,))
     loss = (p * 3).sum()
     with torch.inference_mode():
@@ -245,8 +256,13 @@ def test_a_deep_copy_of_a_parameter_has_no_gradient():
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_conversion_that_swaps_loses_hooks(register):
-    # none known upstream. A module always swaps parameters of a wrapper subclass, as DTensor; others keep their hooks
-    layer, calls, before = torch.nn.Linear(1, 1), [], torch.__future__.get_swap_module_params_on_conversion()
+    # none known upstream. A module always swaps parameters of a wrapper subclass, as DTensor;
+    # others keep their hooks
+    layer, calls, before = (
+        torch.nn.Linear(1, 1),
+        [],
+        torch.__future__.get_swap_module_params_on_conversion(),
+    )
     getattr(layer.weight, register)(lambda _: calls.append(1))
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:

@@ -1,9 +1,11 @@
-"""Parameters over several windows and epochs: every reset mode, torch's large batch, and JAX with optax.
+"""Parameters over several windows and epochs: every reset mode, torch's large batch, and JAX with
+optax.
 
-Each gradient is judged before its step, at the parameters that the step finds. The steps in optax then take JAX's
-gradients, and keep parameters and state of their own from the first step to the last. What the bound of each gradient
-allows is carried through all later steps. The same is done with JAX alone, which takes the gradients at its own
-parameters: there the bound is also carried through the second derivatives of the loss.
+Each gradient is judged before its step, at the parameters that the step finds. The steps in optax
+then take JAX's gradients, and keep parameters and state of their own from the first step to the
+last. What the bound of each gradient allows is carried through all later steps. The same is done
+with JAX alone, which takes the gradients at its own parameters: there the bound is also carried
+through the second derivatives of the loss.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ PLAN = Plan((1, 3, 2, 2, 1), 2, epochs=2)
 CLASSES = {"momentum": "sgd", "nesterov": "sgd"}
 """Names of `OPTIMIZERS` that are not those of their class."""
 NAMES = [
-    pytest.param(name, marks=() if name == "sgd" else pytest.mark.full) for name in FOR_ANY_LOOP if name != "normalized"
+    pytest.param(name, marks=() if name == "sgd" else pytest.mark.full)
+    for name in FOR_ANY_LOOP
+    if name != "normalized"
 ]
 """The optimizers of torch that train any model with any loop. Drawn gradients judge the others."""
 
@@ -47,7 +51,9 @@ def large_batch(run):
     """Send each window backward in one batch."""
     for window in windows(run):
         run.optimizer.zero_grad()
-        run.loss(run.model, {name: torch.cat([batch[name] for batch in window]) for name in window[0]}).backward()
+        run.loss(
+            run.model, {name: torch.cat([batch[name] for batch in window]) for name in window[0]}
+        ).backward()
         run.optimizer.step()
 
 
@@ -87,7 +93,9 @@ def judged(loop, case: Case) -> Run:
         for evaluation, then in zip(observation.evaluations, followed, strict=True):
             window = reference.window(step % len(case.plan.windows), evaluation.parameters)
             comparison = window.compare(reference.flat(evaluation.gradients))
-            assert comparison.ratio <= 1, f"step {step}: gradient off by {comparison.ratio:.3g} of what is allowed"
+            assert comparison.ratio <= 1, (
+                f"step {step}: gradient off by {comparison.ratio:.3g} of what is allowed"
+            )
             if all(torch.equal(value, then[name]) for name, value in evaluation.parameters.items()):
                 continue  # L-BFGS moves after each call of the closure but the last that it makes
             expected.append(arrays(window.expected))
@@ -100,22 +108,33 @@ def judged(loop, case: Case) -> Run:
 
 
 def in_optax(run: Run, case: Case, allowed=None, *, alone=False) -> Trajectory:
-    """Take the run's steps in optax, on JAX's gradients: at the parameters of the run, or alone at those of optax."""
+    """Take the run's steps in optax, on JAX's gradients: at the parameters of the run, or alone at
+    those of optax.
+    """
     counterpart = COUNTERPARTS[CLASSES.get(case.optimizer, case.optimizer)]
     read, gradient = (padded_windows(case), gradient_of_deep) if alone else (run.expected, None)
     unit = {"float64": 2.0**-53, "float32": 2.0**-24}[case.dtype]
     errors = allowed or run.allowed
-    return follow(counterpart, run.settings, run.start, read, errors=errors, unit=unit, gradient=gradient)
+    return follow(
+        counterpart, run.settings, run.start, read, errors=errors, unit=unit, gradient=gradient
+    )
 
 
 def padded_windows(case: Case) -> list[list[np.ndarray]]:
-    """Return inputs, targets and weights of every window's items, with items of weight zero up to the same number."""
+    """Return inputs, targets and weights of every window's items, with items of weight zero up to
+    the same number.
+    """
     instance = generated_instance(case)
     found, items = [], max(map(len, map(case.plan.window_items, range(len(case.plan.windows)))))
     for window in windows(instance.run(0)):
-        x, target = (np.concatenate([batch[name].double().numpy() for batch in window]) for name in ("x", "target"))
+        x, target = (
+            np.concatenate([batch[name].double().numpy() for batch in window])
+            for name in ("x", "target")
+        )
         padding = [(0, items - len(x)), (0, 0)]
-        found.append([np.pad(x, padding), np.pad(target, padding), np.pad(np.ones(len(x)), padding[:1])])
+        found.append(
+            [np.pad(x, padding), np.pad(target, padding), np.pad(np.ones(len(x)), padding[:1])]
+        )
     return found
 
 
@@ -145,11 +164,14 @@ def test_accumulated_large_batch_and_optax_train_alike(name, dtype):
     accumulated = in_optax(run, case)
     assert accumulated.ratio(run.parameters) <= 1
     assert not accumulated.undecided.any()
-    assert np.abs(np.diff(accumulated.parameters, axis=0)).max() > 1e3 * np.median(accumulated.allowed)
+    assert np.abs(np.diff(accumulated.parameters, axis=0)).max() > 1e3 * np.median(
+        accumulated.allowed
+    )
 
     whole = judged(large_batch, case)
     assert in_optax(whole, case).ratio(whole.parameters) <= 1
-    # against the accumulated run: its gradients were taken at parameters that differ, and JAX says by how much
+    # against the accumulated run: its gradients were taken at parameters that differ, and JAX says
+    # by how much
     apart = [
         [np.abs(g - h) + e for g, h, e in zip(*step, strict=True)]
         for step in zip(whole.expected, run.expected, whole.allowed, strict=True)
@@ -173,7 +195,8 @@ def test_jax_alone_trains_alike(name):
 CHOSEN = {
     "lbfgs": (
         BUILT_IN["closure"],
-        # one window: from one objective to the next, a curvature may be negative, and torch skips the pair
+        # one window: from one objective to the next, a curvature may be negative, and torch skips
+        # the pair
         Case(REGRESSION, Plan((1, 3, 2), 3, epochs=3), seed=3, optimizer="lbfgs"),
     ),
     "muon": (
@@ -181,7 +204,11 @@ CHOSEN = {
         Case(
             ProblemSpec(
                 Input("vector", size=3),
-                (Layer("linear", bias=False, features=2), Layer("tanh"), Layer("linear", bias=False, features=2)),
+                (
+                    Layer("linear", bias=False, features=2),
+                    Layer("tanh"),
+                    Layer("linear", bias=False, features=2),
+                ),
                 Loss("mse", reduction="mean"),
             ),
             PLAN,
@@ -215,7 +242,9 @@ def test_optimizers_of_some_models_train_as_in_optax(name, dtype):
     assert check(loop, case).holds
     run = judged(loop, case)
     run.settings["history_size"] = len(run.expected)  # all that L-BFGS can have kept
-    if name == "sparseadam":  # a row that no item reaches has no gradient, and not one within the bound of zero
+    if (
+        name == "sparseadam"
+    ):  # a row that no item reaches has no gradient, and not one within the bound of zero
         errors = [
             [np.where(g.any(1)[:, None], e, 0) for g, e in zip(*step, strict=True)]
             for step in zip(run.expected, run.allowed, strict=True)

@@ -1,7 +1,8 @@
-"""What zeros do to a parameter that a window does not reach, and None does not: for every optimizer of torch.
+"""What zeros do to a parameter that a window does not reach, and None does not: for every optimizer
+of torch.
 
-A prediction takes the published step in exact numbers. Torch must do precisely this in every element of the parameter
-and its state, to the bit where all operations are exact.
+A prediction takes the published step in exact numbers. Torch must do precisely this in every
+element of the parameter and its state, to the bit where all operations are exact.
 """
 
 from __future__ import annotations
@@ -37,12 +38,22 @@ from studies.zero_or_none import (
 from studies.zero_or_none_laws import DECAY, DEFAULTS, LAWS, PLAIN, Law
 
 ZERO, NONE, FLAT = (RESET_MODES[name] for name in ("zero_", "set_to_none", "flat_buffer"))
-OTHERS = [mode for mode in RESET_MODES.values() if mode.reset is not None and mode not in (ZERO, NONE)]
-EXACT = {("SGD", "plain"), ("SGD", "momentum"), ("SGD", "weight decay"), ("Muon", "weight decay"), ("Rprop", "plain")}
+OTHERS = [
+    mode for mode in RESET_MODES.values() if mode.reset is not None and mode not in (ZERO, NONE)
+]
+EXACT = {
+    ("SGD", "plain"),
+    ("SGD", "momentum"),
+    ("SGD", "weight decay"),
+    ("Muon", "weight decay"),
+    ("Rprop", "plain"),
+}
 """Rows whose every operation is exact, so that torch must agree to the bit."""
 
 windows = st.lists(
-    st.sampled_from((zero_or_none.REACHED, zero_or_none.MISSED, zero_or_none.FROZEN)), min_size=1, max_size=6
+    st.sampled_from((zero_or_none.REACHED, zero_or_none.MISSED, zero_or_none.FROZEN)),
+    min_size=1,
+    max_size=6,
 ).map(tuple)
 
 
@@ -51,26 +62,37 @@ def wrong(law: Law, run: Run, seen: Sequence[Any]) -> list[Difference]:
     return [d for d in differences(predict(law, run.settings, start(law), seen), run) if d.is_wrong]
 
 
-def assert_as_predicted(law: Law, variant: str, these: Sequence[str], mode: ResetMode, **implementation: Any) -> None:
+def assert_as_predicted(
+    law: Law, variant: str, these: Sequence[str], mode: ResetMode, **implementation: Any
+) -> None:
     """Fail unless each step found the predicted gradient, and left what the law predicts."""
     __tracebackhide__ = True
     run = train(law, law.variants[variant], these, mode, **implementation)
     seen = expected_gradients(law, these, mode)
     what = f"{law.optimizer}, {variant}, {mode.name}, {these}"
     for w, (observed, expected) in enumerate(zip(run.seen, seen, strict=True)):
-        assert (observed is None) == (expected is None), f"{what}: gradient {observed}, should be {expected}"
-        assert expected is None or np.array_equal(observed, expected), f"{what}, window {w}: {observed}, {expected}"
+        assert (observed is None) == (expected is None), (
+            f"{what}: gradient {observed}, should be {expected}"
+        )
+        assert expected is None or np.array_equal(observed, expected), (
+            f"{what}, window {w}: {observed}, {expected}"
+        )
     assert not (found := wrong(law, run, seen)), f"{what}: {found}"
 
 
 def test_every_optimizer_of_torch_has_a_law():
-    classes = {name for name in dir(torch.optim) if isinstance(getattr(torch.optim, name), type)} - {"Optimizer"}
+    classes = {
+        name for name in dir(torch.optim) if isinstance(getattr(torch.optim, name), type)
+    } - {"Optimizer"}
     assert classes == {law.optimizer for law in LAWS.values()}
 
 
 @pytest.mark.parametrize(
     "scenario",
-    [pytest.param(name, marks=() if name == "routed" else pytest.mark.full) for name in zero_or_none.SCENARIOS],
+    [
+        pytest.param(name, marks=() if name == "routed" else pytest.mark.full)
+        for name in zero_or_none.SCENARIOS
+    ],
 )
 @pytest.mark.parametrize("name", LAWS)
 def test_torch_does_as_predicted(name, scenario):
@@ -129,20 +151,31 @@ def test_an_exact_prediction_allows_no_error(name, variant):
 
 
 def predicted_wrongly(law: Law, variant: str, mode: ResetMode, seen: Sequence[Any]) -> set[str]:
-    """Return the entries in which torch differs from the prediction for gradients that it did not see."""
+    """Return the entries in which torch differs from the prediction for gradients that it did not
+    see.
+    """
     run = train(law, law.variants[variant], ROUTED, mode)
     return {d.entry for d in wrong(law, run, seen)}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("SGD", "AdamW") else pytest.mark.full) for name in LAWS]
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("SGD", "AdamW") else pytest.mark.full)
+        for name in LAWS
+    ],
 )
 def test_a_law_that_takes_zeros_for_none_is_caught(name):
-    law, alike = LAWS[name], {("SGD", PLAIN), ("SGD", DEFAULTS), ("LBFGS", PLAIN), ("LBFGS", DEFAULTS)}
+    law, alike = (
+        LAWS[name],
+        {("SGD", PLAIN), ("SGD", DEFAULTS), ("LBFGS", PLAIN), ("LBFGS", DEFAULTS)},
+    )
     for variant in list(law.variants)[:2]:
         zeros, nothing = (expected_gradients(law, ROUTED, mode) for mode in (ZERO, NONE))
         for mode, seen in ((ZERO, nothing), (NONE, zeros)):
-            assert bool(predicted_wrongly(law, variant, mode, seen)) == ((name, variant) not in alike), variant
+            assert bool(predicted_wrongly(law, variant, mode, seen)) == (
+                (name, variant) not in alike
+            ), variant
 
 
 @pytest.mark.parametrize("name", LAWS)
@@ -167,7 +200,9 @@ def off(law: Law, entry: str) -> Callable[..., Point]:
         if isinstance(value, int):
             values[entry] = value + 1
         else:
-            values[entry] = [larger * v for v in value] if isinstance(value, list) else larger * value
+            values[entry] = (
+                [larger * v for v in value] if isinstance(value, list) else larger * value
+            )
         return values.pop(PARAMETER), values
 
     return step

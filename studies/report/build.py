@@ -1,4 +1,6 @@
-"""What the report of the studies is made of: the four answers of its first screen, and its sections."""
+"""What the report of the studies is made of: the four answers of its first screen, and its
+sections.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def _holds(records: Records) -> Answer:
 
 
 def _holds_sentence(datas: Sequence[Data]) -> tuple[str, str]:
-    """Return the answer in a few words, and as a sentence with its figures: on the modes of torch and of JAX."""
+    """Return the answer in a few words, and as a sentence with its figures: on the modes of torch
+    and of JAX.
+    """
     datas = [d for d in datas if d["verdict"] != "unjudged"]
     if not datas:
         return "Not verified yet", "Not verified yet."
@@ -77,18 +81,30 @@ def _holds_sentence(datas: Sequence[Data]) -> tuple[str, str]:
             cases.append(f"in {count}{of if cases else ' random cases each'}")
     worst = max(float(d.get("worst_error_over_allowed") or 0) for d in datas)
     disagreement = verdicts.disagreement(datas)
-    return f"Yes, {', and '.join(where)}: the gradient is that of one large batch", (
-        f"Yes, {', and '.join(hold)}: {', and '.join(cases)}, the gradient is that of one large batch. The worst "
-        f"error is {verdicts.share_text(worst)} of what rounding allows.{f' {disagreement}.' if disagreement else ''}"
+    return (
+        f"Yes, {', and '.join(where)}: the gradient is that of one large batch",
+        (
+            f"Yes, {', and '.join(hold)}: {', and '.join(cases)}, the gradient is that of one large"
+            f" batch. The worst error is {verdicts.share_text(worst)} of what rounding"
+            f" allows.{f' {disagreement}.' if disagreement else ''}"
+        ),
     )
 
 
 def _hold(count: int, known: int, of: str, *, first: bool) -> str:
-    """Return how many modes hold of those that are known, such as "all 8 modes hold", or after that "all 5 of JAX"."""
+    """Return how many modes hold of those that are known, such as "all 8 modes hold", or after that
+    "all 5 of JAX".
+    """
     share = f"all {known}" if count == known else f"{count} of {known}"
     if not first:
         return f"{share}{of}"
-    verb = "hold" if count == known else "was verified and holds" if count == 1 else "were verified and hold"
+    verb = (
+        "hold"
+        if count == known
+        else "was verified and holds"
+        if count == 1
+        else "were verified and hold"
+    )
     return f"{share} modes{of} {verb}"
 
 
@@ -99,9 +115,14 @@ def _where_all(datas: Sequence[Data]) -> str:
         modes.setdefault(verdicts.place_of(data), set()).add(str(data["loop"]))
     most = max(len(mine) for mine in modes.values())
     devices: dict[str, list[str]] = {}
-    for dtype, device in sorted((p for p in modes if len(modes[p]) == most), key=verdicts.place_order):
+    for dtype, device in sorted(
+        (p for p in modes if len(modes[p]) == most), key=verdicts.place_order
+    ):
         devices.setdefault(device, []).append(dtype)
-    return " and".join(f" in {', '.join(dtypes)} on the {device_name(device)}" for device, dtypes in devices.items())
+    return " and".join(
+        f" in {', '.join(dtypes)} on the {device_name(device)}"
+        for device, dtypes in devices.items()
+    )
 
 
 def _differs(records: Records) -> Answer:
@@ -112,29 +133,33 @@ def _differs(records: Records) -> Answer:
     return Answer(
         "differs",
         "Where do they differ?",
-        f"zero_ moves an unused parameter (momentum{', Adam' * ('Adam' in also)}) and clears a gradient that was kept; "
-        "None does neither",
-        f"Unused parameter: zero_ moves it on by momentum ({moved:.2f} in {charts.STEPS} steps)"
-        f"{f', also under {also[0]}{more}' if also else ''}; None does not. Kept gradient: zero_ sets it to "
-        f"{kept['zero_'][1]:g}; None keeps it.",
+        f"zero_ moves an unused parameter (momentum{', Adam' * ('Adam' in also)}) and clears a"
+        " gradient that was kept; None does neither",
+        f"Unused parameter: zero_ moves it on by momentum ({moved:.2f} in {charts.STEPS}"
+        f" steps){f', also under {also[0]}{more}' if also else ''}; None does not. Kept gradient:"
+        f" zero_ sets it to {kept['zero_'][1]:g}; None keeps it.",
         "atlas" if records.of("zero-or-none") else "claims",
         figures=(
             Figure(
                 "unused-parameter",
                 charts.unused_parameter_plot(HEIGHT),
-                "A parameter that only the first step uses, under SGD with momentum 0.9: under zero_ it moves on from "
-                f"{unused['zero_'][0]:g} to {unused['zero_'][-1]:.2f}, under None it stays at {unused['None'][-1]:g}",
+                "A parameter that only the first step uses, under SGD with momentum 0.9: under"
+                f" zero_ it moves on from {unused['zero_'][0]:g} to {unused['zero_'][-1]:.2f},"
+                f" under None it stays at {unused['None'][-1]:g}",
                 "A parameter used in step 1 alone, SGD, momentum 0.9",
             ),
             Figure(
                 "kept-gradient",
                 charts.kept_gradient_plot(HEIGHT),
-                "A kept reference to a gradient after the backward, the reset and the next backward: under zero_ "
-                f"{', '.join(f'{v:g}' for v in kept['zero_'])}; under None {', '.join(f'{v:g}' for v in kept['None'])}",
+                "A kept reference to a gradient after the backward, the reset and the next"
+                f" backward: under zero_ {', '.join(f'{v:g}' for v in kept['zero_'])}; under None"
+                f" {', '.join(f'{v:g}' for v in kept['None'])}",
                 "A gradient given away: kept = p.grad[0]",
             ),
         ),
-        sources=sources([r for r in records.of("claim") if r.data.get("number") == EQUIVALENCE][-1:]),
+        sources=sources(
+            [r for r in records.of("claim") if r.data.get("number") == EQUIVALENCE][-1:]
+        ),
     )
 
 
@@ -154,7 +179,9 @@ def _costs(records: Records) -> Answer:
         brief.append(f"Time: no difference shown in {settings}")
     if kept:
         parameters, zeroed, released = kept
-        where = f"emory between steps, {parameters / 1e6:.0f} M parameters: zero_ keeps {zeroed} MiB"
+        where = (
+            f"emory between steps, {parameters / 1e6:.0f} M parameters: zero_ keeps {zeroed} MiB"
+        )
         said.append(f"M{where} of gradients, None {released} MiB.")
         brief.append(f"{'m' if brief else 'M'}{where}, None {released}")
     return Answer(
@@ -172,10 +199,16 @@ def _time_sentences(rows: Sequence[Data]) -> Iterable[str]:
     for device, mine in by_device(rows).items():
         found = step_times(mine)
         if found.rows:
-            counts = {name: len(found.where(which)) for name, which in (("None", "none"), ("zero_", "zero"))}
+            counts = {
+                name: len(found.where(which))
+                for name, which in (("None", "none"), ("zero_", "zero"))
+            }
             some = [f"{name} in {count}" for name, count in counts.items() if count]
             faster = f"; faster: {', '.join(some)}" * bool(some)
-            settings = f"{_of(len(found.where('neither')), len(found.rows))} {device_name(device)} settings"
+            settings = (
+                f"{_of(len(found.where('neither')), len(found.rows))} {device_name(device)}"
+                " settings"
+            )
             yield f"Time: no difference shown in {settings} ({_medians(found.rows)}){faster}."
 
 
@@ -187,29 +220,43 @@ def _medians(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the number of pairs behind each setting, and between which values the medians lie."""
     pairs = sorted({int(row["pairs"]) for row in rows})
     saved = sorted(float(row["saved"]) / float(row["zero"]) for row in rows)
-    lowest, highest = (f"{abs(share):.0%} {'faster' if share > 0 else 'slower'}" for share in (saved[0], saved[-1]))
+    lowest, highest = (
+        f"{abs(share):.0%} {'faster' if share > 0 else 'slower'}" for share in (saved[0], saved[-1])
+    )
     counted = f"{pairs[0]}" if len(pairs) == 1 else f"{pairs[0]} to {pairs[-1]}"
     return f"{counted} pairs of steps each; medians: None {lowest} to {highest}"
 
 
 def _kept_gradients(records: Sequence[Record]) -> tuple[int, str, str] | None:
-    """Return the largest measured number of parameters, and the MiB of gradients that zero_ and None keep there."""
+    """Return the largest measured number of parameters, and the MiB of gradients that zero_ and
+    None keep there.
+    """
     kept: dict[int, dict[str, str]] = {}
     for data in (record.data for record in records):
         size = f"{float(data['gradients_between']) / 2**20:.0f}"
         kept.setdefault(int(data["parameters"]), {})[str(data["mode"])] = size
-    both = {parameters: modes for parameters, modes in kept.items() if {"zero_", "set_to_none"} <= modes.keys()}
+    both = {
+        parameters: modes
+        for parameters, modes in kept.items()
+        if {"zero_", "set_to_none"} <= modes.keys()
+    }
     return (max(both), both[max(both)]["zero_"], both[max(both)]["set_to_none"]) if both else None
 
 
 def _true(records: Records) -> Answer:
     found = evidence.claim_list(records.of("claim"))
     counts, questions = evidence.counted_verdicts(found)
-    brief = f"{counts['confirmed']} yes, {counts['conditional']} under a condition, {counts['refuted']} no"
+    brief = (
+        f"{counts['confirmed']} yes, {counts['conditional']} under a condition,"
+        f" {counts['refuted']} no"
+    )
     sentence = (
-        f"Of {counts.total()} widely read claims {counts['confirmed']} are true (confirmed), {counts['conditional']} "
-        f"true under a condition, {counts['refuted']} false (refuted)."
-        + "".join(f" One question: {question.text} {question.verdict.capitalize()}." for question in questions)
+        f"Of {counts.total()} widely read claims {counts['confirmed']} are true (confirmed),"
+        f" {counts['conditional']} true under a condition, {counts['refuted']} false (refuted)."
+        + "".join(
+            f" One question: {question.text} {question.verdict.capitalize()}."
+            for question in questions
+        )
     )
     return Answer(
         "claims",
@@ -218,7 +265,9 @@ def _true(records: Records) -> Answer:
         sentence if found else "Not tested yet.",
         "claims",
         claims=found,
-        sources=sources([r for r in records.of("claim") if "number" in r.data][-len(found) :] if found else ()),
+        sources=sources(
+            [r for r in records.of("claim") if "number" in r.data][-len(found) :] if found else ()
+        ),
     )
 
 

@@ -1,4 +1,7 @@
-"""The plots of the report: plain numbers in, Vega-Lite specifications out. Nothing here reads records."""
+"""The plots of the report: plain numbers in, Vega-Lite specifications out.
+
+Nothing here reads records.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,8 @@ SMALLEST = 0.01
 
 
 def ratio_plot(rows: Rows, height: int = 200) -> Spec:
-    """Return the plot of step times under None over those under `zero_`, with intervals where they are known.
+    """Return the plot of step times under None over those under `zero_`, with intervals where they
+    are known.
 
     Args:
         rows: with `size`, `setting`, `ratio`, and `low` and `high` or None in their place.
@@ -68,7 +72,9 @@ def ratio_plot(rows: Rows, height: int = 200) -> Spec:
     )  # fmt: skip
 
 
-def window_memory_plot(traces: Mapping[str, Mapping[str, Sequence[int]]], height: int = 200) -> Spec:
+def window_memory_plot(
+    traces: Mapping[str, Mapping[str, Sequence[int]]], height: int = 200
+) -> Spec:
     """Return the plots of the bytes alive after each operation of one window, one beside the other.
 
     What takes less than a hundredth of the peak is left out.
@@ -77,7 +83,9 @@ def window_memory_plot(traces: Mapping[str, Mapping[str, Sequence[int]]], height
         traces: mode -> category -> bytes alive, operation by operation.
         height: of the plots.
     """
-    top = max(sum(column) for trace in traces.values() for column in zip(*trace.values(), strict=True))
+    top = max(
+        sum(column) for trace in traces.values() for column in zip(*trace.values(), strict=True)
+    )
     largest = {c: max(max(trace.get(c) or (0,)) for trace in traces.values()) for c in CATEGORIES}
     drawn = [category for category, size in largest.items() if size > SMALLEST * top]
     longest = max(len(column) for trace in traces.values() for column in trace.values())
@@ -87,7 +95,11 @@ def window_memory_plot(traces: Mapping[str, Mapping[str, Sequence[int]]], height
 
 
 def _memory_panel(
-    mode: str, trace: Mapping[str, Sequence[int]], drawn: Sequence[str], ends: tuple[int, float], height: int
+    mode: str,
+    trace: Mapping[str, Sequence[int]],
+    drawn: Sequence[str],
+    ends: tuple[int, float],
+    height: int,
 ) -> Spec:
     rows = [
         {"operation": i, "category": CATEGORIES[category][0], "MiB": count / 2**20, "order": order}
@@ -103,20 +115,35 @@ def _memory_panel(
             axis={"grid": False, "tickCount": 4},
         ),
         "y": number(
-            "MiB", "MiB alive", stack="zero", scale={"domain": [0, ends[1]], "nice": True}, axis={"tickCount": 4}
+            "MiB",
+            "MiB alive",
+            stack="zero",
+            scale={"domain": [0, ends[1]], "nice": True},
+            axis={"tickCount": 4},
         ),
         "color": colours("category", dict(CATEGORIES[category] for category in drawn)),
         "order": {"field": "order", "type": "quantitative"},
         "tooltip": tooltip(after_operation="operation", category="category", MiB="MiB"),
     }
-    return layers(rows, layer("area", encoding, interpolate="step-after"), height=height, title=mode)
+    return layers(
+        rows, layer("area", encoding, interpolate="step-after"), height=height, title=mode
+    )
 
 
 def times_plot(rows: Rows, *, x: str, y: str, height: int = 260) -> Spec:
-    """Return times against sizes on logarithmic axes; rows have `x`, `y`, `mode` (a colour) and `layout` (a dash)."""
-    modes, layouts = (list(dict.fromkeys(str(row[which]) for row in rows)) for which in ("mode", "layout"))
+    """Return times against sizes on logarithmic axes.
+
+    Rows have `x`, `y`, `mode` (a colour) and `layout` (a dash).
+    """
+    modes, layouts = (
+        list(dict.fromkeys(str(row[which]) for row in rows)) for which in ("mode", "layout")
+    )
     # Vega-Lite gives the samples no colour of their own beside a colour legend
-    ink = {"stroke": {"value": colour("text")}, "strokeWidth": {"value": 2}, "opacity": {"value": 1}}
+    ink = {
+        "stroke": {"value": colour("text")},
+        "strokeWidth": {"value": 2},
+        "opacity": {"value": 1},
+    }
     line = {
         "x": number("x", x, scale={"type": "log"}, axis={"tickCount": 5, "format": "~s"}),
         "y": number("y", y, scale={"type": "log"}, axis={"tickCount": 5, "format": "~g"}),
@@ -136,7 +163,13 @@ def peaks_plot(rows: Rows, height: int = 220) -> Spec:
     """Return bars of memory; rows have `setting`, `mode` and `MiB`."""
     modes = list(dict.fromkeys(str(row["mode"]) for row in rows))
     bar = {
-        "x": {"field": "setting", "type": "ordinal", "sort": None, "title": None, "axis": {"labelAngle": 0}},
+        "x": {
+            "field": "setting",
+            "type": "ordinal",
+            "sort": None,
+            "title": None,
+            "axis": {"labelAngle": 0},
+        },
         "xOffset": {"field": "mode", "sort": modes},
         "y": number("MiB", "peak above zero, MiB", axis={"tickCount": 5}),
         "color": colours("mode", shades(modes)),
@@ -145,7 +178,8 @@ def peaks_plot(rows: Rows, height: int = 220) -> Spec:
     return layers(rows, layer("bar", bar), height=height)
 
 
-# Two small drawings of where zeroing and releasing differ. Their numbers follow from the definition of SGD.
+# Two small drawings of where zeroing and releasing differ. Their numbers follow from the definition
+# of SGD.
 #
 # `studies/tests/report/test_charts.py` runs the same steps in torch.
 
@@ -158,9 +192,10 @@ GIVEN = (2.0, 3.0)
 
 
 def unused_parameter() -> dict[str, list[float]]:
-    """Return a parameter after each step of SGD with momentum; only the first window reaches it, with gradient 1.
+    """Return a parameter after each step of SGD with momentum.
 
-    Zeros are a gradient: the momentum decays and moves the parameter on. None is none: the optimizer skips it.
+    Only the first window reaches it, with gradient 1. Zeros are a gradient: the momentum decays and
+    moves the parameter on. None is none: the optimizer skips it.
     """
     found: dict[str, list[float]] = {}
     for mode in MODES:
@@ -175,7 +210,9 @@ def unused_parameter() -> dict[str, list[float]]:
 
 
 def kept_gradient() -> dict[str, list[float]]:
-    """Return what a kept reference to `.grad` reads after the backward, after the reset and after the next backward."""
+    """Return what a kept reference to `.grad` reads after the backward, after the reset and after
+    the next backward.
+    """
     first, second = GIVEN
     return {"zero_": [first, 0.0, second], "None": [first, first, first]}
 
@@ -226,9 +263,10 @@ FOUND = {"found": "good-soft", "missed": "bad-soft"}
 
 
 def bars_plot(rows: Rows) -> Spec:
-    """Return labelled bars in groups, all on one scale from 0; rows have `group`, `name`, `value` and `text`.
+    """Return labelled bars in groups, all on one scale from 0.
 
-    Where there are several names, they are reset modes and have their colours.
+    Rows have `group`, `name`, `value` and `text`. Where there are several names, they are reset
+    modes and have their colours.
     """
     rows = [{**row, "group": wrapped(str(row["group"]))} for row in rows]
     groups = list(dict.fromkeys(str(row["group"]) for row in rows))
@@ -245,14 +283,19 @@ def bars_plot(rows: Rows) -> Spec:
     told = tooltip(what="group", mode="name", value="text")
     return layers(
         rows,
-        layer("bar", {**place, **shade, "tooltip": told}, **({} if shade else {"color": colour("c6")})),
+        layer(
+            "bar", {**place, **shade, "tooltip": told}, **({} if shade else {"color": colour("c6")})
+        ),
         layer("text", {**place, "text": {"field": "text"}}, align="left", dx=4, fontSize=10),
         height=row_height(groups, 13 * max(2, len(names))) * len(groups),
     )
 
 
 def scoreboard_plot(rows: Rows, methods: Sequence[str]) -> Spec:
-    """Return the heat map of known bugs and of what finds them; rows have `bug`, `method` and `state`."""
+    """Return the heat map of known bugs and of what finds them.
+
+    Rows have `bug`, `method` and `state`.
+    """
     bugs = list(dict.fromkeys(str(row["bug"]) for row in rows))
     marks = {"found": "\N{CHECK MARK}", "missed": "\N{MULTIPLICATION SIGN}"}
     place: dict[str, Any] = {
@@ -262,7 +305,11 @@ def scoreboard_plot(rows: Rows, methods: Sequence[str]) -> Spec:
     }  # fmt: skip
     place["tooltip"] = tooltip(bug="bug", method="method", result="state")
     fill = {**place, "color": colours("state", FOUND)}
-    fill["color"]["legend"] = {"title": None, "symbolStrokeColor": colour("soft"), "symbolStrokeWidth": 1}
+    fill["color"]["legend"] = {
+        "title": None,
+        "symbolStrokeColor": colour("soft"),
+        "symbolStrokeWidth": 1,
+    }
     rows = [{**row, "sign": marks[row["state"]]} for row in rows]
     ink = {"field": "state", "type": "nominal", "legend": None,
            "scale": {"domain": list(FOUND), "range": [colour("good"), colour("bad")]}}  # fmt: skip
@@ -279,7 +326,10 @@ def scoreboard_plot(rows: Rows, methods: Sequence[str]) -> Spec:
 
 
 def detection_plot(rows: Rows, rules: Sequence[str], height: int = 190) -> Spec:
-    """Return the share of cases in which each rule finds an error of a size; rows have `size`, `share` and `rule`."""
+    """Return the share of cases in which each rule finds an error of a size.
+
+    Rows have `size`, `share` and `rule`.
+    """
     line: dict[str, Any] = {
         "x": number("size", "s: relative size of the error", scale={"type": "log"},
                     axis={"format": ".0e", "tickCount": 6, "grid": False}),
@@ -293,9 +343,16 @@ def detection_plot(rows: Rows, rules: Sequence[str], height: int = 190) -> Spec:
 
 
 def against_bound_plot(rows: Rows, title: str) -> Spec:
-    """Return errors as points beside their bounds on a logarithmic axis; rows have `name`, `error` and `bound`."""
+    """Return errors as points beside their bounds on a logarithmic axis.
+
+    Rows have `name`, `error` and `bound`.
+    """
     rows = [{**row, "error": max(float(row["error"]), 1e-17)} for row in rows]
-    place = {"y": name("name", axis={"grid": True, "ticks": False, "domain": False, "labelFontSize": 10.5})}
+    place = {
+        "y": name(
+            "name", axis={"grid": True, "ticks": False, "domain": False, "labelFontSize": 10.5}
+        )
+    }
     scale = {"type": "log", "domainMin": 1e-17}
     axis = {"format": ".0e", "tickCount": 6, "titleAnchor": "end"}
     told = tooltip(architecture="name", error="error", bound="bound")

@@ -9,7 +9,16 @@ from gradcheck_suite.core.records import Data, Record
 from gradcheck_suite.core.text import counted
 from gradcheck_suite.loops.jax_modes import JAX_MODES
 from gradcheck_suite.page.content import Cell, Figure, Matrix, Section, Table, sources, table
-from gradcheck_suite.page.reading import Facts, Part, Tone, by_device, current, device_name, latest, matrix_of
+from gradcheck_suite.page.reading import (
+    Facts,
+    Part,
+    Tone,
+    by_device,
+    current,
+    device_name,
+    latest,
+    matrix_of,
+)
 from studies.report import charts, faster
 from studies.reset_laws import bytes_saved_by_releasing
 from studies.reset_modes import BENCHMARKED
@@ -40,47 +49,76 @@ def _decision(measured: list[Record]) -> Section | None:
     rows = timed_steps(measured)
     devices = by_device(rows)
     bandwidths = {
-        r.data["device"]: r.data["bytes_per_second"] for r in current(measured) if "bytes_per_second" in r.data
+        r.data["device"]: r.data["bytes_per_second"]
+        for r in current(measured)
+        if "bytes_per_second" in r.data
     }
     return Section(
         text=(
-            "Steps under the two modes alternate: forward and backward of each micro-batch, a step of AdamW, the "
-            "reset. Every step starts with flushed caches. A measurement that other load disturbed is repeated.",
-            *(faster.summary(of_device, device_name(device)) for device, of_device in devices.items()),
-            "In every row, a release saves the memory of all gradients between steps. It lowers the peak only where "
-            "the peak occurs before a backward has made all gradients again. Pages mapped per step show a cost on a "
-            "CPU: the next backward maps anew the memory that a release gave back to the system.",
+            (
+                "Steps under the two modes alternate: forward and backward of each micro-batch, a"
+                " step of AdamW, the reset. Every step starts with flushed caches. A measurement"
+                " that other load disturbed is repeated."
+            ),
+            *(
+                faster.summary(of_device, device_name(device))
+                for device, of_device in devices.items()
+            ),
+            (
+                "In every row, a release saves the memory of all gradients between steps. It lowers"
+                " the peak only where the peak occurs before a backward has made all gradients"
+                " again. Pages mapped per step show a cost on a CPU: the next backward maps anew"
+                " the memory that a release gave back to the system."
+            ),
         ),
         figures=ratio_figures(rows),
-        tables=tuple(_saved(of_device, device, bandwidths.get(device)) for device, of_device in devices.items()),
+        tables=tuple(
+            _saved(of_device, device, bandwidths.get(device))
+            for device, of_device in devices.items()
+        ),
         sources=sources(mine),
-        missing=None
-        if "cuda" in devices
-        else f"Not run on a GPU: `{DECISION_COMMAND} --bench-device cuda` adds its rows.",
+        missing=(
+            None
+            if "cuda" in devices
+            else f"Not run on a GPU: `{DECISION_COMMAND} --bench-device cuda` adds its rows."
+        ),
     )
 
 
 def timed_steps(records: Iterable[Record]) -> list[Data]:
-    """Return the times of steps of each setting, from the benchmark records of all runs on one machine."""
+    """Return the times of steps of each setting, from the benchmark records of all runs on one
+    machine.
+    """
     rows = faster.pooled([record.data for record in current(records, ["step"])])
     return sorted(rows, key=lambda d: tuple(d[name] for name in faster.SETTING))
 
 
 def ratio_figures(rows: Sequence[Data], height: int = 240) -> tuple[Figure, ...]:
-    """Return one plot for each device: the time of a step under None over that under `zero_`, against the size."""
-    return tuple(_ratio_figure(of_device, device, height) for device, of_device in by_device(rows).items())
+    """Return one plot for each device: the time of a step under None over that under `zero_`,
+    against the size.
+    """
+    return tuple(
+        _ratio_figure(of_device, device, height) for device, of_device in by_device(rows).items()
+    )
 
 
 def _ratio_figure(rows: Sequence[Data], device: str, height: int) -> Figure:
-    shown = [_ratio(row) for row in sorted(rows, key=lambda row: int(row["parameters"])) if not row.get("disturbed")]
+    shown = [
+        _ratio(row)
+        for row in sorted(rows, key=lambda row: int(row["parameters"]))
+        if not row.get("disturbed")
+    ]
     bars = " and middle half (bar)" if any(row["low"] is not None for row in shown) else ""
     return Figure(
         f"ratio-{device}",
         charts.ratio_plot(shown, height),
         f"Time of a step under None over that under zero_ on the {device_name(device)}: "
-        + "; ".join(f"{row['size']} parameters, {row['setting']}: {row['ratio']:.2f}" for row in shown),
-        f"Step time on the {device_name(device)}, None / zero_, in turn: median (point){bars} of each setting's pairs. "
-        "A setting: items of a micro-batch, K micro-batches in a step. Below 1 None is faster.",
+        + "; ".join(
+            f"{row['size']} parameters, {row['setting']}: {row['ratio']:.2f}" for row in shown
+        ),
+        f"Step time on the {device_name(device)}, None / zero_, in turn: median (point){bars} of"
+        " each setting's pairs. A setting: items of a micro-batch, K micro-batches in a step."
+        " Below 1 None is faster.",
     )
 
 
@@ -159,18 +197,22 @@ def _memory(measured: list[Record]) -> Section:
     ]  # fmt: skip
     return Section(
         text=(
-            "Each row was measured in a process of its own. Between steps, zeroing keeps all gradients alive and "
-            "releasing none. Whether that lowers the peak depends on when the peak occurs. With several micro-batches "
-            "it occurs in a backward, when all gradients are alive in either mode.",
+            (
+                "Each row was measured in a process of its own. Between steps, zeroing keeps all"
+                " gradients alive and releasing none. Whether that lowers the peak depends on when"
+                " the peak occurs. With several micro-batches it occurs in a backward, when all"
+                " gradients are alive in either mode."
+            ),
         ),
         figures=tuple(filter(None, (window_figure(mine), _peaks(rows)))),
         tables=(
             table(
                 "Memory of a training window, MiB",
                 lines,
-                "The ledger counts the bytes of live tensors, parameters included. The resident peak is the process's, "
-                "beyond its resident size before the model was built. CUDA's allocator reports the last six columns; "
-                "its peaks are those above the context, the libraries' workspaces and the inputs.",
+                "The ledger counts the bytes of live tensors, parameters included. The resident"
+                " peak is the process's, beyond its resident size before the model was built."
+                " CUDA's allocator reports the last six columns; its peaks are those above the"
+                " context, the libraries' workspaces and the inputs.",
             ),
         ),
         sources=sources(mine),
@@ -182,11 +224,14 @@ def _mib(count: float | None) -> float | None:
 
 
 def window_figure(records: Iterable[Record], height: int = 200) -> Figure | None:
-    """Return the plot of the bytes alive through one window, `zero_` beside None; None without their records.
+    """Return the plot of the bytes alive through one window, `zero_` beside None.
 
-    It shows the largest model with the fewest micro-batches, where the two modes differ most.
+    None without their records. It shows the largest model with the fewest micro-batches, where the
+    two modes differ most.
     """
-    traced = latest((r for r in records if r.data.get("window") and r.data["mode"] in TRACED), WINDOW)
+    traced = latest(
+        (r for r in records if r.data.get("window") and r.data["mode"] in TRACED), WINDOW
+    )
     settings: dict[tuple[int, int], dict[str, Data]] = {}
     for data in (record.data for record in traced):
         modes = settings.setdefault((int(data["parameters"]), -int(data["micro_batches"])), {})
@@ -197,15 +242,17 @@ def window_figure(records: Iterable[Record], height: int = 200) -> Figure | None
     setting = max(both)
     shown = {name: both[setting][name] for name in TRACED.values()}
     said = "; ".join(
-        f"{name}: peak {data['peak'] / MIB:.1f} MiB, gradients kept after it {data['gradients_between'] / MIB:.1f} MiB"
+        f"{name}: peak {data['peak'] / MIB:.1f} MiB, gradients kept after it"
+        f" {data['gradients_between'] / MIB:.1f} MiB"
         for name, data in shown.items()
     )
     return Figure(
         "window-memory",
         charts.window_memory_plot({name: data["window"] for name, data in shown.items()}, height),
         f"Bytes alive after each operation of one window. {said}",
-        f"Bytes of live tensors, counted by the suite's ledger after each operation of one window: K = {-setting[1]} "
-        f"micro-batch{'es' * (setting[1] != -1)}, step and reset, {setting[0]:,} parameters. {said}.",
+        "Bytes of live tensors, counted by the suite's ledger after each operation of one window:"
+        f" K = {-setting[1]} micro-batch{'es' * (setting[1] != -1)}, step and reset, {setting[0]:,}"
+        f" parameters. {said}.",
     )
 
 
@@ -216,7 +263,9 @@ def _peaks(rows: Sequence[Data]) -> Figure | None:
             "mode": str(row["mode"]),
             "MiB": row["peak"] / MIB,
         }
-        for row in sorted(rows, key=lambda row: (row["device"], row["parameters"], row["micro_batches"]))
+        for row in sorted(
+            rows, key=lambda row: (row["device"], row["parameters"], row["micro_batches"])
+        )
         if row["dtype"] == "float32"
     ]
     return Figure(
@@ -239,14 +288,15 @@ MEMORY = Part(
 )  # fmt: skip
 
 
-# The section on the time that each reset mode takes: the modes side by side, predicted and measured.
+# The section on the time that each reset mode takes: the modes side by side, predicted and
+# measured.
 
 
 RELEASE = "set_to_none"
 MODES = (*(mode.name for mode in BENCHMARKED), *JAX_MODES)
 NO_GPU = (
-    "There are no records of a CUDA device: nothing below was run on a GPU. On a machine with a GPU, "
-    f"`{BENCHMARKS}/bench_modes.py --bench-device cuda {INTO}` makes them."
+    "There are no records of a CUDA device: nothing below was run on a GPU. On a machine with a"
+    f" GPU, `{BENCHMARKS}/bench_modes.py --bench-device cuda {INTO}` makes them."
 )
 WANTED = 0.85
 """Share of the copy bandwidth that a reset of large gradients should reach."""
@@ -275,12 +325,16 @@ def _costs(measured: list[Record]) -> Section | None:
         figures += _reset_figures(mine, device)
     return Section(
         text=(
-            "Times are medians. A reset is timed on gradients of ones, with the caches flushed before every round. "
+            "Times are medians. A reset is timed on gradients of ones, with the caches flushed"
+            " before every round. "
             + _releases(devices)
-            + "A release sets each gradient to None, and the next backward allocates them again. Compare modes by "
-            "their windows: forward and backward of each micro-batch, and the reset.",
-            "The minimum time of a reset is the bytes that it must write over the bandwidth of a device copy in the "
-            "same run. A release writes nothing, so it has no minimum.",
+            + "A release sets each gradient to None, and the next backward allocates them again."
+            " Compare modes by their windows: forward and backward of each micro-batch, and the"
+            " reset.",
+            (
+                "The minimum time of a reset is the bytes that it must write over the bandwidth of"
+                " a device copy in the same run. A release writes nothing, so it has no minimum."
+            ),
         ),
         figures=tuple(figures),
         tables=tuple(table for table in tables if table.rows),
@@ -290,20 +344,26 @@ def _costs(measured: list[Record]) -> Section | None:
 
 
 def _releases(devices: dict[str, list[Data]]) -> str:
-    """Return how long `set_to_none` alone takes, and in how many settings it is the fastest and the slowest reset."""
+    """Return how long `set_to_none` alone takes, and in how many settings it is the fastest and the
+    slowest reset.
+    """
     times: list[float] = []
     fastest = slowest = 0
     for modes in (modes for rows in devices.values() for modes in _by_mode(rows, "reset").values()):
         if RELEASE in modes and len(modes) > 1:
-            own, others = _median(modes[RELEASE]), [_median(row) for name, row in modes.items() if name != RELEASE]
+            own, others = (
+                _median(modes[RELEASE]),
+                [_median(row) for name, row in modes.items() if name != RELEASE],
+            )
             times.append(own)
             fastest += own < min(others)
             slowest += own > max(others)
     if not times:
         return ""
     return (
-        f"{RELEASE} alone takes {1000 * min(times):.3g} to {1000 * max(times):.3g} ms; of {len(times)} settings it is "
-        f"the fastest reset in {fastest} and the slowest in {slowest}. "
+        f"{RELEASE} alone takes {1000 * min(times):.3g} to {1000 * max(times):.3g} ms; of"
+        f" {len(times)} settings it is the fastest reset in {fastest} and the slowest in"
+        f" {slowest}. "
     )
 
 
@@ -318,7 +378,9 @@ def _by_mode(rows: Sequence[Data], measures: str) -> dict[Setting, dict[str, Dat
         if row["measures"] == measures:
             key = (row["parameters"], row["layout"], row["dtype"], row["micro_batches"])
             found.setdefault(key, {})[str(row["mode"])] = row
-    return dict(sorted(found.items(), key=lambda item: (item[0][2], item[0][3], item[0][1], item[0][0])))
+    return dict(
+        sorted(found.items(), key=lambda item: (item[0][2], item[0][3], item[0][1], item[0][0]))
+    )
 
 
 def _windows(rows: Sequence[Data], device: str) -> Table:
@@ -330,15 +392,18 @@ def _windows(rows: Sequence[Data], device: str) -> Table:
         f"One window on the {device_name(device)}, ms",
         ("parameters", "tensors", "dtype", "K", *MODES),
         tuple(lines),
-        "On the host's clock, until the device has finished. The modes were timed one after the other, so other load "
-        "can exceed the difference between two of them; under 'When does releasing pay?' they alternate. "
-        "The modes of JAX run the same window under `jit`: jax_scan_carry is one program, with the last gradients "
-        "donated to it; the others call a program for each micro-batch, which waits for Python in between.",
+        "On the host's clock, until the device has finished. The modes were timed one after the"
+        " other, so other load can exceed the difference between two of them; under 'When does"
+        " releasing pay?' they alternate. The modes of JAX run the same window under `jit`:"
+        " jax_scan_carry is one program, with the last gradients donated to it; the others call a"
+        " program for each micro-batch, which waits for Python in between.",
     )
 
 
 def _compiled_memory(rows: Sequence[Data], device: str) -> Table:
-    """Return the bytes of a window in JAX by XLA's account, beside the ledger's peak of torch's two ways to reset."""
+    """Return the bytes of a window in JAX by XLA's account, beside the ledger's peak of torch's two
+    ways to reset.
+    """
     modes = ("zero_", RELEASE, *JAX_MODES)
 
     def peak(row: Data | None) -> float | None:
@@ -356,9 +421,10 @@ def _compiled_memory(rows: Sequence[Data], device: str) -> Table:
         f"Peak memory of one window on the {device_name(device)}, MiB",
         ("parameters", "tensors", "dtype", "K", *modes),
         tuple(lines),
-        "torch: live tensors by the ledger, without the inputs. JAX: arguments, outputs that take no argument's "
-        "buffer, and temporaries of the compiled program, by its `memory_analysis()`, with its inputs. Without a "
-        "donated buffer, the old sum and the new one are alive together.",
+        "torch: live tensors by the ledger, without the inputs. JAX: arguments, outputs that take"
+        " no argument's buffer, and temporaries of the compiled program, by its"
+        " `memory_analysis()`, with its inputs. Without a donated buffer, the old sum and the new"
+        " one are alive together.",
     )
 
 
@@ -380,19 +446,30 @@ def _resets(rows: Sequence[Data], device: str) -> Table:
 
 
 def slow_resets(rows: Sequence[Data], device: str) -> Table:
-    """Return the table of resets below `WANTED`, each with its main cost and its most expensive operation."""
+    """Return the table of resets below `WANTED`, each with its main cost and its most expensive
+    operation.
+    """
     lines: list[dict[str, Cell]] = []
     slow = []
     for row in rows:
-        if row["measures"] != "reset" or not row["predicted_bytes"] or not row.get("filled_per_second"):
+        if (
+            row["measures"] != "reset"
+            or not row["predicted_bytes"]
+            or not row.get("filled_per_second")
+        ):
             continue
         seconds, size = _median(row), float(row["predicted_bytes"])
-        filling, share = size / float(row["filled_per_second"]), size / float(row["bytes_per_second"]) / seconds
+        filling, share = (
+            size / float(row["filled_per_second"]),
+            size / float(row["bytes_per_second"]) / seconds,
+        )
         if share >= WANTED:
             continue
         operations = row.get("profile") or []
         calls = max((int(entry["calls"]) for entry in operations), default=1)
-        dear = (f"{e['name']} x{e['calls']}, {e['host_us'] + e['device_us']:.0f} us" for e in operations)
+        dear = (
+            f"{e['name']} x{e['calls']}, {e['host_us'] + e['device_us']:.0f} us" for e in operations
+        )
         slow.append(row)
         lines.append({
             "parameters": row["parameters"], "tensors": row["layout"], "dtype": row["dtype"], "mode": row["mode"],
@@ -404,10 +481,12 @@ def slow_resets(rows: Sequence[Data], device: str) -> Table:
     return table(
         f"Resets below {WANTED:.0%} of copy bandwidth on the {device_name(device)}, and why",
         lines,
-        f"Main cost: filling, where one large zero_ of as many bytes takes half of the time or more; otherwise "
-        f"overhead, which is all time beyond that. {_speeds(slow)}"
-        if slow
-        else "",
+        (
+            "Main cost: filling, where one large zero_ of as many bytes takes half of the time or"
+            f" more; otherwise overhead, which is all time beyond that. {_speeds(slow)}"
+            if slow
+            else ""
+        ),
     )
 
 
@@ -415,25 +494,47 @@ def _speeds(rows: Sequence[Data]) -> str:
     """Return the speeds of a copy, of one large `zero_` and of memset in the runs of some rows."""
 
     def speed(name: str) -> str:
-        found = sorted({f"{float(row[name]) / 1e9:.1f}" for row in rows if row.get(name)}, key=float)
+        found = sorted(
+            {f"{float(row[name]) / 1e9:.1f}" for row in rows if row.get(name)}, key=float
+        )
         return f"{found[0]} GB/s" if len(found) == 1 else f"{found[0]} to {found[-1]} GB/s"
 
     text = (
-        f"In these runs a copy read and wrote {speed('bytes_per_second')} together, and one zero_ of a "
-        f"tensor far larger than the caches wrote {speed('filled_per_second')}"
+        f"In these runs a copy read and wrote {speed('bytes_per_second')} together, and one zero_"
+        f" of a tensor far larger than the caches wrote {speed('filled_per_second')}"
     )
     if any(row.get("memset_per_second") for row in rows):
         text += f"; the C library's memset, on one thread, wrote {speed('memset_per_second')}"
     return text + "."
 
 
-def _device_times(rows: Sequence[Data], steps: Sequence[Data], parts: Sequence[Data], device: str) -> Table:
-    """Return the table of the three times of whatever a GPU was timed with, and of the kernels that were launched."""
+def _device_times(
+    rows: Sequence[Data], steps: Sequence[Data], parts: Sequence[Data], device: str
+) -> Table:
+    """Return the table of the three times of whatever a GPU was timed with, and of the kernels that
+    were launched.
+    """
     lines: list[tuple[Cell, ...]] = []
 
-    def add(row: Data, what: str, mode: str, times: Iterable[float | None], kernels: int | None) -> None:
-        about = (what, int(row["parameters"]), str(row["layout"]), str(row["dtype"]), int(row["micro_batches"]), mode)
-        lines.append((*about, str(row["regime"]), *(t if t is None else 1000 * float(t) for t in times), kernels))
+    def add(
+        row: Data, what: str, mode: str, times: Iterable[float | None], kernels: int | None
+    ) -> None:
+        about = (
+            what,
+            int(row["parameters"]),
+            str(row["layout"]),
+            str(row["dtype"]),
+            int(row["micro_batches"]),
+            mode,
+        )
+        lines.append(
+            (
+                *about,
+                str(row["regime"]),
+                *(t if t is None else 1000 * float(t) for t in times),
+                kernels,
+            )
+        )
 
     def add_window(row: Data) -> None:
         if row.get("host") and row["device"] != "cpu":
@@ -443,7 +544,9 @@ def _device_times(rows: Sequence[Data], steps: Sequence[Data], parts: Sequence[D
     for row in rows:
         add_window(row)
     for row in steps:
-        each = zip(row.get("host") or (), (row["zero"], row["none"]), row.get("busy") or (), strict=False)
+        each = zip(
+            row.get("host") or (), (row["zero"], row["none"]), row.get("busy") or (), strict=False
+        )
         for mode, times in zip(("zero_", "set_to_none"), each, strict=False):
             add(row, f"step, {counted(row['items'], 'item')}", mode, times, None)
     for row in parts:
@@ -460,7 +563,9 @@ def _device_times(rows: Sequence[Data], steps: Sequence[Data], parts: Sequence[D
 
 
 def _what(row: Data) -> str:
-    """Return what a row timed: for a window of which a part is compiled or captured, with that part."""
+    """Return what a row timed: for a window of which a part is compiled or captured, with that
+    part.
+    """
     if row["measures"] == "captured":
         return f"captured window, reset {row['place']}"
     if row["measures"] == "compiled":
@@ -470,7 +575,12 @@ def _what(row: Data) -> str:
 
 def _reset_figures(rows: Sequence[Data], device: str) -> list[Figure]:
     resets = [
-        {"mode": mode, "layout": f"{layout} tensors", "x": int(parameters), "y": 1000 * _median(row)}
+        {
+            "mode": mode,
+            "layout": f"{layout} tensors",
+            "x": int(parameters),
+            "y": 1000 * _median(row),
+        }
         for (parameters, layout, dtype, _), modes in _by_mode(rows, "reset").items()
         if dtype == "float32"
         for mode, row in modes.items()
@@ -479,8 +589,10 @@ def _reset_figures(rows: Sequence[Data], device: str) -> list[Figure]:
     figure = Figure(
         f"resets-{device}",
         charts.times_plot(resets, x="parameters", y="ms"),
-        f"Time of a reset against the number of parameters, one line per mode, float32 on the {name}",
-        f"The reset alone on the {name}, float32. A release makes one call per tensor and moves no bytes.",
+        "Time of a reset against the number of parameters, one line per mode, float32 on the"
+        f" {name}",
+        f"The reset alone on the {name}, float32. A release makes one call per tensor and moves no"
+        " bytes.",
     )
     return [figure] if resets else []
 
@@ -488,9 +600,15 @@ def _reset_figures(rows: Sequence[Data], device: str) -> list[Figure]:
 def _benchmark_facts(data: Data) -> Facts:
     names = ("measures", "mode", "device", "dtype", "parameters", "layout", "items", "micro_batches", "part",
              "compiled")  # fmt: skip
-    what = " ".join(f"{n} {data[n]}" if n in names[4:] else str(data[n]) for n in names if data.get(n) is not None)
+    what = " ".join(
+        f"{n} {data[n]}" if n in names[4:] else str(data[n])
+        for n in names
+        if data.get(n) is not None
+    )
     if data.get("measures") == "step":
-        return {f"{what}: saved by None, share of the step": float(data["saved"]) / float(data["zero"])}
+        return {
+            f"{what}: saved by None, share of the step": float(data["saved"]) / float(data["zero"])
+        }
     return {f"{what}: seconds": _median(data)} if isinstance(data.get("seconds"), dict) else {}
 
 
@@ -506,13 +624,13 @@ COSTS = Part(
 TURNS = "step, experts by turns"
 COMPILED_COMMAND = f"{BENCHMARKS}/bench_compiled.py {INTO}"
 NOT_CAPTURED = (
-    f"No CUDA graph was captured. `{COMPILED_COMMAND} --bench-device cuda` captures them and records which reset "
-    "leaves the right gradients after a replay."
+    f"No CUDA graph was captured. `{COMPILED_COMMAND} --bench-device cuda` captures them and"
+    " records which reset leaves the right gradients after a replay."
 )
 CAPTURED = (
-    "A CUDA graph replays kernels, not Python. A reset that consists of kernels may run inside the graph or between "
-    "replays. A release between replays takes from the parameters the tensors that the graph writes to, and the "
-    "optimizer finds None."
+    "A CUDA graph replays kernels, not Python. A reset that consists of kernels may run inside the"
+    " graph or between replays. A release between replays takes from the parameters the tensors"
+    " that the graph writes to, and the optimizer finds None."
 )
 
 
@@ -530,12 +648,15 @@ def _compiled(measured: list[Record]) -> Section | None:
     graphs = _graphs([row for row in rows if row["measures"] == "compiled"])
     return Section(
         text=(
-            "`torch.compile` makes a version of a function for every set of gradients that are None. Where each window "
-            "reaches other parameters, such as experts by turns, a release makes another set every time: "
-            "`torch.compile` then compiles the optimizer step again for each set, up to the limit of 8 versions, and "
-            "runs it eagerly from then on. Gradients that are allocated once and zeroed need one version. A compiled "
-            "backward needs two versions under a release, one that makes the gradients and one that adds to them. A "
-            "compiled forward does not depend on them.",
+            (
+                "`torch.compile` makes a version of a function for every set of gradients that are"
+                " None. Where each window reaches other parameters, such as experts by turns, a"
+                " release makes another set every time: `torch.compile` then compiles the optimizer"
+                " step again for each set, up to the limit of 8 versions, and runs it eagerly from"
+                " then on. Gradients that are allocated once and zeroed need one version. A"
+                " compiled backward needs two versions under a release, one that makes the"
+                " gradients and one that adds to them. A compiled forward does not depend on them."
+            ),
             *_turns(rows),
             *((CAPTURED,) if captured.rows else ()),
         ),
@@ -546,18 +667,22 @@ def _compiled(measured: list[Record]) -> Section | None:
 
 
 def _turns(rows: Sequence[Data]) -> list[str]:
-    """Return what the recompilation of the step did to its time, where each window reaches other parameters."""
+    """Return what the recompilation of the step did to its time, where each window reaches other
+    parameters.
+    """
     mine = [r for r in rows if r["measures"] == "compiled" and r["part"] == TURNS and r["compiled"]]
     found = []
     for device, of_device in by_device(mine).items():
         modes = {
-            str(row["mode"]): f"{_milliseconds(row):.3g} ms ({counted(row['graphs'], 'graph')})" for row in of_device
+            str(row["mode"]): f"{_milliseconds(row):.3g} ms ({counted(row['graphs'], 'graph')})"
+            for row in of_device
         }
         if {RELEASE, "zero_"} <= modes.keys():
             found.append(
-                f"With experts by turns on the {device_name(device)}, a window with its compiled step takes "
-                f"{modes[RELEASE]} under set_to_none and {modes['zero_']} under zero_. After a release the optimizer "
-                "skips the parameters that the window does not use; after zeroing it steps on them all."
+                f"With experts by turns on the {device_name(device)}, a window with its compiled"
+                f" step takes {modes[RELEASE]} under set_to_none and {modes['zero_']} under zero_."
+                " After a release the optimizer skips the parameters that the window does not use;"
+                " after zeroing it steps on them all."
             )
     return found
 
@@ -578,9 +703,9 @@ def _graphs(rows: Sequence[Data]) -> Table:
             )
             for key, pair in settings.items()
         ),
-        "Graphs are counted after 24 windows, when all compilation is done. In modes that keep gradients, they exist "
-        "before the first window. Eager and compiled windows were timed one after the other, so other load can exceed "
-        "their difference.",
+        "Graphs are counted after 24 windows, when all compilation is done. In modes that keep"
+        " gradients, they exist before the first window. Eager and compiled windows were timed one"
+        " after the other, so other load can exceed their difference.",
     )
 
 
@@ -588,7 +713,11 @@ def _captured(rows: Sequence[Data], windows: Sequence[Data]) -> Table:
     names = ("device", "mode", "parameters", "layout", "micro_batches")
     lines = []
     for row in rows:
-        alike = (w for w in reversed(windows) if w.get("dtype") == "float32" and all(w[n] == row[n] for n in names))
+        alike = (
+            w
+            for w in reversed(windows)
+            if w.get("dtype") == "float32" and all(w[n] == row[n] for n in names)
+        )
         lines.append({
             "K": row["micro_batches"], "mode": row["mode"], "reset": row["place"],
             "gradients after a replay": row["finding"], "replay, ms": _milliseconds(row),
@@ -603,7 +732,8 @@ COMPILED = Part(
 )  # fmt: skip
 
 
-# The ledger of communication: the collectives and bytes of each window, as predicted and as counted.
+# The ledger of communication: the collectives and bytes of each window, as predicted and as
+# counted.
 
 
 def _traffic(newest: list[Record]) -> Section:
@@ -641,12 +771,19 @@ def _traffic(newest: list[Record]) -> Section:
 
 def total(kinds: Data) -> tuple[float, float]:
     """Return the number of collectives of all kinds, and their bytes."""
-    return sum(float(number) for number, _ in kinds.values()), sum(float(size) for _, size in kinds.values())
+    return sum(float(number) for number, _ in kinds.values()), sum(
+        float(size) for _, size in kinds.values()
+    )
 
 
 def as_predicted(data: Data) -> bool:
-    """Return whether a window takes exactly the collectives and bytes that its wrapper's law predicts."""
-    observed, law = ({kind: tuple(both) for kind, both in data[which].items()} for which in ("observed", "predicted"))
+    """Return whether a window takes exactly the collectives and bytes that its wrapper's law
+    predicts.
+    """
+    observed, law = (
+        {kind: tuple(both) for kind, both in data[which].items()}
+        for which in ("observed", "predicted")
+    )
     return bool(observed == law)
 
 
@@ -655,22 +792,31 @@ def _wrapper(data: Data) -> str:
 
 
 def _traffic_matrix(datas: Sequence[Data]) -> Matrix:
-    """Return the collectives and bytes by wrapper and K; all reset modes of a wrapper are in one cell."""
+    """Return the collectives and bytes by wrapper and K.
+
+    All reset modes of a wrapper are in one cell.
+    """
     cells: dict[str, dict[tuple[int, int], list[Data]]] = {}
     for data in datas:
         place = (int(data["ranks"]), int(data["accumulation_steps"]))
         cells.setdefault(_wrapper(data), {}).setdefault(place, []).append(data)
 
     def cell(windows: list[Data] | None) -> Tone:
-        said = dict.fromkeys("{:g} collectives, {:g} bytes".format(*total(d["observed"])) for d in windows or ())
+        said = dict.fromkeys(
+            "{:g} collectives, {:g} bytes".format(*total(d["observed"])) for d in windows or ()
+        )
         if not windows:
             return "none", ("not counted",)
         return "good" if all(map(as_predicted, windows)) else "bad", tuple(said)
 
     return matrix_of(
-        "Collectives and bytes of a window, on every reset mode of the wrapper; green: exactly as predicted",
+        "Collectives and bytes of a window, on every reset mode of the wrapper; green: exactly as"
+        " predicted",
         "wrapper",
-        {(n, k): f"{n} ranks, K = {k}" for n, k in sorted({place for row in cells.values() for place in row})},
+        {
+            (n, k): f"{n} ranks, K = {k}"
+            for n, k in sorted({place for row in cells.values() for place in row})
+        },
         cells,
         cell,
     )
@@ -681,4 +827,6 @@ def _traffic_facts(data: Data) -> Facts:
     return {what: "{:g} collectives of {:g} bytes".format(*total(data["observed"]))}
 
 
-TRAFFIC = Part("traffic", "cost", "What several ranks send to each other", "traffic", _traffic, _traffic_facts)
+TRAFFIC = Part(
+    "traffic", "cost", "What several ranks send to each other", "traffic", _traffic, _traffic_facts
+)

@@ -23,7 +23,10 @@ from studies.tally import RIVALS, Curve, curve_from_json, exponents, share_found
 # The claims about gradient zeroing with their verdicts, and the loops that their sources print.
 
 
-OLDER = "Older than the code: the code that a figure speaks of has changed since the figure was recorded."
+OLDER = (
+    "Older than the code: the code that a figure speaks of has changed since the figure was"
+    " recorded."
+)
 STEPS_CLAIM = "C1.8"
 """The claim about when zeroing may do, which steps under both modes in turn decide."""
 PAIR = re.compile(r"^([\d.,]+) / ([\d.,]+)$")
@@ -31,12 +34,16 @@ MODES = ("zero_", "None")
 
 
 def with_steps(records: Records, steps: Sequence[Data]) -> Records:
-    """Return the records with `STEPS_CLAIM` answered from the timed steps that the section on steps shows."""
+    """Return the records with `STEPS_CLAIM` answered from the timed steps that the section on steps
+    shows.
+    """
     said = {"text": CLAIMS[STEPS_CLAIM].text, "how": CLAIMS[STEPS_CLAIM].how}
     claims = [
-        replace(record, data={**record.data, **said, **answer(steps)})
-        if steps and record.data.get("number") == STEPS_CLAIM
-        else record
+        (
+            replace(record, data={**record.data, **said, **answer(steps)})
+            if steps and record.data.get("number") == STEPS_CLAIM
+            else record
+        )
         for record in records.of("claim")
     ]
     return replace(records, by_kind={**records.by_kind, "claim": claims})
@@ -51,11 +58,19 @@ def claim_list(records: Sequence[Record]) -> tuple[Claim, ...]:
         known = CLAIMS.get(number)
         numbers, figures, series = _figures_of_claim(number, data.get("figures") or {})
         short = known.short if known and known.text == text else text
-        verdict, sentence, how, against = (str(data[name]) for name in ("verdict", "sentence", "how", "counterexample"))
-        origin, condition, made_by = str(data.get("source", "")), str(data.get("condition") or ""), sources([record])
+        verdict, sentence, how, against = (
+            str(data[name]) for name in ("verdict", "sentence", "how", "counterexample")
+        )
+        origin, condition, made_by = (
+            str(data.get("source", "")),
+            str(data.get("condition") or ""),
+            sources([record]),
+        )
         said = (verdict, sentence, condition, how, against)
         found.append(Claim(number, origin, text, short, *said, numbers, figures, series, made_by))
-    return tuple(sorted(found, key=lambda claim: [int(part) for part in re.findall(r"\d+", claim.number)]))
+    return tuple(
+        sorted(found, key=lambda claim: [int(part) for part in re.findall(r"\d+", claim.number)])
+    )
 
 
 def counted_verdicts(found: Sequence[Claim]) -> tuple[Counter[str], list[Claim]]:
@@ -84,9 +99,12 @@ def _claims(records: list[Record]) -> Section | None:
     )  # fmt: skip
     return Section(
         text=(
-            "Three widely read explanations of gradient zeroing, put to the test: each claim as it was published, what "
-            "is judged of it, and the verdict: `confirmed`, `refuted`, or `conditional`: true under the condition. A "
-            "question that a source answers gets `always`, `sometimes` or `never`, and is counted apart.",
+            (
+                "Three widely read explanations of gradient zeroing, put to the test: each claim as"
+                " it was published, what is judged of it, and the verdict: `confirmed`, `refuted`,"
+                " or `conditional`: true under the condition. A question that a source answers gets"
+                " `always`, `sometimes` or `never`, and is counted apart."
+            ),
             *_loops_text(loops),
             *((OLDER,) if any(source.older for claim in found for source in claim.sources) else ()),
         ),
@@ -98,8 +116,12 @@ def _claims(records: list[Record]) -> Section | None:
 
 def _figures_of_claim(
     number: str, figures: Data
-) -> tuple[tuple[tuple[str, str], ...], tuple[Figure, ...], tuple[tuple[str, tuple[str, ...]], ...]]:
-    """Return the figures of a claim that stay text, the plots of those that are numbers, and the rows of numbers."""
+) -> tuple[
+    tuple[tuple[str, str], ...], tuple[Figure, ...], tuple[tuple[str, tuple[str, ...]], ...]
+]:
+    """Return the figures of a claim that stay text, the plots of those that are numbers, and the
+    rows of numbers.
+    """
     pairs: list[dict[str, Any]] = []
     alone: list[dict[str, Any]] = []
     series: list[tuple[str, tuple[str, ...]]] = []
@@ -108,7 +130,10 @@ def _figures_of_claim(
         if "zero_ / None" in name and isinstance(value, str) and (found := PAIR.match(value)):
             group = re.sub(r"[,:]? *zero_ / None", "", name)
             values = (float(text.replace(",", "")) for text in found.groups())
-            pairs += [{"group": group, "name": mode, "value": v} for mode, v in zip(MODES, values, strict=True)]
+            pairs += [
+                {"group": group, "name": mode, "value": v}
+                for mode, v in zip(MODES, values, strict=True)
+            ]
         elif _is_number(value):
             alone.append({"group": name, "name": "", "value": float(value)})
         elif isinstance(value, list) and len(value) > 1 and all(map(_is_number, value)):
@@ -122,7 +147,9 @@ def _figures_of_claim(
     plots = tuple(
         Figure(
             f"claim-{number}-{kind}",
-            bars_plot([{**row, "value": abs(row["value"]), "text": _value(row["value"])} for row in rows]),
+            bars_plot(
+                [{**row, "value": abs(row["value"]), "text": _value(row["value"])} for row in rows]
+            ),
             said,
         )
         for kind, rows in (("pairs", pairs), ("values", alone))
@@ -138,12 +165,15 @@ def _is_number(value: object) -> bool:
 def _loops_text(loops: Sequence[Data]) -> list[str]:
     if not loops:
         return []
-    within, bare = (sum(str(data[name]).startswith("holds") for data in loops) for name in ("within", "bare"))
+    within, bare = (
+        sum(str(data[name]).startswith("holds") for data in loops) for name in ("within", "bare")
+    )
     needs = Counter(str(data["needs"]) for data in loops if data.get("needs"))
     relied = "; ".join(f"{need} ({count} of them)" for need, count in needs.most_common())
     return [
-        f"Of {len(loops)} loops that the sources print, {within} are right under what they rely on"
-        f"{f': {relied}' if relied else ''}. On all splits, with accumulation and unequal micro-batches, {bare} are."
+        f"Of {len(loops)} loops that the sources print, {within} are right under what they rely"
+        f" on{f': {relied}' if relied else ''}. On all splits, with accumulation and unequal"
+        f" micro-batches, {bare} are."
     ]
 
 
@@ -171,10 +201,18 @@ OURS = "gradcheck-suite"
 
 
 NOT_EXPRESSED: dict[int, str] = {
-    23: "the gradient's values are right; properties/test_graph_hygiene.py checks that it keeps no graph alive",
-    43: "a loss that is 0/0 on a micro-batch breaks the Problem's contract: it is refused before any loop runs",
-    46: "None and zeros are both right by the contract; studies/properties/test_zero_or_none.py checks where they "
-    "differ, and verify --optimizer says what zeros move",
+    23: (
+        "the gradient's values are right; properties/test_graph_hygiene.py checks that it keeps no"
+        " graph alive"
+    ),
+    43: (
+        "a loss that is 0/0 on a micro-batch breaks the Problem's contract: it is refused before"
+        " any loop runs"
+    ),
+    46: (
+        "None and zeros are both right by the contract; studies/properties/test_zero_or_none.py"
+        " checks where they differ, and verify --optimizer says what zeros move"
+    ),
 }
 """Entries of the corpus that no loop or Problem can show as a violation of the contract, and why."""
 
@@ -187,7 +225,9 @@ def _zoo(newest: list[Record]) -> Section | None:
         return None
     data = own[0].data
     every, sound = data["bugs"], data["sound"]
-    bugs, planted = ([b for b in every if (b["number"] is None) == is_planted] for is_planted in (False, True))
+    bugs, planted = (
+        [b for b in every if (b["number"] is None) == is_planted] for is_planted in (False, True)
+    )
     found, found_planted = (sum(b["found"] == b["runs"] for b in some) for some in (bugs, planted))
     beside = f", and {found_planted} of {len(planted)} planted ones" if planted else ""
     others: dict[str, int] = Counter()
@@ -236,7 +276,8 @@ def _coarser(datas: Sequence[Data]) -> Table:
     for data in datas:
         bugs, sound = data["bugs"], data["sound"]
         runs, found, within, right, unnamed = (
-            sum(b[name] for b in bugs) for name in ("runs", "found", "within_rounding", "rightly_named", "unnamed")
+            sum(b[name] for b in bugs)
+            for name in ("runs", "found", "within_rounding", "rightly_named", "unnamed")
         )
         rows.append({
             "dtype": data["dtype"], "runs": runs, "found": found, "within rounding": within, "right diagnosis": right,
@@ -247,8 +288,9 @@ def _coarser(datas: Sequence[Data]) -> Table:
     return table(
         "The same bugs in other precisions",
         rows,
-        "Within rounding: the bug's effect on the smallest case that shows it in float64 is smaller than what rounding "
-        "explains in this dtype. No diagnosis: found, but rounding hides the weights of the items.",
+        "Within rounding: the bug's effect on the smallest case that shows it in float64 is smaller"
+        " than what rounding explains in this dtype. No diagnosis: found, but rounding hides the"
+        " weights of the items.",
     )
 
 
@@ -257,7 +299,11 @@ def _zoo_figures(bugs: Sequence[Data], totals: Mapping[str, int]) -> tuple[Figur
         return bool(bug["found"] == bug["runs"] if method == OURS else bug["others"].get(method))
 
     rows = [
-        {"bug": f"{bug['number']} {bug['name']}", "method": m, "state": "found" if finds(m, bug) else "missed"}
+        {
+            "bug": f"{bug['number']} {bug['name']}",
+            "method": m,
+            "state": "found" if finds(m, bug) else "missed",
+        }
         for bug in bugs
         for m in totals
     ]
@@ -279,7 +325,9 @@ def _zoo_figures(bugs: Sequence[Data], totals: Mapping[str, int]) -> tuple[Figur
 def _zoo_facts(data: Data) -> Facts:
     dtype = f" {data['dtype']}" if data.get("dtype") else ""
     return {
-        f"{bug['name']}{dtype}": f"found {bug['found']} of {bug['runs']}, rightly named {bug['rightly_named']}"
+        f"{bug['name']}{dtype}": (
+            f"found {bug['found']} of {bug['runs']}, rightly named {bug['rightly_named']}"
+        )
         for bug in data["bugs"]
     }
 
@@ -304,14 +352,18 @@ def _calibration(newest: list[Record]) -> Section:
     )
     return Section(
         text=(
-            f"False alarms: {tally.false_alarms(data)} in {tally.checks(data):,} checks. A check judges a training "
-            f"loop that is known to be right on a random case; {data['loops']} such loops were judged. The cases "
-            f"reached {reached} that the suite could draw at that time.",
-            "Missed errors: right gradients were multiplied by 1 + s or 1 - s, and the suite was asked whether they "
-            "are still right. The plots show in how many cases it says no, against s. A curve further left finds "
-            "smaller errors. The other curves are tolerance rules of other tools. A rule is only worth comparing where "
-            f"it blames no right loop. The second table has the smallest s that is found in {tally.percent()} of the "
-            "cases. " + ("; ".join(tally.better(data)) or _nothing_better(data)),
+            (
+                f"False alarms: {tally.false_alarms(data)} in {tally.checks(data):,} checks. A"
+                " check judges a training loop that is known to be right on a random case;"
+                f" {data['loops']} such loops were judged. The cases reached {reached} that the"
+                " suite could draw at that time."
+            ),
+            "Missed errors: right gradients were multiplied by 1 + s or 1 - s, and the suite was"
+            " asked whether they are still right. The plots show in how many cases it says no,"
+            " against s. A curve further left finds smaller errors. The other curves are tolerance"
+            " rules of other tools. A rule is only worth comparing where it blames no right loop."
+            f" The second table has the smallest s that is found in {tally.percent()} of the"
+            " cases. " + ("; ".join(tally.better(data)) or _nothing_better(data)),
         ),
         figures=tuple(
             _detection_figure(dtype, curve, tally.rival_alarms(data, dtype))
@@ -323,16 +375,27 @@ def _calibration(newest: list[Record]) -> Section:
 
 
 def _nothing_better(data: Data) -> str:
-    """Return in which dtypes a rule can be compared and finds no smaller error, and what is found in the others."""
+    """Return in which dtypes a rule can be compared and finds no smaller error, and what is found
+    in the others.
+    """
     alone = {row.dtype: row.sizes[SUITE] for row in tally.found(data) if row.place == PLOTTED}
     compared = [dtype for dtype in alone if not all(tally.rival_alarms(data, dtype).values())]
     said = []
     if compared:
-        said.append(f"In {' and '.join(compared)} no rule that blames no right loop finds smaller errors.")
+        said.append(
+            f"In {' and '.join(compared)} no rule that blames no right loop finds smaller errors."
+        )
     for dtype, size in alone.items():
         if dtype not in compared:
-            found = "finds no error up to a factor of 2" if size is None else f"needs an error of {tally.shown(size)}"
-            said.append(f"In {dtype} every other rule blames right loops; the suite {found}, planted {PLOTTED}.")
+            found = (
+                "finds no error up to a factor of 2"
+                if size is None
+                else f"needs an error of {tally.shown(size)}"
+            )
+            said.append(
+                f"In {dtype} every other rule blames right loops; the suite {found}, planted"
+                f" {PLOTTED}."
+            )
     return " ".join(said)
 
 
@@ -348,14 +411,18 @@ def _alarms(data: Data) -> Table:
                 "gradients that needed sampled rounding errors": sum(drawn.counts),
                 "largest error over bound then": drawn.largest,
                 "checks without autocast": counts["judged"] - counts["autocast"],
-                **{f"blamed by {rule}": alarms for rule, alarms in tally.rival_alarms(data, dtype).items()},
+                **{
+                    f"blamed by {rule}": alarms
+                    for rule, alarms in tally.rival_alarms(data, dtype).items()
+                },
             }
             for dtype, counts in data["alarms"].items()
             for drawn in (spread_from_json(counts["drawn_on"]),)
         ],
-        "A check is one loop judged on one case. Most errors are within the part of the bound that is computed; only "
-        "the others need rounding errors that are sampled (Monte Carlo). Other rules compare with the large batch in "
-        "the same dtype; losses under an autocast are left out for them.",
+        "A check is one loop judged on one case. Most errors are within the part of the bound that"
+        " is computed; only the others need rounding errors that are sampled (Monte Carlo). Other"
+        " rules compare with the large batch in the same dtype; losses under an autocast are left"
+        " out for them.",
     )
 
 
@@ -380,7 +447,11 @@ def _detection(data: Data) -> Table:
 
 
 def _skipped(data: Data) -> Table:
-    rows = [(dtype, why, n) for dtype, counts in data["alarms"].items() for why, n in counts["skipped"].items()]
+    rows = [
+        (dtype, why, n)
+        for dtype, counts in data["alarms"].items()
+        for why, n in counts["skipped"].items()
+    ]
     return Table(
         "Checks that could not be made, because the gradient of the large batch cannot be computed",
         ("dtype", "why", "checks"),
@@ -392,7 +463,8 @@ def _ratios(data: Data) -> Table:
     alarms = data["alarms"]
     kinds = sorted({kind for counts in alarms.values() for kind in counts["over"] if kind})
     return table(
-        "Largest error over bound, by kind of layer: median, 99% and largest of the checks whose case has it",
+        "Largest error over bound, by kind of layer: median, 99% and largest of the checks whose"
+        " case has it",
         [
             {
                 "layer": kind,
@@ -401,7 +473,8 @@ def _ratios(data: Data) -> Table:
             }
             for kind in kinds
         ],
-        "The bound is its deterministic part where the error is within that, otherwise the whole bound.",
+        "The bound is its deterministic part where the error is within that, otherwise the whole"
+        " bound.",
     )
 
 
@@ -424,7 +497,8 @@ def _detection_figure(dtype: str, curve: Curve, alarms: Mapping[str, int | None]
     return Figure(
         f"detection-{dtype}",
         detection_plot(rows, tuple(names.values())),
-        f"Share of cases in which an error of a size is found against the size, one line per rule, {dtype}",
+        "Share of cases in which an error of a size is found against the size, one line per rule,"
+        f" {dtype}",
         f"{dtype}: how often a gradient that is wrong by the factor 1 + s or 1 - s is found, in "
         f"{sum(rules[SUITE].values())} cases. * also blames right loops.",
         in_story=dtype in ("float64", "bfloat16"),
@@ -433,7 +507,10 @@ def _detection_figure(dtype: str, curve: Curve, alarms: Mapping[str, int | None]
 
 def _calibration_facts(data: Data) -> Facts:
     alarms = data["alarms"].items()
-    return {f"false alarms {dtype}": f"{len(counts['alarms'])} of {counts['judged']}" for dtype, counts in alarms}
+    return {
+        f"false alarms {dtype}": f"{len(counts['alarms'])} of {counts['judged']}"
+        for dtype, counts in alarms
+    }
 
 
 CALIBRATION = Part(
@@ -454,8 +531,10 @@ def _atlas(newest: list[Record]) -> Section:
     names = ("operation", "point", "dtype", "torch", "jax", "agree", "convention")
     return Section(
         text=(
-            f"{points:,} points at kinks, ties and limits, in {dtypes}: of these {len(rows):,} derivatives, torch and "
-            f"JAX agree in {agree:,}.",
+            (
+                f"{points:,} points at kinks, ties and limits, in {dtypes}: of these {len(rows):,}"
+                f" derivatives, torch and JAX agree in {agree:,}."
+            ),
         ),
         figures=(
             Figure(
@@ -491,16 +570,25 @@ def _numbers(value: object) -> str:
 
 def _atlas_facts(data: Data) -> Facts:
     return {
-        f"{row.get('operation')} at {row.get('point')} {row.get('dtype')}": f"torch {row.get('torch')}, "
-        f"jax {row.get('jax')}"
+        f"{row.get('operation')} at {row.get('point')} {row.get('dtype')}": (
+            f"torch {row.get('torch')}, jax {row.get('jax')}"
+        )
         for row in data["rows"]
     }
 
 
-ATLAS = Part("atlas", "atlas", "Where torch and JAX choose different derivatives", "atlas", _atlas, _atlas_facts)
+ATLAS = Part(
+    "atlas",
+    "atlas",
+    "Where torch and JAX choose different derivatives",
+    "atlas",
+    _atlas,
+    _atlas_facts,
+)
 
 
-# What a gradient of zeros does to a parameter and its optimizer state that None does not, for every optimizer.
+# What a gradient of zeros does to a parameter and its optimizer state that None does not, for every
+# optimizer.
 
 
 VARIANTS = {
@@ -514,7 +602,9 @@ VARIANTS = {
 def _zero_or_none(newest: list[Record]) -> Section:
     optimizers: dict[str, dict[str, Data]] = {}
     for record in newest:
-        optimizers.setdefault(str(record.data["optimizer"]), {})[str(record.data["variant"])] = record.data
+        optimizers.setdefault(str(record.data["optimizer"]), {})[str(record.data["variant"])] = (
+            record.data
+        )
     every = [row for rows in optimizers.values() for row in rows.values()]
     predicted = sum(bool(row["as_predicted"]) for row in every)
     return Section(
@@ -561,24 +651,38 @@ def _zero_or_none(newest: list[Record]) -> Section:
 
 
 def moved_by_zeros(records: Records) -> list[str]:
-    """Return the optimizers that by default step on a gradient of zeros and skip None, `Adam` first."""
+    """Return the optimizers that by default step on a gradient of zeros and skip None, `Adam`
+    first.
+    """
     rows = [record.data for record in records.newest("zero-or-none")]
-    plain = (str(row["optimizer"]) for row in rows if row.get("variant") == "plain" and _moves_alone(row))
+    plain = (
+        str(row["optimizer"]) for row in rows if row.get("variant") == "plain" and _moves_alone(row)
+    )
     return sorted(plain, key=lambda name: (name != "Adam", name))
 
 
 def _moved(optimizers: Mapping[str, Mapping[str, Data]]) -> list[str]:
-    """Return a sentence for each of `VARIANTS`: which optimizers move the parameter under zeros alone."""
+    """Return a sentence for each of `VARIANTS`: which optimizers move the parameter under zeros
+    alone.
+    """
     sentences, known = [], set[str]()
     for variant, start in VARIANTS.items():
-        named = [name for name, rows in optimizers.items() if name not in known and _moves_alone(rows.get(variant))]
+        named = [
+            name
+            for name, rows in optimizers.items()
+            if name not in known and _moves_alone(rows.get(variant))
+        ]
         known |= set(named)
         sentences += [f"{start} under {', '.join(named)}."] if named else []
     return sentences
 
 
 def _moves_alone(row: Data | None) -> bool:
-    return row is not None and "parameter" in row["zero_changes"] and "parameter" not in row["none_changes"]
+    return (
+        row is not None
+        and "parameter" in row["zero_changes"]
+        and "parameter" not in row["none_changes"]
+    )
 
 
 def _listed(row: Data | None, which: str) -> str | None:
@@ -586,7 +690,9 @@ def _listed(row: Data | None, which: str) -> str | None:
 
 
 def _changed_by_none(rows: Iterable[Data]) -> str | None:
-    return next((found for row in rows if (found := _listed(row, "none_changes")) != "nothing"), "nothing")
+    return next(
+        (found for row in rows if (found := _listed(row, "none_changes")) != "nothing"), "nothing"
+    )
 
 
 def _always(answers: set[bool]) -> str:
@@ -594,19 +700,33 @@ def _always(answers: set[bool]) -> str:
 
 
 def _zero_or_none_facts(data: Data) -> Facts:
-    return {f"{data['optimizer']}, {data['variant']}: zeros change": ", ".join(data["zero_changes"]) or "nothing"}
+    return {
+        f"{data['optimizer']}, {data['variant']}: zeros change": (
+            ", ".join(data["zero_changes"]) or "nothing"
+        )
+    }
 
 
 ZERO_OR_NONE = Part(
-    "zero-or-none", "atlas", "What zeros do that None does not", "zero-or-none", _zero_or_none, _zero_or_none_facts
+    "zero-or-none",
+    "atlas",
+    "What zeros do that None does not",
+    "zero-or-none",
+    _zero_or_none,
+    _zero_or_none_facts,
 )
 
 
-# The steps of torch's optimizers in optax: where the formulas differ, and how far the parameters are apart.
+# The steps of torch's optimizers in optax: where the formulas differ, and how far the parameters
+# are apart.
 
 
 def _steps(every: list[Record]) -> Section:
-    newest = {row["torch"]: (number, row) for number, record in enumerate(every) for row in record.data["rows"]}
+    newest = {
+        row["torch"]: (number, row)
+        for number, record in enumerate(every)
+        for row in record.data["rows"]
+    }
     found = [row for _, row in newest.values()]
     agree = sum(bool(row.get("agree")) for row in found)
 
@@ -615,23 +735,34 @@ def _steps(every: list[Record]) -> Section:
             "torch.optim": row["torch"],
             "in optax": row.get("optax"),
             "what differs, mapped exactly": "; ".join(
-                [*row.get("differs", ()), *([f"not compared: {row['outside']}"] if row.get("outside") else [])]
+                [
+                    *row.get("differs", ()),
+                    *([f"not compared: {row['outside']}"] if row.get("outside") else []),
+                ]
             ),
             "cases": row.get("cases"),
-            **{dtype: (row.get("error_over_allowed") or {}).get(dtype) for dtype in ("float64", "float32")},
+            **{
+                dtype: (row.get("error_over_allowed") or {}).get(dtype)
+                for dtype in ("float64", "float32")
+            },
             "source": row.get("source"),
         }
         for row in found
     ]
     return Section(
         text=(
-            f"Of {len(found)} optimizers of torch.optim, {agree} take the same steps as their counterpart in optax, "
-            "within a bound on rounding errors that is derived through the step. Where the formulas differ by "
-            "definition, the difference is computed, and no tolerance covers it. The dtypes' columns have the largest "
-            "error over this bound: above 1, torch and optax differ.",
+            (
+                f"Of {len(found)} optimizers of torch.optim, {agree} take the same steps as their"
+                " counterpart in optax, within a bound on rounding errors that is derived through"
+                " the step. Where the formulas differ by definition, the difference is computed,"
+                " and no tolerance covers it. The dtypes' columns have the largest error over this"
+                " bound: above 1, torch and optax differ."
+            ),
         ),
         tables=(table("Optimizers and their counterparts", rows),),
-        sources=sources(every[number] for number in sorted({number for number, _ in newest.values()})),
+        sources=sources(
+            every[number] for number in sorted({number for number, _ in newest.values()})
+        ),
     )
 
 
@@ -641,5 +772,10 @@ def _step_facts(data: Data) -> Facts:
 
 
 OPTIMIZER_STEPS = Part(
-    "steps", "trust", "The step of each optimizer, by torch and by optax", "step", _steps, _step_facts
+    "steps",
+    "trust",
+    "The step of each optimizer, by torch and by optax",
+    "step",
+    _steps,
+    _step_facts,
 )

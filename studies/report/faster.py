@@ -1,6 +1,8 @@
-"""Whole steps under `zero_` and under `set_to_none`, from their records: which mode is faster where, in words.
+"""Whole steps under `zero_` and under `set_to_none`, from their records: which mode is faster
+where, in words.
 
-The claim about when zeroing may do (C1.8) and the report's section on steps both read this module, and so say the same.
+The claim about when zeroing may do (C1.8) and the report's section on steps both read this module,
+and so say the same.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class StepTimes:
     Attributes:
         faster: for each setting that was not disturbed, a key of `MODES`.
         rows: those settings.
-        disturbed: settings that other load on the machine disturbed each time; they count for nothing.
+        disturbed: settings that other load on the machine disturbed each time; they count for
+            nothing.
     """
 
     faster: tuple[str, ...]
@@ -46,10 +49,10 @@ class StepTimes:
 def pooled(rows: Sequence[Data]) -> list[Data]:
     """Return one row for each setting, from all runs that timed it.
 
-    Pairs of one run share the places of their tensors in memory, and another run may find the opposite. `agree` says
-    whether the majority of pairs is on the same side in every run. Times and savings are medians over the runs, the
-    quartiles reach over those of all runs, and the pairs are added up. A disturbed run counts where there is no other.
-    `each` has the rows of the runs.
+    Pairs of one run share the places of their tensors in memory, and another run may find the
+    opposite. `agree` says whether the majority of pairs is on the same side in every run. Times and
+    savings are medians over the runs, the quartiles reach over those of all runs, and the pairs are
+    added up. A disturbed run counts where there is no other. `each` has the rows of the runs.
     """
     settings: dict[tuple[Any, ...], list[Data]] = {}
     for row in rows:
@@ -63,7 +66,9 @@ def pooled(rows: Sequence[Data]) -> list[Data]:
                 **runs[-1],
                 **{name: median(row[name] for row in runs) for name in ("zero", "none", "saved")},
                 **{name: sum(row[name] for row in runs) for name in ("faster", "pairs")},
-                "saved_quartiles": (min(low for low, _ in bars), max(high for _, high in bars)) if bars else None,
+                "saved_quartiles": (
+                    (min(low for low, _ in bars), max(high for _, high in bars)) if bars else None
+                ),
                 "runs": len(runs),
                 "agree": len({2 * row["faster"] > row["pairs"] for row in runs}) == 1,
                 "each": runs,
@@ -75,26 +80,35 @@ def pooled(rows: Sequence[Data]) -> list[Data]:
 def step_times(rows: Sequence[Data]) -> StepTimes:
     """Answer for every setting which mode is faster.
 
-    A sign test over the pairs of a setting gives its p-value. Since many settings are tested at once, the procedure of
-    Benjamini and Hochberg (1995, J. R. Statist. Soc. B 57, 289-300) decides which of them are significant. In a setting
-    that several runs timed, neither mode is faster unless they agree; see `pooled`.
+    A sign test over the pairs of a setting gives its p-value. Since many settings are tested at
+    once, the procedure of Benjamini and Hochberg (1995, J. R. Statist. Soc. B 57, 289-300) decides
+    which of them are significant. In a setting that several runs timed, neither mode is faster
+    unless they agree; see `pooled`.
     """
     kept = tuple(row for row in rows if not row.get("disturbed"))
-    p_values = [binomtest(int(row["faster"]), int(row["pairs"])).pvalue if row["pairs"] else 1.0 for row in kept]
+    p_values = [
+        binomtest(int(row["faster"]), int(row["pairs"])).pvalue if row["pairs"] else 1.0
+        for row in kept
+    ]
     adjusted = false_discovery_control(p_values) if kept else ()
     answers = (
-        "neither"
-        if p >= LEVEL or not row.get("agree", True)
-        else "none"
-        if 2 * row["faster"] > row["pairs"]
-        else "zero"
+        (
+            "neither"
+            if p >= LEVEL or not row.get("agree", True)
+            else "none"
+            if 2 * row["faster"] > row["pairs"]
+            else "zero"
+        )
         for row, p in zip(kept, adjusted, strict=True)
     )
     return StepTimes(tuple(answers), kept, tuple(row for row in rows if row.get("disturbed")))
 
 
 def run_by_run(rows: Sequence[Data]) -> list[list[Data]]:
-    """Return the rows of each run that `pooled` has put together; of a run that was not, the rows themselves."""
+    """Return the rows of each run that `pooled` has put together.
+
+    Of a run that was not, the rows themselves.
+    """
     runs = zip_longest(*(row.get("each", (row,)) for row in rows))
     return [[row for row in run if row is not None] for run in runs]
 
@@ -109,35 +123,49 @@ def summary(rows: Sequence[Data], device: str) -> str:
     found = step_times(rows)
     counts = {which: len(found.where(which)) for which in MODES}
     text = (
-        f"On the {device}, of {len(found.rows)} settings releasing is faster in {counts['none']}, zeroing in "
-        f"{counts['zero']}, neither in {counts['neither']} (sign test over pairs of steps in turn, corrected for the "
-        f"number of settings, {LEVEL:.0%})."
+        f"On the {device}, of {len(found.rows)} settings releasing is faster in {counts['none']},"
+        f" zeroing in {counts['zero']}, neither in {counts['neither']} (sign test over pairs of"
+        f" steps in turn, corrected for the number of settings, {LEVEL:.0%})."
     )
     runs = min((row.get("runs", 1) for row in found.rows), default=1)
     if runs > 1:
-        text += f" Each setting was timed in {runs} runs or more, and one whose runs disagree counts as neither."
+        text += (
+            f" Each setting was timed in {runs} runs or more, and one whose runs disagree counts as"
+            " neither."
+        )
         each = [step_times(run) for run in run_by_run(rows)]
-        counts_of = {which: ", ".join(str(len(run.where(which))) for run in each) for which in ("none", "zero")}
-        text += f" Run by run, releasing is faster in {counts_of['none']} settings, zeroing in {counts_of['zero']}."
+        counts_of = {
+            which: ", ".join(str(len(run.where(which))) for run in each)
+            for which in ("none", "zero")
+        }
+        text += (
+            f" Run by run, releasing is faster in {counts_of['none']} settings, zeroing in"
+            f" {counts_of['zero']}."
+        )
     best = max((row["saved"] / row["zero"] for row in found.where("none")), default=0.0)
     if best > 0:
         text += f" A release saves at most {best:.0%} of a step."
     if found.disturbed:
-        text += f" {len(found.disturbed)} more settings were disturbed by other load and count for nothing."
+        text += (
+            f" {len(found.disturbed)} more settings were disturbed by other load and count for"
+            " nothing."
+        )
     return text
 
 
 def answer(rows: Sequence[Data]) -> dict[str, Any]:
-    """Return what claim C1.8 says: verdict, sentence, condition, figures, counterexample; a device is judged by itself.
+    """Return what claim C1.8 says: verdict, sentence, condition, figures, counterexample.
 
-    The claim is confirmed where no setting is faster under a release, and refuted where all are.
+    A device is judged by itself. The claim is confirmed where no setting is faster under a release,
+    and refuted where all are.
     """
     devices = {device: [row for row in rows if row["device"] == device] for device in DEVICES}
     found = {device: step_times(mine) for device, mine in devices.items() if mine}
     figures = {
         f"{_setting(row)}: saved by releasing": (
-            f"{1000 * row['saved']:+.3f} ms of {1000 * row['zero']:.3f} ({100 * row['saved'] / row['zero']:+.0f}%), "
-            f"faster in {row['faster']} of {row['pairs']} pairs; {row['bytes_between'] / 2**20:.1f} MiB between steps"
+            f"{1000 * row['saved']:+.3f} ms of {1000 * row['zero']:.3f}"
+            f" ({100 * row['saved'] / row['zero']:+.0f}%), faster in {row['faster']} of"
+            f" {row['pairs']} pairs; {row['bytes_between'] / 2**20:.1f} MiB between steps"
         )
         for times in found.values()
         for row in times.rows
@@ -151,19 +179,26 @@ def answer(rows: Sequence[Data]) -> dict[str, Any]:
         said += f" Of {verdicts.total()} runs, each judged by itself, the claim is {times}."
     return {
         "verdict": verdict,
-        "sentence": f"{said} Two things decide: the share of the gradients' traffic in a step, and the "
-        "cost of memory that is given back and allocated again. A release saves the memory of all gradients "
-        "between steps.",
+        "sentence": (
+            f"{said} Two things decide: the share of the gradients' traffic in a step, and the cost"
+            " of memory that is given back and allocated again. A release saves the memory of all"
+            " gradients between steps."
+        ),
         "figures": figures,
-        "condition": f"memory between steps is no constraint, and releasing is not faster in the setting, {share}"
-        if verdict == "conditional"
-        else "",
+        "condition": (
+            "memory between steps is no constraint, and releasing is not faster in the setting,"
+            f" {share}"
+            if verdict == "conditional"
+            else ""
+        ),
         "counterexample": "; ".join(faster),
     }
 
 
 def _verdict(rows: Sequence[Data]) -> tuple[str, list[str], int]:
-    """Return the verdict on C1.8, the settings in which releasing is faster, and how many settings there are."""
+    """Return the verdict on C1.8, the settings in which releasing is faster, and how many settings
+    there are.
+    """
     found = [step_times(mine) for mine in by_device(rows).values()]
     total = sum(len(times.rows) for times in found)
     faster = [_setting(row) for times in found for row in times.where("none")]
@@ -173,4 +208,7 @@ def _verdict(rows: Sequence[Data]) -> tuple[str, list[str], int]:
 
 def _setting(row: Data) -> str:
     where = "" if row["device"] == "cpu" else f" on the {DEVICES[row['device']]}"
-    return f"{row['parameters']:,} parameters, {counted(row['items'], 'item')}, K = {row['micro_batches']}{where}"
+    return (
+        f"{row['parameters']:,} parameters, {counted(row['items'], 'item')}, K ="
+        f" {row['micro_batches']}{where}"
+    )

@@ -1,4 +1,6 @@
-"""Sections on what the suite was tried on: public scripts, architectures, findings in trainers and frameworks."""
+"""Sections on what the suite was tried on: public scripts, architectures, findings in trainers and
+frameworks.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,15 @@ def _public_scripts(newest: list[Record]) -> Section:
     shown = ("repository", "file", "kind", "framework", "truth", "verdict", "outcome")
     return Section(
         text=(
-            f"Of {counted(len(rows), 'run')} of public training scripts, each at a stated commit and with a truth that "
-            f"was worked out before by reading, the audit judged {number['right']} rightly; the others: "
+            f"Of {counted(len(rows), 'run')} of public training scripts, each at a stated commit"
+            " and with a truth that was worked out before by reading, the audit judged"
+            f" {number['right']} rightly; the others: "
             + (", ".join(f"{n} {how}" for how, n in number.items() if how != "right") or "none")
             + ".",
         ),
-        tables=(table("Public scripts", [{name: row.get(name) for name in shown} for row in rows]),),
+        tables=(
+            table("Public scripts", [{name: row.get(name) for name in shown} for row in rows]),
+        ),
     )
 
 
@@ -72,11 +77,14 @@ def _bridge(newest: list[Record]) -> Section:
     agree = sum(data["gradient_error"] <= data["allowed"] for data in plain)
     return Section(
         text=(
-            "`verify --problem` asks JAX about your own model, too: torch exports the loss, the suite translates it to "
-            "JAX operation by operation, and JAX differentiates all of it but custom functions whose own backward is "
-            f"accepted or found wrong. Tried on {len(plain) + len(refused)} "
-            f"architectures of transformers and torch.nn, small, with random weights, in float64: {agree} gradients "
-            f"agree with torch's within the bound, and {len(refused)} are refused by name.",
+            (
+                "`verify --problem` asks JAX about your own model, too: torch exports the loss,"
+                " the suite translates it to JAX operation by operation, and JAX differentiates"
+                " all of it but custom functions whose own backward is accepted or found wrong."
+                f" Tried on {len(plain) + len(refused)} architectures of transformers and torch.nn,"
+                f" small, with random weights, in float64: {agree} gradients agree with torch's"
+                f" within the bound, and {len(refused)} are refused by name."
+            ),
         ),
         figures=(_agreement(plain),),
         tables=(architectures,),
@@ -128,7 +136,10 @@ BRIDGE = Part(
 
 def _findings(texts: list[Record]) -> Section:
     heads = [record.data["text"].lstrip().partition("\n") for record in texts]
-    text = f"{len(heads)} findings, each with a script that shows it without the suite, its cause and a fix."
+    text = (
+        f"{len(heads)} findings, each with a script that shows it without the suite, its cause and"
+        " a fix."
+    )
     documents = tuple(Document(head.lstrip("# ").strip(), rest.strip()) for head, _, rest in heads)
     return Section(text=(text,), documents=documents)
 
@@ -138,7 +149,10 @@ FINDINGS = Part("findings", "trainers", "Findings", FINDINGS_FOLDER, _findings)
 
 def written_down(reports: Path) -> dict[str, list[Record]]:
     """Return the findings of a reports folder, as records that no command made."""
-    texts = (path.read_text(encoding="utf-8") for path in sorted((reports / FINDINGS_FOLDER).glob("*/*.md")))
+    texts = (
+        path.read_text(encoding="utf-8")
+        for path in sorted((reports / FINDINGS_FOLDER).glob("*/*.md"))
+    )
     return {FINDINGS_FOLDER: [Record(FINDINGS_FOLDER, {"text": text}) for text in texts]}
 
 
@@ -155,7 +169,11 @@ def _on_gpus(newest: list[Record]) -> Section | None:
         }
         for data in (record.data for record in shown)
     ]  # fmt: skip
-    return Section(tables=(table(f"What ran on {cards}", rows),), sources=sources(shown)) if shown else None
+    return (
+        Section(tables=(table(f"What ran on {cards}", rows),), sources=sources(shown))
+        if shown
+        else None
+    )
 
 
 def _gpu_facts(data: Data) -> Facts:

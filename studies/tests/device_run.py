@@ -1,11 +1,13 @@
-"""Run the commands of a part on a device: side by side in each stage, until the part's time is over.
+"""Run the commands of a part on a device: side by side in each stage, until the part's time is
+over.
 
-`python -m studies gpu` calls it. What the commands print goes to one log line by line, so that a run that is killed
-loses at most a line.
+`python -m studies gpu` calls it. What the commands print goes to one log line by line, so that a
+run that is killed loses at most a line.
 
     python -m studies.tests.device_run build/gpu reports
 
-then appends the records to those that are kept, with this checkout's commit where the other machine had none.
+then appends the records to those that are kept, with this checkout's commit where the other machine
+had none.
 """
 
 from __future__ import annotations
@@ -60,7 +62,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Stage:
-    """Commands that run side by side, and their share of the part's time; what they leave goes to later stages."""
+    """Commands that run side by side, and their share of the part's time.
+
+    What they leave goes to later stages.
+    """
 
     share: int
     tasks: tuple[Task, ...]
@@ -69,19 +74,33 @@ class Stage:
 def _pytest(name: str, what: str, processes: int = 0) -> Task:
     """Return a run of pytest; at least one test must pass, since all may be skipped."""
     spread = f" -n {processes}" if processes and find_spec("xdist") else ""
-    return Task(name, f"-m pytest -v -p no:cacheprovider --minutes {{minutes}} {what}{spread}", says=" passed")
+    return Task(
+        name,
+        f"-m pytest -v -p no:cacheprovider --minutes {{minutes}} {what}{spread}",
+        says=" passed",
+    )
 
 
 def _benchmark(name: str, file: str, processes: int = 0) -> Task:
-    return _pytest(name, f"{BENCHMARKS}/{file} --bench-device {{device}} --bench-records {{records}}", processes)
+    return _pytest(
+        name,
+        f"{BENCHMARKS}/{file} --bench-device {{device}} --bench-records {{records}}",
+        processes,
+    )
 
 
 def stages(part: str, device: str) -> tuple[Stage, ...]:
-    """Return the stages of a part; on the CPU, tests of CUDA run on a stand-in for a second device."""
+    """Return the stages of a part.
+
+    On the CPU, tests of CUDA run on a stand-in for a second device.
+    """
     need = "--require-cuda" if device == "cuda" else "-p tests.second_device"
     cuda = f"-m cuda {need} --continue-on-collection-errors"
     verify = "-m gradcheck_suite verify --device {device} --reports {records}"
-    judged = [Task(f"verify {dtype}", f"{verify} --dtype {dtype} --examples 60") for dtype in ("float64", "bfloat16")]
+    judged = [
+        Task(f"verify {dtype}", f"{verify} --dtype {dtype} --examples 60")
+        for dtype in ("float64", "bfloat16")
+    ]
     audit = f"-m gradcheck_suite audit --reports {{records}} {SCRIPT} --device {{device}}"
     parts = {
         "correctness": (
@@ -109,7 +128,9 @@ def stages(part: str, device: str) -> tuple[Stage, ...]:
 
 @contextmanager
 def ended_by_a_signal() -> Iterator[None]:
-    """Let SIGTERM, as a time limit sends it, end the part as Ctrl-C does: the commands are stopped and recorded."""
+    """Let SIGTERM, as a time limit sends it, end the part as Ctrl-C does: the commands are stopped
+    and recorded.
+    """
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -146,7 +167,9 @@ class StageRun:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self) -> list[dict[str, Any]]:
-        """Return what each command found, as the data of a record and the command, once all have ended."""
+        """Return what each command found, as the data of a record and the command, once all have
+        ended.
+        """
         with ThreadPoolExecutor(len(self.stage.tasks)) as pool:
             found = [pool.submit(self._run, task) for task in self.stage.tasks]
             try:
@@ -180,7 +203,8 @@ class StageRun:
             # verdicts also store cases and scripts; of those the records alone are kept
             records = self.out if BENCHMARKS in task.command else Path(folder)
             words = [
-                word.format(device=self.device, records=records, minutes=minutes) for word in shlex.split(task.command)
+                word.format(device=self.device, records=records, minutes=minutes)
+                for word in shlex.split(task.command)
             ]
             with subprocess.Popen(
                 [sys.executable, *words],
@@ -202,14 +226,18 @@ class StageRun:
                 keep(records, self.out)
         return {
             "task": task.name,
-            "command": "python " + task.command.format(device=self.device, records="reports", minutes=minutes),
+            "command": "python "
+            + task.command.format(device=self.device, records="reports", minutes=minutes),
             **judged(task, status, "\n".join(lines), stopped=time.monotonic() > self.end),
             "seconds": time.monotonic() - began,
         }
 
 
 def _lines(process: subprocess.Popen[bytes]) -> Iterator[str]:
-    """Yield the lines that a process prints until it has ended; what it left behind may keep the pipe open."""
+    """Yield the lines that a process prints until it has ended.
+
+    What it left behind may keep the pipe open.
+    """
     assert process.stdout is not None
     pipe, rest = process.stdout.fileno(), b""
     while True:
@@ -226,9 +254,17 @@ def _lines(process: subprocess.Popen[bytes]) -> Iterator[str]:
 
 
 def judged(task: Task, status: int, output: str, *, stopped: bool) -> dict[str, Any]:
-    """Return the status of a command that has ended, what it came to in words, and whether that was expected."""
-    over = stopped or status < 0 or bool(re.search(r"^!+ .*--minutes .* are over", output, re.MULTILINE))
-    counts = re.findall(r"^=+ (\d+ (?:passed|failed|skipped|error).*) in [\d.]+s", output, re.MULTILINE)
+    """Return the status of a command that has ended, what it came to in words, and whether that was
+    expected.
+    """
+    over = (
+        stopped
+        or status < 0
+        or bool(re.search(r"^!+ .*--minutes .* are over", output, re.MULTILINE))
+    )
+    counts = re.findall(
+        r"^=+ (\d+ (?:passed|failed|skipped|error).*) in [\d.]+s", output, re.MULTILINE
+    )
     ended = Counter(re.findall(r" (PASSED|FAILED|ERROR|SKIPPED)\b", output))
     if counts:
         result = counts[-1]
@@ -244,11 +280,18 @@ def judged(task: Task, status: int, output: str, *, stopped: bool) -> dict[str, 
 
 
 def keep(found: Path, reports: Path) -> None:
-    """Append the records of a run on another machine, made from this checkout, to those of a folder of reports."""
+    """Append the records of a run on another machine, made from this checkout, to those of a folder
+    of reports.
+    """
     for kind in KINDS:
         for _, record in read_lines(records_path(found, kind)):
-            commit, command = record["commit"] or this_commit(), record["command"].replace(str(found), "reports")
-            append_line(records_path(reports, kind), {**record, "commit": commit, "command": command})
+            commit, command = (
+                record["commit"] or this_commit(),
+                record["command"].replace(str(found), "reports"),
+            )
+            append_line(
+                records_path(reports, kind), {**record, "commit": commit, "command": command}
+            )
 
 
 if __name__ == "__main__":

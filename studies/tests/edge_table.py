@@ -1,10 +1,13 @@
-"""What `verify` says of known loops, one row each: verdict, kind, name, runs of the loop. Compares two such tables.
+"""What `verify` says of known loops, one row each: verdict, kind, name, runs of the loop.
+
+Compares two such tables.
 
     python -m studies.tests.edge_table write TABLE.json [--seed 0] [--examples 200] [--shard 0/2]
     python -m studies.tests.edge_table compare BEFORE.json AFTER.json
 
-Run it before and after a change to the search or to the names: a loop that was found must be found, a sound loop must
-hold, and a name may change to the one that took it in, or to a right one. Not a test: the whole table takes minutes.
+Run it before and after a change to the search or to the names: a loop that was found must be found,
+a sound loop must hold, and a name may change to the one that took it in, or to a right one. Not a
+test: the whole table takes minutes.
 """
 
 from __future__ import annotations
@@ -32,7 +35,15 @@ from tests.loops.test_sound_loops import LOOPS
 from tests.verification.planted import LONG, SIZES
 
 GENERAL = frozenset(
-    ("", "not-linear", "unrecognised-weights", "unequal-items", "no-gradient", "wrong-step-count", "partial-gradient")
+    (
+        "",
+        "not-linear",
+        "unrecognised-weights",
+        "unequal-items",
+        "no-gradient",
+        "wrong-step-count",
+        "partial-gradient",
+    )
 )
 """Names that say no more than that something is wrong, or where."""
 
@@ -87,18 +98,25 @@ def row(subject: Subject, seed: int, examples: int) -> dict[str, Any]:
         subject.loop(run)
 
     options = VerifyOptions(
-        examples=subject.examples or examples, seed=seed, assumes=subject.assumes, ranks=subject.ranks
+        examples=subject.examples or examples,
+        seed=seed,
+        assumes=subject.assumes,
+        ranks=subject.ranks,
     )
     # several ranks run in processes of their own, where nobody counts
     loop = counted if subject.ranks == 1 else subject.loop
     began = time.perf_counter()
     with kept_ranks():
-        result = verify(loop, options, name=subject.name, problem=subject.problem, problem_name=subject.name)
+        result = verify(
+            loop, options, name=subject.name, problem=subject.problem, problem_name=subject.name
+        )
         found = result.violation
         kept = runs
         again = None
         if found is not None and subject.ranks == 1:
-            shown = check(loop, found.case, problem=subject.problem, assumes=subject.assumes).violation
+            shown = check(
+                loop, found.case, problem=subject.problem, assumes=subject.assumes
+            ).violation
             again = shown and f"{shown.kind}/{shown.diagnosis}"
     return {
         "loop": subject.name,
@@ -140,7 +158,9 @@ def write(path: Path, seed: int, examples: int, shard: str, only: str) -> None:
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """Return how many rows are right, general and so on, and the mean number of runs of a loop that is found."""
+    """Return how many rows are right, general and so on, and the mean number of runs of a loop that
+    is found.
+    """
     counts = Counter(mark(row) for row in rows)
     runs = [row["runs"] for row in rows if row["runs"] is not None and row["verdict"] == "violated"]
     mean = sum(runs) / max(1, len(runs))
@@ -156,16 +176,22 @@ def compare(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> int:
         if was is None or (was["name"] == new["name"] and mark(was) == mark(new)):
             continue
         marks = mark(was), mark(new)
-        bad = marks[1] in ("missed", "blamed") or (marks[1] == "misleading" and marks[0] != "misleading")
+        bad = marks[1] in ("missed", "blamed") or (
+            marks[1] == "misleading" and marks[0] != "misleading"
+        )
         worse += bad and marks[0] != marks[1]
-        print(f"{'! ' if bad else '  '}{new['loop']}: {was['name']} ({marks[0]}) -> {new['name']} ({marks[1]})")
+        print(
+            f"{'! ' if bad else '  '}{new['loop']}: {was['name']} ({marks[0]}) -> {new['name']} ({marks[1]})"
+        )
     print(f"before: {summary(before)}\nafter:  {summary(after)}")
     return worse
 
 
 def main() -> int:
     """Write a table or compare two."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     writing = commands.add_parser("write")
     writing.add_argument("table", type=Path)

@@ -1,11 +1,13 @@
-"""Run the script of each finding on the newest release that installs here, and say which findings are mended upstream.
+"""Run the script of each finding on the newest release that installs here, and say which findings
+are mended upstream.
 
     python -m studies.tests.findings [WORD ...]
 
-runs those whose path under `reports/findings/` has one of the words, all without one, and writes what they print into
-the table of `reports/findings/README.md`. Each package is installed in an environment of its own, on top of this one.
-What was given up, which the finding's versions say, is installed in the version that the finding was made on.
-A script that only repeats the rule of a repository's file runs on this environment's torch.
+runs those whose path under `reports/findings/` has one of the words, all without one, and writes
+what they print into the table of `reports/findings/README.md`. Each package is installed in an
+environment of its own, on top of this one. What was given up, which the finding's versions say, is
+installed in the version that the finding was made on. A script that only repeats the rule of a
+repository's file runs on this environment's torch.
 """
 
 from __future__ import annotations
@@ -50,8 +52,15 @@ class Finding:
 
     @property
     def packages(self) -> list[str]:
-        """What the script needs beside torch, the project's own first; nothing where it repeats a repository's file."""
-        found = [name for name in PACKAGES if re.search(rf"^(?:from|import) .*\b{name}\b", self.script, re.MULTILINE)]
+        """What the script needs beside torch, the project's own first.
+
+        Nothing where it repeats a repository's file.
+        """
+        found = [
+            name
+            for name in PACKAGES
+            if re.search(rf"^(?:from|import) .*\b{name}\b", self.script, re.MULTILINE)
+        ]
         if "transformers" in found:
             found.append("accelerate")  # its Trainer asks for it
         named = sorted(dict.fromkeys(name.replace("_", "-") for name in found))
@@ -64,13 +73,22 @@ class Finding:
 
     @property
     def wanted(self) -> list[str]:
-        """What is installed: the newest release of each package, or the finding's own of what was given up."""
-        pinned = {self.package: f"{self.package}=={self.tried}"} if "the last version with" in self.versions else {}
+        """What is installed: the newest release of each package, or the finding's own of what was
+        given up.
+        """
+        pinned = (
+            {self.package: f"{self.package}=={self.tried}"}
+            if "the last version with" in self.versions
+            else {}
+        )
         return [pinned.get(name, name) for name in self.packages]
 
     @property
     def tried(self) -> str:
-        """The release that the finding was made on; for the file of a repository its first words on versions."""
+        """The release that the finding was made on.
+
+        For the file of a repository its first words on versions.
+        """
         if self.package:
             match = re.search(rf"{self.package} (\d+\.\d+\.\d+)", self.versions)
             assert match, f"{self.path}: no version of {self.package}"
@@ -83,7 +101,9 @@ class Finding:
 def read(path: Path) -> Finding:
     """Read a finding."""
     text = path.read_text()
-    script, printed = (re.search(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "text"))
+    script, printed = (
+        re.search(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "text")
+    )
     assert script, f"{path}: expected a block of python"
     assert printed, f"{path}: expected a block of text"
     return Finding(path, script[1], printed[1], text[text.rindex("\n## ") :])
@@ -95,7 +115,9 @@ def findings() -> list[Finding]:
 
 
 def environment_for(finding: Finding, folder: Path) -> tuple[Path, str]:
-    """Make an environment on top of this one with the newest releases; return its Python and the version that is tried.
+    """Make an environment on top of this one with the newest releases.
+
+    Return its Python and the version that is tried.
 
     Raises:
         CalledProcessError: a package does not install.
@@ -106,15 +128,23 @@ def environment_for(finding: Finding, folder: Path) -> tuple[Path, str]:
     (site / "beneath.pth").write_text(sysconfig.get_path("purelib") + "\n")
     if finding.packages:
         _output(python, "-m", "pip", "install", "-q", "--upgrade", *finding.wanted, check=True)
-    asked = f"from importlib.metadata import version; print(version({finding.package or 'torch'!r}))"
+    asked = (
+        f"from importlib.metadata import version; print(version({finding.package or 'torch'!r}))"
+    )
     return python, _output(python, "-c", asked, check=True).strip()
 
 
 def _output(python: Path, *arguments: str, check: bool = False, cwd: Path | None = None) -> str:
-    done = subprocess.run([python, *arguments], capture_output=True, text=True, check=False, timeout=LIMIT_S, cwd=cwd)
+    done = subprocess.run(
+        [python, *arguments], capture_output=True, text=True, check=False, timeout=LIMIT_S, cwd=cwd
+    )
     if done.returncode and check:
         raise subprocess.CalledProcessError(done.returncode, arguments, done.stdout, done.stderr)
-    return done.stdout if not done.returncode else f"{done.stdout}{(done.stderr.strip().splitlines() or [''])[-1]}"
+    return (
+        done.stdout
+        if not done.returncode
+        else f"{done.stdout}{(done.stderr.strip().splitlines() or [''])[-1]}"
+    )
 
 
 def state(finding: Finding, printed: str) -> str:
@@ -130,7 +160,10 @@ def run(finding: Finding) -> tuple[str, str]:
         try:
             python, version = environment_for(finding, Path(folder) / "environment")
         except subprocess.CalledProcessError as error:
-            return "none", f"does not install here: {(error.stderr.strip().splitlines() or [''])[-1][:80]}"
+            return (
+                "none",
+                f"does not install here: {(error.stderr.strip().splitlines() or [''])[-1][:80]}",
+            )
         script = Path(folder) / "script.py"
         script.write_text(finding.script)
         try:
@@ -141,7 +174,9 @@ def run(finding: Finding) -> tuple[str, str]:
 
 
 def row(finding: Finding) -> str:
-    """Return the first cells of a finding's row: project, file, and the release that it was found on."""
+    """Return the first cells of a finding's row: project, file, and the release that it was found
+    on.
+    """
     name = finding.path.relative_to(FOLDER)
     return f"| {name.parent} | [{name.stem}]({name.as_posix()}) | {finding.tried} |"
 
@@ -156,7 +191,9 @@ def main(words: list[str]) -> None:
         print(line, flush=True)
         text = INDEX.read_text()
         start = row(finding).split("](")[0]
-        INDEX.write_text("\n".join(line if old.startswith(start) else old for old in text.split("\n")))
+        INDEX.write_text(
+            "\n".join(line if old.startswith(start) else old for old in text.split("\n"))
+        )
 
 
 if __name__ == "__main__":

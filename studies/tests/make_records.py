@@ -1,13 +1,15 @@
-"""Make every record of `reports/records` again, at one commit, and build the report from them: `tox -e records`.
+"""Make every record of `reports/records` again, at one commit, and build the report from them: `tox
+-e records`.
 
     python -m studies.tests.make_records                     # everything that can run here
     python -m studies.tests.make_records --only step atlas   # these kinds
     python -m studies.tests.make_records --table             # print the table of studies/README.md
 
-Each part is one command with records of its own. A part that is done is not run again, so a run that was interrupted
-goes on with the same command, as the campaigns inside of it do. Times are measured first, with nothing beside them. In
-the end the new records take the place of the old ones of their kinds. Those of a kind that was not made are kept, and
-so are those of a GPU, which other commands make.
+Each part is one command with records of its own. A part that is done is not run again, so a run
+that was interrupted goes on with the same command, as the campaigns inside of it do. Times are
+measured first, with nothing beside them. In the end the new records take the place of the old ones
+of their kinds. Those of a kind that was not made are kept, and so are those of a GPU, which other
+commands make.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ FOLDER = "campaign"
 WORKERS = "2"
 SUITE = "gradcheck-suite"
 STUDIES = "python -m studies"
-CAMPAIGN, STUDIES_CAMPAIGN = (f"{program} campaign --workers {WORKERS}" for program in (SUITE, STUDIES))
+CAMPAIGN, STUDIES_CAMPAIGN = (
+    f"{program} campaign --workers {WORKERS}" for program in (SUITE, STUDIES)
+)
 BENCHMARKS = "pytest -q -p no:cacheprovider studies/properties/benchmarks"
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -49,7 +53,8 @@ class Part:
         kind: of its records; it may make a few of another kind too.
         command: with `{reports}` for the folder that they go to.
         needs: modules that it needs beside those of the tests.
-        says: what the records are, in the table of studies/README.md; empty for a further part of the same row.
+        says: what the records are, in the table of studies/README.md; empty for a further part of
+            the same row.
     """
 
     kind: str
@@ -72,7 +77,8 @@ def _audits() -> list[Part]:
 
 
 PARTS: tuple[Part, ...] = (
-    # what is timed stands first, and the whole steps three times: how often they come out differently is told
+    # what is timed stands first, and the whole steps three times: how often they come out
+    # differently is told
     Part("benchmark", f"{BENCHMARKS}/bench_modes.py --bench-records {{reports}}", "time of resets and windows"),
     *(Part("benchmark", f"{BENCHMARKS}/bench_decision.py --bench-records {{reports}}",
            "whole steps under both modes in turn, three times" * (i == 0)) for i in range(3)),
@@ -117,7 +123,10 @@ def table() -> str:
 
 
 def _expect_one_commit() -> str:
-    """Return the commit that all records will name; refuse where the working tree is not that of a commit."""
+    """Return the commit that all records will name.
+
+    Refuse where the working tree is not that of a commit.
+    """
     changes = _git("status", "--porcelain", "--", ":/", f":(exclude,top){REPORTS}")
     if changes:
         sys.exit(f"records name a commit, so commit or stash first:\n{changes}")
@@ -125,7 +134,9 @@ def _expect_one_commit() -> str:
 
 
 def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", *arguments], check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def lacks(part: Part) -> str:
@@ -139,7 +150,8 @@ def lacks(part: Part) -> str:
 def make(parts: Sequence[Part], shards: Shards) -> list[str]:
     """Run the parts that are not done; return the commands that could not make their records.
 
-    A verdict of "violated" is a result, and so are the rows beside one that other load disturbed: status 1 is told.
+    A verdict of "violated" is a result, and so are the rows beside one that other load disturbed:
+    status 1 is told.
     """
     failed = []
     for number, part in enumerate(parts):
@@ -148,19 +160,25 @@ def make(parts: Sequence[Part], shards: Shards) -> list[str]:
             print(f"{shown}  done before", flush=True)
             continue
         print(shown, flush=True)
-        # a campaign goes on from its own shards; what another command left behind is half of a result
+        # a campaign goes on from its own shards; what another command left behind is half of a
+        # result
         folder = shards.partial_place(number)
         if not part.command.startswith((CAMPAIGN, STUDIES_CAMPAIGN)):
             folder = shards.partial(number)
         folder.mkdir(parents=True, exist_ok=True)
         program, *arguments = part.command.format(reports=folder).split(" ")
-        command = {SUITE: ["-m", "gradcheck_suite"], "python": [], "torchrun": ["-m", "torch.distributed.run"]}.get(
-            program, ["-m", program]
-        )
+        command = {
+            SUITE: ["-m", "gradcheck_suite"],
+            "python": [],
+            "torchrun": ["-m", "torch.distributed.run"],
+        }.get(program, ["-m", program])
         began = time.monotonic()
         with (folder / "output.txt").open("w") as output:
             status = subprocess.run(
-                [sys.executable, *command, *arguments], check=False, stdout=output, stderr=subprocess.STDOUT
+                [sys.executable, *command, *arguments],
+                check=False,
+                stdout=output,
+                stderr=subprocess.STDOUT,
             ).returncode
         made = any(records_path(folder, kind).is_file() for kind in KINDS)
         print(f"    status {status}, {time.monotonic() - began:.0f} s", flush=True)
@@ -176,7 +194,10 @@ def _is_of_a_gpu(record: Any) -> bool:
 
 
 def put_in_place(parts: Sequence[Part], shards: Shards, reports: Path) -> list[str]:
-    """Write the parts' records in place of the old ones of their kinds, whole files; return the kinds."""
+    """Write the parts' records in place of the old ones of their kinds, whole files.
+
+    Return the kinds.
+    """
     found: dict[str, list[str]] = {}
     for number in range(len(parts)):
         # the few that a part makes of a kind that was not asked for are not all of that kind
@@ -184,20 +205,31 @@ def put_in_place(parts: Sequence[Part], shards: Shards, reports: Path) -> list[s
             for line in shards.lines(number, kind):
                 # where packages are installed is of this machine alone
                 record = json.loads(line.replace(f"{sysconfig.get_path('purelib')}/", ""))
-                # a part knows its own folder alone, and not that changes in all of `reports` do not count
+                # a part knows its own folder alone, and not that changes in all of `reports` do not
+                # count
                 record["clean"] = is_clean(reports)
-                record["command"] = record["command"].replace(str(shards.partial_place(number)), str(REPORTS))
+                record["command"] = record["command"].replace(
+                    str(shards.partial_place(number)), str(REPORTS)
+                )
                 found.setdefault(kind, []).append(json.dumps(record, allow_nan=False))
     for kind, lines in found.items():
-        old = [json.dumps(found) for _, found in read_lines(records_path(reports, kind)) if _is_of_a_gpu(found)]
+        old = [
+            json.dumps(found)
+            for _, found in read_lines(records_path(reports, kind))
+            if _is_of_a_gpu(found)
+        ]
         write_text(records_path(reports, kind), "".join(f"{line}\n" for line in (*old, *lines)))
     return list(found)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the records, put them in place, and build the report."""
-    parser = argparse.ArgumentParser(prog="python -m studies.tests.make_records", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=sorted({part.kind for part in PARTS}), metavar="KIND")
+    parser = argparse.ArgumentParser(
+        prog="python -m studies.tests.make_records", description=__doc__
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=sorted({part.kind for part in PARTS}), metavar="KIND"
+    )
     parser.add_argument("--table", action="store_true", help="print the table of studies/README.md")
     asked = parser.parse_args(arguments)
     if asked.table:
@@ -210,9 +242,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if why := lacks(part):
             print(f"left out: {part.command.format(reports=REPORTS)}: {why}")
     shards = Shards(REPORTS / FOLDER / f"records-{commit[:9]}-{'-'.join(asked.only or ['all'])}")
-    print(f"{len(parts)} parts at commit {commit[:9]}; they are kept in {shards.folder} until all are done", flush=True)
+    print(
+        f"{len(parts)} parts at commit {commit[:9]}; they are kept in {shards.folder} until all are done",
+        flush=True,
+    )
     if any(part.kind == "audit" for part in parts):
-        subprocess.run([sys.executable, "-m", "tests.auditing.scripts", "build/scripts"], check=True)
+        subprocess.run(
+            [sys.executable, "-m", "tests.auditing.scripts", "build/scripts"], check=True
+        )
     try:
         failed = make(parts, shards)
     except KeyboardInterrupt:
@@ -224,7 +261,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made = put_in_place(parts, shards, REPORTS)
     shutil.rmtree(shards.folder)
     kept = [kind for kind in KINDS if kind not in made and records_path(REPORTS, kind).is_file()]
-    print(f"made: {', '.join(made)}" + (f"; kept as they were: {', '.join(kept)}" if kept else ""), flush=True)
+    print(
+        f"made: {', '.join(made)}" + (f"; kept as they were: {', '.join(kept)}" if kept else ""),
+        flush=True,
+    )
     return subprocess.run([sys.executable, "-m", "studies", "report"], check=False).returncode
 
 

@@ -2,8 +2,9 @@
 
     python -m studies.tests.release [FOLDER]
 
-The sdist and the wheel go to FOLDER (default dist). Each is installed in a fresh environment, where the commands of
-the README and some tests of the sdist run on the installed package. Nothing is uploaded.
+The sdist and the wheel go to FOLDER (default dist). Each is installed in a fresh environment, where
+the commands of the README and some tests of the sdist run on the installed package. Nothing is
+uploaded.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ def wrong_versions(root: Path) -> Iterator[str]:
     """Yield what does not speak of the version that `pyproject.toml` has."""
     version = tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
     for name, wanted in (
-        ("CHANGELOG.md", rf"<!-- towncrier release notes start -->\n\n## {re.escape(version)} \(\d{{4}}-\d\d-\d\d\)\n"),
+        (
+            "CHANGELOG.md",
+            rf"<!-- towncrier release notes start -->\n\n## {re.escape(version)} \(\d{{4}}-\d\d-\d\d\)\n",
+        ),
         ("CITATION.cff", rf"^version: {re.escape(version)}$"),
         ("pyproject.toml", rf"/v{re.escape(version)}/CHANGELOG\.md"),
     ):
@@ -43,7 +47,9 @@ def wrong_versions(root: Path) -> Iterator[str]:
 
 
 def wrong_links(root: Path, readme: str, published: str) -> Iterator[str]:
-    """Yield the README's links that lead nowhere in the repository, and those that an index cannot follow."""
+    """Yield the README's links that lead nowhere in the repository, and those that an index cannot
+    follow.
+    """
     for target in LINK.findall(readme):
         file, _, heading = target.partition("#")
         if target.startswith("http"):
@@ -81,8 +87,14 @@ def run(*command: str | Path, cwd: Path = ROOT) -> None:
         SystemExit: it failed.
     """
     print("$", *command, flush=True)
-    alone = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    if status := subprocess.run([str(word) for word in command], cwd=cwd, env=alone, check=False).returncode:
+    alone = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "PYTHONHOME")
+    }
+    if status := subprocess.run(
+        [str(word) for word in command], cwd=cwd, env=alone, check=False
+    ).returncode:
         raise SystemExit(f"release: status {status} of {' '.join(map(str, command))}")
 
 
@@ -97,7 +109,8 @@ def expect(problems: Iterator[str]) -> None:
 
 
 def try_installed(archive: Path, sources: Path, folder: Path) -> None:
-    """Install an archive in a fresh environment and run there what the README promises, and tests of the sdist.
+    """Install an archive in a fresh environment and run there what the README promises, and tests
+    of the sdist.
 
     Args:
         archive: sdist or wheel.
@@ -109,7 +122,15 @@ def try_installed(archive: Path, sources: Path, folder: Path) -> None:
     empty.mkdir()
     run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", f"{archive}[test]")
     run(folder / "bin" / "gradcheck-suite", "doctor", cwd=empty)
-    run(folder / "bin" / "gradcheck-suite", "verify", "zero_", "set_to_none", "--examples", "20", cwd=empty)
+    run(
+        folder / "bin" / "gradcheck-suite",
+        "verify",
+        "zero_",
+        "set_to_none",
+        "--examples",
+        "20",
+        cwd=empty,
+    )
     run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS, cwd=sources)
 
 

@@ -29,7 +29,12 @@ def test_a_rule_of_tolerances_has_both_sides(rule, within, beyond):
 
 @pytest.mark.parametrize(
     ("dtype", "rtol", "atol"),
-    [("float64", 1e-7, 1e-7), ("float32", 1.3e-6, 1e-5), ("bfloat16", 0.016, 1e-5), ("float16", 1e-3, 1e-5)],
+    [
+        ("float64", 1e-7, 1e-7),
+        ("float32", 1.3e-6, 1e-5),
+        ("bfloat16", 0.016, 1e-5),
+        ("float16", 1e-3, 1e-5),
+    ],
 )
 def test_tolerances_go_with_the_dtype(dtype, rtol, atol):
     """As torch's documentation of `assert_close` lists them."""
@@ -48,7 +53,8 @@ def test_the_rule_of_twice_the_error_has_both_sides():
     assert RIVALS["twice the reference's rmse"](_compared((0.81, 2), (1.1, 2)))
     assert not RIVALS["twice the reference's rmse"](_compared((0.79, 2), (0.9, 2)))
     assert RIVALS["twice the reference's rmse"](_compared((1, 2), (1, 2)))
-    # the root of the mean square, not the mean: 0.1 in one of two against 0.15 in both, and against 0.13
+    # the root of the mean square, not the mean: 0.1 in one of two against 0.15 in both, and against
+    # 0.13
     assert not RIVALS["twice the reference's rmse"](_compared((1.15, 2.15), (1.1, 2)))
     assert RIVALS["twice the reference's rmse"](_compared((1.13, 2.13), (1.1, 2)))
 
@@ -60,7 +66,9 @@ def test_nan_passes_nowhere(rule):
 
 @pytest.mark.parametrize("rule", RIVALS)
 def test_a_nan_equals_another_for_chex_alone(rule):
-    """Torch takes `equal_nan=False`, NNSmith calls any NaN an error, and chex compares as numpy does."""
+    """Torch takes `equal_nan=False`, NNSmith calls any NaN an error, and chex compares as numpy
+    does.
+    """
     compared = _compared((1, np.nan), (1, np.nan))
     assert RIVALS[rule](compared) == (rule == "chex.assert_trees_all_close")
 

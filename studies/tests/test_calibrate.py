@@ -96,7 +96,10 @@ def test_an_interrupted_run_says_so_and_what_goes_on_later(run, project, monkeyp
     outcome = run(*SMALL)
     assert outcome.status == exit_status.INTERRUPTED
     assert "0 false alarms in 20 checks" in outcome.out
-    assert "not recorded: python -m studies campaign calibrate goes on where it was stopped" in outcome.out
+    assert (
+        "not recorded: python -m studies campaign calibrate goes on where it was stopped"
+        in outcome.out
+    )
     assert not (project / "reports" / "records").exists()
 
 
@@ -105,7 +108,10 @@ def test_an_interrupted_run_says_so_and_what_goes_on_later(run, project, monkeyp
     [
         ("--checks -1", "--checks: expected 0 or a positive integer, got '-1'"),
         ("--planted x", "--planted: expected 0 or a positive integer, got 'x'"),
-        ("--dtypes int8", "--dtypes: expected one of float64, float32, bfloat16, float16; got 'int8'"),
+        (
+            "--dtypes int8",
+            "--dtypes: expected one of float64, float32, bfloat16, float16; got 'int8'",
+        ),
         ("--dtypes", "--dtypes: expected at least one argument"),
         ("--seed -1", "--seed: expected an integer from 0"),
         ("--reports loops.py", "--reports loops.py: loops.py is not a folder"),

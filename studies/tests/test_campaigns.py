@@ -1,4 +1,6 @@
-"""Campaigns of the zoo and of calibrations: how they are cut, and what their shards come to together."""
+"""Campaigns of the zoo and of calibrations: how they are cut, and what their shards come to
+together.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,17 @@ def test_a_zoo_and_a_calibration_in_shards_count_what_they_were_asked(
     asked = ["calibrate", "--checks", "80", "--planted", "4", "--dtypes", "float64"]
     assert main(["campaign", "--json", "c.json", *asked], PROGRAM) == 0
     assert json.loads(Path("c.json").read_text())["alarms"]["float64"]["checks"] == 80
-    zoo_arguments = ["zoo", "mean-of-means", "no-reset", "--seeds", "2", "--examples", "40", "--sound-cases", "1"]
+    zoo_arguments = [
+        "zoo",
+        "mean-of-means",
+        "no-reset",
+        "--seeds",
+        "2",
+        "--examples",
+        "40",
+        "--sound-cases",
+        "1",
+    ]
     assert main(["campaign", "--json", "z.json", *zoo_arguments], PROGRAM) == 0
     document = json.loads(Path("z.json").read_text())
     assert [(row["name"], row["found"], row["runs"]) for row in document["bugs"]] == [
@@ -57,9 +69,16 @@ def test_a_zoo_and_a_calibration_in_shards_count_what_they_were_asked(
     ]
 
 
-def test_a_wrong_argument_is_refused_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_argument_is_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["campaign", "--reports", str(tmp_path), "zoo", "no-such-bug"], PROGRAM) == 2
-    assert "python -m studies campaign: error: expected the name of a bug" in capsys.readouterr().err
+    assert (
+        "python -m studies campaign: error: expected the name of a bug" in capsys.readouterr().err
+    )
     assert main(["campaign", "zoo", "--json", "x.json"], PROGRAM) == 2
-    assert "--json stands before zoo: python -m studies campaign --json PATH zoo" in capsys.readouterr().err
+    assert (
+        "--json stands before zoo: python -m studies campaign --json PATH zoo"
+        in capsys.readouterr().err
+    )
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

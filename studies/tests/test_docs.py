@@ -25,7 +25,12 @@ def test_every_command_has_a_section():
 
 def test_the_known_bugs_are_named_by_diagnoses_of_the_table():
     """Names from another source than the one that the table is held against."""
-    wanted = {one for bug in BUGS.values() for name in bug.wanted for one in names_of(name.partition("/")[2])}
+    wanted = {
+        one
+        for bug in BUGS.values()
+        for name in bug.wanted
+        for one in names_of(name.partition("/")[2])
+    }
     assert len(wanted) > 10
     assert wanted <= FAULTS.keys()
 
@@ -34,7 +39,9 @@ def test_the_page_has_what_differs_in_every_optimizer():
     text = section("optimizers.md", "## Where the formulas differ", PAGES)
     assert first_cells(text) == [counterpart.torch for counterpart in COUNTERPARTS.values()]
     for counterpart in COUNTERPARTS.values():
-        assert f"| {counterpart.optax} | {'; '.join(counterpart.differs)}" in text, counterpart.torch
+        assert f"| {counterpart.optax} | {'; '.join(counterpart.differs)}" in text, (
+            counterpart.torch
+        )
     needs = first_cells(section("optimizers.md", "# The step of each optimizer", PAGES))[:3]
     assert set(needs) == {*NEEDS, *NEEDS_CLOSURE}
 
@@ -49,14 +56,18 @@ def test_the_page_has_the_architectures_of_the_records():
 def test_the_commands_for_a_gpu_are_toxs():
     tox = configparser.ConfigParser(interpolation=None)
     tox.read(ROOT / "tox.ini")
-    commands = tox["testenv:gpu-installed"]["commands"].replace("{posargs:build/gpu}", "build/gpu").strip()
+    commands = (
+        tox["testenv:gpu-installed"]["commands"].replace("{posargs:build/gpu}", "build/gpu").strip()
+    )
     page = (ROOT / "studies" / "README.md").read_text()
     # outside of an environment a system may have no `python`
     assert f"```\n{commands.replace('python ', 'python3 ')}\n```" in page
 
 
 def test_what_a_user_sets_for_a_gpu_reaches_the_commands():
-    """`tox -e gpu` runs tox again, and either environment keeps only the variables that it passes on."""
+    """`tox -e gpu` runs tox again, and either environment keeps only the variables that it passes
+    on.
+    """
     tox = configparser.ConfigParser(interpolation=None)
     tox.read(ROOT / "tox.ini")
     assert tox["testenv:gpu"]["pass_env"] == "{[testenv:gpu-installed]pass_env}"

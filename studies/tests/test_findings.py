@@ -43,7 +43,9 @@ def test_the_guide_and_the_index_list_every_finding():
 def test_a_finding_is_an_issue_of_no_more_than_a_page(finding):
     text = finding.path.read_text()
     assert len(text.split()) <= 550
-    assert text.count("\n## ") == 5, "what happens, what is expected, the script, cause and fix, versions"
+    assert text.count("\n## ") == 5, (
+        "what happens, what is expected, the script, cause and fix, versions"
+    )
 
 
 def test_what_prints_something_else_is_not_said_to_be_still_there():

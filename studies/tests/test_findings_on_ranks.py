@@ -35,7 +35,10 @@ def _statuses(**more: str) -> list[int]:
 @pytest.mark.full
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs the scheduler of Linux")
 def test_torch_aborts_a_rank_that_ends_while_a_gloo_thread_releases_a_collective():
-    """In a third of the runs here; see https://github.com/pytorch/pytorch/pull/179291, closed without a merge."""
+    """In a third of the runs here.
+
+    See https://github.com/pytorch/pytorch/pull/179291, closed without a merge.
+    """
     assert any(-signal.SIGABRT in _statuses() for _ in range(30))
 
 

@@ -1,6 +1,7 @@
 """Behaviour of torch's losses that users may not expect, each in its smallest case.
 
-The catalogue's JAX meanings and counts stand on these facts. Expected values come from the mathematics.
+The catalogue's JAX meanings and counts stand on these facts. Expected values come from the
+mathematics.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def close(value, expected: float) -> bool:
 @EVERY_SMOOTHING
 @EVERY_WEIGHT
 @pytest.mark.parametrize("share", [1.0, 0.0], ids=["as-it-is", "times-its-count"])
-def test_all_targets_ignored_is_a_loss_of_nan_and_a_gradient_of_zero(label_smoothing, weight, share):
+def test_all_targets_ignored_is_a_loss_of_nan_and_a_gradient_of_zero(
+    label_smoothing, weight, share
+):
     logits = LOGITS.clone().requires_grad_()
     nothing = torch.full((2,), -100)
     loss = F.cross_entropy(logits, nothing, weight=weight, label_smoothing=label_smoothing)
@@ -56,7 +59,9 @@ def test_a_class_of_weight_zero_alone_is_a_gradient_of_nan(label_smoothing):
     weight = torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64)
     logits = LOGITS.clone().requires_grad_()
     # one target of the class without weight, the other ignored
-    loss = F.cross_entropy(logits, torch.tensor([0, -100]), weight=weight, label_smoothing=label_smoothing)
+    loss = F.cross_entropy(
+        logits, torch.tensor([0, -100]), weight=weight, label_smoothing=label_smoothing
+    )
     found = torch.autograd.grad(loss, logits)[0]
     assert found[0].isnan().all()
     assert (found[1] == 0).all()
@@ -78,14 +83,19 @@ def test_probabilities_cannot_be_ignored():
 
 @pytest.mark.full
 def test_the_cosine_of_nothing_is_zero_and_its_slope_a_million():
-    # sqrt(0 + eps) stands for the norm of the zero vector; eps is 1e-12 rounded to float32, in float64 too
+    # sqrt(0 + eps) stands for the norm of the zero vector; eps is 1e-12 rounded to float32, in
+    # float64 too
     other = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
     found = gradient(lambda x: F.cosine_embedding_loss(x, other, one(-1.0)), [0.0, 0.0])
     norm = math.sqrt(np.float32(1e-12))
     assert found[0].tolist() == pytest.approx([0.6 / norm, 0.8 / norm], rel=1e-12)
     assert found[0, 0].item() != pytest.approx(0.6e6, rel=1e-9)
     # and so has the catalogue's loss, in torch and in JAX
-    loss, options, batch = LOSSES["cosine_embedding"], {"margin": 0.0}, {"other": other, "target": one(-1.0)}
+    loss, options, batch = (
+        LOSSES["cosine_embedding"],
+        {"margin": 0.0},
+        {"other": other, "target": one(-1.0)},
+    )
     by_torch = gradient(lambda x: loss.torch_loss(options, x, batch, "mean"), [0.0, 0.0])
     arrays = {name: value.numpy() for name, value in batch.items()}
     by_jax = jax.grad(lambda x: loss.jax_items(options, x, arrays).sum())(np.zeros((1, 2)))
@@ -95,7 +105,8 @@ def test_the_cosine_of_nothing_is_zero_and_its_slope_a_million():
 
 @pytest.mark.parametrize("logit", [28.0, 30.0, 40.0])
 def test_bce_of_a_sigmoid_loses_its_gradient_where_the_logit_is_large(logit):
-    # p - y is 1 to twelve digits; torch divides by max(p * (1 - p), 1e-12), and p * (1 - p) is e^-logit there
+    # p - y is 1 to twelve digits; torch divides by max(p * (1 - p), 1e-12), and p * (1 - p) is
+    # e^-logit there
     found = gradient(lambda x: F.binary_cross_entropy(torch.sigmoid(x), one(0.0)), logit).item()
     # 1 - p keeps less than three digits of its own
     assert found == pytest.approx(math.exp(-logit) * 1e12, rel=2e-3, abs=1e-5)

@@ -1,4 +1,6 @@
-"""What jaxlib does with its own compiled programs, for which the suite keeps some of them in one process."""
+"""What jaxlib does with its own compiled programs, for which the suite keeps some of them in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +38,24 @@ loaded(np.ones((3, 4), np.float32))
 
 
 @pytest.mark.xfail(
-    strict=jax.__version__ == "0.10.2", reason="jaxlib 0.10.2: a loaded executable calls LAPACK through a null pointer"
+    strict=jax.__version__ == "0.10.2",
+    reason="jaxlib 0.10.2: a loaded executable calls LAPACK through a null pointer",
 )
 def test_jax_itself_loads_a_program_that_calls_lapack(tmp_path):
     path = tmp_path / "program"
-    compiled = jax.jit(jnp.linalg.eigvalsh).lower(jax.ShapeDtypeStruct((2, 2), jnp.float32)).compile()
+    compiled = (
+        jax.jit(jnp.linalg.eigvalsh).lower(jax.ShapeDtypeStruct((2, 2), jnp.float32)).compile()
+    )
     path.write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
-    done = subprocess.run([sys.executable, "-c", LOAD, str(path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(path)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.xfail(
-    strict=jax.__version__ == "0.10.2", reason="jaxlib 0.10.2: an executable from the cache is serialised without code"
+    strict=jax.__version__ == "0.10.2",
+    reason="jaxlib 0.10.2: an executable from the cache is serialised without code",
 )
 def test_jax_itself_serialises_a_program_from_its_own_cache(tmp_path):
     done = with_jaxs_cache(TWICE, tmp_path)

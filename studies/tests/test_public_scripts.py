@@ -1,4 +1,6 @@
-"""The study of public scripts: its rows are well-formed, and its runner says what is right and what is wrong."""
+"""The study of public scripts: its rows are well-formed, and its runner says what is right and what
+is wrong.
+"""
 
 from __future__ import annotations
 
@@ -61,9 +63,21 @@ def checkout(tmp_path):
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(folder)]
     for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "Train"]):
         subprocess.run([*git, *command], check=True, capture_output=True)
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        [*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
+    ).stdout.strip()
     data = "open('labels.txt', 'w').write('0 1 2 0 1 2 0')"
-    row = Script("someone/loops", commit, "train.py", "language", "plain", "holds", WHY, ("--sound",), data=data)
+    row = Script(
+        "someone/loops",
+        commit,
+        "train.py",
+        "language",
+        "plain",
+        "holds",
+        WHY,
+        ("--sound",),
+        data=data,
+    )
     return tmp_path, row
 
 
@@ -97,12 +111,21 @@ def test_a_table_with_an_unknown_name_or_the_same_run_twice_is_refused(tmp_path)
 def test_a_sound_script_is_right_and_a_wrong_truth_is_caught(checkout):
     folder, sound = checkout
     row = judged(sound, folder)
-    assert (row["outcome"], row["verdict"], row["steps"], row["parameters"]) == ("right", "holds", 2, 18)
+    assert (row["outcome"], row["verdict"], row["steps"], row["parameters"]) == (
+        "right",
+        "holds",
+        2,
+        18,
+    )
     assert row["equal"] is True
     assert outcome(replace(sound, truth="violated", names=("mean-of-means",)), row) == "wrong"
     assert outcome(replace(sound, truth="partial"), row) == "wrong"
     unknown = {**row, "findings": ["train.py:15: the weights of this loss are unknown"]}
-    assert [outcome(replace(sound, truth=truth), unknown) for truth in TRUTHS] == ["partial", "partial", "right"]
+    assert [outcome(replace(sound, truth=truth), unknown) for truth in TRUTHS] == [
+        "partial",
+        "partial",
+        "right",
+    ]
 
 
 @pytest.mark.full
@@ -130,7 +153,10 @@ def test_what_cannot_be_run_is_said_and_is_no_verdict(checkout, capsys):
     folder, sound = checkout
     for script, said in (
         (replace(sound, commit="0" * 40), "no checkout of someone/loops at 000000000000"),
-        (replace(sound, packages=("numpy", "no-such-thing")), "not installed: pip install no-such-thing"),
+        (
+            replace(sound, packages=("numpy", "no-such-thing")),
+            "not installed: pip install no-such-thing",
+        ),
         (replace(sound, replace=(("no such text", ""),)), "'no such text' is not in the file"),
         (replace(sound, data="raise ValueError('no data')"), "ValueError: no data"),
     ):
@@ -143,14 +169,38 @@ def test_the_page_has_the_newest_record_of_each_run_of_the_table(tmp_path, capsy
     head = f'[[script]]\nrepository="a/b"\ncommit="{"0" * 40}"\nkind="k"\nframework="f"\ntruth="holds"\nwhy="w"\n'
     table = tmp_path / "public_scripts.toml"
     table.write_text(f'{head}file="t.py"\nk=4\narguments=["--x"]\npackages=["rich", "numpy"]\n')
-    row = {"repository": "a/b", "file": "t.py", "commit": "0" * 40, "kind": "k", "framework": "f", "truth": "holds"}
-    row |= {"names": [], "violations": [], "verdict": "holds", "judged": 2, "steps": 3, "parameters": 7000}
+    row = {
+        "repository": "a/b",
+        "file": "t.py",
+        "commit": "0" * 40,
+        "kind": "k",
+        "framework": "f",
+        "truth": "holds",
+    }
+    row |= {
+        "names": [],
+        "violations": [],
+        "verdict": "holds",
+        "judged": 2,
+        "steps": 3,
+        "parameters": 7000,
+    }
     row |= {"seconds": [1.04, 2.0]}
-    for key, found in (("a/b t.py --x", "wrong"), ("a/b t.py --x", "right"), ("a/b gone.py", "harmed")):
+    for key, found in (
+        ("a/b t.py --x", "wrong"),
+        ("a/b t.py --x", "right"),
+        ("a/b gone.py", "harmed"),
+    ):
         append_record(tmp_path, KINDS[KIND], {**row, "key": key, "outcome": found}, environment={})
     page = tmp_path / "page.md"
     page.write_text(f"# Head\n\n{MARK}what was there\n")
-    assert main(["scripts", "--page", str(page), "--reports", str(tmp_path), "--table", str(table)], PROGRAM) == 0
+    assert (
+        main(
+            ["scripts", "--page", str(page), "--reports", str(tmp_path), "--table", str(table)],
+            PROGRAM,
+        )
+        == 0
+    )
     text = page.read_text()
     assert text.startswith("# Head\n")
     assert "what was there" not in text
@@ -168,5 +218,8 @@ def test_the_page_of_the_guide_is_what_the_records_say():
 
 def test_the_command_names_what_is_missing(capsys, tmp_path):
     (tmp_path / "public_scripts.toml").write_text('[[script]]\nfile="t.py"\n')
-    assert main(["scripts", str(tmp_path), "--table", str(tmp_path / "public_scripts.toml")], PROGRAM) == 2
+    assert (
+        main(["scripts", str(tmp_path), "--table", str(tmp_path / "public_scripts.toml")], PROGRAM)
+        == 2
+    )
     assert "public_scripts.toml: t.py" in capsys.readouterr().err

@@ -1,4 +1,7 @@
-"""What is kept under `reports/records`: which command makes it, at which commit; no figure is without a command."""
+"""What is kept under `reports/records`: which command makes it, at which commit.
+
+No figure is without a command.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ from studies.tests.report.made_up import build
 from tests.core.test_records import grown_older
 from tests.docs.pages import PAGES, ROOT
 
-FIGURE = re.compile(r"(?<![\w.])\d[\d,.]*(?: ?%|[ ](?:ms|s|KiB|MiB|GiB|seconds?|minutes?|hours?|times)\b)")
+FIGURE = re.compile(
+    r"(?<![\w.])\d[\d,.]*(?: ?%|[ ](?:ms|s|KiB|MiB|GiB|seconds?|minutes?|hours?|times)\b)"
+)
 """A number with a unit of time or memory, a share, or a factor."""
 MADE_BY = re.compile(
     r"`[^`]*\b(?:gradcheck-suite|pytest|tox|python3?|torchrun) [^`]*`|`(?:tests|properties|studies)/[\w/]+\.py`|^\$ |"
@@ -72,34 +77,58 @@ def test_no_figure_stands_without_what_makes_it(path):
     ],
 )
 def test_a_figure_without_what_makes_it_is_caught(text, caught):
-    assert without_command(f"# A\n\nWords.\n\n## B\n\n{text}\n\n## C\n\nSee `pytest tests`.\n") == ["## B"] * caught
+    assert (
+        without_command(f"# A\n\nWords.\n\n## B\n\n{text}\n\n## C\n\nSee `pytest tests`.\n")
+        == ["## B"] * caught
+    )
 
 
 def unsourced(reports):
-    """Return the parts of a folder's report that show figures and do not say which commands made them."""
+    """Return the parts of a folder's report that show figures and do not say which commands made
+    them.
+    """
     report = build(reports)
-    parts = [*report.answers, *(section for section in report.sections if section.key != "provenance")]
-    return [part.key for part in parts if _shows(part) and not all(s.command for s in part.sources or [NO_SOURCE])]
+    parts = [
+        *report.answers,
+        *(section for section in report.sections if section.key != "provenance"),
+    ]
+    return [
+        part.key
+        for part in parts
+        if _shows(part) and not all(s.command for s in part.sources or [NO_SOURCE])
+    ]
 
 
 NO_SOURCE = Source("", "", "", "", "")
 
 
 def _shows(part):
-    return any(getattr(part, name, None) for name in ("figures", "matrix", "matrices", "claims", "tables"))
+    return any(
+        getattr(part, name, None) for name in ("figures", "matrix", "matrices", "claims", "tables")
+    )
 
 
 def test_every_part_of_the_report_says_which_commands_made_it(tmp_path):
     assert unsourced(ROOT / "reports") == []
     reached = {"layers": {}, "losses": {}, "splits": {}}
-    data = {"loop": "zero_", "verdict": "holds", "judged": 1, "dtype": "float64", "device": "cpu", "reached": reached}
+    data = {
+        "loop": "zero_",
+        "verdict": "holds",
+        "judged": 1,
+        "dtype": "float64",
+        "device": "cpu",
+        "reached": reached,
+    }
     append_record(tmp_path, KINDS["verify"], data, environment={}, command="")
     assert {"holds", "verified"} <= set(unsourced(tmp_path))
 
 
 @pytest.mark.parametrize(
     "path",
-    [*(ROOT / "properties").rglob("bench_*.py"), *(ROOT / "studies" / "properties").rglob("bench_*.py")],
+    [
+        *(ROOT / "properties").rglob("bench_*.py"),
+        *(ROOT / "studies" / "properties").rglob("bench_*.py"),
+    ],
     ids=lambda path: path.stem,
 )
 def test_every_benchmark_finds_what_it_imports(path):
@@ -113,7 +142,10 @@ def test_every_kind_of_record_has_its_command_in_the_guide():
     assert records.table() in (ROOT / "studies" / "README.md").read_text(), (
         "python -m studies.tests.make_records --table writes it"
     )
-    assert all("{reports}" in part.command or part.command.startswith(records.CAMPAIGN) for part in records.PARTS)
+    assert all(
+        "{reports}" in part.command or part.command.startswith(records.CAMPAIGN)
+        for part in records.PARTS
+    )
 
 
 def unknown_commits(reports):
@@ -127,7 +159,9 @@ def unknown_commits(reports):
 
 
 def _git(*arguments):
-    return subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    return subprocess.run(
+        ["git", *arguments], capture_output=True, text=True, cwd=ROOT, check=True
+    ).stdout
 
 
 def _has_history():
@@ -156,14 +190,18 @@ sys.exit(2 if name == "b" and not Path("mended").exists() else 1 if name == "c" 
 """
 
 
-def test_an_interrupted_run_goes_on_and_its_records_take_the_place_of_the_old_ones(tmp_path, monkeypatch, capsys):
+def test_an_interrupted_run_goes_on_and_its_records_take_the_place_of_the_old_ones(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / "make.py").write_text(MAKE)
     parts = [records.Part("step", f"python make.py {name} --reports {{reports}}") for name in "abc"]
     shards = Shards(records.REPORTS / "campaign" / "records")
     for made, device in (("old", "cpu"), ("on a GPU", "cuda")):
-        append_record(records.REPORTS, KINDS["step"], {"made": made, "device": device}, environment={})
+        append_record(
+            records.REPORTS, KINDS["step"], {"made": made, "device": device}, environment={}
+        )
     for kind in ("claim", "atlas"):
         append_record(records.REPORTS, KINDS[kind], {"made": "old"}, environment={})
 
@@ -176,10 +214,16 @@ def test_an_interrupted_run_goes_on_and_its_records_take_the_place_of_the_old_on
     assert printed.count("[1/3] python make.py a --reports reports  done before") == 1
 
     assert records.put_in_place(parts, shards, records.REPORTS) == ["step"]
-    read = {kind: [record for _, record in read_lines(records_path(records.REPORTS, kind))] for kind in KINDS}
+    read = {
+        kind: [record for _, record in read_lines(records_path(records.REPORTS, kind))]
+        for kind in KINDS
+    }
     assert [record["data"]["made"] for record in read["step"]] == ["on a GPU", "a", "b"]
     # what a part of the steps makes beside them is not all of its kind
-    assert [record["data"]["made"] for kind in ("atlas", "claim") for record in read[kind]] == ["old", "old"]
+    assert [record["data"]["made"] for kind in ("atlas", "claim") for record in read[kind]] == [
+        "old",
+        "old",
+    ]
     assert read["step"][1]["command"] == "make.py a --reports reports"
 
 
@@ -207,7 +251,18 @@ def test_records_are_made_of_a_commit_alone(tmp_path, monkeypatch):
         ),
         (
             ROOT / "gradcheck_suite" / "core" / "comparison.py",
-            {"atlas", "audit", "bridge", "calibration", "claim", "gpu", "public-script", "trainer", "verify", "zoo"},
+            {
+                "atlas",
+                "audit",
+                "bridge",
+                "calibration",
+                "claim",
+                "gpu",
+                "public-script",
+                "trainer",
+                "verify",
+                "zoo",
+            },
         ),
     ],
     ids=lambda value: value.name if isinstance(value, Path) else "",

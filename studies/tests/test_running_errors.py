@@ -26,7 +26,8 @@ steps = st.lists(st.tuples(st.sampled_from(sorted(OPERATIONS)), numbers), min_si
 def computed(start, operations):
     """Return a chain of operations in float64, and as an exact number with its bound.
 
-    The chain ends where cancellation leaves few digits, since the bound is of the first order, and before an overflow.
+    The chain ends where cancellation leaves few digits, since the bound is of the first order, and
+    before an overflow.
     """
     plain, carried = start, Rounded(Decimal(start))
     for name, number in operations:

@@ -14,11 +14,15 @@ from studies.records import KINDS
 
 @pytest.mark.full
 def test_steps_are_printed_recorded_and_written(run, tmp_path):
-    outcome = run("steps", "sgd", "--seeds", "1", "--json", tmp_path / "rows.json", "--reports", tmp_path)
+    outcome = run(
+        "steps", "sgd", "--seeds", "1", "--json", tmp_path / "rows.json", "--reports", tmp_path
+    )
     assert outcome.status == 0
     assert outcome.out.startswith("SGD  agrees, 36 cases, worst error 0")
     assert "    dampening, which torch applies from the second gradient on" in outcome.out
-    assert outcome.out.endswith("optimizers: 1; steps of torch and optax differ by more than rounding in 0\n")
+    assert outcome.out.endswith(
+        "optimizers: 1; steps of torch and optax differ by more than rounding in 0\n"
+    )
     (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert (row["torch"], row["cases"], row["agree"]) == ("SGD", 36, True)
     assert 0 <= row["error_over_allowed"]["float64"] <= 1
@@ -33,7 +37,9 @@ def test_a_step_that_differs_is_a_finding(run, tmp_path, monkeypatch):
 
     wrong = replace(
         COUNTERPARTS["sgd"],
-        make=lambda lr: COUNTERPARTS["rprop"].make(lr=lr, etas=(0.5, 1.2), step_sizes=(1e-6, 50.0), maximize=0.0),
+        make=lambda lr: COUNTERPARTS["rprop"].make(
+            lr=lr, etas=(0.5, 1.2), step_sizes=(1e-6, 50.0), maximize=0.0
+        ),
         variants=({},),
     )
     monkeypatch.setitem(COUNTERPARTS, "sgd", wrong)
@@ -66,4 +72,7 @@ def test_without_optax_the_extra_is_named_and_verify_still_runs(run, monkeypatch
     monkeypatch.setattr(importlib.util, "find_spec", hidden)
     outcome = run("steps", "sgd", "--reports", tmp_path)
     assert outcome.status == 2
-    assert outcome.err == "python -m studies steps: error: the command steps needs optax: pip install optax\n"
+    assert (
+        outcome.err
+        == "python -m studies steps: error: the command steps needs optax: pip install optax\n"
+    )

@@ -1,6 +1,6 @@
-"""Surprises about torch and JAX, each in its smallest case. A test fails when a release behaves differently.
+"""Surprises about torch and JAX, each in its smallest case.
 
-Where no issue is linked, none is known upstream.
+A test fails when a release behaves differently. Where no issue is linked, none is known upstream.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def test_torch_hardsigmoid_has_a_float32_constant_in_its_float64_gradient():
 
 
 def test_torch_full_has_no_room_for_float64s_least_number_unless_told_the_dtype():
-    """`torch.full` makes a float32 tensor of it, so that XGLM of transformers 5.23.0 raises in float64."""
+    """`torch.full` makes a float32 tensor of it, so that XGLM of transformers 5.23.0 raises in
+    float64.
+    """
     with pytest.raises(RuntimeError, match="cannot be converted to type float without overflow"):
         torch.full((), torch.finfo(torch.float64).min)
 
@@ -48,7 +50,9 @@ def test_torch_grouped_mm_leaves_rows_behind_the_last_group_uninitialised(monkey
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     try:
-        out = aten._grouped_mm(torch.ones(4, 4), torch.ones(1, 4, 4), offs=torch.tensor([2], dtype=torch.int32))
+        out = aten._grouped_mm(
+            torch.ones(4, 4), torch.ones(1, 4, 4), offs=torch.tensor([2], dtype=torch.int32)
+        )
     finally:
         torch.use_deterministic_algorithms(False)
     assert out[:2].eq(4).all()
@@ -56,18 +60,23 @@ def test_torch_grouped_mm_leaves_rows_behind_the_last_group_uninitialised(monkey
 
 
 def test_torch_logit_has_either_infinity_at_negative_zero():
-    """The derivative 1 / (x (1 - x)) has a pole at -0.0; torch's vectorised loop and its scalar remainder differ there.
+    """The derivative 1 / (x (1 - x)) has a pole at -0.0.
 
-    33 elements are a whole number of vectors and one more, for vectors of up to 16 numbers.
+    Torch's vectorised loop and its scalar remainder differ there. 33 elements are a whole number of
+    vectors and one more, for vectors of up to 16 numbers.
     """
     (gradient,) = _torch_gradient(torch.logit, [-0.0] * 33)
     assert set(gradient.tolist()) == {-math.inf, math.inf}
     assert jax.grad(lowering_of(aten.logit.default))(jnp.float64(-0.0)) in (-math.inf, math.inf)
 
 
-@pytest.mark.parametrize(("x", "trigamma"), [(1.0, math.pi**2 / 6), (0.5, math.pi**2 / 2), (2.0, math.pi**2 / 6 - 1)])
+@pytest.mark.parametrize(
+    ("x", "trigamma"), [(1.0, math.pi**2 / 6), (0.5, math.pi**2 / 2), (2.0, math.pi**2 / 6 - 1)]
+)
 def test_torch_digamma_has_a_gradient_of_nine_digits(x, trigamma):
-    """The trigamma of torch is a short series by design: https://github.com/pytorch/pytorch/pull/4399."""
+    """The trigamma of torch is a short series by design:
+    https://github.com/pytorch/pytorch/pull/4399.
+    """
     (gradient,) = _torch_gradient(torch.digamma, x)
     assert 1e-12 < abs(gradient.item() / trigamma - 1) < 1e-9
     ours = jax.grad(lowering_of(aten.digamma.default))(jnp.float64(x))
@@ -93,14 +102,17 @@ def test_torch_as_strided_scatter_gives_its_first_argument_the_gradient_of_what_
     )
     assert into.tolist() == [1.0, 2.0, 0.0, 0.0]
     scatter = lowering_of(aten.as_strided_scatter.default)
-    ours = jax.grad(lambda x: (scatter(x, jnp.ones(2), (2,), (1,), 0) * weights.numpy()).sum())(jnp.zeros(4))
+    ours = jax.grad(lambda x: (scatter(x, jnp.ones(2), (2,), (1,), 0) * weights.numpy()).sum())(
+        jnp.zeros(4)
+    )
     assert ours.tolist() == [0.0, 0.0, 3.0, 4.0]
 
 
 def test_torch_scatter_reduce_loses_half_a_gradient_to_an_entry_that_is_not_included():
     """The smallest of (2) is 2, with gradient 1; self's own 2 is not included and has no share.
 
-    https://github.com/pytorch/pytorch/issues/168358 reports the NaN that the same formula gives elsewhere.
+    https://github.com/pytorch/pytorch/issues/168358 reports the NaN that the same formula gives
+    elsewhere.
     """
     zero = torch.tensor([0])
 
@@ -112,7 +124,9 @@ def test_torch_scatter_reduce_loses_half_a_gradient_to_an_entry_that_is_not_incl
     lowered = lowering_of(aten.scatter_reduce.two)
 
     def in_jax(source):
-        return lowered(jnp.asarray([2.0]), 0, jnp.asarray([0]), source, "amin", include_self=False).sum()
+        return lowered(
+            jnp.asarray([2.0]), 0, jnp.asarray([0]), source, "amin", include_self=False
+        ).sum()
 
     assert jax.grad(in_jax)(jnp.asarray([2.0])).item() == 1.0
 
@@ -127,7 +141,10 @@ def test_the_derivative_of_abs_at_zero_is_one_in_jax_and_zero_in_torch():
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
 def test_decomposing_an_exported_program_drops_no_grad():
-    """The derivative of w * stop(w) at 3 is 3, not 6; so the bridge detaches inside such regions before."""
+    """The derivative of w * stop(w) at 3 is 3, not 6.
+
+    So the bridge detaches inside such regions before.
+    """
 
     class Squared(torch.nn.Module):
         def __init__(self):

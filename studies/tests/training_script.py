@@ -1,9 +1,11 @@
-"""A training script as somebody may have it, on a device of one's choice: the GPU's correctness part audits it.
+"""A training script as somebody may have it, on a device of one's choice: the GPU's correctness
+part audits it.
 
     gradcheck-suite audit studies/tests/training_script.py --device cuda [--mean-of-means]
 
-Micro-batches have different numbers of targets. The loss of each is divided by the targets of the window; with
-`--mean-of-means` it is the mean over its own targets, divided by the number of micro-batches, which is wrong.
+Micro-batches have different numbers of targets. The loss of each is divided by the targets of the
+window; with `--mean-of-means` it is the mean over its own targets, divided by the number of
+micro-batches, which is wrong.
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ def main() -> None:
     parser.add_argument("--mean-of-means", action="store_true")
     asked = parser.parse_args()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(WORDS, 32), nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, WORDS))
+    model = nn.Sequential(
+        nn.Embedding(WORDS, 32),
+        nn.Linear(32, 64),
+        nn.GELU(),
+        nn.LayerNorm(64),
+        nn.Linear(64, WORDS),
+    )
     model.to(asked.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(WINDOWS):

@@ -1,4 +1,6 @@
-"""A known bug: a faulty loop with a decorator that says what shows it, and what several such loops are made of."""
+"""A known bug: a faulty loop with a decorator that says what shows it, and what several such loops
+are made of.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +13,31 @@ import torch.distributed as dist
 
 from gradcheck_suite.core.contract import Batch, Loop, Problem, TrainingRun
 from gradcheck_suite.loops.ranks import add_up_gradients
-from gradcheck_suite.loops.reset_modes import backward_window, over_ranks, part_of_window, window_count, windows
+from gradcheck_suite.loops.reset_modes import (
+    backward_window,
+    over_ranks,
+    part_of_window,
+    window_count,
+    windows,
+)
 
 
 @dataclass(frozen=True)
 class Bug:
-    """A bug in a few lines: one that was reported in public, or one that was planted to tell similar faults apart.
+    """A bug in a few lines: one that was reported in public, or one that was planted to tell
+    similar faults apart.
 
     Attributes:
         name: of the mechanism, such as `"mean-of-means"`; unique.
         mechanism: what goes wrong, in one or two sentences.
         needs: what a case must have to show it.
         loop: the training loop that has the bug, or a sound loop where `problem` has it.
-        wanted: the diagnoses that it may get, `kind/diagnosis`; several where a small window shows two faults alike.
+        wanted: the diagnoses that it may get, `kind/diagnosis`; several where a small window shows
+            two faults alike.
         number: of its entry in the corpus, from 1; None if it is not in the corpus.
         citations: where it was reported, such as `"transformers#24725"`; empty if it was planted.
-        problem: a model that shows the bug; None for the random ones. With a problem, only plans are drawn.
+        problem: a model that shows the bug; None for the random ones. With a problem, only plans
+            are drawn.
         assumes: what the loop rightly relies on, names from `ASSUMPTIONS`.
         least_micro_batches: fewest micro-batches of a case that shows the bug.
         says: what the explanation must contain, one of these texts; empty if the name suffices.
@@ -53,7 +64,8 @@ _REPORTS: dict[Loop, dict[str, Any]] = {}
 
 
 def bug(wanted: str, *, needs: str, **others: Any) -> Callable[[Loop], Loop]:
-    """Return a decorator that declares a loop to be a known bug: its name is the bug's, its docstring the mechanism.
+    """Return a decorator that declares a loop to be a known bug: its name is the bug's, its
+    docstring the mechanism.
 
     Args:
         wanted: the diagnoses that it may get, separated by commas.
@@ -64,7 +76,9 @@ def bug(wanted: str, *, needs: str, **others: Any) -> Callable[[Loop], Loop]:
     def declare(loop: Loop) -> Loop:
         name, mechanism = loop.__name__.replace("_", "-"), " ".join((loop.__doc__ or "").split())
         report = _REPORTS.get(loop, {})
-        DECLARED.append(Bug(name, mechanism, needs, loop, frozenset(wanted.split(", ")), **report, **others))
+        DECLARED.append(
+            Bug(name, mechanism, needs, loop, frozenset(wanted.split(", ")), **report, **others)
+        )
         return loop
 
     return declare
@@ -99,7 +113,9 @@ def seeded(make: Callable[[], torch.nn.Module]) -> Callable[[int], torch.nn.Modu
 
 
 def normal_rows(features: int) -> Callable[[int, int], Batch]:
-    """Return the `batch` of a Problem: (items, features) float64, drawn from the standard normal distribution."""
+    """Return the `batch` of a Problem: (items, features) float64, drawn from the standard normal
+    distribution.
+    """
     return lambda items, seed: torch.randn(
         items, features, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     )
@@ -138,7 +154,10 @@ def gradients_of(run: TrainingRun) -> ByParameter:
 
 
 def window_gradients(run: TrainingRun, window: list[Batch]) -> ByParameter:
-    """Return the right gradient of a window, of the parameters that it reaches; `.grad` is None afterwards."""
+    """Return the right gradient of a window, of the parameters that it reaches.
+
+    `.grad` is None afterwards.
+    """
     run.optimizer.zero_grad()
     backward_window(run, window)
     found = {p: g.to_dense() for p, g in gradients_of(run).items()}
@@ -154,11 +173,15 @@ def step_with(run: TrainingRun, gradients: ByParameter) -> None:
     run.optimizer.step()
 
 
-# Loops of which one part is wrong: the weights, the sum, the gradient before the step, the reduction over ranks.
+# Loops of which one part is wrong: the weights, the sum, the gradient before the step, the
+# reduction over ranks.
 
 
 def train_with_weights(run: TrainingRun, weight: Callable[[list[Batch], Batch], Any]) -> None:
-    """Train with `weight(window, batch)` times the mean loss of every micro-batch; a sum stays as it is."""
+    """Train with `weight(window, batch)` times the mean loss of every micro-batch.
+
+    A sum stays as it is.
+    """
     for window in windows(run):
         run.optimizer.zero_grad()
         for batch in window:
@@ -168,15 +191,19 @@ def train_with_weights(run: TrainingRun, weight: Callable[[list[Batch], Batch], 
 
 
 def train_with_sums(
-    run: TrainingRun, add: Callable[[int, torch.Tensor | None, torch.Tensor], torch.Tensor], gradient: str = "grad"
+    run: TrainingRun,
+    add: Callable[[int, torch.Tensor | None, torch.Tensor], torch.Tensor],
+    gradient: str = "grad",
 ) -> None:
-    """Train with sums that are kept outside of `.grad`, which holds the gradient of one micro-batch at a time.
+    """Train with sums that are kept outside of `.grad`, which holds the gradient of one micro-batch
+    at a time.
 
     Args:
         run: the training run.
-        add: of a micro-batch's index in its window, the sum so far (None before the first) and the micro-batch's
-            gradient: the new sum.
-        gradient: the parameters' attribute that holds the gradient after a backward, `.grad` where there is none.
+        add: of a micro-batch's index in its window, the sum so far (None before the first) and the
+            micro-batch's gradient: the new sum.
+        gradient: the parameters' attribute that holds the gradient after a backward, `.grad` where
+            there is none.
     """
     for window in windows(run):
         sums: ByParameter = {}
@@ -193,7 +220,10 @@ def train_with_sums(
 
 
 def before_each_step(run: TrainingRun) -> Iterator[ByParameter]:
-    """Yield the right gradients of every window to a loop whose body changes them; the step then takes them."""
+    """Yield the right gradients of every window to a loop whose body changes them.
+
+    The step then takes them.
+    """
     for window in windows(run):
         gradients = window_gradients(run, window)
         yield gradients
@@ -221,7 +251,9 @@ def train_over_ranks(
     """
     for window in windows(run):
         run.optimizer.zero_grad()
-        own = sum((run.count(batch) for batch in window), start=torch.zeros((), dtype=torch.float64))
+        own = sum(
+            (run.count(batch) for batch in window), start=torch.zeros((), dtype=torch.float64)
+        )
         divisor = share(own, over_ranks(run, own.clone()))
         for batch in window:
             (part_of_window(run, batch, divisor) * factor).backward()

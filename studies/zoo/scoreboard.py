@@ -27,12 +27,16 @@ from gradcheck_suite.verification.verify import verify
 from studies.tally import RIVALS, failed_rules
 from studies.zoo.bug import Bug
 
-# Fixed tests of the kind that trainers have: one model, one split, one comparison. The zoo counts which bugs they would
-# have found, beside those that drawn cases find.
+# Fixed tests of the kind that trainers have: one model, one split, one comparison. The zoo counts
+# which bugs they would have found, beside those that drawn cases find.
 
 
 TOLERANCE = 1e-2
-_MODEL = ProblemSpec(Input("vector", size=4), (Layer("linear", bias=True, features=1),), Loss("mse", reduction="mean"))
+_MODEL = ProblemSpec(
+    Input("vector", size=4),
+    (Layer("linear", bias=True, features=1),),
+    Loss("mse", reduction="mean"),
+)
 
 
 def _instance(plan: Plan, problem: Problem | None, optimizer: str | None = None) -> Instance:
@@ -41,7 +45,10 @@ def _instance(plan: Plan, problem: Problem | None, optimizer: str | None = None)
 
 
 def loss_after_a_step(loop: Loop, problem: Problem | None) -> bool:
-    """Train one window of equal micro-batches with SGD; compare the loss with that of one large batch."""
+    """Train one window of equal micro-batches with SGD.
+
+    Compare the loss with that of one large batch.
+    """
     outcome = []
     for subject, plan in ((loop, Plan((2, 2), 2)), (plain, Plan((4,), 1))):
         instance = _instance(plan, problem, "sgd")
@@ -97,8 +104,8 @@ class Row:
         bug: the bug.
         runs: one result per seed.
         others: name of a rival rule or fixed test -> whether it finds the bug.
-        within: number of runs in which the bug's effect lies within rounding: the smallest case of a float64 run holds
-            in this dtype.
+        within: number of runs in which the bug's effect lies within rounding: the smallest case of
+            a float64 run holds in this dtype.
         other_dtype: whether the runs are in another dtype than float64.
     """
 
@@ -128,7 +135,9 @@ class Row:
     @property
     def names(self) -> Counter[str]:
         """`kind/diagnosis` -> number of runs."""
-        return Counter(f"{v.kind}/{v.diagnosis}" for run in self.runs if (v := run.violation) is not None)
+        return Counter(
+            f"{v.kind}/{v.diagnosis}" for run in self.runs if (v := run.violation) is not None
+        )
 
     @property
     def rightly_named(self) -> int:
@@ -137,7 +146,9 @@ class Row:
 
     @property
     def unnamed(self) -> int:
-        """Number of runs in another dtype where no weights fit, although the bug has a diagnosis in float64."""
+        """Number of runs in another dtype where no weights fit, although the bug has a diagnosis in
+        float64.
+        """
         return self.names[UNFIT] if self.other_dtype and UNFIT not in self.bug.wanted else 0
 
     @property
@@ -150,7 +161,10 @@ class Row:
         """Windows, micro-batches and layers of the runs' smallest cases."""
         cases = [run.violation.case for run in self.runs if run.violation is not None]
         layers = [0 if case.spec is None else len(case.spec.layer_kinds) for case in cases]
-        return [(len(c.plan.windows), len(c.plan.micro_batches), n) for c, n in zip(cases, layers, strict=True)]
+        return [
+            (len(c.plan.windows), len(c.plan.micro_batches), n)
+            for c, n in zip(cases, layers, strict=True)
+        ]
 
     @property
     def largest(self) -> tuple[int, int, int]:
@@ -161,13 +175,19 @@ class Row:
     def small(self) -> bool:
         """Whether every smallest case is as small as it should be."""
         allowed = (MAX_WINDOWS, max(MAX_MICRO_BATCHES, self.bug.least_micro_batches), MAX_LAYERS)
-        return all(number <= most for size in self.sizes for number, most in zip(size, allowed, strict=True))
+        return all(
+            number <= most
+            for size in self.sizes
+            for number, most in zip(size, allowed, strict=True)
+        )
 
     @property
     def passed(self) -> bool:
-        """Whether every run found the bug or its effect lies within rounding, and none gave it a wrong diagnosis.
+        """Whether every run found the bug or its effect lies within rounding, and none gave it a
+        wrong diagnosis.
 
-        In a coarse dtype the weights that fit best may not fit well; then the fault has no diagnosis, which passes.
+        In a coarse dtype the weights that fit best may not fit well; then the fault has no
+        diagnosis, which passes.
         """
         return self.wrongly_named == 0 and self.found + self.within == len(self.runs)
 
@@ -175,7 +195,10 @@ class Row:
         """Return the row as JSON-ready data."""
         windows, micro_batches, layers = self.largest
         return {
-            **{field: getattr(self.bug, field) for field in ("number", "name", "citations", "mechanism", "needs")},
+            **{
+                field: getattr(self.bug, field)
+                for field in ("number", "name", "citations", "mechanism", "needs")
+            },
             "runs": len(self.runs),
             "found": self.found,
             "within_rounding": self.within,
@@ -219,7 +242,9 @@ def run_bug(bug: Bug, seeds: Iterable[int], *, examples: int, dtype: str | None 
             shown.append(verdict.violation)
 
     for seed in seeds:
-        options = VerifyOptions(examples=examples, seed=seed, dtype=dtype or own, assumes=bug.assumes, ranks=bug.ranks)
+        options = VerifyOptions(
+            examples=examples, seed=seed, dtype=dtype or own, assumes=bug.assumes, ranks=bug.ranks
+        )
         result = _verify(bug, options, note)
         runs.append(result)
         if result.violation is not None:
@@ -228,12 +253,22 @@ def run_bug(bug: Bug, seeds: Iterable[int], *, examples: int, dtype: str | None 
             within += _lies_within_rounding(bug, options)
     # a fixed test has one process, and is of torch
     fits = bug.ranks == 1 and not is_jax(bug.loop)
-    fixed = {name: fits and not passes(bug.loop, bug.problem) for name, passes in FIXED_TESTS.items()}
+    fixed = {
+        name: fits and not passes(bug.loop, bug.problem) for name, passes in FIXED_TESTS.items()
+    }
     other_dtype = dtype not in (None, OWN_DTYPE)
-    return Row(bug, tuple(runs), {**_rivals(bug, shown[0] if shown else None), **fixed}, within, other_dtype)
+    return Row(
+        bug,
+        tuple(runs),
+        {**_rivals(bug, shown[0] if shown else None), **fixed},
+        within,
+        other_dtype,
+    )
 
 
-def _verify(bug: Bug, options: VerifyOptions, progress: Callable[[Verdict], None] | None = None) -> Result:
+def _verify(
+    bug: Bug, options: VerifyOptions, progress: Callable[[Verdict], None] | None = None
+) -> Result:
     return verify(
         bug.loop,
         options,
@@ -257,7 +292,8 @@ def _lies_within_rounding(bug: Bug, options: VerifyOptions) -> bool:
 def _rivals(bug: Bug, violation: Violation | None) -> dict[str, bool]:
     """Return which rival rules find the bug on the case that first showed it.
 
-    They compare gradients: any of them finds a loop that raises, takes too few steps or has no gradient.
+    They compare gradients: any of them finds a loop that raises, takes too few steps or has no
+    gradient.
     """
     if violation is None:
         return dict.fromkeys(RIVALS, False)
@@ -269,8 +305,12 @@ def _rivals(bug: Bug, violation: Violation | None) -> dict[str, bool]:
         reference = REFERENCES.get(case, bug.problem)
         outcome = run_ranks(bug.loop, reference.instance)[violation.rank or 0]
         for step, observation in enumerate(outcome.observations):
-            window = reference.window(step % len(case.plan.windows), observation.parameters if case.optimizer else None)
-            failed |= failed_rules(window, reference.layout, reference.flat(observation.gradients), case.dtype)
+            window = reference.window(
+                step % len(case.plan.windows), observation.parameters if case.optimizer else None
+            )
+            failed |= failed_rules(
+                window, reference.layout, reference.flat(observation.gradients), case.dtype
+            )
     except CannotJudgeError:
         failed.clear()
     return {name: name in failed for name in RIVALS}
@@ -283,7 +323,9 @@ HEADER = f"{'bug':<31} {'found':>7} {'cases':>6} {'seconds':>8}  {'smallest':<9}
 
 
 def line(row: Row) -> str:
-    """Return a bug's line: found in how many runs, median cases and seconds, size of the smallest case, its names."""
+    """Return a bug's line: found in how many runs, median cases and seconds, size of the smallest
+    case, its names.
+    """
     windows, micro_batches, layers = row.largest
     size = f"{windows}w {micro_batches}m {layers}l"
     cases = "-" if row.cases is None else f"{row.cases:g}"
@@ -294,13 +336,15 @@ def line(row: Row) -> str:
     marks += ["WRONG DIAGNOSIS"] if row.wrongly_named else []
     marks += [] if row.small else ["LARGE"]
     return (
-        f"{row.bug.number or '-':>3} {row.bug.name:<27} {row.found:>3}/{len(row.runs):<3} {cases:>6} "
-        f"{row.seconds:>8.2f}  {size:<9} {' '.join([*marks, names])}"
+        f"{row.bug.number or '-':>3} {row.bug.name:<27} {row.found:>3}/{len(row.runs):<3}"
+        f" {cases:>6} {row.seconds:>8.2f}  {size:<9} {' '.join([*marks, names])}"
     )
 
 
 def summary(rows: Sequence[Row], sound: Sequence[Result], *, asked: int, interrupted: bool) -> str:
-    """Return the last lines: how many bugs are found, with which diagnoses, and whether a sound loop is blamed."""
+    """Return the last lines: how many bugs are found, with which diagnoses, and whether a sound
+    loop is blamed.
+    """
     runs, within = sum(len(row.runs) for row in rows), sum(row.within for row in rows)
     found, named = sum(row.found for row in rows), sum(row.rightly_named for row in rows)
     unnamed = sum(row.unnamed for row in rows)
@@ -311,10 +355,14 @@ def summary(rows: Sequence[Row], sound: Sequence[Result], *, asked: int, interru
         f"{found} of {runs} runs, {named} of them with a right diagnosis"
         + (f", {unnamed} with none" if unnamed else "")
         + (f"; in {within} runs what the bug does lies within rounding" if within else ""),
-        f"median over the bugs: {median(cases):g} cases, {median(row.seconds for row in rows):.2f} s"
-        if cases
-        else "nothing was found",
-        f"{len(sound) - len(blamed)} of {len(sound)} sound loops not blamed, over {sum(r.cases for r in sound):,} cases"
+        (
+            f"median over the bugs: {median(cases):g} cases,"
+            f" {median(row.seconds for row in rows):.2f} s"
+            if cases
+            else "nothing was found"
+        ),
+        f"{len(sound) - len(blamed)} of {len(sound)} sound loops not blamed, over"
+        f" {sum(r.cases for r in sound):,} cases"
         + (f"; blamed: {', '.join(blamed)}" if blamed else ""),
     ]
     if interrupted:

@@ -9,5 +9,7 @@ from tests.auditing.scripts import write
 
 @pytest.fixture(scope="session")
 def scripts(tmp_path_factory):
-    """The folder of the scripts, with those of two ranks in `ranks` and those of trainers in `trainers`."""
+    """The folder of the scripts, with those of two ranks in `ranks` and those of trainers in
+    `trainers`.
+    """
     return write(tmp_path_factory.mktemp("scripts"))

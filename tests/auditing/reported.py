@@ -1,4 +1,6 @@
-"""Scripts after public bug reports and public projects: what an audit says of each kind, sound and faulty."""
+"""Scripts after public bug reports and public projects: what an audit says of each kind, sound and
+faulty.
+"""
 
 from __future__ import annotations
 
@@ -168,10 +170,14 @@ def _script(
 REPORTED = {
     "sound_own_gradient": _script("holds", OWN, finding="adds a gradient of its own"),
     "sound_own_gradient_divided": _script(
-        "holds", OF_FOUR.replace("torch.ones(())", "torch.ones(()) / K"), finding="adds a gradient of its own"
+        "holds",
+        OF_FOUR.replace("torch.ones(())", "torch.ones(()) / K"),
+        finding="adds a gradient of its own",
     ),
     "sound_own_gradient_of_a_divided_loss": _script(
-        "holds", OF_FOUR.replace("h.square().mean()", "h.square().mean() / K"), finding="adds a gradient of its own"
+        "holds",
+        OF_FOUR.replace("h.square().mean()", "h.square().mean() / K"),
+        finding="adds a gradient of its own",
     ),
     "faulty_own_gradient_undivided": _script(
         "violated", OF_FOUR, said=("wrong-scale",), finding="adds a gradient of its own"
@@ -253,24 +259,35 @@ for step in range(4):
         head=HEAD,
     ),
     "sound_handed_over_once": _script("holds", HANDED_OVER.replace("TO_NONE", "False")),
-    "faulty_handed_over_once": _script("violated", HANDED_OVER.replace("TO_NONE", "True"), said=("stale-window",)),
+    "faulty_handed_over_once": _script(
+        "violated", HANDED_OVER.replace("TO_NONE", "True"), said=("stale-window",)
+    ),
     "sound_own_buffer": _script(
-        "holds", OWN_BUFFER + "    for p in net.parameters(): p.main_grad.zero_()\n", finding="!put together again"
+        "holds",
+        OWN_BUFFER + "    for p in net.parameters(): p.main_grad.zero_()\n",
+        finding="!put together again",
     ),
     "faulty_own_buffer_of_running_sums": _script(
         "violated",
-        OWN_BUFFER.replace("    p.grad = None\nfor", "for") + "    for p in net.parameters(): p.main_grad.zero_()\n",
+        OWN_BUFFER.replace("    p.grad = None\nfor", "for")
+        + "    for p in net.parameters(): p.main_grad.zero_()\n",
         said=("repeated-micro-batch",),
     ),
     "faulty_own_buffer_never_zeroed": _script("violated", OWN_BUFFER, said=("stale-window",)),
     "sound_scaled_by_hand": _script(
-        "holds", SCALED_BY_HAND.replace("SCALE", "1024").replace("TAKEN", "1024"), finding="!coefficient"
+        "holds",
+        SCALED_BY_HAND.replace("SCALE", "1024").replace("TAKEN", "1024"),
+        finding="!coefficient",
     ),
     "faulty_scaled_and_not_unscaled_in_some_steps": _script(
-        "violated", SCALED_BY_HAND.replace("SCALE", "1024").replace("TAKEN", IN_SOME), said=("wrong-scale",)
+        "violated",
+        SCALED_BY_HAND.replace("SCALE", "1024").replace("TAKEN", IN_SOME),
+        said=("wrong-scale",),
     ),
     "faulty_unscaled_and_not_scaled_in_some_steps": _script(
-        "violated", SCALED_BY_HAND.replace("SCALE", IN_SOME).replace("TAKEN", "1024"), said=("wrong-scale",)
+        "violated",
+        SCALED_BY_HAND.replace("SCALE", IN_SOME).replace("TAKEN", "1024"),
+        said=("wrong-scale",),
     ),
     "faulty_masked_means_undivided": _script("violated", MASKED, said=("wrong-scale",)),
     "unjudged_given_gradients": _script(
@@ -675,9 +692,13 @@ for step in range(4):
         finding="1 parameter had no part in a window computed again (used at",
         head=HEAD,
     ),
-    "sound_begun_anew_by_less": _script("holds", BEGUN_ANEW, finding="a window was begun anew (`.grad` was reset at"),
+    "sound_begun_anew_by_less": _script(
+        "holds", BEGUN_ANEW, finding="a window was begun anew (`.grad` was reset at"
+    ),
     "faulty_begun_anew_by_less": _script(
-        "violated", BEGUN_ANEW.replace("opt.zero_grad()  # anew", "pass"), said=("repeated-micro-batch",)
+        "violated",
+        BEGUN_ANEW.replace("opt.zero_grad()  # anew", "pass"),
+        said=("repeated-micro-batch",),
     ),
     "faulty_tails_of_a_while_loop": _script(
         "violated",
@@ -695,10 +716,14 @@ while epoch < 3:
         said=("reset-inside-window", "tail-dropped"),
     ),
     "finding_penalty_not_divided": _script(
-        "holds", PENALTY.replace("norm", "sum"), finding="no division of this term (Sum(parameter)) by the number"
+        "holds",
+        PENALTY.replace("norm", "sum"),
+        finding="no division of this term (Sum(parameter)) by the number",
     ),
     "sound_penalty_divided": _script(
-        "holds", PENALTY.replace("/ 4 + 0.1 * penalty", "/ 4 + 0.1 * penalty / 4"), finding="!no division of this term"
+        "holds",
+        PENALTY.replace("/ 4 + 0.1 * penalty", "/ 4 + 0.1 * penalty / 4"),
+        finding="!no division of this term",
     ),
     "faulty_means_beside_a_sum": _script(
         "violated",

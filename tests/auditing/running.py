@@ -53,10 +53,24 @@ def audited_on_two_ranks(script: Path, path: Path, *arguments: str, own_parents:
     Returns:
         the result as JSON data, and the standard error and status of each rank.
     """
-    command = [sys.executable, "-m", "gradcheck_suite", "audit", "--json", str(path), str(script), *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "gradcheck_suite",
+        "audit",
+        "--json",
+        str(path),
+        str(script),
+        *arguments,
+    ]
     if own_parents:
         command = ["sh", "-c", '"$@"; exit $?', "sh", *command]
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    shared = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+    }
     ended = run_two_ranks(command, {**shared, "PYTHONPATH": python_path(GLOO_AT_EXIT)})
     (result,) = json.loads(path.read_text())["results"]
     return result, ended
@@ -77,7 +91,10 @@ def run_two_ranks(command: list[str], shared: dict[str, str]) -> list[tuple[str,
     environment = {**os.environ, **shared, "MASTER_PORT": free_port()}
     started = [
         subprocess.Popen(
-            command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+            command,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
     ]

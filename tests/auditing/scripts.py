@@ -1,7 +1,8 @@
 """Training scripts, sound and faulty, and what an audit says of each: one entry of a table each.
 
-An entry says what differs from the plain loop below, or gives a `text` in its place. `write` makes files of them, with
-`toy.py` beside each; so does `python -m tests.auditing.scripts FOLDER`. Their first argument is a dtype.
+An entry says what differs from the plain loop below, or gives a `text` in its place. `write` makes
+files of them, with `toy.py` beside each; so does `python -m tests.auditing.scripts FOLDER`. Their
+first argument is a dtype.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Script:
     Attributes:
         text: the script.
         verdict: of its audit.
-        said: the diagnoses that it gets, in order; of one that cannot be judged, a part of the reason.
+        said: the diagnoses that it gets, in order; of one that cannot be judged, a part of the
+            reason.
     """
 
     text: str
@@ -50,11 +52,19 @@ def _training(  # noqa: PLR0913 - every piece of a script may differ
     text: str = "",
     tail: str = "",
 ) -> str:
-    """Return a script: `windows` are the sizes of the micro-batches or the head of a loop, the rest are statements."""
+    """Return a script: `windows` are the sizes of the micro-batches or the head of a loop, the rest
+    are statements.
+    """
     windows = windows if " in " in windows else f"window in toy.windows({windows})"
     computed = f"with toy.autocast():\n{indent(loss.strip(), '    ')}" if autocast else loss
     of_batch = [first, computed, backward, after]
-    of_window = [start, f"for {batch}:", *(indent(part.strip(), "    ") for part in of_batch), then, step]
+    of_window = [
+        start,
+        f"for {batch}:",
+        *(indent(part.strip(), "    ") for part in of_batch),
+        then,
+        step,
+    ]
     loop = [f"for {windows}:", *(indent(part.strip("\n"), "    ") for part in of_window)]
     made = [f"model = {model}", f"optimizer = {optimizer}"] if model else []
     parts = [before, *made, setup, *([text] if text else loop), tail]
@@ -76,7 +86,9 @@ def unjudged(reason: str, *windows: str, **pieces) -> Script:
 
 
 def _scheduled(start: str = "", divisor: str = "accumulate", batches: int = 10) -> dict[str, str]:
-    """Return the pieces of a script whose windows get longer from step to step, as in the warm-up of yolov5."""
+    """Return the pieces of a script whose windows get longer from step to step, as in the warm-up
+    of yolov5.
+    """
     return {
         "setup": "number, last, accumulate = 0, 0, 1",
         "text": f"""
@@ -94,7 +106,9 @@ for epoch in range(3):
 
 
 def _tasks(passes: str, divisor: str) -> dict[str, str]:
-    """Return the pieces of a script whose passes, pairs of a task and a number of items, share a body."""
+    """Return the pieces of a script whose passes, pairs of a task and a number of items, share a
+    body.
+    """
     return {
         "model": "torch.nn.ModuleList(torch.nn.Linear(i, o, dtype=toy.dtype()) for i, o in [(4, 8), (8, 1), (8, 2)])",
         "text": f"""
@@ -250,9 +264,16 @@ optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]
 hidden = torch.tanh(model[0](x))
 loss = F.cross_entropy(hidden @ model[2].weight.T + model(x), y) / len(window)""",
 }
-SCALED = "toy.classifier()\nmodel.logit_scale = torch.nn.Parameter(torch.ones((), dtype=toy.dtype()))"
-CONTRASTED = "loss = F.cross_entropy(model.logit_scale * features @ features.T, torch.arange(len(features)))"
-MIXUP = {"setup": "torch.manual_seed(2)", "first": "share, order = float(torch.rand(())), torch.randperm(len(x))"}
+SCALED = (
+    "toy.classifier()\nmodel.logit_scale = torch.nn.Parameter(torch.ones((), dtype=toy.dtype()))"
+)
+CONTRASTED = (
+    "loss = F.cross_entropy(model.logit_scale * features @ features.T, torch.arange(len(features)))"
+)
+MIXUP = {
+    "setup": "torch.manual_seed(2)",
+    "first": "share, order = float(torch.rand(())), torch.randperm(len(x))",
+}
 TABLE = {
     "setup": """
 table = torch.nn.Embedding(7, 5, sparse=True).to(toy.dtype())
@@ -280,7 +301,8 @@ loss = (torch.exp(-s) * losses + s).sum()""",
     "backward": "(loss * len(y) / total).backward()",
 }
 
-# A variational autoencoder: a summed reconstruction, a divergence with a coefficient, and the mean over the batch.
+# A variational autoencoder: a summed reconstruction, a divergence with a coefficient, and the mean
+# over the batch.
 AUTOENCODER = {
     "model": "torch.nn.ModuleList([toy.classifier(4), torch.nn.Linear(2, 5).to(toy.dtype())])",
     "windows": "step, window in enumerate(toy.windows(*[4] * 16))",
@@ -292,7 +314,8 @@ divergence = -(1 + logarithm - mean.square() - logarithm.exp()).sum() / 2
 loss = F.mse_loss(decoded, x, reduction="sum") + share * divergence""",
     "backward": "(loss / len(y) / len(window)).backward()",
 }
-# A detector: the loss of every query of an image, divided by the number of boxes, which varies from image to image.
+# A detector: the loss of every query of an image, divided by the number of boxes, which varies from
+# image to image.
 BOXES = {
     "before": "import random\nrandom.seed(0)",
     "windows": "*[2] * 32",
@@ -335,7 +358,10 @@ def step():
     optimizer.step()
     optimizer.zero_grad()
 """
-ON_ZEROS = {"step": "optimizer.step()\noptimizer.zero_grad(set_to_none=False)", "tail": "optimizer.step()"}
+ON_ZEROS = {
+    "step": "optimizer.step()\noptimizer.zero_grad(set_to_none=False)",
+    "tail": "optimizer.step()",
+}
 DISTILLED = {
     "setup": "teacher = toy.classifier()",
     "start": "total = sum(len(y) for _, y in window)",
@@ -378,7 +404,8 @@ for thread in threads:
 model, other = models""",
 }
 SCRIPTED = (
-    "import warnings\nwarnings.simplefilter('ignore')\n@torch.jit.script\ndef back(x: torch.Tensor):\n    x.backward()"
+    "import warnings\nwarnings.simplefilter('ignore')\n"
+    "@torch.jit.script\ndef back(x: torch.Tensor):\n    x.backward()"
 )
 
 FLAT = {
@@ -394,7 +421,8 @@ with torch.no_grad():
 }
 
 SCRIPTS = {
-    # An evaluation swaps averaged weights in and puts the trained ones back one micro-batch too late.
+    # An evaluation swaps averaged weights in and puts the trained ones back one micro-batch too
+    # late.
     "faulty_averaged_weights_left_in": faulty(
         "stale-parameters",
         setup="averaged = [p.detach() + 0.01 * torch.randn_like(p) for p in model.parameters()]",
@@ -410,7 +438,11 @@ with torch.no_grad():
         setup="model[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] / inputs[0].norm(),))",
     ),
     "faulty_bfloat16_never_reset": faulty(
-        "stale-window", "*[4] * 40, steps=8", **BFLOAT16, backward="(loss / 8).backward()", step=NO_RESET
+        "stale-window",
+        "*[4] * 40, steps=8",
+        **BFLOAT16,
+        backward="(loss / 8).backward()",
+        step=NO_RESET,
     ),
     "faulty_checkpointed": faulty(
         "mean-of-means",
@@ -431,7 +463,9 @@ def compute_loss(logits, labels, num_items_in_batch):
         loss="loss = compute_loss(model(x), y, num_items_in_batch=sum(len(y) for _, y in window))",
     ),
     # Both losses divide by the items of their micro-batch, and the first has a factor of its own.
-    "faulty_distilled": faulty("mean-of-means", "4, 2, 7, 1, 3, 5, 2, 6", **DISTILLED, backward=DIVIDED_BACKWARD),
+    "faulty_distilled": faulty(
+        "mean-of-means", "4, 2, 7, 1, 3, 5, 2, 6", **DISTILLED, backward=DIVIDED_BACKWARD
+    ),
     "faulty_frozen_and_thawed": faulty(
         "stale-window",
         "i, window in enumerate(toy.windows(*[4] * 16))",
@@ -445,7 +479,9 @@ for p in model.parameters():
     # A custom function whose backward does not multiply by the gradient that it receives.
     "faulty_function_ignores_its_gradient": faulty(
         "not-linear",
-        before=_function("Penalised", "hidden", "return hidden.clone()", "return gradient.sign() * 0.1")
+        before=_function(
+            "Penalised", "hidden", "return hidden.clone()", "return gradient.sign() * 0.1"
+        )
         + _model("return self.head(Penalised.apply(self.body(x)))"),
         model="Model()",
     ),
@@ -462,7 +498,8 @@ for p in model.parameters():
         first="model.train(index < 2)",
         loss="loss = -model(x)[0].log_prob(y).mean() / len(window)",
     ),
-    # A hook halves the gradient of one parameter after each micro-batch, and with it what is accumulated already.
+    # A hook halves the gradient of one parameter after each micro-batch, and with it what is
+    # accumulated already.
     "faulty_halved_after_each_micro_batch": faulty(
         "rescaled-accumulator",
         setup="""
@@ -491,7 +528,9 @@ if index == 1:
         model(held_out)""",
     ),
     "faulty_hook_set_again": faulty(
-        "wrong-scale", "*[4] * 12", start="next(model.parameters()).register_hook(lambda gradient: gradient / 2)"
+        "wrong-scale",
+        "*[4] * 12",
+        start="next(model.parameters()).register_hook(lambda gradient: gradient / 2)",
     ),
     # The scaler steps one optimizer, and forgets the other one.
     "faulty_left_scaled": faulty(
@@ -513,10 +552,15 @@ scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)""",
         step=SCALER_STEP,
     ),
     # The optimizer steps on copies in float32, as mixed precision by hand does.
-    "faulty_master_copies": faulty("mean-of-means", UNEQUAL, **MASTERS, backward="(2 * loss).backward()"),
+    "faulty_master_copies": faulty(
+        "mean-of-means", UNEQUAL, **MASTERS, backward="(2 * loss).backward()"
+    ),
     "faulty_master_copies_leak": faulty(
         "stale-window",
-        **{**MASTERS, "step": MASTERS["step"].replace(", p.grad = p", " = p").replace("/ 2, None", "/ 2")},
+        **{
+            **MASTERS,
+            "step": MASTERS["step"].replace(", p.grad = p", " = p").replace("/ 2, None", "/ 2"),
+        },
     ),
     "faulty_mean_of_means": faulty("mean-of-means", UNEQUAL, then=CLIP),
     "faulty_mean_of_means_auxiliary": faulty(
@@ -550,7 +594,12 @@ loss = sum(F.cross_entropy(a, b) for a, b in parts) / len(parts)""",
         loss="loss = F.nll_loss(model(x).log_softmax(1), y, weight=weight) / len(window)",
     ),
     "faulty_mean_of_means_ignored": faulty(
-        "mean-of-means", "*[6] * 4", batch=NUMBERED, first="y[: number + 1] = -100", loss=UNDIVIDED, backward=QUARTER
+        "mean-of-means",
+        "*[6] * 4",
+        batch=NUMBERED,
+        first="y[: number + 1] = -100",
+        loss=UNDIVIDED,
+        backward=QUARTER,
     ),
     "faulty_mean_of_means_log_probabilities": faulty(
         "mean-of-means",
@@ -578,7 +627,9 @@ total = sum((y != -100).sum() + 1 for _, y in window)""",
         loss='loss = F.cross_entropy(model(x), y, reduction="sum") / total',
     ),
     # Mixup with the losses on two lines, and a mean of means over unequal batches.
-    "faulty_mean_of_means_of_tasks": faulty("mean-of-means", **TASKS | {"backward": DIVIDED_BACKWARD}),
+    "faulty_mean_of_means_of_tasks": faulty(
+        "mean-of-means", **TASKS | {"backward": DIVIDED_BACKWARD}
+    ),
     "faulty_never_reset": faulty("stale-window", "*[4] * 12", step=NO_RESET),
     "faulty_never_reset_since_unfrozen": faulty(
         "stale-window",
@@ -587,9 +638,12 @@ total = sum((y != -100).sum() + 1 for _, y in window)""",
         step="optimizer.step()\nmodel[2].zero_grad()",
     ),
     "faulty_no_active_items": faulty("mean-of-means", **ACTIVE, backward=QUARTER),
-    # Equal counts beside a micro-batch without items: the means are seen to be of 4 by that one alone.
+    # Equal counts beside a micro-batch without items: the means are seen to be of 4 by that one
+    # alone.
     "faulty_no_active_items_of_equal_counts": faulty(
-        "mean-of-means", **ACTIVE | {"loss": ACTIVE["loss"].replace("2, 1, 0, 2", "2, 2, 0, 2")}, backward=QUARTER
+        "mean-of-means",
+        **ACTIVE | {"loss": ACTIVE["loss"].replace("2, 1, 0, 2", "2, 2, 0, 2")},
+        backward=QUARTER,
     ),
     "faulty_overwritten": faulty(
         "reset-inside-window",
@@ -610,7 +664,9 @@ for total, parameter in zip(sums, model.parameters(), strict=True):
     total += parameter.grad * share""",
         step=SUMS_STEP,
     ),
-    "faulty_packed_sequences": faulty("mean-of-means", **PACKED, backward="(loss / (5 - y).sum() / 4).backward()"),
+    "faulty_packed_sequences": faulty(
+        "mean-of-means", **PACKED, backward="(loss / (5 - y).sum() / 4).backward()"
+    ),
     "faulty_reset_then_noise": faulty(
         "reset-inside-window",
         "*[4] * 12",
@@ -627,9 +683,13 @@ optimizer.step()""",
         loss="running = running + F.cross_entropy(model(x), y) / len(window)",
         backward="running.backward(retain_graph=True)",
     ),
-    "faulty_scaled_accumulator": faulty("rescaled-accumulator", "*[4] * 12", loss=UNDIVIDED, after=DIVIDED),
+    "faulty_scaled_accumulator": faulty(
+        "rescaled-accumulator", "*[4] * 12", loss=UNDIVIDED, after=DIVIDED
+    ),
     "faulty_stepped_on_zeros": faulty(
-        "repeated-step", **ON_ZEROS, optimizer="torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)"
+        "repeated-step",
+        **ON_ZEROS,
+        optimizer="torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)",
     ),
     # Of two losses with windows of 4, 4 and 2, one is never divided.
     "faulty_second_loss_undivided": faulty(
@@ -651,7 +711,9 @@ loss = first + second""",
         batch=INDEXED,
         backward="((0.3 if index == 0 else -0.3) * loss).backward()",
     ),
-    "faulty_sparse": faulty("stale-window", **TABLE, step="optimizer.step()\nrows.step()\noptimizer.zero_grad()"),
+    "faulty_sparse": faulty(
+        "stale-window", **TABLE, step="optimizer.step()\nrows.step()\noptimizer.zero_grad()"
+    ),
     "faulty_sparse_alone": faulty("wrong-mode", **SPARSE_ALONE, first="model.train(index < 2)"),
     "faulty_sum_of_one_row": faulty(
         "unrecognised-weights",
@@ -667,32 +729,45 @@ loss = first + second""",
         setup="data = toy.batches(*[4] * 11)",
         text=TWICE.replace("2):", "2):\n    optimizer.zero_grad()"),
     ),
-    # Fabric's trainer counts steps where it means micro-batches: another line calls the backward that leads to no step
+    # Fabric's trainer counts steps where it means micro-batches: another line calls the backward
+    # that leads to no step
     "faulty_tail_of_a_helper": faulty(
         "tail-dropped",
         setup=HELPER,
         text="for n in range(12):\n    if n < 3:\n        back()\n        step()\n    else:\n        back()",
     ),
     "sound_helper_to_look_at": sound(
-        setup=HELPER, text="for n in range(5):\n    optimizer.zero_grad()\n    back()\n    step()\n    back()"
+        setup=HELPER,
+        text="for n in range(5):\n    optimizer.zero_grad()\n    back()\n    step()\n    back()",
     ),
-    "sound_helper_after_the_loop": sound(setup=HELPER, text="for n in range(5):\n    back()\n    step()\nback()"),
-    "faulty_tail_leaks": faulty(("tail-leak", "tail-dropped"), setup="data = toy.batches(*[4] * 11)", text=TWICE),
+    "sound_helper_after_the_loop": sound(
+        setup=HELPER, text="for n in range(5):\n    back()\n    step()\nback()"
+    ),
+    "faulty_tail_leaks": faulty(
+        ("tail-leak", "tail-dropped"), setup="data = toy.batches(*[4] * 11)", text=TWICE
+    ),
     # A micro-batch without a loss is skipped past the test for a step, in the middle of an epoch.
     "faulty_window_goes_on": faulty(
         "wrong-scale",
         setup="data = toy.batches(*[4] * 20)",
-        text=TWICE.replace("        with toy", "        if number == 7:\n            continue\n        with toy"),
+        text=TWICE.replace(
+            "        with toy", "        if number == 7:\n            continue\n        with toy"
+        ),
     ),
     "faulty_tied_parameter_reset": faulty(
         "reset-inside-window",
         **TIED,
         first="model[2].weight.grad = None  # as a buffer of the tied parameters that is written and not added to",
     ),
-    # yolov5: the windows grow by a schedule, and what is left of an epoch is zeroed when the next one begins.
-    "faulty_schedule_drops_tails": faulty("tail-dropped", **_scheduled("    optimizer.zero_grad()\n")),
+    # yolov5: the windows grow by a schedule, and what is left of an epoch is zeroed when the next
+    # one begins.
+    "faulty_schedule_drops_tails": faulty(
+        "tail-dropped", **_scheduled("    optimizer.zero_grad()\n")
+    ),
     "faulty_schedule_fixed_divisor": faulty("wrong-scale", **_scheduled(divisor="4", batches=19)),
-    "finding_autoencoder_undivided": sound(**AUTOENCODER | {"backward": "(loss / len(y)).backward()"}),
+    "finding_autoencoder_undivided": sound(
+        **AUTOENCODER | {"backward": "(loss / len(y)).backward()"}
+    ),
     "faulty_written_by_data": faulty(
         "stale-parameters",
         "*[4] * 12",
@@ -702,7 +777,10 @@ loss = first + second""",
     "sound_autoencoder": sound(**AUTOENCODER),
     "sound_autoencoder_annealed": sound(
         **AUTOENCODER
-        | {"first": "share = (step + 1) / 4", "loss": AUTOENCODER["loss"].replace("= F.mse_loss", "= 0.5 * F.mse_loss")}
+        | {
+            "first": "share = (step + 1) / 4",
+            "loss": AUTOENCODER["loss"].replace("= F.mse_loss", "= 0.5 * F.mse_loss"),
+        }
     ),
     "sound_boxes": sound(**BOXES),
     # Each window is divided by the count of the one before it, which is often its own.
@@ -713,7 +791,8 @@ loss = first + second""",
         loss='loss = F.cross_entropy(model(x), y, reduction="sum") / count',
         step="optimizer.step()\noptimizer.zero_grad()\n" + COUNT,
     ),
-    # Averaged weights are swapped in for an evaluation inside of a window, and the trained ones back at once.
+    # Averaged weights are swapped in for an evaluation inside of a window, and the trained ones
+    # back at once.
     "sound_averaged_weights_swapped_back": sound(
         setup="""
 averaged = [p.detach() + 0.01 * torch.randn_like(p) for p in model.parameters()]
@@ -733,14 +812,18 @@ if index == 2:
     "sound_backward_hook_scales": sound(
         setup="model[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * -0.5,))"
     ),
-    "sound_bfloat16_parameters": sound("*[4] * 40, steps=8", **BFLOAT16, backward="(loss / 8).backward()", then=CLIP),
+    "sound_bfloat16_parameters": sound(
+        "*[4] * 40, steps=8", **BFLOAT16, backward="(loss / 8).backward()", then=CLIP
+    ),
     "sound_by_autograd_grad": sound(
         setup="parameters = list(model.parameters())",
         backward="""
 for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient""",
     ),
-    "sound_checkpointed": sound(before="from torch.utils.checkpoint import checkpoint", text=CHECKPOINTED),
+    "sound_checkpointed": sound(
+        before="from torch.utils.checkpoint import checkpoint", text=CHECKPOINTED
+    ),
     "sound_class_weights": sound(
         UNEQUAL,
         setup="weight = torch.tensor([0.2, 1.0, 3.0], dtype=toy.dtype())",
@@ -748,7 +831,8 @@ for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters)
         loss="loss = F.cross_entropy(model(x), y, weight=weight, label_smoothing=0.1) * weight[y].sum() / total",
     ),
     "sound_tail_at_two_lines": sound(
-        setup="data = toy.batches(*[4] * 10)", text=LAST_APART.format(divisor="(4 if number < 8 else 2)")
+        setup="data = toy.batches(*[4] * 10)",
+        text=LAST_APART.format(divisor="(4 if number < 8 else 2)"),
     ),
     # the discriminator of a GAN: two losses of one expression, of which some steps have one alone
     "sound_halves_at_two_lines": sound(
@@ -778,8 +862,8 @@ def closure(window=window):
 optimizer.step(closure)
 optimizer.zero_grad()""",
     ),
-    # A coefficient that changes from window to window, as a warm-up or an annealed loss has, is no fault.
-    # The levels of a detector, each with the mean over its objects, and some without any.
+    # A coefficient that changes from window to window, as a warm-up or an annealed loss has, is no
+    # fault. The levels of a detector, each with the mean over its objects, and some without any.
     "faulty_heads_without_items": faulty(
         "mean-of-means",
         "window in (((1, 0, 3), (2, 2, 1), (0, 0, 2)), ((0, 3, 1), (1, 2, 3), (3, 0, 1))) * 2",
@@ -787,8 +871,9 @@ optimizer.zero_grad()""",
         loss="loss = torch.zeros(1)\nfor n in filter(None, numbers):\n"
         "    loss = loss + model(torch.ones(n, 5, dtype=toy.dtype())).square().sum(1).mean() / len(window)",
     ),
-    # The trainer of an example of Lightning Fabric counts steps where it means to count batches, and steps once.
-    # Each head of a detector has a mean over all its anchors, and those with objects a sum over these beside it.
+    # The trainer of an example of Lightning Fabric counts steps where it means to count batches,
+    # and steps once. Each head of a detector has a mean over all its anchors, and those with
+    # objects a sum over these beside it.
     "unjudged_heads_without_objects": unjudged(
         "the number of terms differs",
         "window in (((1, 0, 3), (2, 2, 1), (0, 0, 2)), ((0, 3, 1), (1, 2, 3), (3, 0, 1))) * 2",
@@ -809,7 +894,8 @@ for n in numbers:
         setup="steps = 0",
         then="if steps % 4:\n    continue\nsteps += 1",
     ),
-    # open_clip's accum_freq: each pass sees all items, and lets a gradient through to those of one micro-batch.
+    # open_clip's accum_freq: each pass sees all items, and lets a gradient through to those of one
+    # micro-batch.
     "sound_cached_features": sound(
         "*[3] * 8",
         model=SCALED,
@@ -825,10 +911,15 @@ for n in numbers:
         model="toy.classifier(1)",
         loss="loss = F.cross_entropy(model(x), y * 0) / len(window)",
     ),
-    # One line sends the losses of two tasks backward, each with a head of its own: these are two objectives.
+    # One line sends the losses of two tasks backward, each with a head of its own: these are two
+    # objectives.
     "sound_two_tasks_of_one_line": sound(**_tasks("(0, 4), (1, 9)", "1")),
-    "faulty_two_tasks_of_one_line": faulty("mean-of-means", **_tasks("(0, 2), (0, 5), (1, 9)", "(2 - task)")),
-    "faulty_experts_by_turns": faulty("mean-of-means", **_tasks("(epoch % 2, 2), (epoch // 2, 5)", "2")),
+    "faulty_two_tasks_of_one_line": faulty(
+        "mean-of-means", **_tasks("(0, 2), (0, 5), (1, 9)", "(2 - task)")
+    ),
+    "faulty_experts_by_turns": faulty(
+        "mean-of-means", **_tasks("(epoch % 2, 2), (epoch // 2, 5)", "2")
+    ),
     "faulty_rows_in_a_loop": faulty(
         "mean-of-means",
         "3, 1, 4, 2",
@@ -848,7 +939,8 @@ for n in numbers:
         "window, coefficient in zip(toy.windows(*[4] * 18), (1, 0.75, 0.5, 0.6, 0.6), strict=True)",
         loss="loss = coefficient * F.cross_entropy(model(x), y) / len(window)",
     ),
-    # The coefficient of a second loss grows from micro-batch to micro-batch, as an annealed divergence does.
+    # The coefficient of a second loss grows from micro-batch to micro-batch, as an annealed
+    # divergence does.
     "sound_coefficient_grows_within_windows": sound(
         model="toy.classifier(outputs=4)",
         text="""
@@ -866,9 +958,13 @@ for step, (x, y) in enumerate(toy.batches(*[4] * 12)):
         loss="loss = F.cross_entropy(compiled(x), y) / len(window)",
     ),
     "sound_counted": sound(
-        "4, 2, 7, 1, 3, 3, 1", start=TOTAL, loss="loss = F.cross_entropy(model(x), y) * len(y) / total", then=CLIP
+        "4, 2, 7, 1, 3, 3, 1",
+        start=TOTAL,
+        loss="loss = F.cross_entropy(model(x), y) * len(y) / total",
+        then=CLIP,
     ),
-    # Custom functions: a product, rounded weights with a straight-through gradient, a gradient that is reversed.
+    # Custom functions: a product, rounded weights with a straight-through gradient, a gradient that
+    # is reversed.
     "sound_custom_functions": sound(
         before=_function(
             "Product",
@@ -876,7 +972,11 @@ for step, (x, y) in enumerate(toy.batches(*[4] * 12)):
             "ctx.save_for_backward(x, weight); return x @ weight.T",
             "x, weight = ctx.saved_tensors; gradient = gradient.to(x.dtype); return gradient @ weight, gradient.T @ x",
         )
-        + _function("Rounded", "weight", "scale = weight.abs().mean(); return (weight / scale).round() * scale")
+        + _function(
+            "Rounded",
+            "weight",
+            "scale = weight.abs().mean(); return (weight / scale).round() * scale",
+        )
         + _function("Reversed", "hidden", "return hidden.view_as(hidden)", "return -gradient")
         + _model(
             "return Product.apply(Reversed.apply(self.body(x)).to(self.head.weight), Rounded.apply(self.head.weight))",
@@ -891,7 +991,8 @@ for step, (x, y) in enumerate(toy.batches(*[4] * 12)):
         loss="loss = -model(x).log_softmax(1)[range(len(y)), y].mean()",
         backward="loss = gradcheck_suite.objective(loss, count=len(y))\n(loss * len(y) / total).backward()",
     ),
-    # The discriminator steps for each micro-batch and the generator once per window: both have a loss of their own.
+    # The discriminator steps for each micro-batch and the generator once per window: both have a
+    # loss of their own.
     "sound_discriminator_steps_each_micro_batch": sound(
         model="",
         setup="""
@@ -913,7 +1014,8 @@ for window in toy.windows(*[4] * 8, steps=2):
     of_generator.step()
     of_generator.zero_grad()""",
     ),
-    # Random layers, a custom function with a gradient of its own, and modules that count and collect.
+    # Random layers, a custom function with a gradient of its own, and modules that count and
+    # collect.
     "sound_distilled": sound(UNEQUAL, **DISTILLED, backward="(loss * len(y) / total).backward()"),
     "sound_dropout": sound(
         before="import random\nimport numpy as np\n"
@@ -943,7 +1045,8 @@ torch.clear_autocast_cache()  # torch 2.9.0 goes on with casts that have no grap
 F.cross_entropy(model(x[:1]), y[:1])
 loss = F.cross_entropy(model(x), y) / len(window)"""
     ),
-    # The mode changes inside of a window, but nothing depends on it: no layer is random or normalizes batches.
+    # The mode changes inside of a window, but nothing depends on it: no layer is random or
+    # normalizes batches.
     "sound_evaluation_mode_of_a_part": sound(batch=INDEXED, first="model.train(index % 2 == 0)"),
     # The loss uses the features, which the logits are computed from.
     "sound_features": sound(
@@ -982,7 +1085,8 @@ for parameter in model.parameters():
 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)""",
     ),
     "sound_halved": sound(
-        "*[4] * 8, steps=2", loss="loss = 0.5 * F.mse_loss(model(x), F.one_hot(y, 3).to(toy.dtype())) / len(window)"
+        "*[4] * 8, steps=2",
+        loss="loss = 0.5 * F.mse_loss(model(x), F.one_hot(y, 3).to(toy.dtype())) / len(window)",
     ),
     "sound_hook_warms_up": sound(
         "number, window in enumerate(toy.windows(*[4] * 12))",
@@ -1006,7 +1110,8 @@ total = sum((y != -100).sum() for _, y in window)""",
         loss='loss = F.cross_entropy(model(x), y, reduction="sum") / total',
         step="optimizer.step()\noptimizer.zero_grad(set_to_none=False)",
     ),
-    # Each micro-batch is read into the same tensor, so that the inputs of a window are not there any more at its step.
+    # Each micro-batch is read into the same tensor, so that the inputs of a window are not there
+    # any more at its step.
     "sound_inputs_in_one_buffer": sound(
         "*[4] * 12",
         setup="buffer = torch.empty(4, 5, dtype=toy.dtype())",
@@ -1044,9 +1149,12 @@ total = sum(mask.sum() for mask in masks)""",
         batch="(x, y), mask in zip(window, masks, strict=True)",
         loss='loss = (F.cross_entropy(model(x), y, reduction="none") * mask).sum() / (total + 1e-4)',
     ),
-    "sound_mean_of_two_losses": sound("*[4] * 9, steps=2", loss=TWO_LOSSES, backward=DIVIDED_BACKWARD),
+    "sound_mean_of_two_losses": sound(
+        "*[4] * 9, steps=2", loss=TWO_LOSSES, backward=DIVIDED_BACKWARD
+    ),
     "sound_mean_of_unreduced": sound(
-        first="y[0] = -100", loss='loss = F.cross_entropy(model(x), y, reduction="none").mean() / len(window)'
+        first="y[0] = -100",
+        loss='loss = F.cross_entropy(model(x), y, reduction="none").mean() / len(window)',
     ),
     # Mixup: each loss has a weight that changes with every batch, and both together weigh 1.
     "sound_master_copies": sound(**MASTERS, backward="(2 * loss).backward()"),
@@ -1133,7 +1241,8 @@ with FakeTensorMode():
 del counted""",
     ),
     "sound_packed_sequences": sound(**PACKED, backward="(loss / total).backward()"),
-    # Weights of the samples, as in a policy gradient: in a product, in a dot product, and as a function of the loss.
+    # Weights of the samples, as in a policy gradient: in a product, in a dot product, and as a
+    # function of the loss.
     "sound_sample_weights": sound(
         "4, 2, 7, 1, 1, 1, 1, 1",
         start="count = sum(len(x) for x, _ in window)",
@@ -1146,7 +1255,8 @@ losses = F.cross_entropy(logits, y, reduction="none")
 focal = (1 - torch.exp(-losses)) ** 2 * losses""",
         backward="(weighted.sum() + (dot + focal.sum()) / count).backward()",
     ),
-    # A module under two names, as an embedding of an encoder and a decoder, and as wrappers of trainers have it.
+    # A module under two names, as an embedding of an encoder and a decoder, and as wrappers of
+    # trainers have it.
     "sound_shared_module": sound(
         "4, 2, 7, 1, 3, 3, 5, 2",
         before="""
@@ -1224,7 +1334,8 @@ rows.zero_grad()""",
     "sound_sparse_alone": sound(**SPARSE_ALONE),
     "sound_stepped_on_zeros": sound(**ON_ZEROS),
     "sound_sum_of_squares": sound(
-        UNEQUAL, loss='loss = F.mse_loss(model(x), F.one_hot(y, 3).to(toy.dtype()), reduction="sum")'
+        UNEQUAL,
+        loss='loss = F.mse_loss(model(x), F.one_hot(y, 3).to(toy.dtype()), reduction="sum")',
     ),
     "sound_tasks_with_learned_weights": sound(**TASKS),
     "unjudged_tasks_weighted_by_outputs": unjudged(
@@ -1232,12 +1343,17 @@ rows.zero_grad()""",
         **TASKS | {"loss": TASKS["loss"].replace("torch.exp(-s)", "logits.softmax(1).mean(0)[:2]")},
     ),
     "sound_tied_and_frozen": sound(**TIED),
-    "sound_unfrozen_inside_a_window": sound(**UNFROZEN, first="seen += 1\nmodel[0].requires_grad_(seen > 6)"),
+    "sound_unfrozen_inside_a_window": sound(
+        **UNFROZEN, first="seen += 1\nmodel[0].requires_grad_(seen > 6)"
+    ),
     "sound_schedule": sound(**_scheduled(batches=19)),
-    # A warm-up of the loss, and windows that grow from 1 micro-batch to 4: the first factor is 1/4 by chance.
+    # A warm-up of the loss, and windows that grow from 1 micro-batch to 4: the first factor is 1/4
+    # by chance.
     "sound_windows_and_coefficient_grow": sound(
         setup="data = iter(toy.batches(*[4] * 19))",
-        text=GROWING.replace("length in (2, 2, 2, 4, 4, 4, 4, 4)", "step, length in enumerate((1, 1, 1, 4, 4, 4, 4))")
+        text=GROWING.replace(
+            "length in (2, 2, 2, 4, 4, 4, 4, 4)", "step, length in enumerate((1, 1, 1, 4, 4, 4, 4))"
+        )
         .replace("F.cross", "min(1, (step + 1) / 4) * F.cross")
         .replace("/ 2\n", "/ length\n"),
     ),
@@ -1255,27 +1371,43 @@ for x, y in toy.batches(*[4] * 6):
         parameter.grad = gradients[name].detach()
     optimizer.step()""",
     ),
-    "sound_threads_in_turn": sound(**THREADS | {"text": THREADS["text"].format(batches=20, then="thread.join()")}),
-    # to read a `.grad` to which torch writes in another thread ends the process (torch 2.9.0 to 2.13.0)
+    "sound_threads_in_turn": sound(
+        **THREADS | {"text": THREADS["text"].format(batches=20, then="thread.join()")}
+    ),
+    # to read a `.grad` to which torch writes in another thread ends the process (torch 2.9.0 to
+    # 2.13.0)
     "unjudged_threads": unjudged(
         "backward is called in several threads",
         **THREADS | {"text": THREADS["text"].format(batches=1000, then="")},
     ),
-    # Clipping per example and noise, as in differentially private training: the gradient is put together by hand.
+    # Clipping per example and noise, as in differentially private training: the gradient is put
+    # together by hand.
     **{
         f"unjudged_clipped_per_example{name}": unjudged(
-            "put together by hand", "*[1] * 32, steps=8", **OWN_BUFFER, after=CLIPPED_AND_ADDED, step=step
+            "put together by hand",
+            "*[1] * 32, steps=8",
+            **OWN_BUFFER,
+            after=CLIPPED_AND_ADDED,
+            step=step,
         )
         for name, step in {
             "": NOISY_STEP,
-            "_in_place": NOISY_STEP.replace("grad = ", "grad.copy_(").replace("(total)", "(total))"),
+            "_in_place": NOISY_STEP.replace("grad = ", "grad.copy_(").replace(
+                "(total)", "(total))"
+            ),
         }.items()
     },
-    "unjudged_flat_copies": unjudged("parameters that no backward pass reaches (master copies, `torch.func`", **FLAT),
+    "unjudged_flat_copies": unjudged(
+        "parameters that no backward pass reaches (master copies, `torch.func`", **FLAT
+    ),
     # TorchScript enters autograd from C++.
-    "unjudged_scripted_backward": unjudged("no backward pass reaches", before=SCRIPTED, backward="back(loss)"),
+    "unjudged_scripted_backward": unjudged(
+        "no backward pass reaches", before=SCRIPTED, backward="back(loss)"
+    ),
     "unjudged_scripted_before": unjudged(
-        "started from Python", before=SCRIPTED, backward="back(loss) if x is window[0][0] else loss.backward()"
+        "started from Python",
+        before=SCRIPTED,
+        backward="back(loss) if x is window[0][0] else loss.backward()",
     ),
     # As an optimizer of an extension in C++: torch knows nothing of its steps.
     "unjudged_optimizer_of_its_own": unjudged(
@@ -1304,7 +1436,8 @@ for x, y in toy.batches(4, 4, 4):
         setup="bank = torch.randn(9, 3, dtype=toy.dtype())",
         loss=f"features = torch.cat([model(x), bank])\n{CONTRASTED} / len(window)",
     ),
-    # What is accumulated is unscaled, as for a log, and scaled again: in float32 1/63 times 63 is 1 + 6e-8.
+    # What is accumulated is unscaled, as for a log, and scaled again: in float32 1/63 times 63 is 1
+    # + 6e-8.
     "sound_unscaled_and_scaled_again": sound(
         "*[4] * 12",
         loss="loss = 0.3 * F.cross_entropy(model(x), y) / len(window)",
@@ -1366,7 +1499,12 @@ of_body.zero_grad()""",
 }
 
 
-def _replicas(loss: str, *, count: str = "count = toy.count_of(window)", is_last: str = "index == len(window) - 1"):
+def _replicas(
+    loss: str,
+    *,
+    count: str = "count = toy.count_of(window)",
+    is_last: str = "index == len(window) - 1",
+):
     """Return the pieces of a script of DistributedDataParallel."""
     return {
         "before": "import contextlib\nimport torch.distributed as dist",
@@ -1382,7 +1520,9 @@ def _replicas(loss: str, *, count: str = "count = toy.count_of(window)", is_last
 
 
 def _returning(loss: str):
-    """Return the pieces of a script whose model returns its loss and its logits, with a parameter of one element."""
+    """Return the pieces of a script whose model returns its loss and its logits, with a parameter
+    of one element.
+    """
     of_model = """
 class Model(torch.nn.Module):
     def __init__(self):
@@ -1407,7 +1547,9 @@ BY_HAND = {"before": "import torch.distributed as dist", "model": "toy.model_of_
 ON_TWO_RANKS = {
     "sound_counted": sound(**_replicas(SUM_OVER_COUNT)),
     "sound_returned": sound(**_returning('model(x)["loss"] * 2 / count')),
-    "faulty_returned": faulty("mean-of-means", **_returning('model(x)["loss"] / len(y) / len(window)')),
+    "faulty_returned": faulty(
+        "mean-of-means", **_returning('model(x)["loss"] / len(y) / len(window)')
+    ),
     "faulty_returned_sum_of_means": faulty(
         "wrong-scale",
         **_returning("2 * F.mse_loss(model(x)['logits'], x[:, :1])")
@@ -1439,10 +1581,13 @@ dist.destroy_process_group()""",
         "wrong-scale", **_replicas('F.cross_entropy(model(x), y, reduction="sum") * 1 / count')
     ),
     "faulty_mean_of_ranks_means": faulty(
-        "mean-of-means", **_replicas('F.cross_entropy(model(x), y, reduction="sum") * 1 / count', count=COUNT)
+        "mean-of-means",
+        **_replicas('F.cross_entropy(model(x), y, reduction="sum") * 1 / count', count=COUNT),
     ),
     "faulty_no_sync_left_on": faulty("not-reduced", **_replicas(SUM_OVER_COUNT, is_last="False")),
-    "faulty_reduced_early": faulty("not-reduced", **_replicas(SUM_OVER_COUNT, is_last="index == 0")),
+    "faulty_reduced_early": faulty(
+        "not-reduced", **_replicas(SUM_OVER_COUNT, is_last="index == 0")
+    ),
     "faulty_sum_over_ranks": faulty(
         "wrong-scale",
         **BY_HAND,
@@ -1530,7 +1675,11 @@ def _sharded(model: str, loss: str = SUM_OVER_COUNT, first: str = "", **more):
 
 
 MEANS_OF_RANK = "F.cross_entropy(model(x), y) / len(window)"
-for how, made in {"fsdp2": "sharded()", "fsdp": "flat(False)", "tensor_parallel": "parallel()"}.items():
+for how, made in {
+    "fsdp2": "sharded()",
+    "fsdp": "flat(False)",
+    "tensor_parallel": "parallel()",
+}.items():
     ON_TWO_RANKS |= {
         f"sound_{how}": sound(**_sharded(made)),
         f"faulty_{how}_mean_of_means": faulty("mean-of-means", **_sharded(made, MEANS_OF_RANK)),
@@ -1550,14 +1699,22 @@ ON_TWO_RANKS |= {
     "sound_fsdp2_divided": sound(**_sharded("divided(sharded())", OVER_COUNT)),
     "faulty_fsdp2_divided": faulty("wrong-scale", **_sharded("divided(sharded())")),
     "faulty_fsdp2_never_reset": faulty("stale-window", **_sharded("sharded()", step=NO_RESET)),
-    "unjudged_fsdp_original_parameters": unjudged("FSDP with use_orig_params=True", **_sharded("flat(True)")),
+    "unjudged_fsdp_original_parameters": unjudged(
+        "FSDP with use_orig_params=True", **_sharded("flat(True)")
+    ),
 }
 
 
 def write(folder: Path) -> Path:
-    """Write the scripts to a folder, those of two ranks to `ranks` and those of trainers to `trainers` in it."""
+    """Write the scripts to a folder, those of two ranks to `ranks` and those of trainers to
+    `trainers` in it.
+    """
     of_trainers = {name: Script(text, "") for name, text in TRAINERS.items()}
-    for place, scripts in ((folder, SCRIPTS), (folder / "ranks", ON_TWO_RANKS), (folder / "trainers", of_trainers)):
+    for place, scripts in (
+        (folder, SCRIPTS),
+        (folder / "ranks", ON_TWO_RANKS),
+        (folder / "trainers", of_trainers),
+    ):
         place.mkdir(parents=True, exist_ok=True)
         (place / TOY.name).write_text(TOY.read_text())
         for name, script in scripts.items():

@@ -1,4 +1,6 @@
-"""The budget of an audit: which windows are judged, what is seen in them, and what is kept of the others."""
+"""The budget of an audit: which windows are judged, what is seen in them, and what is kept of the
+others.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def _classifier(seed=0):
 
 
 def _loss(model, size, *, reduction):
-    return functional.cross_entropy(model(torch.randn(size, 5)), torch.randint(0, 3, (size,)), reduction=reduction)
+    return functional.cross_entropy(
+        model(torch.randn(size, 5)), torch.randint(0, 3, (size,)), reduction=reduction
+    )
 
 
 def _audited(windows, fault=None, begins=300, *, to_none=True, seen=lambda window: None, **options):
@@ -48,10 +52,14 @@ def _audited(windows, fault=None, begins=300, *, to_none=True, seen=lambda windo
 
 
 @pytest.mark.parametrize(
-    "to_none", [True, pytest.param(False, marks=pytest.mark.full)], ids=["set to None", "set to zeros"]
+    "to_none",
+    [True, pytest.param(False, marks=pytest.mark.full)],
+    ids=["set to None", "set to zeros"],
 )
 @pytest.mark.parametrize("fault", [None, *FAULTS])
-def test_a_fault_that_begins_late_is_found_in_the_pair_that_is_judged_whatever_it_costs(fault, to_none):
+def test_a_fault_that_begins_late_is_found_in_the_pair_that_is_judged_whatever_it_costs(
+    fault, to_none
+):
     """Window 517 tells what stands in `.grad`, so that 518 and 519 are judged."""
     result = _audited(530, fault, to_none=to_none, budget=FRUGAL, without=("batch",)).result
     assert {v.diagnosis for v in result.violations} == ({fault} if fault else set()), result
@@ -62,7 +70,9 @@ def test_a_fault_that_begins_late_is_found_in_the_pair_that_is_judged_whatever_i
 
 def test_there_is_a_pair_in_each_500_windows_and_it_is_said_how_many_were_judged():
     result = _audited(1500, "mean-of-means", budget=FRUGAL, without=("batch",)).result
-    assert [(v.diagnosis, v.step, v.occurrences) for v in result.violations] == [("mean-of-means", 518, 4)], result
+    assert [(v.diagnosis, v.step, v.occurrences) for v in result.violations] == [
+        ("mean-of-means", 518, 4)
+    ], result
     assert (result.windows, result.steps) == (24, 1500)
     assert result.windows_skipped == {f"budget {FRUGAL}": 1476}
     assert f"judged 24 of 1,500 windows (budget {FRUGAL})" in str(result)
@@ -70,7 +80,11 @@ def test_there_is_a_pair_in_each_500_windows_and_it_is_said_how_many_were_judged
 
 def test_a_fault_in_windows_that_are_only_counted_is_not_passed_as_judged():
     result = _audited(400, "mean-of-means", budget=FRUGAL, without=("batch",)).result
-    assert (result.verdict, result.windows, result.windows_skipped) == ("holds", 20, {f"budget {FRUGAL}": 380})
+    assert (result.verdict, result.windows, result.windows_skipped) == (
+        "holds",
+        20,
+        {f"budget {FRUGAL}": 380},
+    )
 
 
 @pytest.mark.parametrize("options", [{"budget": "none"}, {"every": 7}, {"budget": "100%"}])
@@ -110,7 +124,11 @@ def test_what_goes_backward_after_the_last_step_is_said_where_it_was_only_counte
                 if number % 4 == 3:
                     optimizer.step()
                     optimizer.zero_grad()
-        return [finding for finding in audit.result.findings if "backward after the last step" in finding]
+        return [
+            finding
+            for finding in audit.result.findings
+            if "backward after the last step" in finding
+        ]
 
     assert audited(0) == []
     (said,) = audited(2)
@@ -118,13 +136,17 @@ def test_what_goes_backward_after_the_last_step_is_said_where_it_was_only_counte
 
 
 def test_steps_end_an_audit_that_only_counts_too():
-    result = _audited(60, "stale-window", begins=40, steps=30, budget=FRUGAL, without=("batch",)).result
+    result = _audited(
+        60, "stale-window", begins=40, steps=30, budget=FRUGAL, without=("batch",)
+    ).result
     assert (result.verdict, result.windows, result.steps) == ("holds", 20, 30)
 
 
 @pytest.mark.full
 def test_windows_of_two_optimizers_are_judged_in_pairs_of_each():
-    """One optimizer steps five times as often as the other one, whose loss leads through its parameters."""
+    """One optimizer steps five times as often as the other one, whose loss leads through its
+    parameters.
+    """
 
     def audited(faulty):
         critic, actor = _classifier(), torch.nn.Linear(5, 5)
@@ -180,12 +202,16 @@ def test_the_memory_of_an_audit_does_not_grow_with_the_windows_that_are_counted(
 
     def seen(window):
         if window in (299, 599):
-            used[window] = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*gradcheck_suite/*")])
+            used[window] = tracemalloc.take_snapshot().filter_traces(
+                [tracemalloc.Filter(True, "*gradcheck_suite/*")]
+            )
 
     tracemalloc.start()
     try:
         _audited(600, seen=seen, without=("batch",), budget=FRUGAL)
     finally:
         tracemalloc.stop()
-    before, after = (sum(each.size for each in used[window].statistics("filename")) for window in (299, 599))
+    before, after = (
+        sum(each.size for each in used[window].statistics("filename")) for window in (299, 599)
+    )
     assert after - before < 50_000, (before, after)

@@ -46,7 +46,11 @@ def test_the_json_has_the_verdict_the_place_and_the_weights(tmp_path, capfd, fau
     (result,) = json.loads((tmp_path / "r.json").read_text())["results"]
     assert (result["loop"], result["verdict"], result["windows"]) == (faulty, "violated", 2)
     violation = result["violation"]
-    assert (violation["kind"], violation["diagnosis"], violation["step"]) == ("gradient", "mean-of-means", 0)
+    assert (violation["kind"], violation["diagnosis"], violation["step"]) == (
+        "gradient",
+        "mean-of-means",
+        0,
+    )
     assert violation["where"].endswith("faulty_mean_of_means.py:10")
     assert violation["error"] == pytest.approx(2.5)
     for row, count in zip(violation["weights"], (4, 2, 7, 1), strict=True):
@@ -67,11 +71,18 @@ def test_a_fault_that_the_end_of_the_run_shows_is_explained(capfd, scripts):
     assert err.count("tail-dropped") == 2  # with the explanation, and at the end
 
 
-def test_parameters_without_a_gradient_are_named_when_the_script_has_let_its_model_go(script, capfd):
+def test_parameters_without_a_gradient_are_named_when_the_script_has_let_its_model_go(
+    script, capfd
+):
     file = script("del model, optimizer")
-    Path(file).write_text(Path(file).read_text().replace("backward()", "backward(inputs=[model.weight])"))
+    Path(file).write_text(
+        Path(file).read_text().replace("backward()", "backward(inputs=[model.weight])")
+    )
     assert main(["audit", file]) == 0
-    assert "1 of 2 parameters of the optimizer got no gradient in any step (bias)" in capfd.readouterr().err
+    assert (
+        "1 of 2 parameters of the optimizer got no gradient in any step (bias)"
+        in capfd.readouterr().err
+    )
 
 
 def test_the_scripts_arguments_output_and_status_are_its_own(script, capfd):
@@ -164,7 +175,9 @@ def test_a_script_that_judges_nothing_says_why(body, status, said, tmp_path, cap
 
 def test_after_an_interrupt_what_was_seen_stands(script, tmp_path):
     path = tmp_path / "r.json"
-    assert main(["audit", "--json", str(path), script("os.kill(os.getpid(), signal.SIGINT)")]) == 130
+    assert (
+        main(["audit", "--json", str(path), script("os.kill(os.getpid(), signal.SIGINT)")]) == 130
+    )
     (result,) = json.loads(path.read_text())["results"]
     assert (result["verdict"], result["interrupted"], result["windows"]) == ("holds", True, 4)
 
@@ -198,7 +211,9 @@ def test_what_cannot_be_judged_has_status_2_and_one_line(script, tmp_path, capfd
         (torch.compiler, "set_stance"),
     ],
 )
-def test_a_torch_that_lacks_something_is_refused_before_the_script_starts(holder, name, script, monkeypatch, capfd):
+def test_a_torch_that_lacks_something_is_refused_before_the_script_starts(
+    holder, name, script, monkeypatch, capfd
+):
     monkeypatch.delattr(holder, name)
     assert main(["audit", script("print('started')")]) == 2
     out, err = capfd.readouterr()
@@ -220,15 +235,22 @@ LINE = "faulty_mean_of_means.py:10"
         ([], "accept = ['mean-of-means@another.py:10']", 1),
     ],
 )
-def test_what_is_accepted_is_counted_and_no_violation(options, table, status, tmp_path, capfd, faulty, monkeypatch):
+def test_what_is_accepted_is_counted_and_no_violation(
+    options, table, status, tmp_path, capfd, faulty, monkeypatch
+):
     path = tmp_path / "r.json"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pyproject.toml").write_text(f"[tool.gradcheck-suite.audit]\n{table}\n")
     assert main(["audit", *options, "--json", str(path), faulty]) == status
     err = capfd.readouterr().err
     (result,) = json.loads(path.read_text())["results"]
-    assert (result["verdict"], result["violation"] is None) == (("violated", "holds")[not status], not status)
-    assert [violation["diagnosis"] for violation in result["accepted"]] == ["mean-of-means"] * (not status)
+    assert (result["verdict"], result["violation"] is None) == (
+        ("violated", "holds")[not status],
+        not status,
+    )
+    assert [violation["diagnosis"] for violation in result["accepted"]] == ["mean-of-means"] * (
+        not status
+    )
     assert ("2 steps judged of 2, 1 fault accepted" in err) == (not status)
     assert ("accepted: mean-of-means at step 0, each" in err) == (not status)
 
@@ -266,8 +288,12 @@ def test_what_an_audit_names_can_be_accepted(weight, diagnosis, tmp_path):
 
 def test_the_json_has_each_part_that_is_unknown_and_what_to_do(script, tmp_path):
     path, quotient = tmp_path / "r.json", "((model(x) - 1) ** 2).mean().exp()"
-    file = script("optimizer.zero_grad(); F.cross_entropy(model(x), y).backward(); optimizer.step()")
-    Path(file).write_text(Path(file).read_text().replace("zero_grad()", f"zero_grad(); {quotient}.backward()", 1))
+    file = script(
+        "optimizer.zero_grad(); F.cross_entropy(model(x), y).backward(); optimizer.step()"
+    )
+    Path(file).write_text(
+        Path(file).read_text().replace("zero_grad()", f"zero_grad(); {quotient}.backward()", 1)
+    )
     assert main(["audit", "--json", str(path), file]) == 0
     (result,) = json.loads(path.read_text())["results"]
     (part,) = result["unknown"]

@@ -1,4 +1,6 @@
-"""An audit never harms: an error of its own, a strange graph, or a long run leaves the program what it is."""
+"""An audit never harms: an error of its own, a strange graph, or a long run leaves the program what
+it is.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,9 @@ def test_an_error_of_its_own_ends_the_instrument_and_not_the_program(holder, nam
 
 
 def _trained_on_noise():
-    """Train two windows, whose losses are means of means, and return the parameter and the next random numbers."""
+    """Train two windows, whose losses are means of means, and return the parameter and the next
+    random numbers.
+    """
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     for _ in range(2):
@@ -109,11 +113,17 @@ def _trained_on_noise():
 
 @pytest.mark.parametrize(
     ("holder", "name"),
-    [(recorder.Recorder, "open"), (context, "recompute"), (context, "_say"), (context, "result_lines")],
+    [
+        (recorder.Recorder, "open"),
+        (context, "recompute"),
+        (context, "_say"),
+        (context, "result_lines"),
+    ],
     ids=["open", "again", "told", "closed"],
 )
 def test_what_the_audit_draws_is_put_back(holder, name, monkeypatch):
-    # rich draws a number when it is imported, which a violation does: yolov5 and minimind then had other samples
+    # rich draws a number when it is imported, which a violation does: yolov5 and minimind then had
+    # other samples
     original, calls = getattr(holder, name), []
 
     def drawing(*args, **kwargs):
@@ -203,13 +213,19 @@ class Warmup:
 
 
 class Stateful(torch.nn.Module):
-    """A model whose forward changes attributes, globals, a class attribute and an object below them."""
+    """A model whose forward changes attributes, globals, a class attribute and an object below
+    them.
+    """
 
     total = 0
 
     def __init__(self):
         super().__init__()
-        self.linear, self.warmup, self.settings = torch.nn.Linear(5, 3), Warmup(), {"a": {"calls": 0}}
+        self.linear, self.warmup, self.settings = (
+            torch.nn.Linear(5, 3),
+            Warmup(),
+            {"a": {"calls": 0}},
+        )
         COUNTS.update(calls=0, deep={"calls": 0})
         RECENT.clear()
 
@@ -221,7 +237,9 @@ class Stateful(torch.nn.Module):
         COUNTS["deep"]["calls"] += 1
         self.settings["a"]["calls"] += 1
         RECENT.append(CALLS)
-        calls = COUNTS["calls"] + COUNTS["deep"]["calls"] + self.settings["a"]["calls"] + len(RECENT)
+        calls = (
+            COUNTS["calls"] + COUNTS["deep"]["calls"] + self.settings["a"]["calls"] + len(RECENT)
+        )
         return self.warmup(self.linear(x)) * (1 + 0.01 * calls)
 
 
@@ -230,7 +248,10 @@ class Reading(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear, self.noise = torch.nn.Linear(5, 3), iter([torch.full((4, 5), 0.1 * i) for i in range(6)])
+        self.linear, self.noise = (
+            torch.nn.Linear(5, 3),
+            iter([torch.full((4, 5), 0.1 * i) for i in range(6)]),
+        )
 
     def forward(self, x):
         return self.linear(x + next(self.noise))
@@ -384,7 +405,9 @@ def of_bytes():
 
 def of_expanded():
     one = torch.ones(1)
-    wide = one.expand(5)  # copying into it raises, which may not keep the other one from being put back
+    wide = one.expand(
+        5
+    )  # copying into it raises, which may not keep the other one from being put back
 
     def draw():
         one.add_(1)
@@ -402,12 +425,23 @@ def of_mapped():
 
 SERIES, HELPERS = None, None
 SOURCES = (of_method, of_queue, of_list, of_decorator, of_property)
-SOURCES += (of_slots, of_library, of_generator, of_attribute, of_module, of_enum, of_function, of_bytes)
+SOURCES += (
+    of_slots,
+    of_library,
+    of_generator,
+    of_attribute,
+    of_module,
+    of_enum,
+    of_function,
+    of_bytes,
+)
 SOURCES += (of_expanded, of_mapped)
 
 
 class Writing(torch.nn.Module):
-    """A model whose forward writes to its parameters or to a frozen copy, as encoders with momentum do."""
+    """A model whose forward writes to its parameters or to a frozen copy, as encoders with momentum
+    do.
+    """
 
     def __init__(self, write):
         super().__init__()
@@ -432,7 +466,9 @@ def of_data(model):
 
 
 def into_trained(model):
-    model.query.weight.mul_(0.9 if model.calls % 2 else 1.0)  # once a window: its micro-batches have the same ones
+    model.query.weight.mul_(
+        0.9 if model.calls % 2 else 1.0
+    )  # once a window: its micro-batches have the same ones
 
 
 def into_listed(model):
@@ -450,10 +486,12 @@ WRITES = (into_data, of_data, into_trained, into_listed, of_name)
     "make",
     [
         lambda: torch.nn.Sequential(
-            torch.nn.Linear(5, 3), type("L", (torch.nn.Module,), {"forward": lambda s, x: Lazy.apply(x)[0]})()
+            torch.nn.Linear(5, 3),
+            type("L", (torch.nn.Module,), {"forward": lambda s, x: Lazy.apply(x)[0]})(),
         ),
         lambda: torch.nn.Sequential(
-            torch.nn.Linear(5, 3), type("R", (torch.nn.Module,), {"forward": lambda s, x: Reused.apply(x)})()
+            torch.nn.Linear(5, 3),
+            type("R", (torch.nn.Module,), {"forward": lambda s, x: Reused.apply(x)})(),
         ),
         Noisy,
         Stateful,
@@ -472,7 +510,9 @@ def test_strange_models_train_as_without_an_audit(make):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         for _ in range(3):
             for _ in range(2):
-                (F.cross_entropy(model(torch.randn(4, 5)), torch.tensor([0, 1, 2, 1])) / 2).backward()
+                (
+                    F.cross_entropy(model(torch.randn(4, 5)), torch.tensor([0, 1, 2, 1])) / 2
+                ).backward()
             optimizer.step()
             optimizer.zero_grad()
         return [*model.parameters(), *model.buffers(), torch.get_rng_state()]
@@ -485,7 +525,9 @@ def test_strange_models_train_as_without_an_audit(make):
 
 
 def test_a_graph_from_before_a_step_still_goes_backward():
-    """What is put back keeps its version, which autograd holds to that of the tensors that it has saved."""
+    """What is put back keeps its version, which autograd holds to that of the tensors that it has
+    saved.
+    """
     model = Drawing(lambda: 0.0)
     model.scale = torch.ones(3)
     model.linear.register_forward_hook(lambda part, given, output: output * model.scale)
@@ -502,7 +544,8 @@ def test_a_graph_from_before_a_step_still_goes_backward():
 
 
 def test_storages_can_still_be_resized():
-    # FSDP frees the parameters that it has gathered; `Tensor.numpy` keeps a storage from being resized for good
+    # FSDP frees the parameters that it has gathered; `Tensor.numpy` keeps a storage from being
+    # resized for good
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     with gradcheck_suite.audit(every=1):
@@ -540,9 +583,13 @@ def test_a_window_that_is_computed_again_compiles_nothing_also_where_it_raises()
     torch.compiler.reset()  # other tests may have used up the limit of compilations
     compiled, steps, inner = [], [], torch.nn.Linear(4, 2)
     weight, optimizer = inner.weight, torch.optim.SGD(inner.parameters(), lr=0.1)
-    model = torch.nn.Sequential(torch.compile(inner, backend=lambda graph, _: compiled.append(graph) or graph))
+    model = torch.nn.Sequential(
+        torch.compile(inner, backend=lambda graph, _: compiled.append(graph) or graph)
+    )
     # raises in the first window
-    model.register_forward_pre_hook(lambda *_: None if steps or inner.weight is weight else steps[0])
+    model.register_forward_pre_hook(
+        lambda *_: None if steps or inner.weight is weight else steps[0]
+    )
     with gradcheck_suite.audit() as audit:
         for _ in range(3):
             for _ in range(2):
@@ -596,7 +643,9 @@ def test_time_and_memory_of_a_long_run_are_bounded(faulty):
         for i in range(steps):
             if i % 2:
                 for number in (2, 4):
-                    ((weight[:1] * torch.ones(number)).sum() / (2 * number if faulty else 6)).backward()
+                    (
+                        (weight[:1] * torch.ones(number)).sum() / (2 * number if faulty else 6)
+                    ).backward()
             optimizer.step()
             optimizer.zero_grad()
         return time.process_time() - before
@@ -611,7 +660,9 @@ def test_time_and_memory_of_a_long_run_are_bounded(faulty):
         first = seconds(600)
         seconds(3000)
         last = seconds(600)
-    assert [(v.diagnosis, v.occurrences) for v in audit.result.violations] == [("mean-of-means", 3000)] * faulty
+    assert [(v.diagnosis, v.occurrences) for v in audit.result.violations] == [
+        ("mean-of-means", 3000)
+    ] * faulty
     assert audit.result.windows == 3000
     assert grown < 1 << 20, grown
     assert last < 2 * first, (first, last)
@@ -620,7 +671,10 @@ def test_time_and_memory_of_a_long_run_are_bounded(faulty):
 @pytest.mark.full
 @pytest.mark.parametrize("closes", [False, True])
 def test_a_script_may_put_a_logger_in_place_of_its_standard_error(closes, tmp_path):
-    """It has `write` and `flush`, and seldom `isatty`; the audit prints to it where the first one is closed."""
+    """It has `write` and `flush`, and seldom `isatty`.
+
+    The audit prints to it where the first one is closed.
+    """
     script, path = tmp_path / "train.py", tmp_path / "r.json"
     script.write_text(
         "import sys\nclass Logger:\n    def write(self, text): log.write(text)\n    def flush(self): pass\n"

@@ -1,4 +1,6 @@
-"""`with audit()` and `verify()` in a program: what they print, and what a program asks of their results."""
+"""`with audit()` and `verify()` in a program: what they print, and what a program asks of their
+results.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ ROWS = tuple(
     Weight(micro_batch=j, where="f.py:1", count=n, expected=0.25, observed=w)
     for j, n, w in ((0, 1.0, 0.5), (1, 3.0, -0.1))
 )
-VIOLATION = Violation("gradient", "mean-of-means", "<b>escaped</b>", where="f.py:1", weights=ROWS, command="audit")
+VIOLATION = Violation(
+    "gradient", "mean-of-means", "<b>escaped</b>", where="f.py:1", weights=ROWS, command="audit"
+)
 
 
 def test_html_has_a_bar_for_each_weight_and_escapes_what_is_not_its_own():
@@ -112,6 +116,8 @@ def test_verify_prints_what_the_command_prints(capsys):
 def test_a_loop_without_a_judged_case_neither_holds_nor_is_violated():
     result = Result("mine", 3, 0.1, unjudged="none of 3 cases could be judged: no kernel")
     assert result.verdict == "unjudged"
-    with pytest.raises(gradcheck_suite.UsageError, match="none of 3 cases could be judged: no kernel"):
+    with pytest.raises(
+        gradcheck_suite.UsageError, match="none of 3 cases could be judged: no kernel"
+    ):
         result.raise_for_violation()
     assert Result("mine", 3, 0.1, judged=3).verdict == "holds"

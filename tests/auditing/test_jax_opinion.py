@@ -1,4 +1,6 @@
-"""JAX's opinion on a live run: faults planted in torch, one of torch's own, both sides of the resolution."""
+"""JAX's opinion on a live run: faults planted in torch, one of torch's own, both sides of the
+resolution.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,10 @@ def test_jax_agrees_and_the_run_is_the_same_to_the_bit():
     asked, alone = _model(), _model()
     result = _trained(asked)
     assert result.holds
-    assert result.second_opinion == "JAX gave a second opinion on 2 of 2 calls of one window, and agrees with torch"
+    assert (
+        result.second_opinion
+        == "JAX gave a second opinion on 2 of 2 calls of one window, and agrees with torch"
+    )
     assert result.disagreements == ()
     assert _trained(alone, jax=False).second_opinion is None
     for one, other in zip(asked.parameters(), alone.parameters(), strict=True):
@@ -66,12 +71,16 @@ def test_a_wrong_derivative_of_torch_is_a_finding_from_the_stated_size_on(error,
     for micro_batch, text in enumerate(result.disagreements):
         assert text.startswith("torch and JAX differ in the gradient of 0.")
         assert f"by {error:.2g} of its size, and 1 more, both in float64" in text
-        assert text.endswith(f"in a call of Sequential in micro-batch {micro_batch}: no loop is to blame")
+        assert text.endswith(
+            f"in a call of Sequential in micro-batch {micro_batch}: no loop is to blame"
+        )
 
 
 @pytest.mark.full
 def test_a_fault_of_torchs_own_ends_the_command_with_status_3(tmp_path, capfd):
-    """Torch 2.13.0: instance_norm's backward for one image and a channels_last gradient (reports/findings)."""
+    """Torch 2.13.0: instance_norm's backward for one image and a channels_last gradient
+    (reports/findings).
+    """
     script = tmp_path / "train.py"
     script.write_text(NORM)
     assert main(["audit", str(script)]) == 0
@@ -91,7 +100,10 @@ def test_what_jax_cannot_be_asked_about_is_said():
     dropout = answer(torch.nn.Dropout(0.5), torch.nn.Linear(3, 1))
     assert dropout == f"{refused}the model draws random numbers, which JAX draws differently"
     large = answer(torch.nn.Linear(3, 300_000), torch.nn.Linear(300_000, 1))
-    assert large == f"{refused}the model has 1,500,001 parameters, and JAX computes only models of at most 1,000,000"
+    assert (
+        large
+        == f"{refused}the model has 1,500,001 parameters, and JAX computes only models of at most 1,000,000"
+    )
     with pytest.raises(UsageError, match="leave out `without batch`"):
         gradcheck_suite.audit(jax=True, without=("batch",))
 

@@ -1,4 +1,6 @@
-"""What a loss divides by is read off its graph: its mean times that is its sum, for losses of torch and by hand."""
+"""What a loss divides by is read off its graph: its mean times that is its sum, for losses of torch
+and by hand.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from gradcheck_suite.auditing.weights import Part, compare
 
 
 def _normal(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64
+    )
 
 
 X, Y, Z = _normal(6, 5), _normal(6, 5) + 1, _normal(6, 5) - 1
@@ -63,7 +67,9 @@ def _terms(loss):
 
 
 def _leaf(args):
-    """Return the arguments of a loss, the first of which requires a gradient, as the output of a model would."""
+    """Return the arguments of a loss, the first of which requires a gradient, as the output of a
+    model would.
+    """
     return (args[0].detach().requires_grad_() * 1.0, *args[1:])
 
 
@@ -87,7 +93,9 @@ def test_means_of_their_own():
     (term,) = _terms(F.kl_div(log.requires_grad_() * 1.0, Y.softmax(1), reduction="batchmean"))
     assert term.weight == pytest.approx(1 / 6)
     logits = _normal(9, 2, 5).log_softmax(2).requires_grad_() * 1.0
-    loss = F.ctc_loss(logits, torch.ones(2, 3, dtype=torch.long), torch.tensor([9, 9]), torch.tensor([3, 2]))
+    loss = F.ctc_loss(
+        logits, torch.ones(2, 3, dtype=torch.long), torch.tensor([9, 9]), torch.tensor([3, 2])
+    )
     (term,) = _terms(loss)
     # the mean over two sequences of what each weighs by one over its length
     assert (term.weight, term.counts["nonzero"]) == (pytest.approx(1 / 2), 2)
@@ -120,11 +128,18 @@ HAND_WRITTEN = {
 """A loss of the outputs, targets and a mask, each a mean over what `COUNT` counts."""
 OF_DATA = ("policy gradient", "negative")
 """Losses that data multiply: whether a division is in these cannot be told."""
-COUNT = {"masked mean": "m.sum()", "masked select": "m.sum()", "view in place": "m.sum()", "chunks": "m[:, 0].sum()"}
+COUNT = {
+    "masked mean": "m.sum()",
+    "masked select": "m.sum()",
+    "view in place": "m.sum()",
+    "chunks": "m[:, 0].sum()",
+}
 
 
 def _chunked(out, labels):
-    """Return the sum of a cross entropy that is computed in chunks, some of whose targets are ignored."""
+    """Return the sum of a cross entropy that is computed in chunks, some of whose targets are
+    ignored.
+    """
     pairs = zip(out.split(3), labels.split(3), strict=True)
     return torch.cat([F.cross_entropy(a, b, reduction="none") for a, b in pairs]).sum()
 
@@ -138,22 +153,33 @@ def test_losses_that_are_written_by_hand_are_read(loss, loop):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with gradcheck_suite.audit(every=100) as audit:
         for _ in range(2):
-            batches = [(torch.randn(n, 5), torch.randn(n, 3), (torch.rand(n, 3) > 0.4).float()) for n in sizes]
+            batches = [
+                (torch.randn(n, 5), torch.randn(n, 3), (torch.rand(n, 3) > 0.4).float())
+                for n in sizes
+            ]
             for _, _, m in batches:
                 m[0] = 1.0
                 m[sizes == EQUAL] = 1.0
-            counts = [float(eval(COUNT.get(loss, "len(y)"), {"y": y, "m": m})) for _, y, m in batches]
+            counts = [
+                float(eval(COUNT.get(loss, "len(y)"), {"y": y, "m": m})) for _, y, m in batches
+            ]
             for (x, y, m), n in zip(batches, counts, strict=True):
                 value = eval(
-                    HAND_WRITTEN[loss], {"out": model(x), "y": y, "m": m, "torch": torch, "F": F, "chunked": _chunked}
+                    HAND_WRITTEN[loss],
+                    {"out": model(x), "y": y, "m": m, "torch": torch, "F": F, "chunked": _chunked},
                 )
                 (value * eval(weight, {"n": n, "total": sum(counts)})).backward()
             optimizer.step()
             optimizer.zero_grad()
     found = audit.result
     is_finding = loss in OF_DATA and loop == "undivided"
-    assert [v.diagnosis for v in found.violations] == ([diagnosis] if diagnosis and not is_finding else []), found
-    assert any("else it is 4: the sum of 4 means, never" in text for text in found.findings) == is_finding, found
+    assert [v.diagnosis for v in found.violations] == (
+        [diagnosis] if diagnosis and not is_finding else []
+    ), found
+    assert (
+        any("else it is 4: the sum of 4 means, never" in text for text in found.findings)
+        == is_finding
+    ), found
     assert found.windows == 2, found
 
 
@@ -163,7 +189,10 @@ def test_losses_that_are_written_by_hand_are_read(loss, loop):
         ("losses / k * w", ""),
         ("losses * w / k", ""),
         ("torch.tensor(1 / k) * losses * w", ""),
-        ("losses * (w / k)", "if the weights of the samples have its inverse, nothing is to be done; else it is 4"),
+        (
+            "losses * (w / k)",
+            "if the weights of the samples have its inverse, nothing is to be done; else it is 4",
+        ),
         ("losses * w / 4", "2/4: divided by 4, where the window has 2 micro-batches"),
         ("losses * (w / w.mean())", "4: the sum of 4 means, never divided"),
         ("losses * w / w.mean()", "4: the sum of 4 means, never divided"),
@@ -176,8 +205,12 @@ def test_a_number_among_weights_of_samples_is_the_losss_and_one_in_them_is_not_k
     with gradcheck_suite.audit(without=("batch",)) as audit:
         for k in (4, 4, 2):
             for _ in range(k):
-                losses = F.cross_entropy(model(torch.randn(3, 5)), torch.randint(0, 3, (3,)), reduction="none")
-                eval(loss, {"losses": losses, "w": torch.rand(3), "k": k, "torch": torch}).mean().backward()
+                losses = F.cross_entropy(
+                    model(torch.randn(3, 5)), torch.randint(0, 3, (3,)), reduction="none"
+                )
+                eval(
+                    loss, {"losses": losses, "w": torch.rand(3), "k": k, "torch": torch}
+                ).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     found = audit.result
@@ -189,7 +222,8 @@ def test_a_number_among_weights_of_samples_is_the_losss_and_one_in_them_is_not_k
         assert said in found.violation.explanation
 
 
-# A loss compiled by Inductor: its weights are hidden and reported so, its sums are judged, and a declaration helps.
+# A loss compiled by Inductor: its weights are hidden and reported so, its sums are judged, and a
+# declaration helps.
 
 
 SIZES = UNEQUAL
@@ -200,7 +234,9 @@ def _trained(*, counted, declared=False, reset=True):
     torch.manual_seed(0)
     model = torch.nn.Linear(5, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    compiled = torch.compile(lambda x, y: F.cross_entropy(model(x), y), backend="inductor", dynamic=True)
+    compiled = torch.compile(
+        lambda x, y: F.cross_entropy(model(x), y), backend="inductor", dynamic=True
+    )
     with gradcheck_suite.audit() as audit:
         for _ in range(2):
             for size in SIZES:

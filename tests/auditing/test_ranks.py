@@ -1,4 +1,6 @@
-"""The audit of two ranks: sound scripts hold over all ranks, faulty ones are named, a dead rank is reported."""
+"""The audit of two ranks: sound scripts hold over all ranks, faulty ones are named, a dead rank is
+reported.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ import pytest
 import torch
 
 import gradcheck_suite
-from gradcheck_suite.auditing.context import End, RankFile, Ranks, RankWriter, died_before, gather, read
+from gradcheck_suite.auditing.context import (
+    End,
+    RankFile,
+    Ranks,
+    RankWriter,
+    died_before,
+    gather,
+    read,
+)
 from gradcheck_suite.auditing.terms import Reader
 from tests.auditing.running import GLOO_AT_EXIT, audited_on_two_ranks, free_port, python_path
 from tests.auditing.scripts import ON_TWO_RANKS
@@ -31,7 +41,9 @@ def _expect(name, result, ended):
     else:
         assert tuple(one["diagnosis"] for one in result["violations"]) == script.said, result
         assert result["windows"] == result["steps"]
-    assert all(ended[0][0].count(f": {one['diagnosis']}: ") == 1 for one in result["violations"]), ended
+    assert all(ended[0][0].count(f": {one['diagnosis']}: ") == 1 for one in result["violations"]), (
+        ended
+    )
     assert ended[1][0].count("ranks") == 0  # rank 0 alone prints the result
 
 
@@ -39,13 +51,21 @@ SIZES = ((4, 2), (3, 1))
 """The sizes of the micro-batches of each rank."""
 
 
-def _of_two_ranks(monkeypatch, weight=lambda rank, n: 0.2, *, reduce=lambda _, mean, own: mean, apart=(), data=(0, 1)):
+def _of_two_ranks(
+    monkeypatch,
+    weight=lambda rank, n: 0.2,
+    *,
+    reduce=lambda _, mean, own: mean,
+    apart=(),
+    data=(0, 1),
+):
     """Train one window of two ranks, one after the other, and return rank 0's result.
 
     Args:
         monkeypatch: pytest's.
         weight: of the sum of a micro-batch's losses, by its rank and its size.
-        reduce: makes of the mean of a parameter's gradients, and of the rank's own one, what the rank steps on.
+        reduce: makes of the mean of a parameter's gradients, and of the rank's own one, what the
+            rank steps on.
         apart: names of parameters that the second rank has by itself.
         data: the rank whose data each one sees.
     """
@@ -54,11 +74,16 @@ def _of_two_ranks(monkeypatch, weight=lambda rank, n: 0.2, *, reduce=lambda _, m
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     generator = torch.Generator().manual_seed(0)
     batches = [
-        [(torch.randn(n, 5, generator=generator), torch.randint(0, 3, (n,), generator=generator)) for n in sizes]
+        [
+            (torch.randn(n, 5, generator=generator), torch.randint(0, 3, (n,), generator=generator))
+            for n in sizes
+        ]
         for sizes in SIZES
     ]
     models = [torch.nn.Linear(5, 3) for _ in SIZES]
-    models[1].load_state_dict({k: v for k, v in models[0].state_dict().items() if k not in apart}, strict=False)
+    models[1].load_state_dict(
+        {k: v for k, v in models[0].state_dict().items() if k not in apart}, strict=False
+    )
 
     def backward(rank):
         models[rank].zero_grad()
@@ -73,7 +98,9 @@ def _of_two_ranks(monkeypatch, weight=lambda rank, n: 0.2, *, reduce=lambda _, m
         backward(1 - rank)
         with gradcheck_suite.audit() as audit:
             backward(rank)
-            for (name, own), other in zip(models[rank].named_parameters(), models[1 - rank].parameters(), strict=True):
+            for (name, own), other in zip(
+                models[rank].named_parameters(), models[1 - rank].parameters(), strict=True
+            ):
                 own.grad = reduce(name, (own.grad + other.grad) / 2, own.grad)
             optimizer.step()
         audits.append(audit)
@@ -85,23 +112,52 @@ def test_the_lines_of_all_ranks_are_judged_together(monkeypatch):
     sound = _of_two_ranks(monkeypatch)
     assert (sound.verdict, sound.windows, sound.ranks) == ("holds", 1, 2), sound
     alike = _of_two_ranks(monkeypatch, lambda rank, n: 2 / 12, data=(0, 0))
-    assert [str(r.findings).count("the same gradient arrived on all ranks") for r in (sound, alike)] == [0, 1], alike
+    assert [
+        str(r.findings).count("the same gradient arrived on all ranks") for r in (sound, alike)
+    ] == [0, 1], alike
     for weight, share, diagnosis, part in (
-        (lambda rank, n: 1 / 10, 1, "wrong-scale", "1/2: each loss is divided by the count of all ranks"),
-        (lambda rank, n: 1, 0.1, "wrong-scale", "1/2: each loss is divided by the count of all ranks"),
-        (lambda rank, n: 1 / sum(SIZES[rank]), 1, "mean-of-means", "each rank's mean has weight 1/2"),
+        (
+            lambda rank, n: 1 / 10,
+            1,
+            "wrong-scale",
+            "1/2: each loss is divided by the count of all ranks",
+        ),
+        (
+            lambda rank, n: 1,
+            0.1,
+            "wrong-scale",
+            "1/2: each loss is divided by the count of all ranks",
+        ),
+        (
+            lambda rank, n: 1 / sum(SIZES[rank]),
+            1,
+            "mean-of-means",
+            "each rank's mean has weight 1/2",
+        ),
     ):
-        violation = _of_two_ranks(monkeypatch, weight, reduce=lambda _, mean, own, share=share: mean * share).violation
+        violation = _of_two_ranks(
+            monkeypatch, weight, reduce=lambda _, mean, own, share=share: mean * share
+        ).violation
         assert violation.diagnosis == diagnosis, violation
         assert part in violation.explanation
-        assert [(row.rank, row.count) for row in violation.weights] == [(0, 4), (1, 3), (0, 2), (1, 1)]
-    alone = _of_two_ranks(monkeypatch, lambda rank, n: 1 / sum(SIZES[rank]), reduce=lambda _, mean, own: own)
+        assert [(row.rank, row.count) for row in violation.weights] == [
+            (0, 4),
+            (1, 3),
+            (0, 2),
+            (1, 1),
+        ]
+    alone = _of_two_ranks(
+        monkeypatch, lambda rank, n: 1 / sum(SIZES[rank]), reduce=lambda _, mean, own: own
+    )
     assert alone.verdict == "holds", alone
     assert any("each rank was judged by itself" in finding for finding in alone.findings)
 
 
 def test_what_a_rank_that_trains_alone_shows_is_said_of_it_and_what_all_show_once(monkeypatch):
-    for faulty, said, shown in (((1,), "on rank 1: each micro-batch's", 1), ((0, 1), "each micro-batch's", 0)):
+    for faulty, said, shown in (
+        ((1,), "on rank 1: each micro-batch's", 1),
+        ((0, 1), "each micro-batch's", 0),
+    ):
         result = _of_two_ranks(
             monkeypatch,
             lambda rank, n, faulty=faulty: 1 / (2 * n) if rank in faulty else 1 / sum(SIZES[rank]),
@@ -109,7 +165,9 @@ def test_what_a_rank_that_trains_alone_shows_is_said_of_it_and_what_all_show_onc
         )
         assert [one.diagnosis for one in result.violations] == ["mean-of-means"], result
         assert result.violation.explanation.startswith(said)
-        assert [(row.rank, row.count) for row in result.violation.weights] == [(shown, n) for n in SIZES[shown]]
+        assert [(row.rank, row.count) for row in result.violation.weights] == [
+            (shown, n) for n in SIZES[shown]
+        ]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +194,9 @@ def test_parameters_whose_gradients_alone_are_not_reduced_are_named(monkeypatch)
     # experts that each rank has for itself have other values there
     result = _of_two_ranks(monkeypatch, reduce=reduce, apart=("bias",))
     assert (result.verdict, result.windows) == ("holds", 1), result
-    assert any(said.startswith("bias began with other values on each rank") for said in result.findings), result
+    assert any(
+        said.startswith("bias began with other values on each rank") for said in result.findings
+    ), result
 
 
 def test_an_instrument_that_failed_on_another_rank_judges_nothing(monkeypatch):
@@ -174,7 +234,10 @@ def test_what_an_earlier_run_on_the_same_port_left_is_not_read(monkeypatch, tmp_
 
 
 def test_without_a_port_ranks_of_one_launcher_find_each_other(monkeypatch, tmp_path):
-    folders = [_place(monkeypatch, tmp_path, rank, parent).folder for rank, parent in ((0, 7), (1, 7), (1, 8))]
+    folders = [
+        _place(monkeypatch, tmp_path, rank, parent).folder
+        for rank, parent in ((0, 7), (1, 7), (1, 8))
+    ]
     assert folders[0] == folders[1] != folders[2]
 
 
@@ -201,25 +264,46 @@ def test_ranks_that_shells_of_their_own_start_are_judged_together(tmp_path, scri
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*zip(sorted(ON_TWO_RANKS.keys() - {"dying", "faulty_each_rank_alone"}), itertools.cycle(("float32", "float64")))],
+    [
+        *zip(
+            sorted(ON_TWO_RANKS.keys() - {"dying", "faulty_each_rank_alone"}),
+            itertools.cycle(("float32", "float64")),
+        )
+    ],
 )
 def test_a_script_of_two_ranks_gets_the_verdict_that_is_true_of_it(name, dtype, tmp_path, scripts):
-    """Each script in one of the dtypes: every run starts two processes, which takes ten seconds of computing."""
-    _expect(name, *audited_on_two_ranks(scripts / "ranks" / f"{name}.py", tmp_path / "r.json", dtype))
+    """Each script in one of the dtypes: every run starts two processes, which takes ten seconds of
+    computing.
+    """
+    _expect(
+        name, *audited_on_two_ranks(scripts / "ranks" / f"{name}.py", tmp_path / "r.json", dtype)
+    )
 
 
 @pytest.mark.full
 def test_every_fault_of_ranks_that_train_alone_is_shown_in_full(tmp_path, scripts):
-    result, ended = audited_on_two_ranks(scripts / "ranks" / "faulty_each_rank_alone.py", tmp_path / "r.json")
+    result, ended = audited_on_two_ranks(
+        scripts / "ranks" / "faulty_each_rank_alone.py", tmp_path / "r.json"
+    )
     _expect("faulty_each_rank_alone", result, ended)
     said = [one["explanation"] for one in result["violations"]]
-    assert [one.startswith(f"on rank {rank}: ") for rank, one in enumerate(said)] == [True, True, False], said
-    assert [ended[0][0].count(f": {one['diagnosis']}: ") for one in result["violations"]] == [1, 1, 1], ended
+    assert [one.startswith(f"on rank {rank}: ") for rank, one in enumerate(said)] == [
+        True,
+        True,
+        False,
+    ], said
+    assert [ended[0][0].count(f": {one['diagnosis']}: ") for one in result["violations"]] == [
+        1,
+        1,
+        1,
+    ], ended
 
 
 @pytest.mark.full
 def test_the_file_through_which_ranks_meet_is_gone_after_the_run(tmp_path, scripts):
-    """Its store removes it when the process group and the wrapped model are gone: an audit holds neither."""
+    """Its store removes it when the process group and the wrapped model are gone: an audit holds
+    neither.
+    """
     text = (scripts / "ranks" / "sound_counted.py").read_text()
     script, store = scripts / "ranks" / "of_a_file.py", tmp_path / "store"
     script.write_text(
@@ -235,8 +319,23 @@ def test_the_file_through_which_ranks_meet_is_gone_after_the_run(tmp_path, scrip
 @pytest.mark.full
 def test_torchrun_starts_audits(tmp_path, scripts):
     path = tmp_path / "r.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
-    command += ["-m", "gradcheck_suite", "audit", "--json", str(path), str(scripts / "ranks" / "sound_counted.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        free_port(),
+    ]
+    command += [
+        "-m",
+        "gradcheck_suite",
+        "audit",
+        "--json",
+        str(path),
+        str(scripts / "ranks" / "sound_counted.py"),
+    ]
     environment = {**os.environ, "PYTHONPATH": python_path(GLOO_AT_EXIT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,6 @@
-"""The window again: how it is computed, what it finds, what it leaves alone, and how small an error it sees."""
+"""The window again: how it is computed, what it finds, what it leaves alone, and how small an error
+it sees.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,10 @@ def test_every_window_is_computed_again_where_a_parameter_is_unfrozen_inside_of_
     result, _ = audited(scripts / "sound_unfrozen_inside_a_window.py", every=1)
     assert result.again == {"in one batch": 2, "micro-batch by micro-batch": 1}
     (finding,) = result.findings
-    assert "2 parameters of the optimizer got a gradient in some passes of a window and in others none" in finding
+    assert (
+        "2 parameters of the optimizer got a gradient in some passes of a window and in others none"
+        in finding
+    )
 
 
 EVALUATED_IN_TWO_WINDOWS = """
@@ -95,9 +100,17 @@ def test_a_fault_that_this_instrument_alone_finds_is_found_at_the_first_faulty_w
     script.write_text(EVALUATED_IN_TWO_WINDOWS)
     result, _ = audited(script, every=every)
     assert sum(result.again.values()) == len(range(0, 7, every))
-    assert [(v.diagnosis, v.step) for v in result.violations] == [("wrong-mode", found)] * (found is not None)
-    said = [finding for finding in result.findings if "a module ran in train mode in some micro-batches" in finding]
-    assert len(said) == (every != 1), result  # of the windows 3 and 5, those that are not computed again
+    assert [(v.diagnosis, v.step) for v in result.violations] == [("wrong-mode", found)] * (
+        found is not None
+    )
+    said = [
+        finding
+        for finding in result.findings
+        if "a module ran in train mode in some micro-batches" in finding
+    ]
+    assert len(said) == (every != 1), (
+        result
+    )  # of the windows 3 and 5, those that are not computed again
     assert all(("(2 times)" in finding) == (found is None) for finding in said)
 
 
@@ -113,13 +126,19 @@ def test_windows_of_each_of_several_optimizers_are_computed_again():
                     (model(torch.randn(4, 5)).square().mean() / 2).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    assert [(v.diagnosis, v.step) for v in audit.result.violations] == [("wrong-mode", 1)], audit.result
+    assert [(v.diagnosis, v.step) for v in audit.result.violations] == [("wrong-mode", 1)], (
+        audit.result
+    )
 
 
 def _window(sizes, dtype, weight):
-    """Train one window and return the model, its gradient, and the gradient of one batch of all items."""
+    """Train one window and return the model, its gradient, and the gradient of one batch of all
+    items.
+    """
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).to(dtype)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).to(
+        dtype
+    )
     batches = [(torch.randn(n, 5, dtype=dtype), torch.randint(0, 3, (n,))) for n in sizes]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     x, y = torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
@@ -165,27 +184,46 @@ SMALLEST = {torch.float32: 1e-4, torch.float64: 1e-13}
 @pytest.mark.parametrize("dtype", SMALLEST)
 def test_a_small_change_by_a_backward_hook_is_found_and_rounding_is_not(dtype):
     for factor, found in ((30 * SMALLEST[dtype], True), (SMALLEST[dtype] / 1000, False)):
-        model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).to(dtype)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)
+        ).to(dtype)
         model[1].register_full_backward_hook(lambda m, i, o, factor=factor: (i[0] * (1 + factor),))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         with gradcheck_suite.audit() as audit:
             for _ in range(3):
-                F.cross_entropy(model(torch.randn(4, 5, dtype=dtype)), torch.tensor([0, 1, 2, 1])).div(3).backward()
+                F.cross_entropy(
+                    model(torch.randn(4, 5, dtype=dtype)), torch.tensor([0, 1, 2, 1])
+                ).div(3).backward()
             optimizer.step()
-        said = [finding for finding in audit.result.findings if "a backward hook on a module (1)" in finding]
+        said = [
+            finding
+            for finding in audit.result.findings
+            if "a backward hook on a module (1)" in finding
+        ]
         assert (audit.result.verdict, bool(said)) == ("holds", found), (factor, audit.result)
 
 
-@pytest.mark.parametrize(("preserves", "found"), [(False, ["wrong-backward"]), (True, []), (None, [])])
-def test_a_checkpoint_that_draws_other_numbers_is_named_and_a_function_that_draws_is_not(preserves, found):
+@pytest.mark.parametrize(
+    ("preserves", "found"), [(False, ["wrong-backward"]), (True, []), (None, [])]
+)
+def test_a_checkpoint_that_draws_other_numbers_is_named_and_a_function_that_draws_is_not(
+    preserves, found
+):
     block = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Dropout(0.5))
     model, optimizer = torch.nn.ModuleList([block]), torch.optim.SGD(block.parameters(), lr=0.1)
-    ways = {None: lambda x: elementwise(lambda y: 2 * y, lambda y: 2 + 0 * block[1](y)).apply(block(x))}
-    model.forward = ways.get(preserves, partial(checkpoint, block, use_reentrant=False, preserve_rng_state=preserves))
+    ways = {
+        None: lambda x: elementwise(lambda y: 2 * y, lambda y: 2 + 0 * block[1](y)).apply(block(x))
+    }
+    model.forward = ways.get(
+        preserves, partial(checkpoint, block, use_reentrant=False, preserve_rng_state=preserves)
+    )
     with gradcheck_suite.audit() as audit:
         model(torch.randn(4, 5)).square().mean().backward()
         optimizer.step()
-    assert ([v.diagnosis for v in audit.result.violations], len(audit.result.again)) == (found, 1), audit.result
+    assert ([v.diagnosis for v in audit.result.violations], len(audit.result.again)) == (
+        found,
+        1,
+    ), audit.result
 
 
 def test_hooks_of_the_user_do_not_run_again_and_nothing_is_printed(capsys):
@@ -203,7 +241,10 @@ def test_hooks_of_the_user_do_not_run_again_and_nothing_is_printed(capsys):
     with gradcheck_suite.audit() as audit:
         for _ in range(2):
             F.cross_entropy(model(torch.randn(4, 5)), torch.tensor([0, 1, 2, 1])).div(2).backward()
-        gradients, statistics = [p.grad.clone() for p in model.parameters()], model[1].running_mean.clone()
+        gradients, statistics = (
+            [p.grad.clone() for p in model.parameters()],
+            model[1].running_mean.clone(),
+        )
         random = torch.get_rng_state()
         optimizer.step()
     assert audit.result.again == {"micro-batch by micro-batch": 1}
@@ -215,18 +256,24 @@ def test_hooks_of_the_user_do_not_run_again_and_nothing_is_printed(capsys):
     assert model[1].num_batches_tracked == 2
 
 
-# Custom functions whose backward is wrong are named, and those that are right or differ on purpose are not.
+# Custom functions whose backward is wrong are named, and those that are right or differ on purpose
+# are not.
 
 
 def custom(forward, backward, **more):
-    """Return a custom function; its `forward` saves its arguments unless it takes a context itself."""
+    """Return a custom function.
+
+    Its `forward` saves its arguments unless it takes a context itself.
+    """
 
     def saving(context, *arguments):
         context.save_for_backward(*arguments)
         return forward(*arguments)
 
     functions = {"forward": forward if more.get("own_context") else saving, "backward": backward}
-    return type("Custom", (torch.autograd.Function,), {k: staticmethod(f) for k, f in functions.items()})
+    return type(
+        "Custom", (torch.autograd.Function,), {k: staticmethod(f) for k, f in functions.items()}
+    )
 
 
 def judged(kind, *arguments):
@@ -238,7 +285,9 @@ def judged(kind, *arguments):
 
 
 def leaf(*shape, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+    return (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+    )
 
 
 def product(factor):
@@ -307,8 +356,14 @@ SOUND = {
     "float32 inside": (elementwise(through_float32, slope), leaf(8, 5)),
     "a softmax in float32 that small steps do not move": (ATTENTION, SMALL, SMALL),
     "float32 alone": (elementwise(only_float32, slope), leaf(8, 5)),
-    "a saturated sigmoid": (elementwise(torch.sigmoid, lambda x: x.sigmoid() * (1 - x.sigmoid())), leaf(8, 5) * 100),
-    "a gradient cut above 15": (elementwise(torch.exp, lambda x: x.clamp(max=15).exp()), leaf(8, 5)),
+    "a saturated sigmoid": (
+        elementwise(torch.sigmoid, lambda x: x.sigmoid() * (1 - x.sigmoid())),
+        leaf(8, 5) * 100,
+    ),
+    "a gradient cut above 15": (
+        elementwise(torch.exp, lambda x: x.clamp(max=15).exp()),
+        leaf(8, 5),
+    ),
     "an error below what is looked for": (product(1 + LEAST / 10), leaf(8, 5), leaf(4, 5)),
 }
 ON_PURPOSE = {
@@ -319,22 +374,37 @@ ON_PURPOSE = {
     "8 bits": (elementwise(dynamic(127), ones), leaf(16, 16)),
     "4 bits": (elementwise(dynamic(7), ones), leaf(16, 16)),
     "one bit": (elementwise(lambda x: x.sign() * x.abs().mean(), ones), leaf(16, 16)),
-    "random numbers of its own": (elementwise(lambda x: x * torch.rand((), generator=GENERATOR), ones), leaf(5)),
+    "random numbers of its own": (
+        elementwise(lambda x: x * torch.rand((), generator=GENERATOR), ones),
+        leaf(5),
+    ),
     "bfloat16 alone": (elementwise(only_bfloat16, ones), leaf(8, 5, dtype=torch.bfloat16)),
 }
 FAULTY = {
     "half": ((elementwise(lambda x: x**2, lambda x: x), leaf(8, 5)), "0.5 times the derivative"),
-    "a sign": ((product(-1), leaf(8, 5), leaf(4, 5)), "with respect to argument 1 it is -1 times the derivative"),
+    "a sign": (
+        (product(-1), leaf(8, 5), leaf(4, 5)),
+        "with respect to argument 1 it is -1 times the derivative",
+    ),
     "one percent": ((product(1.01), leaf(8, 5), leaf(4, 5)), "argument 1 it is 1.01 times"),
-    "five percent of a curve": ((elementwise(torch.exp, lambda x: 1.05 * x.exp()), leaf(8, 5)), "1.05 times"),
+    "five percent of a curve": (
+        (elementwise(torch.exp, lambda x: 1.05 * x.exp()), leaf(8, 5)),
+        "1.05 times",
+    ),
     "a term left out": (
         (elementwise(lambda x: x.softmax(1), lambda x: x.softmax(1)), leaf(8, 5)),
         "it is not the derivative",
     ),
     "relu at zeros": ((elementwise(torch.relu, lambda x: 2 * (x > 0).to(x)), ZEROS), "2 times"),
     "log": ((elementwise(torch.log, lambda x: 2 / x), POSITIVE), "2 times"),
-    "float32 inside": ((elementwise(through_float32, lambda x: 1.5 * slope(x)), leaf(8, 5)), "1.5 times"),
-    "float32 alone": ((elementwise(only_float32, lambda x: 1.5 * slope(x)), leaf(8, 5)), "1.5 times"),
+    "float32 inside": (
+        (elementwise(through_float32, lambda x: 1.5 * slope(x)), leaf(8, 5)),
+        "1.5 times",
+    ),
+    "float32 alone": (
+        (elementwise(only_float32, lambda x: 1.5 * slope(x)), leaf(8, 5)),
+        "1.5 times",
+    ),
 }
 
 
@@ -363,8 +433,13 @@ def test_random_numbers_are_those_of_the_call():
         context.kept = (torch.rand_like(x) > 0.5) * 2
         return x * context.kept
 
-    for factor, fault in ((1, ""), (0.5, "with respect to argument 0 it is 0.5 times the derivative")):
-        kind = custom(forward, lambda context, g, factor=factor: factor * g * context.kept, own_context=True)
+    for factor, fault in (
+        (1, ""),
+        (0.5, "with respect to argument 0 it is 0.5 times the derivative"),
+    ):
+        kind = custom(
+            forward, lambda context, g, factor=factor: factor * g * context.kept, own_context=True
+        )
         assert judged(kind, leaf(8, 5)).fault == fault
 
 
@@ -373,8 +448,13 @@ def test_a_function_that_writes_to_its_argument():
         context.mark_dirty(x)
         return x.mul_(3)
 
-    for factor, fault in ((3, ""), (1, "with respect to argument 0 it is 0.333 times the derivative")):
-        kind = custom(forward, lambda context, gradient, factor=factor: factor * gradient, own_context=True)
+    for factor, fault in (
+        (3, ""),
+        (1, "with respect to argument 0 it is 0.333 times the derivative"),
+    ):
+        kind = custom(
+            forward, lambda context, gradient, factor=factor: factor * gradient, own_context=True
+        )
         assert judged(kind, leaf(8, 5) * 1).fault == fault
 
 
@@ -396,7 +476,9 @@ def test_an_output_that_is_marked_as_not_differentiable_is_left_out():
 
 
 def test_an_output_that_float32_holds_still_at_small_steps_is_not_constant():
-    """As the entropy that the fused loss of trl's trainers returns in float32, whatever its arguments are in."""
+    """As the entropy that the fused loss of trl's trainers returns in float32, whatever its
+    arguments are in.
+    """
 
     def forward(context, x):
         context.save_for_backward(x)
@@ -476,7 +558,9 @@ class Layer(torch.nn.Module):
         (lambda hidden: exponential(hidden.norm().item()), False, GIVEN),
     ],
 )
-def test_a_class_that_is_made_anew_in_each_forward_is_judged_once_or_said_not_to_be(made, violated, said, sizes):
+def test_a_class_that_is_made_anew_in_each_forward_is_judged_once_or_said_not_to_be(
+    made, violated, said, sizes
+):
     model = Layer(made)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with gradcheck_suite.audit(every=1) as audit:
@@ -487,11 +571,18 @@ def test_a_class_that_is_made_anew_in_each_forward_is_judged_once_or_said_not_to
             optimizer.zero_grad()
     result = audit.result
     assert sum(result.again.values()) == 2, result
-    assert [(v.diagnosis, v.occurrences) for v in result.violations] == [("wrong-backward", 1)] * violated
+    assert [(v.diagnosis, v.occurrences) for v in result.violations] == [
+        ("wrong-backward", 1)
+    ] * violated
     found = [finding for finding in result.findings if "custom function" in finding]
-    assert [said in finding and not finding.endswith("times)") for finding in found] == [True] * (said is not None)
+    assert [said in finding and not finding.endswith("times)") for finding in found] == [True] * (
+        said is not None
+    )
 
 
 def test_a_large_call_is_not_judged_and_this_is_said(monkeypatch):
     monkeypatch.setattr(custom_functions, "LARGEST", 39)
-    assert "its arguments have 40 elements" in judged(elementwise(lambda x: x * 2, ones), leaf(8, 5)).note
+    assert (
+        "its arguments have 40 elements"
+        in judged(elementwise(lambda x: x * 2, ones), leaf(8, 5)).note
+    )

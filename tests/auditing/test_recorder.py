@@ -1,4 +1,6 @@
-"""Windows are held to the accumulation steps of the trainer that runs, also where every epoch is shorter."""
+"""Windows are held to the accumulation steps of the trainer that runs, also where every epoch is
+shorter.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,16 @@ def _optimizer_of(module, parameters, steps=1):
         "        self.optimizer.step()\n",
         module.__dict__,
     )
-    return module.Wrapper(torch.optim.SGD(parameters, lr=0.1), types.SimpleNamespace(num_steps=steps))
+    return module.Wrapper(
+        torch.optim.SGD(parameters, lr=0.1), types.SimpleNamespace(num_steps=steps)
+    )
 
 
 def test_what_helps_is_said_of_flat_copies_and_of_those_of_zero():
-    for module, said in (("toy", "or step on the module's own"), (ZERO, "`zero_optimization.stage` 0")):
+    for module, said in (
+        ("toy", "or step on the module's own"),
+        (ZERO, "`zero_optimization.stage` 0"),
+    ):
         model, flat = torch.nn.Linear(3, 2), torch.nn.Parameter(torch.zeros(8))
         optimizer = _optimizer_of(module, [flat])
         with gradcheck_suite.audit() as audit:
@@ -49,9 +56,17 @@ ZERO = "deepspeed.runtime.zero.stage_1_and_2"
 
 @pytest.mark.parametrize(
     ("steps", "length", "divisor", "diagnosis"),
-    [(4, 2, 4, "wrong-scale"), (4, 1, 4, "wrong-scale"), (4, 2, 2, None), (4, 4, 4, None), (1, 2, 4, None)],
+    [
+        (4, 2, 4, "wrong-scale"),
+        (4, 1, 4, "wrong-scale"),
+        (4, 2, 2, None),
+        (4, 4, 4, None),
+        (1, 2, 4, None),
+    ],
 )
-def test_windows_that_are_all_short_are_held_to_the_steps_of_the_trainer(steps, length, divisor, diagnosis):
+def test_windows_that_are_all_short_are_held_to_the_steps_of_the_trainer(
+    steps, length, divisor, diagnosis
+):
     """What no trainer states reads as a coefficient."""
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
@@ -59,7 +74,10 @@ def test_windows_that_are_all_short_are_held_to_the_steps_of_the_trainer(steps, 
     with gradcheck_suite.audit() as audit:
         for _ in range(3):
             for _ in range(length):
-                loss = torch.nn.functional.mse_loss(model(torch.randn(4, 3)), torch.randn(4, 2)) / divisor
+                loss = (
+                    torch.nn.functional.mse_loss(model(torch.randn(4, 3)), torch.randn(4, 2))
+                    / divisor
+                )
                 loss.backward()
             optimizer.step()
             optimizer.optimizer.zero_grad()
@@ -67,13 +85,21 @@ def test_windows_that_are_all_short_are_held_to_the_steps_of_the_trainer(steps, 
     assert (found and found.diagnosis) == diagnosis, audit.result
     if found is not None:
         assert f"{length}/{steps}" in found.explanation
-        assert "`GradientAccumulationPlugin(num_steps=K, sync_with_dataloader=False)`" in found.explanation
+        assert (
+            "`GradientAccumulationPlugin(num_steps=K, sync_with_dataloader=False)`"
+            in found.explanation
+        )
 
 
 @pytest.mark.filterwarnings("default")
 def test_transformers_trainer_is_held_to_its_steps_where_it_divides_by_them(tmp_path):
-    """Releases before transformers#39659 divided by K also where an epoch is shorter; newer ones by its length."""
-    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[transformers]'")
+    """Releases before transformers#39659 divided by K also where an epoch is shorter.
+
+    Newer ones by its length.
+    """
+    transformers = pytest.importorskip(
+        "transformers", reason="needs transformers: pip install '.[transformers]'"
+    )
 
     class Dividing(transformers.Trainer):
         def training_step(self, *args, **kwargs):
@@ -83,7 +109,9 @@ def test_transformers_trainer_is_held_to_its_steps_where_it_divides_by_them(tmp_
     sizes = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 20, (2, 5))]
     for kind, verdict in ((transformers.Trainer, "holds"), (Dividing, "violated")):
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=1, **sizes))
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(num_attention_heads=1, **sizes)
+        )
         arguments = transformers.TrainingArguments(
             output_dir=str(tmp_path),
             per_device_train_batch_size=1,
@@ -146,7 +174,9 @@ def test_a_trainer_that_switches_anomaly_mode_off_hides_no_line(k, diagnoses):
     faults = audit.result.violations
     line = loss.__code__.co_firstlineno + 1
     assert {violation.diagnosis for violation in faults} == diagnoses
-    assert {violation.where.rpartition("/")[2] for violation in faults} == {f"test_recorder.py:{line}"}
+    assert {violation.where.rpartition("/")[2] for violation in faults} == {
+        f"test_recorder.py:{line}"
+    }
 
 
 @pytest.mark.parametrize("on", [False, True])
@@ -181,7 +211,9 @@ def test_scripting_compiling_saving_and_copying_work_under_an_audit():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = torch.ones(3, 2), torch.tensor([0, 1, 1])
     with gradcheck_suite.audit() as audit:
-        compiled = torch.compile(lambda x, y: F.cross_entropy(model(x), y), backend="aot_eager", fullgraph=True)
+        compiled = torch.compile(
+            lambda x, y: F.cross_entropy(model(x), y), backend="aot_eager", fullgraph=True
+        )
         for loss in (compiled(x, y), torch.jit.script(torch.nn.CrossEntropyLoss())(model(x), y)):
             loss.backward()
             optimizer.step()

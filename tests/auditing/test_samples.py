@@ -16,14 +16,18 @@ SHAPES = ((), (1,), (7,), (5000,), (3, 4), (300, 96), (5000, 40), (8, 3, 3, 3), 
 
 
 def _draw(shape, dtype, seed):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_the_sample_of_a_sum_is_the_sum_of_the_samples(shape, dtype):
     one, other = _draw(shape, dtype, 1), _draw(shape, dtype, 2)
-    summed, first, second = read([sample(t, whole=True) for t in (one.double() + other.double(), one, other)])
+    summed, first, second = read(
+        [sample(t, whole=True) for t in (one.double() + other.double(), one, other)]
+    )
     assert len(first) == ELEMENTS + PROJECTIONS
     np.testing.assert_allclose(summed, first + second, rtol=1e-5, atol=1e-4)
     assert np.array_equal(first[:ELEMENTS], sample(one, whole=False))
@@ -36,9 +40,13 @@ def test_a_sample_depends_on_the_values_alone():
     expected = sample(matrix, whole=True)
     assert np.array_equal(sample(matrix.t().contiguous().t(), whole=True), expected)
     images = _draw((4, 8, 5, 5), torch.float64, 1)
-    assert np.array_equal(sample(images.to(memory_format=torch.channels_last), whole=True), sample(images, whole=True))
+    assert np.array_equal(
+        sample(images.to(memory_format=torch.channels_last), whole=True), sample(images, whole=True)
+    )
     rows = torch.arange(90).repeat(2)
-    twice = torch.sparse_coo_tensor(rows[None], torch.cat([matrix, matrix]), (90, 64), check_invariants=False)
+    twice = torch.sparse_coo_tensor(
+        rows[None], torch.cat([matrix, matrix]), (90, 64), check_invariants=False
+    )
     once = matrix.to_sparse(1)
     np.testing.assert_allclose(sample(twice, whole=True), 2 * sample(once, whole=True), rtol=1e-12)
     assert not np.isfinite(sample(torch.tensor([1.0, torch.nan]), whole=False)).all()
@@ -49,14 +57,18 @@ SEEN = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 def _edited(edit, dtype, *, size=5, every=1000, between=True):
-    """Audit two windows of three micro-batches, with an edit of the weight's gradient in the second one."""
+    """Audit two windows of three micro-batches, with an edit of the weight's gradient in the second
+    one.
+    """
     torch.manual_seed(0)
     model = torch.nn.Linear(size, size, bias=False).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with gradcheck_suite.audit(without=("batch",), every=every) as audit:
         for window in range(2):
             for part in range(3):
-                loss = functional.mse_loss(model(torch.randn(4, size, dtype=dtype)), torch.randn(4, size, dtype=dtype))
+                loss = functional.mse_loss(
+                    model(torch.randn(4, size, dtype=dtype)), torch.randn(4, size, dtype=dtype)
+                )
                 (loss / 3).backward()
                 if window and part == (1 if between else 2):
                     edit(model.weight.grad.view(-1))
@@ -76,23 +88,37 @@ def _adds(share, place=0):
 @pytest.mark.parametrize("dtype", SEEN)
 @pytest.mark.parametrize("every", [1000, 1])
 @pytest.mark.parametrize("share", [1.0, 0.02, 0.0])
-def test_an_edit_between_two_passes_is_found_down_to_the_rounding_of_the_element(dtype, every, share):
-    """In a window that is looked at in full likewise; what is smaller is no factor of the weights."""
+def test_an_edit_between_two_passes_is_found_down_to_the_rounding_of_the_element(
+    dtype, every, share
+):
+    """In a window that is looked at in full likewise.
+
+    What is smaller is no factor of the weights.
+    """
     found, _ = _edited(_adds(share * SEEN[dtype]), dtype, size=300, every=every)
     assert found == ["not-linear"] * (share == 1)
 
 
-@pytest.mark.parametrize(("dtype", "share"), [(torch.float64, 1e-9), (torch.float32, 1e-4), (torch.bfloat16, 0.3)])
+@pytest.mark.parametrize(
+    ("dtype", "share"), [(torch.float64, 1e-9), (torch.float32, 1e-4), (torch.bfloat16, 0.3)]
+)
 @pytest.mark.parametrize("every", [1000, 1])
 def test_an_edit_of_an_element_after_the_last_pass_is_no_gradient_made_by_hand(dtype, share, every):
     assert _edited(_adds(share), dtype, every=every, between=False) == ([], True)
     assert _edited(_adds(0.0), dtype, every=every, between=False) == ([], False)
 
 
-@pytest.mark.parametrize(("place", "share"), [(0, 1e-9), (1, 1e-7)], ids=["sampled", "seen by projections alone"])
+@pytest.mark.parametrize(
+    ("place", "share"), [(0, 1e-9), (1, 1e-7)], ids=["sampled", "seen by projections alone"]
+)
 def test_an_edit_of_an_element_of_many_is_seen_in_a_window_that_is_looked_at_in_full(place, share):
-    assert _edited(_adds(share, place), torch.float64, size=1000, every=1, between=False) == ([], True)
-    assert _edited(_adds(share * 1e-3, place), torch.float64, size=1000, every=1, between=False) == ([], False)
+    assert _edited(_adds(share, place), torch.float64, size=1000, every=1, between=False) == (
+        [],
+        True,
+    )
+    assert _edited(
+        _adds(share * 1e-3, place), torch.float64, size=1000, every=1, between=False
+    ) == ([], False)
 
 
 EDITS = {
@@ -101,7 +127,11 @@ EDITS = {
     "factor": lambda p, share: p.grad.mul_(1 - share) if p.dim() == 1 else None,
 }
 FOUND = {
-    torch.float32: {"decay": (1e-4, 1e-3, 1e-2), "noise": (1e-4, 1e-3, 1e-2), "factor": (1e-3, 1e-2)},
+    torch.float32: {
+        "decay": (1e-4, 1e-3, 1e-2),
+        "noise": (1e-4, 1e-3, 1e-2),
+        "factor": (1e-3, 1e-2),
+    },
     torch.bfloat16: {"decay": (0.1, 0.3), "noise": (0.01, 0.1), "factor": (0.5,)},
 }
 """The sizes of edits of whole gradients that are seen beside rounding."""
@@ -110,7 +140,12 @@ FOUND = {
 @pytest.mark.parametrize("passes", [3, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 8))])
 @pytest.mark.parametrize(
     ("dtype", "edit", "share"),
-    [(dtype, edit, share) for dtype, edits in FOUND.items() for edit, shares in edits.items() for share in shares],
+    [
+        (dtype, edit, share)
+        for dtype, edits in FOUND.items()
+        for edit, shares in edits.items()
+        for share in shares
+    ],
 )
 def test_an_edit_of_whole_gradients_after_the_last_pass_is_a_finding(dtype, edit, share, passes):
     result = _by_hand(dtype, passes, lambda p: EDITS[edit](p, share))
@@ -122,7 +157,9 @@ def test_an_edit_of_whole_gradients_after_the_last_pass_is_a_finding(dtype, edit
 @pytest.mark.parametrize("share", [1e-2, 4e-2])
 def test_an_edit_near_the_rounding_of_bfloat16_is_not_taken_for_weights(share, passes):
     for seed in range(4):
-        assert not _by_hand(torch.bfloat16, passes, lambda p: EDITS["decay"](p, share), seed).violations
+        assert not _by_hand(
+            torch.bfloat16, passes, lambda p: EDITS["decay"](p, share), seed
+        ).violations
 
 
 def _by_hand(dtype, passes, edit, seed=0, *, sizes=(4,), shape=(8, 3), spread=1.0, sums=None):
@@ -144,7 +181,10 @@ def _by_hand(dtype, passes, edit, seed=0, *, sizes=(4,), shape=(8, 3), spread=1.
     with gradcheck_suite.audit() as audit:
         for _ in range(4):
             totals = {p: torch.zeros_like(p) for p in model.parameters()}
-            same, targets = torch.randn(max(sizes), shape[0], dtype=dtype), torch.randint(0, shape[1], (max(sizes),))
+            same, targets = (
+                torch.randn(max(sizes), shape[0], dtype=dtype),
+                torch.randint(0, shape[1], (max(sizes),)),
+            )
             for number in range(passes):
                 items = sizes[number % len(sizes)]
                 x = (1 - spread) * same[:items] + spread * torch.randn(items, shape[0], dtype=dtype)
@@ -174,7 +214,9 @@ def test_weights_of_a_sum_made_by_hand_are_judged_within_the_rounding_of_its_dty
     assert found((2, 7, 3, 4), 4) == (["mean-of-means"], "violated")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize(
     ("shape", "passes", "spread", "verdict"),
     [
@@ -184,7 +226,9 @@ def test_weights_of_a_sum_made_by_hand_are_judged_within_the_rounding_of_its_dty
     ],
 )
 def test_a_sum_made_by_hand_is_told_from_a_reset(dtype, shape, passes, spread, verdict):
-    """In the large layer, of 200 classes, few elements are of a class that a micro-batch has: these are far larger."""
+    """In the large layer, of 200 classes, few elements are of a class that a micro-batch has: these
+    are far larger.
+    """
 
     def found(sums, seed=0):
         return _by_hand(dtype, passes, lambda p: None, seed, shape=shape, spread=spread, sums=sums)
@@ -195,10 +239,13 @@ def test_a_sum_made_by_hand_is_told_from_a_reset(dtype, shape, passes, spread, v
         assert result.verdict == verdict, result
     assert [v.diagnosis for v in found([passes - 1]).violations] == ["reset-inside-window"]
     if verdict == "holds":
-        # what a program puts together from kept gradients is its own; which of them it leaves out is said, not blamed
+        # what a program puts together from kept gradients is its own; which of them it leaves out
+        # is said, not blamed
         partial = found(range(1, passes))
         assert (partial.verdict, not partial.violations) == ("holds", True)
-        assert any("put together again by the program" in finding for finding in partial.findings), partial.findings
+        assert any(
+            "put together again by the program" in finding for finding in partial.findings
+        ), partial.findings
 
 
 @pytest.mark.parametrize(("spread", "verdict"), [(1.0, "holds"), (0.01, "unjudged")])

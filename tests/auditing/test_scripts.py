@@ -1,4 +1,7 @@
-"""Sound scripts are not blamed and faulty ones are named, in every dtype; the parameters are what they are without."""
+"""Sound scripts are not blamed and faulty ones are named, in every dtype.
+
+The parameters are what they are without.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ def _found_in(names, dtypes=COARSE):
         ("name", "dtypes"),
         [
             *(pytest.param(name, (first,), id=f"{name}-{first}") for name, first in scripts),
-            *(pytest.param(name, rest, id=f"{name}-{'-'.join(rest)}", marks=pytest.mark.full) for name, rest in others),
+            *(
+                pytest.param(name, rest, id=f"{name}-{'-'.join(rest)}", marks=pytest.mark.full)
+                for name, rest in others
+            ),
         ],
     )
 
@@ -36,7 +42,9 @@ def _parameters(names):
 
 
 @_found_in(SOUND, DTYPES)
-def test_a_sound_script_is_not_blamed_and_its_parameters_are_equal_to_the_bit_without_an_audit(name, dtypes, scripts):
+def test_a_sound_script_is_not_blamed_and_its_parameters_are_equal_to_the_bit_without_an_audit(
+    name, dtypes, scripts
+):
     path = scripts / f"{name}.py"
     torch.manual_seed(0)
     without, state = _parameters(trained(path, dtypes[0])), torch.get_rng_state()
@@ -51,8 +59,12 @@ def test_a_sound_script_is_not_blamed_and_its_parameters_are_equal_to_the_bit_wi
             assert torch.equal(state, torch.get_rng_state())
 
 
-@pytest.mark.parametrize(("script", "is_named"), [("sound_cached_features", True), ("sound_memory_bank", False)])
-def test_a_parameter_outside_of_cached_items_is_named_where_the_passes_have_the_same_items(script, is_named, scripts):
+@pytest.mark.parametrize(
+    ("script", "is_named"), [("sound_cached_features", True), ("sound_memory_bank", False)]
+)
+def test_a_parameter_outside_of_cached_items_is_named_where_the_passes_have_the_same_items(
+    script, is_named, scripts
+):
     result, _ = audited(scripts / f"{script}.py", "float64")
     said = "the gradient of logit_scale arrives from each of the 4 passes over the same items"
     assert any(said in text for text in result.findings) == is_named, result
@@ -108,10 +120,16 @@ def test_without_an_instrument_the_others_find_what_they_find(off, scripts):
     ("script", "said"),
     [
         ("finding_declared_denominator", "is divided by all its elements, more than its targets"),
-        ("finding_declared_denominator_of_chunks", "is divided by all its elements, more than its targets"),
+        (
+            "finding_declared_denominator_of_chunks",
+            "is divided by all its elements, more than its targets",
+        ),
         ("finding_miscounted", "none of what it may count"),
         ("sound_boxes", "none of what it may count"),
-        ("finding_autoencoder_undivided", "nothing is to be done; else it is the sum of 4 means, never divided"),
+        (
+            "finding_autoencoder_undivided",
+            "nothing is to be done; else it is the sum of 4 means, never divided",
+        ),
     ],
 )
 def test_a_weight_that_two_readings_explain_is_a_finding(script, said, scripts):
@@ -121,19 +139,31 @@ def test_a_weight_that_two_readings_explain_is_a_finding(script, said, scripts):
 
 @pytest.mark.parametrize(
     ("script", "times"),
-    [("faulty_short_window_of_a_coefficient", 3 / 4), ("faulty_short_window_divided_at_its_end", 2 / 4)],
+    [
+        ("faulty_short_window_of_a_coefficient", 3 / 4),
+        ("faulty_short_window_divided_at_its_end", 2 / 4),
+    ],
 )
-def test_the_size_of_a_fault_has_no_coefficient_in_it_and_has_a_division_of_the_sum(script, times, scripts):
+def test_the_size_of_a_fault_has_no_coefficient_in_it_and_has_a_division_of_the_sum(
+    script, times, scripts
+):
     violation = audited(scripts / f"{script}.py")[0].violation
     assert violation.error == pytest.approx(1 - times)
     assert all(row.observed / row.expected == pytest.approx(times) for row in violation.weights)
-    assert f"weighs {times:g} times what it should, which is {4 * times:g}/4: " in violation.explanation
+    assert (
+        f"weighs {times:g} times what it should, which is {4 * times:g}/4: "
+        in violation.explanation
+    )
 
 
-def test_of_two_losses_the_one_that_is_not_divided_is_named_by_its_line_and_no_divisor_is_claimed(scripts):
+def test_of_two_losses_the_one_that_is_not_divided_is_named_by_its_line_and_no_divisor_is_claimed(
+    scripts,
+):
     script = scripts / "faulty_second_loss_undivided.py"
     violation = audited(script)[0].violation
-    line = 1 + next(i for i, text in enumerate(script.read_text().splitlines()) if "second =" in text)
+    line = 1 + next(
+        i for i, text in enumerate(script.read_text().splitlines()) if "second =" in text
+    )
     assert violation.where.endswith(f"faulty_second_loss_undivided.py:{line}")
     assert "of the term Mean(Abs) weighs 0.4 as in windows of 4" in violation.explanation
     assert "divide a short window by its own number" in violation.explanation
@@ -148,9 +178,13 @@ def test_a_factor_of_the_loss_is_in_the_weights_that_are_expected(scripts):
     assert violation.explanation.startswith("each micro-batch's mean has weight 1/4,")
 
 
-def test_the_sign_that_most_micro_batches_have_is_the_objectives_and_another_one_is_in_the_weights(scripts):
+def test_the_sign_that_most_micro_batches_have_is_the_objectives_and_another_one_is_in_the_weights(
+    scripts,
+):
     violation = audited(scripts / "faulty_sign_flipped.py")[0].violation
-    assert [row.observed / row.expected for row in violation.weights] == pytest.approx([-1, 1, 1, 1])
+    assert [row.observed / row.expected for row in violation.weights] == pytest.approx(
+        [-1, 1, 1, 1]
+    )
     assert violation.error == pytest.approx(2)
     assert "with the same sign" in violation.explanation
 
@@ -162,7 +196,9 @@ def test_a_micro_batch_without_items_counts_among_the_means(scripts):
     assert ratios == pytest.approx([5 / (4 * n) for n in (2, 1, 2)])
 
 
-@pytest.mark.parametrize("script", ["sound_mixup", "sound_packed_sequences", "sound_sample_weights"])
+@pytest.mark.parametrize(
+    "script", ["sound_mixup", "sound_packed_sequences", "sound_sample_weights"]
+)
 def test_weights_that_are_hard_to_read_are_judged(script, scripts):
     """An audit that only skipped them would hold, too."""
     result, _ = audited(scripts / f"{script}.py")
@@ -170,20 +206,33 @@ def test_weights_that_are_hard_to_read_are_judged(script, scripts):
     assert result.windows == result.steps
 
 
-@pytest.mark.parametrize(("script", "calls"), [("sound_lbfgs", 2), ("sound_sharpness_aware_optimizer", 3)])
-def test_a_step_that_calls_its_closure_several_times_or_steps_an_inner_optimizer_is_one(script, calls, scripts):
+@pytest.mark.parametrize(
+    ("script", "calls"), [("sound_lbfgs", 2), ("sound_sharpness_aware_optimizer", 3)]
+)
+def test_a_step_that_calls_its_closure_several_times_or_steps_an_inner_optimizer_is_one(
+    script, calls, scripts
+):
     for most in (None, 1):
         result, _ = audited(scripts / f"{script}.py", steps=most)
-        assert (result.verdict, result.windows, result.steps) == ("holds", most or calls, most or calls), result
+        assert (result.verdict, result.windows, result.steps) == (
+            "holds",
+            most or calls,
+            most or calls,
+        ), result
 
 
-@pytest.mark.parametrize(("script", "may_be"), [("sound_halved", True), ("sound_mean_of_two_kinds_of_loss", False)])
+@pytest.mark.parametrize(
+    ("script", "may_be"), [("sound_halved", True), ("sound_mean_of_two_kinds_of_loss", False)]
+)
 def test_a_half_that_may_be_a_second_division_by_two_is_a_finding_unless_two_losses_add_up_to_1(
     script, may_be, scripts
 ):
     result, _ = audited(scripts / f"{script}.py")
     assert result.holds
-    assert any("divided twice by its 2 micro-batches" in finding for finding in result.findings) == may_be, result
+    assert (
+        any("divided twice by its 2 micro-batches" in finding for finding in result.findings)
+        == may_be
+    ), result
 
 
 @pytest.mark.parametrize("script", ["sound_autoencoder_annealed", "faulty_tail_leaks"])
@@ -194,7 +243,9 @@ def test_what_only_later_windows_show_is_told_under_no_other_name_before(script,
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("reset", ["", "optimizer.zero_grad()"])
-def test_a_step_that_leaks_is_told_from_a_factor_where_gradients_are_parallel(tmp_path, reset, size):
+def test_a_step_that_leaks_is_told_from_a_factor_where_gradients_are_parallel(
+    tmp_path, reset, size
+):
     script = tmp_path / "parallel.py"
     script.write_text(
         "import torch\n"

@@ -1,8 +1,10 @@
-"""Ordinary training scripts of several libraries, unchanged: each gets the verdict that is true of it.
+"""Ordinary training scripts of several libraries, unchanged: each gets the verdict that is true of
+it.
 
-What is true of each follows from what it divides by. Accelerate and Lightning divide by K, also in a short last
-window. Llama divides by the targets of the window. GPT-2 divides by them and one more for each row, whatever the number
-of micro-batches, which is a finding. BERT's classifier divides by the rows of the micro-batch alone.
+What is true of each follows from what it divides by. Accelerate and Lightning divide by K, also in
+a short last window. Llama divides by the targets of the window. GPT-2 divides by them and one more
+for each row, whatever the number of micro-batches, which is a finding. BERT's classifier divides by
+the rows of the micro-batch alone.
 """
 
 from __future__ import annotations
@@ -76,21 +78,36 @@ UNJUDGED = {
 """Script with its arguments -> the library that it needs, and a part of the reason why nothing is judged."""
 
 
-@pytest.mark.parametrize(("command", "diagnosis"), PLAIN.items(), ids=lambda x: " ".join(x) if x else "holds")
+@pytest.mark.parametrize(
+    ("command", "diagnosis"), PLAIN.items(), ids=lambda x: " ".join(x) if x else "holds"
+)
 def test_a_plain_script(command, diagnosis, scripts):
     script, *arguments = command
     result, _ = audited(scripts / "trainers" / f"{script}.py", *arguments)
     assert result.windows == result.steps
-    assert [violation.diagnosis for violation in result.violations] == [diagnosis] * (diagnosis is not None), result
+    assert [violation.diagnosis for violation in result.violations] == [diagnosis] * (
+        diagnosis is not None
+    ), result
 
 
 def _audited_alone(library, command, path, scripts):
-    """Return the status, the result and the standard error of the command, or skip without the library."""
+    """Return the status, the result and the standard error of the command, or skip without the
+    library.
+    """
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"needs {library}")
     script, *arguments = command
     script = scripts / "trainers" / f"{script}.py"
-    audit = [sys.executable, "-m", "gradcheck_suite", "audit", "--json", str(path), str(script), *arguments]
+    audit = [
+        sys.executable,
+        "-m",
+        "gradcheck_suite",
+        "audit",
+        "--json",
+        str(path),
+        str(script),
+        *arguments,
+    ]
     done = subprocess.run(audit, capture_output=True, text=True, timeout=300)
     (result,) = json.loads(path.read_text())["results"]
     return done.returncode, result, done.stderr
@@ -127,7 +144,9 @@ def test_a_script_of_a_library_on_two_ranks(command, expected, tmp_path, scripts
 
 
 @pytest.mark.parametrize(("command", "expected"), UNJUDGED.items(), ids=str)
-def test_a_script_whose_loss_or_optimizer_is_a_librarys_own_is_unjudged(command, expected, tmp_path, scripts):
+def test_a_script_whose_loss_or_optimizer_is_a_librarys_own_is_unjudged(
+    command, expected, tmp_path, scripts
+):
     library, reason = expected
     status, result, said = _audited_alone(library, command, tmp_path / "result.json", scripts)
     assert (status, result["verdict"]) == (2, "unjudged"), said
@@ -136,7 +155,9 @@ def test_a_script_whose_loss_or_optimizer_is_a_librarys_own_is_unjudged(command,
 
 @pytest.mark.filterwarnings("default")
 def test_the_callback_of_lightning():
-    lightning = pytest.importorskip("lightning", reason="needs lightning: pip install '.[lightning]'")
+    lightning = pytest.importorskip(
+        "lightning", reason="needs lightning: pip install '.[lightning]'"
+    )
 
     class Regression(lightning.LightningModule):
         def __init__(self):
@@ -159,7 +180,9 @@ def test_the_callback_of_lightning():
             callbacks=[callback],
             **dict.fromkeys(quiet, False),
         )
-        data = torch.utils.data.TensorDataset(torch.randn(batches * 2, 2), torch.randn(batches * 2, 1))
+        data = torch.utils.data.TensorDataset(
+            torch.randn(batches * 2, 2), torch.randn(batches * 2, 1)
+        )
         trainer.fit(Regression(), torch.utils.data.DataLoader(data, batch_size=2))
         assert callback.audit.result.verdict == verdict, callback.audit.result
     assert "Lightning#19987" in callback.audit.result.violation.explanation
@@ -167,7 +190,9 @@ def test_the_callback_of_lightning():
 
 @pytest.mark.filterwarnings("default")
 def test_the_callback_of_transformers(tmp_path):
-    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[transformers]'")
+    transformers = pytest.importorskip(
+        "transformers", reason="needs transformers: pip install '.[transformers]'"
+    )
     sizes = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 20, (8, 5))]
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=1, **sizes))
@@ -182,7 +207,9 @@ def test_the_callback_of_transformers(tmp_path):
             report_to="none",
             save_strategy="no",
         )
-        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[callback])
+        trainer = transformers.Trainer(
+            model=model, args=arguments, train_dataset=rows, callbacks=[callback]
+        )
         if divided_twice:
             trainer.model_accepts_loss_kwargs, trainer.compute_loss_func = False, None
             trainer.loss_is_scaled_for_ga = True

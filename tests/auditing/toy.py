@@ -1,4 +1,6 @@
-"""A small classifier and its batches, for the scripts of `scripts.py`, whose first argument is a dtype."""
+"""A small classifier and its batches, for the scripts of `scripts.py`, whose first argument is a
+dtype.
+"""
 
 import sys
 
@@ -23,7 +25,10 @@ def classifier(outputs=3):
 def batches(*sizes, outputs=3, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return [
-        (torch.randn(n, 5, generator=generator, dtype=dtype()), torch.randint(0, outputs, (n,), generator=generator))
+        (
+            torch.randn(n, 5, generator=generator, dtype=dtype()),
+            torch.randint(0, outputs, (n,), generator=generator),
+        )
         for n in sizes
     ]
 

@@ -1,4 +1,6 @@
-"""Ordinary training scripts of several libraries: name -> text, in which each $NAME is one of the shared pieces."""
+"""Ordinary training scripts of several libraries: name -> text, in which each $NAME is one of the
+shared pieces.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ for _ in range(2):
             scheduler.step()
             optimizer.zero_grad()
 """,
-    # A causal language model trained by the recipe of Accelerate's guide for samples of variable size.
+    # A causal language model trained by the recipe of Accelerate's guide for samples of variable
+    # size.
     "accelerate_recipe": """\
 import contextlib
 import torch
@@ -94,7 +97,8 @@ for start in range(0, len(batches), steps):
     optimizer.step()
     optimizer.zero_grad()
 """,
-    # Sequences of unequal lengths trained with Lightning's Fabric: the loop counts the targets of all processes itself.
+    # Sequences of unequal lengths trained with Lightning's Fabric: the loop counts the targets of
+    # all processes itself.
     "fabric_loop": """\
 import os
 import torch
@@ -129,7 +133,8 @@ for _ in range(2):
         optimizer.step()
         optimizer.zero_grad()
 """,
-    # A classifier trained by ignite's supervised trainer, whose windows run on from one epoch into the next.
+    # A classifier trained by ignite's supervised trainer, whose windows run on from one epoch into
+    # the next.
     "ignite_trainer": """\
 import torch
 from ignite.engine import create_supervised_trainer
@@ -146,7 +151,8 @@ loader = DataLoader(TensorDataset(torch.randn(rows, 6), torch.randint(0, 3, (row
 trainer = create_supervised_trainer(model, optimizer, torch.nn.CrossEntropyLoss(), gradient_accumulation_steps=4)
 trainer.run(loader, max_epochs=2)
 """,
-    # A classifier trained by keras on torch with `gradient_accumulation_steps`; its optimizer is keras's own.
+    # A classifier trained by keras on torch with `gradient_accumulation_steps`; its optimizer is
+    # keras's own.
     "keras_fit": """\
 import os
 os.environ["KERAS_BACKEND"] = "torch"
@@ -158,7 +164,8 @@ optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)
 model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
 model.fit(torch.randn(32, 6), torch.randint(0, 3, (32,)), batch_size=4, epochs=2, verbose=0)
 """,
-    # A regression trained by Lightning's Trainer with `accumulate_grad_batches`, a validation loop and clipping.
+    # A regression trained by Lightning's Trainer with `accumulate_grad_batches`, a validation loop
+    # and clipping.
     "lightning_trainer": """\
 import logging
 import os
@@ -202,9 +209,10 @@ trainer = lightning.Trainer(
 )
 trainer.fit(Regression(), DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=4))
 """,
-    # Image classification as timm's train.py does it: smoothed labels, an exponential average, its short last window.
-    # The loop follows timm's train.py since its commit df81d8d8, in other words. With `--repaired` the last window
-    # changes what the loss is divided by, but not when a step is due.
+    # Image classification as timm's train.py does it: smoothed labels, an exponential average, its
+    # short last window. The loop follows timm's train.py since its commit df81d8d8, in other words.
+    # With `--repaired` the last window changes what the loss is divided by, but not when a step is
+    # due.
     "timm_like": """\
 import torch
 from torch import nn
@@ -268,7 +276,8 @@ loader = DataLoader(TensorDataset(torch.randn(rows, 6), torch.randint(0, 3, (row
 unit = Unit(module=model, device=torch.device("cpu"), gradient_accumulation_steps=4)
 train(unit, loader, max_epochs=2)
 """,
-    # Tiny models of transformers, trained by its Trainer on rows of unequal lengths, padded by a collator of one's own.
+    # Tiny models of transformers, trained by its Trainer on rows of unequal lengths, padded by a
+    # collator of one's own.
     "transformers_trainer": """\
 import tempfile
 import torch
@@ -328,7 +337,8 @@ with tempfile.TemporaryDirectory() as folder:
     )
     trainer.train()
 """,
-    # A tiny model, with a tokenizer made here, trained by a trainer of trl: SFTTrainer, DPOTrainer or RewardTrainer.
+    # A tiny model, with a tokenizer made here, trained by a trainer of trl: SFTTrainer, DPOTrainer
+    # or RewardTrainer.
     "trl_trainer": """\
 import copy
 import tempfile

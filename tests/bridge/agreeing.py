@@ -67,19 +67,29 @@ def assert_agreement(
         name: np.zeros(tuple(p.shape)) if p.grad is None else p.grad.to_dense().numpy(force=True)
         for name, p in trainable.items()
     }
-    assert abs(got - value.item()) <= allowed * max(1.0, abs(value.item())), f"loss: {got}, expected {value.item()}"
+    assert abs(got - value.item()) <= allowed * max(1.0, abs(value.item())), (
+        f"loss: {got}, expected {value.item()}"
+    )
     largest = max(float(np.abs(g).max(initial=0)) for g in arrays.values())
     farthest = 0.0
     for name, want in arrays.items():
         worst = float(np.abs(gradient[name] - want).max(initial=0))
-        assert worst <= allowed * largest, f"{name}: off by {worst:.2g}, the largest entry is {largest:.2g}"
+        assert worst <= allowed * largest, (
+            f"{name}: off by {worst:.2g}, the largest entry is {largest:.2g}"
+        )
         farthest = max(farthest, worst / (largest or 1.0))
     after = {name: buffer.numpy() for name, buffer in model.named_buffers()}
-    size = max((float(np.abs(b).max(initial=0, where=np.isfinite(b))) for b in after.values()), default=0.0)
+    size = max(
+        (float(np.abs(b).max(initial=0, where=np.isfinite(b))) for b in after.values()), default=0.0
+    )
     for name, buffer in after.items():
         # the running mean of a layer without bias after a normalization is rounding errors
-        np.testing.assert_allclose(buffers[name], buffer, rtol=max(allowed, 1e-12), atol=1e-15 * size, err_msg=name)
-    return Agreement(lowered, abs(got - value.item()) / max(1.0, abs(value.item())), farthest, allowed)
+        np.testing.assert_allclose(
+            buffers[name], buffer, rtol=max(allowed, 1e-12), atol=1e-15 * size, err_msg=name
+        )
+    return Agreement(
+        lowered, abs(got - value.item()) / max(1.0, abs(value.item())), farthest, allowed
+    )
 
 
 def assert_exported_agrees(op: Any, args: Any, kwargs: Any) -> None:
@@ -92,11 +102,16 @@ def assert_exported_agrees(op: Any, args: Any, kwargs: Any) -> None:
         parameters, still = iter(model), iter(batch)
         factor = next(parameters)
         full = [
-            x if not isinstance(x, torch.Tensor) else next(parameters if x.requires_grad else still) for x in leaves
+            x if not isinstance(x, torch.Tensor) else next(parameters if x.requires_grad else still)
+            for x in leaves
         ]
         a, k = pytree.tree_unflatten(full, spec)
-        outs = [torch.view_as_real(x) if x.is_complex() else x for x in pytree.tree_leaves(op(*a, **k))]
+        outs = [
+            torch.view_as_real(x) if x.is_complex() else x for x in pytree.tree_leaves(op(*a, **k))
+        ]
         return sum(factor * (out.double() + 1).sin().sum() for out in outs)
 
-    model = nn.ParameterList([torch.ones((), dtype=torch.float64), *(x.detach().clone() for x in moving)])
+    model = nn.ParameterList(
+        [torch.ones((), dtype=torch.float64), *(x.detach().clone() for x in moving)]
+    )
     assert_agrees(model, loss, [x for x in tensors if not x.requires_grad], jit=False)

@@ -20,15 +20,20 @@ Sample = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 @cache
 def op_infos() -> dict[str, list[Any]]:
-    """Return torch's descriptions of operations, by the name of the ATen operation and by their own full name."""
+    """Return torch's descriptions of operations, by the name of the ATen operation and by their own
+    full name.
+    """
     if "expecttest" not in sys.modules:
         try:
             import expecttest  # noqa: F401
-        except ImportError:  # torch's test utilities subclass its TestCase, and nothing here uses that
+        except (
+            ImportError
+        ):  # torch's test utilities subclass its TestCase, and nothing here uses that
             stand_in = types.ModuleType("expecttest")
             stand_in.TestCase = unittest.TestCase
             sys.modules["expecttest"] = stand_in
-    # torch's test utilities forbid setting precision flags from then on, to every other test of this process
+    # torch's test utilities forbid setting precision flags from then on, to every other test of
+    # this process
     with warnings.catch_warnings(), mock.patch.object(torch.backends, "disable_global_flags"):
         warnings.simplefilter("ignore")
         from torch.testing._internal.common_methods_invocations import op_db
@@ -46,20 +51,27 @@ def _inputs(info: Any, *, requires_grad: bool, count: int) -> list[Any]:
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as seeding:
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        # torch's samples seed before each: `torch.manual_seed` formats a traceback for each other device
+        # torch's samples seed before each: `torch.manual_seed` formats a traceback for each other
+        # device
         seeding.setattr(torch, "manual_seed", torch.default_generator.manual_seed)
-        samples = list(info.sample_inputs("cpu", dtype, requires_grad=requires_grad and dtype is torch.float64))
+        samples = list(
+            info.sample_inputs("cpu", dtype, requires_grad=requires_grad and dtype is torch.float64)
+        )
     return samples[:: max(1, len(samples) // count)][:count]
 
 
 def direct(name: str, count: int) -> Iterator[Sample]:
-    """Yield calls of `torch.ops.aten.<name>`, its overload resolved, with inputs that require gradients."""
+    """Yield calls of `torch.ops.aten.<name>`, its overload resolved, with inputs that require
+    gradients.
+    """
     packet = getattr(torch.ops.aten, name)
     for info in op_infos().get(name, []):
         for sample in _inputs(info, requires_grad=True, count=count):
             args = (sample.input, *sample.args)
             try:
-                overload = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **sample.kwargs)
+                overload = torch._C._jit_resolve_packet(
+                    packet._qualified_op_name, *args, **sample.kwargs
+                )
             except RuntimeError:
                 continue  # the Python function's arguments are not the operation's
             yield getattr(packet, overload or "default"), args, dict(sample.kwargs)
@@ -77,7 +89,9 @@ class _Recorder(TorchDispatchMode):
 
 
 def recorded(name: str, through: str, count: int) -> Iterator[Sample]:
-    """Yield the calls of `aten.<name>` that a function of torch makes, all floating inputs requiring gradients."""
+    """Yield the calls of `aten.<name>` that a function of torch makes, all floating inputs
+    requiring gradients.
+    """
     for info in op_infos().get(through, []):
         for sample in _inputs(info, requires_grad=False, count=count):
             recorder = _Recorder(name)

@@ -1,4 +1,6 @@
-"""Calls of the operations that torch's own samples do not reach, and of further overloads of some of the others."""
+"""Calls of the operations that torch's own samples do not reach, and of further overloads of some
+of the others.
+"""
 
 from __future__ import annotations
 
@@ -68,14 +70,23 @@ def _still(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def _whole(*shape: int, seed: int) -> torch.Tensor:
-    """Return whole numbers: float32, the widest dtype of torch's `_grouped_mm` on a CPU, adds them exactly."""
+    """Return whole numbers: float32, the widest dtype of torch's `_grouped_mm` on a CPU, adds them
+    exactly.
+    """
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-3, 4, shape, generator=generator).float().requires_grad_()
 
 
-def _weights(gates: int, inputs: int, hidden: int, *, cells: int = 1, projection: int = 0) -> list[torch.Tensor]:
+def _weights(
+    gates: int, inputs: int, hidden: int, *, cells: int = 1, projection: int = 0
+) -> list[torch.Tensor]:
     width = projection or hidden
-    shapes = [(gates * hidden, inputs), (gates * hidden, width), (gates * hidden,), (gates * hidden,)]
+    shapes = [
+        (gates * hidden, inputs),
+        (gates * hidden, width),
+        (gates * hidden,),
+        (gates * hidden,),
+    ]
     shapes += [(projection, hidden)] if projection else []
     places = [(10 * i + j, shape) for i in range(cells) for j, shape in enumerate(shapes)]
     return [(0.5 * _still(*shape, seed=seed)).requires_grad_() for seed, shape in places]
@@ -90,7 +101,9 @@ def _index(*values: int) -> torch.Tensor:
 
 
 def _complex() -> torch.Tensor:
-    return torch.complex(_index(1, -2, 3).double(), torch.tensor([0.3, 0.0, -1.0], dtype=F64)).requires_grad_()
+    return torch.complex(
+        _index(1, -2, 3).double(), torch.tensor([0.3, 0.0, -1.0], dtype=F64)
+    ).requires_grad_()
 
 
 _NORM = _still(4, 3, 2), _still(3), _still(3)
@@ -98,8 +111,16 @@ _RUNNING = torch.zeros(3, dtype=F64), torch.ones(3, dtype=F64)
 _BAG = tensor(5, 2), _index(1, 2, 0, 4), _index(0, 3)
 _CELL = tensor(2, 3), tensor(2, 4, seed=1)
 _RNN = tensor(4, 2, 3), tensor(1, 2, 4, seed=1), _weights(1, 3, 4), True, 1, 0.0, True, False, False
-_LSTM = tensor(2, 4, 3), [tensor(2, 2, 3, seed=1), tensor(2, 2, 3, seed=2)], _weights(4, 3, 3, cells=2)
-_PROJECTED = tensor(4, 2, 3), [tensor(1, 2, 2, seed=1), tensor(1, 2, 3, seed=2)], _weights(4, 3, 3, projection=2)
+_LSTM = (
+    tensor(2, 4, 3),
+    [tensor(2, 2, 3, seed=1), tensor(2, 2, 3, seed=2)],
+    _weights(4, 3, 3, cells=2),
+)
+_PROJECTED = (
+    tensor(4, 2, 3),
+    [tensor(1, 2, 2, seed=1), tensor(1, 2, 3, seed=2)],
+    _weights(4, 3, 3, projection=2),
+)
 _GROUPED = (((5, 4), (3, 4, 8)), ((3, 4, 8), (8, 16)), ((4, 16), (16, 8)), ((2, 4, 8), (2, 8, 4)))
 
 ONLY = [
@@ -116,13 +137,24 @@ ONLY = [
     _call(aten._euclidean_dist.default, tensor(3, 2), tensor(4, 2, seed=1)),
     # torch wants strides that are multiples of 16 bytes; one group is empty
     *(
-        _call(aten._grouped_mm.default, _whole(*a, seed=1), _whole(*b, seed=2), ends and _index(*ends).int())
+        _call(
+            aten._grouped_mm.default,
+            _whole(*a, seed=1),
+            _whole(*b, seed=2),
+            ends and _index(*ends).int(),
+        )
         for (a, b), ends in zip(_GROUPED, ([2, 2, 5], [4, 4, 16], [4, 4, 16], None), strict=True)
     ),
-    _call(aten._linalg_check_errors.default, torch.zeros((), dtype=torch.int32), "text", is_matrix=True),
+    _call(
+        aten._linalg_check_errors.default,
+        torch.zeros((), dtype=torch.int32),
+        "text",
+        is_matrix=True,
+    ),
     _call(aten._linalg_eigh.default, _still(2, 4, 4), "L", False),
     _call(aten._linalg_eigh.default, _still(2, 4, 4), "U", False),
-    # the signs of singular vectors are arbitrary: test_lowered compares functions that do not depend on them
+    # the signs of singular vectors are arbitrary: test_lowered compares functions that do not
+    # depend on them
     _call(aten._linalg_svd.default, _still(2, 4, 4), False, False),
     _call(aten._linalg_svd.default, _still(3, 5), False, False),
     *(
@@ -183,8 +215,14 @@ ALSO = [
     *_interpolations(_UPSAMPLING),
     _call(aten.repeat_interleave.Tensor, _index(2, 0, 3)),
     _call(aten.scatter.value, tensor(3, 2), 0, _index(1, 2)[None], 0.5),
-    *(_call(aten.scatter.reduce, _still(3, 2), *_ROW, _still(1, 2), reduce=how) for how in ("add", "multiply")),
-    *(_call(aten.scatter.value_reduce, _still(3, 2), *_ROW, 2.5, reduce=how) for how in ("add", "multiply")),
+    *(
+        _call(aten.scatter.reduce, _still(3, 2), *_ROW, _still(1, 2), reduce=how)
+        for how in ("add", "multiply")
+    ),
+    *(
+        _call(aten.scatter.value_reduce, _still(3, 2), *_ROW, 2.5, reduce=how)
+        for how in ("add", "multiply")
+    ),
     _call(aten.view.dtype, _still(2), torch.int64),
 ]
 """Calls beside torch's own samples."""
@@ -192,7 +230,11 @@ ALSO = [
 DECOMPOSED = [
     _call(aten._batch_norm_with_update_functional.default, *_NORM, *_RUNNING, 0.1, 1e-5),
     _call(
-        aten._native_batch_norm_legit.no_stats, *(x.requires_grad_() for x in map(torch.clone, _NORM)), True, 0.1, 1e-5
+        aten._native_batch_norm_legit.no_stats,
+        *(x.requires_grad_() for x in map(torch.clone, _NORM)),
+        True,
+        0.1,
+        1e-5,
     ),
     _call(aten._native_batch_norm_legit_functional.default, *_NORM, *_RUNNING, True, 0.1, 1e-5),
     _call(aten._native_batch_norm_legit_functional.default, *_NORM, *_RUNNING, False, 0.1, 1e-5),
@@ -216,7 +258,9 @@ DECOMPOSED = [
     _call(aten.replication_pad3d.default, tensor(1, 2, 3, 4, 5), [1, 2, 0, 1, 2, 1]),
     _call(aten.unsafe_split_with_sizes.default, tensor(5, 2), [2, 3]),
     _call(aten._unsafe_index.Tensor, tensor(4, 3), [None, _index(2, -1, 2)]),
-    _call(aten._unsafe_index_put.default, tensor(4, 3), [_index(2, -1, 2)], tensor(3, 3, seed=1), True),
+    _call(
+        aten._unsafe_index_put.default, tensor(4, 3), [_index(2, -1, 2)], tensor(3, 3, seed=1), True
+    ),
     _call(aten.norm.ScalarOpt_dim_dtype, tensor(3, 2), 3, [1], False, dtype=F64),
     _call(aten.norm.ScalarOpt_dtype, tensor(3, 2), 1, dtype=F64),
     _call(aten.eye.m, 3, 2),

@@ -1,4 +1,7 @@
-"""Operations with many arguments against torch, for drawn arguments; each combination is a program to compile."""
+"""Operations with many arguments against torch, for drawn arguments.
+
+Each combination is a program to compile.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,11 @@ def test_convolutions(data):
     channels = (2 * groups, 2) if transposed else (2, 2)
     weight = tensor(*channels, *kernel, seed=1)
     image = tensor(2, channels[0] if transposed else 2 * groups, *[5, 6][:n])
-    bias = tensor(2 * groups if transposed else 2, seed=2) if data.draw(st.booleans(), label="bias") else None
+    bias = (
+        tensor(2 * groups if transposed else 2, seed=2)
+        if data.draw(st.booleans(), label="bias")
+        else None
+    )
     args = (image, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
     assume(_accepted(aten.convolution.default, args))
     compare(aten.convolution.default, args, {})
@@ -57,13 +64,25 @@ def test_convolutions(data):
     grouped=st.booleans(),
 )
 def test_attention(causal, mask, scale, grouped):
-    """Torch decomposes it, or chooses its operation for CPUs: where no mask has a gradient and the widths are equal."""
+    """Torch decomposes it, or chooses its operation for CPUs: where no mask has a gradient and the
+    widths are equal.
+    """
     assume(not (causal and mask))
     heads = 1 if grouped else 2
-    query, key, value = tensor(2, 2, 3, 4), tensor(2, heads, 5, 4, seed=1), tensor(2, heads, 5, 4, seed=2)
-    masks = {None: None, "boolean": tensor(3, 5, seed=4).detach() > -0.5, "additive": tensor(2, 1, 3, 5, seed=4)}
+    query, key, value = (
+        tensor(2, 2, 3, 4),
+        tensor(2, heads, 5, 4, seed=1),
+        tensor(2, heads, 5, 4, seed=2),
+    )
+    masks = {
+        None: None,
+        "boolean": tensor(3, 5, seed=4).detach() > -0.5,
+        "additive": tensor(2, 1, 3, 5, seed=4),
+    }
     args = (query, key, value, masks[mask], 0.0, causal)
-    assert_exported_agrees(aten.scaled_dot_product_attention.default, args, {"scale": scale, "enable_gqa": grouped})
+    assert_exported_agrees(
+        aten.scaled_dot_product_attention.default, args, {"scale": scale, "enable_gqa": grouped}
+    )
 
 
 @pytest.mark.full
@@ -81,7 +100,9 @@ def test_slices(dimension, start, end, step, write):
         compare(aten.slice.Tensor, (x, dimension, start, end, step), {})
         return
     source = aten.slice.Tensor(x, dimension, start, end, step).detach() * 2
-    assert_exported_agrees(aten.slice_scatter.default, (x, source.requires_grad_(), dimension, start, end, step), {})
+    assert_exported_agrees(
+        aten.slice_scatter.default, (x, source.requires_grad_(), dimension, start, end, step), {}
+    )
 
 
 @few
@@ -89,14 +110,18 @@ def test_slices(dimension, start, end, step, write):
 def test_writes_by_index(data):
     places = st.lists(st.integers(-4, 3), min_size=2, max_size=2)
     accumulate = data.draw(st.booleans(), label="accumulate")
-    rows = data.draw(places if accumulate else places.filter(lambda p: p[0] % 4 != p[1] % 4), label="rows")
+    rows = data.draw(
+        places if accumulate else places.filter(lambda p: p[0] % 4 != p[1] % 4), label="rows"
+    )
     indices = [torch.tensor(rows)]
     if data.draw(st.booleans(), label="two axes"):
         indices.append(torch.tensor(data.draw(places, label="columns")))
     elif data.draw(st.booleans(), label="second axis"):
         indices = [None, *indices]
     x = tensor(4, 4)
-    values = (x[tuple(slice(None) if i is None else i for i in indices)].detach() * 3).requires_grad_()
+    values = (
+        x[tuple(slice(None) if i is None else i for i in indices)].detach() * 3
+    ).requires_grad_()
     compare(aten.index_put.default, (x, indices, values, accumulate), {})
 
 
@@ -124,9 +149,13 @@ def test_negative_log_likelihood(reduction, weighted, targets):
     model = torch.nn.ParameterList([logs])
 
     def loss(model, batch):
-        return aten.nll_loss_forward.default(model[0], torch.tensor(targets), weight, reduction, -100)[0].sum()
+        return aten.nll_loss_forward.default(
+            model[0], torch.tensor(targets), weight, reduction, -100
+        )[0].sum()
 
-    value, gradient, _ = lower(model, loss, []).value_and_gradient(*arguments_of(model, []), jit=False)
+    value, gradient, _ = lower(model, loss, []).value_and_gradient(
+        *arguments_of(model, []), jit=False
+    )
     expected = loss(model, [])
     expected.backward()
     assert error_between(expected.item(), value) <= TOLERANCE

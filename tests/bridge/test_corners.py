@@ -1,4 +1,6 @@
-"""Corners, ties and zeros: where a function has no derivative, JAX must return the same one as torch."""
+"""Corners, ties and zeros: where a function has no derivative, JAX must return the same one as
+torch.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,14 @@ UNARY = [
 def test_functions_of_one_number(first):
     calls = []
     for name in UNARY[first : first + TOGETHER]:
-        # which infinity torch's logit has at -0.0 depends on the element's place: see studies/tests/test_surprises.py
-        values = [value for value in CORNERS if name != "logit" or math.copysign(1.0, value) > 0 or value]
-        calls.append(Call(getattr(aten, name).default, (corners(values),), {}, LOOSER.get(name, TOLERANCE)))
+        # which infinity torch's logit has at -0.0 depends on the element's place: see
+        # studies/tests/test_surprises.py
+        values = [
+            value for value in CORNERS if name != "logit" or math.copysign(1.0, value) > 0 or value
+        ]
+        calls.append(
+            Call(getattr(aten, name).default, (corners(values),), {}, LOOSER.get(name, TOLERANCE))
+        )
     compare_all(calls)
 
 
@@ -62,22 +69,34 @@ OLD = torch.__version__ < (2, 13)
 
 def test_functions_of_two_numbers():
     left, right = (corners(values) for values in zip(*PAIRS, strict=True))
-    compare_all([Call(op, (left, right), {}) for op in BINARY if not (OLD and op is aten.atan2.default)])
+    compare_all(
+        [Call(op, (left, right), {}) for op in BINARY if not (OLD and op is aten.atan2.default)]
+    )
 
 
-REMAINDERS = [(a, b) for a in (0.0, 1.0, -1.0, 2.0, -3.0, 0.5, 7.25) for b in (1.0, -1.0, 2.0, -3.0, 0.5)]
+REMAINDERS = [
+    (a, b) for a in (0.0, 1.0, -1.0, 2.0, -3.0, 0.5, 7.25) for b in (1.0, -1.0, 2.0, -3.0, 0.5)
+]
 
 
 def test_remainders_and_rounded_quotients():
     left, right = (corners(values) for values in zip(*REMAINDERS, strict=True))
     remainders = [Call(op, (left, right), {}) for op in (aten.fmod.Tensor, aten.remainder.Tensor)]
-    quotients = [Call(aten.div.Tensor_mode, (left, right), {"rounding_mode": mode}) for mode in ("floor", "trunc")]
+    quotients = [
+        Call(aten.div.Tensor_mode, (left, right), {"rounding_mode": mode})
+        for mode in ("floor", "trunc")
+    ]
     compare_all(remainders + quotients)
 
 
 def test_powers_of_corners():
     exponents = (0, 1, 2, 3, -1, 0.5, 1.5, 0.0)
-    compare_all([Call(aten.pow.Tensor_Scalar, (corners(),), {"exponent": exponent}) for exponent in exponents])
+    compare_all(
+        [
+            Call(aten.pow.Tensor_Scalar, (corners(),), {"exponent": exponent})
+            for exponent in exponents
+        ]
+    )
 
 
 TIES = [[1.0, 2.0, 2.0, 0.0], [0.0, 0.0, 0.0, 0.0], [-1.0, 3.0, 3.0, 3.0]]
@@ -117,16 +136,22 @@ DECOMPOSED: dict[str, list[Any]] = {
 @pytest.mark.full
 @pytest.mark.parametrize("kind", DECOMPOSED)
 def test_what_torch_decomposes(kind):
-    given = {"unary": [CORNERS], "binary": list(zip(*PAIRS, strict=True)), "reductions": [TIES]}[kind]
+    given = {"unary": [CORNERS], "binary": list(zip(*PAIRS, strict=True)), "reductions": [TIES]}[
+        kind
+    ]
 
     def loss(model: Any, batch: Any) -> torch.Tensor:
         outs = [x for function in DECOMPOSED[kind] for x in pytree.tree_leaves(function(*model))]
         return sum(number * out.sin().sum() for number, out in enumerate(outs, start=1))
 
-    assert_agrees(torch.nn.ParameterList([corners(values).detach() for values in given]), loss, [], jit=False)
+    assert_agrees(
+        torch.nn.ParameterList([corners(values).detach() for values in given]), loss, [], jit=False
+    )
 
 
-@pytest.mark.parametrize("first", range(0, len(REDUCTIONS), TOGETHER), ids=lambda i: f"from {REDUCTIONS[i][0]}")
+@pytest.mark.parametrize(
+    "first", range(0, len(REDUCTIONS), TOGETHER), ids=lambda i: f"from {REDUCTIONS[i][0]}"
+)
 def test_reductions_with_ties_and_zeros(first):
     calls = []
     for op, arguments in REDUCTIONS[first : first + TOGETHER]:
@@ -139,26 +164,43 @@ def test_scattered_ties_and_zeros():
     index = torch.tensor([[0, 0, 1], [2, 2, 2]])
     source = corners([[2.0, 2.0, 0.0], [0.0, 3.0, 3.0]])
     calls = []
-    for reduce, include_self in itertools.product(("sum", "prod", "mean", "amax", "amin"), (True, False)):
-        # torch counts a tie with an entry of self that is not included: see studies/tests/test_surprises.py
+    for reduce, include_self in itertools.product(
+        ("sum", "prod", "mean", "amax", "amin"), (True, False)
+    ):
+        # torch counts a tie with an entry of self that is not included: see
+        # studies/tests/test_surprises.py
         into = corners(TIES) if include_self else (corners(TIES) - 7).detach().requires_grad_()
-        calls.append(Call(aten.scatter_reduce.two, (into, 1, index, source, reduce), {"include_self": include_self}))
+        calls.append(
+            Call(
+                aten.scatter_reduce.two,
+                (into, 1, index, source, reduce),
+                {"include_self": include_self},
+            )
+        )
     compare_all(calls)
 
 
 def test_pooling_windows():
-    """Where windows are rounded up, rows would have one that begins behind them, and columns one that ends there."""
+    """Where windows are rounded up, rows would have one that begins behind them, and columns one
+    that ends there.
+    """
     image, windows = tensor(1, 2, 5, 6), ([2, 3], [2, 2], [1, 0])
     calls = []
     for round_up in (False, True):
-        calls.append(Call(aten.max_pool2d_with_indices.default, (image, *windows, [2, 1], round_up), {}))
+        calls.append(
+            Call(aten.max_pool2d_with_indices.default, (image, *windows, [2, 1], round_up), {})
+        )
         for count_padding in (False, True):
-            calls.append(Call(aten.avg_pool2d.default, (image, *windows, round_up, count_padding), {}))
+            calls.append(
+                Call(aten.avg_pool2d.default, (image, *windows, round_up, count_padding), {})
+            )
     compare_all(calls)
 
 
 def test_pooling_ties():
-    image = corners([[[[1.0, 1.0, 0.0, 2.0], [1.0, 1.0, 2.0, 2.0], [0.0, 0.0, 0.0, 0.0], [3.0, 0.0, 0.0, 3.0]]]])
+    image = corners(
+        [[[[1.0, 1.0, 0.0, 2.0], [1.0, 1.0, 2.0, 2.0], [0.0, 0.0, 0.0, 0.0], [3.0, 0.0, 0.0, 3.0]]]]
+    )
     pools = (aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default)
     compare_all([Call(pool, (image, [2, 2]), {}) for pool in pools])
 
@@ -174,10 +216,15 @@ def test_clamps_at_their_bounds():
     )
 
 
-@given(values=st.lists(st.sampled_from([0.0, 1.0, -1.0, 2.0]), min_size=4, max_size=4), p=st.sampled_from([1, 2, 3]))
+@given(
+    values=st.lists(st.sampled_from([0.0, 1.0, -1.0, 2.0]), min_size=4, max_size=4),
+    p=st.sampled_from([1, 2, 3]),
+)
 def test_distances_of_points_that_coincide(values, p):
     points = corners(values).reshape(2, 2).detach().requires_grad_()
-    compare(aten._cdist_forward.default, (points, corners([[0.0, 1.0], [2.0, 2.0]]), float(p), None), {})
+    compare(
+        aten._cdist_forward.default, (points, corners([[0.0, 1.0], [2.0, 2.0]]), float(p), None), {}
+    )
 
 
 DTYPES = [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64]
@@ -192,7 +239,9 @@ def test_dtypes_promote_as_in_torch(op):
         args = (left, right)
         args = (torch.tensor([True, False]), *args) if op == "where" else args
         try:
-            overload = getattr(packet, torch._C._jit_resolve_packet(packet._qualified_op_name, *args))
+            overload = getattr(
+                packet, torch._C._jit_resolve_packet(packet._qualified_op_name, *args)
+            )
             expected = overload(*args)
         except RuntimeError:
             continue  # torch has no such operation: no minus for booleans, no maximum of a tensor and a number
@@ -200,4 +249,7 @@ def test_dtypes_promote_as_in_torch(op):
             continue  # torch makes tensors of the numbers
         arrays = [to_array(x) if isinstance(x, torch.Tensor) else x for x in args]
         got = jax.eval_shape(partial(lowering_of(overload), *arrays))
-        assert (got.dtype, got.shape) == (jax_dtype(expected.dtype), tuple(expected.shape)), (overload, args)
+        assert (got.dtype, got.shape) == (jax_dtype(expected.dtype), tuple(expected.shape)), (
+            overload,
+            args,
+        )

@@ -46,7 +46,10 @@ def _scaled_tanh(slope):
 
 
 class Attention(Function):
-    """Weights and their product with values; the forward detaches, and a second output has no derivative."""
+    """Weights and their product with values.
+
+    The forward detaches, and a second output has no derivative.
+    """
 
     @staticmethod
     def forward(x, values, mask):
@@ -141,7 +144,10 @@ SOUND = (_tanh_loss(1), _attention_loss(Attention), _root_loss(0.02))
 FAULTY = {
     "AttentionWithoutMean": (_attention_loss(AttentionWithoutMean), "argument 0 is off by"),
     "BoundedRoot": (_root_loss(1e-4), "argument 0 is off by"),
-    "Doubled": (lambda model, batch: Doubled.apply(model(batch).clone()).mean(), "argument 0 is 1.5 times"),
+    "Doubled": (
+        lambda model, batch: Doubled.apply(model(batch).clone()).mean(),
+        "argument 0 is 1.5 times",
+    ),
     "Rounded": (
         lambda model, batch: Rounded.apply(3 * model(batch)).sum(),
         "argument 0 is not 0, and the derivative is",
@@ -161,7 +167,10 @@ def _faulty(model, batch):
 @pytest.mark.full
 @pytest.mark.parametrize("reentrant", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_function_in_an_activation_checkpoint_is_differentiated(reentrant):
-    """Checkpointing packs what the function saves under `no_grad`; the reentrant one runs all of it under `no_grad`."""
+    """Checkpointing packs what the function saves under `no_grad`.
+
+    The reentrant one runs all of it under `no_grad`.
+    """
     function = _scaled_tanh(1)
 
     def loss(model, batch):
@@ -184,11 +193,15 @@ def test_a_backward_that_is_not_the_derivative_is_named_and_the_rest_of_the_loss
         assert wrong.function.__name__ == name
         assert says in str(wrong)
         assert f"accept_backward({name})" in str(wrong)
-    own, derivative = (lower(model, _faulty, X, own_backwards=kept) for kept in ([w.function for w in found], ()))
+    own, derivative = (
+        lower(model, _faulty, X, own_backwards=kept) for kept in ([w.function for w in found], ())
+    )
     _faulty(model, X).backward()
     for lowered, agrees in ((own, True), (derivative, False)):
         _, gradient, _ = lowered.value_and_gradient(*arguments_of(model, X))
-        errors = [error_between(x.grad.numpy(), gradient[name]) for name, x in model.named_parameters()]
+        errors = [
+            error_between(x.grad.numpy(), gradient[name]) for name, x in model.named_parameters()
+        ]
         assert (max(errors) < 1e-12) == agrees
 
 
@@ -200,5 +213,7 @@ def test_an_accepted_backward_is_called_and_not_named():
 
 
 def test_only_a_custom_function_can_be_accepted():
-    with pytest.raises(UsageError, match=r"expected a subclass of torch.autograd.Function, got <built-in"):
+    with pytest.raises(
+        UsageError, match=r"expected a subclass of torch.autograd.Function, got <built-in"
+    ):
         accept_backward(torch.sin)

@@ -19,15 +19,21 @@ def _each_group(rows, weights, ends):
     """Multiply the rows of each group by its own matrix; those behind the last group are 0."""
     starts = [0, *ends]
     parts = [rows[a:b] @ w for a, b, w in zip(starts, ends, weights, strict=False)]
-    return torch.cat([*parts, torch.zeros(len(rows) - ends[-1], weights.shape[2], dtype=rows.dtype)])
+    return torch.cat(
+        [*parts, torch.zeros(len(rows) - ends[-1], weights.shape[2], dtype=rows.dtype)]
+    )
 
 
 def _error(function, ends) -> float:
-    """Return the largest difference of the product and of its gradients from one product for each group."""
+    """Return the largest difference of the product and of its gradients from one product for each
+    group.
+    """
     out = _each_group(ROWS, WEIGHTS, ends)
     cotangent = tensor(7, 5, seed=2).detach()
     expected = torch.autograd.grad(out, (ROWS, WEIGHTS), cotangent)
-    got, pull = jax.vjp(lambda a, w: function(a, w, jnp.asarray(ends)), to_array(ROWS), to_array(WEIGHTS))
+    got, pull = jax.vjp(
+        lambda a, w: function(a, w, jnp.asarray(ends)), to_array(ROWS), to_array(WEIGHTS)
+    )
     pairs = zip((out, *expected), (got, *pull(to_array(cotangent))), strict=True)
     return max(float(np.abs(x.detach().numpy() - np.asarray(y)).max()) for x, y in pairs)
 

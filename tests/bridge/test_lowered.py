@@ -103,7 +103,12 @@ def test_new_buffer_values_are_returned():
     model = Of(forward, norm=nn.BatchNorm1d(4).double())
     model.register_buffer("steps", torch.zeros((), dtype=torch.int64))
     lowered = assert_agrees(model, squares, X)
-    assert set(lowered.buffers) == {"steps", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert set(lowered.buffers) == {
+        "steps",
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+    }
     assert model.steps == 0
     assert model.norm.num_batches_tracked == 0
 
@@ -123,7 +128,9 @@ def test_a_tied_parameter_has_one_gradient_under_its_first_name():
     def loss(model, batch):
         return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten(), ignore_index=0)
 
-    model = Of(lambda self, x: self.head(self.linear(self.embedding(x))), embedding=embedding, head=head)
+    model = Of(
+        lambda self, x: self.head(self.linear(self.embedding(x))), embedding=embedding, head=head
+    )
     lowered = assert_agrees(model, loss, TOKENS)
     assert lowered.parameters == ("linear.weight", "linear.bias", "embedding.weight")
 
@@ -142,7 +149,10 @@ def test_batches_are_trees_that_may_contain_other_objects():
 
     def loss(model, batch):
         assert batch["name"] == "text"
-        return batch["times"] * (model(batch["x"]) * batch["pair"][0]).mean() + batch["pair"][1][0].sum()
+        return (
+            batch["times"] * (model(batch["x"]) * batch["pair"][0]).mean()
+            + batch["pair"][1][0].sum()
+        )
 
     assert_agrees(Of(lambda self, x: self.linear(x)), loss, batch)
 
@@ -172,7 +182,10 @@ def test_float32_operations_are_reported_with_their_lines():
         return model(batch).float().topk(2).values.double().sum()
 
     narrow = lower(Of(lambda self, x: self.linear(x)), loss, X).narrow
-    assert [name.partition(" (")[0] for name in narrow] == ["aten._to_copy.default", "aten.topk.default"]
+    assert [name.partition(" (")[0] for name in narrow] == [
+        "aten._to_copy.default",
+        "aten.topk.default",
+    ]
     assert all("test_lowered.py, line" in name for name in narrow)
 
 
@@ -210,7 +223,9 @@ LOSSES = {
         z, CLASSES, weight=torch.tensor([1.0, 2.0, 0.5, 3.0]).double(), label_smoothing=0.1
     ),
     "cross entropy of probabilities": lambda z: F.cross_entropy(z, UNIT),
-    "cross entropy in two dimensions": lambda z: F.cross_entropy(z.reshape(1, 4, 2, 3), CLASSES.reshape(1, 2, 3)),
+    "cross entropy in two dimensions": lambda z: F.cross_entropy(
+        z.reshape(1, 4, 2, 3), CLASSES.reshape(1, 2, 3)
+    ),
     "kl": lambda z: F.kl_div(F.log_softmax(z, 1), torch.softmax(UNIT, 1), reduction="batchmean"),
     "poisson": lambda z: F.poisson_nll_loss(z, UNIT, full=True),
     "cosine": lambda z: F.cosine_embedding_loss(z, UNIT, SIGNS[:, 0], margin=0.1),
@@ -218,8 +233,12 @@ LOSSES = {
     "ranking": lambda z: F.margin_ranking_loss(z[:, 0], z[:, 1], SIGNS[:, 0], margin=0.2),
     "triplet": lambda z: F.triplet_margin_loss(z, UNIT, SIGNS),
     "labels": lambda z: F.multilabel_soft_margin_loss(z, (SIGNS > 0).double()),
-    "eigenvectors": lambda z: (torch.linalg.eigh(z.T @ z + 0.1 * UNIT.T @ UNIT)[1] ** 4 * UNIT[:4]).sum(),
-    "singular vectors": lambda z: (torch.linalg.svd(z + torch.eye(6, 4))[0][:, :4] ** 2 * UNIT).sum(),
+    "eigenvectors": lambda z: (
+        torch.linalg.eigh(z.T @ z + 0.1 * UNIT.T @ UNIT)[1] ** 4 * UNIT[:4]
+    ).sum(),
+    "singular vectors": lambda z: (
+        torch.linalg.svd(z + torch.eye(6, 4))[0][:, :4] ** 2 * UNIT
+    ).sum(),
     "spectrum": lambda z: (torch.fft.rfft(z).abs() ** 2 * torch.fft.fft(UNIT).real[:, :3]).sum(),
     "solutions": lambda z: (
         torch.linalg.solve(z.T @ z + UNIT.T @ UNIT, UNIT.T).sum()
@@ -229,7 +248,10 @@ LOSSES = {
     "einsum": lambda z: torch.einsum("bi,bj,ij->b", z, UNIT, z.T @ UNIT).sin().sum(),
     "rows that see nothing": lambda z: (
         F.scaled_dot_product_attention(
-            z.reshape(1, 1, 6, 4), z.reshape(1, 1, 6, 4), z.reshape(1, 1, 6, 4), attn_mask=LOGITS @ LOGITS.T > 1
+            z.reshape(1, 1, 6, 4),
+            z.reshape(1, 1, 6, 4),
+            z.reshape(1, 1, 6, 4),
+            attn_mask=LOGITS @ LOGITS.T > 1,
         )
         .pow(2)
         .sum()
@@ -238,11 +260,17 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("every", [pytest.param(4, marks=pytest.mark.quick), pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "every", [pytest.param(4, marks=pytest.mark.quick), pytest.param(1, marks=pytest.mark.full)]
+)
 def test_losses_and_functions(every):
     """Exporting and compiling the sum of several takes as long as one."""
     model = Of(lambda self, x: self.linear(x))
-    assert_agrees(model, lambda model, batch: sum(f(model(batch)) for f in list(LOSSES.values())[::every]), LOGITS)
+    assert_agrees(
+        model,
+        lambda model, batch: sum(f(model(batch)) for f in list(LOSSES.values())[::every]),
+        LOGITS,
+    )
 
 
 def test_the_mean_over_no_valid_target_is_nan_with_gradient_zero():
@@ -258,7 +286,10 @@ def test_the_mean_over_no_valid_target_is_nan_with_gradient_zero():
 
 
 def test_the_padding_row_of_an_embedding_has_no_gradient():
-    model = Of(lambda self, x: self.table(x), table=nn.Embedding(7, 4, padding_idx=0, scale_grad_by_freq=True).double())
+    model = Of(
+        lambda self, x: self.table(x),
+        table=nn.Embedding(7, 4, padding_idx=0, scale_grad_by_freq=True).double(),
+    )
     assert_agrees(model, squares, TOKENS)
     assert not jax_gradient(model, squares, TOKENS)["table.weight"][0].any()
 
@@ -288,7 +319,9 @@ def test_ctc_as_a_function_of_logits():
     https://github.com/pytorch/pytorch/issues/52241
     """
     logits = LOGITS[:, None].clone().requires_grad_()
-    value = F.ctc_loss(F.log_softmax(logits, -1), torch.tensor([[1, 1, 2]]), (6,), (3,), reduction="sum")
+    value = F.ctc_loss(
+        F.log_softmax(logits, -1), torch.tensor([[1, 1, 2]]), (6,), (3,), reduction="sum"
+    )
     (expected,) = torch.autograd.grad(value, logits)
 
     def in_jax(z):

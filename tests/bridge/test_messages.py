@@ -81,7 +81,9 @@ def test_the_error_for_an_unknown_operation_has_its_line_and_how_to_register_it(
         (lambda x: x * [], "failed"),
     ],
 )
-def test_the_error_for_a_wrong_lowering_has_the_received_and_the_expected_result(restored_table, lowering, received):
+def test_the_error_for_a_wrong_lowering_has_the_received_and_the_expected_result(
+    restored_table, lowering, received
+):
     register_op("bridge_tests.doubled")(lowering)
     with pytest.raises(WrongLowering, match=received) as raised:
         jax_gradient(MODEL, of_doubled, X)
@@ -123,7 +125,9 @@ def test_a_python_decision_on_values_is_refused_with_its_line_and_a_rewrite_that
         jax_gradient(MODEL, loss, X)
     message = str(raised.value)
     assert "if out.sum() > 0" in message
-    assert message.endswith("\n    return torch.where(out.sum() > 0, out.mean(), out.pow(2).mean())")
+    assert message.endswith(
+        "\n    return torch.where(out.sum() > 0, out.mean(), out.pow(2).mean())"
+    )
     names = {"torch": torch}
     exec(f"def loss(model, batch):\n    out = model(batch)\n    {raised.value.rewrite}", names)
     assert_agrees(MODEL, names["loss"], X, jit=False)
@@ -132,7 +136,9 @@ def test_a_python_decision_on_values_is_refused_with_its_line_and_a_rewrite_that
 def test_a_model_that_decides_on_its_labels_is_refused_with_a_rewrite_that_agrees():
     model = LossInside().double()
     batch = {"x": X, "labels": torch.tensor([1, -100, 4])}
-    with pytest.raises(NotExportable, match=r"torch_models.py, line \d+: if kept.size\(0\) > 0:") as raised:
+    with pytest.raises(
+        NotExportable, match=r"torch_models.py, line \d+: if kept.size\(0\) > 0:"
+    ) as raised:
         jax_gradient(model, lambda model, batch: model(**batch).loss, batch)
     names = {"torch": torch}
     exec(raised.value.rewrite, names)
@@ -144,30 +150,47 @@ def test_the_rewrites_of_statements_compute_the_same():
     x, choice, parts = X, torch.tensor([2, 0, 2]), [torch.sin, torch.exp, torch.cos]
     names = {"torch": torch, "x": x, "choice": choice, "parts": parts, "out": torch.zeros_like(x)}
     exec(rewrite_of("for i in choice.unique():"), names)
-    assert names["out"].equal(torch.stack([parts[i](row) for i, row in zip(choice, x, strict=True)]))
+    assert names["out"].equal(
+        torch.stack([parts[i](row) for i, row in zip(choice, x, strict=True)])
+    )
     for x in (X, -X):
         names = {"torch": torch, "x": x, "value_if_true": x, "value_if_false": 2 * x}
         exec(rewrite_of("if x.sum() > 0 and not x.mean() > x.max():"), names)
         assert names["chosen"].equal(x if x.sum() > 0 else 2 * x)
-    names = {"draw": lambda items, seed: {"x": X}, "number_of": lambda drawn: (drawn["x"] > 0).sum()}
+    names = {
+        "draw": lambda items, seed: {"x": X},
+        "number_of": lambda drawn: (drawn["x"] > 0).sum(),
+    }
     exec(rewrite_of("length = int((x > 0).sum())"), names)
     assert names["batch"](3, 0)["number"] == (X > 0).sum()
     for line in ("while x.abs().max() > 1:", "for _ in range(rounds):"):
-        names = {"torch": torch, "x": 5 * X, "rounds": torch.tensor(4), "most": 9, "one_round": lambda x: x / 2}
+        names = {
+            "torch": torch,
+            "x": 5 * X,
+            "rounds": torch.tensor(4),
+            "most": 9,
+            "one_round": lambda x: x / 2,
+        }
         exec(rewrite_of(line), names)
         assert names["x"].equal(5 * X / 16)
-    assert rewrite_of("assert x.isfinite().all(), 'text'").startswith("# an assertion has no gradient")
+    assert rewrite_of("assert x.isfinite().all(), 'text'").startswith(
+        "# an assertion has no gradient"
+    )
     assert rewrite_of("scale = 2 * x.max().item() if 0 < x.sum() < 1 else float(x.min())") == (
         "scale = torch.where((0 < x.sum()) & (x.sum() < 1), 2 * x.max().detach(), x.min().detach())"
     )
 
 
 @pytest.mark.full
-def test_a_decision_in_a_librarys_code_is_rewritten_in_a_copy_of_its_function(tmp_path, monkeypatch):
+def test_a_decision_in_a_librarys_code_is_rewritten_in_a_copy_of_its_function(
+    tmp_path, monkeypatch
+):
     """The batch has labels, and the model no logits: the loss of logits would not help."""
     library = tmp_path / "site-packages"
     library.mkdir()
-    (library / "deciding.py").write_text("def bounded(x):\n    return x / 2 if x.max() > 1 else x\n")
+    (library / "deciding.py").write_text(
+        "def bounded(x):\n    return x / 2 if x.max() > 1 else x\n"
+    )
     monkeypatch.syspath_prepend(library)
     deciding = importlib.import_module("deciding")
     batch = {"x": X, "labels": torch.tensor([1, 0, 2])}
@@ -178,7 +201,10 @@ def test_a_decision_in_a_librarys_code_is_rewritten_in_a_copy_of_its_function(tm
     with pytest.raises(NotExportable, match=r"deciding.py, line 2") as raised:
         jax_gradient(MODEL, loss, batch)
     first, line = raised.value.rewrite.split("\n")
-    assert first == "# in a copy of deciding.bounded, which `deciding.bounded = copy` puts in its place:"
+    assert (
+        first
+        == "# in a copy of deciding.bounded, which `deciding.bounded = copy` puts in its place:"
+    )
     names = {"torch": torch}
     exec(f"def copy(x):\n    {line}", names)
     deciding.bounded = names["copy"]
@@ -189,14 +215,20 @@ def test_a_decision_inside_torch_is_refused_with_the_losss_line():
     def loss(model, batch):
         return torch.nn.functional.gaussian_nll_loss(model(batch), batch, batch.exp())
 
-    with pytest.raises(NotExportable, match=r"this loss \(test_messages.py, line \d+: return .*gaussian_nll_loss"):
+    with pytest.raises(
+        NotExportable, match=r"this loss \(test_messages.py, line \d+: return .*gaussian_nll_loss"
+    ):
         jax_gradient(MODEL, loss, X)
 
 
 @pytest.mark.full
 def test_the_error_for_a_transformer_that_inspects_its_mask_says_what_to_pass():
-    """Without `is_causal`, torch.nn.modules.transformer._detect_is_causal_mask compares the mask's values."""
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True), 1).double()
+    """Without `is_causal`, torch.nn.modules.transformer._detect_is_causal_mask compares the mask's
+    values.
+    """
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True), 1
+    ).double()
     mask = torch.ones(3, 3, dtype=torch.bool).triu(1)
 
     def loss(model, batch, **said):
@@ -254,13 +286,19 @@ def test_a_gradient_hook_is_refused_because_export_drops_it():
 @pytest.mark.parametrize("before", [False, True])
 def test_a_module_whose_backward_hook_changes_a_gradient_is_refused_by_name(before):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
-    register = model[1].register_full_backward_pre_hook if before else model[1].register_full_backward_hook
+    register = (
+        model[1].register_full_backward_pre_hook if before else model[1].register_full_backward_hook
+    )
     hook = register(lambda module, *gradients: (gradients[0][0] * 2,))
-    with pytest.raises(BridgeError, match=r"the module '1' has a backward hook that changes a gradient"):
+    with pytest.raises(
+        BridgeError, match=r"the module '1' has a backward hook that changes a gradient"
+    ):
         jax_gradient(model, lambda model, batch: model(batch).mean(), X)
     hook.remove()
     seen = []
-    register = model[1].register_full_backward_pre_hook if before else model[1].register_full_backward_hook
+    register = (
+        model[1].register_full_backward_pre_hook if before else model[1].register_full_backward_hook
+    )
     register(lambda module, *gradients: seen.append(gradients))
     assert_agrees(model, lambda model, batch: model(batch).mean(), X, jit=False)
     assert seen

@@ -1,4 +1,6 @@
-"""Every registered operation against torch, in value and gradient, on torch's own samples or on ours."""
+"""Every registered operation against torch, in value and gradient, on torch's own samples or on
+ours.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from gradcheck_suite.bridge import ops  # noqa: F401  (fills the table)
-from gradcheck_suite.bridge.op_table import RandomnessError, jax_dtype, lowering_of, register_op, table, to_array
+from gradcheck_suite.bridge.op_table import (
+    RandomnessError,
+    jax_dtype,
+    lowering_of,
+    register_op,
+    table,
+    to_array,
+)
 from tests.bridge.agreeing import assert_exported_agrees
 from tests.bridge.comparing import TOLERANCE, Call, compare, compare_all
 from tests.bridge.opinfo import direct, recorded
@@ -58,13 +67,19 @@ INSTEAD, BESIDE = _by_name(ONLY), _by_name(ALSO)
 
 @cache
 def _samples(name: str, each: int) -> list[Any]:
-    """Return up to `each` of torch's own samples for every overload, and all samples written by hand."""
+    """Return up to `each` of torch's own samples for every overload, and all samples written by
+    hand.
+    """
     by_hand = [*INSTEAD.get(name, ()), *BESIDE.get(name, ())]
     if name in INSTEAD:
         return by_hand
-    most = max(each, 3)  # a function's first sample may call another overload, or none that can be compared
+    most = max(
+        each, 3
+    )  # a function's first sample may call another overload, or none that can be compared
     samples = [] if name in THROUGH else _kept(name, direct(name, most), each)
-    samples = samples or _kept(name, recorded(name, THROUGH.get(name, name.lstrip("_")), most), each)
+    samples = samples or _kept(
+        name, recorded(name, THROUGH.get(name, name.lstrip("_")), most), each
+    )
     return samples + by_hand
 
 
@@ -86,9 +101,15 @@ def _hopeless(name: str, op: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _without_sample(name: str) -> set[str]:
-    """Return the overloads of an operation that no sample calls, or the operation where none calls any."""
+    """Return the overloads of an operation that no sample calls, or the operation where none calls
+    any.
+    """
     called = {str(op) for op, _, _ in _samples(name, 1)}
-    return {o for o in table() if o.startswith(f"aten.{name}.")} - called if called else {f"aten.{name}"}
+    return (
+        {o for o in table() if o.startswith(f"aten.{name}.")} - called
+        if called
+        else {f"aten.{name}"}
+    )
 
 
 def _still(x: Any) -> Any:
@@ -101,7 +122,16 @@ def _calls(name: str, each: int) -> list[Call]:
         if name in NO_DERIVATIVE:
             args = pytree.tree_map(_still, args)
         masked = name in ("index", "index_put")
-        calls.append(Call(op, args, kwargs, LOOSER.get(name, TOLERANCE), not masked, NO_GRADIENT_OF.get(name, ())))
+        calls.append(
+            Call(
+                op,
+                args,
+                kwargs,
+                LOOSER.get(name, TOLERANCE),
+                not masked,
+                NO_GRADIENT_OF.get(name, ()),
+            )
+        )
     return calls
 
 
@@ -112,7 +142,9 @@ TOGETHER = 16
 
 @pytest.mark.quick
 @pytest.mark.filterwarnings("ignore")  # torch's deprecations of what its own samples call
-@pytest.mark.parametrize("first", range(0, len(COMPARED), 20 * TOGETHER), ids=lambda first: f"from {COMPARED[first]}")
+@pytest.mark.parametrize(
+    "first", range(0, len(COMPARED), 20 * TOGETHER), ids=lambda first: f"from {COMPARED[first]}"
+)
 def test_operations_agree_with_torch(first):
     """Of every twentieth program; `--full` compares all samples of every operation."""
     compare_all([call for name in COMPARED[first : first + TOGETHER] for call in _calls(name, 1)])
@@ -185,7 +217,10 @@ TORCH_DECOMPOSES = [
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*TORCH_DECOMPOSES, *_by_name(DECOMPOSED)])
 def test_an_operation_that_torch_decomposes_agrees_with_torch(name):
-    calls = [*_by_name(DECOMPOSED).get(name, ()), *(call for call in direct(name, 4) if not call[2].get("dropout_p"))]
+    calls = [
+        *_by_name(DECOMPOSED).get(name, ()),
+        *(call for call in direct(name, 4) if not call[2].get("dropout_p")),
+    ]
     calls = [call for call in calls if not _hopeless(name, *call)]
     calls = calls or list(recorded(name, THROUGH.get(name, name.lstrip("_")), 4))
     assert calls
@@ -194,7 +229,9 @@ def test_an_operation_that_torch_decomposes_agrees_with_torch(name):
             args = pytree.tree_map(_still, args) if name in NO_DERIVATIVE else args
             args = (args[0], *map(_still, args[1:])) if name.startswith("nll_loss") else args
             assert_exported_agrees(
-                op if name not in FIRST_RESULT else lambda *a, f=op, **k: f(*a, **k)[0], args, kwargs
+                op if name not in FIRST_RESULT else lambda *a, f=op, **k: f(*a, **k)[0],
+                args,
+                kwargs,
             )
 
 

@@ -9,7 +9,9 @@ from torch import nn
 
 
 class LossInside(nn.Module):
-    """A classifier that computes its own loss, and looks at the labels first, as DeBERTa-v2 of transformers does."""
+    """A classifier that computes its own loss, and looks at the labels first, as DeBERTa-v2 of
+    transformers does.
+    """
 
     def __init__(self) -> None:
         super().__init__()

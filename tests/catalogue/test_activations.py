@@ -68,7 +68,11 @@ def test_derivative_at_a_kink_is_a_subgradient(kind, options):
     ("module", "fault", "found"),
     [
         (torch.nn.ReLU(), lambda x: jnp.maximum(x, 0.0), [-0.0, 0.0]),
-        (torch.nn.ReLU6(), lambda x: jnp.where((x >= 0) & (x <= 6), x, jnp.where(x > 6, 6.0, 0.0)), [-0.0, 0.0, 6.0]),
+        (
+            torch.nn.ReLU6(),
+            lambda x: jnp.where((x >= 0) & (x <= 6), x, jnp.where(x > 6, 6.0, 0.0)),
+            [-0.0, 0.0, 6.0],
+        ),
         (torch.nn.ELU(), lambda x: jnp.where(x > 0, x, jnp.exp(x) - 1), [800.0]),
     ],
     ids=["half at the kink", "one at the kink", "NaN of an unused exponential"],

@@ -33,7 +33,16 @@ SPEC = ProblemSpec(
 
 USERS = Case("model.py:P", Plan((1, 2, 3), 2), dtype="float32", seed=5, optimizer="adam")
 FOUND = Violation(
-    "gradient", "mean-of-means", "why it is so. Fix: what to do", USERS, "0.weight", 1, 1, 0.25, 1e-12, ("a", "b")
+    "gradient",
+    "mean-of-means",
+    "why it is so. Fix: what to do",
+    USERS,
+    "0.weight",
+    1,
+    1,
+    0.25,
+    1e-12,
+    ("a", "b"),
 )
 PLANS = (
     Plan((1,), 1),
@@ -59,9 +68,15 @@ def test_cases_and_violations_are_described(golden):
 
 
 @given(st.floats(1e-3, 1e3), st.floats(1e-16, 1e-12), st.floats(0.9, 1.1))
-def test_a_bound_far_below_the_error_keeps_no_digit_that_rounding_decides(error, allowed, elsewhere):
-    """A bound that differs by a tenth on another processor moves the last printed digit by one or two at most."""
-    shown, other = (float(error_text(error, bound).split()[-1]) for bound in (allowed, allowed * elsewhere))
+def test_a_bound_far_below_the_error_keeps_no_digit_that_rounding_decides(
+    error, allowed, elsewhere
+):
+    """A bound that differs by a tenth on another processor moves the last printed digit by one or
+    two at most.
+    """
+    shown, other = (
+        float(error_text(error, bound).split()[-1]) for bound in (allowed, allowed * elsewhere)
+    )
     assert shown == float(f"{allowed:.0e}")
     assert abs(shown - other) <= 2 * 10.0 ** math.floor(math.log10(max(shown, other)))
 

@@ -1,4 +1,7 @@
-"""Corner cases of layers that random numbers seldom reach, by hand; what attention sees; refused options."""
+"""Corner cases of layers that random numbers seldom reach, by hand; what attention sees.
+
+Refused options.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,15 @@ TOKENS = Signal("tokens", (3,), vocabulary=5)
 
 
 def both(layer: Layer, signal: Signal, x, values=None, **extras):
-    """Return, by torch and by JAX, a layer's output and the gradient of its sum with respect to a floating input."""
+    """Return, by torch and by JAX, a layer's output and the gradient of its sum with respect to a
+    floating input.
+    """
     kind, x = LAYERS[layer.kind], np.asarray(x)
     values = {name: np.asarray(value, np.float64) for name, value in (values or {}).items()}
     module = kind.torch_module(signal, layer.o).double()
-    module.load_state_dict({name: torch.from_numpy(value) for name, value in values.items()}, strict=False)
+    module.load_state_dict(
+        {name: torch.from_numpy(value) for name, value in values.items()}, strict=False
+    )
     floating = x.dtype == np.float64
     leaf = torch.from_numpy(x).requires_grad_(floating)
     y = module(leaf, **{name: torch.from_numpy(a) for name, a in extras.items()})
@@ -43,7 +50,15 @@ def both(layer: Layer, signal: Signal, x, values=None, **extras):
 
 
 def _conv(kind, **options):
-    plain = {"features": 2, "kernel": 1, "stride": 1, "padding": 0, "dilation": 1, "groups": 1, "bias": False}
+    plain = {
+        "features": 2,
+        "kernel": 1,
+        "stride": 1,
+        "padding": 0,
+        "dilation": 1,
+        "groups": 1,
+        "bias": False,
+    }
     return Layer(kind, **{**plain, **options})
 
 
@@ -88,7 +103,11 @@ EXAMPLES = {
     ),
     # five columns in two bins, 0 to 2 and 2 to 4: the middle one counts in both
     "neighbouring bins overlap": (
-        (Layer("adaptive_average_pool2d", size=2), Signal("image", (1, 2, 5)), [[[[1.0, 2.0, 3.0, 4.0, 5.0]] * 2]]),
+        (
+            Layer("adaptive_average_pool2d", size=2),
+            Signal("image", (1, 2, 5)),
+            [[[[1.0, 2.0, 3.0, 4.0, 5.0]] * 2]],
+        ),
         ([[[[2.0, 4.0]] * 2]], [[[[1 / 3, 1 / 3, 2 / 3, 1 / 3, 1 / 3]] * 2]]),
     ),
     "the layer norm of one number is constant": (
@@ -98,11 +117,20 @@ EXAMPLES = {
     # x / sqrt(x^2 + eps), of derivative eps / (x^2 + eps)^(3/2)
     "the RMS norm of one number is nearly its sign": (
         (Layer("rms_norm", affine=False), Signal("vector", (1,)), [[3.0], [-2.0]]),
-        ([[3 / 9.01**0.5], [-2 / 4.01**0.5]], [[0.01 / 9.01**1.5], [0.01 / 4.01**1.5]], 1e-14, 1e-12),
+        (
+            [[3 / 9.01**0.5], [-2 / 4.01**0.5]],
+            [[0.01 / 9.01**1.5], [0.01 / 4.01**1.5]],
+            1e-14,
+            1e-12,
+        ),
     ),
     # the pairs (1, 3) and (10, 30) lie 1 and 10 from their own means
     "a group norm keeps groups apart": (
-        (Layer("group_norm", groups=2, affine=False), Signal("vector", (4,)), [[1.0, 3.0, 10.0, 30.0]]),
+        (
+            Layer("group_norm", groups=2, affine=False),
+            Signal("vector", (4,)),
+            [[1.0, 3.0, 10.0, 30.0]],
+        ),
         ([[-NEAR, NEAR, -FAR, FAR]], None, 1e-14),
     ),
     "dropout scales what it keeps": (
@@ -132,7 +160,9 @@ def test_value_and_gradient_by_hand(name):
     (layer, signal, x, *given), (y, gradient, *rtol) = EXAMPLES[name]
     extras, values = (*given, {}, {})[:2]
     for found in both(layer, signal, x, values, **extras):
-        for array, by_hand, allowed in zip(found, (y, gradient), (*rtol, 1e-15, 1e-15)[:2], strict=True):
+        for array, by_hand, allowed in zip(
+            found, (y, gradient), (*rtol, 1e-15, 1e-15)[:2], strict=True
+        ):
             if by_hand is not None:
                 exact = np.all(np.asarray(by_hand) % 0.5 == 0)
                 np.testing.assert_allclose(array, by_hand, rtol=0 if exact else allowed)
@@ -156,25 +186,37 @@ def test_torch_points_outside_the_image_where_a_window_holds_only_padding():
     assert layer.o not in LAYERS["max_pool2d"].variants(signal)
     with pytest.raises(UsageError, match=r"'max_pool2d': expected a pixel in every window"):
         out_signal(layer, signal)
-    value, index = torch.nn.functional.max_pool2d(torch.ones(1, 1, 1, 1), 2, 1, 1, 2, return_indices=True)
+    value, index = torch.nn.functional.max_pool2d(
+        torch.ones(1, 1, 1, 1), 2, 1, 1, 2, return_indices=True
+    )
     assert value.item() == -torch.inf
     assert index.item() not in range(1)
 
 
 @pytest.mark.parametrize("kind", ["batch_norm1d", "batch_norm2d"])
 def test_batch_norm_keeps_its_running_statistics_in_a_model_in_train_mode(kind):
-    source = Input("vector", size=2) if kind == "batch_norm1d" else Input("image", channels=2, height=4, width=5)
-    model = build_model(ProblemSpec(source, (Layer(kind, affine=True),), Loss("mse")), 0, torch.float64).train()
+    source = (
+        Input("vector", size=2)
+        if kind == "batch_norm1d"
+        else Input("image", channels=2, height=4, width=5)
+    )
+    model = build_model(
+        ProblemSpec(source, (Layer(kind, affine=True),), Loss("mse")), 0, torch.float64
+    ).train()
     assert model.training
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     size = (2,) if kind == "batch_norm1d" else (2, 4, 5)
     model({"x": torch.randn(4, *size, dtype=torch.float64)})
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
-    assert not torch.equal(before["0.running_mean"], torch.zeros(2, dtype=torch.float64)), "the statistics are drawn"
+    assert not torch.equal(before["0.running_mean"], torch.zeros(2, dtype=torch.float64)), (
+        "the statistics are drawn"
+    )
 
 
 def test_dropout_drops_about_a_share_of_p():
-    keep = LAYERS["dropout"].extras(Signal("vector", (4,)), {"p": 0.1}, np.random.default_rng(0), 1000)["keep"]
+    keep = LAYERS["dropout"].extras(
+        Signal("vector", (4,)), {"p": 0.1}, np.random.default_rng(0), 1000
+    )["keep"]
     assert keep.shape == (1000, 4)
     # 4000 draws: five standard deviations are 0.024
     assert abs((~keep).mean() - 0.1) < 0.024
@@ -195,16 +237,52 @@ def test_shape_with_options_that_are_not_drawn(layer, signal, expected):
 @pytest.mark.parametrize(
     ("layer", "signal", "message"),
     [
-        (_conv("conv2d", kernel=5), IMAGE, "'conv2d': expected a kernel that the padded input holds"),
-        (_conv("conv2d", groups=2, features=3), IMAGE, r"'conv2d': expected .* features that 2 groups divide"),
-        (Layer("max_pool2d", kernel=2, stride=2, padding=2, dilation=1), IMAGE, "padding of at most half the kernel"),
-        (Layer("average_pool2d", kernel=8, stride=1, padding=0, count_padding=True), IMAGE, "a kernel that the padded"),
-        (Layer("group_norm", groups=3, affine=True), IMAGE, "'group_norm': expected groups that divide the features"),
-        (Layer("group_norm", groups=4, affine=True), Signal("vector", (4,)), "more than one number in a group"),
-        (Layer("instance_norm", affine=True), Signal("image", (2, 1, 1)), "more than one position or pixel"),
-        (Layer("unflatten", length=3), Signal("vector", (4,)), "'unflatten': expected a length that divides 4, got 3"),
+        (
+            _conv("conv2d", kernel=5),
+            IMAGE,
+            "'conv2d': expected a kernel that the padded input holds",
+        ),
+        (
+            _conv("conv2d", groups=2, features=3),
+            IMAGE,
+            r"'conv2d': expected .* features that 2 groups divide",
+        ),
+        (
+            Layer("max_pool2d", kernel=2, stride=2, padding=2, dilation=1),
+            IMAGE,
+            "padding of at most half the kernel",
+        ),
+        (
+            Layer("average_pool2d", kernel=8, stride=1, padding=0, count_padding=True),
+            IMAGE,
+            "a kernel that the padded",
+        ),
+        (
+            Layer("group_norm", groups=3, affine=True),
+            IMAGE,
+            "'group_norm': expected groups that divide the features",
+        ),
+        (
+            Layer("group_norm", groups=4, affine=True),
+            Signal("vector", (4,)),
+            "more than one number in a group",
+        ),
+        (
+            Layer("instance_norm", affine=True),
+            Signal("image", (2, 1, 1)),
+            "more than one position or pixel",
+        ),
+        (
+            Layer("unflatten", length=3),
+            Signal("vector", (4,)),
+            "'unflatten': expected a length that divides 4, got 3",
+        ),
         (Layer("transpose"), SEQUENCE, "'transpose': expected a sequence without padding"),
-        (Layer("dropout", p=1.0), Signal("vector", (2,)), "'dropout': expected p of at least 0 and below 1, got 1.0"),
+        (
+            Layer("dropout", p=1.0),
+            Signal("vector", (2,)),
+            "'dropout': expected p of at least 0 and below 1, got 1.0",
+        ),
         (_bag(mode="median"), TOKENS, "mode to be one of sum, mean, max, got median"),
         (_bag(mode="max", sparse=True), TOKENS, "a dense gradient for mode 'max'"),
         (_bag(mode="mean", weighted=True), TOKENS, "weights for mode 'sum' only"),
@@ -228,7 +306,9 @@ LAYERS_WITH_MASK = [
 
 
 def both_sides(name, options, mask):
-    """Return the layer as a torch function and as a JAX function of x (n, T, D), with the same values."""
+    """Return the layer as a torch function and as a JAX function of x (n, T, D), with the same
+    values.
+    """
     kind = LAYERS[name]
     module = kind.torch_module(PADDED, options)
     fill(module, 0)
@@ -244,7 +324,9 @@ def both_sides(name, options, mask):
 
 
 def changed_positions(function, x, where, to):
-    """Return (n, T): which positions of the output change when the input's positions `where` are set to `to`."""
+    """Return (n, T): which positions of the output change when the input's positions `where` are
+    set to `to`.
+    """
     other = np.where(where[..., None], to, x)
     before, after = function(x), function(other)
     assert np.isfinite(before).all()
@@ -259,9 +341,13 @@ def test_padding_changes_no_valid_position(name, options):
         assert not (changed_positions(function, x, ~VALID, 7.0) & VALID).any()
 
 
-@pytest.mark.parametrize(("name", "options"), [p for p in LAYERS_WITH_MASK if not p.values[1].get("causal")])
+@pytest.mark.parametrize(
+    ("name", "options"), [p for p in LAYERS_WITH_MASK if not p.values[1].get("causal")]
+)
 def test_without_the_mask_padding_changes_valid_positions(name, options):
-    """The test above can fail, except for causal layers, where padding is after every valid position."""
+    """The test above can fail, except for causal layers, where padding is after every valid
+    position.
+    """
     x = np.random.default_rng(0).standard_normal((3, 3, 4))
     for function in both_sides(name, options, None):
         assert (changed_positions(function, x, ~VALID, 7.0) & VALID).any()

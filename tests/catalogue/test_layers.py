@@ -2,9 +2,10 @@
 
 Generic over the catalogue: a new kind is tested by being registered.
 
-Two tensors agree when no element differs by more than 1e-12 times the larger of 1 and the largest entry of either.
-Inputs, parameters and cotangents are drawn at a size of about 1, and so are the terms that a gradient sums: a gradient
-that nearly cancels, as through the normalization of two numbers, is as inexact as its terms.
+Two tensors agree when no element differs by more than 1e-12 times the larger of 1 and the largest
+entry of either. Inputs, parameters and cotangents are drawn at a size of about 1, and so are the
+terms that a gradient sums: a gradient that nearly cancels, as through the normalization of two
+numbers, is as inexact as its terms.
 """
 
 from __future__ import annotations
@@ -37,23 +38,37 @@ KINDS = {name: kind for name, kind in LAYERS.items() if kind.wraps is None}
 
 
 def _simplest(signal: Signal):
-    return len(signal.size), int(np.prod(signal.size)), signal.size, signal.padded, signal.vocabulary
+    return (
+        len(signal.size),
+        int(np.prod(signal.size)),
+        signal.size,
+        signal.padded,
+        signal.vocabulary,
+    )
 
 
 @cache
 def reachable_signals() -> tuple[Signal, ...]:
     """Return what the first two layers of a drawn model can receive, simplest first."""
-    first = {kind.signal(options) for kind in INPUTS.values() if kind.drawn for options in kind.variants}
-    second = {out_signal(Layer(k.name, **o), s) for k in KINDS.values() for s in first for o in k.variants(s)}
+    first = {
+        kind.signal(options) for kind in INPUTS.values() if kind.drawn for options in kind.variants
+    }
+    second = {
+        out_signal(Layer(k.name, **o), s)
+        for k in KINDS.values()
+        for s in first
+        for o in k.variants(s)
+    }
     return tuple(sorted(first | second, key=_simplest))
 
 
 @cache
 def cases_of(name: str) -> tuple[tuple[Layer, Signal], ...]:
-    """Return a kind's layers, each with a signal: every variant with the largest signal of each form that admits it.
+    """Return a kind's layers, each with a signal: every variant with the largest signal of each
+    form that admits it.
 
-    The first variant meets each form's smallest signal and a padded one too; a kind that reads the mask meets a padded
-    signal in every variant.
+    The first variant meets each form's smallest signal and a padded one too; a kind that reads the
+    mask meets a padded signal in every variant.
     """
     if name == "readout":  # takes the index of an item, which no drawn input gives
         return ((Layer("readout"), Signal("tokens", (1,), vocabulary=4)),)
@@ -66,7 +81,11 @@ def cases_of(name: str) -> tuple[tuple[Layer, Signal], ...]:
         for i, (layer, signals) in enumerate(admitting.items()):
             plain = [s for s in signals if not s.padded]
             padded = [s for s in signals if s.padded]
-            chosen = [*plain[-1:], *(plain[:1] if i == 0 else ()), *(padded[-1:] if i == 0 or kind.uses_mask else ())]
+            chosen = [
+                *plain[-1:],
+                *(plain[:1] if i == 0 else ()),
+                *(padded[-1:] if i == 0 or kind.uses_mask else ()),
+            ]
             cases |= {(layer, signal): None for signal in chosen or signals[-1:]}
     return tuple(cases)
 
@@ -91,9 +110,11 @@ def about(layer: Layer, signal: Signal) -> Iterator[None]:
 
 
 def draw(layer: Layer, signal: Signal, items: int) -> dict[str, np.ndarray]:
-    """Draw a batch: `x`, `mask` for a padded signal, and the layer's extras under the names its place gives them.
+    """Draw a batch: `x`, `mask` for a padded signal, and the layer's extras under the names its
+    place gives them.
 
-    After the first `PLAIN_ITEMS`, items hold what earlier layers leave behind: zeros, ties, values cut at 1.
+    After the first `PLAIN_ITEMS`, items hold what earlier layers leave behind: zeros, ties, values
+    cut at 1.
     """
     rng = np.random.default_rng(crc32(identifier((layer, signal)).encode()))
     batch = {}
@@ -121,7 +142,9 @@ def torch_model(layer: Layer, signal: Signal) -> Chain:
 
 
 def torch_run(model: Chain, batch: dict[str, np.ndarray], cotangent: np.ndarray | None = None):
-    """Return the output, and by name the gradient of every trainable parameter and of a floating input `x`."""
+    """Return the output, and by name the gradient of every trainable parameter and of a floating
+    input `x`.
+    """
     tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
     x = tensors["x"]
     inputs = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -130,7 +153,9 @@ def torch_run(model: Chain, batch: dict[str, np.ndarray], cotangent: np.ndarray 
     y = model(x, tensors)
     gradients = {}
     if cotangent is not None and inputs and y.requires_grad:
-        found = torch.autograd.grad(y, list(inputs.values()), torch.from_numpy(cotangent), allow_unused=True)
+        found = torch.autograd.grad(
+            y, list(inputs.values()), torch.from_numpy(cotangent), allow_unused=True
+        )
         for (name, tensor), gradient in zip(inputs.items(), found, strict=True):
             gradient = torch.zeros_like(tensor) if gradient is None else gradient
             gradients[name] = (gradient.to_dense() if gradient.is_sparse else gradient).numpy()
@@ -139,7 +164,9 @@ def torch_run(model: Chain, batch: dict[str, np.ndarray], cotangent: np.ndarray 
 
 @dataclass(frozen=True)
 class Prepared:
-    """One layer's batch, what torch computes of it, and the function and arguments with which JAX computes the same."""
+    """One layer's batch, what torch computes of it, and the function and arguments with which JAX
+    computes the same.
+    """
 
     layer: Layer
     signal: Signal
@@ -182,12 +209,16 @@ def prepare(kind: LayerDefinition, layer: Layer, signal: Signal) -> Prepared:
         y, pullback = jax.vjp(lambda p, x: kind.jax_apply(layer.o, p, x, extras), params, x)
         return y, *pullback(cotangent)
 
-    return Prepared(layer, signal, value, gradients, batch["x"].size, both, (values, x, extras, cotangent))
+    return Prepared(
+        layer, signal, value, gradients, batch["x"].size, both, (values, x, extras, cotangent)
+    )
 
 
 def assert_same(what: str, observed: np.ndarray, expected: np.ndarray) -> None:
     __tracebackhide__ = True
-    assert observed.shape == expected.shape, f"{what}: shape {observed.shape}, but should be {expected.shape}"
+    assert observed.shape == expected.shape, (
+        f"{what}: shape {observed.shape}, but should be {expected.shape}"
+    )
     assert np.isfinite(expected).all(), f"{what}: not finite"
     largest = max(1.0, np.abs(expected).max(initial=0.0), np.abs(observed).max(initial=0.0))
     error = np.abs(observed - expected)
@@ -207,7 +238,9 @@ def assert_frameworks_agree(kind: LayerDefinition, *cases: tuple[Layer, Signal])
         return tuple(each.function(*given) for each, given in zip(prepared, arguments, strict=True))
 
     # compiled without optimisation, since it is called once
-    results = Programs().call(("test of layers", kind.name), run, *(each.arguments for each in prepared), store=False)
+    results = Programs().call(
+        ("test of layers", kind.name), run, *(each.arguments for each in prepared), store=False
+    )
     for each, result in zip(prepared, results, strict=True):
         value, gradients = each.named(result)
         with about(each.layer, each.signal):
@@ -218,7 +251,8 @@ def assert_frameworks_agree(kind: LayerDefinition, *cases: tuple[Layer, Signal])
 
 EACH_KIND = pytest.mark.parametrize("name", KINDS)
 EVERY_THIRD_KIND = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] * (i % 3 > 0)) for i, name in enumerate(KINDS)]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.full] * (i % 3 > 0)) for i, name in enumerate(KINDS)],
 )
 """The others are tested with --full."""
 
@@ -227,7 +261,10 @@ EVERY_THIRD_KIND = pytest.mark.parametrize(
 
 
 def _chosen(name: str, *, full: bool) -> list[tuple[Layer, Signal]]:
-    """Return a kind's cases; unless `full`, without those whose options and form of signal stand in cases before."""
+    """Return a kind's cases.
+
+    Unless `full`, without those whose options and form of signal stand in cases before.
+    """
     seen, chosen = set(), []
     for layer, signal in cases_of(name):
         own = {layer, (signal.form, signal.padded)}
@@ -255,14 +292,20 @@ def test_torch_and_jax_agree(name, full):
 
 @EACH_KIND
 def test_a_layer_of_jax_keeps_a_lower_precision(name):
-    """Otherwise a convolution after it fails, and the loop of JAX that trains the model would be blamed."""
+    """Otherwise a convolution after it fails, and the loop of JAX that trains the model would be
+    blamed.
+    """
     for layer, signal in _chosen(name, full=False):
         values, x, extras, _ = prepare(KINDS[name], layer, signal).arguments
 
         def low(array):
-            return jax.ShapeDtypeStruct(array.shape, jnp.bfloat16 if array.dtype.kind == "f" else array.dtype)
+            return jax.ShapeDtypeStruct(
+                array.shape, jnp.bfloat16 if array.dtype.kind == "f" else array.dtype
+            )
 
-        y = jax.eval_shape(partial(KINDS[name].jax_apply, layer.o), *jax.tree.map(low, (values, x, extras)))
+        y = jax.eval_shape(
+            partial(KINDS[name].jax_apply, layer.o), *jax.tree.map(low, (values, x, extras))
+        )
         with about(layer, signal):
             assert not jnp.issubdtype(y.dtype, jnp.floating) or y.dtype == jnp.bfloat16
 
@@ -273,13 +316,17 @@ def test_items_are_independent_and_reach_a_parameter(name):
     for layer, signal in cases_of(name):
         batch = draw(layer, signal, PLAIN_ITEMS + 3)
         model = torch_model(layer, signal)
-        cotangent = np.random.default_rng(1).standard_normal((len(batch["x"]), *out_signal(layer, signal).size))
+        cotangent = np.random.default_rng(1).standard_normal(
+            (len(batch["x"]), *out_signal(layer, signal).size)
+        )
         value, gradients = torch_run(model, batch, cotangent)
         with about(layer, signal):
             if KINDS[name].trainable:
                 assert any(np.any(gradient) for name, gradient in gradients.items() if name != "x")
             for which in ([5, 2, 0, 4, 1, 3], [1, 2], [0]):
-                part, part_gradients = torch_run(model, {n: a[which] for n, a in batch.items()}, cotangent[which])
+                part, part_gradients = torch_run(
+                    model, {n: a[which] for n, a in batch.items()}, cotangent[which]
+                )
                 assert_same("output", part, value[which])
                 if "x" in gradients:
                     assert_same("gradient of x", part_gradients["x"], gradients["x"][which])
@@ -288,10 +335,14 @@ def test_items_are_independent_and_reach_a_parameter(name):
 @EVERY_THIRD_KIND
 def test_gradient_is_the_central_difference(name):
     """Only for plain items, because there is no derivative at a kink or a tie."""
-    for layer, signal in {signal.form: (layer, signal) for layer, signal in reversed(cases_of(name))}.values():
+    for layer, signal in {
+        signal.form: (layer, signal) for layer, signal in reversed(cases_of(name))
+    }.values():
         model = torch_model(layer, signal)
         tensors = {name: torch.from_numpy(array) for name, array in draw(layer, signal, 2).items()}
-        inputs = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+        inputs = {
+            name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad
+        }
         if tensors["x"].is_floating_point():
             inputs["x"] = tensors["x"]
 
@@ -317,8 +368,13 @@ def test_some_drawn_model_can_hold_the_layer(name):
 def test_signal_of_a_form_that_the_kind_does_not_take_is_refused(name):
     layer = cases_of(name)[0][0]
     taken = {signal.form for _, signal in cases_of(name)}
-    for signal in {s.form: s for s in reversed(reachable_signals()) if s.form not in taken}.values():
-        with about(layer, signal), pytest.raises(UsageError, match=rf"layer '{name}'.*expected.*got"):
+    for signal in {
+        s.form: s for s in reversed(reachable_signals()) if s.form not in taken
+    }.values():
+        with (
+            about(layer, signal),
+            pytest.raises(UsageError, match=rf"layer '{name}'.*expected.*got"),
+        ):
             out_signal(layer, signal)
 
 
@@ -382,7 +438,9 @@ def test_planted_fault_in_a_jax_meaning_is_found(fault, message):
 
 def test_planted_fault_in_a_shape_rule_is_found(monkeypatch):
     module = KINDS["linear"].torch_module
-    wider = replace(KINDS["linear"], torch_module=lambda signal, o: module(signal, {**o, "features": 5}))
+    wider = replace(
+        KINDS["linear"], torch_module=lambda signal, o: module(signal, {**o, "features": 5})
+    )
     monkeypatch.setitem(LAYERS, "linear", wider)
     with pytest.raises(AssertionError, match=r"out\(\) says \(2,\), torch gives \(5,\)"):
         assert_frameworks_agree(wider, (LINEAR, Signal("vector", (3,))))

@@ -1,7 +1,9 @@
-"""Every loss alone: torch against JAX, against finite differences, and against what its count promises.
+"""Every loss alone: torch against JAX, against finite differences, and against what its count
+promises.
 
-Generic over the catalogue: a new loss is tested by being registered. The planted faults at the end show that the
-comparisons can fail; what torch does that its users may not expect is in `studies/tests/test_losses_in_torch.py`.
+Generic over the catalogue: a new loss is tested by being registered. The planted faults at the end
+show that the comparisons can fail; what torch does that its users may not expect is in
+`studies/tests/test_losses_in_torch.py`.
 """
 
 from __future__ import annotations
@@ -68,10 +70,16 @@ class Example:
 
     def batch(self, items: int = ITEMS, *, masked: slice = slice(0, 0)) -> dict[str, torch.Tensor]:
         """Return `arrays` as tensors."""
-        return {name: torch.from_numpy(array) for name, array in self.arrays(items, masked=masked).items()}
+        return {
+            name: torch.from_numpy(array)
+            for name, array in self.arrays(items, masked=masked).items()
+        }
 
     def out(self, *, zeros: bool = False) -> np.ndarray:
-        """Draw an output of the model; a dead ReLU makes whole items or single features of it zero."""
+        """Draw an output of the model.
+
+        A dead ReLU makes whole items or single features of it zero.
+        """
         out = 1.5 * np.random.default_rng(11).standard_normal((ITEMS, *self.signal.size))
         if zeros:
             out[1] = 0.0
@@ -93,7 +101,9 @@ class Example:
         """The example's name in pytest's output."""
         options = ",".join(f"{name}={value}" for name, value in self.options)
         size = "x".join(map(str, self.signal.size))
-        return f"{self.kind.name}({options})-{self.signal.form}-{size}{'-padded' * self.signal.padded}"
+        return (
+            f"{self.kind.name}({options})-{self.signal.form}-{size}{'-padded' * self.signal.padded}"
+        )
 
 
 def examples() -> Iterator[Example]:
@@ -107,7 +117,10 @@ EXAMPLES = list(examples())
 
 
 def each_example(check: Callable[[Example], None]) -> Callable[[str], None]:
-    """Make a test of each kind of loss that checks all its examples; a failure names the example."""
+    """Make a test of each kind of loss that checks all its examples.
+
+    A failure names the example.
+    """
 
     @pytest.mark.parametrize("kind", LOSSES)
     @functools.wraps(check)
@@ -131,29 +144,49 @@ def _checked(check: Callable[[Example], None], example: Example) -> None:
 def jax_losses(
     examples: Sequence[Example], *outs: Sequence[np.ndarray]
 ) -> list[list[dict[str, tuple[float, np.ndarray]]]]:
-    """Return JAX's loss and gradient of each example at each of its outputs, by reduction: one program computes all.
+    """Return JAX's loss and gradient of each example at each of its outputs, by reduction: one
+    program computes all.
 
     The last item has no weight, and another's data.
     """
-    data = [{n: np.concatenate([a[:-1], a[:1]]) for n, a in example.arrays().items()} for example in examples]
+    data = [
+        {n: np.concatenate([a[:-1], a[:1]]) for n, a in example.arrays().items()}
+        for example in examples
+    ]
     weight = (np.arange(ITEMS) < ITEMS - 1).astype(np.float64)
 
     def objective_of(out, arrays, reduction, example):
         if LOSSES.get(example.kind.name) is example.kind:
-            return objective(Loss(example.kind.name, **example.o, reduction=reduction), out, arrays, weight)
+            return objective(
+                Loss(example.kind.name, **example.o, reduction=reduction), out, arrays, weight
+            )
         total = jnp.sum(weight * example.kind.jax_items(example.o, out, arrays))
-        return total / jnp.sum(weight * example.kind.jax_counts(example.o, arrays)) if reduction == "mean" else total
+        return (
+            total / jnp.sum(weight * example.kind.jax_counts(example.o, arrays))
+            if reduction == "mean"
+            else total
+        )
 
     def all_reductions(outs, data):
         return tuple(
-            {name: jax.value_and_grad(objective_of)(out, arrays, name, example) for name in REDUCTIONS}
+            {
+                name: jax.value_and_grad(objective_of)(out, arrays, name, example)
+                for name in REDUCTIONS
+            }
             for out, arrays, example in zip(outs, data, examples, strict=True)
         )
 
     programs = Programs()
-    found = [programs.call("test of losses", all_reductions, tuple(each), tuple(data), store=False) for each in outs]
-    assert not any(g[-1].any() for each in found for f in each for _, g in f.values()), "an item of no weight counts"
-    return [[{n: (float(value), g[:-1]) for n, (value, g) in f.items()} for f in each] for each in found]
+    found = [
+        programs.call("test of losses", all_reductions, tuple(each), tuple(data), store=False)
+        for each in outs
+    ]
+    assert not any(g[-1].any() for each in found for f in each for _, g in f.values()), (
+        "an item of no weight counts"
+    )
+    return [
+        [{n: (float(value), g[:-1]) for n, (value, g) in f.items()} for f in each] for each in found
+    ]
 
 
 def assert_close(received, expected, what: str, relative: float = RELATIVE) -> None:
@@ -163,7 +196,9 @@ def assert_close(received, expected, what: str, relative: float = RELATIVE) -> N
     assert received.shape == expected.shape
     assert np.isfinite(received).all(), f"{what}: not finite: {received}"
     error, scale = np.abs(received - expected).max(), np.abs(expected).max()
-    assert error <= relative * scale, f"{what}: off by {error:.3g}, {error / scale:.3g} of the largest, {scale:.3g}"
+    assert error <= relative * scale, (
+        f"{what}: off by {error:.3g}, {error / scale:.3g} of the largest, {scale:.3g}"
+    )
 
 
 def assert_frameworks_agree(examples: Sequence[Example]) -> None:
@@ -174,7 +209,9 @@ def assert_frameworks_agree(examples: Sequence[Example]) -> None:
             _checked(partial(_assert_agrees, out=out, found=by_jax), example)
 
 
-def _assert_agrees(example: Example, *, out: np.ndarray, found: dict[str, tuple[float, np.ndarray]]) -> None:
+def _assert_agrees(
+    example: Example, *, out: np.ndarray, found: dict[str, tuple[float, np.ndarray]]
+) -> None:
     __tracebackhide__ = True
     batch = {name: tensor[:-1] for name, tensor in example.batch().items()}
     for reduction, (value_by_jax, gradient_by_jax) in found.items():
@@ -184,7 +221,9 @@ def _assert_agrees(example: Example, *, out: np.ndarray, found: dict[str, tuple[
 
 
 def assert_splits(example: Example, reduction: str) -> None:
-    """Assert N * L(X) = sum of n_i * L(X_i) for a mean, L(X) = sum of L(X_i) for a sum, and the same for gradients."""
+    """Assert N * L(X) = sum of n_i * L(X_i) for a mean, L(X) = sum of L(X_i) for a sum, and the
+    same for gradients.
+    """
     __tracebackhide__ = True
     out, batch = torch.from_numpy(example.out()), example.batch()
     value, gradient = example.torch(out, batch, reduction)
@@ -198,7 +237,11 @@ def assert_splits(example: Example, reduction: str) -> None:
         gradients.append(part_share * part_gradient)
         start += items
     assert_close(sum(values), share * value, f"{reduction}, value, parts against the whole")
-    assert_close(np.concatenate(gradients), share * gradient, f"{reduction}, gradient, parts against the whole")
+    assert_close(
+        np.concatenate(gradients),
+        share * gradient,
+        f"{reduction}, gradient, parts against the whole",
+    )
 
 
 @pytest.mark.parametrize("signal", SIGNALS, ids=str)
@@ -213,32 +256,49 @@ def test_a_loss_takes_no_tokens(kind):
     assert not kind.variants(Signal("tokens", (3,), vocabulary=5))
 
 
-@pytest.mark.parametrize("kind", ["l1", "mse_and_l1", "smooth_l1", "huber", "multi_margin", "margin_ranking"])
+@pytest.mark.parametrize(
+    "kind", ["l1", "mse_and_l1", "smooth_l1", "huber", "multi_margin", "margin_ranking"]
+)
 def test_frameworks_have_the_same_slope_at_kinks(kind):
-    """Numbers with few digits meet kinks: a margin of 1 is reached by bfloat16 weights that are drawn."""
+    """Numbers with few digits meet kinks: a margin of 1 is reached by bfloat16 weights that are
+    drawn.
+    """
     examples = [e for e in EXAMPLES if e.kind.name == kind and e.signal == vector(4)]
     assert examples
     for example in examples:
-        arrays = {n: np.round(2 * a) / 2 if a.dtype.kind == "f" else a for n, a in example.arrays().items()}
+        arrays = {
+            n: np.round(2 * a) / 2 if a.dtype.kind == "f" else a
+            for n, a in example.arrays().items()
+        }
         out = np.round(2 * example.out()) / 2
-        _, torchs = example.torch(out, {name: torch.from_numpy(a) for name, a in arrays.items()}, "sum")
+        _, torchs = example.torch(
+            out, {name: torch.from_numpy(a) for name, a in arrays.items()}, "sum"
+        )
         with jax.disable_jit():
-            own = jax.grad(lambda x, e=example, a=arrays: jnp.sum(e.kind.jax_items(e.o, x, a)))(jnp.asarray(out))
+            own = jax.grad(lambda x, e=example, a=arrays: jnp.sum(e.kind.jax_items(e.o, x, a)))(
+                jnp.asarray(out)
+            )
         assert np.abs(torchs - np.asarray(own)).max() < 1e-12
 
 
 def _is_compiled_by_default(example: Example) -> bool:
     """Vectors of one feature and sequences without padding run the same code as other signals."""
-    return example.signal not in (vector(1), Signal("sequence", (3, 4))) or not example.kind.variants(vector(4))
+    return example.signal not in (
+        vector(1),
+        Signal("sequence", (3, 4)),
+    ) or not example.kind.variants(vector(4))
 
 
 # the others with --full
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.full] * (i % 2)) for i, kind in enumerate(LOSSES)]
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.full] * (i % 2)) for i, kind in enumerate(LOSSES)],
 )
 @pytest.mark.parametrize("default", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_torch_and_jax_agree(kind, default):
-    examples = [e for e in EXAMPLES if e.kind.name == kind and _is_compiled_by_default(e) is default]
+    examples = [
+        e for e in EXAMPLES if e.kind.name == kind and _is_compiled_by_default(e) is default
+    ]
     if examples:
         assert_frameworks_agree(examples)
 
@@ -255,7 +315,9 @@ def test_parts_of_an_item_are_items_where_the_definition_says_so(example):
     parts = {n: parts_as_items(a, axes, has_classes=a.ndim == out.ndim) for n, a in arrays.items()}
     batch = {name: torch.from_numpy(array) for name, array in parts.items()}
     value, _ = example.torch(parts_as_items(out, axes, has_classes=True), batch, "sum")
-    assert_close(value, example.torch(out, example.batch(), "sum")[0], "sum, value, parts against items")
+    assert_close(
+        value, example.torch(out, example.batch(), "sum")[0], "sum, value, parts against items"
+    )
     assert example.count(batch) == pytest.approx(example.count(example.batch()), rel=RELATIVE)
 
 
@@ -265,7 +327,9 @@ def test_counts_agree(example):
     counts = np.asarray(example.kind.jax_counts(example.o, arrays))
     assert counts.shape == (ITEMS,)
     assert (counts > 0).all(), "an item that is not ignored has a count of 0"
-    singles = [example.count({name: t[i : i + 1] for name, t in batch.items()}) for i in range(ITEMS)]
+    singles = [
+        example.count({name: t[i : i + 1] for name, t in batch.items()}) for i in range(ITEMS)
+    ]
     assert_close(singles, counts, "counts of single items, torch against JAX")
     assert_close(example.count(batch), counts.sum(), "count of the batch, torch against JAX")
 
@@ -298,7 +362,11 @@ def test_a_masked_item_changes_nothing(example):
         arrays = example.arrays(masked=masked)
         assert not np.asarray(example.kind.jax_counts(example.o, arrays))[masked].any()
         items = partial(example.kind.jax_items, example.o)
-        assert not Programs().call("test of one loss", items, example.out(), arrays, store=False)[masked].any()
+        assert (
+            not Programs()
+            .call("test of one loss", items, example.out(), arrays, store=False)[masked]
+            .any()
+        )
 
 
 def assert_masked_items_change_nothing(example: Example, reduction: str, masked: slice) -> None:
@@ -318,7 +386,11 @@ def _example(name: str, signal: Signal, **options) -> Example:
 
 
 SMOOTHED = _example(
-    "cross_entropy", Signal("sequence", (3, 4)), ignore_index=True, label_smoothing=0.1, class_weights=True
+    "cross_entropy",
+    Signal("sequence", (3, 4)),
+    ignore_index=True,
+    label_smoothing=0.1,
+    class_weights=True,
 )
 
 
@@ -361,4 +433,6 @@ def _forgets_to_ignore(options, out, batch):
 
 def test_a_planted_wrong_implementation_fails_the_comparison():
     with pytest.raises(AssertionError, match="torch against JAX"):
-        assert_frameworks_agree([replace(SMOOTHED, kind=replace(SMOOTHED.kind, jax_items=_forgets_to_ignore))])
+        assert_frameworks_agree(
+            [replace(SMOOTHED, kind=replace(SMOOTHED.kind, jax_items=_forgets_to_ignore))]
+        )

@@ -1,6 +1,8 @@
-"""Layers inside layers, and modules and parameters under two names, in torch and in the JAX references.
+"""Layers inside layers, and modules and parameters under two names, in torch and in the JAX
+references.
 
-The JAX reference applies the chain rule itself. The gradient of what has two names is the sum of both uses.
+The JAX reference applies the chain rule itself. The gradient of what has two names is the sum of
+both uses.
 """
 
 from __future__ import annotations
@@ -27,13 +29,25 @@ TANH = Layer("tanh")
 COMPOSITES = {
     "shared": (VECTOR, (Layer("shared", LINEAR, TANH),)),
     "tied in shared": (VECTOR, (Layer("shared", Layer("tied_linear", features=2)), LINEAR)),
-    "frozen in shared": (VECTOR, (Layer("shared", Layer("part_frozen_linear", features=2, frozen="weight")),)),
-    "routed in shared": (VECTOR, (Layer("shared", Layer("mixture", experts=2, features=2)), LINEAR)),
+    "frozen in shared": (
+        VECTOR,
+        (Layer("shared", Layer("part_frozen_linear", features=2, frozen="weight")),),
+    ),
+    "routed in shared": (
+        VECTOR,
+        (Layer("shared", Layer("mixture", experts=2, features=2)), LINEAR),
+    ),
     "sum": (VECTOR, (Layer("sum", LINEAR, TANH, Layer("scale")), LINEAR)),
     "concatenation": (VECTOR, (Layer("concat", LINEAR, Layer("second_input")), LINEAR)),
     "concatenated sequences": (SEQUENCE, (Layer("concat", TANH, LINEAR), LINEAR)),
-    "concatenated images": (IMAGE, (Layer("concat", Layer("scale"), TANH, Layer("relu")), Layer("scale"))),
-    "residual in sum in shared": (VECTOR, (Layer("shared", Layer("sum", Layer("residual", LINEAR), TANH)), LINEAR)),
+    "concatenated images": (
+        IMAGE,
+        (Layer("concat", Layer("scale"), TANH, Layer("relu")), Layer("scale")),
+    ),
+    "residual in sum in shared": (
+        VECTOR,
+        (Layer("shared", Layer("sum", Layer("residual", LINEAR), TANH)), LINEAR),
+    ),
     "masked attention in both": (
         SEQUENCE,
         (Layer("residual", Layer("shared", Layer("attention", causal=False, heads=2))), LINEAR),
@@ -42,7 +56,9 @@ COMPOSITES = {
 
 
 def relative_difference(problem: ProblemSpec, seed: int, items: int = 5) -> float:
-    """Return the largest difference between torch's and JAX's gradients, relative to the largest entry (or 1)."""
+    """Return the largest difference between torch's and JAX's gradients, relative to the largest
+    entry (or 1).
+    """
     data = draw_data(problem, seed, np.zeros(items, dtype=bool))
     model = build_model(problem, seed, torch.float64)
     batch = {name: torch.from_numpy(array) for name, array in data.items()}
@@ -68,7 +84,9 @@ def test_composites_agree_with_torch(name):
     assert relative_difference(mean_squared(*COMPOSITES[name]), seed=1) <= 1e-12
 
 
-INNER = st.sampled_from((LINEAR, TANH, Layer("relu"), Layer("branch", features=2), Layer("tied_linear", features=1)))
+INNER = st.sampled_from(
+    (LINEAR, TANH, Layer("relu"), Layer("branch", features=2), Layer("tied_linear", features=1))
+)
 NESTED = st.recursive(
     INNER,
     lambda inner: st.builds(
@@ -94,7 +112,12 @@ def _forget_all_branches_but_one(self, windows, saved, cotangent):
 @pytest.mark.parametrize("kind", ["residual", "sum", "concat"])
 def test_fault_in_the_chain_rule_of_a_composite_is_found(monkeypatch, kind):
     monkeypatch.setattr(jax_gradients._Branches, "backward", _forget_all_branches_but_one)
-    assert relative_difference(mean_squared(VECTOR, (LINEAR, Layer(kind, LINEAR, TANH), LINEAR)), seed=1) > 1e-3
+    assert (
+        relative_difference(
+            mean_squared(VECTOR, (LINEAR, Layer(kind, LINEAR, TANH), LINEAR)), seed=1
+        )
+        > 1e-3
+    )
 
 
 # Two names for one module or parameter
@@ -108,7 +131,11 @@ TIED = {
     "a weight": (VECTOR, (LINEAR, TANH, LINEAR), ("2.weight", "0.weight")),
     "a block": (VECTOR, (BLOCK, TANH, BLOCK), ("2", "0")),
     "a layer inside another": (VECTOR, (BLOCK, TANH, LINEAR), ("2", "0.0")),
-    "a normalization's buffers": (VECTOR, (Layer("batch_norm1d", affine=True), LINEAR) * 2, ("2", "0")),
+    "a normalization's buffers": (
+        VECTOR,
+        (Layer("batch_norm1d", affine=True), LINEAR) * 2,
+        ("2", "0"),
+    ),
     "embedding and output": (TOKENS, (EMBEDDING, TANH, OUTPUT), ("2.weight", "0.weight")),
 }
 
@@ -124,7 +151,11 @@ def test_tied_models_agree_in_torch_and_jax(name):
     model = build_model(problem, 0, torch.float64)
     tied, original = problem.ties[0]
     state = model.state_dict(keep_vars=True)
-    pairs = [(key, original + key.removeprefix(tied)) for key in state if key == tied or key.startswith(f"{tied}.")]
+    pairs = [
+        (key, original + key.removeprefix(tied))
+        for key in state
+        if key == tied or key.startswith(f"{tied}.")
+    ]
     assert pairs
     assert all(state[one] is state[other] for one, other in pairs)
     case = Case(problem, Plan((1, 3, 2), 2, 2), seed=3)
@@ -132,7 +163,9 @@ def test_tied_models_agree_in_torch_and_jax(name):
     assert verdict.holds, verdict
     instance = generated_instance(case)
     values = float_values(instance.model(torch.float64))
-    ((_, layered),) = large_batch_gradients(problem, values, instance.arrays, [range(case.plan.total_items)])
+    ((_, layered),) = large_batch_gradients(
+        problem, values, instance.arrays, [range(case.plan.total_items)]
+    )
     _, whole = whole_gradient(problem, values, instance.arrays)
     for parameter, _ in instance.model().named_parameters():
         np.testing.assert_allclose(layered[parameter], whole[parameter], rtol=1e-12, atol=1e-12)

@@ -1,4 +1,6 @@
-"""Parameters that items do not reach (torch's gradient is None exactly there, JAX's is 0), frozen and tied ones."""
+"""Parameters that items do not reach (torch's gradient is None exactly there, JAX's is 0), frozen
+and tied ones.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,11 @@ def unreached(layer: Layer, x: np.ndarray, values: dict[str, np.ndarray]) -> set
     if layer.kind == "unused":
         return {"0.spare"}
     taken = ways_taken(layer, x, values)
-    return {name for name in values if name.startswith("0.ways.") and int(name.split(".")[2]) not in taken}
+    return {
+        name
+        for name in values
+        if name.startswith("0.ways.") and int(name.split(".")[2]) not in taken
+    }
 
 
 def gradients(problem: ProblemSpec, x: np.ndarray, seed: int, dtype: torch.dtype = torch.float64):
@@ -56,7 +62,9 @@ def gradients(problem: ProblemSpec, x: np.ndarray, seed: int, dtype: torch.dtype
     loss = model({"x": torch.from_numpy(x).to(dtype)}).square().sum()
     loss.backward()
     target = np.zeros((len(x), *x.shape[1:-1], problem.layers[-1].o["features"]))
-    ((_, in_jax),) = large_batch_gradients(problem, values, {"x": x, "target": target}, [range(len(x))])
+    ((_, in_jax),) = large_batch_gradients(
+        problem, values, {"x": x, "target": target}, [range(len(x))]
+    )
     return values, {n: p.grad for n, p in model.named_parameters()}, in_jax
 
 
@@ -82,11 +90,15 @@ def test_gradient_is_none_exactly_for_parameters_that_no_item_reaches(layer, sou
 
 @pytest.mark.parametrize("layer", [layer for layer in ROUTED if layer.kind != "unused"])
 def test_each_route_is_drawn_alone(layer):
-    """Among 200 pairs of rows, each route is taken alone, so the test above has unreached parameters."""
+    """Among 200 pairs of rows, each route is taken alone, so the test above has unreached
+    parameters.
+    """
     model = build_model(problem_of(SOURCES[0], layer), 1, torch.float64)
     values = {n: p.detach().numpy() for n, p in model.named_parameters()}
     rng = np.random.default_rng(0)
-    seen = {frozenset(ways_taken(layer, 2 * rng.standard_normal((2, 2)), values)) for _ in range(200)}
+    seen = {
+        frozenset(ways_taken(layer, 2 * rng.standard_normal((2, 2)), values)) for _ in range(200)
+    }
     assert {frozenset((way,)) for way in range(layer.o.get("experts", 2))} <= seen
 
 
@@ -97,7 +109,9 @@ def test_an_unreached_route_has_gradient_none_in_every_dtype(layer, dtype):
     for row in ([2.0, 1.0], [-2.0, 1.0], [0.0, 0.0]):
         _, in_torch, _ = gradients(problem_of(SOURCES[0], layer), np.array([row]), 3)
         _, lower, _ = gradients(problem_of(SOURCES[0], layer), np.array([row]), 3, dtype)
-        assert {n for n, g in lower.items() if g is None} == {n for n, g in in_torch.items() if g is None}
+        assert {n for n, g in lower.items() if g is None} == {
+            n for n, g in in_torch.items() if g is None
+        }
         assert all(g.dtype is dtype for g in lower.values() if g is not None)
 
 
@@ -118,11 +132,16 @@ def test_ties_go_to_the_first_route_in_both_frameworks(name):
     share = 1.0 if name == "branch" else 1 / 3
     expected = share * (1.0 + x.sum(axis=1, keepdims=True)) * np.ones((1, 2))
     np.testing.assert_allclose(module(torch.from_numpy(x)).detach().numpy(), expected, rtol=1e-14)
-    np.testing.assert_allclose(np.asarray(kind.jax_apply(options, values, x, {})), expected, rtol=1e-14)
+    np.testing.assert_allclose(
+        np.asarray(kind.jax_apply(options, values, x, {})), expected, rtol=1e-14
+    )
 
 
 def test_the_first_of_equal_tokens_of_a_bag_gets_the_gradient_in_both_frameworks():
-    """An optimizer may move two vectors to the same bfloat16 number; the maximum's gradient could go to either."""
+    """An optimizer may move two vectors to the same bfloat16 number.
+
+    The maximum's gradient could go to either.
+    """
     kind, signal = LAYERS["embedding_bag"], Signal("tokens", (3,), vocabulary=4)
     options = next(o for o in kind.variants(signal) if o["mode"] == "max" and not o["padding_idx"])
     module = kind.torch_module(signal, options).double()
@@ -133,12 +152,16 @@ def test_the_first_of_equal_tokens_of_a_bag_gets_the_gradient_in_both_frameworks
     (in_torch,) = torch.autograd.grad(module(torch.from_numpy(tokens)).sum(), module.weight)
     total = lambda w: kind.jax_apply(options, {"weight": w}, jnp.asarray(tokens), {}).sum()  # noqa: E731
     expected = [[1.0, 0.0], [1.0, 1.0], [0.0, 2.0], [1.0, 0.0]]
-    assert in_torch.tolist() == np.asarray(jax.grad(total)(jnp.asarray(weight))).tolist() == expected
+    assert (
+        in_torch.tolist() == np.asarray(jax.grad(total)(jnp.asarray(weight))).tolist() == expected
+    )
 
 
 @pytest.mark.parametrize(("first", "routed"), list(product(("relu", "hardtanh"), ROUTED[1:3])))
 def test_rows_of_zeros_and_ones_take_the_same_route_in_both_frameworks(first, routed):
-    """Clamped values stay away from the thresholds of routing, so both frameworks take the same route."""
+    """Clamped values stay away from the thresholds of routing, so both frameworks take the same
+    route.
+    """
     x = 3 * np.random.default_rng(0).standard_normal((64, 2))
     x[::4] = -1.0
     problem = problem_of(SOURCES[0], Layer(first), routed)
@@ -150,7 +173,9 @@ def test_rows_of_zeros_and_ones_take_the_same_route_in_both_frameworks(first, ro
 
 def _embedding_gradients(sparse: bool, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     kind = LAYERS["tied_embedding"]
-    module = kind.torch_module(Signal("tokens", (3,), vocabulary=5), {"features": 2, "sparse": sparse})
+    module = kind.torch_module(
+        Signal("tokens", (3,), vocabulary=5), {"features": 2, "sparse": sparse}
+    )
     fill(module, 0)
     module.to(dtype)(torch.tensor([[1, 2, 1], [0, 4, 2]])).square().sum().backward()
     return module.weight.grad
@@ -158,7 +183,10 @@ def _embedding_gradients(sparse: bool, dtype: torch.dtype = torch.float64) -> to
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_gradient_of_a_tied_embedding_is_dense_and_reaches_unread_words(sparse):
-    """Word 3 is never an input but has a score at every position. The sparse and the dense part have a dense sum."""
+    """Word 3 is never an input but has a score at every position.
+
+    The sparse and the dense part have a dense sum.
+    """
     gradient = _embedding_gradients(sparse)
     assert not gradient.is_sparse
     assert gradient[3].abs().max() > 0

@@ -145,7 +145,11 @@ def untouched(project):
 
 def files(folder: Path) -> list[str]:
     """Return the names of all files below a folder."""
-    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+    return sorted(
+        str(p.relative_to(folder))
+        for p in folder.rglob("*")
+        if p.is_file() and "__pycache__" not in p.parts
+    )
 
 
 @pytest.fixture

@@ -52,12 +52,16 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
 
 
 def comparable(lines: list[str]) -> list[Any]:
-    """Return records without what differs from run to run: times, and the commit that the working tree is at."""
+    """Return records without what differs from run to run: times, and the commit that the working
+    tree is at.
+    """
 
     def stripped(value: Any) -> Any:
         if isinstance(value, dict):
             return {
-                key: stripped(part) for key, part in value.items() if key not in ("time", "seconds", "commit", "clean")
+                key: stripped(part)
+                for key, part in value.items()
+                if key not in ("time", "seconds", "commit", "clean")
             }
         return [stripped(part) for part in value] if isinstance(value, list) else value
 
@@ -72,7 +76,9 @@ def test_a_shard_of_verify_keeps_every_option_and_has_a_seed_of_its_own() -> Non
     )  # fmt: skip
     cut = [shard.words for shard in cut_up(asked[0], asked[1:]).shards]
     assert [(c[1], c[3], c[5]) for c in cut] == [
-        (loop, str(cases), str(7 + i)) for loop in ("zero_", "plain") for i, cases in enumerate((200, 200, 50))
+        (loop, str(cases), str(7 + i))
+        for loop in ("zero_", "plain")
+        for i, cases in enumerate((200, 200, 50))
     ]
     whole = parsed(asked)
     for command in cut:
@@ -109,20 +115,32 @@ def test_a_campaign_refuses_what_it_would_leave_out(option) -> None:
 
 
 def test_the_first_violation_is_the_loop_s_and_counts_go_on_over_shards() -> None:
-    def part(cases: int, violation: dict[str, Any] | None, worst: float | str = 0.5) -> dict[str, Any]:
+    def part(
+        cases: int, violation: dict[str, Any] | None, worst: float | str = 0.5
+    ) -> dict[str, Any]:
         return {
             "loop": "l", "verdict": "violated" if violation else "holds", "cases": cases, "judged": cases - 1,
             "seconds": 1.5, "windows": 3, "windows_skipped": {}, "skipped": {"why": 1}, "findings": ["f"],
             "worst_error_over_allowed": worst, "shrinking": None, "violation": violation, "assumes": [],
         }  # fmt: skip
 
-    merged = merged_result([part(200, None), part(9, {"found_after": 4}, "inf"), part(5, {"found_after": 1})])
+    merged = merged_result(
+        [part(200, None), part(9, {"found_after": 4}, "inf"), part(5, {"found_after": 1})]
+    )
     assert merged["violation"] == {"found_after": 204}
-    assert (merged["verdict"], merged["cases"], merged["judged"], merged["windows"]) == ("violated", 214, 211, 9)
+    assert (merged["verdict"], merged["cases"], merged["judged"], merged["windows"]) == (
+        "violated",
+        214,
+        211,
+        9,
+    )
     assert (merged["seconds"], merged["skipped"], merged["findings"]) == (4.5, {"why": 3}, ["f"])
     assert merged["worst_error_over_allowed"] == "inf"
     said = {**part(3, None), "moved_by_zeros": {"cases": 2, "explanation": "e"}}
-    assert merged_result([part(3, None), said, said])["moved_by_zeros"] == {"cases": 4, "explanation": "e"}
+    assert merged_result([part(3, None), said, said])["moved_by_zeros"] == {
+        "cases": 4,
+        "explanation": "e",
+    }
 
 
 @pytest.mark.full
@@ -130,25 +148,43 @@ def test_a_shard_that_ends_every_process_stops_the_campaign(tmp_path: Path) -> N
     loop = tmp_path / "my_loop.py"
     loop.write_text("import os\ndef train(run): os.kill(os.getpid(), 9)\n")
     shard = Shard(PROGRAM, ("verify", f"{loop}:train", "--examples", "1"))
-    with pytest.raises(CannotRunHere, match=r"shard 0 ended 3 worker processes.*gradcheck-suite verify .*my_loop"):
+    with pytest.raises(
+        CannotRunHere, match=r"shard 0 ended 3 worker processes.*gradcheck-suite verify .*my_loop"
+    ):
         run_locally([shard], [0], Shards(tmp_path), 1, lambda: None)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("engine", "factor", "status"), [("processes", 1, 0), ("processes", 2, 1), ("ray", 1, 0)])
+@pytest.mark.parametrize(
+    ("engine", "factor", "status"), [("processes", 1, 0), ("processes", 2, 1), ("ray", 1, 0)]
+)
 def test_a_worker_that_is_killed_loses_nothing(
     engine: str, factor: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The campaign has the verdict and the records of the same shards run one after the other, each once."""
+    """The campaign has the verdict and the records of the same shards run one after the other, each
+    once.
+    """
     if engine == "ray":
-        pytest.importorskip("ray", reason="ray is not installed: pip install 'gradcheck-suite[ray]'")
+        pytest.importorskip(
+            "ray", reason="ray is not installed: pip install 'gradcheck-suite[ray]'"
+        )
     monkeypatch.setattr(campaign, "CASES", 3)
     monkeypatch.chdir(tmp_path)
     marker = tmp_path / "killed"
     Path("my_loop.py").write_text(KILLS_ITS_WORKER_ONCE.format(marker=marker, factor=factor))
     options = ["my_loop.py:train", "--assume", "sum-reduction"]
     options = [str(tmp_path / options[0]), *options[1:]]  # a worker of Ray has a folder of its own
-    words = ["campaign", "--engine", engine, "--workers", "2", "--reports", "merged", "--json", "merged.json"]
+    words = [
+        "campaign",
+        "--engine",
+        engine,
+        "--workers",
+        "2",
+        "--reports",
+        "merged",
+        "--json",
+        "merged.json",
+    ]
     assert main([*words, "verify", *options, "--examples", "6"]) == status
     assert marker.exists()
     assert not Path("merged/campaign").exists()
@@ -171,9 +207,20 @@ def test_a_worker_that_is_killed_loses_nothing(
 
 @pytest.mark.full
 def test_a_driver_that_is_killed_leaves_no_worker_and_its_successor_goes_on(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "gradcheck_suite", "campaign", "--workers", "2", "verify", "zero_"]
+    command = [
+        sys.executable,
+        "-m",
+        "gradcheck_suite",
+        "campaign",
+        "--workers",
+        "2",
+        "verify",
+        "zero_",
+    ]
     command += ["--examples", "600"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, start_new_session=True) as driver:
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.DEVNULL, start_new_session=True
+    ) as driver:
         end = time.monotonic() + 300
         while not list(tmp_path.glob("reports/campaign/*/*/status")):
             assert time.monotonic() < end, "no shard was done in 300 s"
@@ -199,13 +246,22 @@ def test_a_driver_that_is_killed_leaves_no_worker_and_its_successor_goes_on(tmp_
     ("arguments", "message"),
     [
         (["replay", "case.json"], "expected one of verify, trainers; got 'replay'"),
-        (["verify", "--json", "x.json"], "--json stands before verify: gradcheck-suite campaign --json PATH verify"),
+        (
+            ["verify", "--json", "x.json"],
+            "--json stands before verify: gradcheck-suite campaign --json PATH verify",
+        ),
         (["verify", "--reports=x"], "--reports stands before verify"),
         (["verify", "--list"], "--list is no campaign: gradcheck-suite verify --list"),
         (["--workers", "0", "verify"], "--workers: expected a positive integer, got '0'"),
         (["--address", "host:1", "verify"], "--address needs --engine ray"),
-        (["--engine", "ray", "--address", "127.0.0.1:1", "verify", "zero_"], "127.0.0.1:1: no Ray cluster answers"),
-        (["--engine", "ray", "--address", "nowhere", "verify", "zero_"], "expected HOST:PORT, ray://HOST:PORT or auto"),
+        (
+            ["--engine", "ray", "--address", "127.0.0.1:1", "verify", "zero_"],
+            "127.0.0.1:1: no Ray cluster answers",
+        ),
+        (
+            ["--engine", "ray", "--address", "nowhere", "verify", "zero_"],
+            "expected HOST:PORT, ray://HOST:PORT or auto",
+        ),
         (["trainers", "--list"], "--list is no campaign: gradcheck-suite trainers --list"),
         (["verify", "--dtype", "int8"], "--dtype: expected one of"),
     ],
@@ -249,35 +305,62 @@ def test_ray_that_is_not_installed_is_one_line(
 
 @pytest.mark.full
 def test_a_cluster_of_ray_is_joined_and_no_process_of_one_s_own_is_left(tmp_path: Path) -> None:
-    ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'gradcheck-suite[ray]'")
+    ray = pytest.importorskip(
+        "ray", reason="ray is not installed: pip install 'gradcheck-suite[ray]'"
+    )
     ray.init(num_cpus=1, include_dashboard=False, logging_level="error", log_to_driver=False)
     try:
         address = ray.get_runtime_context().gcs_address
-        command = [sys.executable, "-m", "gradcheck_suite", "campaign", "--engine", "ray", "--address", address]
+        command = [
+            sys.executable,
+            "-m",
+            "gradcheck_suite",
+            "campaign",
+            "--engine",
+            "ray",
+            "--address",
+            address,
+        ]
         command += ["verify", "zero_", "--examples", "2"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
     finally:
         ray.shutdown()
-    children = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False)
+    children = subprocess.run(
+        ["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False
+    )
     assert not children.stdout
 
 
 def test_a_shard_that_meets_a_bug_is_named_and_costs_no_other_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["campaign", "--reports", str(tmp_path), "verify", "zero_", "grad_none", "--examples", "1"]
+    arguments = [
+        "campaign",
+        "--reports",
+        str(tmp_path),
+        "verify",
+        "zero_",
+        "grad_none",
+        "--examples",
+        "1",
+    ]
     run: list[int] = []
 
     def crash(asked: Any, waiting: list[int], shards: Shards, *_: Any) -> None:
         run.extend(waiting)
         for number in waiting:
-            (shards.partial(number) / "output.txt").write_text("gradcheck-suite verify: error: a bug\n")
+            (shards.partial(number) / "output.txt").write_text(
+                "gradcheck-suite verify: error: a bug\n"
+            )
             shards.finish(number, 70 if asked[number].words[1] == "grad_none" else 0)
 
     monkeypatch.setattr(campaign, "run_locally", crash)
     assert main(arguments) == 70
     said = capsys.readouterr().err
-    assert "`gradcheck-suite verify grad_none --examples 1 --seed 0` ended with status 70: a bug" in said
+    assert (
+        "`gradcheck-suite verify grad_none --examples 1 --seed 0` ended with status 70: a bug"
+        in said
+    )
     assert main(arguments) == 70
     assert run == [0, 1, 1]

@@ -10,9 +10,26 @@ def test_where_everything_is_there(run):
     outcome = run("doctor")
     assert outcome.status == 0
     assert outcome.err == ""
-    for text in ("versions", "devices", "precision flags", "jax_enable_x64", "True", "kept in", "can run here"):
+    for text in (
+        "versions",
+        "devices",
+        "precision flags",
+        "jax_enable_x64",
+        "True",
+        "kept in",
+        "can run here",
+    ):
         assert text in outcome.out
-    for package in ("torch", "jax", "jaxlib", "numpy", "hypothesis", "pytest", "pytest-benchmark", "python"):
+    for package in (
+        "torch",
+        "jax",
+        "jaxlib",
+        "numpy",
+        "hypothesis",
+        "pytest",
+        "pytest-benchmark",
+        "python",
+    ):
         assert f"  {package} " in outcome.out
     assert outcome.out.endswith("verify and replay can run here\n")
 

@@ -43,10 +43,18 @@ ACCEPTED = replace(FAULT, diagnosis="wrong-scale", where="train.py:5", reason="t
 def everything():
     """One result of each command, with all that a result can say."""
     findings = ("train.py:9: the loss cannot be read", "torch and JAX differ")
-    audited = Result("train.py", command="audit", violations=(FAULT,), accepted=(ACCEPTED,), findings=findings)
-    verified = Result("my_loop.py:train", violations=(replace(FAULT, command="verify", where=None),))
-    different = PortFinding("forward", "layers.0", "epsilon", "1e-6 in place of 1e-5", jax="port.py:4")
-    port = PortResult("pair.py:pair", (different, replace(different, kind="precision")), (different,))
+    audited = Result(
+        "train.py", command="audit", violations=(FAULT,), accepted=(ACCEPTED,), findings=findings
+    )
+    verified = Result(
+        "my_loop.py:train", violations=(replace(FAULT, command="verify", where=None),)
+    )
+    different = PortFinding(
+        "forward", "layers.0", "epsilon", "1e-6 in place of 1e-5", jax="port.py:4"
+    )
+    port = PortResult(
+        "pair.py:pair", (different, replace(different, kind="precision")), (different,)
+    )
     return [audited, verified, port, Result("zero_", unjudged="no case could be judged")]
 
 
@@ -71,7 +79,12 @@ def valid(text):
 
 def unescaped(text, *, is_property):
     """Return a text as the runner of GitHub's actions reads it."""
-    codes = {"%0D": "\r", "%0A": "\n", **({"%3A": ":", "%2C": ","} if is_property else {}), "%25": "%"}
+    codes = {
+        "%0D": "\r",
+        "%0A": "\n",
+        **({"%3A": ":", "%2C": ","} if is_property else {}),
+        "%25": "%",
+    }
     return re.sub("|".join(codes), lambda found: codes[found[0]], text)
 
 
@@ -89,10 +102,14 @@ def test_github_reads_what_was_written(text, title, name):
 
 def audited(folder, *options, script="train.py"):
     command = [sys.executable, "-m", "gradcheck_suite", "audit", *options, script]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
-@pytest.mark.parametrize("end", ["", "import os, sys; sys.stdout.close()", "import os; os._exit(0)"])
+@pytest.mark.parametrize(
+    "end", ["", "import os, sys; sys.stdout.close()", "import os; os._exit(0)"]
+)
 @pytest.mark.full
 def test_standard_output_of_an_audit_is_the_document_alone(tmp_path, end):
     (tmp_path / "train.py").write_text(MEANS + end)
@@ -108,13 +125,21 @@ def test_an_audit_and_verify_annotate_the_lines_of_a_planted_fault(project, run)
     (project / "train.py").write_text(MEANS)
     outcome = run("audit", "--output-format", "github", "train.py")
     assert outcome.status == 1
-    assert re.fullmatch(r"::error file=train\.py,line=8,title=mean-of-means::[^\n]+%0Afix: [^\n]+\n", outcome.out)
+    assert re.fullmatch(
+        r"::error file=train\.py,line=8,title=mean-of-means::[^\n]+%0Afix: [^\n]+\n", outcome.out
+    )
     assert "1 step judged of 1" in outcome.err
     outcome = run("verify", "--output-format", "sarif", "loops.py:no_reset")
     assert outcome.status == 1
     (result,) = valid(outcome.out)["results"]
-    place = {"artifactLocation": {"uri": "loops.py", "uriBaseId": "%SRCROOT%"}, "region": {"startLine": 21}}
-    assert (result["ruleId"], result["locations"]) == ("stale-window", [{"physicalLocation": place}])
+    place = {
+        "artifactLocation": {"uri": "loops.py", "uriBaseId": "%SRCROOT%"},
+        "region": {"startLine": 21},
+    }
+    assert (result["ruleId"], result["locations"]) == (
+        "stale-window",
+        [{"physicalLocation": place}],
+    )
     assert "1 of 1 loop violated: loops.py:no_reset\n" in outcome.err
 
 
@@ -130,20 +155,29 @@ def accepting(project, **entry):
     ("command", "fault", "file", "line"),
     [("audit", "mean-of-means", "train.py", 8), ("verify", "stale-window", "loops.py", 21)],
 )
-def test_an_accepted_fault_is_shown_and_fails_only_when_it_is_gone(project, run, command, fault, file, line):
+def test_an_accepted_fault_is_shown_and_fails_only_when_it_is_gone(
+    project, run, command, fault, file, line
+):
     (project / "train.py").write_text(MEANS)
     faulty = {"audit": "train.py", "verify": "loops.py:no_reset"}[command]
     accepting(project, fault=fault, file=file, line=line, reason="an old model needs it")
     outcome = run(command, "--json", "r.json", faulty)
     assert outcome.status == 0
-    assert re.search(rf"accepted: {fault}.*; accepted: an old model needs it", outcome.out + outcome.err)
+    assert re.search(
+        rf"accepted: {fault}.*; accepted: an old model needs it", outcome.out + outcome.err
+    )
     (result,) = json.loads((project / "r.json").read_text())["results"]
     assert (result["violation"], result["accepted"][0]["reason"]) == (None, "an old model needs it")
 
     accepting(project, fault=fault, file=file, line=line + 1, reason="an old model needs it")
     outcome = run(command, faulty)
     assert outcome.status == 1
-    assert outcome.err.count(f"accept: {fault} was not found again in {file}:{line + 1}: remove the entry") == 1
+    assert (
+        outcome.err.count(
+            f"accept: {fault} was not found again in {file}:{line + 1}: remove the entry"
+        )
+        == 1
+    )
 
     accepting(project, fault=fault, file="another.py", reason="an old model needs it")
     outcome = run(command, faulty)
@@ -157,17 +191,32 @@ def test_an_entry_is_gone_where_its_file_is_judged_and_sound(project, run):
     assert outcome.status == 1
     (line,) = json.loads(outcome.out)["no_longer_found"]
     assert outcome.err.endswith(f"gradcheck-suite audit: error: {line}\n")
-    assert line == "accept: mean-of-means was not found again in train.py: remove the entry from pyproject.toml"
+    assert (
+        line
+        == "accept: mean-of-means was not found again in train.py: remove the entry from pyproject.toml"
+    )
 
 
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
         ({"fault": "wrong-scal", "file": "a.py", "reason": "x"}, "(did you mean 'wrong-scale'?)"),
-        ({"fault": "wrong-scale", "file": "a.py"}, "reason is no text: expected entries such as {fault"),
-        ({"fault": "wrong-scale", "file": 3, "reason": "x"}, "file is no text: expected entries such as {fault"),
-        ({"fault": "wrong-scale", "file": "a.py", "reason": "x", "line": 0}, "expected a positive integer, got 0"),
-        ({"fault": "wrong-scale", "file": "a.py", "reason": "x", "lines": 1}, "got 'lines' (did you mean 'line'?)"),
+        (
+            {"fault": "wrong-scale", "file": "a.py"},
+            "reason is no text: expected entries such as {fault",
+        ),
+        (
+            {"fault": "wrong-scale", "file": 3, "reason": "x"},
+            "file is no text: expected entries such as {fault",
+        ),
+        (
+            {"fault": "wrong-scale", "file": "a.py", "reason": "x", "line": 0},
+            "expected a positive integer, got 0",
+        ),
+        (
+            {"fault": "wrong-scale", "file": "a.py", "reason": "x", "lines": 1},
+            "got 'lines' (did you mean 'line'?)",
+        ),
     ],
 )
 def test_a_wrong_entry_is_one_line(project, run, entry, said):

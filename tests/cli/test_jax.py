@@ -1,4 +1,7 @@
-"""A loop of JAX on the command line: the decorator, or `--framework jax`; its counterexample; its reset modes."""
+"""A loop of JAX on the command line: the decorator, or `--framework jax`; its counterexample.
+
+Its reset modes.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,12 @@ def test_a_loop_without_the_decorator_needs_the_option(run):
     assert "say --framework jax" in refused.err
     assert len(refused.err.splitlines()) == 1
     assumed = ("--assume", "equal-micro-batches", "--assume", "whole-windows")
-    assert run("verify", "jax_loops.py:undeclared", "--examples", 1, "--framework", "jax", *assumed).status == 0
+    assert (
+        run(
+            "verify", "jax_loops.py:undeclared", "--examples", 1, "--framework", "jax", *assumed
+        ).status
+        == 0
+    )
 
 
 @pytest.mark.full

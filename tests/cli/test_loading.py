@@ -38,7 +38,8 @@ def test_a_built_in_loop():
 METHOD = "class T:\n    def fit(self, run):\n        return 7\ntrainer = T()\n"
 SEVEN = "def f(run):\n    return 7\n"
 DATACLASS = (
-    "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass T:\n    x: int = 7\n"
+    "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+    "@dataclass\nclass T:\n    x: int = 7\n"
 )
 
 
@@ -68,7 +69,9 @@ def test_a_file_may_bear_the_name_of_a_module_that_is_already_there(folder):
 
 
 def test_two_loops_of_one_file_share_its_state_and_an_edit_is_seen(folder):
-    path = write(folder, "a.py", "x = []\ndef f(run):\n    x.append(1)\ndef g(run):\n    return len(x)\n")
+    path = write(
+        folder, "a.py", "x = []\ndef f(run):\n    x.append(1)\ndef g(run):\n    return len(x)\n"
+    )
     resolve_loop("a.py:f")(None)
     assert resolve_loop("a.py:g")(None) == 1
     path.write_text("def g(run):\n    return 'edited'\n")
@@ -86,26 +89,62 @@ def test_whatever_takes_one_argument(folder, definition):
 @pytest.mark.parametrize(
     ("source", "text", "said"),
     [
-        ("def f(): ...", "a.py:f", "a.py:f is f(): expected a function of one argument, the TrainingRun"),
+        (
+            "def f(): ...",
+            "a.py:f",
+            "a.py:f is f(): expected a function of one argument, the TrainingRun",
+        ),
         ("def f(*, run): ...", "a.py:f", "is f(*, run)"),
         ("async def f(run): ...", "a.py:f", "a.py:f is an async function"),
         ("def f(run): yield", "a.py:f", "a.py:f is a generator (it contains yield)"),
-        ("f = 3\ndef g(run): ...", "a.py:f", "a.py:f is of type int: expected a function of one argument"),
+        (
+            "f = 3\ndef g(run): ...",
+            "a.py:f",
+            "a.py:f is of type int: expected a function of one argument",
+        ),
         ("f = 3\ndef g(run): ...", "a.py:f", "the TrainingRun; it defines g"),
-        ("def train(run): ...", "a.py:tran", "a.py has no 'tran' (did you mean 'train'?); it defines train"),
+        (
+            "def train(run): ...",
+            "a.py:tran",
+            "a.py has no 'tran' (did you mean 'train'?); it defines train",
+        ),
         ("import os", "a.py:train", "a.py has no 'train'"),
         # what would run as a script is not run
-        ("def train(run): ...\nraise SystemExit", "a.py", "a.py names no loop: expected a.py:NAME; it defines train"),
-        ("x = 1\ndef (", "a.py:f", "cannot import a.py: SyntaxError: invalid syntax (a.py, line 2)"),
-        ("x = 1\n\n1 / 0", "a.py:f", "cannot import a.py (line 3): ZeroDivisionError: division by zero"),
-        ("import nowhere_to_be_found", "a.py:f", "cannot import a.py (line 1): ModuleNotFoundError: No module named"),
+        (
+            "def train(run): ...\nraise SystemExit",
+            "a.py",
+            "a.py names no loop: expected a.py:NAME; it defines train",
+        ),
+        (
+            "x = 1\ndef (",
+            "a.py:f",
+            "cannot import a.py: SyntaxError: invalid syntax (a.py, line 2)",
+        ),
+        (
+            "x = 1\n\n1 / 0",
+            "a.py:f",
+            "cannot import a.py (line 3): ZeroDivisionError: division by zero",
+        ),
+        (
+            "import nowhere_to_be_found",
+            "a.py:f",
+            "cannot import a.py (line 1): ModuleNotFoundError: No module named",
+        ),
         (
             "import bad_neighbour",
             "a.py:f",
             "(line 1): SyntaxError: invalid syntax (bad_neighbour.py, line 1)",
         ),
-        ("raise ValueError('two\\nlines')", "a.py:f", "cannot import a.py (line 1): ValueError: two lines"),
-        ("import sys\nsys.exit(0)", "a.py:f", "a.py ends the program when it is imported (line 2): put what should"),
+        (
+            "raise ValueError('two\\nlines')",
+            "a.py:f",
+            "cannot import a.py (line 1): ValueError: two lines",
+        ),
+        (
+            "import sys\nsys.exit(0)",
+            "a.py:f",
+            "a.py ends the program when it is imported (line 2): put what should",
+        ),
         ("x = '\0'", "a.py:f", "cannot import a.py"),
         ("x", "b.py:f", "b.py: no such file (did you mean 'a.py'?)"),
         ("x", "nowhere/b.py:f", "nowhere/b.py: no such file"),
@@ -119,7 +158,11 @@ def test_whatever_takes_one_argument(folder, definition):
         ("x", "a:", "expected FILE.py:NAME or package.module:NAME for a loop, got 'a:'"),
         ("x", ":f", "got ':f'"),
         ("x", "a.py:f g", "got 'a.py:f g'"),
-        ("x", "no_such_module:f", "there is no module 'no_such_module' on Python's path or in the working directory"),
+        (
+            "x",
+            "no_such_module:f",
+            "there is no module 'no_such_module' on Python's path or in the working directory",
+        ),
         ("x", "no_such.module:f", "there is no module 'no_such.module'"),
         ("1 / 0", "a:f", "cannot import a (line 1): ZeroDivisionError"),
         ("x", "zero", "no built-in loop is called 'zero' (did you mean 'zero_'?)"),
@@ -156,7 +199,10 @@ def train(run): ...
     [
         ("a.py:trian", "a.py has no 'trian' (did you mean 'train'?); it defines Lazy, train"),
         ("a.py:heavy", "a.py:heavy is of type Lazy: expected a function of one argument"),
-        ("a.py:heavy.train", "cannot look up heavy.train in a.py: RuntimeError: no backend for train"),
+        (
+            "a.py:heavy.train",
+            "cannot look up heavy.train in a.py: RuntimeError: no backend for train",
+        ),
     ],
 )
 @pytest.mark.parametrize("resolve", [resolve_loop, resolve_problem])
@@ -202,10 +248,16 @@ def test_a_problem_and_a_function_that_returns_one(folder):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("p.py", "p.py names no problem: expected p.py:NAME; it defines part, PROBLEM, make, make_none, fails"),
+        (
+            "p.py",
+            "p.py names no problem: expected p.py:NAME; it defines part, PROBLEM, make, make_none, fails",
+        ),
         ("p", "expected FILE.py:NAME or package.module:NAME of a problem, got 'p'"),
         ("p.py:PROBLE", "p.py has no 'PROBLE' (did you mean 'PROBLEM'?)"),
-        ("p.py:NUMBER", "p.py:NUMBER is of type int: expected a gradcheck_suite.Problem, or a function of no argument"),
+        (
+            "p.py:NUMBER",
+            "p.py:NUMBER is of type int: expected a gradcheck_suite.Problem, or a function of no argument",
+        ),
         ("p.py:NUMBER", "; it defines part, PROBLEM, make"),
         ("p.py:make_none", "p.py:make_none returned NoneType: expected a gradcheck_suite.Problem"),
         ("p.py:fails", "p.py:fails failed (line 7): OSError: no data"),

@@ -9,7 +9,14 @@ import re
 import pytest
 
 from gradcheck_suite import UsageError, audit, verify
-from gradcheck_suite.cli.arguments import OutputOptions, Parser, add_options, configured, parsed, to_argv
+from gradcheck_suite.cli.arguments import (
+    OutputOptions,
+    Parser,
+    add_options,
+    configured,
+    parsed,
+    to_argv,
+)
 from gradcheck_suite.core.options import (
     OF_COMMANDS,
     OPTIMIZER_NAMES,
@@ -27,7 +34,8 @@ POSITIVE = "expected a positive integer, got {}"
 SECONDS = "expected a positive number of seconds, got {}"
 BOOLEAN = "expected True or False, got {}"
 ROWS = [
-    # the field, a value that it takes and values that it refuses (text first, if the command line takes any), the error
+    # the field, a value that it takes and values that it refuses (text first, if the command line
+    # takes any), the error
     (VerifyOptions, "examples", 3, ("0", "abc", "1.5", 0, True, 2.0), POSITIVE),
     (
         VerifyOptions,
@@ -36,21 +44,57 @@ ROWS = [
         ("-1", "1.5", "4294967296", -1, True),
         "expected an integer from 0 to 4294967295, got {}",
     ),
-    (VerifyOptions, "dtype", "float32", ("int8",), "expected one of float64, float32, bfloat16, float16; got {}"),
+    (
+        VerifyOptions,
+        "dtype",
+        "float32",
+        ("int8",),
+        "expected one of float64, float32, bfloat16, float16; got {}",
+    ),
     (VerifyOptions, "dtype", "float32", ("float23",), "got {} (did you mean 'float32'?)"),
     (VerifyOptions, "device", "cuda", ("tpu", None), "expected one of cpu, cuda; got {}"),
     (VerifyOptions, "ranks", 4, ("0", "5", 5, True), "expected an integer from 1 to 4, got {}"),
     (VerifyOptions, "optimizer", "adamw", (3,), "expected a name, got {}"),
-    (VerifyOptions, "assumes", ("no-layer:embedding", "whole-windows"), ("luck", "no-layer:"), "no-layer:KIND; got {}"),
-    (VerifyOptions, "autocast", "bfloat16", ("float32",), "expected one of bfloat16, float16; got {}"),
+    (
+        VerifyOptions,
+        "assumes",
+        ("no-layer:embedding", "whole-windows"),
+        ("luck", "no-layer:"),
+        "no-layer:KIND; got {}",
+    ),
+    (
+        VerifyOptions,
+        "autocast",
+        "bfloat16",
+        ("float32",),
+        "expected one of bfloat16, float16; got {}",
+    ),
     (VerifyOptions, "time_limit_s", 2.5, ("0", "nan", "inf", "x", 0, math.inf, True), SECONDS),
     (VerifyOptions, "quiet_loop", True, (1, None), BOOLEAN),
-    (VerifyOptions, "second_opinion_s", 0, (-1, None), "expected a number of seconds, 0 or more; got {}"),
+    (
+        VerifyOptions,
+        "second_opinion_s",
+        0,
+        (-1, None),
+        "expected a number of seconds, 0 or more; got {}",
+    ),
     (AuditOptions, "steps", 3, ("0", 0, True), POSITIVE),
-    (AuditOptions, "budget", "1.5%", ("3", "0%", "101%", "x%", 3), "expected a share of the run's time, such as 3%"),
+    (
+        AuditOptions,
+        "budget",
+        "1.5%",
+        ("3", "0%", "101%", "x%", 3),
+        "expected a share of the run's time, such as 3%",
+    ),
     (AuditOptions, "every", 3, ("0", 0), POSITIVE),
     (AuditOptions, "accumulation_steps", 3, ("-1", -1), POSITIVE),
-    (AuditOptions, "accept", ("mean-of-means", "wrong-scale@a.py:3"), ("mean", "@a.py:3", 3), "expected DIAGNOSIS or "),
+    (
+        AuditOptions,
+        "accept",
+        ("mean-of-means", "wrong-scale@a.py:3"),
+        ("mean", "@a.py:3", 3),
+        "expected DIAGNOSIS or ",
+    ),
     (
         AuditOptions,
         "objectives",
@@ -59,12 +103,24 @@ ROWS = [
         "expected FILE:LINE=COUNT, such as",
     ),
     (AuditOptions, "eager", True, ("no",), BOOLEAN),
-    (AuditOptions, "without", ("sums", "batch"), ("sum",), "expected one of weights, sums, batch; got {}"),
+    (
+        AuditOptions,
+        "without",
+        ("sums", "batch"),
+        ("sum",),
+        "expected one of weights, sums, batch; got {}",
+    ),
     (AuditOptions, "jax", True, (0,), BOOLEAN),
     (AuditOptions, "stop_on_violation", True, (0,), BOOLEAN),
     (PortOptions, "examples", 3, ("0", 0), POSITIVE),
     (PortOptions, "seed", 7, ("-1", -1), "expected an integer from 0 to 4294967295, got {}"),
-    (PortOptions, "dtype", "float32", ("int8",), "expected one of float64, float32, bfloat16, float16; got {}"),
+    (
+        PortOptions,
+        "dtype",
+        "float32",
+        ("int8",),
+        "expected one of float64, float32, bfloat16, float16; got {}",
+    ),
     (PortOptions, "show_map", True, (0,), BOOLEAN),
 ]
 SHARED = [
@@ -91,7 +147,9 @@ def command_line(options, *arguments):
 def argv(one: Option, value):
     if value is True:
         return [one.flag]
-    return [part for each in (value if one.repeatable else [value]) for part in (one.flag, str(each))]
+    return [
+        part for each in (value if one.repeatable else [value]) for part in (one.flag, str(each))
+    ]
 
 
 def test_every_option_has_a_row():
@@ -101,8 +159,13 @@ def test_every_option_has_a_row():
 
 
 @pytest.mark.parametrize(("options", "name", "value"), [*(row[:3] for row in ROWS), *SHARED])
-def test_a_value_is_the_same_from_the_command_line_from_pyproject_and_in_python(options, name, value, project):
-    one, title = declared(options, name), ".".join(["tool.gradcheck-suite", *filter(None, [options.table])])
+def test_a_value_is_the_same_from_the_command_line_from_pyproject_and_in_python(
+    options, name, value, project
+):
+    one, title = (
+        declared(options, name),
+        ".".join(["tool.gradcheck-suite", *filter(None, [options.table])]),
+    )
     kept = PATH.parsed(value) if one.values is PATH else value
     given = options(**{name: kept})
     assert getattr(given, name) == kept
@@ -116,7 +179,9 @@ def test_a_value_is_the_same_from_the_command_line_from_pyproject_and_in_python(
         assert command_line(options) == given
         assert command_line(options, *to_argv(given)) == given
     else:
-        with pytest.raises(UsageError, match=rf"\[{title}\] in pyproject.toml: expected .*; got '{one.key}'"):
+        with pytest.raises(
+            UsageError, match=rf"\[{title}\] in pyproject.toml: expected .*; got '{one.key}'"
+        ):
             configured(options)
 
 
@@ -124,20 +189,26 @@ REFUSED = [(cls, name, wrong, said) for cls, name, _, wrongs, said in ROWS for w
 
 
 @pytest.mark.parametrize(("options", "name", "wrong", "said"), REFUSED)
-def test_a_wrong_value_is_refused_with_one_message_on_every_path(options, name, wrong, said, run, project):
+def test_a_wrong_value_is_refused_with_one_message_on_every_path(
+    options, name, wrong, said, run, project
+):
     one, command = declared(options, name), options.table
     message = said.format(repr(wrong))
     if isinstance(wrong, str) and one.flag and one.metavar:
         outcome = run(command, one.flag, wrong, "loops.py")
         assert (outcome.status, outcome.err.count("\n")) == (2, 1)
-        assert re.search(rf"^gradcheck-suite {command}: error: (-\w/)?{one.flag}: expected ", outcome.err)
+        assert re.search(
+            rf"^gradcheck-suite {command}: error: (-\w/)?{one.flag}: expected ", outcome.err
+        )
         assert message in outcome.err
     with pytest.raises(UsageError, match=rf"^{name}: expected ") as error:
         options(**{name: (wrong,) if one.repeatable else wrong})
     assert message in str(error.value)
     if one.in_project and wrong is not None and wrong is not math.inf:
         text = json.dumps([wrong] if one.repeatable else wrong)
-        (project / "pyproject.toml").write_text(f"[tool.gradcheck-suite.{command}]\n{one.key} = {text}\n")
+        (project / "pyproject.toml").write_text(
+            f"[tool.gradcheck-suite.{command}]\n{one.key} = {text}\n"
+        )
         outcome = run(command, "loops.py")
         where = f"[tool.gradcheck-suite.{command}] in pyproject.toml: {one.key}"
         assert outcome.err.startswith(f"gradcheck-suite {command}: error: {where}: expected ")
@@ -158,7 +229,10 @@ def test_a_wrong_value_is_refused_with_one_message_on_every_path(options, name, 
             "tool.gradcheck-suite]\nverify = 3",
             "[tool.gradcheck-suite.verify] in pyproject.toml: expected a table",
         ),
-        ("tool.gradcheck-suite.verify]\nassume = 'whole-windows'", "assume: expected a list, with one of equal-micro"),
+        (
+            "tool.gradcheck-suite.verify]\nassume = 'whole-windows'",
+            "assume: expected a list, with one of equal-micro",
+        ),
         ("tool.gradcheck-suite.verify]\nexampels = 3", "got 'exampels' (did you mean 'examples'?)"),
         ("tool.gradcheck-suite.verify]\nexamples = [", "pyproject.toml: "),
     ],
@@ -178,8 +252,14 @@ def test_the_command_line_overrides_pyproject_and_adds_to_its_lists(project, mon
     (project / "inside").mkdir()
     monkeypatch.chdir(project / "inside")
     assert str(command_line(OutputOptions).reports) == "../kept"
-    given = command_line(VerifyOptions, "--examples", "2", "--time-limit", "30", "--assume", "whole-windows")
-    assert (given.examples, given.time_limit_s, given.assumes) == (2, 30, ("one-epoch", "whole-windows"))
+    given = command_line(
+        VerifyOptions, "--examples", "2", "--time-limit", "30", "--assume", "whole-windows"
+    )
+    assert (given.examples, given.time_limit_s, given.assumes) == (
+        2,
+        30,
+        ("one-epoch", "whole-windows"),
+    )
     assert command_line(VerifyOptions, *to_argv(given)) == given
     assert VerifyOptions().time_limit_s == 30  # Python reads no table
 
@@ -187,12 +267,28 @@ def test_the_command_line_overrides_pyproject_and_adds_to_its_lists(project, mon
 @pytest.mark.parametrize(
     ("call", "fields", "said"),
     [
-        (audit, {"stepz": 3}, "expected one of steps, budget, every, .*; got 'stepz' (did you mean 'steps'?)"),
+        (
+            audit,
+            {"stepz": 3},
+            "expected one of steps, budget, every, .*; got 'stepz' (did you mean 'steps'?)",
+        ),
         (audit, {"steps": 0}, "steps: expected a positive integer, got 0"),
         (audit, {"jax": True, "without": "batch"}, "leave out `without batch`"),
-        (VerifyOptions().replace, {"exampels": 3}, "expected one of examples, seed, .*; got 'exampels' (did you"),
-        (VerifyOptions().replace, {"assumes": ("sum-reduction", "mean-reduction")}, "exclude each other"),
-        (lambda **fields: verify(MODES["zero_"], **fields), {"examples": 0}, "examples: expected a positive integer"),
+        (
+            VerifyOptions().replace,
+            {"exampels": 3},
+            "expected one of examples, seed, .*; got 'exampels' (did you",
+        ),
+        (
+            VerifyOptions().replace,
+            {"assumes": ("sum-reduction", "mean-reduction")},
+            "exclude each other",
+        ),
+        (
+            lambda **fields: verify(MODES["zero_"], **fields),
+            {"examples": 0},
+            "examples: expected a positive integer",
+        ),
         (
             lambda **fields: verify(MODES["zero_"], **fields),
             {"optimizer": "lion"},

@@ -1,4 +1,7 @@
-"""The real command in processes of its own, few since each imports torch and JAX; signals and terminals in this one."""
+"""The real command in processes of its own, few since each imports torch and JAX.
+
+Signals and terminals in this one.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,20 @@ ROOT = Path(__file__).parents[2]
 
 
 def python(*arguments, cwd, path=(), **streams):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*path, ROOT))), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, (*path, ROOT))),
+        "OMP_NUM_THREADS": "1",
+    }
     streams = streams or {"capture_output": True}
     return subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=environment, text=True, timeout=300, check=False, **streams
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=environment,
+        text=True,
+        timeout=300,
+        check=False,
+        **streams,
     )
 
 
@@ -29,7 +42,10 @@ def test_the_same_seed_has_the_same_result_in_every_process(run, project):
     done = python("-m", "gradcheck_suite", *arguments, "there.json", cwd=project)
     assert (done.returncode, done.stderr) == (0, "")
     assert run(*arguments, "here.json").status == 0
-    there, here = (json.loads((project / name).read_text())["results"][0] for name in ("there.json", "here.json"))
+    there, here = (
+        json.loads((project / name).read_text())["results"][0]
+        for name in ("there.json", "here.json")
+    )
     # the largest error has the digits of a float, and differs from case to case
     assert {**there, "seconds": 0} == {**here, "seconds": 0}
     assert there["worst_error_over_allowed"] > 0
@@ -70,7 +86,11 @@ def loop(run):
     assert "interrupted, 0 of 2 loops went to the end" in outcome.out
     assert "Traceback" not in outcome.out + outcome.err
     (result,) = json.loads((project / "out.json").read_text())["results"]
-    assert (result["loop"], result["verdict"], result["interrupted"]) == ("interrupted.py:loop", "holds", True)
+    assert (result["loop"], result["verdict"], result["interrupted"]) == (
+        "interrupted.py:loop",
+        "holds",
+        True,
+    )
     assert not list(project.rglob("*.tmp"))
 
 

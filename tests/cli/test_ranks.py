@@ -1,4 +1,6 @@
-"""`verify --ranks`: loops and problems of a user's file on two processes, and what cannot start in one line."""
+"""`verify --ranks`: loops and problems of a user's file on two processes, and what cannot start in
+one line.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def train(run):
                 dist.all_reduce(p.grad)
             run.optimizer.step()
 """
-TOO_LATE = "import os\nassert 'RANK' not in os.environ, 'no rank may import this'\ndef train(run): pass\n"
+TOO_LATE = (
+    "import os\nassert 'RANK' not in os.environ, 'no rank may import this'\ndef train(run): pass\n"
+)
 
 
 @pytest.mark.full
@@ -58,22 +62,30 @@ def test_a_violation_of_ranks_is_stored_as_a_case_to_replay_without_a_script(run
 @pytest.mark.full
 def test_a_file_that_a_rank_cannot_import_is_one_line(run, project):
     (project / "late.py").write_text(TOO_LATE)
-    assert_one_line(run(*["verify", "late.py:train", "--ranks", "2", "--examples", "1"]), "no rank may import this")
+    assert_one_line(
+        run(*["verify", "late.py:train", "--ranks", "2", "--examples", "1"]),
+        "no rank may import this",
+    )
 
 
 def test_ranks_that_cannot_start_are_one_line(run):
-    assert_one_line(run(*["verify", "all_reduce/zero_", "--ranks", "2", "--device", "cuda"]), "torch")
+    assert_one_line(
+        run(*["verify", "all_reduce/zero_", "--ranks", "2", "--device", "cuda"]), "torch"
+    )
 
 
 def test_a_backend_that_torch_lacks_is_one_line(run, monkeypatch):
     monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
     assert_one_line(
-        run(*["verify", "all_reduce/zero_", "--ranks", "2"]), "2 ranks on cpu need the backend gloo, which torch"
+        run(*["verify", "all_reduce/zero_", "--ranks", "2"]),
+        "2 ranks on cpu need the backend gloo, which torch",
     )
 
 
 def test_a_loop_over_ranks_needs_ranks(run, project):
-    assert_one_line(run("verify", "ddp/zero_"), "ddp/zero_ trains on several ranks: give --ranks 2, 3 or 4")
+    assert_one_line(
+        run("verify", "ddp/zero_"), "ddp/zero_ trains on several ranks: give --ranks 2, 3 or 4"
+    )
 
 
 @pytest.mark.full

@@ -50,7 +50,10 @@ def test_a_bare_case_needs_a_loop(run, project):
 
 def results(stored, count):
     data = json.loads(stored.read_text())
-    violated = {"loop": "loops.py:no_reset", "violation": {"kind": "gradient", "case": data["case"]}}
+    violated = {
+        "loop": "loops.py:no_reset",
+        "violation": {"kind": "gradient", "case": data["case"]},
+    }
     return {"schema": 1, "results": [{"loop": "zero_", "violation": None}, *[violated] * count]}
 
 
@@ -77,7 +80,10 @@ def test_a_result_file_with_another_number_is_not(run, project, stored, count):
         ),
         (lambda data: "[" * 100000, "is not valid JSON (maximum recursion depth exceeded"),
         (lambda data: [1, 2], "expected a JSON object that holds a case, got list"),
-        (lambda data: {**data, "schema": 9}, "schema must be 1, got 9: the file comes from another version"),
+        (
+            lambda data: {**data, "schema": 9},
+            "schema must be 1, got 9: the file comes from another version",
+        ),
         (lambda data: {**data, "loop": 5}, "loop must be a string, got 5"),
     ],
 )
@@ -104,7 +110,10 @@ def test_a_layer_that_does_not_exist(run, project):
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["none.json"], "cannot read none.json (No such file or directory)"), (["."], "cannot read . (Is a directory)")],
+    [
+        (["none.json"], "cannot read none.json (No such file or directory)"),
+        (["."], "cannot read . (Is a directory)"),
+    ],
 )
 def test_wrong_paths(run, arguments, said):
     outcome = run("replay", *arguments)
@@ -116,7 +125,10 @@ def test_a_loop_that_the_file_names_and_that_is_gone(run, project, stored):
     (project / "loops.py").unlink()
     outcome = run("replay", stored)
     assert outcome.status == 2
-    assert "names loops.py:no_reset, but loops.py: no such file; pass another LOOP or --problem" in outcome.err
+    assert (
+        "names loops.py:no_reset, but loops.py: no such file; pass another LOOP or --problem"
+        in outcome.err
+    )
 
 
 def test_a_problem_for_a_case_that_has_its_own(run, stored):

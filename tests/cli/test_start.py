@@ -1,4 +1,7 @@
-"""What fails, fails at once; JAX is imported by what computes with it; nothing is said after the verdict."""
+"""What fails, fails at once; JAX is imported by what computes with it.
+
+Nothing is said after the verdict.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,14 @@ BOTH = ("torch", "jax")
 SLIPS = [
     (["verify", "mien.py:train"], "mien.py: no such file (did you mean 'mine.py'?)"),
     (["replay", "case.json", "mine.py:trian"], "cannot read case.json (No such file or directory)"),
-    (["audit", "folder"], "folder is a folder: expected a Python script in it, such as folder/train.py"),
-    (["audit", "run.ipynb"], "run.ipynb is a notebook: expected a script; put `with gradcheck_suite.audit"),
+    (
+        ["audit", "folder"],
+        "folder is a folder: expected a Python script in it, such as folder/train.py",
+    ),
+    (
+        ["audit", "run.ipynb"],
+        "run.ipynb is a notebook: expected a script; put `with gradcheck_suite.audit",
+    ),
     (["audit", "mien.py"], "did you mean 'mine.py'?"),
 ]
 
@@ -65,7 +74,9 @@ find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == {package!r} else find(name, *rest)
 {WITHOUT}"""
     given = [sys.executable, "-c", hidden, ",".join(BOTH), *arguments]
-    done = subprocess.run(given, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        given, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 2, done.stderr
     assert "pip install 'gradcheck-suite[" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
@@ -114,7 +125,8 @@ def test_of_a_script_that_ends_the_process_the_verdict_stands(tmp_path, reset, s
         pytest.param(["--help"], marks=pytest.mark.full),
         pytest.param(["verify", "--help"], marks=pytest.mark.full),
         pytest.param(
-            ["audit", "--json", "r.json", "--reports", "r", "--html", "r.html", "train.py"], marks=pytest.mark.full
+            ["audit", "--json", "r.json", "--reports", "r", "--html", "r.html", "train.py"],
+            marks=pytest.mark.full,
         ),
     ],
 )
@@ -147,7 +159,9 @@ def test_a_script_ends_as_python_ends_it(tmp_path):
             import torch
         """)
     )
-    own = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    own = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
     assert own.stdout == "finalised\n"
     assert command("audit", "train.py", cwd=tmp_path).stdout == own.stdout
 

@@ -25,13 +25,25 @@ def assert_one_line(outcome, *said):
         ("--exam 5", "unrecognized arguments: --exam"),
         ("--json missing/out.json", "--json missing/out.json: there is no folder missing"),
         ("--json .", "--json .: expected the path of a file, got a folder"),
-        ("--json loops.py", "--json loops.py: expected a path for the results, such as results.json, got a script"),
+        (
+            "--json loops.py",
+            "--json loops.py: expected a path for the results, such as results.json, got a script",
+        ),
         ("--reports loops.py", "--reports loops.py: loops.py is not a folder"),
         ("--problem loops.py", "loops.py names no problem: expected loops.py:NAME; it defines "),
-        ("--problem loops.py:model", "loops.py:model is model(seed): expected a gradcheck_suite.Problem"),
+        (
+            "--problem loops.py:model",
+            "loops.py:model is model(seed): expected a gradcheck_suite.Problem",
+        ),
         ("loops.py:soud", "loops.py has no 'soud' (did you mean 'sound'?)"),
-        ("loops.py:PROBLEM", "loops.py:PROBLEM is a Problem, not a loop: pass it as --problem loops.py:PROBLEM"),
-        ("loops.py:summed --problem loops.py:PROBLEM", "loops.py:summed assumes sum-reduction, but the reduction of"),
+        (
+            "loops.py:PROBLEM",
+            "loops.py:PROBLEM is a Problem, not a loop: pass it as --problem loops.py:PROBLEM",
+        ),
+        (
+            "loops.py:summed --problem loops.py:PROBLEM",
+            "loops.py:summed assumes sum-reduction, but the reduction of",
+        ),
     ],
 )
 @pytest.mark.usefixtures("untouched")
@@ -68,7 +80,9 @@ def test_reports_that_cannot_be_written(run, path):
 def test_what_is_missing_is_said_before_anything_is_imported(run, monkeypatch):
     from gradcheck_suite.run import environment
 
-    monkeypatch.setattr(environment, "missing", lambda: ["torch is not installed: pip install 'torch>=2.9'"])
+    monkeypatch.setattr(
+        environment, "missing", lambda: ["torch is not installed: pip install 'torch>=2.9'"]
+    )
     for arguments in (["verify"], ["verify", "--list"]):
         assert_one_line(run(*arguments), "torch is not installed: pip install")
 
@@ -96,7 +110,11 @@ def test_version(run):
     ("optimizer", "says"),
     [
         ("lbfgs", "it needs a loop that calls run.optimizer.step(closure)"),
-        pytest.param("muon", "optimizer muon trains parameters with two dimensions alone", marks=pytest.mark.full),
+        pytest.param(
+            "muon",
+            "optimizer muon trains parameters with two dimensions alone",
+            marks=pytest.mark.full,
+        ),
         ("sparseadam", "optimizer sparseadam trains sparse gradients alone"),
     ],
 )

@@ -23,12 +23,19 @@ def test_a_sound_loop_holds_and_leaves_its_record_alone(run, project):
     outcome = run("verify", "loops.py:sound", "--examples", 7, "--reports", "reports")
     assert outcome.status == 0
     assert outcome.err == ""
-    assert re.search(r"loops.py:sound +holds +7 cases +\d+\.\d s +worst error \S+ of the rounding bound", outcome.out)
+    assert re.search(
+        r"loops.py:sound +holds +7 cases +\d+\.\d s +worst error \S+ of the rounding bound",
+        outcome.out,
+    )
     assert outcome.out.endswith("the loop holds\n")
     assert files(project) == ["loops.py", "reports/records/verify.jsonl"]
     ((record,), problems) = read_records(project / "reports", KINDS["verify"])
     assert problems == []
-    assert (record.data["verdict"], record.data["judged"], record.data["dtype"]) == ("holds", 7, "float64")
+    assert (record.data["verdict"], record.data["judged"], record.data["dtype"]) == (
+        "holds",
+        7,
+        "float64",
+    )
     assert sum(record.data["reached"]["inputs"].values()) == 7
 
 
@@ -52,7 +59,9 @@ def test_a_number_of_processes_that_is_none_is_bad_usage(run, monkeypatch):
 
 
 def test_the_header_says_what_is_tried_and_with_which_precision(run):
-    outcome = run("verify", "zero_", "--examples", 1, "--seed", 3, "--dtype", "float32", "--optimizer", "adam")
+    outcome = run(
+        "verify", "zero_", "--examples", 1, "--seed", 3, "--dtype", "float32", "--optimizer", "adam"
+    )
     assert "1 case per loop, seed 3, float32 on cpu, optimizer adam" in outcome.out
     assert "matmul precision: torch highest (TF32 off, cuDNN TF32 off), jax highest" in outcome.out
 
@@ -104,8 +113,13 @@ def test_a_fault_that_needs_more_than_its_case_is_said_to_be_not_repeatable(run,
 
 def test_what_the_command_line_assumes_is_assumed_in_the_script(run, project):
     drift = "next(run.model.parameters()).data.mul_(0.5)"
-    (project / "drifts.py").write_text(f"from loops import sound\ndef drifts(run):\n    sound(run)\n    {drift}\n")
-    assert run("verify", "drifts.py:drifts", "--optimizer", "sgd", "--assume", "edits-settings").status == 1
+    (project / "drifts.py").write_text(
+        f"from loops import sound\ndef drifts(run):\n    sound(run)\n    {drift}\n"
+    )
+    assert (
+        run("verify", "drifts.py:drifts", "--optimizer", "sgd", "--assume", "edits-settings").status
+        == 1
+    )
     (script,) = (project / "reports" / "counterexamples").glob("*.py")
     assert "settings=False" in script.read_text()
 
@@ -121,13 +135,19 @@ def test_options_may_stand_between_loops(run):
 def test_without_a_loop_every_reset_mode_is_verified(run, project):
     outcome = run("verify", "--examples", 2, "--json", "out.json")
     assert outcome.status == 0
-    assert [r["loop"] for r in json.loads((project / "out.json").read_text())["results"]] == list(MODES)
+    assert [r["loop"] for r in json.loads((project / "out.json").read_text())["results"]] == list(
+        MODES
+    )
 
 
 def test_list_prints_every_built_in_loop_and_trainer(run):
     outcome = run("verify", "--list")
     assert outcome.status == 0
-    assert [line.split()[0] for line in outcome.out.splitlines()] == [*BUILT_IN, *JAX_MODES, *TRAINERS]
+    assert [line.split()[0] for line in outcome.out.splitlines()] == [
+        *BUILT_IN,
+        *JAX_MODES,
+        *TRAINERS,
+    ]
 
 
 @pytest.mark.full
@@ -143,7 +163,9 @@ def test_the_header_names_the_versions_of_the_libraries_that_a_loop_imports(run,
     (project / "mine.py").write_text("def loop(run):\n    import rich.console\n")
     outcome = run("verify", "mine.py:loop", "--examples", 1, "--json", "out.json")
     assert f", rich {version('rich')}: 1 case per loop" in outcome.out.splitlines()[0]
-    assert json.loads((project / "out.json").read_text())["environment"]["versions"]["rich"] == version("rich")
+    assert json.loads((project / "out.json").read_text())["environment"]["versions"][
+        "rich"
+    ] == version("rich")
 
 
 def test_a_loop_that_raises_is_a_violation_with_its_traceback(run):
@@ -154,7 +176,9 @@ def test_a_loop_that_raises_is_a_violation_with_its_traceback(run):
     assert outcome.err == ""
 
 
-@pytest.mark.parametrize(("loop", "said"), [("needs_more", "No module named"), ("instead", "please install it")])
+@pytest.mark.parametrize(
+    ("loop", "said"), [("needs_more", "No module named"), ("instead", "please install it")]
+)
 def test_a_loop_that_cannot_import_what_it_needs_is_bad_usage(run, project, loop, said):
     outcome = run("verify", f"loops.py:{loop}", "--json", "out.json")
     assert outcome.status == 2
@@ -173,7 +197,9 @@ def test_a_loop_that_hangs_is_a_violation(run, project):
 
 
 def test_a_case_of_a_loop_with_autocast_is_replayed_with_it(run, project, a_case):
-    (project / "case.json").write_text(json.dumps(a_case.replace(dtype="float32", plan=Plan((2,), 1)).to_json()))
+    (project / "case.json").write_text(
+        json.dumps(a_case.replace(dtype="float32", plan=Plan((2,), 1)).to_json())
+    )
     assert "low-precision" in run("replay", "case.json", "loops.py:autocast").out
     assert run("replay", "case.json", "loops.py:autocast", "--autocast", "bfloat16").status == 0
 
@@ -198,7 +224,10 @@ def test_a_users_problem(run):
 @pytest.mark.full
 @pytest.mark.usefixtures("without_second_opinion")
 def test_a_violation_on_a_users_problem_is_replayed_on_it(run, project):
-    assert run("verify", "loops.py:no_reset", "--problem", "loops.py:PROBLEM", "--examples", 30).status == 1
+    assert (
+        run("verify", "loops.py:no_reset", "--problem", "loops.py:PROBLEM", "--examples", 30).status
+        == 1
+    )
     (stored,) = (project / "reports" / "counterexamples").glob("*.json")
     assert json.loads(stored.read_text())["case"]["problem"] == "loops.py:PROBLEM"
     assert run("replay", stored).status == 1
@@ -229,33 +258,52 @@ def planted(monkeypatch, verdicts, **fields):
 
 
 def test_findings_and_skipped_cases_are_reported(run, project, monkeypatch, a_case):
-    verdicts = [Verdict(a_case, finding="torch and JAX differ"), Verdict(a_case), Verdict(a_case, skipped="no\nkernel")]
+    verdicts = [
+        Verdict(a_case, finding="torch and JAX differ"),
+        Verdict(a_case),
+        Verdict(a_case, skipped="no\nkernel"),
+    ]
     planted(monkeypatch, verdicts, findings=("torch and JAX differ",), skipped={"no\nkernel": 1})
     outcome = run("verify", "zero_", "--json", "out.json")
     assert outcome.status == 3
     assert "finding, for which no loop is to blame: torch and JAX differ" in outcome.out
     assert outcome.out.endswith("the loop holds; torch and JAX disagree: 1 finding above\n")
-    assert json.loads((project / "out.json").read_text())["results"][0]["findings"] == ["torch and JAX differ"]
+    assert json.loads((project / "out.json").read_text())["results"][0]["findings"] == [
+        "torch and JAX differ"
+    ]
     assert "1 case could not be judged here: no kernel" in outcome.out
 
 
 def test_a_finding_changes_no_other_status(run, monkeypatch, a_case):
     planted(
-        monkeypatch, [Verdict(a_case)], findings=("differ",), violations=(Violation("raised", "raised", "", a_case),)
+        monkeypatch,
+        [Verdict(a_case)],
+        findings=("differ",),
+        violations=(Violation("raised", "raised", "", a_case),),
     )
     assert run("verify", "zero_").status == 1
     planted(monkeypatch, [Verdict(a_case)], findings=("differ",), interrupted=True)
     assert run("verify", "zero_").status == 130
-    planted(monkeypatch, [Verdict(a_case, finding="differ")], findings=("differ",), unjudged="differ")
+    planted(
+        monkeypatch, [Verdict(a_case, finding="differ")], findings=("differ",), unjudged="differ"
+    )
     assert run("verify", "zero_").status == 2
 
 
 def test_where_nothing_could_be_judged_nothing_is_said_to_hold(run, project, monkeypatch, a_case):
     why = "none of 3 cases could be judged: no kernel"
-    planted(monkeypatch, [Verdict(a_case, skipped="no kernel")] * 3, skipped={"no kernel": 3}, unjudged=why)
+    planted(
+        monkeypatch,
+        [Verdict(a_case, skipped="no kernel")] * 3,
+        skipped={"no kernel": 3},
+        unjudged=why,
+    )
     outcome = run("verify", "zero_", "--json", "out.json")
     assert outcome.status == 2
-    assert outcome.err == "gradcheck-suite verify: error: zero_: none of 3 cases could be judged: no kernel\n"
+    assert (
+        outcome.err
+        == "gradcheck-suite verify: error: zero_: none of 3 cases could be judged: no kernel\n"
+    )
     assert re.search(r"zero_ +unjudged +3 cases", outcome.out)
     assert "hold" not in outcome.out
     (result,) = json.loads((project / "out.json").read_text())["results"]

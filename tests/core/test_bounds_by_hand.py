@@ -27,7 +27,12 @@ from gradcheck_suite.core.comparison import (
     summation_bound,
 )
 
-FORMATS = {"float64": (53, -1022), "float32": (24, -126), "bfloat16": (8, -126), "float16": (11, -14)}
+FORMATS = {
+    "float64": (53, -1022),
+    "float32": (24, -126),
+    "bfloat16": (8, -126),
+    "float16": (11, -14),
+}
 """Digits of the significand and smallest exponent of a normal number (IEEE 754; bfloat16 has float32's exponents)."""
 
 
@@ -49,7 +54,9 @@ def test_the_dtypes_are_those_of_the_standard(dtype):
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("factors", [1, 2, 5, 42])
 def test_few_roundings_grow_by_the_exact_product(factors, dtype):
-    assert growth(factors, dtype) == pytest.approx(float(_product(factors, dtype)), rel=1e-14, abs=0)
+    assert growth(factors, dtype) == pytest.approx(
+        float(_product(factors, dtype)), rel=1e-14, abs=0
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -60,7 +67,9 @@ def test_many_roundings_of_a_sum_that_stagnates_do_too(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("factors", [43, 1000, 10**10])
 def test_many_random_roundings_grow_as_higham_and_mary_say(factors, dtype):
-    """Theorem 2.4, with l such that the probability of failure, 2 exp(-(l (1 - u))**2 / 2), is one in 1e9."""
+    """Theorem 2.4, with l such that the probability of failure, 2 exp(-(l (1 - u))**2 / 2), is one
+    in 1e9.
+    """
     with localcontext() as context:
         context.prec = 60
         unit = Decimal(2) ** -FORMATS[dtype][0]
@@ -81,7 +90,9 @@ def test_the_factor_leaves_the_tail_that_is_asked_for():
     assert student_factor(2) == pytest.approx(math.sqrt(2 * q**2 / (1 - q**2)), rel=1e-6)
     # the integral of the density 12 (4 + t**2)**(-5/2) at four degrees
     t = student_factor(4)
-    assert 1 - t * (t**2 + 6) / math.sqrt(4 + t**2) ** 3 == pytest.approx(FALSE_ALARM, rel=1e-4, abs=0)
+    assert 1 - t * (t**2 + 6) / math.sqrt(4 + t**2) ** 3 == pytest.approx(
+        FALSE_ALARM, rel=1e-4, abs=0
+    )
     # at 16 degrees, by numerical integration of the density
     grid = student_factor(16) + np.linspace(0, 200, 40_001)
     density = math.gamma(8.5) / math.gamma(8) / math.sqrt(16 * math.pi) * (1 + grid**2 / 16) ** -8.5
@@ -109,7 +120,9 @@ def test_the_bound_of_summation_is_twice_that_of_a_parameters_largest_sum(items,
 
 def test_the_bound_of_noise_is_students_factor_times_the_root_mean_square():
     mean_square = np.array([4.0, 0.0, np.inf, np.nan, 0.25])
-    assert noise_bound(mean_square, 2) == pytest.approx([2 * student_factor(2), 0, 0, 0, student_factor(2) / 2])
+    assert noise_bound(mean_square, 2) == pytest.approx(
+        [2 * student_factor(2), 0, 0, 0, student_factor(2) / 2]
+    )
     # 32 draws where nothing is said: 8.5, by the table in the module's text
     assert noise_bound(np.ones(1)) == pytest.approx([8.5], abs=0.05)
 
@@ -138,4 +151,6 @@ def test_the_bound_of_accumulation_has_a_relative_and_an_absolute_part(terms, ro
         assert bound == pytest.approx(
             [float(_product(roundings, dtype) * size + roundings * spacing)], rel=1e-13, abs=0
         )
-    assert accumulation_bound(np.array([np.inf]), terms, dtype).tolist() == [float(roundings * spacing)]
+    assert accumulation_bound(np.array([np.inf]), terms, dtype).tolist() == [
+        float(roundings * spacing)
+    ]

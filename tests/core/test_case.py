@@ -1,4 +1,6 @@
-"""Cases: what is drawn can be stored, pasted, named by its digest, and not be tampered with unnoticed."""
+"""Cases: what is drawn can be stored, pasted, named by its digest, and not be tampered with
+unnoticed.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,17 @@ import pytest
 from hypothesis import given
 
 import gradcheck_suite
-from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, UsageError, case_from_json, cases
+from gradcheck_suite import (
+    Case,
+    Input,
+    Layer,
+    Loss,
+    Plan,
+    ProblemSpec,
+    UsageError,
+    case_from_json,
+    cases,
+)
 from gradcheck_suite.catalogue.description import describe_plan
 from gradcheck_suite.core.case import layer_from_json, plan_from_json, problem_from_json
 from gradcheck_suite.core.contract import BUSY_RANKS, EQUAL_MICRO_BATCHES, EVEN_RANKS, WHOLE_WINDOWS
@@ -17,11 +29,17 @@ from gradcheck_suite.core.text import split_text
 from gradcheck_suite.strategies.plans import plans
 
 CASE = Case(
-    ProblemSpec(Input("vector", size=2), (Layer("linear", features=1, bias=True),), Loss("mse", reduction="mean")),
+    ProblemSpec(
+        Input("vector", size=2),
+        (Layer("linear", features=1, bias=True),),
+        Loss("mse", reduction="mean"),
+    ),
     Plan((1, 2), 2),
     seed=7,
 )
-USERS = Case("model.py:PROBLEM", Plan((3, 1, 1), 2, 2), dtype="float32", optimizer="adamw", seed=2**32 - 1)
+USERS = Case(
+    "model.py:PROBLEM", Plan((3, 1, 1), 2, 2), dtype="float32", optimizer="adamw", seed=2**32 - 1
+)
 
 
 @given(cases())
@@ -32,7 +50,8 @@ def test_json_round_trip_in_case(case):
 @given(cases())
 def test_the_repr_evaluates_to_an_equal_case_with_the_public_names_alone(case):
     public = {
-        name: getattr(gradcheck_suite, name) for name in ("Case", "Plan", "ProblemSpec", "Input", "Layer", "Loss")
+        name: getattr(gradcheck_suite, name)
+        for name in ("Case", "Plan", "ProblemSpec", "Input", "Layer", "Loss")
     }
     assert set(public) <= set(gradcheck_suite.__all__)
     again = eval(repr(case), {**public, "__builtins__": {}})
@@ -43,7 +62,9 @@ def test_the_repr_evaluates_to_an_equal_case_with_the_public_names_alone(case):
 
 @pytest.mark.parametrize(("case", "digest"), [(CASE, "833a72879a75"), (USERS, "31682533d3ea")])
 def test_digests_stay_what_they_are(case, digest):
-    """A digest names files and appears in reports: the same case has the same one in every version of schema 1."""
+    """A digest names files and appears in reports: the same case has the same one in every version
+    of schema 1.
+    """
     assert case.digest == digest
     assert case_from_json(json.loads(json.dumps(case.to_json()))).digest == digest
 
@@ -79,13 +100,22 @@ def _without(name):
         (_without("plan"), "not a gradcheck-suite case"),
         (_without("problem"), "not a gradcheck-suite case"),
         (_without("schema"), "case schema must be 1, got None: it comes from another version"),
-        ({**CASE.to_json(), "schema": 2}, "case schema must be 1, got 2: it comes from another version"),
+        (
+            {**CASE.to_json(), "schema": 2},
+            "case schema must be 1, got 2: it comes from another version",
+        ),
         ({**CASE.to_json(), "colour": "red"}, "case has unknown fields ['colour']"),
-        ({**CASE.to_json(), "seed": 8}, f"case was edited: its digest is {CASE.digest!r} but its content has"),
+        (
+            {**CASE.to_json(), "seed": 8},
+            f"case was edited: its digest is {CASE.digest!r} but its content has",
+        ),
         (_without("seed"), "case was edited"),
         ({**CASE.to_json(), "digest": None}, "case was edited"),
         ({**CASE.to_json(), "seed": "8"}, "seed must be an integer from 0 to 4294967295, got '8'"),
-        ({**CASE.to_json(), "problem": 3}, "problem: expected an object with 'input', 'layers' and 'loss'"),
+        (
+            {**CASE.to_json(), "problem": 3},
+            "problem: expected an object with 'input', 'layers' and 'loss'",
+        ),
         ({**CASE.to_json(), "plan": []}, "plan: expected an object, got []"),
     ],
 )
@@ -131,7 +161,8 @@ def test_an_epoch_shorter_than_the_accumulation_steps_is_one_short_window():
 
 
 @pytest.mark.parametrize(
-    ("plan", "limit"), [(Plan((1,), 1), 10), (Plan((1, 2, 1), 2, 2), 20), (Plan((1,) * 5, 3, 4), 48)]
+    ("plan", "limit"),
+    [(Plan((1,), 1), 10), (Plan((1, 2, 1), 2, 2), 20), (Plan((1,) * 5, 3, 4), 48)],
 )
 def test_a_loop_may_step_twice_for_each_micro_batch_and_eight_times_more(plan, limit):
     assert plan.step_limit == limit
@@ -147,7 +178,9 @@ def test_selected_micro_batches_keep_their_masks_and_all_other_fields():
 
 
 def test_json_without_epochs_and_masks_is_one_epoch_without_masks():
-    assert plan_from_json({"micro_batches": [2, 1], "accumulation_steps": 2}) == Plan((2, 1), 2, 1, ())
+    assert plan_from_json({"micro_batches": [2, 1], "accumulation_steps": 2}) == Plan(
+        (2, 1), 2, 1, ()
+    )
 
 
 # Plans of several ranks: what each rank gets, and that a plan of one rank is what it was.
@@ -158,7 +191,12 @@ def test_a_window_has_the_micro_batches_of_all_ranks():
     assert plan.windows == ((0, 1, 2, 3), (4,))
     assert plan.owners == (0, 0, 1, 1, 0)
     assert (plan.of_rank(0), plan.of_rank(1)) == ((0, 1, 4), (2, 3))
-    assert (plan.world_size, plan.steps, plan.has_short_window, plan.has_idle_rank) == (2, 2, True, True)
+    assert (plan.world_size, plan.steps, plan.has_short_window, plan.has_idle_rank) == (
+        2,
+        2,
+        True,
+        True,
+    )
     assert split_text(plan) == "[1 2 / 3 4 | 5 / -]"
     assert describe_plan(plan)[0].endswith("; 1 epoch; 2 ranks, between which / stands")
 
@@ -198,7 +236,9 @@ def test_every_micro_batch_is_in_one_window_of_one_rank(plan):
     assert eval(repr(plan)) == plan
 
 
-@given(plans(ranks=3, assumes=(BUSY_RANKS,)), plans(ranks=3, assumes=(EVEN_RANKS, EQUAL_MICRO_BATCHES)))
+@given(
+    plans(ranks=3, assumes=(BUSY_RANKS,)), plans(ranks=3, assumes=(EVEN_RANKS, EQUAL_MICRO_BATCHES))
+)
 def test_plans_are_within_what_a_loop_assumes_of_ranks(busy, even):
     assert not busy.has_idle_rank
     assert len(set(even.ranks)) == 1
@@ -225,14 +265,21 @@ SPEC = ProblemSpec(
 
 def test_options_are_kept_by_name_whatever_their_order():
     assert Layer("linear", features=2, bias=True) == Layer("linear", bias=True, features=2)
-    assert hash(Layer("linear", features=2, bias=True)) == hash(Layer("linear", bias=True, features=2))
+    assert hash(Layer("linear", features=2, bias=True)) == hash(
+        Layer("linear", bias=True, features=2)
+    )
     assert Layer("linear", features=2, bias=True) != Layer("linear", features=3, bias=True)
     assert Layer("tanh") != Input("tanh")
 
 
 def test_layers_inside_others_count():
     layers = (Layer("residual", Layer("shared", Layer("linear", features=2))), Layer("tanh"))
-    assert ProblemSpec(SPEC.input, layers, SPEC.loss).layer_kinds == ["residual", "shared", "linear", "tanh"]
+    assert ProblemSpec(SPEC.input, layers, SPEC.loss).layer_kinds == [
+        "residual",
+        "shared",
+        "linear",
+        "tanh",
+    ]
 
 
 def test_the_reduction_of_a_loss_is_mean_unless_stated():
@@ -241,7 +288,9 @@ def test_the_reduction_of_a_loss_is_mean_unless_stated():
 
 
 LINEAR_2 = Layer("linear", features=2, bias=True)
-TIED = ProblemSpec(Input("vector", size=2), (LINEAR_2, LINEAR_2), Loss("mse"), ties=(("1.weight", "0.weight"),))
+TIED = ProblemSpec(
+    Input("vector", size=2), (LINEAR_2, LINEAR_2), Loss("mse"), ties=(("1.weight", "0.weight"),)
+)
 
 
 # What is refused, and what is said.
@@ -315,7 +364,9 @@ def test_a_bad_case_plan_or_spec_is_one_clear_line(make, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("frozen", [CASE, USERS.plan, SPEC, *SPEC.layers, SPEC.loss], ids=lambda f: type(f).__name__)
+@pytest.mark.parametrize(
+    "frozen", [CASE, USERS.plan, SPEC, *SPEC.layers, SPEC.loss], ids=lambda f: type(f).__name__
+)
 def test_cases_plans_and_specs_are_frozen(frozen):
     for field in dataclasses.fields(frozen):
         with pytest.raises(dataclasses.FrozenInstanceError):

@@ -100,7 +100,9 @@ def test_the_same_special_value_at_the_same_place_differs_by_nothing(value):
     ],
 )
 def test_nan_and_infinity_never_equal_anything_else(observed, expected):
-    difference = worst_difference(np.array([0.0, observed]), np.array([0.0, expected]), np.full(2, 1e300))
+    difference = worst_difference(
+        np.array([0.0, observed]), np.array([0.0, expected]), np.full(2, 1e300)
+    )
     assert difference.index == 1
     assert difference.error == math.inf
     assert difference.ratio == math.inf
@@ -116,28 +118,35 @@ def test_no_elements_differ_by_nothing():
 def test_equal_elements_are_never_the_worst():
     """Whether or not anything is allowed there, and however little the others differ."""
     for allowed in (0.0, 1.0):
-        difference = worst_difference(np.array([3.0, 0.25]), np.array([3.0, 0.0]), np.array([allowed, 1.0]))
+        difference = worst_difference(
+            np.array([3.0, 0.25]), np.array([3.0, 0.0]), np.array([allowed, 1.0])
+        )
         assert difference == Difference(index=1, error=0.25, allowed=1.0, count=0)
 
 
 def test_a_comparison_keeps_its_evidence():
     def comparison():
-        return Comparison(COMPARISON_LAYOUT, np.zeros(9), np.arange(9.0), np.full(9, 2.0), frozenset({"0.bias"}))
+        return Comparison(
+            COMPARISON_LAYOUT, np.zeros(9), np.arange(9.0), np.full(9, 2.0), frozenset({"0.bias"})
+        )
 
     compared = comparison()
     assert (compared.ratio, compared.worst.index) == (4.0, 8)
     assert compared.worst is compared.worst, "computed once"
     assert compared.seen("0.bias") is None
     np.testing.assert_array_equal(compared.seen("0.weight"), [[0, 1, 2], [3, 4, 5]])
-    assert compared != comparison(), "arrays have no truth value, so comparisons are told apart by identity"
+    assert compared != comparison(), (
+        "arrays have no truth value, so comparisons are told apart by identity"
+    )
     with pytest.raises(FrozenInstanceError):
         compared.allowed = np.ones(9)
 
 
-# Bounds, from both sides: sound rounding never exceeds them, an error just above them does, and so does every fault.
+# Bounds, from both sides: sound rounding never exceeds them, an error just above them does, and so
+# does every fault.
 #
-# The sound side is real arithmetic in the dtype, on gradients made of known contributions; the other side plants
-# errors.
+# The sound side is real arithmetic in the dtype, on gradients made of known contributions; the
+# other side plants errors.
 
 
 ELEMENTS = 12
@@ -148,7 +157,9 @@ terms = st.integers(1, 24)
 
 
 def _contributions(seed: int, count: int) -> np.ndarray:
-    """Return (count, ELEMENTS): micro-batches' parts of a window's gradient, of sizes three decades apart."""
+    """Return (count, ELEMENTS): micro-batches' parts of a window's gradient, of sizes three decades
+    apart.
+    """
     rng = np.random.default_rng(seed)
     return rng.standard_normal((count, ELEMENTS)) * 10 ** rng.uniform(-3, 0, (count, 1)) / count
 
@@ -180,7 +191,10 @@ def test_the_likely_bound_of_few_draws_is_smaller_than_that_of_many():
     """What lies within it needs no more draws: the bound of many draws would allow it as well."""
     rng = np.random.default_rng(0)
     seen = rng.standard_normal((DRAWS, 20_000))
-    few, many = likely_bound((seen[:FEW_DRAWS] ** 2).mean(axis=0)), noise_bound((seen**2).mean(axis=0))
+    few, many = (
+        likely_bound((seen[:FEW_DRAWS] ** 2).mean(axis=0)),
+        noise_bound((seen**2).mean(axis=0)),
+    )
     assert (few < many).mean() > 0.9
     # a further draw of the same size is seldom beyond it
     assert (np.abs(rng.standard_normal(20_000)) < few).mean() > 0.99
@@ -244,7 +258,9 @@ def test_faults_of_ratios_of_small_integers_exceed_the_low_precision_bound(name,
 
 
 def test_a_stagnating_bfloat16_accumulator_is_within_its_bound():
-    """256 + 1 is 256 in bfloat16: adding 1 to it 16 times leaves it, and that is rounding, not a fault."""
+    """256 + 1 is 256 in bfloat16: adding 1 to it 16 times leaves it, and that is rounding, not a
+    fault.
+    """
     parts = np.vstack([np.full((1, ELEMENTS), 256.0), np.ones((16, ELEMENTS))])
     expected, bound = _low(parts, "bfloat16")
     observed = _accumulated(parts, torch.bfloat16)
@@ -253,7 +269,9 @@ def test_a_stagnating_bfloat16_accumulator_is_within_its_bound():
 
 
 def test_a_bfloat16_accumulator_of_float32_gradients_that_stagnates_is_a_fault():
-    """The same sum where the run is in float32: an accumulator of lower precision has lost a sixteenth."""
+    """The same sum where the run is in float32: an accumulator of lower precision has lost a
+    sixteenth.
+    """
     parts = np.vstack([np.full((1, ELEMENTS), 256.0), np.ones((16, ELEMENTS))])
     expected, bound = _low(parts, "float32")
     assert _ratio(_accumulated(parts, torch.bfloat16), expected, bound) > 1000

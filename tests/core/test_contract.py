@@ -7,7 +7,12 @@ import dataclasses
 import pytest
 
 from gradcheck_suite import Problem, TrainingRun, UsageError, training_loop, verify
-from gradcheck_suite.core.contract import assumptions_of, autocast_of, checked_assumptions, expect_within
+from gradcheck_suite.core.contract import (
+    assumptions_of,
+    autocast_of,
+    checked_assumptions,
+    expect_within,
+)
 from gradcheck_suite.core.options import VerifyOptions
 from gradcheck_suite.loops.reset_modes import MODES
 
@@ -38,32 +43,57 @@ def test_assumptions_that_exclude_each_other_are_refused():
 @pytest.mark.parametrize(
     ("assumed", "changes", "says"),
     [
-        ("sum-reduction", {}, "the loop assumes sum-reduction, but the reduction of problem is 'mean'"),
-        ("mean-reduction", {"reduction": "sum"}, "assumes mean-reduction, but the reduction of problem is 'sum'"),
-        ("plain-counts", {"count": print}, "assumes plain-counts, but problem has a count of its own"),
+        (
+            "sum-reduction",
+            {},
+            "the loop assumes sum-reduction, but the reduction of problem is 'mean'",
+        ),
+        (
+            "mean-reduction",
+            {"reduction": "sum"},
+            "assumes mean-reduction, but the reduction of problem is 'sum'",
+        ),
+        (
+            "plain-counts",
+            {"count": print},
+            "assumes plain-counts, but problem has a count of its own",
+        ),
     ],
 )
 def test_a_problem_outside_of_the_assumptions_is_refused(assumed, changes, says):
-    inside = Problem(model=print, batch=print, loss=print, reduction=assumed.partition("-")[0].replace("plain", "mean"))
+    inside = Problem(
+        model=print,
+        batch=print,
+        loss=print,
+        reduction=assumed.partition("-")[0].replace("plain", "mean"),
+    )
     expect_within(inside, frozenset({assumed}))
     with pytest.raises(UsageError, match=says):
-        expect_within(Problem(model=print, batch=print, loss=print, **changes), frozenset({assumed}))
+        expect_within(
+            Problem(model=print, batch=print, loss=print, **changes), frozenset({assumed})
+        )
 
 
 def test_autocast_is_declared_in_a_dtype_that_autocast_has():
     assert autocast_of(training_loop(autocast="bfloat16")(_loop)) == "bfloat16"
     assert autocast_of(lambda run: None) is None
-    with pytest.raises(UsageError, match="autocast must be one of bfloat16, float16; got 'float32'"):
+    with pytest.raises(
+        UsageError, match="autocast must be one of bfloat16, float16; got 'float32'"
+    ):
         training_loop(autocast="float32")
 
 
 def test_an_unknown_assumption_is_refused_by_name():
-    with pytest.raises(UsageError, match=r"assumption must be one of .*no-layer:KIND; got 'fast', 'tall'"):
+    with pytest.raises(
+        UsageError, match=r"assumption must be one of .*no-layer:KIND; got 'fast', 'tall'"
+    ):
         training_loop(assumes=("tall", "whole-windows", "fast"))
 
 
 def test_a_string_in_place_of_a_tuple_is_refused():
-    with pytest.raises(UsageError, match=r"assumes must be a tuple of names such as \('whole-windows',\)"):
+    with pytest.raises(
+        UsageError, match=r"assumes must be a tuple of names such as \('whole-windows',\)"
+    ):
         training_loop(assumes="whole-windows")
 
 
@@ -102,7 +132,10 @@ def test_a_bad_problem_is_refused(change, message):
 @pytest.mark.full
 def test_keyword_arguments_override_options():
     options = VerifyOptions(examples=3, assumes=("whole-windows",))
-    results = [verify(MODES["zero_"], options, seed_value=7), verify(MODES["zero_"], options, examples=2)]
+    results = [
+        verify(MODES["zero_"], options, seed_value=7),
+        verify(MODES["zero_"], options, examples=2),
+    ]
     assert [result.cases for result in results] == [3, 2]
     assert {result.assumes for result in results} == {("whole-windows",)}
 

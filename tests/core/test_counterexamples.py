@@ -7,7 +7,11 @@ import json
 import pytest
 
 from gradcheck_suite.core.case import Case, Plan
-from gradcheck_suite.core.counterexamples import counterexample_path, read_case_file, store_counterexample
+from gradcheck_suite.core.counterexamples import (
+    counterexample_path,
+    read_case_file,
+    store_counterexample,
+)
 from gradcheck_suite.core.results import Result, Violation
 
 CASE = Case("model.py:PROBLEM", Plan((1, 2), 2), seed=1)
@@ -15,7 +19,17 @@ CASE = Case("model.py:PROBLEM", Plan((1, 2), 2), seed=1)
 
 def test_a_violation_comes_back(tmp_path):
     violation = Violation(
-        "gradient", "stale-window", "why", CASE, "w", 0, 1, float("inf"), 1e-12, ("a", "b"), found_after=3
+        "gradient",
+        "stale-window",
+        "why",
+        CASE,
+        "w",
+        0,
+        1,
+        float("inf"),
+        1e-12,
+        ("a", "b"),
+        found_after=3,
     )
     result = Result("my.py:train", 3, 1.0, violations=(violation,), assumes=("whole-windows",))
     path = store_counterexample(tmp_path, result, {"torch": "2"})
@@ -48,4 +62,6 @@ def test_names_are_safe_and_stay_in_the_folder(tmp_path, loop, name):
 
 
 def test_loops_of_one_name_in_two_folders_have_files_of_their_own(tmp_path):
-    assert counterexample_path(tmp_path, "a/x.py:f", CASE) != counterexample_path(tmp_path, "b/x.py:f", CASE)
+    assert counterexample_path(tmp_path, "a/x.py:f", CASE) != counterexample_path(
+        tmp_path, "b/x.py:f", CASE
+    )

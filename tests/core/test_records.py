@@ -29,7 +29,11 @@ VERIFY = KINDS["verify"]
 
 def _append(reports, value):
     return append_record(
-        reports, VERIFY, {"value": value}, environment={"python": "3.11"}, command="gradcheck-suite verify"
+        reports,
+        VERIFY,
+        {"value": value},
+        environment={"python": "3.11"},
+        command="gradcheck-suite verify",
     )
 
 
@@ -50,7 +54,11 @@ def test_records_come_back_in_order(tmp_path):
 
 def test_a_record_says_whether_the_tree_was_clean_and_which_judge_made_it(tmp_path, monkeypatch):
     def git(*arguments):
-        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], cwd=tmp_path, check=True)
+        subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments],
+            cwd=tmp_path,
+            check=True,
+        )
 
     def made(reports):
         is_clean.cache_clear()

@@ -11,7 +11,14 @@ import pytest
 from gradcheck_suite import Result, Violation
 from gradcheck_suite.cli import run
 from gradcheck_suite.core.faults import FAULTS
-from gradcheck_suite.core.results import BOTH, MovedByZeros, Unknown, Weight, result_from_json, results_to_json
+from gradcheck_suite.core.results import (
+    BOTH,
+    MovedByZeros,
+    Unknown,
+    Weight,
+    result_from_json,
+    results_to_json,
+)
 from tests.auditing.running import audited
 from tests.auditing.scripts import write
 from tests.one_problem import MEAN_OF_MEANS
@@ -55,7 +62,9 @@ def test_it_is_a_schema():
 def test_its_properties_are_the_fields(part, kind, command):
     derived = DERIVED if kind is Result else set()
     assert PARTS[part]["properties"].keys() == properties(kind, command) | derived
-    assert set(PARTS[part]["required"]) >= PARTS[part]["properties"].keys() - optional(kind, command)
+    assert set(PARTS[part]["required"]) >= PARTS[part]["properties"].keys() - optional(
+        kind, command
+    )
 
 
 def test_so_are_those_of_what_could_not_be_judged_and_of_what_zeros_moved():
@@ -96,7 +105,10 @@ def verified(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "loop",
-    ["my.py:halves", *(pytest.param(f"my.py:{name}", marks=pytest.mark.full) for name in ("infinite", "raises"))],
+    [
+        "my.py:halves",
+        *(pytest.param(f"my.py:{name}", marks=pytest.mark.full) for name in ("infinite", "raises")),
+    ],
 )
 def test_verify_writes_it_and_replay_reads_it(loop, verified, capsys):
     (result,) = valid(verified(loop))

@@ -12,7 +12,8 @@ from gradcheck_suite import Case, Input, Layer, Loss, Plan, ProblemSpec, Result,
 from gradcheck_suite.core.results import json_number, results_to_json
 
 CASE = Case(
-    ProblemSpec(Input("vector", size=1), (Layer("linear", features=1, bias=False),), Loss("mse")), Plan((1,), 1)
+    ProblemSpec(Input("vector", size=1), (Layer("linear", features=1, bias=False),), Loss("mse")),
+    Plan((1,), 1),
 )
 VIOLATION = Violation("gradient", "mean-of-means", "each micro-batch's mean weighs 1/2", CASE)
 
@@ -22,13 +23,15 @@ def _strict(document):
     return json.loads(json.dumps(document, allow_nan=False))
 
 
-@pytest.mark.parametrize(("number", "written"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
+@pytest.mark.parametrize(
+    ("number", "written"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")]
+)
 def test_what_is_no_json_number_is_a_string(number, written):
     assert json_number(number) == written
     violation = Violation("non-finite", "not-linear", "", CASE, error=number, allowed=number)
-    document = _strict(results_to_json([Result("f", 1, 0.0, (violation,), worst_error_over_allowed=number)], {}))[
-        "results"
-    ][0]
+    document = _strict(
+        results_to_json([Result("f", 1, 0.0, (violation,), worst_error_over_allowed=number)], {})
+    )["results"][0]
     assert document["violation"]["error"] == written
     assert document["violation"]["allowed"] == written
     assert document["worst_error_over_allowed"] == written

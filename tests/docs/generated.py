@@ -24,24 +24,35 @@ from gradcheck_suite.pytest_plugin import SECOND_OPINION_S
 from tests.docs.pages import ROOT
 
 _SCHEMA = Path(gradcheck_suite.core.__file__).with_name("result.schema.json")
-_MARKED = re.compile(r"(?<=<!-- generated: )(?P<name>[\w. -]+?) -->\n.*?(?=<!-- end -->)", re.DOTALL)
+_MARKED = re.compile(
+    r"(?<=<!-- generated: )(?P<name>[\w. -]+?) -->\n.*?(?=<!-- end -->)", re.DOTALL
+)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+    return "".join(
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines
+    )
 
 
 def diagnoses(kind: str) -> str:
     """Return the table of the faults of one kind of violation, in the order of the code's table."""
-    rows = ([f"`{one.name}`", one.meaning, one.remedy.torch] for one in FAULTS.values() if one.kind == kind)
+    rows = (
+        [f"`{one.name}`", one.meaning, one.remedy.torch]
+        for one in FAULTS.values()
+        if one.kind == kind
+    )
     return table(["diagnosis", "what it means", "what to do"], rows)
 
 
 def causes() -> str:
     """Return the table of the causes that a port may differ by."""
-    return table(["cause", "what differs", "what to do"], ([f"`{name}`", *cause] for name, cause in CAUSES.items()))
+    return table(
+        ["cause", "what differs", "what to do"],
+        ([f"`{name}`", *cause] for name, cause in CAUSES.items()),
+    )
 
 
 def options_of_command(command: str) -> str:
@@ -56,37 +67,62 @@ def _arguments(command: str) -> Iterator[Sequence[str]]:
         name = action.metavar or (action.dest.upper() if action.option_strings else action.dest)
         name = " ".join(name) if isinstance(name, tuple) else name
         takes_value = action.option_strings and action.nargs != 0
-        names = [f"`{option} {name}`" if takes_value else f"`{option}`" for option in action.option_strings[-1:]]
+        names = [
+            f"`{option} {name}`" if takes_value else f"`{option}`"
+            for option in action.option_strings[-1:]
+        ]
         short = [f"`{option}`" for option in action.option_strings[:-1]]
-        yield ", ".join([*short, *names] or [f"`{name}`"]), _without_choices((action.help or "") % vars(action))
+        yield (
+            ", ".join([*short, *names] or [f"`{name}`"]),
+            _without_choices((action.help or "") % vars(action)),
+        )
 
 
 def _without_choices(text: str) -> str:
     """Return an option's help without the list of assumptions, which has a table of its own."""
-    return re.sub(r": equal-micro-batches \(.*\)$", "; see [what a loop may assume](#assumptions)", text)
+    return re.sub(
+        r": equal-micro-batches \(.*\)$", "; see [what a loop may assume](#assumptions)", text
+    )
 
 
 def exit_statuses() -> str:
-    """Return the table of what each command's exit statuses mean; commands that mean the same share a row."""
+    """Return the table of what each command's exit statuses mean.
+
+    Commands that mean the same share a row.
+    """
     meant: dict[tuple[int, str], list[str]] = {}
     for name, command in PROGRAM.commands.items():
         for status, meaning in exit_status.meanings(command.meanings).items():
             meant.setdefault((status, meaning), []).append(name)
     rows = []
-    for (status, meaning), commands in sorted(meant.items(), key=lambda one: (one[0][0], -len(one[1]))):
-        rows.append([f"`{status}`", meaning, "all" if len(commands) == len(PROGRAM.commands) else ", ".join(commands)])
+    for (status, meaning), commands in sorted(
+        meant.items(), key=lambda one: (one[0][0], -len(one[1]))
+    ):
+        rows.append(
+            [
+                f"`{status}`",
+                meaning,
+                "all" if len(commands) == len(PROGRAM.commands) else ", ".join(commands),
+            ]
+        )
     return table(["status", "meaning", "commands"], rows)
 
 
 def assumptions() -> str:
     """Return the table of what a loop may declare."""
-    return table(["name", "the loop assumes"], ([f"`{name}`", meaning] for name, meaning in ASSUMPTIONS.items()))
+    return table(
+        ["name", "the loop assumes"],
+        ([f"`{name}`", meaning] for name, meaning in ASSUMPTIONS.items()),
+    )
 
 
 def of_the_fixture() -> str:
     """Return the table of what `verify_training_loop` takes."""
     defaults = {"second_opinion_s": f"{SECOND_OPINION_S:g}"}
-    rows = ([f"`{one.name}`", one.help, defaults.get(one.name) or _default(one)] for one in options_of(VerifyOptions))
+    rows = (
+        [f"`{one.name}`", one.help, defaults.get(one.name) or _default(one)]
+        for one in options_of(VerifyOptions)
+    )
     return table(["option", "what it sets", "default"], rows)
 
 
@@ -95,7 +131,12 @@ def of_pyproject() -> str:
     rows = []
     for options in (OutputOptions, *OF_COMMANDS):
         title = ".".join(["tool.gradcheck-suite", *filter(None, [options.table])])
-        rows.append([f"`[{title}]`", ", ".join(f"`{one.key}`" for one in options_of(options) if one.in_project)])
+        rows.append(
+            [
+                f"`[{title}]`",
+                ", ".join(f"`{one.key}`" for one in options_of(options) if one.in_project),
+            ]
+        )
     return table(["table", "keys"], rows)
 
 
@@ -108,7 +149,10 @@ def fields_of_json(definition: str) -> str:
     schema = json.loads(_SCHEMA.read_text())["$defs"][definition]
     return table(
         ["key", "type", "meaning"],
-        ([f"`{key}`", _type(one), one.get("description", _choices(one))] for key, one in schema["properties"].items()),
+        (
+            [f"`{key}`", _type(one), one.get("description", _choices(one))]
+            for key, one in schema["properties"].items()
+        ),
     )
 
 
@@ -134,7 +178,10 @@ TABLES: dict[str, Callable[[], str]] = {
         for name in PROGRAM.commands
         if name != "doctor"
     },
-    **{f"diagnoses of {kind}": lambda kind=kind: diagnoses(kind) for kind in {one.kind: 0 for one in FAULTS.values()}},
+    **{
+        f"diagnoses of {kind}": lambda kind=kind: diagnoses(kind)
+        for kind in {one.kind: 0 for one in FAULTS.values()}
+    },
     **{
         f"JSON of {name}": lambda name=name: fields_of_json(name)
         for name in ("of_verify", "of_audit", "of_port", "violation", "port_finding")

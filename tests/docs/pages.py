@@ -8,8 +8,8 @@ What a block is, its language says, and its first line:
 - `console`: each line after `$ ` is a command, the lines below it are what it prints;
 - `text`, `json`, `toml`, `yaml` and directives: shown only.
 
-What is printed is compared but for times, versions, rounding errors, digests of cases and white space; `...` stands
-for anything.
+What is printed is compared but for times, versions, rounding errors, digests of cases and white
+space; `...` stands for anything.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ from gradcheck_suite.cli import PROGRAM, Program
 from studies.commands import PROGRAM as STUDIES
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "studies" / "docs").glob("*.md")))
+PAGES = (
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "studies" / "docs").glob("*.md")),
+)
 SHOWN_ONLY = ("text", "json", "toml", "yaml")
 NOT_RUN = ("python3 -m venv", "pip install", ".venv/bin/", "tox")
 """Commands that install, or run the suite's own tests."""
@@ -55,7 +59,10 @@ _FILE = re.compile(r"^# ([\w./]+\.(?:py|toml|ini))$")
 _OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 _VARYING = (
     (r"\d+\.\d+ ?s\b", "TIME"),
-    (r"(gradcheck-suite|torch|jax|jaxlib|numpy|hypothesis|rich|pytest|python)( +)v?\d[\w.+]*", r"\1 VERSION"),
+    (
+        r"(gradcheck-suite|torch|jax|jaxlib|numpy|hypothesis|rich|pytest|python)( +)v?\d[\w.+]*",
+        r"\1 VERSION",
+    ),
     (r"(Python|xdist-|benchmark-|hypothesis-|pytest-|pluggy-)( ?)v?\d[\w.+]*", r"\1 VERSION"),
     (r"worst error \S+ of", "worst error E of"),
     (r"rounding allows [\d.e+-]+", "rounding allows E"),
@@ -81,7 +88,8 @@ class Block:
 def blocks(page: str) -> list[Block]:
     """Return the fenced blocks of a page's text."""
     return [
-        Block(m["language"].strip(), m["text"], page.count("\n", 0, m.start("text")) + 1) for m in _FENCE.finditer(page)
+        Block(m["language"].strip(), m["text"], page.count("\n", 0, m.start("text")) + 1)
+        for m in _FENCE.finditer(page)
     ]
 
 
@@ -133,9 +141,13 @@ class Page:
                 if printed is None:
                     continue
                 expected, got = self._modulo_count(command, shown, printed)
-                assert is_alike(expected, got), f"{where}: $ {command}\nshown:\n{shown}\nprinted:\n{printed}"
+                assert is_alike(expected, got), (
+                    f"{where}: $ {command}\nshown:\n{shown}\nprinted:\n{printed}"
+                )
         else:
-            assert block.language in SHOWN_ONLY or block.language.startswith("{"), f"{where}: what is this?"
+            assert block.language in SHOWN_ONLY or block.language.startswith("{"), (
+                f"{where}: what is this?"
+            )
 
     def command(self, command: str) -> str | None:
         """Return what a command prints, or None where it is one that is not run."""
@@ -151,7 +163,9 @@ class Page:
             self.status, printed = _called(arguments[2:], STUDIES)
             return printed
         if program == "pytest":
-            self.status, printed = _tested(["-p", "no:cacheprovider", "-p", "no:xdist", *_plugin(), *arguments])
+            self.status, printed = _tested(
+                ["-p", "no:cacheprovider", "-p", "no:xdist", *_plugin(), *arguments]
+            )
             return printed
         assert program == "python", f"{self.name}: no rule for $ {command}"
         (script,) = arguments
@@ -161,7 +175,11 @@ class Page:
         return done.stdout + done.stderr
 
     def _fewer(self, command: str) -> list[str]:
-        if not self.few or not command.startswith("gradcheck-suite verify") or re.search(r"--(list|help)", command):
+        if (
+            not self.few
+            or not command.startswith("gradcheck-suite verify")
+            or re.search(r"--(list|help)", command)
+        ):
             return []
         asked = re.search(r"--examples (\d+)", command)
         few = FEW_ON_PROBLEM if "--problem" in command else FEW
@@ -185,7 +203,9 @@ class Page:
         return str(path.relative_to(self.folder))
 
     def _session(self, block: Block, where: str) -> None:
-        test = doctest.DocTestParser().get_doctest(block.text, self.namespace, where, self.name, block.line)
+        test = doctest.DocTestParser().get_doctest(
+            block.text, self.namespace, where, self.name, block.line
+        )
         said = io.StringIO()
         checker = doctest.OutputChecker()
         checker.check_output = lambda want, got, flags: is_alike(want, got)  # type: ignore[method-assign]
@@ -196,9 +216,15 @@ class Page:
 
 
 def _called(arguments: list[str], program: Program = PROGRAM) -> tuple[int, str]:
-    """Run the command line in this process: importing the frameworks anew for each command would take the time."""
+    """Run the command line in this process: importing the frameworks anew for each command would
+    take the time.
+    """
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), warnings.catch_warnings():
+    with (
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
+        warnings.catch_warnings(),
+    ):
         status = main(arguments, program)
     return status, printed.getvalue()
 

@@ -19,7 +19,9 @@ def refreshed(page: Page, text: str) -> str:
         if block.language != "console":
             page.run(block)
             continue
-        text = text.replace(f"```console\n{block.text}```", f"```console\n{_printed(page, block)}```", 1)
+        text = text.replace(
+            f"```console\n{block.text}```", f"```console\n{_printed(page, block)}```", 1
+        )
     return text
 
 
@@ -29,7 +31,9 @@ def _printed(page: Page, block: Block) -> str:
         printed = page.command(command)
         if printed is None:
             return block.text
-        lines.append(f"$ {page.resolved(command)}\n{shown if is_alike(shown, printed) else printed}")
+        lines.append(
+            f"$ {page.resolved(command)}\n{shown if is_alike(shown, printed) else printed}"
+        )
     return "".join(lines)
 
 
@@ -41,5 +45,7 @@ if __name__ == "__main__":
             before = Path.cwd()
             os.chdir(folder)
             sys.path.insert(0, folder)
-            written.write_text(refreshed(Page(path.name, Path(folder), few=False), written.read_text()))
+            written.write_text(
+                refreshed(Page(path.name, Path(folder), few=False), written.read_text())
+            )
             os.chdir(before)

@@ -1,4 +1,6 @@
-"""The page on notebooks, run as a notebook by a real kernel: what cells print is what the page shows."""
+"""The page on notebooks, run as a notebook by a real kernel: what cells print is what the page
+shows.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def executed(cells: list[str], folder):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
+    nbclient.NotebookClient(
+        notebook, timeout=300, resources={"metadata": {"path": str(folder)}}
+    ).execute()
     return [cell["outputs"] for cell in notebook.cells]
 
 
@@ -56,7 +60,9 @@ def test_a_kernel_prints_what_the_page_shows(kernel):
         if shown is not None:
             assert is_alike(shown, printed(found)), f"{cell}\nprinted:\n{printed(found)}"
         assert not [one for one in found if one.get("name") == "stderr"], cell
-    (result,) = next(found for (cell, _), found in zip(page, outputs, strict=True) if cell == "audit.result\n")
+    (result,) = next(
+        found for (cell, _), found in zip(page, outputs, strict=True) if cell == "audit.result\n"
+    )
     html = result["data"]["text/html"]
     assert html.count("<tr>") == 1 + 4  # the header and the window's micro-batches
     # 1/14 of the largest weight, 1/4, is 29%: where each mark stands

@@ -33,7 +33,10 @@ def _name(path):
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=[pytest.mark.full] * (_name(path) in LONG), id=_name(path)) for path in PAGES],
+    [
+        pytest.param(path, marks=[pytest.mark.full] * (_name(path) in LONG), id=_name(path))
+        for path in PAGES
+    ],
 )
 def test_a_page_does_what_it_shows(path, folder):
     page = Page(path.name, folder)
@@ -53,7 +56,11 @@ def test_no_fence_is_missed(path):
     [
         ("python", "assert 1 + 1 == 3\n", ""),
         ("pycon", ">>> 1 + 1\n3\n", "Expected:"),
-        ("console", "$ gradcheck-suite --version\ngradcheck-suite version 3\n", "printed:\ngradcheck-suite 1"),
+        (
+            "console",
+            "$ gradcheck-suite --version\ngradcheck-suite version 3\n",
+            "printed:\ngradcheck-suite 1",
+        ),
         ("console", "$ gradcheck-suite doctor\n", "printed:\nversions"),
         ("console", "$ cat my_loop.py\n", "no rule for"),
         ("console", "$ gradcheck-suite bench\n$ echo $?\n0\n", "expected one of"),
@@ -68,8 +75,12 @@ def test_a_page_that_shows_what_does_not_happen_is_caught(language, text, says, 
 
 def test_what_varies_between_runs_may_differ_and_nothing_else():
     shown = "gradcheck-suite 1.0.0, torch 2.13.0+cpu: x  12.5 s  worst error 0.99 of the rounding bound 0123456789ab\n"
-    assert is_alike(shown, shown.replace("12.5", "1.1").replace("2.13.0+cpu", "2.11.0").replace("0.99", "0.1"))
-    assert is_alike("error 0.1, where rounding allows 1.17e-14\n", "error 0.1, where rounding allows 1.06e-14\n")
+    assert is_alike(
+        shown, shown.replace("12.5", "1.1").replace("2.13.0+cpu", "2.11.0").replace("0.99", "0.1")
+    )
+    assert is_alike(
+        "error 0.1, where rounding allows 1.17e-14\n", "error 0.1, where rounding allows 1.06e-14\n"
+    )
     assert is_alike("a\n...\nz\n", "a\nb\nz\n")
     assert not is_alike(shown, shown.replace("x", "y"))
     assert not is_alike("error      0.173\n", "error      0.174\n")
@@ -92,10 +103,19 @@ def test_the_commands_of_the_workflow_run_in_an_empty_folder(folder):
     (install, *commands) = re.findall(r"- run: (.*)", text)
     assert install.partition("  #")[0] == "pip install gradcheck-suite"
     assert len(commands) == 3
-    paths = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    paths = {
+        **os.environ,
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+    }
     for command in commands:
         done = subprocess.run(
-            ["sh", "-c", command], env=paths, capture_output=True, text=True, timeout=300, check=False
+            ["sh", "-c", command],
+            env=paths,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
         )
         assert (done.returncode, done.stdout) == (0, ""), done.stderr
         assert "holds" in done.stderr
@@ -108,6 +128,8 @@ def test_a_hook_of_pre_commit_is_each_of_those_that_the_page_names():
         (ROOT / ".pre-commit-hooks.yaml").read_text(),
         re.DOTALL,
     )
-    assert [entry for _, _, entry in hooks] == [f"gradcheck-suite {command}" for _, command, _ in hooks]
+    assert [entry for _, _, entry in hooks] == [
+        f"gradcheck-suite {command}" for _, command, _ in hooks
+    ]
     named = re.findall(r"- id: (.*)", (ROOT / "docs" / "in-your-tests.md").read_text())
     assert named == [name for name, *_ in hooks]

@@ -27,7 +27,9 @@ def section(page: str, title: str, folder: Path = GUIDE) -> str:
     """Return a page's text from a title to the next one of the same level."""
     text = (folder / page).read_text()
     level = title.split(" ")[0]
-    found = re.search(rf"^{re.escape(title)}\n(.*?)(?=^{level} |\Z)", text, re.MULTILINE | re.DOTALL)
+    found = re.search(
+        rf"^{re.escape(title)}\n(.*?)(?=^{level} |\Z)", text, re.MULTILINE | re.DOTALL
+    )
     assert found, f"{page} has no section {title!r}"
     return found[1]
 
@@ -39,7 +41,9 @@ def first_cells(text: str) -> list[str]:
 
 
 def names_in(source: str) -> set[str]:
-    """Return the texts of a source that have the form of a name, and the parts of those of the form `a or b`."""
+    """Return the texts of a source that have the form of a name, and the parts of those of the form
+    `a or b`.
+    """
     texts = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
     found = (names_of(text) for text in texts if isinstance(text, str))
     return {name for names in found for name in names if re.fullmatch(r"[a-z]+(-[a-z]+)*", name)}
@@ -47,7 +51,9 @@ def names_in(source: str) -> set[str]:
 
 def test_every_fault_is_named_somewhere_beside_the_table():
     code = [path for path in PACKAGE.rglob("*.py") if path.name != "faults.py"]
-    assert set(FAULTS) <= set().union(*(names_in(path.read_text()) for path in code if "zoo" not in path.parts))
+    assert set(FAULTS) <= set().union(
+        *(names_in(path.read_text()) for path in code if "zoo" not in path.parts)
+    )
 
 
 @pytest.mark.parametrize("name", ["new-name", "missing-gradient", "first-only or new-name"])
@@ -68,13 +74,20 @@ def test_what_is_generated_is_what_the_code_has(page):
 
 
 def test_every_generated_block_stands_on_a_page():
-    marked = re.findall(r"<!-- generated: ([\w. -]+?) -->", "".join(page.read_text() for page in PAGES))
+    marked = re.findall(
+        r"<!-- generated: ([\w. -]+?) -->", "".join(page.read_text() for page in PAGES)
+    )
     assert sorted(marked) == sorted(generated.TABLES)
 
 
 def words(text: str) -> int:
-    """Return the number of words of a page; code, what it prints, and the bars of tables are none."""
-    return len(re.findall(r"\S*\w\S*", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)))
+    """Return the number of words of a page.
+
+    Code, what it prints, and the bars of tables are none.
+    """
+    return len(
+        re.findall(r"\S*\w\S*", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+    )
 
 
 def test_the_guide_can_be_read_in_an_evening():
@@ -83,7 +96,9 @@ def test_the_guide_can_be_read_in_an_evening():
 
 
 def test_every_kind_of_violation_has_one_row():
-    assert sorted(first_cells(section("diagnoses.md", "## Kinds"))) == sorted(get_args(ViolationKind))
+    assert sorted(first_cells(section("diagnoses.md", "## Kinds"))) == sorted(
+        get_args(ViolationKind)
+    )
 
 
 def test_every_option_of_pytest_has_one_row():
@@ -92,17 +107,23 @@ def test_every_option_of_pytest_has_one_row():
 
 
 def test_every_field_of_a_run_is_explained():
-    shown = re.findall(r"`(\w+)(?:\([^`]*\))?`", section("check-my-loop.md", "## What a loop receives"))
+    shown = re.findall(
+        r"`(\w+)(?:\([^`]*\))?`", section("check-my-loop.md", "## What a loop receives")
+    )
     assert set(gradcheck_suite.TrainingRun.__dataclass_fields__) <= set(shown)
 
 
 def test_every_public_name_is_in_the_reference():
-    listed = re.findall(r"^\.\. [\w:]+:: gradcheck_suite\.(\w+)$", (GUIDE / "api.md").read_text(), re.MULTILINE)
+    listed = re.findall(
+        r"^\.\. [\w:]+:: gradcheck_suite\.(\w+)$", (GUIDE / "api.md").read_text(), re.MULTILINE
+    )
     assert sorted(listed) == sorted(gradcheck_suite.__all__)
 
 
 def test_every_name_of_the_bridge_is_in_the_reference():
-    listed = re.findall(r"auto\w+:: gradcheck_suite\.bridge\.(\w+)$", (GUIDE / "api.md").read_text(), re.MULTILINE)
+    listed = re.findall(
+        r"auto\w+:: gradcheck_suite\.bridge\.(\w+)$", (GUIDE / "api.md").read_text(), re.MULTILINE
+    )
     assert sorted(listed) == sorted(bridge.__all__)
 
 
@@ -113,19 +134,28 @@ def test_every_command_has_a_section():
 
 def test_every_page_is_in_the_table_of_contents():
     listed = re.findall(r"^[a-z-]+$", (GUIDE / "index.md").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(path.stem for path in GUIDE.glob("*.md") if path.stem != "index")
+    assert sorted(listed) == sorted(
+        path.stem for path in GUIDE.glob("*.md") if path.stem != "index"
+    )
 
 
 def test_the_promise_of_stability_names_every_command_status_and_fixture():
     """What is added without a promise is missed on this page."""
-    rows = dict(re.findall(r"^\| ([\w ]+) \| (.*) \|$", (GUIDE / "stability.md").read_text(), re.MULTILINE))
+    rows = dict(
+        re.findall(r"^\| ([\w ]+) \| (.*) \|$", (GUIDE / "stability.md").read_text(), re.MULTILINE)
+    )
     assert set(re.findall(r"`([\w-]+)`", rows["commands"])) == set(PROGRAM.commands)
-    statuses = {value for name, value in vars(exit_status).items() if name.isupper() and isinstance(value, int)}
+    statuses = {
+        value
+        for name, value in vars(exit_status).items()
+        if name.isupper() and isinstance(value, int)
+    }
     assert {int(number) for number in re.findall(r"\d+", rows["exit statuses"])} == statuses
     plugin = ast.parse((PACKAGE / "pytest_plugin.py").read_text())
     fixtures = {
         node.name
         for node in plugin.body
-        if isinstance(node, ast.FunctionDef) and any("fixture" in ast.unparse(one) for one in node.decorator_list)
+        if isinstance(node, ast.FunctionDef)
+        and any("fixture" in ast.unparse(one) for one in node.decorator_list)
     }
     assert set(re.findall(r"`(\w+)`", rows["pytest"])) == fixtures

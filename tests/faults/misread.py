@@ -1,6 +1,7 @@
 """Faulty loops that used to get a misleading name: each must get a right name or a general one.
 
-`RIGHT` says which names are right. A general name says that the weights or the steps are wrong, and shows the numbers.
+`RIGHT` says which names are right. A general name says that the weights or the steps are wrong, and
+shows the numbers.
 """
 
 from __future__ import annotations
@@ -50,11 +51,15 @@ def coefficients_of_the_first_window(run: TrainingRun) -> None:
 
 @_right("gradient/wrong-scale", "gradient/wrong-count")
 def counts_memoised(run: TrainingRun) -> None:
-    """A batch's count is looked up under its place in the window, which another window's batch had before."""
+    """A batch's count is looked up under its place in the window, which another window's batch had
+    before.
+    """
     known: dict[int, float] = {}
 
     def share(window: list[Any], batch: Any) -> float:
-        total = sum(known.setdefault(place, float(run.count(each))) for place, each in enumerate(window))
+        total = sum(
+            known.setdefault(place, float(run.count(each))) for place, each in enumerate(window)
+        )
         return run.count(batch) / (total or 1.0)
 
     train_with_weights(run, share)
@@ -86,7 +91,9 @@ def one_micro_batch_too_many_is_taken(run: TrainingRun) -> None:
 
 @_right("gradient/low-precision", "gradient/other-parameters")
 def float32_copies_from_the_second_on(run: TrainingRun) -> None:
-    """From a window's second micro-batch on, the forward runs on copies of the parameters in float32."""
+    """From a window's second micro-batch on, the forward runs on copies of the parameters in
+    float32.
+    """
     for window in windows(run):
         total = window_count(run, window)
         for place, batch in enumerate(window):

@@ -18,7 +18,13 @@ REGRESSION = _linear("linear", SQUARED, bias=True)
 PART_FROZEN = _linear("part_frozen_linear", SQUARED, frozen="bias")
 CLASSES = _linear(
     "linear",
-    Loss("cross_entropy", ignore_index=True, label_smoothing=0.0, class_weights=False, reduction="mean"),
+    Loss(
+        "cross_entropy",
+        ignore_index=True,
+        label_smoothing=0.0,
+        class_weights=False,
+        reduction="mean",
+    ),
     features=3,
     bias=True,
 )
@@ -45,13 +51,19 @@ ignored; a parameter that is frozen; a sum over items."""
 def diagnoses(
     loop, problem: Problem | None = None, assumes: tuple[str, ...] = (), device: str = "cpu"
 ) -> Iterator[str]:
-    """Yield `kind/diagnosis` for each of the cases, within what the loop assumes, on which the loop is violated."""
+    """Yield `kind/diagnosis` for each of the cases, within what the loop assumes, on which the loop
+    is violated.
+    """
     for case in CASES:
         plan = case.plan
         unequal = EQUAL_MICRO_BATCHES in assumes and len(set(plan.micro_batches)) > 1
         if unequal or (WHOLE_WINDOWS in assumes and plan.has_short_window):
             continue
-        case = case.replace(device=device) if problem is None else case.replace(problem="problem", device=device)
+        case = (
+            case.replace(device=device)
+            if problem is None
+            else case.replace(problem="problem", device=device)
+        )
         if (violation := check(loop, case, problem=problem, assumes=assumes).violation) is not None:
             yield f"{violation.kind}/{violation.diagnosis}"
 

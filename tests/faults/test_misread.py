@@ -1,4 +1,6 @@
-"""Loops that used to get a misleading name have a right one, or a general one with the numbers, on the probes."""
+"""Loops that used to get a misleading name have a right one, or a general one with the numbers, on
+the probes.
+"""
 
 from __future__ import annotations
 
@@ -19,4 +21,6 @@ def test_a_loop_gets_a_right_name_or_a_general_one(loop):
     asked = frozenset(), "float64", "cpu"
     verdicts = (check(loop, case) for case in (*first_cases(*asked), slopes_case(*asked)))
     found = next(verdict.violation for verdict in verdicts if verdict.violation is not None)
-    assert f"{found.kind}/{found.diagnosis}" in RIGHT[loop] or is_general(found.kind, found.diagnosis), found
+    assert f"{found.kind}/{found.diagnosis}" in RIGHT[loop] or is_general(
+        found.kind, found.diagnosis
+    ), found

@@ -1,4 +1,6 @@
-"""A weighted regression onto two targets, small enough that a loop's fault is all that is wrong with it."""
+"""A weighted regression onto two targets, small enough that a loop's fault is all that is wrong
+with it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,13 @@ MASKED = Case(
     ProblemSpec(
         Input("vector", size=3),
         (Layer("linear", bias=True, features=3),),
-        Loss("cross_entropy", ignore_index=True, label_smoothing=0.0, class_weights=False, reduction="mean"),
+        Loss(
+            "cross_entropy",
+            ignore_index=True,
+            label_smoothing=0.0,
+            class_weights=False,
+            reduction="mean",
+        ),
     ),
     Plan((3, 2, 2), 3, masked=(1,)),
     seed=1,
@@ -56,9 +64,25 @@ def mean(model, batch):
     return squares(model, batch) / total if total else 0 * squares(model, batch)
 
 
-def explained(loop, *, plan=PLAN, window=0, epoch=0, dtype="float64", optimizer=None, sums=False, model=model, **data):
-    """Return the diagnosis of one step, which must be wrong: name, explanation, details and weights."""
-    tensors = {name: torch.tensor(np.array(values), dtype=torch.float64) for name, values in {**DATA, **data}.items()}
+def explained(
+    loop,
+    *,
+    plan=PLAN,
+    window=0,
+    epoch=0,
+    dtype="float64",
+    optimizer=None,
+    sums=False,
+    model=model,
+    **data,
+):
+    """Return the diagnosis of one step, which must be wrong: name, explanation, details and
+    weights.
+    """
+    tensors = {
+        name: torch.tensor(np.array(values), dtype=torch.float64)
+        for name, values in {**DATA, **data}.items()
+    }
     problem = Problem(
         model,
         lambda items, seed: {name: tensor[:items] for name, tensor in tensors.items()},
@@ -66,7 +90,9 @@ def explained(loop, *, plan=PLAN, window=0, epoch=0, dtype="float64", optimizer=
         reduction="sum" if sums else "mean",
         count=lambda batch: batch["w"].sum(),
     )
-    instance = user_instance(Case("regression.py:PROBLEM", plan, dtype, optimizer=optimizer), problem)
+    instance = user_instance(
+        Case("regression.py:PROBLEM", plan, dtype, optimizer=optimizer), problem
+    )
     reference, outcome = Reference(instance), run_loop(loop, instance)
     assert outcome.raised is None
     observation = outcome.observations[epoch * len(plan.windows) + window]
@@ -75,7 +101,8 @@ def explained(loop, *, plan=PLAN, window=0, epoch=0, dtype="float64", optimizer=
     comparison = Comparison(reference.layout, right.expected, seen, share(right.expected, 1e-9))
     assert comparison.ratio > 1000
     runner = LoopRunner(loop)
-    # let rounding be a billionth of the largest element: to measure it takes drawing, and is not tested here
+    # let rounding be a billionth of the largest element: to measure it takes drawing, and is not
+    # tested here
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Window, "allowed", lambda window, draws=0: share(window.expected, 1e-9))
         found = explain_gradient(Evidence(comparison, right, epoch, runner))
@@ -84,9 +111,11 @@ def explained(loop, *, plan=PLAN, window=0, epoch=0, dtype="float64", optimizer=
 
 
 def told(loop, case=None, **options):
-    """Return a row of a table of faults: it runs a loop, on a case or as `explained`, and returns name and words.
+    """Return a row of a table of faults: it runs a loop, on a case or as `explained`, and returns
+    name and words.
 
-    The words end with the printed table of weights. A violation of another kind has it before its name.
+    The words end with the printed table of weights. A violation of another kind has it before its
+    name.
     """
 
     def row():
@@ -102,15 +131,23 @@ def told(loop, case=None, **options):
 
 
 def assert_rows(golden, file, named, *, part):
-    """Run what is planted, of name -> title -> row, or in a part the first of each name; see `assert_named`."""
+    """Run what is planted, of name -> title -> row, or in a part the first of each name.
+
+    See `assert_named`.
+    """
     few = 1 if part else None
-    told = {(name, title): row() for name, rows in named.items() for title, row in [*rows.items()][:few]}
+    told = {
+        (name, title): row() for name, rows in named.items() for title, row in [*rows.items()][:few]
+    }
     assert_named(golden, file, told, part=part)
 
 
 PART_AND_WHOLE = pytest.mark.parametrize(
     "part",
-    [pytest.param(True, marks=pytest.mark.quick, id="part"), pytest.param(False, marks=pytest.mark.full, id="whole")],
+    [
+        pytest.param(True, marks=pytest.mark.quick, id="part"),
+        pytest.param(False, marks=pytest.mark.full, id="whole"),
+    ],
 )
 
 
@@ -120,7 +157,9 @@ def step(run):
 
 
 def by_weights(weight):
-    """Return a loop that multiplies each micro-batch's mean loss by a number, given its window and itself."""
+    """Return a loop that multiplies each micro-batch's mean loss by a number, given its window and
+    itself.
+    """
     return lambda run: train_with_weights(run, weight)
 
 
@@ -167,7 +206,8 @@ mix = of_weight(lambda g: g.add_(0.5 * g.flip(0)))
 
 
 def where_not_finite(then, change=as_it_is):
-    """Return a loop that leaves out a loss that is not finite, does something else there, and changes the gradients.
+    """Return a loop that leaves out a loss that is not finite, does something else there, and
+    changes the gradients.
 
     Args:
         then: what is done; the window ends where it returns "end".

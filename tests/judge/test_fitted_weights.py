@@ -1,8 +1,9 @@
-"""A fault is read off the case that showed it: gradients known in closed form, combined with the weights of a fault.
+"""A fault is read off the case that showed it: gradients known in closed form, combined with the
+weights of a fault.
 
-An item's loss is the product of its row with the parameters, so a micro-batch's summed gradient is the sum of its rows.
-Of the eight items, micro-batches 0 to 2 hold 1, 2 and 3 and make the window under test; the fourth, with 2, is the
-epoch's short last window.
+An item's loss is the product of its row with the parameters, so a micro-batch's summed gradient is
+the sum of its rows. Of the eight items, micro-batches 0 to 2 hold 1, 2 and 3 and make the window
+under test; the fourth, with 2, is the epoch's short last window.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ class _Linear(torch.nn.Module):
 def _sums(rows, plan):
     """Return (B, P): each micro-batch's summed gradient."""
     return np.stack(
-        [rows[plan.items(j).start : plan.items(j).stop].sum(axis=0) for j in range(len(plan.micro_batches))]
+        [
+            rows[plan.items(j).start : plan.items(j).stop].sum(axis=0)
+            for j in range(len(plan.micro_batches))
+        ]
     )
 
 
@@ -46,12 +50,17 @@ def _instance(rows, plan, *, sizes, reduction="mean"):
         return getattr(model(batch["x"]), reduction)()
 
     problem = Problem(
-        lambda seed: _Linear(sizes), lambda items, seed: {"x": torch.from_numpy(rows)}, loss, reduction=reduction
+        lambda seed: _Linear(sizes),
+        lambda items, seed: {"x": torch.from_numpy(rows)},
+        loss,
+        reduction=reduction,
     )
     return user_instance(Case("rows.py:ROWS", plan), problem)
 
 
-def _read(observed, *, rows=ROWS, plan=PLAN, sizes=None, window=0, epoch=0, allowed=ALLOWED, **instance):
+def _read(
+    observed, *, rows=ROWS, plan=PLAN, sizes=None, window=0, epoch=0, allowed=ALLOWED, **instance
+):
     width = rows.shape[1]
     sizes = sizes or (dict.fromkeys(PARAMETERS, 5) if width == 15 else {"a": width})
     reference = Reference(_instance(rows, plan, sizes=sizes, **instance))
@@ -68,7 +77,12 @@ def _gradient(*weights, rows=ROWS, plan=PLAN):
 
 def _of(*weights, rows=ROWS, plan=PLAN, **options):
     """Return what `_read` takes of a gradient with these weights of the micro-batches."""
-    return {"observed": _gradient(*weights, rows=rows, plan=plan), "rows": rows, "plan": plan, **options}
+    return {
+        "observed": _gradient(*weights, rows=rows, plan=plan),
+        "rows": rows,
+        "plan": plan,
+        **options,
+    }
 
 
 def _with(array, at, value):
@@ -92,7 +106,10 @@ def _only(names, weights, right=RIGHT):
 
 
 def _hidden(size, seen, reduction):
-    """Return seven elements that are 3 times what they should be; the eighth has some times what is allowed."""
+    """Return seven elements that are 3 times what they should be.
+
+    The eighth has some times what is allowed.
+    """
     plan, rows = Plan((1, 3), 2), np.random.default_rng(3).integers(1, 10, (4, 8)).astype(float)
     right = 1.0 if reduction == "sum" else 1 / 4
     rows[:, 7] = 0
@@ -103,7 +120,8 @@ def _hidden(size, seen, reduction):
 
 
 def _moved(weights, share, at):
-    """Return a gradient of 80 items that rounding moves as far from these weights as it can move one of them.
+    """Return a gradient of 80 items that rounding moves as far from these weights as it can move
+    one of them.
 
     That is much further than 1e-12, and than its share of the gradient.
     """
@@ -111,7 +129,11 @@ def _moved(weights, share, at):
     read = sums if at == 3 else sums[:3]
     inverse = np.linalg.pinv(read.T)[at]
     observed = np.array(weights) @ sums
-    observed += share * allowed * np.sign(inverse) if at == 0 else 4 * np.abs(inverse).sum() * allowed * share * sums[3]
+    observed += (
+        share * allowed * np.sign(inverse)
+        if at == 0
+        else 4 * np.abs(inverse).sum() * allowed * share * sums[3]
+    )
     return {"observed": observed, "rows": MANY, "plan": OF_MANY, "allowed": allowed}
 
 
@@ -124,7 +146,9 @@ MANY = np.random.default_rng(5).integers(1, 10, (80, 15)).astype(float)
 OF_MANY = Plan((10, 20, 30, 20), 3)
 WIDE = np.random.default_rng(1).integers(1, 10, (8, 40)).astype(float)
 IN_HALF = _but(
-    _of(*RIGHT, rows=WIDE, sizes=dict.fromkeys("abcdefgh", 5)), slice(20), _gradient(*DOUBLED, rows=WIDE)[:20]
+    _of(*RIGHT, rows=WIDE, sizes=dict.fromkeys("abcdefgh", 5)),
+    slice(20),
+    _gradient(*DOUBLED, rows=WIDE)[:20],
 )
 FIRST = float(_gradient(*RIGHT)[0])
 NONE_IN_B = {"observed": _only("b", (0, 0, 0, 0))}
@@ -145,11 +169,17 @@ def _in_bfloat16(values):
 
 
 def _dependent(scale):
-    """Return a problem of five elements, of which the fourth is a sum of others, and one with a sixth that is, too."""
+    """Return a problem of five elements, of which the fourth is a sum of others, and one with a
+    sixth that is, too.
+    """
     base = scale * np.random.default_rng(2).standard_normal((4, 4))
     rows = np.column_stack([base[:, :3], base[:, 0] - 3 * base[:, 1], base[:, 3]])
     five = {"rows": rows, "plan": Plan((1,) * 4, 2), "sizes": {"a": 4, "b": 1}}
-    return five, {**five, "rows": np.column_stack([rows, rows[:, 4] + rows[:, 0]]), "sizes": {"a": 4, "b": 2}}
+    return five, {
+        **five,
+        "rows": np.column_stack([rows, rows[:, 4] + rows[:, 0]]),
+        "sizes": {"a": 4, "b": 2},
+    }
 
 
 def _later(problem):
@@ -160,14 +190,23 @@ def _later(problem):
 NAMED = {
     "mean-of-means": {
         "all": _of(*MEANS),
-        "an element that other windows alone reach": _of(*MEANS, rows=_with(ROWS, (slice(6), 0), 0)),
+        "an element that other windows alone reach": _of(
+            *MEANS, rows=_with(ROWS, (slice(6), 0), 0)
+        ),
         "in one parameter": {"observed": _only("b", MEANS)},
         "in two parameters": {"observed": _only("ac", MEANS)},
         # two weights that fit a pattern are no coincidence
         "of two elements": _of(1 / 2, 1 / 4, rows=TWO[:, :2], plan=OF_TWO),
         "of one element": _one(0, 0, 1 / 4, 1 / 2, window=1),
         "of one element, over 3 in a window of two": _one(
-            0, 0, 0, 1 / 3, 1 / 6, window=1, rows=np.vstack([ONE, [[5.0]]]), plan=Plan((1, 1, 1, 1, 2), 3)
+            0,
+            0,
+            0,
+            1 / 3,
+            1 / 6,
+            window=1,
+            rows=np.vstack([ONE, [[5.0]]]),
+            plan=Plan((1, 1, 1, 1, 2), 3),
         ),
     },
     "wrong-scale": {
@@ -183,19 +222,32 @@ NAMED = {
             0, 0, 2 / 5, 2 / 5, rows=_with(ROWS, slice(3), 0), plan=PAIRS, window=1
         ),
         "not K, since the second step was right": _of(
-            0, 0, 0, 0, 1 / 2, 1 / 2, rows=_with(ROWS, slice(2), 0), plan=Plan((1, 1, 1, 1, 2, 2), 2), window=2
+            0,
+            0,
+            0,
+            0,
+            1 / 2,
+            1 / 2,
+            rows=_with(ROWS, slice(2), 0),
+            plan=Plan((1, 1, 1, 1, 2, 2), 2),
+            window=2,
         ),
         **{
             # window 1 was right in earlier epochs, and window 0 in all before
             f"window {window} of epoch {epoch}": _of(
-                *(0.7 / count * (j // 2 == window) for j in range(4)), plan=PAIRS, window=window, epoch=epoch
+                *(0.7 / count * (j // 2 == window) for j in range(4)),
+                plan=PAIRS,
+                window=window,
+                epoch=epoch,
             )
             for window, count in enumerate((3, 5))
             for epoch in (1, 2)
         },
         "in four parameters of eight": IN_HALF,
         "in six parameters of eight": _but(IN_HALF, slice(20, 30), 2 * IN_HALF["observed"][20:30]),
-        "beside elements that are off by what is allowed": _but({"observed": _only("b", DOUBLED)}, 0, FIRST + ALLOWED),
+        "beside elements that are off by what is allowed": _but(
+            {"observed": _only("b", DOUBLED)}, 0, FIRST + ALLOWED
+        ),
         "beside some that are less": _but({"observed": _only("b", DOUBLED)}, 0, FIRST - ALLOWED),
         "in two sizes": {"observed": _only("b", (3 / 6, 3 / 6, 3 / 6, 0), right=DOUBLED)},
         "of one element, a factor of the run": _one(2, rows=ONE[:1], plan=Plan((1,), 2)),
@@ -205,16 +257,23 @@ NAMED = {
         "of one element, a loss scale twice": _one(2.0**-7 / 2, rows=ONE[:2], plan=Plan((2,), 2)),
         "of one element, a sign in a window of two": _one(-1 / 2, -1 / 2, 0, 0),
         "of one element, half": _one(1 / 4, 1 / 4, 0, 0),
-        "of one element that one of two reaches": _of(2 / 3, 0, rows=_with(TWO, slice(1, 3), 0)[:, :1], plan=OF_TWO),
-        "of two elements that one of two reaches": _of(1.7 / 3, 0, rows=_with(TWO, slice(1, 3), 0)[:, :2], plan=OF_TWO),
+        "of one element that one of two reaches": _of(
+            2 / 3, 0, rows=_with(TWO, slice(1, 3), 0)[:, :1], plan=OF_TWO
+        ),
+        "of two elements that one of two reaches": _of(
+            1.7 / 3, 0, rows=_with(TWO, slice(1, 3), 0)[:, :2], plan=OF_TWO
+        ),
         **{
-            f"{reduction}: rounding hides {size} of an element, and leaves {seen}": _hidden(size, seen, reduction)
+            f"{reduction}: rounding hides {size} of an element, and leaves {seen}": _hidden(
+                size, seen, reduction
+            )
             for reduction in ("mean", "sum")
             for size, seen in ((0.9, 0), (1, 0), (1.1, 0), (0.9, 1), (0.9, 1.1), (0, 1.1))
         },
         "moved by rounding": _moved((2 / 60, 2 / 60, 2 / 60, 0), 0.9, 0),
         "another window within rounding": _moved((2 / 60, 2 / 60, 2 / 60, 0), 0.9, 3),
-        # whatever the last element is, four weights fit: that the fourth is a sum of the others says nothing
+        # whatever the last element is, four weights fit: that the fourth is a sum of the others
+        # says nothing
         **{
             f"an element of five that depend, at {scale}": {
                 "observed": five["rows"][:2].sum(axis=0) / 2 * [1, 1, 1, 1, 2],
@@ -229,7 +288,9 @@ NAMED = {
         "in one parameter, where the second has a gradient of 0": {
             **NONE_IN_B,
             "rows": _with(ROWS, slice(1, 3), 0),
-            "observed": _with(_gradient(*RIGHT, rows=_with(ROWS, slice(1, 3), 0)), PARAMETERS["b"], 0),
+            "observed": _with(
+                _gradient(*RIGHT, rows=_with(ROWS, slice(1, 3), 0)), PARAMETERS["b"], 0
+            ),
         },
         "of one element, the first": _one(0, 0, 1 / 2, 0, window=1),
         "of one element, the second": _one(1 / 2, 0, 0, 0),
@@ -265,20 +326,25 @@ NAMED = {
             for scale in (1.0, 1e-7)
             for number, problem in zip(("five", "six"), _dependent(scale), strict=True)
         },
-        # the third micro-batch does not reach the first two elements: the others are three, and tell two weights
-        "where three elements tell two weights": _later({"rows": REACHED, "plan": Plan((1,) * 4, 2)}),
+        # the third micro-batch does not reach the first two elements: the others are three, and
+        # tell two weights
+        "where three elements tell two weights": _later(
+            {"rows": REACHED, "plan": Plan((1,) * 4, 2)}
+        ),
     },
     "stale-window": {
         "a trace in epoch 1": _of(1 / 6, 1 / 6, 1 / 6, 1e-9, epoch=1),
         "in the last window": _of(1 / 6, 0, 0, 1 / 2, window=1),
         # the steps before were judged right, so a factor that all steps have is refuted
         "twice in epoch 1": _of(*DOUBLED[:3], rows=ROWS[:6], plan=SHORT, epoch=1),
-        "of one element, a factor of the run in epoch 1": _one(2, rows=ONE[:1], plan=Plan((1,), 2)) | {"epoch": 1},
+        "of one element, a factor of the run in epoch 1": _one(2, rows=ONE[:1], plan=Plan((1,), 2))
+        | {"epoch": 1},
         "of three elements": _of(0.3, 1 / 2, rows=TWO, plan=Plan((1, 2), 1), window=1),
         "of one element, the window before too": _one(1 / 2, 1 / 2, 1 / 3, 1 / 3, window=1),
     },
     "low-precision": {
-        # rounding keeps a factor of -2, so weights of other windows' micro-batches can fit a rounded gradient exactly
+        # rounding keeps a factor of -2, so weights of other windows' micro-batches can fit a
+        # rounded gradient exactly
         "of multiples": {
             "observed": _in_bfloat16(MULTIPLES[:4].sum(axis=0) / 4),
             "rows": MULTIPLES,
@@ -294,7 +360,9 @@ NAMED = {
         },
     },
     "partial-gradient": {
-        "where two elements tell no two weights": _later({"rows": REACHED[:, :4], "plan": Plan((1,) * 4, 2)}),
+        "where two elements tell no two weights": _later(
+            {"rows": REACHED[:, :4], "plan": Plan((1,) * 4, 2)}
+        ),
     },
     "": {
         "right": _of(*RIGHT),
@@ -309,25 +377,38 @@ NAMED = {
             {"observed": _only("b", DOUBLED)}, 0, FIRST + 1.01 * ALLOWED
         ),
         "beside one that is off by 1e-9": _but({"observed": _only("b", DOUBLED)}, 0, FIRST + 1e-9),
-        **{f"twice but for element {j}": _but(_of(*DOUBLED), j, _gradient(*RIGHT)[j]) for j in (0, 7, 14)},
+        **{
+            f"twice but for element {j}": _but(_of(*DOUBLED), j, _gradient(*RIGHT)[j])
+            for j in (0, 7, 14)
+        },
         "two faults": {
-            "observed": _with(_only("b", DOUBLED), PARAMETERS["c"], _gradient(1 / 6, 0, 1 / 6, 0)[PARAMETERS["c"]])
+            "observed": _with(
+                _only("b", DOUBLED), PARAMETERS["c"], _gradient(1 / 6, 0, 1 / 6, 0)[PARAMETERS["c"]]
+            )
         },
         "of one element, no factor of the run": _one(1.7, rows=ONE[:1], plan=Plan((1,), 2)),
         # nor is it said to be left over from the epoch before
         "of one element, in epoch 1": _one(1.7, rows=ONE[:1], plan=Plan((1,), 2)) | {"epoch": 1},
         "of one element, 1.3": _one(1.3 / 2, rows=ONE[:2], plan=Plan((2,), 2)),
         "of one element, no pattern": _one(0, 0, 0.31, 0.29, window=1),
-        "of one element that one of two reaches": _of(1.7 / 3, 0, rows=_with(TWO, slice(1, 3), 0)[:, :1], plan=OF_TWO),
-        "further than rounding": _of(2.002 / 60, 2 / 60, 2 / 60, 0, rows=MANY, plan=OF_MANY, allowed=2.0**-20),
+        "of one element that one of two reaches": _of(
+            1.7 / 3, 0, rows=_with(TWO, slice(1, 3), 0)[:, :1], plan=OF_TWO
+        ),
+        "further than rounding": _of(
+            2.002 / 60, 2 / 60, 2 / 60, 0, rows=MANY, plan=OF_MANY, allowed=2.0**-20
+        ),
         "of two elements, another window": _of(1, 0.3, rows=TWO[:, :2], plan=Plan((1, 2), 1)),
-        "of two elements, an earlier window": _of(0.3, 1 / 2, rows=TWO[:, :2], plan=Plan((1, 2), 1), window=1),
+        "of two elements, an earlier window": _of(
+            0.3, 1 / 2, rows=TWO[:, :2], plan=Plan((1, 2), 1), window=1
+        ),
     },
 }
 """Name -> what it is -> what `_read` takes; what has no name is not guessed."""
 
 
 def test_a_gradient_has_the_name_of_its_weights(golden):
-    found = {(name, title): _read(**row) for name, rows in NAMED.items() for title, row in rows.items()}
+    found = {
+        (name, title): _read(**row) for name, rows in NAMED.items() for title, row in rows.items()
+    }
     told = {at: (one.name, one.explanation()) if one else (None, "") for at, one in found.items()}
     assert_named(golden, "judge_fitted_weights", told)

@@ -44,7 +44,11 @@ from tests.judge.explaining import (
     where_not_finite,
 )
 
-SPEC = ProblemSpec(Input("vector", size=2), (Layer("linear", features=2, bias=True),), Loss("mse", reduction="mean"))
+SPEC = ProblemSpec(
+    Input("vector", size=2),
+    (Layer("linear", features=2, bias=True),),
+    Loss("mse", reduction="mean"),
+)
 CASE = Case(SPEC, Plan((3, 1, 2), 2), seed=1)
 LINEAR = Case(SPEC, Plan((1, 2), 2))
 PROBE = probe_case(Plan((1, 2, 3), 3), "mean")
@@ -90,7 +94,11 @@ def _resets_at_nan(change):
 
 def _of_case(change):
     """Return a change of the case's gradients, and not of the probe's."""
-    return lambda run: [change(p.grad) for p in run.model.parameters()] if len(list(run.model.parameters())) > 1 else 0
+    return lambda run: (
+        [change(p.grad) for p in run.model.parameters()]
+        if len(list(run.model.parameters())) > 1
+        else 0
+    )
 
 
 def _where_nan(change):
@@ -130,7 +138,9 @@ def _relu_of_each(run):
 
 
 def _of_rows(*rows):
-    """Return the problem of ones as parameters and such items: what is positive is twice the sum in each element."""
+    """Return the problem of ones as parameters and such items: what is positive is twice the sum in
+    each element.
+    """
 
     def ones(seed):
         model = torch.nn.Linear(len(rows[0]), 1, bias=False)
@@ -174,8 +184,12 @@ def _if_weight(change):
 
 
 _clip = _if_weight(lambda run, weight: torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.5))
-_clip_by_value = _if_weight(lambda run, weight: torch.nn.utils.clip_grad_value_(run.model.parameters(), 20.0))
-_above_a_threshold = _if_weight(lambda run, weight: weight.grad.mul_(2 if weight.grad.abs().max() > 1e-21 else 1))
+_clip_by_value = _if_weight(
+    lambda run, weight: torch.nn.utils.clip_grad_value_(run.model.parameters(), 20.0)
+)
+_above_a_threshold = _if_weight(
+    lambda run, weight: weight.grad.mul_(2 if weight.grad.abs().max() > 1e-21 else 1)
+)
 _not_a_number = of_weight(lambda g: g[0, 0].fill_(math.nan))
 
 
@@ -186,7 +200,9 @@ def _raise_on_small_weight(run):
 
 
 def _by_size(size, *, probe):
-    """Return a linear fault, and a factor that grows with the gradient, on the probe or on the case."""
+    """Return a linear fault, and a factor that grows with the gradient, on the probe or on the
+    case.
+    """
 
     def change(run):
         for p in run.model.parameters():
@@ -210,7 +226,11 @@ def _kept_by_scaling(run):
 
 def _in_float64(change):
     """Return what doubles the weight's gradient, but in float64 does something else."""
-    return lambda run: (change if run.dtype == torch.float64 else double)(run) if weight_of(run) is not None else None
+    return lambda run: (
+        (change if run.dtype == torch.float64 else double)(run)
+        if weight_of(run) is not None
+        else None
+    )
 
 
 def _forget_one_parameter_behind_masked_targets(run):
@@ -254,7 +274,9 @@ def _one_step_on_the_probe(run):
 
 
 def _wrong_in_some_runs(every):
-    """Return a loop whose first gradient element is 0 in its first run, and in every so many runs from there."""
+    """Return a loop whose first gradient element is 0 in its first run, and in every so many runs
+    from there.
+    """
     runs = [0]
 
     def loop(run):
@@ -319,15 +341,22 @@ ALLOWED = 2.0**-30
 
 NAMED = {
     "not-linear": {
-        "squares of matrices": told(then(every(lambda g, p: g.mul_(g) if p.ndim == 2 else g)), CASE),
+        "squares of matrices": told(
+            then(every(lambda g, p: g.mul_(g) if p.ndim == 2 else g)), CASE
+        ),
         **{
             f"{what} in window {window}": told(then(change), window=window)
-            for what, change in (("raises on small gradients", _raise_on_small_weight), ("NaN", _not_a_number))
+            for what, change in (
+                ("raises on small gradients", _raise_on_small_weight),
+                ("NaN", _not_a_number),
+            )
             for window in (0, 1)
         },
-        # of a sum of items that count 1e-20 each: gradients of 1e-18 are doubled, and those of 1e-24 are not
+        # of a sum of items that count 1e-20 each: gradients of 1e-18 are doubled, and those of
+        # 1e-24 are not
         "above a threshold": told(then(_above_a_threshold), sums=True, w=[1e-20] * 8),
-        # of float32, whose least number is 1e-45: the first column's gradient is 1e-39 of what the others' is
+        # of float32, whose least number is 1e-45: the first column's gradient is 1e-39 of what the
+        # others' is
         "small losses flush to zero": told(
             then(mix), plan=Plan((1, 2), 2), x=DATA["x"] * np.array([1e-39, 1, 1]), dtype="float32"
         ),
@@ -344,13 +373,19 @@ NAMED = {
         "one item of the probe by 1e-14": told(_lifts(1e-14)),
         # weights of the probe are 1/3: 1e-14 of the gradient is rounding, and 1e-8 is not
         **{
-            f"by size {size} of the {'probe' if probe else 'case'}": told(_by_size(size, probe=probe))
+            f"by size {size} of the {'probe' if probe else 'case'}": told(
+                _by_size(size, probe=probe)
+            )
             for size in (1e-14, 1e-8)
             for probe in (True, False)
         },
         "one step on the probe": told(_one_step_on_the_probe, window=1),
-        "skips ordinary gradients": told(_skips_ordinary, probe_case(Plan((1, 1), 1), slopes="1.0 64.0")),
-        "stops before the step": told(_stops_where_large, probe_case(Plan((1, 1), 1), slopes="1.0 64.0")),
+        "skips ordinary gradients": told(
+            _skips_ordinary, probe_case(Plan((1, 1), 1), slopes="1.0 64.0")
+        ),
+        "stops before the step": told(
+            _stops_where_large, probe_case(Plan((1, 1), 1), slopes="1.0 64.0")
+        ),
     },
     "added-term": {
         "decay": told(then(every(lambda g, p: g.add_(p, alpha=0.25))), CASE),
@@ -360,13 +395,17 @@ NAMED = {
         "signs": told(then(every(lambda g, p: g.sign_())), CASE),
     },
     "clipped": {
-        **{f"by norm in window {window} of the regression": told(then(_clip), window=window) for window in (0, 1)},
+        **{
+            f"by norm in window {window} of the regression": told(then(_clip), window=window)
+            for window in (0, 1)
+        },
         "by value in the regression": told(then(_clip_by_value)),
         "by norm after a step": told(then(as_it_is, _clip), window=1, optimizer="sgd"),
     },
     "skipped-by-size": {
         "small elements": told(
-            then(every(lambda g, p: g.masked_fill_(g.abs() < g.abs().max().clamp(min=1e-3), 0))), CASE
+            then(every(lambda g, p: g.masked_fill_(g.abs() < g.abs().max().clamp(min=1e-3), 0))),
+            CASE,
         ),
     },
     "skipped-non-finite": {
@@ -374,17 +413,27 @@ NAMED = {
         "and is off by 1e-16": told(_resets_at_nan(_of_case(lambda g: g.mul_(1 + 1e-16))), MASKED),
     },
     "none-pattern/skipped-non-finite": {
-        "None where a loss is NaN": told(_where_nan(lambda run: run.optimizer.zero_grad(set_to_none=True)), MASKED),
+        "None where a loss is NaN": told(
+            _where_nan(lambda run: run.optimizer.zero_grad(set_to_none=True)), MASKED
+        ),
     },
     "wrong-scale": {
         "of matrices": told(then(_double_matrices), CASE),
-        **{f"in {d}": told(then(_double_matrices), CASE.replace(dtype=d)) for d in ("float32", "bfloat16")},
+        **{
+            f"in {d}": told(then(_double_matrices), CASE.replace(dtype=d))
+            for d in ("float32", "bfloat16")
+        },
         # what is skipped would be missing in the weight as well
         "of the bias where a loss is NaN": told(_where_nan(_loses_the_bias), MASKED),
         # every parameter doubled is seen on the probe; the weight alone, on the case
         **{
-            f"{what} at step {at}": told(_only_at(at, change), plan=THREE, epoch=at // 3, window=at % 3)
-            for what, change in (("1.7 times", _times(1.7)), ("1.7 times the weight", of_weight(lambda g: g.mul_(1.7))))
+            f"{what} at step {at}": told(
+                _only_at(at, change), plan=THREE, epoch=at // 3, window=at % 3
+            )
+            for what, change in (
+                ("1.7 times", _times(1.7)),
+                ("1.7 times the weight", of_weight(lambda g: g.mul_(1.7))),
+            )
             for at in (0, 4, 8)
         },
         "1.7 times": told(then(_times(1.7)), plan=WHOLE),
@@ -399,12 +448,18 @@ NAMED = {
         },
         **{
             f"of one step in float32, window {window}": told(
-                _only_at(2 + window, triple, 4), plan=TWO_EPOCHS, window=window, epoch=1, dtype="float32"
+                _only_at(2 + window, triple, 4),
+                plan=TWO_EPOCHS,
+                window=window,
+                epoch=1,
+                dtype="float32",
             )
             for window in (0, 1)
         },
         # whatever scales the gradient leaves a gradient of 0 as it is
-        "of what nothing reaches": told(then(of_case(lambda g, p: g.mul_(0.99))), x=0.0 * DATA["x"]),
+        "of what nothing reaches": told(
+            then(of_case(lambda g, p: g.mul_(0.99))), x=0.0 * DATA["x"]
+        ),
         "of the weight in a sum": told(then(double), sums=True, w=(2, 1, 1, 1, 1, 1, 1, 1)),
         # K is 2 here, and 3 on the probe that tells it from a constant
         "half in a sum": told(then(_times(0.5)), sums=True),
@@ -418,7 +473,9 @@ NAMED = {
             for at in range(6)
         },
         # of two micro-batches of an item, 2 is the count, too
-        "K in whole windows, the short one dropped": told(_times_k_in_whole_windows, probe_case(Plan((1, 1), 2))),
+        "K in whole windows, the short one dropped": told(
+            _times_k_in_whole_windows, probe_case(Plan((1, 1), 2))
+        ),
     },
     "unequal-items": {
         "the first twice": told(then(_weigh_the_first_twice), probe_case(Plan((2, 1), 2))),
@@ -431,7 +488,9 @@ NAMED = {
     },
     "partial-gradient": {
         "a relu of three elements": told(
-            _relu_of_each, Case("own", Plan((1, 1), 2)), problem=_of_rows([4.0, -2.0, 8.0], [-2.0, 4.0, -4.0])
+            _relu_of_each,
+            Case("own", Plan((1, 1), 2)),
+            problem=_of_rows([4.0, -2.0, 8.0], [-2.0, 4.0, -4.0]),
         ),
         "one by some millionths": told(then(of_weight(lambda g: g[1, 2].mul_(1 + 8e-6)))),
     },
@@ -443,13 +502,17 @@ NAMED = {
     "low-precision": {
         # thirds, which no binary format has
         "of gradients": told(then(every(lambda g, p: g.copy_(g.bfloat16()))), plan=Plan((1, 2), 2)),
-        "of weights": told(by_weights(lambda w, b: _rounded(b, w, torch.bfloat16)), plan=Plan((1, 2), 2)),
+        "of weights": told(
+            by_weights(lambda w, b: _rounded(b, w, torch.bfloat16)), plan=Plan((1, 2), 2)
+        ),
         "of an accumulator": told(
             then(every(lambda g, p: g.copy_(g.float()))), LINEAR.replace(plan=Plan((1, 2, 3), 3))
         ),
     },
     "poisoned-by-earlier-window": {
-        f"window {window} of epoch {epoch}": told(_kept_by_scaling, plan=TWO_EPOCHS, epoch=epoch, window=window, y=y)
+        f"window {window} of epoch {epoch}": told(
+            _kept_by_scaling, plan=TWO_EPOCHS, epoch=epoch, window=window, y=y
+        )
         for epoch, window, y in ((0, 1, INFINITE), (1, 0, LAST), (1, 1, INFINITE))
     },
     # a micro-batch without valid targets has a gradient of 0, and may be there
@@ -461,11 +524,17 @@ NAMED = {
         for changes in ({}, {"dtype": "bfloat16"}, {"optimizer": "adamw"})
     },
     "projected-gradient": {
-        "means of rows": told(then(of_case(lambda g, p: g.sub_(g.mean(-1, keepdim=True)) if g.ndim > 1 else g))),
-        "along the parameter": told(then(of_case(lambda g, p: g.sub_(p * (g * p).sum() / (p * p).sum())))),
+        "means of rows": told(
+            then(of_case(lambda g, p: g.sub_(g.mean(-1, keepdim=True)) if g.ndim > 1 else g))
+        ),
+        "along the parameter": told(
+            then(of_case(lambda g, p: g.sub_(p * (g * p).sum() / (p * p).sum())))
+        ),
     },
     "unrecognised-weights": {
-        "after a large gradient": told(_halves_after_large, probe_case(Plan((1, 1), 1), slopes="64.0 1.0")),
+        "after a large gradient": told(
+            _halves_after_large, probe_case(Plan((1, 1), 1), slopes="64.0 1.0")
+        ),
     },
     "not-repeatable": {
         f"in every {often}th run of the {what}": told(_wrong_in_some_runs(often), case)
@@ -489,7 +558,10 @@ def test_a_wrong_gradient_is_named(part, golden):
             for change in (lambda g: g.mul_(1.001), lambda g: g.sub_(0.001), lambda g: g.neg_())
         ),
         # what was not finite where the parameters were says nothing of where they are
-        (told(_kept_by_scaling, window=1, y=INFINITE, optimizer="sgd"), "poisoned-by-earlier-window"),
+        (
+            told(_kept_by_scaling, window=1, y=INFINITE, optimizer="sgd"),
+            "poisoned-by-earlier-window",
+        ),
         (told(_wrong_in_some_runs(1), LINEAR), "not-repeatable"),
         (told(_wrong_in_some_runs(1), PROBE), "not-repeatable"),
     ],
@@ -515,7 +587,9 @@ def test_the_weights_are_shown_beside_the_right_ones():
 
 
 def test_a_window_is_blamed_for_nan_only_where_parameters_stay():
-    """The second window's root has an infinite derivative at the first parameters, 0, and none elsewhere."""
+    """The second window's root has an infinite derivative at the first parameters, 0, and none
+    elsewhere.
+    """
 
     def root(model, x):
         found = model(x)[:, 0]
@@ -530,14 +604,20 @@ def test_a_window_is_blamed_for_nan_only_where_parameters_stay():
     reference = Reference(user_instance(Case("own", Plan((1, 1), 1, 2)), problem))
     for parameters in (None, {"weight": torch.ones(1, 1)}):
         window = reference.window(0, parameters)
-        comparison = Comparison(reference.layout, np.ones(1), np.full(1, np.nan), np.full(1, ALLOWED))
-        found = explain_gradient(Evidence(comparison, window, 1, LoopRunner(MODES["set_to_none"], max_runs=0)))
+        comparison = Comparison(
+            reference.layout, np.ones(1), np.full(1, np.nan), np.full(1, ALLOWED)
+        )
+        found = explain_gradient(
+            Evidence(comparison, window, 1, LoopRunner(MODES["set_to_none"], max_runs=0))
+        )
         assert (found.name == "poisoned-by-earlier-window") is (parameters is None)
 
 
 @pytest.mark.parametrize("factor", [2.0, 1 + 1.1e-6])
 def test_the_worst_element_is_shown_in_six_digits_unless_they_agree(factor):
-    """It is 1000 sevenths: digits that rounding decides are not shown, unless the two differ in them alone."""
+    """It is 1000 sevenths: digits that rounding decides are not shown, unless the two differ in
+    them alone.
+    """
     _, _, details = explained(then(of_weight(lambda g: g.mul_(factor))), w=(3, 3, 1, 1, 1, 1, 1, 1))
     expected, observed = re.search("expected (.+), observed (.+), off by", details[0]).groups()
     assert float(observed) == pytest.approx(-1000 / 7 * factor, rel=1e-5 if factor == 2 else 1e-15)

@@ -76,7 +76,9 @@ def _items(batch):
 
 
 def _over(of_window, times=1.0):
-    """Return a loop that divides by another count, given the counts of a window's micro-batches and its items."""
+    """Return a loop that divides by another count, given the counts of a window's micro-batches and
+    its items.
+    """
 
     def loop(run):
         def weight(window, batch):
@@ -101,11 +103,15 @@ def _one_bias(seed):
 
 
 _two_tasks = trains(
-    backward=lambda run, window: [backward_window(run, task) for task in (window[::2], window[1::2]) if task]
+    backward=lambda run, window: [
+        backward_window(run, task) for task in (window[::2], window[1::2]) if task
+    ]
 )
 
 
-_warm_up = trains(before=lambda run, step: every(lambda g, p: g.mul_(min(1.0, (step + 1) / 4)))(run))
+_warm_up = trains(
+    before=lambda run, step: every(lambda g, p: g.mul_(min(1.0, (step + 1) / 4)))(run)
+)
 
 
 def _three_items_twice(run):
@@ -118,7 +124,9 @@ def _spoils_the_probe(run):
 
 
 def _means_of_parts(shares, leak=0.0):
-    """Return parts that cut through micro-batches, whose means have shares, beside some of another window's item."""
+    """Return parts that cut through micro-batches, whose means have shares, beside some of another
+    window's item.
+    """
 
     def change(run):
         (p,) = run.model.parameters()
@@ -131,7 +139,9 @@ def _means_of_parts(shares, leak=0.0):
 
 
 def _dealt(order):
-    """Return a loop that trains the micro-batches of each epoch in another order, given those of the loader."""
+    """Return a loop that trains the micro-batches of each epoch in another order, given those of
+    the loader.
+    """
 
     def loop(run):
         for _ in range(run.epochs):
@@ -144,11 +154,17 @@ def _dealt(order):
 
 
 def _split(parts, weigh):
-    """Return a loop that sends parts of each micro-batch backward, given the counts of all parts of the window."""
+    """Return a loop that sends parts of each micro-batch backward, given the counts of all parts of
+    the window.
+    """
 
     def loop(run):
         for window in windows(run):
-            pieces = [map_leaves(lambda t, p=part: t[p], b) for b in window for part in parts(len(next(leaves(b))))]
+            pieces = [
+                map_leaves(lambda t, p=part: t[p], b)
+                for b in window
+                for part in parts(len(next(leaves(b))))
+            ]
             pieces = [piece for piece in pieces if run.count(piece)]
             counts = [float(run.count(piece)) for piece in pieces]
             for place, piece in enumerate(pieces):
@@ -177,14 +193,20 @@ def _rectify(run):
 
 
 def _by_elements(combine):
-    """Return a loop that combines each element from those of the micro-batches, (micro-batches, ...)."""
+    """Return a loop that combines each element from those of the micro-batches, (micro-batches,
+    ...).
+    """
 
     def loop(run):
         for window in windows(run):
             parts = [window_gradients(run, [batch]) for batch in window]
             shares = [run.count(batch) / window_count(run, window) for batch in window]
             step_with(
-                run, {p: combine(torch.stack([g[p] * s for g, s in zip(parts, shares, strict=True)])) for p in parts[0]}
+                run,
+                {
+                    p: combine(torch.stack([g[p] * s for g, s in zip(parts, shares, strict=True)]))
+                    for p in parts[0]
+                },
             )
 
     return loop
@@ -207,7 +229,9 @@ class _Tied(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.last = (torch.nn.Linear(3, 3, bias=False, dtype=torch.float64) for _ in range(2))
+        self.first, self.last = (
+            torch.nn.Linear(3, 3, bias=False, dtype=torch.float64) for _ in range(2)
+        )
         self.out = torch.nn.Linear(3, 2, dtype=torch.float64)
         self.last.weight = self.first.weight
 
@@ -217,7 +241,9 @@ class _Tied(torch.nn.Module):
 
 def _untied(run):
     for window in windows(run):
-        copies = {name: p.detach().clone().requires_grad_() for name, p in run.model.named_parameters()}
+        copies = {
+            name: p.detach().clone().requires_grad_() for name, p in run.model.named_parameters()
+        }
 
         class Copy(torch.nn.Module):
             def forward(self, *args, copies=copies):
@@ -238,12 +264,14 @@ def _once_per_name(run):
 def _adds(size):
     return then(
         lambda run: [
-            p.grad.add_(torch.linspace(1, 2, p.numel(), dtype=p.dtype), alpha=size) for p in run.model.parameters()
+            p.grad.add_(torch.linspace(1, 2, p.numel(), dtype=p.dtype), alpha=size)
+            for p in run.model.parameters()
         ]
     )
 
 
-# What a loop computes its losses from is named where it is not what the run hands over, and only there.
+# What a loop computes its losses from is named where it is not what the run hands over, and only
+# there.
 
 
 _stays_in_eval = trains(after=lambda run, step: run.model.eval())
@@ -271,7 +299,9 @@ def _trains_a_copy(run):
 
 @accumulating
 def _adversarial(run, window):
-    """Move each input along the sign of its own gradient: two losses of each micro-batch are sent backward."""
+    """Move each input along the sign of its own gradient: two losses of each micro-batch are sent
+    backward.
+    """
     for batch in window:
         x = batch["x"].clone().requires_grad_()
         (gradient,) = torch.autograd.grad(run.loss(run.model, {**batch, "x": x}), x)
@@ -316,7 +346,13 @@ def _cut(items):
     """Return a loop that leaves out an item of three, or adds one."""
 
     def cut(name, t):
-        return t[:items] if len(t) > items else torch.cat([t, t[-1:]]) if items > 2 and len(t) == 3 else t
+        return (
+            t[:items]
+            if len(t) > items
+            else torch.cat([t, t[-1:]])
+            if items > 2 and len(t) == 3
+            else t
+        )
 
     return _changes(cut)
 
@@ -336,7 +372,10 @@ def _drops_windows_at_nan(run):
 
 
 OTHER_INPUTS = {
-    "wrong-mode": {"in eval mode": _stays_in_eval, "1 of 2 in eval mode": _evaluates_at_its_last_micro_batch},
+    "wrong-mode": {
+        "in eval mode": _stays_in_eval,
+        "1 of 2 in eval mode": _evaluates_at_its_last_micro_batch,
+    },
     "other-parameters": {"of a copy": _trains_a_copy},
     "changed-batch": {
         "adversarial": _adversarial,
@@ -349,7 +388,9 @@ ONE_ITEM = {"plan": Plan((1, 1), 1)}
 NAMED = {
     "weighted-by-loss": {
         "squared": told(_by_part(lambda loss, place: loss + 0.1 * loss * loss), plan=THREE),
-        "focal": told(_by_part(lambda loss, place: loss * torch.sigmoid(loss.detach() / 50)), plan=THREE),
+        "focal": told(
+            _by_part(lambda loss, place: loss * torch.sigmoid(loss.detach() / 50)), plan=THREE
+        ),
     },
     "weighted-by-place": {
         "harmonic": told(_by_part(lambda loss, place: loss / (1 + place)), plan=THREE),
@@ -358,13 +399,22 @@ NAMED = {
     },
     "wrong-scale": {
         "a third": told(_by_part(lambda loss, place: loss / 3), plan=THREE),
-        "one target too few": told(_over(lambda counts, n: sum(counts) - len(counts)), plan=Plan((3, 4, 1), 2)),
-        "one target too many": told(_over(lambda counts, n: sum(counts) + len(counts)), plan=Plan((3, 4, 1), 2)),
-        "the largest": told(_over(lambda counts, n: max(counts) * len(counts)), plan=Plan((3, 4, 1), 2)),
+        "one target too few": told(
+            _over(lambda counts, n: sum(counts) - len(counts)), plan=Plan((3, 4, 1), 2)
+        ),
+        "one target too many": told(
+            _over(lambda counts, n: sum(counts) + len(counts)), plan=Plan((3, 4, 1), 2)
+        ),
+        "the largest": told(
+            _over(lambda counts, n: max(counts) * len(counts)), plan=Plan((3, 4, 1), 2)
+        ),
         "twice": told(_over(lambda counts, n: sum(counts), 2.0), plan=Plan((3, 4, 1), 2)),
-        # a window of one item does not tell these apart, and a probe that counts items does not show them
+        # a window of one item does not tell these apart, and a probe that counts items does not
+        # show them
         **{
-            f"an item that counts {count}, over {what}": told(_over(over), **ONE_ITEM, w=np.full(8, count))
+            f"an item that counts {count}, over {what}": told(
+                _over(over), **ONE_ITEM, w=np.full(8, count)
+            )
             for count, rows in (
                 (
                     1.25,
@@ -389,7 +439,9 @@ NAMED = {
         "a tenth": told(then(every(lambda g, p: g.mul_(0.1))), plan=Plan((1,), 1)),
         "warm-up": told(_warm_up, plan=Plan((2,), 1)),
         # a step that is not finite on the probe is no evidence on another
-        "half, and NaN on the probe": told(then(every(lambda g, p: g.mul_(0.5)), _spoils_the_probe)),
+        "half, and NaN on the probe": told(
+            then(every(lambda g, p: g.mul_(0.5)), _spoils_the_probe)
+        ),
         "one over micro-batches": _combined(lambda parts: parts.mean(0), 1, 2),
         "once per name": told(then(_once_per_name), model=lambda seed: _Tied()),
     },
@@ -407,7 +459,9 @@ NAMED = {
         # items that count 1, 3 and 2 have their mean, and one of the next micro-batch counts 1
         "of parts of the first": _parts(
             _singly,
-            lambda place, counts: sum(counts[:3]) / 3 / sum(counts) if place < 3 else counts[place] / sum(counts),
+            lambda place, counts: (
+                sum(counts[:3]) / 3 / sum(counts) if place < 3 else counts[place] / sum(counts)
+            ),
         ),
         "of two devices": _means_of_parts(lambda k: (1 / 2, 1 / 2)),
         "of three devices": _means_of_parts(lambda k: (1 / 3,) * 3),
@@ -421,7 +475,9 @@ NAMED = {
     },
     "repeated-micro-batch": {
         "three items": told(_three_items_twice, plan=Plan((1, 3), 2)),
-        "the second": told(_by_part(lambda loss, place: loss * (2 if place == 1 else 1)), plan=Plan((1, 3), 2)),
+        "the second": told(
+            _by_part(lambda loss, place: loss * (2 if place == 1 else 1)), plan=Plan((1, 3), 2)
+        ),
     },
     "other-window": {
         **{
@@ -434,21 +490,39 @@ NAMED = {
             for plan in (Plan((3, 1), 1, 2), Plan((3, 1, 2, 2), 2))
         },
         # five items of one micro-batch weigh the same: their mean is all of them
-        **{f"one late, {n} epochs": told(delayed_by_one, plan=Plan((5,), 2, epochs=n)) for n in (1, 2)},
+        **{
+            f"one late, {n} epochs": told(delayed_by_one, plan=Plan((5,), 2, epochs=n))
+            for n in (1, 2)
+        },
     },
     "no-gradient": {
-        f"{n} epochs": told(then(every(lambda g, p: g.zero_())), plan=Plan((5,), 2, epochs=n)) for n in (1, 2)
+        f"{n} epochs": told(then(every(lambda g, p: g.zero_())), plan=Plan((5,), 2, epochs=n))
+        for n in (1, 2)
     },
     "projected-gradient": {
-        **{f"the mean, {n} epochs": told(then(_means), plan=Plan((5,), 2, epochs=n)) for n in (1, 2)},
-        "means of columns": told(then(of_weight(lambda g: g.copy_(g.mean(0, keepdim=True).expand_as(g)))), y=SIGNS),
-        "without means of columns": told(then(of_weight(lambda g: g.sub_(g.mean(0, keepdim=True)))), y=SIGNS),
+        **{
+            f"the mean, {n} epochs": told(then(_means), plan=Plan((5,), 2, epochs=n))
+            for n in (1, 2)
+        },
+        "means of columns": told(
+            then(of_weight(lambda g: g.copy_(g.mean(0, keepdim=True).expand_as(g)))), y=SIGNS
+        ),
+        "without means of columns": told(
+            then(of_weight(lambda g: g.sub_(g.mean(0, keepdim=True)))), y=SIGNS
+        ),
     },
     "low-precision": {
         # what float16 loses of small gradients makes the loop no linear one
-        "float16": told(then(every(lambda g, p: g.copy_(g.half()))), TWO_SUMS.replace(plan=Plan((1,), 1))),
+        "float16": told(
+            then(every(lambda g, p: g.copy_(g.half()))), TWO_SUMS.replace(plan=Plan((1,), 1))
+        ),
         "quantised": told(
-            then(of_weight(lambda g: g.copy_((g * 127 / g.abs().max()).round() * g.abs().max() / 127))), y=SIGNS
+            then(
+                of_weight(
+                    lambda g: g.copy_((g * 127 / g.abs().max()).round() * g.abs().max() / 127)
+                )
+            ),
+            y=SIGNS,
         ),
     },
     "partial-gradient": {
@@ -462,14 +536,18 @@ NAMED = {
         "smallest": _combined(lambda parts: parts.median(0).values * 2, 1, 2),
         "largest": _combined(lambda parts: parts.amax(0), 1, 2, 2),
         "root of squares": _combined(lambda parts: parts.norm(dim=0), 1, 2),
-        "where signs agree": _combined(lambda parts: parts.sum(0) * (parts.sign().sum(0).abs() == len(parts)), 4, 4),
+        "where signs agree": _combined(
+            lambda parts: parts.sum(0) * (parts.sign().sum(0).abs() == len(parts)), 4, 4
+        ),
     },
     "first-only": {"of elements": _combined(lambda parts: parts[0], 1, 2)},
     "added-term": {
         "a penalty on the gradient": told(_penalised),
         "a constant": told(then(lambda run: [p.grad.add_(0.01) for p in run.model.parameters()])),
         **{
-            f"{size} beside tiny gradients": told(_adds(size), slopes_case(frozenset(), "float64", "cpu"))
+            f"{size} beside tiny gradients": told(
+                _adds(size), slopes_case(frozenset(), "float64", "cpu")
+            )
             for size in (1e-40, 1e-19)
         },
     },
@@ -482,14 +560,17 @@ NAMED = {
         for name, rows in OTHER_INPUTS.items()
     },
 }
-# its elements are about 1e-12, and so is what they are off by: a tiny gradient is not right at any parameters
+# its elements are about 1e-12, and so is what they are off by: a tiny gradient is not right at any
+# parameters
 NAMED["other-parameters"] |= {
     "tiny": told(_trains_a_copy, plan=Plan((2,), 1), sums=True, w=np.full(8, 2.0**-50)),
     # it is right where parameters do not move, and is no earlier step's either
     "of an average": told(_at_an_average, MOVING),
 }
 NAMED["changed-batch"] |= {
-    "a part": _parts(lambda n: [slice(0, max(1, n - 1))], lambda place, counts: counts[place] / sum(counts)),
+    "a part": _parts(
+        lambda n: [slice(0, max(1, n - 1))], lambda place, counts: counts[place] / sum(counts)
+    ),
     **{
         f"{items} items for 3, {what}": told(_cut(items), case)
         for what, case in (("case", CASE), ("probe", PROBE))
@@ -500,7 +581,8 @@ NAMED["changed-batch"] |= {
 }
 NAMED["dropped-micro-batch"] = {
     "in eval mode, which changes nothing": told(
-        _loses_the_last_in_eval, Case(dataclasses.replace(SPEC, layers=SPEC.layers[1:]), Plan((1, 3, 2), 3), seed=3)
+        _loses_the_last_in_eval,
+        Case(dataclasses.replace(SPEC, layers=SPEC.layers[1:]), Plan((1, 3, 2), 3), seed=3),
     ),
 }
 NAMED["skipped-non-finite"] = {
@@ -522,13 +604,18 @@ def test_what_is_right_there_holds():
 
 
 def test_a_wrong_weight_that_is_the_same_with_a_small_loss_is_not_blamed_on_the_loss():
-    """The window's first weighs 1.5 times in every run; the rest another weight in the third run alone."""
+    """The window's first weighs 1.5 times in every run.
+
+    The rest another weight in the third run alone.
+    """
     runs = []
 
     def changes(run):
         runs.append(run)
         factors = iter([1.5, 0.7, 1.3, 0.9, 1.1, 0.8, 0.6] * 9)
-        _by_part(lambda loss, place: loss * (next(factors) + 0.25 * (len(runs) == 3 and place > 0)))(run)
+        _by_part(
+            lambda loss, place: loss * (next(factors) + 0.25 * (len(runs) == 3 and place > 0))
+        )(run)
 
     found = check(changes, probe_case(Plan((2, 1, 3), 3))).violation
     assert len(runs) > 2

@@ -1,7 +1,8 @@
-"""A loop that steps too seldom or too often is told what it does with its windows: counted by hand on small plans.
+"""A loop that steps too seldom or too often is told what it does with its windows: counted by hand
+on small plans.
 
-Four items in micro-batches of 1, 2, 1 and a window of two make one whole window and a short one, of the third; over two
-epochs that is four steps.
+Four items in micro-batches of 1, 2, 1 and a window of two make one whole window and a short one, of
+the third; over two epochs that is four steps.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from studies.zoo import BUGS
 from tests.judge.explaining import PART_AND_WHOLE, assert_rows
 
 PLAN = Plan((1, 2, 1), 2, 2)
-REGRESSION = ProblemSpec(Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse"))
+REGRESSION = ProblemSpec(
+    Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse")
+)
 
 
 def _is_regression(run):
@@ -93,7 +96,9 @@ def _across_epochs_and_the_rest(run):
 
 
 def _across_epochs_and_ended_early(run):
-    """As transformers 4.45 trains: as many steps as the epochs have whole windows, none of which ends at an epoch's."""
+    """As transformers 4.45 trains: as many steps as the epochs have whole windows, none of which
+    ends at an epoch's.
+    """
     k = run.accumulation_steps
     _in_windows(run, _of_all_epochs(run)[: run.epochs * (len(run.loader) // k) * k], k)
 
@@ -157,7 +162,11 @@ def _twice_under_the_plan(run):
 
 def _whole_windows_under_the_plan(run):
     """Under another plan, what has no name."""
-    (_whole_windows_only if run.accumulation_steps == PLAN.accumulation_steps else _first_two_micro_batches)(run)
+    (
+        _whole_windows_only
+        if run.accumulation_steps == PLAN.accumulation_steps
+        else _first_two_micro_batches
+    )(run)
 
 
 def _one_ahead(run):
@@ -252,7 +261,9 @@ def _scaled(run):
 
 
 ONE_EACH = {n: Plan((1,) * n, 2, 2) for n in range(1, 6)}
-LOSS = Loss("cross_entropy", ignore_index=True, label_smoothing=0.0, class_weights=False, reduction="mean")
+LOSS = Loss(
+    "cross_entropy", ignore_index=True, label_smoothing=0.0, class_weights=False, reduction="mean"
+)
 CLASSES = ProblemSpec(Input("vector", size=2), (Layer("linear", bias=True, features=3),), LOSS)
 NAMED = {
     "tail-dropped": {
@@ -260,7 +271,8 @@ NAMED = {
         "whole windows of none": of(_whole_windows_only, Plan((1, 1), 3)),
         # numbers beyond 256 are no longer one object each
         "whole windows of many": of(_whole_windows_only, Plan((1,) * 515, 2)),
-        # it is the short window that this loop leaves out, and it trains nothing but its own problem
+        # it is the short window that this loop leaves out, and it trains nothing but its own
+        # problem
         "of its own problem": of(_only_regression(_whole_windows_only), Case(REGRESSION, PLAN)),
     },
     "tail-leak": {
@@ -288,7 +300,9 @@ NAMED = {
         "downhill": of(_downhill(_across_epochs)),
         "of its own problem": of(_only_regression(_across_epochs), Case(REGRESSION, PLAN)),
         "longer in the second epoch": of(_longer_in_later_epochs, Plan((1, 1, 1), 1, 2)),
-        "longer in the second epoch of a case": of(_longer_in_later_epochs, Case(REGRESSION, Plan((1, 1, 1), 1, 2))),
+        "longer in the second epoch of a case": of(
+            _longer_in_later_epochs, Case(REGRESSION, Plan((1, 1, 1), 1, 2))
+        ),
     },
     "wrong-step-count": {
         "whole windows but their last": of(_whole_windows_but_their_last),
@@ -303,7 +317,9 @@ NAMED = {
         "for ever": of(_for_ever),
         "fails on other plans": of(_fails_on_other_plans, Plan((1,) * 4, 2)),
         "fails on other plans, of a short window": of(_fails_on_other_plans, Plan((1,) * 4, 3)),
-        "the first window of its own problem": of(_only_regression(_first_window_of_all), Case(REGRESSION, PLAN)),
+        "the first window of its own problem": of(
+            _only_regression(_first_window_of_all), Case(REGRESSION, PLAN)
+        ),
         "five steps on its own problem": of(_only_regression(_five_steps), Case(REGRESSION, PLAN)),
         # held in order, they come after those of the whole run: [1], [0] after [0], [1], [2]
         "two of three, swapped": of(_two_of_three_swapped, Plan((1, 1, 1), 1, 2)),
@@ -334,10 +350,14 @@ NAMED = {
         ),
     },
     # a loss of 1 times a scale of 2**17 overflows float16, whose largest number is 65504
-    "dropped-window or skipped-by-size": {"a scaler": of(_scaled, probe_case(PLAN).replace(dtype="float32"))},
+    "dropped-window or skipped-by-size": {
+        "a scaler": of(_scaled, probe_case(PLAN).replace(dtype="float32"))
+    },
     # the loss of a micro-batch without targets is 0/0, and its gradient 0
     "skipped-non-finite": {
-        "four micro-batches": of(_skips_where(_has_nan), Case(CLASSES, Plan((2, 1, 2, 1), 2, 2, masked=(1,)))),
+        "four micro-batches": of(
+            _skips_where(_has_nan), Case(CLASSES, Plan((2, 1, 2, 1), 2, 2, masked=(1,)))
+        ),
         "many": of(_skips_where(_has_nan), Case(CLASSES, Plan((1,) * 522, 2, masked=(1,)))),
     },
 }
@@ -364,9 +384,13 @@ def test_what_a_loop_does_with_its_windows_is_told(part, golden):
         (_never, "never-stepped"),
     ],
 )
-@pytest.mark.parametrize("plan", [Plan((1,), 1), Plan((1,), 2), Plan((1, 1), 1), Plan((1, 2, 1), 2), PLAN], ids=str)
+@pytest.mark.parametrize(
+    "plan", [Plan((1,), 1), Plan((1,), 2), Plan((1, 1), 1), Plan((1, 2, 1), 2), PLAN], ids=str
+)
 def test_a_small_plan_does_not_change_the_name(loop, diagnosis, plan):
-    """On one micro-batch most of them take no step at all, and a plan on which they differ tells them apart."""
+    """On one micro-batch most of them take no step at all, and a plan on which they differ tells
+    them apart.
+    """
     instance = generated_instance(probe_case(plan))
     outcome = run_loop(loop, instance)
     if len(outcome.observations) != plan.steps:
@@ -402,7 +426,9 @@ def _misses_steps(*missed):
     ],
 )
 def test_steps_that_differ_from_run_to_run_have_no_other_name(missed, name):
-    """The run that showed the violation and the next one take equal numbers of steps, and that on the probe fewer."""
+    """The run that showed the violation and the next one take equal numbers of steps, and that on
+    the probe fewer.
+    """
     found = _diagnosis(_misses_steps(*missed), probe_case(PLAN))
     assert (found.name == "not-repeatable") == (name is not None)
     if name is None:
@@ -415,7 +441,9 @@ def _name(plan, *held):
 
 
 def test_a_fault_that_one_plan_cannot_tell_from_another_has_no_name():
-    """With one window, short, no step at all may be a tail that is dropped, and one pass of two a dropped window."""
+    """With one window, short, no step at all may be a tail that is dropped, and one pass of two a
+    dropped window.
+    """
     assert _name(Plan((1, 1), 3)) is None
     assert _name(Plan((1, 1), 2)) == "never-stepped"
     assert _name(Plan((1, 1), 2, 2), {0, 1}) == "dropped-window"
@@ -423,7 +451,10 @@ def test_a_fault_that_one_plan_cannot_tell_from_another_has_no_name():
 
 
 def test_steps_of_several_ranks_are_told_by_turns():
-    """Rank 0 has micro-batches 0, 1 and 4, 5, rank 1 has 2, 3 and 6; the windows are 0 to 3 and 4 to 6."""
+    """Rank 0 has micro-batches 0, 1 and 4, 5, rank 1 has 2, 3 and 6.
+
+    The windows are 0 to 3 and 4 to 6.
+    """
     plan = Plan((1,) * 7, 2, ranks=(4, 3))
     turns = [{0, 2}, {1, 3}, {4, 6}, {5}]
     assert plan.windows == ((0, 1, 2, 3), (4, 5, 6))
@@ -439,5 +470,9 @@ def test_a_step_that_holds_its_window_is_named_by_its_weights():
             run.loss(run.model, batch).backward()
         run.optimizer.step()
 
-    # one window of two means; under a plan of more windows the loop steps too seldom, which explains no weight here
-    assert check(one_step_of_means, Case(REGRESSION, Plan((1, 2), 2))).violation.diagnosis == "mean-of-means"
+    # one window of two means; under a plan of more windows the loop steps too seldom, which
+    # explains no weight here
+    assert (
+        check(one_step_of_means, Case(REGRESSION, Plan((1, 2), 2))).violation.diagnosis
+        == "mean-of-means"
+    )

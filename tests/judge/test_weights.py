@@ -1,6 +1,7 @@
-"""Reading weights: each known pattern, worked out by hand, has its name; sound ones have none; others are not guessed.
+"""Reading weights: each known pattern, worked out by hand, has its name; sound ones have none.
 
-The window under test is micro-batches 1 to 3, of 1, 2 and 3 items, in an epoch of five; right is 1/6 for each of them.
+Others are not guessed. The window under test is micro-batches 1 to 3, of 1, 2 and 3 items, in an
+epoch of five; right is 1/6 for each of them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ COUNTS = (2.0, 1.0, 2.0, 3.0, 4.0)
 WINDOW = (1, 2, 3)
 
 
-def _weights(*window: float, k: int = 3, epoch: int = 0, reduction: str = "mean", others=(0.0, 0.0)) -> Weights:
+def _weights(
+    *window: float, k: int = 3, epoch: int = 0, reduction: str = "mean", others=(0.0, 0.0)
+) -> Weights:
     return Weights(np.array([others[0], *window, others[1]]), COUNTS, WINDOW, k, epoch, reduction)
 
 
@@ -31,7 +34,9 @@ def _short(*window: float, counts: tuple[float, ...], k: int = 3, **options) -> 
 
 
 def _run(*steps, k, windows):
-    """Return the weights of all steps of a run over windows, each given by the weights of all micro-batches."""
+    """Return the weights of all steps of a run over windows, each given by the weights of all
+    micro-batches.
+    """
     counts = (1.0,) * sum(map(len, windows))
     epochs = [divmod(i, len(windows)) for i in range(len(steps))]
     return [
@@ -45,15 +50,22 @@ PAIRS = ((0, 1), (2, 3), (4, 5))
 
 
 def _of_counts(*factors):
-    """Return a run over windows of one micro-batch each, which count 1, 2 and 3 and weigh so many times too much."""
+    """Return a run over windows of one micro-batch each, which count 1, 2 and 3 and weigh so many
+    times too much.
+    """
     counts = (1.0, 2.0, 3.0)
     rows = np.diag([f / n for f, n in zip(factors, counts, strict=True)])
     windows = FOUR[:3]
-    return [Weights(row, counts, w, 2, 0, "mean", windows=windows) for row, w in zip(rows, windows, strict=True)]
+    return [
+        Weights(row, counts, w, 2, 0, "mean", windows=windows)
+        for row, w in zip(rows, windows, strict=True)
+    ]
 
 
 def _kept(kept, own, *, without_the_oldest=False):
-    """Return a run whose steps multiply what stands in `.grad`, and the window's own gradient, by two numbers."""
+    """Return a run whose steps multiply what stands in `.grad`, and the window's own gradient, by
+    two numbers.
+    """
     steps, left = [], np.zeros(6)
     for step in range(6):
         left = kept * left + own * np.isin(range(6), PAIRS[step % 3])
@@ -66,15 +78,36 @@ def _kept(kept, own, *, without_the_oldest=False):
 def _over_ranks(ranks, counts, factor):
     window = tuple(range(len(counts)))
     owners = tuple(j % ranks for j in window)
-    return Weights(np.full(len(counts), factor / sum(counts)), counts, window, 2, 0, "mean", owners=owners, alike=True)
+    return Weights(
+        np.full(len(counts), factor / sum(counts)),
+        counts,
+        window,
+        2,
+        0,
+        "mean",
+        owners=owners,
+        alike=True,
+    )
 
 
 def _little_off(share=1.0):
-    """Return windows that count 4 and 2, divided by 1e-9 more; the second is multiplied by a share."""
+    """Return windows that count 4 and 2, divided by 1e-9 more.
+
+    The second is multiplied by a share.
+    """
     windows = ((0, 1), (2,))
     weights = [1 / (4 + 1e-9)] * 2 + [0.0], [0.0, 0.0, share / (2 + 1e-9)]
     return [
-        Weights(np.array(observed), (1.0, 3.0, 2.0), window, 2, 0, "mean", windows=windows, tolerance=1e-13)
+        Weights(
+            np.array(observed),
+            (1.0, 3.0, 2.0),
+            window,
+            2,
+            0,
+            "mean",
+            windows=windows,
+            tolerance=1e-13,
+        )
         for window, observed in zip(windows, weights, strict=True)
     ]
 
@@ -82,18 +115,42 @@ def _little_off(share=1.0):
 def _not_set_to_0():
     """Return windows of 4, 3 and 5 items: the second divides by 4 + 3, the third by 3 + 5."""
     counts = (1.0, 3.0, 1.0, 2.0, 4.0, 1.0)
-    right = [np.isin(range(6), window) / count for window, count in zip(PAIRS, (4, 7, 8), strict=True)]
-    return [Weights(own, counts, w, 2, 0, "mean", windows=PAIRS) for w, own in zip(PAIRS, right, strict=True)]
+    right = [
+        np.isin(range(6), window) / count for window, count in zip(PAIRS, (4, 7, 8), strict=True)
+    ]
+    return [
+        Weights(own, counts, w, 2, 0, "mean", windows=PAIRS)
+        for w, own in zip(PAIRS, right, strict=True)
+    ]
 
 
 def _short_over_ranks(*, whole):
-    """Return two windows of two ranks, of which the second has one micro-batch, and is wrong; or a whole one, too."""
+    """Return two windows of two ranks, of which the second has one micro-batch, and is wrong.
+
+    Or a whole one, too.
+    """
     windows, owners = ((0, 1), (2,)), (0, 1, 1)
     own, short = (
-        Weights(np.array(observed), (1.0,) * 3, window, 1, 0, "mean", windows=windows, owners=owners, alike=True)
+        Weights(
+            np.array(observed),
+            (1.0,) * 3,
+            window,
+            1,
+            0,
+            "mean",
+            windows=windows,
+            owners=owners,
+            alike=True,
+        )
         for window, observed in zip(windows, ([0.5, 0.5, 0.0], [0.0, 0.0, 0.3]), strict=True)
     )
-    both = replace(own, window=(2, 3), owners=(0, 1, 1, 0), counts=(1.0,) * 4, observed=np.array([0, 0, 0.5, 0.5]))
+    both = replace(
+        own,
+        window=(2, 3),
+        owners=(0, 1, 1, 0),
+        counts=(1.0,) * 4,
+        observed=np.array([0, 0, 0.5, 0.5]),
+    )
     right = replace(both, accumulation_steps=2, windows=((0, 1), (2, 3)))
     return [short, own, *([right] if whole else [])]
 
@@ -122,7 +179,9 @@ NAMED = {
         "300 micro-batches": _short(*[1.0] * 300, k=int("300"), counts=(1,) * 300),
         "items are counts": replace(ITEMS, observed=np.full(3, 1 / 2), items=(1, 2, 3)),
         "one without targets": _short(1 / 8, 0.0, 1 / 8, counts=(1.0, 0.0, 3.0)),
-        "another window without targets": replace(_all(2 / 6, others=(1, 0)), counts=(0.0, *COUNTS[1:])),
+        "another window without targets": replace(
+            _all(2 / 6, others=(1, 0)), counts=(0.0, *COUNTS[1:])
+        ),
         "one that cannot be read": replace(UNREAD, observed=UNREAD.observed / 2),
         **{f"3 times in epoch {epoch}": _all((epoch + 2) / 6, epoch=epoch) for epoch in (1, 2)},
         **{f"a 7th in epoch {epoch}": _all(epoch / 6 / 7, epoch=epoch) for epoch in (1, 2)},
@@ -146,7 +205,9 @@ NAMED = {
         "minus in each window": _of_counts(-1, -1, -1),
         "10 less than the count": _of_counts(-1 / 9, -2 / 8, -3 / 7),
         "the first epoch": _run(
-            *(np.repeat(np.eye(3)[i], 2) * factor for factor in (0.5, 1.0) for i in range(3)), k=2, windows=PAIRS
+            *(np.repeat(np.eye(3)[i], 2) * factor for factor in (0.5, 1.0) for i in range(3)),
+            k=2,
+            windows=PAIRS,
         ),
     },
     "mean-of-means": {
@@ -174,12 +235,18 @@ NAMED = {
         "both others in epoch 1": _all(1 / 6, others=(1 / 2, 1 / 4), epoch=1),
         "twice in epoch 1": _all(2 / 6, epoch=1),
         **{
-            f"a trace of {trace} of a {reduction}": _all(right, reduction=reduction, others=(trace * right, 0))
+            f"a trace of {trace} of a {reduction}": _all(
+                right, reduction=reduction, others=(trace * right, 0)
+            )
             for reduction, right in (("sum", 1.0), ("mean", 1 / 6))
             for trace in (1e-6, -1e-12)
         },
-        "all before": _run([1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1], k=1, windows=FOUR),
-        "tenths": _run([1, 0, 0, 0], [0.1, 1, 0, 0], [0.01, 0.1, 1, 0], [0, 0.01, 0.1, 1], k=1, windows=FOUR),
+        "all before": _run(
+            [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1], k=1, windows=FOUR
+        ),
+        "tenths": _run(
+            [1, 0, 0, 0], [0.1, 1, 0, 0], [0.01, 0.1, 1, 0], [0, 0.01, 0.1, 1], k=1, windows=FOUR
+        ),
         "moving average": _kept(0.9, 0.1),
         "moving average without the oldest": _kept(0.9, 0.1, without_the_oldest=True),
         "halved at each reset": _kept(0.5, 1.0),
@@ -189,17 +256,29 @@ NAMED = {
     "other-window": {
         "the next one": _all(1 / 6, others=(0, 1 / 4)),
         "both others": _all(1 / 6, others=(1 / 2, 1 / 4)),
-        "one late, the first twice": _run([1, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], k=1, windows=FOUR),
+        "one late, the first twice": _run(
+            [1, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], k=1, windows=FOUR
+        ),
         "one late": _run([0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], k=1, windows=FOUR),
         "two late": _run([0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], k=1, windows=FOUR),
-        "always the first": _run([1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0], k=1, windows=FOUR),
-        "backwards": _run([0, 0, 0, 1], [0, 0, 1, 0], [0, 1, 0, 0], [1, 0, 0, 0], k=1, windows=FOUR),
-        "and the next": _run([1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1], [0, 0, 0, 1], k=1, windows=FOUR),
+        "always the first": _run(
+            [1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0], k=1, windows=FOUR
+        ),
+        "backwards": _run(
+            [0, 0, 0, 1], [0, 0, 1, 0], [0, 1, 0, 0], [1, 0, 0, 0], k=1, windows=FOUR
+        ),
+        "and the next": _run(
+            [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1], [0, 0, 0, 1], k=1, windows=FOUR
+        ),
         "two windows leave open which": _run([1, 0], [1, 0], k=1, windows=FOUR[:2]),
     },
     "wrong-windows": {
-        "one long": _run([1, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0], k=2, windows=PAIRS),
-        "one ahead": _run([0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 1], k=2, windows=PAIRS),
+        "one long": _run(
+            [1, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0], k=2, windows=PAIRS
+        ),
+        "one ahead": _run(
+            [0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 1], k=2, windows=PAIRS
+        ),
     },
     "reset-inside-window": {
         "right": _weights(0, 0, 1 / 6),
@@ -234,7 +313,9 @@ NAMED = {
         "acc = acc / 2 + share": _weights(1 / 24, 1 / 12, 1 / 6),
         "acc = 2 acc - share": _weights(-4 / 6, -2 / 6, -1 / 6),
         "of two, by K": _short(1 / 4, 1 / 6, k=2, counts=(1, 3)),
-        "of 11, whose first is small": _short(*(11.0 ** -(11 - j) for j in range(11)), k=11, counts=(1.0,) * 11),
+        "of 11, whose first is small": _short(
+            *(11.0 ** -(11 - j) for j in range(11)), k=11, counts=(1.0,) * 11
+        ),
     },
     "low-precision": {
         "float32": _all(SIXTH_IN_FLOAT32),
@@ -274,14 +355,21 @@ def _named(weights):
 
 
 def test_a_pattern_has_its_name(golden):
-    found = {(name, title): _named(weights) for name, rows in NAMED.items() for title, weights in rows.items()}
-    assert_named(golden, "judge_weights", {at: (one.name, one.explanation()) for at, one in found.items()})
+    found = {
+        (name, title): _named(weights)
+        for name, rows in NAMED.items()
+        for title, weights in rows.items()
+    }
+    assert_named(
+        golden, "judge_weights", {at: (one.name, one.explanation()) for at, one in found.items()}
+    )
 
 
 def test_the_right_weight():
     assert _all(0).expected == 1 / 6
     assert _all(0, reduction="sum").expected == 1
-    # right is 1/5 of counts 1, 3 and 1, of which the last has a gradient of 0, so that it may be there or not
+    # right is 1/5 of counts 1, 3 and 1, of which the last has a gradient of 0, so that it may be
+    # there or not
     assert UNREAD.expected == 1 / 5
     assert UNREAD.is_right
 
@@ -303,6 +391,7 @@ def test_the_right_weight():
 def test_a_longer_window_tells_what_a_window_of_two_does_not(long, short, name):
     both = _run([*long, 0, 0], [0, 0, 0, *short], k=3, windows=((0, 1, 2), (3, 4)))
     assert _named(both).name == name
-    # of two alone, what is said is right of either fault: that one is missing, or is there too often
+    # of two alone, what is said is right of either fault: that one is missing, or is there too
+    # often
     alone = _named(_run(list(short), k=2, windows=((0, 1),)))
     assert alone.name == ("repeated-micro-batch" if max(short) > 1 else "dropped-micro-batch")

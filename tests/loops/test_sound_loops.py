@@ -1,4 +1,5 @@
-"""Correct loops, written in many ways, are never reported as violated: 8 cases each, and 100 with `--full`.
+"""Correct loops, written in many ways, are never reported as violated: 8 cases each, and 100 with
+`--full`.
 
 The properties check the built-in loops, real optimizers and lower precisions in every run.
 """
@@ -11,7 +12,13 @@ import torch
 from gradcheck_suite import training_loop, verify
 from gradcheck_suite.loops.reset_modes import backward_window, windows
 from gradcheck_suite.reference import large_batch
-from studies.calibration import any_order, autograd_grad, float_shares, one_backward, scaled_and_back
+from studies.calibration import (
+    any_order,
+    autograd_grad,
+    float_shares,
+    one_backward,
+    scaled_and_back,
+)
 
 MANY = 100
 LOOPS = []
@@ -51,7 +58,13 @@ def reset_before_the_step_that_is_not_the_first(run):
 # How the window is counted
 
 
-for written_for_the_campaign in (float_shares, one_backward, any_order, autograd_grad, scaled_and_back):
+for written_for_the_campaign in (
+    float_shares,
+    one_backward,
+    any_order,
+    autograd_grad,
+    scaled_and_back,
+):
     sound(written_for_the_campaign)
 
 
@@ -107,21 +120,31 @@ def with_a_clip_above_every_norm(run):
 
 # the others are run with `--full`
 EVERY_OTHER = pytest.mark.parametrize(
-    "loop", [pytest.param(loop, marks=[pytest.mark.full] * (i % 2), id=loop.__name__) for i, loop in enumerate(LOOPS)]
+    "loop",
+    [
+        pytest.param(loop, marks=[pytest.mark.full] * (i % 2), id=loop.__name__)
+        for i, loop in enumerate(LOOPS)
+    ],
 )
 
 
 def _explanation(result) -> str:
     violation = result.violation
-    return "" if violation is None else f"{violation.explanation}\n{violation.case}\n" + "\n".join(violation.details)
+    return (
+        ""
+        if violation is None
+        else f"{violation.explanation}\n{violation.case}\n" + "\n".join(violation.details)
+    )
 
 
 @pytest.mark.parametrize(
-    "examples", [pytest.param(8, marks=pytest.mark.quick), pytest.param(MANY, marks=pytest.mark.full)]
+    "examples",
+    [pytest.param(8, marks=pytest.mark.quick), pytest.param(MANY, marks=pytest.mark.full)],
 )
 @EVERY_OTHER
 def test_a_sound_loop_is_not_reported(loop, examples):
-    # the few are the first cases of every search with the default seed, whose programs other tests compile too
+    # the few are the first cases of every search with the default seed, whose programs other tests
+    # compile too
     result = verify(loop, examples=examples, seed_value=examples // MANY)
     assert result.holds, _explanation(result)
     assert result.cases >= examples

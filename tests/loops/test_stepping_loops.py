@@ -1,4 +1,5 @@
-"""Loops that do more around a step: schedulers, clipping, scaling, averages, logging, interruption, freezing.
+"""Loops that do more around a step: schedulers, clipping, scaling, averages, logging, interruption,
+freezing.
 
 The sound forms hold under optimizers that keep a state, and the faulty ones are found and named.
 """
@@ -89,7 +90,11 @@ def scheduler_per_micro_batch_in_the_last_epoch(run):
 @sound
 def clip_and_log_at_the_windows_end(run):
     norms = []
-    trains(before=lambda *_: norms.append(torch.nn.utils.clip_grad_norm_(run.model.parameters(), math.inf)))(run)
+    trains(
+        before=lambda *_: norms.append(
+            torch.nn.utils.clip_grad_norm_(run.model.parameters(), math.inf)
+        )
+    )(run)
 
 
 def scaled_windows(run, scaler):
@@ -126,7 +131,9 @@ def disabled_scaler_updated_per_micro_batch(run):
 @sound
 def two_scalers(run):
     """One scaler is enabled and one is not; each is called once per window."""
-    scaler, disabled = (torch.amp.GradScaler(run.device.type, 2.0**8, enabled=enabled) for enabled in (True, False))
+    scaler, disabled = (
+        torch.amp.GradScaler(run.device.type, 2.0**8, enabled=enabled) for enabled in (True, False)
+    )
     for _ in scaled_windows(run, scaler):
         disabled.unscale_(run.optimizer)
         scaler.step(run.optimizer)
@@ -172,7 +179,9 @@ FAULTY["step_in_a_hook"] = step_in_a_hook, "step-per-micro-batch"
 
 
 def resumed(run, restored):
-    """Save after each micro-batch, lose everything, and go on from what `restored` reads of the checkpoint."""
+    """Save after each micro-batch, lose everything, and go on from what `restored` reads of the
+    checkpoint.
+    """
     for window in windows(run):
         run.optimizer.zero_grad()
         total = window_count(run, window)
@@ -181,7 +190,9 @@ def resumed(run, restored):
             checkpoint = {
                 "model": copy.deepcopy(run.model.state_dict()),
                 "optimizer": copy.deepcopy(run.optimizer.state_dict()),
-                "gradients": [None if p.grad is None else p.grad.clone() for p in run.model.parameters()],
+                "gradients": [
+                    None if p.grad is None else p.grad.clone() for p in run.model.parameters()
+                ],
             }
             for p in run.model.parameters():
                 p.grad = None
@@ -250,12 +261,16 @@ def test_a_faulty_loop_is_found_and_named(name):
     loop, diagnosis = FAULTY[name]
     for optimizer in OPTIMIZERS:
         names, verdicts = found(loop, optimizer)
-        assert names <= set(diagnosis.split(" or ")), [v.violation and v.violation.explanation for v in verdicts]
+        assert names <= set(diagnosis.split(" or ")), [
+            v.violation and v.violation.explanation for v in verdicts
+        ]
 
 
 def test_a_step_in_a_hook_is_sound_for_windows_of_one_micro_batch():
     for optimizer in OPTIMIZERS:
-        assert found(step_in_a_hook, optimizer, [plan.replace(accumulation_steps=1) for plan in PLANS])[0] == {None}
+        assert found(
+            step_in_a_hook, optimizer, [plan.replace(accumulation_steps=1) for plan in PLANS]
+        )[0] == {None}
 
 
 @pytest.mark.full

@@ -21,7 +21,9 @@ EVIL = "</td></script><script>window.planted=1</script><img src=x onerror=window
 
 
 def record(reports, kind, *, kinds=KINDS, **data):
-    append_record(reports, kinds[kind], data, environment=ENVIRONMENT, command=f"gradcheck-suite {kind}")
+    append_record(
+        reports, kinds[kind], data, environment=ENVIRONMENT, command=f"gradcheck-suite {kind}"
+    )
 
 
 def verdict(reports, loop, *, state="holds", **changes):
@@ -34,8 +36,12 @@ def verdict(reports, loop, *, state="holds", **changes):
 
 
 def counterexample(reports, loop="my_loop.py:train"):
-    """Store a violation of a mean of means: micro-batches of 1 and 3 items, the second window wrong in two elements."""
-    problem = ProblemSpec(Input("vector", size=1), (Layer("linear", bias=False, features=1),), Loss("mse"))
+    """Store a violation of a mean of means: micro-batches of 1 and 3 items, the second window wrong
+    in two elements.
+    """
+    problem = ProblemSpec(
+        Input("vector", size=1), (Layer("linear", bias=False, features=1),), Loss("mse")
+    )
     case = Case(problem, Plan((2, 2, 1, 3), 2, masked=(0,)))
     layout = Layout(("0.weight", "0.bias"), ((2, 3), (2,)))
     expected = np.arange(8.0)

@@ -1,4 +1,6 @@
-"""The page as text: whole from records, plain where there are none, nothing fetched, nothing of a record executed."""
+"""The page as text: whole from records, plain where there are none, nothing fetched, nothing of a
+record executed.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def html(tmp_path_factory):
     ],
 )
 def test_a_citation_has_the_repository_of_its_whole_name(cited, home):
-    assert f'"https://github.com/{home}/issues/{cited.partition("#")[2]}"' in with_links(f"see {cited}, {cited}")
+    assert f'"https://github.com/{home}/issues/{cited.partition("#")[2]}"' in with_links(
+        f"see {cited}, {cited}"
+    )
     assert with_links(f"my-{cited} x/{cited}") == f"my-{cited} x/{cited}"
 
 
@@ -84,18 +88,22 @@ def test_what_came_from_outside_is_text(html):
     assert "img" not in page.tags
     assert page.handlers == []
     assert EVIL in "".join(page.text)
-    assert "".join(page.scripts).count("window.planted=1") == EVIL.count("window.planted=1") * html.count(
-        json.dumps(EVIL)[1:-1].replace("<", "\\u003c").replace(">", "\\u003e")
-    )
+    assert "".join(page.scripts).count("window.planted=1") == EVIL.count(
+        "window.planted=1"
+    ) * html.count(json.dumps(EVIL)[1:-1].replace("<", "\\u003c").replace(">", "\\u003e"))
 
 
 def test_the_page_is_whole_and_fetches_nothing(html):
     page = read(html)
     assert page.open == []
-    outside = [link for link in page.links if not link.startswith(("#", "data:", "counterexamples/"))]
+    outside = [
+        link for link in page.links if not link.startswith(("#", "data:", "counterexamples/"))
+    ]
     issues = [f"https://github.com/{repository}/issues/" for repository in REPOSITORIES.values()]
     assert all(link.startswith(tuple(issues)) for link in outside)
-    assert all(f'<a href="{link}" rel="noreferrer">' in html for link in outside)  # followed on a click alone
+    assert all(
+        f'<a href="{link}" rel="noreferrer">' in html for link in outside
+    )  # followed on a click alone
     assert len(html.encode()) < MOST_BYTES
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)
     assert "default-src &#39;none&#39;" in policy
@@ -106,7 +114,9 @@ def test_the_page_is_whole_and_fetches_nothing(html):
 
 
 def test_a_finding_keeps_no_tag_and_no_harmful_link():
-    html = pages._markdown(f"## A\n\n{EVIL} [x](javascript:alert(1)) [y](https://a.b)\n\n| a |\n| --- |\n| b |\n")
+    html = pages._markdown(
+        f"## A\n\n{EVIL} [x](javascript:alert(1)) [y](https://a.b)\n\n| a |\n| --- |\n| b |\n"
+    )
     page = read(html)
     assert page.links == ["https://a.b"]
     assert set(page.tags) <= {"h4", "p", "a", "div", "table", "thead", "tr", "th", "tbody", "td"}

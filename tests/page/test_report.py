@@ -1,4 +1,6 @@
-"""The report on one's own records: verdicts by commit, the worst first, violations with their cases; what changed."""
+"""The report on one's own records: verdicts by commit, the worst first, violations with their
+cases; what changed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ def test_a_violated_loop_is_what_the_page_says_first(tmp_path):
     verdict(tmp_path, "zero_")
     verdict(tmp_path, "mine.py:train", state="violated", violation=BROKEN)
     report = build(tmp_path)
-    assert report.answers[0].brief == "No: 1 of 2 loops and scripts violated: mine.py:train (mean-of-means)"
+    assert (
+        report.answers[0].brief
+        == "No: 1 of 2 loops and scripts violated: mine.py:train (mean-of-means)"
+    )
     assert report.title == f"{tmp_path.parent.name}: {report.answers[0].brief}"
     assert [name for name, _ in report.answers[0].matrix.rows] == ["mine.py:train", "zero_"]
     assert not [section.key for section in report.sections if section.missing]
@@ -33,7 +38,12 @@ def test_a_violated_loop_is_what_the_page_says_first(tmp_path):
 def test_own_verdicts_stand_by_commit_with_what_changed(tmp_path, monkeypatch):
     for commit, state in (("a" * 40, "holds"), ("b" * 40, "violated")):
         run_at(tmp_path, commit, monkeypatch)
-        verdict(tmp_path, "mine.py:train", state=state, violation=BROKEN if state == "violated" else None)
+        verdict(
+            tmp_path,
+            "mine.py:train",
+            state=state,
+            violation=BROKEN if state == "violated" else None,
+        )
         verdict(tmp_path, "mine.py:other")
     first = build(tmp_path).answers[0]
     assert [column.split(",")[0] for column in first.matrix.columns] == ["bbbbbbb", "aaaaaaa"], (
@@ -60,16 +70,32 @@ def test_all_own_loops_that_hold_are_a_yes_and_an_unjudged_script_is_none(tmp_pa
 def test_the_first_screen_says_what_is_violated_and_links_to_it(tmp_path):
     verdict(tmp_path, "my_loop.py:train", state="violated", violation=BROKEN)
     counterexample(tmp_path)
-    overview = render.report_html(build(tmp_path)).partition('id="overview"')[2].partition('id="verification"')[0]
-    link = overview.partition('<a href="#violations/violation-my_loop.py-train-')[2].partition("</li>")[0]
+    overview = (
+        render.report_html(build(tmp_path))
+        .partition('id="overview"')[2]
+        .partition('id="verification"')[0]
+    )
+    link = overview.partition('<a href="#violations/violation-my_loop.py-train-')[2].partition(
+        "</li>"
+    )[0]
     assert "my_loop.py:train" in link
     assert "mean-of-means" in link
     assert "weighs 1/2" in link
 
 
 def test_the_violation_of_an_audit_has_a_page_with_its_lines(tmp_path):
-    source = {"file": "train.py", "lines": [[8, "for x in data:", ""], [9, "    (loss / 4).backward()", "backward"]]}
-    found = {**BROKEN, "step": 0, "where": "train.py:8", "backward": "train.py:9", "weights": [], "source": source}
+    source = {
+        "file": "train.py",
+        "lines": [[8, "for x in data:", ""], [9, "    (loss / 4).backward()", "backward"]],
+    }
+    found = {
+        **BROKEN,
+        "step": 0,
+        "where": "train.py:8",
+        "backward": "train.py:9",
+        "weights": [],
+        "source": source,
+    }
     record(tmp_path, "audit", loop="train.py", verdict="violated", windows=1, ranks=1, arguments=[],
            violation=found, violations=[found])  # fmt: skip
     (page,) = build(tmp_path).violations
@@ -77,7 +103,14 @@ def test_the_violation_of_an_audit_has_a_page_with_its_lines(tmp_path):
     assert page.source["lines"][1] == [9, "    (loss / 4).backward()", "backward"]
 
 
-TRAINER = {"trainer": "mine", "about": "", "package": None, "version": None, "problem": "", "why": ""}
+TRAINER = {
+    "trainer": "mine",
+    "about": "",
+    "package": None,
+    "version": None,
+    "problem": "",
+    "why": "",
+}
 
 
 def test_questions_to_trainers_stand_beside_loops(tmp_path):
@@ -87,7 +120,10 @@ def test_questions_to_trainers_stand_beside_loops(tmp_path):
     record(tmp_path, "trainer", **TRAINER, question="unequal counts", result=result)
     record(tmp_path, "trainer", **TRAINER, question="not asked", result=None)
     report = build(tmp_path)
-    assert report.answers[0].brief == "No: 1 of 2 loops and scripts violated: mine: unequal counts (mean-of-means)"
+    assert (
+        report.answers[0].brief
+        == "No: 1 of 2 loops and scripts violated: mine: unequal counts (mean-of-means)"
+    )
     assert [section.key for section in report.sections] == ["verified", "trainers", "provenance"]
 
 
@@ -121,6 +157,9 @@ def test_what_changed_between_two_folders_is_told(tmp_path, capsys):
         verdict(folder, "zero_")
     verdict(new, "zero_", state="violated", violation=BROKEN)
     assert main(["report", "--compare", str(old), str(new)]) == 0
-    assert capsys.readouterr().out == "verify\n  zero_ float64 cpu: holds -> violated (mean-of-means)\n"
+    assert (
+        capsys.readouterr().out
+        == "verify\n  zero_ float64 cpu: holds -> violated (mean-of-means)\n"
+    )
     assert main(["report", "--compare", str(old), str(old)]) == 0
     assert capsys.readouterr().out == "nothing changed\n"

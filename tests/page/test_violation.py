@@ -28,7 +28,12 @@ def test_a_stored_violation_has_its_split_its_plots_and_its_script(tmp_path):
         [(2, 1, False), (3, 3, False)],
     ]
     weights, elements = page.figures  # the bias is right
-    assert [row["weight"] for row in weights.spec["data"]["values"]] == [0.25, 0.5, 0.25, pytest.approx(1 / 6)]
+    assert [row["weight"] for row in weights.spec["data"]["values"]] == [
+        0.25,
+        0.5,
+        0.25,
+        pytest.approx(1 / 6),
+    ]
     assert elements.caption == "0.weight: 2 of 6 elements differ by more than rounding allows."
     assert dict(page.facts)["error"] == "5, where rounding allows 1e-14"
     assert "print('the script')" in page.script
@@ -112,7 +117,9 @@ def desktop(tmp_path, monkeypatch):
 def _at_a_terminal(*arguments):
     """Run a Python process whose output is a terminal, and return its exit status."""
     terminal, other_end = pty.openpty()
-    with subprocess.Popen([sys.executable, *arguments], stdout=other_end, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        [sys.executable, *arguments], stdout=other_end, stderr=subprocess.DEVNULL
+    ) as process:
         os.close(other_end)
         with contextlib.suppress(OSError):  # the terminal closes when the process ends
             while os.read(terminal, 4096):

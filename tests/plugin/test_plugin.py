@@ -28,7 +28,10 @@ from loops import *
 
 @pytest.fixture
 def run_pytest(tmp_path, monkeypatch):
-    """Return a function that runs pytest on the text of a test module; it returns the exit status and the output."""
+    """Return a function that runs pytest on the text of a test module.
+
+    It returns the exit status and the output.
+    """
     (tmp_path / "loops.py").write_text(LOOPS)
     (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
     monkeypatch.chdir(tmp_path)
@@ -44,7 +47,16 @@ def run_pytest(tmp_path, monkeypatch):
     def run(tests: str, *arguments: str) -> tuple[int, str]:
         name = f"test_user_{next(NUMBERS)}"
         (tmp_path / f"{name}.py").write_text(BEGINNING + tests)
-        command = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *plugin, *arguments, f"{name}.py"]
+        command = [
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            *plugin,
+            *arguments,
+            f"{name}.py",
+        ]
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             status = pytest.main(command)
@@ -118,7 +130,14 @@ def test_options_of_the_command_line_override_the_call(run_pytest, tmp_path):
 def test_it(verify_training_loop):
     verify_training_loop(sound, examples=3, seed=1)
 """
-    arguments = ("--gradcheck-examples", "2", "--gradcheck-seed", "5", "--gradcheck-reports", "kept")
+    arguments = (
+        "--gradcheck-examples",
+        "2",
+        "--gradcheck-seed",
+        "5",
+        "--gradcheck-reports",
+        "kept",
+    )
     assert run_pytest(tests, *arguments)[0] == 0
     ((record,), _) = read_records(tmp_path / "kept", KINDS["verify"])
     assert (record.data["examples"], record.data["cases"], record.data["seed"]) == (2, 2, 5)
@@ -141,7 +160,10 @@ def test_it(verify_training_loop):
     for folder in ("plugin", "command"):
         ((record,), problems) = read_records(tmp_path / folder, KINDS["verify"])
         assert problems == []
-        files = {path.name: path.read_text() for path in (tmp_path / folder / "counterexamples").glob("*")}
+        files = {
+            path.name: path.read_text()
+            for path in (tmp_path / folder / "counterexamples").glob("*")
+        }
         kept.append(({**record.data, "seconds": None}, record.environment, record.commit, files))
     assert kept[0] == kept[1]
     assert len(kept[0][-1]) == (0 if loop == "sound" else 2)
@@ -154,7 +176,9 @@ def test_a_finding_fails_the_test_and_blames_no_loop(run_pytest, monkeypatch):
         return replace(verify(*arguments, **options), findings=("torch and JAX differ on case 1",))
 
     monkeypatch.setattr(verification, "verify", with_finding)
-    status, text = run_pytest("def test_it(verify_training_loop):\n    verify_training_loop(sound, examples=1)\n")
+    status, text = run_pytest(
+        "def test_it(verify_training_loop):\n    verify_training_loop(sound, examples=1)\n"
+    )
     assert status == 1
     assert "sound holds, but torch and JAX disagree:\ntorch and JAX differ on case 1" in text
     assert "violated" not in text
@@ -180,7 +204,9 @@ def _train(*, reset):
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
-        torch.nn.functional.cross_entropy(model(torch.randn(3, 2)), torch.tensor([0, 1, 1])).backward()
+        torch.nn.functional.cross_entropy(
+            model(torch.randn(3, 2)), torch.tensor([0, 1, 1])
+        ).backward()
         optimizer.step()
         if reset:
             optimizer.zero_grad()
@@ -192,6 +218,9 @@ def test_the_fixture_fails_a_test_whose_training_is_violated_or_not_seen(audit_t
     assert audit.result.windows == 3
     with pytest.raises(pytest.fail.Exception, match="stale-window"), audit_training():
         _train(reset=False)
-    for options, message in (({}, r"no optimizer\.step\(\) was seen"), ({"steps": 0}, "steps: expected a positive")):
+    for options, message in (
+        ({}, r"no optimizer\.step\(\) was seen"),
+        ({"steps": 0}, "steps: expected a positive"),
+    ):
         with pytest.raises(pytest.fail.Exception, match=message), audit_training(**options):
             pass

@@ -1,4 +1,6 @@
-"""Small pairs of a torch module and a JAX port, each sound and with faults that are planted by name."""
+"""Small pairs of a torch module and a JAX port, each sound and with faults that are planted by
+name.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class Decoder(nn.Module):
@@ -36,7 +40,9 @@ class Decoder(nn.Module):
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH + 3, WIDTH)
         self.norm, self.attention, self.last = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        nn.init.zeros_(self.down.weight)  # as many do: a comparison of initial outputs sees nothing behind it
+        nn.init.zeros_(
+            self.down.weight
+        )  # as many do: a comparison of initial outputs sees nothing behind it
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.words(ids) + self.places(torch.arange(ids.shape[1]))
@@ -70,7 +76,9 @@ def decoder(fault: str = "") -> Any:
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / scale
         n = x.shape[1]
         seen = jnp.tril(jnp.ones((n, n), bool), 1 if fault == "mask-diagonal" else 0)
-        weights = jax.nn.softmax(scores if fault == "missing-mask" else jnp.where(seen, scores, -1e30))
+        weights = jax.nn.softmax(
+            scores if fault == "missing-mask" else jnp.where(seen, scores, -1e30)
+        )
         weights = jax.lax.stop_gradient(weights) if fault == "stop-gradient" else weights
         return dense(p, "attention.out", jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape))
 
@@ -78,7 +86,9 @@ def decoder(fault: str = "") -> Any:
         start = 1 if fault == "index-offset" else 0
         x = p["words.weight"][ids] + p["places.weight"][start : start + ids.shape[1]]
         x = (0 if fault == "missing-term" else x) + attend(p, norm(p, "norm", x))
-        hidden = jax.nn.gelu(dense(p, "up", norm(p, "last", x)), approximate=fault == "gelu-approximation")
+        hidden = jax.nn.gelu(
+            dense(p, "up", norm(p, "last", x)), approximate=fault == "gelu-approximation"
+        )
         return (x + dense(p, "down", hidden)) @ p["words.weight"].T
 
     return apply
@@ -106,10 +116,19 @@ def arrays(state: dict[str, Any]) -> dict[str, Any]:
     return {name: jnp.asarray(value) for name, value in state.items()}
 
 
-def pair_of(module: nn.Module, apply: Any, inputs: tuple[Any, ...], load: Any = arrays, **more: Any) -> dict[str, Any]:
+def pair_of(
+    module: nn.Module, apply: Any, inputs: tuple[Any, ...], load: Any = arrays, **more: Any
+) -> dict[str, Any]:
     """Return a pair whose parameters are loaded by a function."""
     state = {name: value.detach().numpy().copy() for name, value in module.state_dict().items()}
-    return {"module": module, "apply": apply, "params": load(state), "load": load, "inputs": inputs, **more}
+    return {
+        "module": module,
+        "apply": apply,
+        "params": load(state),
+        "load": load,
+        "inputs": inputs,
+        **more,
+    }
 
 
 def drawn(*shape: int) -> Any:
@@ -123,7 +142,11 @@ class Images(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.batch = nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.BatchNorm2d(4)
-        self.pool, self.up, self.group = nn.AvgPool2d(3, 1, 1), nn.ConvTranspose2d(4, 6, 3, 2), nn.GroupNorm(2, 6)
+        self.pool, self.up, self.group = (
+            nn.AvgPool2d(3, 1, 1),
+            nn.ConvTranspose2d(4, 6, 3, 2),
+            nn.GroupNorm(2, 6),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.group(self.up(self.pool(F.relu(self.batch(self.conv(x))))))
@@ -134,18 +157,25 @@ def images(fault: str = "", **more: Any) -> dict[str, Any]:
     torch.manual_seed(2)
 
     def convolve(x: Any, kernel: Any, **how: Any) -> Any:
-        return jax.lax.conv_general_dilated(x, kernel, dimension_numbers=("NHWC", "HWIO", "NHWC"), **how)
+        return jax.lax.conv_general_dilated(
+            x, kernel, dimension_numbers=("NHWC", "HWIO", "NHWC"), **how
+        )
 
     def apply(p: Any, x: Any) -> Any:
         padding = "SAME" if fault == "padding" else [(1, 1), (1, 1)]
         x = convolve(
-            x.transpose(0, 2, 3, 1), p["conv.weight"].transpose(2, 3, 1, 0), window_strides=(2, 2), padding=padding
+            x.transpose(0, 2, 3, 1),
+            p["conv.weight"].transpose(2, 3, 1, 0),
+            window_strides=(2, 2),
+            padding=padding,
         )
         eps = 1e-3 if fault == "eps" else 1e-5
         mean, variance = p["batch.running_mean"], p["batch.running_var"]
         if fault == "batch-statistics":
             mean, variance = (x + p["conv.bias"]).mean((0, 1, 2)), x.var((0, 1, 2))
-        x = (x + p["conv.bias"] - mean) / jnp.sqrt(variance + eps) * p["batch.weight"] + p["batch.bias"]
+        x = (x + p["conv.bias"] - mean) / jnp.sqrt(variance + eps) * p["batch.weight"] + p[
+            "batch.bias"
+        ]
         pads = [(0, 0), (1, 1), (1, 1), (0, 0)]
 
         def summed(y: Any) -> Any:
@@ -155,10 +185,19 @@ def images(fault: str = "", **more: Any) -> dict[str, Any]:
         x = summed(x) / (summed(jnp.ones_like(x)) if fault == "average-window" else 9)
         kernel = p["up.weight"].transpose(2, 3, 0, 1)
         kernel = kernel if fault == "kernel-flipped" else kernel[::-1, ::-1]
-        x = convolve(x, kernel, window_strides=(1, 1), padding=[(2, 2)] * 2, lhs_dilation=(2, 2)) + p["up.bias"]
-        groups = x.reshape(*x.shape[:3], 3, 2) if fault == "group-order" else x.reshape(*x.shape[:3], 2, 3)
+        x = (
+            convolve(x, kernel, window_strides=(1, 1), padding=[(2, 2)] * 2, lhs_dilation=(2, 2))
+            + p["up.bias"]
+        )
+        groups = (
+            x.reshape(*x.shape[:3], 3, 2)
+            if fault == "group-order"
+            else x.reshape(*x.shape[:3], 2, 3)
+        )
         axes = (1, 2, 3) if fault == "group-order" else (1, 2, 4)
-        groups = (groups - groups.mean(axes, keepdims=True)) / jnp.sqrt(groups.var(axes, keepdims=True) + 1e-5)
+        groups = (groups - groups.mean(axes, keepdims=True)) / jnp.sqrt(
+            groups.var(axes, keepdims=True) + 1e-5
+        )
         return (groups.reshape(x.shape) * p["group.weight"] + p["group.bias"]).transpose(0, 3, 1, 2)
 
     return pair_of(Images(), apply, (drawn(2, 3, 6, 6),), **more)
@@ -183,14 +222,23 @@ def recurrent(fault: str = "", *, merged: bool = False, **more: Any) -> dict[str
     def load(s: dict[str, Any]) -> dict[str, Any]:
         inner, outer = s["gru.bias_hh_l0"], s["gru.bias_ih_l0"]
         if merged:
-            inner, outer = np.where(np.arange(9) < 6, 0, inner), outer + np.where(np.arange(9) < 6, inner, 0)
-        p = {"words": s["words.weight"], "in": s["gru.weight_ih_l0"].T, "out": s["gru.weight_hh_l0"].T}
+            inner, outer = (
+                np.where(np.arange(9) < 6, 0, inner),
+                outer + np.where(np.arange(9) < 6, inner, 0),
+            )
+        p = {
+            "words": s["words.weight"],
+            "in": s["gru.weight_ih_l0"].T,
+            "out": s["gru.weight_hh_l0"].T,
+        }
         return arrays({**p, "outer": outer, "inner": inner[6:] if merged else inner})
 
     def apply(p: Any, ids: Any) -> Any:
         rows = p["words"][ids]
         rows = (
-            rows if fault == "padding-gradient" else jnp.where(ids[..., None] == 0, jax.lax.stop_gradient(rows), rows)
+            rows
+            if fault == "padding-gradient"
+            else jnp.where(ids[..., None] == 0, jax.lax.stop_gradient(rows), rows)
         )
         inner = jnp.concatenate([jnp.zeros(6), p["inner"]]) if merged else p["inner"]
 
@@ -206,7 +254,9 @@ def recurrent(fault: str = "", *, merged: bool = False, **more: Any) -> dict[str
         start = jnp.zeros((ids.shape[0], 3))
         return jax.lax.scan(step, start, rows.swapaxes(0, 1))[1].swapaxes(0, 1)
 
-    return pair_of(Recurrent(), apply, (np.random.default_rng(3).integers(0, WORDS, (2, 4)),), load, **more)
+    return pair_of(
+        Recurrent(), apply, (np.random.default_rng(3).integers(0, WORDS, (2, 4)),), load, **more
+    )
 
 
 class Head(nn.Module):
@@ -262,7 +312,9 @@ class Rotary(nn.Module):
 
 
 def rotary(fault: str = "", *, seen: Any = None, **more: Any) -> dict[str, Any]:
-    """Return a port of `Rotary` whose table is rounded to float32 in another way, and kept in float64."""
+    """Return a port of `Rotary` whose table is rounded to float32 in another way, and kept in
+    float64.
+    """
     torch.manual_seed(5)
     up = np.nextafter(ROUNDED, np.float32(2)) * (np.abs(ROUNDED) > 0) * (np.abs(ROUNDED) < 1)
     mine = np.where(up == 0, ROUNDED, up).astype(np.float64)
@@ -275,13 +327,17 @@ def rotary(fault: str = "", *, seen: Any = None, **more: Any) -> dict[str, Any]:
         def turned(y: Any) -> Any:
             a, b = jnp.split(y.reshape(*y.shape[:2], 2, 2), 2, -1)
             sines, cosines = (jnp.swapaxes(t, 1, 2) for t in (sin, cos))
-            return jnp.concatenate([a * cosines - b * sines, b * cosines + a * sines], -1).reshape(y.shape)
+            return jnp.concatenate([a * cosines - b * sines, b * cosines + a * sines], -1).reshape(
+                y.shape
+            )
 
         q, k = (turned(x @ p[f"{name}.weight"].T + p[f"{name}.bias"]) for name in ("q", "k"))
         k = jax.lax.stop_gradient(k) if fault == "stop-gradient" else k
         scores = q @ k.swapaxes(1, 2)
         earlier, padding = jnp.tril(jnp.ones((n, n), bool)), jnp.where(seen, 0.0, -1e30)[:, None]
-        if fault == "mask-value":  # a row that sees nothing sees all keys alike, and with torch's two masks some
+        if (
+            fault == "mask-value"
+        ):  # a row that sees nothing sees all keys alike, and with torch's two masks some
             scores = jnp.where(earlier & seen[:, None], scores, -1e30)
         else:
             scores = jnp.where(earlier, scores, -1e30) + padding

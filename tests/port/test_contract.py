@@ -1,4 +1,6 @@
-"""What outside code relies on: kinds of models, options, exit statuses, JSON, and one clear line for a bad pair."""
+"""What outside code relies on: kinds of models, options, exit statuses, JSON, and one clear line
+for a bad pair.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def linen_head() -> dict[str, Any]:
             return linen.Dense(3, name="last")(jnp.tanh(linen.Dense(5, name="first")(x)))
 
     def load(s: dict[str, Any]) -> dict[str, Any]:
-        return {n: {"kernel": s[f"{n}.weight"].T, "bias": s[f"{n}.bias"]} for n in ("first", "last")}
+        return {
+            n: {"kernel": s[f"{n}.weight"].T, "bias": s[f"{n}.bias"]} for n in ("first", "last")
+        }
 
     torch.manual_seed(4)
     return pair_of(Head(), Model(), (drawn(6, 4),), load)
@@ -73,7 +77,10 @@ def nnx_head() -> dict[str, Any]:
 
     class Model(nnx.Module):
         def __init__(self) -> None:
-            self.first, self.last = nnx.Linear(4, 5, rngs=nnx.Rngs(0)), nnx.Linear(5, 3, rngs=nnx.Rngs(0))
+            self.first, self.last = (
+                nnx.Linear(4, 5, rngs=nnx.Rngs(0)),
+                nnx.Linear(5, 3, rngs=nnx.Rngs(0)),
+            )
 
         def __call__(self, x: Any) -> Any:
             return self.last(jnp.tanh(self.first(x)))
@@ -82,7 +89,9 @@ def nnx_head() -> dict[str, Any]:
     module, model = Head(), Model()
     for name in ("first", "last"):
         own, other = getattr(module, name), getattr(model, name)
-        other.kernel, other.bias = (nnx.Param(jnp.asarray(v.detach().numpy())) for v in (own.weight.T, own.bias))
+        other.kernel, other.bias = (
+            nnx.Param(jnp.asarray(v.detach().numpy())) for v in (own.weight.T, own.bias)
+        )
     return {"module": module, "apply": model, "inputs": (drawn(6, 4),)}
 
 
@@ -100,7 +109,8 @@ def equinox_head() -> dict[str, Any]:
     module, key = Head(), jax.random.key(0)
     model = Model(eqx.nn.Linear(4, 5, key=key), eqx.nn.Linear(5, 3, key=key))
     values = [
-        jnp.asarray(module.state_dict()[n].numpy()) for n in ("first.weight", "first.bias", "last.weight", "last.bias")
+        jnp.asarray(module.state_dict()[n].numpy())
+        for n in ("first.weight", "first.bias", "last.weight", "last.bias")
     ]
     places = lambda m: [m.first.weight, m.first.bias, m.last.weight, m.last.bias]  # noqa: E731 - tree_at takes one
     return {"module": module, "apply": eqx.tree_at(places, model, values), "inputs": (drawn(6, 4),)}
@@ -132,7 +142,9 @@ def test_each_kind_of_model_is_judged(make):
     assert {row.how for row in sound.map} <= {"same", "transposed"}
     assert len(sound.map) == 4
     found = judge_function(lambda: swapped(make()), "faulty")
-    assert [(f.kind, f.place, f.cause) for f in found.findings] == [("forward", "", "activation")], str(found)
+    assert [(f.kind, f.place, f.cause) for f in found.findings] == [
+        ("forward", "", "activation")
+    ], str(found)
 
 
 def test_a_port_and_a_dict_with_or_without_load_get_one_verdict():
@@ -140,7 +152,9 @@ def test_a_port_and_a_dict_with_or_without_load_get_one_verdict():
     without = {k: v for k, v in made.items() if k != "load"}
     results = [judge_function(lambda g=given: g, "pair") for given in (made, Port(**made), without)]
     results.append(compare_port(Port(**made)))
-    results.append(compare_port(made["module"], made["apply"], *made["inputs"], params=made["params"]))
+    results.append(
+        compare_port(made["module"], made["apply"], *made["inputs"], params=made["params"])
+    )
     assert {r.verdict for r in results} == {"holds"}
     assert len({tuple((row.leaf, row.torch) for row in r.map) for r in results}) == 1
 
@@ -184,7 +198,10 @@ def test_no_gradient_at_all_is_a_verdict_of_its_own():
     apply = made["apply"]
     made["apply"] = lambda p, x: apply(jax.lax.stop_gradient(p), x)
     found = judge_function(lambda: made, "pair").findings
-    assert {(f.kind, f.cause) for f in found} <= {("gradient", "no-gradient"), ("gradient", "stop-gradient")}
+    assert {(f.kind, f.cause) for f in found} <= {
+        ("gradient", "no-gradient"),
+        ("gradient", "stop-gradient"),
+    }
     assert found
 
 
@@ -217,7 +234,9 @@ class Normed(nn.Module):
         return out
 
 
-@pytest.mark.parametrize(("momentum", "cause"), [(0.1, None), (0.9, "momentum-convention"), (0.01, "momentum")])
+@pytest.mark.parametrize(
+    ("momentum", "cause"), [(0.1, None), (0.9, "momentum-convention"), (0.01, "momentum")]
+)
 def test_running_statistics_after_a_step(momentum, cause):
     def apply(p: Any, x: Any) -> Any:
         mean, var = x.mean(0), x.var(0)
@@ -228,7 +247,9 @@ def test_running_statistics_after_a_step(momentum, cause):
         return (x - mean) / jnp.sqrt(var + 1e-5) * p["norm.weight"] + p["norm.bias"], new
 
     result = judge_function(lambda: pair_of(Normed(), apply, (drawn(7, 3),), train=True), "pair")
-    assert {(f.kind, f.cause) for f in result.findings} == ({("state", cause)} if cause else set()), str(result)
+    assert {(f.kind, f.cause) for f in result.findings} == (
+        {("state", cause)} if cause else set()
+    ), str(result)
     assert "running statistics" in result.judged
 
 
@@ -249,7 +270,10 @@ def test_an_accepted_cause_is_reported_and_no_fault():
 
 
 def test_a_fault_that_needs_other_inputs_is_shown_on_small_ones():
-    """The port reads the last element, torch the last one that counts; the given lengths do not tell."""
+    """The port reads the last element, torch the last one that counts.
+
+    The given lengths do not tell.
+    """
 
     class Last(nn.Module):
         def __init__(self) -> None:
@@ -274,14 +298,19 @@ def test_a_fault_that_needs_other_inputs_is_shown_on_small_ones():
 
 def test_the_map_has_the_whole_path_of_a_module_named_value():
     def load(s: Any) -> Any:
-        return {"value": {"kernel": s["first.weight"].T}, "rest": {k: v for k, v in s.items() if k != "first.weight"}}
+        return {
+            "value": {"kernel": s["first.weight"].T},
+            "rest": {k: v for k, v in s.items() if k != "first.weight"},
+        }
 
     pair = head()
 
     def apply(p: Any, x: Any) -> Any:
         return pair["apply"]({**p["rest"], "first.weight": p["value"]["kernel"].T}, x)
 
-    result = judge_function(lambda: {**pair, "apply": apply, "load": load, "params": load(pair["params"])}, "pair")
+    result = judge_function(
+        lambda: {**pair, "apply": apply, "load": load, "params": load(pair["params"])}, "pair"
+    )
     assert result.verdict == "holds", str(result)
     assert "value.kernel" in {row.leaf for row in result.map}
 
@@ -322,9 +351,15 @@ def sgd(parameters: Any) -> Any:
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "shapes": (lambda: bad(apply=lambda p, x: x[:, :2] + p["last.bias"][0]), "outputs of shapes that cannot match"),
+    "shapes": (
+        lambda: bad(apply=lambda p, x: x[:, :2] + p["last.bias"][0]),
+        "outputs of shapes that cannot match",
+    ),
     "key": (lambda: bad(module=None), "the pair has no 'module'"),
-    "misspelt": (lambda: {"input" if k == "inputs" else k: v for k, v in head().items()}, "no 'inputs', but 'input':"),
+    "misspelt": (
+        lambda: {"input" if k == "inputs" else k: v for k, v in head().items()},
+        "no 'inputs', but 'input':",
+    ),
     "kind": (lambda: bad(module=3), "module: expected a torch.nn.Module, got int"),
     "torch raises": (lambda: bad(module=Fails()), "the torch module raised ValueError"),
     "no line": (lambda: bad(apply=jax.nn.relu), "the JAX side raised TypeError: The input"),

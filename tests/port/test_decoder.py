@@ -1,4 +1,6 @@
-"""A decoder and faults planted in its port: each is found, placed and named, and the sound port is not blamed."""
+"""A decoder and faults planted in its port: each is found, placed and named, and the sound port is
+not blamed.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ def test_a_sound_port_holds_and_says_which_planted_fault_was_found():
 
 
 @pytest.mark.parametrize(
-    ("fault", "place"), [pytest.param(*one, marks=[pytest.mark.full] * (i % 2)) for i, one in enumerate(FAULTS)]
+    ("fault", "place"),
+    [pytest.param(*one, marks=[pytest.mark.full] * (i % 2)) for i, one in enumerate(FAULTS)],
 )
 def test_a_planted_fault_is_found_placed_and_named(fault, place):
     result = judge_function(lambda: decoder_pair(fault), fault)

@@ -53,11 +53,15 @@ def call(matching: Matching, name: str) -> int:
     return next(i for i, c in enumerate(matching.program.calls) if c.name == name)
 
 
-@pytest.mark.parametrize(("name", "moves"), [("t", True), ("relu", True), ("addmm", False), ("mean", False)])
+@pytest.mark.parametrize(
+    ("name", "moves"), [("t", True), ("relu", True), ("addmm", False), ("mean", False)]
+)
 def test_a_call_moves_numbers_where_its_result_has_no_others(name, moves):
     matching = matched()
     index = call(matching, name)
-    assert only_moves(matching.program.calls[index], matching.run.seen[index], matching.run) is moves
+    assert (
+        only_moves(matching.program.calls[index], matching.run.seen[index], matching.run) is moves
+    )
 
 
 def test_a_result_in_another_layout_is_matched():
@@ -70,7 +74,10 @@ def test_numbers_that_torch_has_too_explain_nothing():
     """A change that returns the operand is no explanation: both sides have it."""
     plain = matched()
     index = call(plain, "addmm")
-    old, other = plain.run.seen[index], torch.as_tensor(np.random.default_rng(1).normal(size=(3, 5)))
+    old, other = (
+        plain.run.seen[index],
+        torch.as_tensor(np.random.default_rng(1).normal(size=(3, 5))),
+    )
     both = matched(old[0].numpy(), other.numpy())
     assert both.is_new([other], old)
     assert not both.is_new(old, old)
@@ -120,20 +127,32 @@ def test_every_cause_that_is_tried_is_in_the_table():
 
 @pytest.mark.parametrize(("factor", "believed"), [(1.0, True), (2.0, False)])
 def test_a_change_has_to_explain_another_state_too(factor, believed):
-    """A sum with one number has the port's values at one state; at another one the port multiplies, or adds, too."""
+    """A sum with one number has the port's values at one state.
+
+    At another one the port multiplies, or adds, too.
+    """
     sides = []
     for seed, scale in ((0, 1.0), (1, factor)):
         torch.manual_seed(seed)
         program = TorchProgram(Small(), (X,), (), {}, lambda out: (out, out.sum()))
         run = Repairs().run(program)
-        theirs = (scale * run.seen[next(i for i, c in enumerate(program.calls) if c.name == "addmm")][0] + 0.3).relu()
+        theirs = (
+            scale * run.seen[next(i for i, c in enumerate(program.calls) if c.name == "addmm")][0]
+            + 0.3
+        ).relu()
         out = theirs.mean(0)
         values = [X, theirs.numpy(), out.numpy()]
         sides.append((program, run, Side(values, [None] * 3, [out.numpy()], float(out.sum()))))
     (program, run, side), (other, _, elsewhere) = sides
     index = next(i for i, c in enumerate(program.calls) if c.name == "addmm")
     search = Search(
-        program, Matching(program, run, side), Repairs(), False, 1e-9, WHOLE, [Witness(other, elsewhere, 1e-9)]
+        program,
+        Matching(program, run, side),
+        Repairs(),
+        False,
+        1e-9,
+        WHOLE,
+        [Witness(other, elsewhere, 1e-9)],
     )
     hypothesis = Hypothesis("constant", "", {index: of_result(lambda o: o + 0.3)})
     found = search.test(index, hypothesis)
@@ -186,7 +205,9 @@ def test_a_search_that_the_clock_stops_names_nothing(stopped):
     program, run, index, before = gained()
     middle = before * 0.7123
     values = [X, before.numpy(), np.array([0.7123]), middle.numpy(), middle.numpy() + 1]
-    matching = Matching(program, run, Side(values, [None] * 5, [values[-1]], float(values[-1].sum())))
+    matching = Matching(
+        program, run, Side(values, [None] * 5, [values[-1]], float(values[-1].sum()))
+    )
     search = Search(program, matching, Repairs(), False, 1e-9, WHOLE)
 
     def other_number(search: Search, place: int) -> Any:
@@ -204,7 +225,9 @@ def test_a_slow_machine_names_what_a_fast_one_does(monkeypatch):
     """The search takes half a second, and half a minute by this clock."""
     clock = time.process_time
     monkeypatch.setattr(time, "process_time", lambda: 100 * clock())
-    assert [f.cause for f in judge_function(lambda: rotary("base"), "pair").findings] == ["constant"]
+    assert [f.cause for f in judge_function(lambda: rotary("base"), "pair").findings] == [
+        "constant"
+    ]
 
 
 def test_a_judgement_that_the_clock_stops_says_what_was_not_judged(monkeypatch):

@@ -1,4 +1,7 @@
-"""Faults of what is done in which order, at which index, and at every step; and optimizers of another kind."""
+"""Faults of what is done in which order, at which index, and at every step.
+
+And optimizers of another kind.
+"""
 
 from __future__ import annotations
 
@@ -59,17 +62,28 @@ class Pooled(nn.Module):
         x = self.conv(x)
         if self.first == "norm":
             return self.last(self.norm(x.movedim(1, -1)).mean((1, 2)))
-        return self.last(self.norm(x.mean((2, 3))) if self.first == "mean" else F.gelu(F.avg_pool2d(x, 2)).mean((2, 3)))
+        return self.last(
+            self.norm(x.mean((2, 3)))
+            if self.first == "mean"
+            else F.gelu(F.avg_pool2d(x, 2)).mean((2, 3))
+        )
 
 
 @pytest.mark.parametrize("first", ["norm", "mean", "pool"])
 def test_a_pooling_on_the_other_side_of_a_norm_or_an_activation(first):
     def apply(p: Any, x: Any) -> Any:
-        x = jax.lax.conv_general_dilated(x, p["conv.weight"], (1, 1), "VALID") + p["conv.bias"][:, None, None]
+        x = (
+            jax.lax.conv_general_dilated(x, p["conv.weight"], (1, 1), "VALID")
+            + p["conv.bias"][:, None, None]
+        )
         if first == "pool":
             parts = jax.nn.gelu(x, approximate=False).reshape(*x.shape[:2], 2, 2, 2, 2)
             return dense(p, "last", parts.mean((3, 5)).mean((2, 3)))
-        pooled = norm(p, x.mean((2, 3))) if first == "norm" else norm(p, jnp.moveaxis(x, 1, -1)).mean((1, 2))
+        pooled = (
+            norm(p, x.mean((2, 3)))
+            if first == "norm"
+            else norm(p, jnp.moveaxis(x, 1, -1)).mean((1, 2))
+        )
         return dense(p, "last", pooled)
 
     place = "norm" if first == "norm" else ""
@@ -92,7 +106,8 @@ class Edges(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("fault", "cause"), [(None, ""), ("at source", "other-input"), ("read", "other-input"), ("maximum", "reduction")]
+    ("fault", "cause"),
+    [(None, ""), ("at source", "other-input"), ("read", "other-input"), ("maximum", "reduction")],
 )
 def test_a_graph_that_is_reduced_otherwise(fault, cause):
     def apply(p: Any, x: Any, source: Any, target: Any) -> Any:
@@ -137,11 +152,17 @@ class Decayed(nn.Module):
 def test_a_state_that_decays_or_is_corrected_otherwise(mine, theirs, decay, cause):
     def apply(p: Any, x: Any) -> Any:
         x = jnp.moveaxis(dense(p, "first", x), 1, 0)
-        _, states = jax.lax.scan(lambda old, now: ((decay * old + 0.1 * now),) * 2, jnp.zeros_like(x[0]), x)
-        states = states / (1 - 0.9 ** jnp.arange(1, len(x) + 1))[:, None, None] if theirs else states
+        _, states = jax.lax.scan(
+            lambda old, now: ((decay * old + 0.1 * now),) * 2, jnp.zeros_like(x[0]), x
+        )
+        states = (
+            states / (1 - 0.9 ** jnp.arange(1, len(x) + 1))[:, None, None] if theirs else states
+        )
         return dense(p, "last", jnp.moveaxis(states, 0, 1))
 
-    assert found(pair_of(Decayed(mine), apply, (drawn(2, 5, 3),))) == ([("", cause)] if cause else [])
+    assert found(pair_of(Decayed(mine), apply, (drawn(2, 5, 3),))) == (
+        [("", cause)] if cause else []
+    )
 
 
 def test_the_maximum_of_two_in_place_of_the_minimum():

@@ -1,4 +1,7 @@
-"""Faults planted in ports of convolutions, recurrent layers, losses and optimizers; and sound ones in other forms."""
+"""Faults planted in ports of convolutions, recurrent layers, losses and optimizers.
+
+And sound ones in other forms.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,10 @@ def test_two_biases_in_one_leaf_hold_and_their_map_is_linear():
 
 @pytest.mark.full
 def test_two_biases_in_one_leaf_step_as_one():
-    made: dict[str, Any] = {"torch_optimizer": lambda p: torch.optim.SGD(p, 0.1), "jax_optimizer": optax.sgd(0.1)}
+    made: dict[str, Any] = {
+        "torch_optimizer": lambda p: torch.optim.SGD(p, 0.1),
+        "jax_optimizer": optax.sgd(0.1),
+    }
     is_one_finding(verdict(recurrent, merged=True, **made), "update", "gru", "merged-biases")
 
 
@@ -90,7 +96,9 @@ EVERY_OTHER, RARE = np.arange(18.0).reshape(6, 3) % 2, np.array([2.0, 0.5, 3.0])
 
 
 def multilabel(out: Any, y: Any) -> Any:
-    return F.binary_cross_entropy_with_logits(out, torch.tensor(EVERY_OTHER), pos_weight=torch.tensor(RARE))
+    return F.binary_cross_entropy_with_logits(
+        out, torch.tensor(EVERY_OTHER), pos_weight=torch.tensor(RARE)
+    )
 
 
 def triplets(out: Any, y: Any) -> Any:
@@ -171,7 +179,10 @@ read_by_numpy = optax.GradientTransformation(
 )
 exact_clip = optax.GradientTransformation(
     lambda params: optax.EmptyState(),
-    lambda u, s, p=None: (jax.tree.map(lambda g: g * jnp.minimum(1, 1 / (optax.tree.norm(u) + 1e-6)), u), s),
+    lambda u, s, p=None: (
+        jax.tree.map(lambda g: g * jnp.minimum(1, 1 / (optax.tree.norm(u) + 1e-6)), u),
+        s,
+    ),
 )
 
 
@@ -217,7 +228,9 @@ class Warming(torch.optim.SGD):
 
 
 def test_a_schedule_of_a_subclass_whose_base_class_calls_the_hooks_too():
-    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)  # from here on its `step` calls hooks
+    torch.optim.SGD(
+        [torch.nn.Parameter(torch.zeros(1))], 0.1
+    )  # from here on its `step` calls hooks
     made = {
         "torch_optimizer": lambda p: Warming(p, 0.1, momentum=0.9),
         "jax_optimizer": optax.sgd(lambda step: 0.1 * jnp.minimum(1.0, step / 4), 0.9),
@@ -242,7 +255,10 @@ def test_the_steps_of_a_parameter_without_elements():
         return x @ p["map.weight"].T + p["map.bias"]
 
     clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
-    made: dict[str, Any] = {"torch_optimizer": lambda p: torch.optim.Adam(p, 1e-2), "jax_optimizer": clipped}
+    made: dict[str, Any] = {
+        "torch_optimizer": lambda p: torch.optim.Adam(p, 1e-2),
+        "jax_optimizer": clipped,
+    }
     result = verdict(lambda: pair_of(Without(), apply, (drawn(5, 4),), **made))
     is_one_finding(result, "update", "optimizer", "clipping")
 
@@ -264,7 +280,9 @@ class FrozenTable(torch.nn.Module):
         super().__init__()
         self.words, self.out = torch.nn.Embedding(7, 4), torch.nn.Linear(4, 4)
         angles = torch.arange(6.0)[:, None] / torch.tensor([1.0, 100.0])
-        self.places = torch.nn.Parameter(torch.cat([angles.sin(), angles.cos()], 1), requires_grad=grad)
+        self.places = torch.nn.Parameter(
+            torch.cat([angles.sin(), angles.cos()], 1), requires_grad=grad
+        )
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.out(self.words(ids) + self.places[: ids.shape[1]])
@@ -281,7 +299,11 @@ def test_a_frozen_parameter_that_the_port_computes_is_a_table(grad, expected):
         table = np.concatenate([np.sin(angles), np.cos(angles)], 1)
 
         def load(state: dict[str, Any]) -> dict[str, Any]:
-            return {"words": state["words.weight"], "kernel": state["out.weight"].T, "bias": state["out.bias"]}
+            return {
+                "words": state["words.weight"],
+                "kernel": state["out.weight"].T,
+                "bias": state["out.bias"],
+            }
 
         def apply(p: Any, ids: Any) -> Any:
             return (p["words"][ids] + jnp.asarray(table)[: ids.shape[1]]) @ p["kernel"] + p["bias"]
@@ -323,7 +345,9 @@ def triplet(o: Any, eps: float, margin: float) -> Any:
     return jnp.maximum(near - far + margin, 0).mean()
 
 
-@pytest.mark.parametrize(("eps", "margin", "cause"), [(1e-6, 0.3, None), (0.0, 0.3, "eps"), (1e-6, 0.5, "constant")])
+@pytest.mark.parametrize(
+    ("eps", "margin", "cause"), [(1e-6, 0.3, None), (0.0, 0.3, "eps"), (1e-6, 0.5, "constant")]
+)
 def test_a_loss_whose_hinge_does_not_bind_at_the_given_inputs(eps, margin, cause):
     def make() -> Any:
         x = drawn(4, 5)
@@ -344,7 +368,9 @@ def test_a_loss_whose_hinge_does_not_bind_at_the_given_inputs(eps, margin, cause
         def apply(p: Any, *given: Any) -> Any:
             return tuple(g @ p["map.weight"].T + p["map.bias"] for g in given)
 
-        return pair_of(Three(), apply, (x, x + drawn(1, 5) / 100, 30 * drawn(4, 5)[::-1].copy()), **one)
+        return pair_of(
+            Three(), apply, (x, x + drawn(1, 5) / 100, 30 * drawn(4, 5)[::-1].copy()), **one
+        )
 
     result = verdict(make)
     assert [f.cause for f in result.findings] == ([] if cause is None else [cause]), str(result)
@@ -427,7 +453,10 @@ def test_keys_and_values_of_a_fused_projection_that_are_exchanged():
 
     def apply(p: Any, x: Any, y: Any) -> Any:
         w, b = (jnp.split(p[f"attention.in_proj_{n}"], 3) for n in ("weight", "bias"))
-        q, k, v = ((a @ w[i].T + b[i]).reshape(*a.shape[:2], 2, 2).swapaxes(1, 2) for i, a in enumerate((x, y, y)))
+        q, k, v = (
+            (a @ w[i].T + b[i]).reshape(*a.shape[:2], 2, 2).swapaxes(1, 2)
+            for i, a in enumerate((x, y, y))
+        )
         out = jax.nn.softmax(q @ k.swapaxes(2, 3) / np.sqrt(2)) @ v
         out = out.swapaxes(1, 2).reshape(x.shape)
         return out @ p["attention.out_proj.weight"].T + p["attention.out_proj.bias"]
@@ -450,7 +479,9 @@ class Gated(torch.nn.Module):
 
 def test_a_stopped_layer_is_one_finding():
     def apply(p: Any, x: Any) -> Any:
-        gate = jax.lax.stop_gradient((x @ p["gate.weight"].T + p["gate.bias"]).max(1, keepdims=True))
+        gate = jax.lax.stop_gradient(
+            (x @ p["gate.weight"].T + p["gate.bias"]).max(1, keepdims=True)
+        )
         return x * gate @ p["last.weight"].T + p["last.bias"]
 
     result = verdict(lambda: pair_of(Gated(), apply, (drawn(2, 4, 3),)))
@@ -480,7 +511,12 @@ def test_the_same_stop_gradient_in_each_layer_is_one_finding():
             x = jax.lax.stop_gradient(x) - inner
         return x
 
-    is_one_finding(verdict(lambda: pair_of(Layers(), apply, (np.arange(5)[None],))), "gradient", "", "stop-gradient")
+    is_one_finding(
+        verdict(lambda: pair_of(Layers(), apply, (np.arange(5)[None],))),
+        "gradient",
+        "",
+        "stop-gradient",
+    )
 
 
 class Codes(torch.nn.Module):
@@ -501,7 +537,9 @@ def test_stop_gradients_on_the_other_sides():
         z, stop = x @ p["map.weight"].T + p["map.bias"], jax.lax.stop_gradient
         return (stop(z) - p["code"]) ** 2 / 4 + (stop(p["code"]) - z) ** 2
 
-    is_one_finding(verdict(lambda: pair_of(Codes(), apply, (drawn(2, 4),))), "gradient", "", "stop-gradient")
+    is_one_finding(
+        verdict(lambda: pair_of(Codes(), apply, (drawn(2, 4),))), "gradient", "", "stop-gradient"
+    )
 
 
 class Cosine(torch.nn.Module):
@@ -522,7 +560,11 @@ def test_an_epsilon_inside_of_the_root_and_another_order(fault):
         x = x @ p["map.weight"].T + p["map.bias"]
         x = x[jnp.argsort(x[:, 0] if fault == "reversed" else -x[:, 0])]
         squares = (x**2).sum(-1, keepdims=True)
-        return x / (jnp.sqrt(squares + 1e-6) if fault == "eps-place" else jnp.maximum(jnp.sqrt(squares), 1e-3))
+        return x / (
+            jnp.sqrt(squares + 1e-6)
+            if fault == "eps-place"
+            else jnp.maximum(jnp.sqrt(squares), 1e-3)
+        )
 
     result = verdict(lambda: pair_of(Cosine(), apply, (drawn(5, 4),)))
     assert [f.cause for f in result.findings] == ([] if fault is None else [fault]), str(result)
@@ -554,7 +596,9 @@ def test_a_state_that_starts_in_float32(fault):
             h = h if fault else jnp.tanh(h)
             return h, h
 
-        return jax.lax.scan(step, jnp.zeros((len(x), 3), jnp.float32), x.swapaxes(0, 1))[1].swapaxes(0, 1)
+        return jax.lax.scan(step, jnp.zeros((len(x), 3), jnp.float32), x.swapaxes(0, 1))[
+            1
+        ].swapaxes(0, 1)
 
     result = verdict(lambda: pair_of(Cell(), apply, (drawn(2, 4, 3),)))
     found = [f.cause for f in result.findings if f.kind != "precision"]
@@ -562,7 +606,9 @@ def test_a_state_that_starts_in_float32(fault):
 
 
 class Places(torch.nn.Module):
-    """Embeddings of words and of positions that do not count padding, and an attention over all of them."""
+    """Embeddings of words and of positions that do not count padding, and an attention over all of
+    them.
+    """
 
     def __init__(self) -> None:
         super().__init__()

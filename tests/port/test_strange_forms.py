@@ -1,4 +1,6 @@
-"""Pairs of unusual forms: complex parameters, parameters of 16 bits, masked kernels, shifts, hard gates."""
+"""Pairs of unusual forms: complex parameters, parameters of 16 bits, masked kernels, shifts, hard
+gates.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def test_a_port_that_keeps_its_parameters_in_16_bits_holds():
         return {name: jnp.asarray(value, jnp.bfloat16) for name, value in state.items()}
 
     given = head()
-    result = verdict(pair_of, given["module"], lambda p, x: given["apply"](p, x), given["inputs"], load=load)
+    result = verdict(
+        pair_of, given["module"], lambda p, x: given["apply"](p, x), given["inputs"], load=load
+    )
     assert not [f for f in result.findings if f.kind != "precision"]
 
 
@@ -68,10 +72,14 @@ def test_a_masked_convolution_that_sees_the_present():
     def apply(p: Any, x: Any) -> Any:
         mask = jnp.array([1.0, 1, 1, 0, 0])[:, None, None] * jnp.ones((1, 2, 3))
         kernel = p["conv.weight"].transpose(2, 1, 0) * mask
-        y = jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=("NCH", "HIO", "NCH"))
+        y = jax.lax.conv_general_dilated(
+            x, kernel, (1,), "SAME", dimension_numbers=("NCH", "HIO", "NCH")
+        )
         return y + p["conv.bias"][:, None]
 
-    is_one_finding(verdict(pair_of, Masked(), apply, (drawn(2, 2, 7),)), "forward", "", "mask-elements")
+    is_one_finding(
+        verdict(pair_of, Masked(), apply, (drawn(2, 2, 7),)), "forward", "", "mask-elements"
+    )
 
 
 class Shift(nn.Module):
@@ -90,7 +98,9 @@ def test_a_shift_that_brings_the_last_step_to_the_front():
         before = jnp.roll(x, 1, 1)
         return jnp.tanh(before + (x - before) * p["mix"])
 
-    is_one_finding(verdict(pair_of, Shift(), apply, (drawn(2, 5, 4),)), "forward", "shift", "padding-mode")
+    is_one_finding(
+        verdict(pair_of, Shift(), apply, (drawn(2, 5, 4),)), "forward", "shift", "padding-mode"
+    )
 
 
 class Gate(nn.Module):
@@ -112,7 +122,9 @@ def test_a_hard_gate_holds_although_its_backward_is_rounded(inplace):
 
 
 def test_a_mean_of_a_divergence_in_place_of_a_sum():
-    """The plain sum is one of the port's numbers, and torch's loss: the temperature cancels the number of rows."""
+    """The plain sum is one of the port's numbers, and torch's loss: the temperature cancels the
+    number of rows.
+    """
 
     def torch_loss(out: Any, y: Any) -> Any:
         return F.kl_div(F.log_softmax(out / 2, -1), F.softmax(y / 2, -1), reduction="batchmean") * 4
@@ -124,7 +136,14 @@ def test_a_mean_of_a_divergence_in_place_of_a_sum():
     torch.manual_seed(0)
     module = nn.Linear(3, 5)
     more = {"targets": (drawn(4, 5),), "torch_loss": torch_loss, "jax_loss": jax_loss}
-    result = verdict(pair_of, module, lambda p, x: x @ p["weight"].T + p["bias"], (drawn(4, 3),), load=arrays, **more)
+    result = verdict(
+        pair_of,
+        module,
+        lambda p, x: x @ p["weight"].T + p["bias"],
+        (drawn(4, 3),),
+        load=arrays,
+        **more,
+    )
     is_one_finding(result, "forward", "loss", "reduction")
 
 
@@ -141,7 +160,9 @@ class Reader(nn.Module):
 
 @pytest.mark.full
 def test_the_state_of_the_first_of_two_layers():
-    """The whole second layer is lost, and nothing is wrong there: what reads it should be looked at before."""
+    """The whole second layer is lost, and nothing is wrong there: what reads it should be looked at
+    before.
+    """
 
     def apply(p: Any, x: Any) -> Any:
         h = jnp.zeros((x.shape[0], 4))
@@ -187,11 +208,15 @@ def test_windows_of_a_pooling_to_a_size_that_does_not_divide(spans, cause):
 def test_an_instance_norm_over_all_channels():
     def apply(p: Any, x: Any) -> Any:
         x = mixed(p, x)
-        x = (x - x.mean((1, 2, 3), keepdims=True)) / jnp.sqrt(x.var((1, 2, 3), keepdims=True) + 1e-5)
+        x = (x - x.mean((1, 2, 3), keepdims=True)) / jnp.sqrt(
+            x.var((1, 2, 3), keepdims=True) + 1e-5
+        )
         return x * p["1.weight"][:, None, None] + p["1.bias"][:, None, None]
 
     module = nn.Sequential(nn.Conv2d(2, 3, 1), nn.InstanceNorm2d(3, affine=True))
-    is_one_finding(verdict(pair_of, module, apply, (drawn(2, 2, 4, 4),)), "forward", "1", "norm-axis")
+    is_one_finding(
+        verdict(pair_of, module, apply, (drawn(2, 2, 4, 4),)), "forward", "1", "norm-axis"
+    )
 
 
 class LastWord(nn.Module):
@@ -211,7 +236,9 @@ def test_the_last_position_in_place_of_the_last_word(pads):
         out = p["words.weight"][ids] @ p["last.weight"].T + p["last.bias"]
         return out[jnp.arange(len(ids)), (ids != 0).sum(1) - 1] if pads else out[:, -1]
 
-    result = verdict(pair_of, LastWord(), apply, (np.array([[3, 7, 0, 0], [5, 2, 8, 1], [4, 6, 2, 0]]),))
+    result = verdict(
+        pair_of, LastWord(), apply, (np.array([[3, 7, 0, 0], [5, 2, 8, 1], [4, 6, 2, 0]]),)
+    )
     if pads:
         assert result.verdict == "holds", str(result)
         return
@@ -224,7 +251,9 @@ def test_drawn_ids_are_padded_as_the_given_ones(kind, step):
     given, rng = np.array([[3, 5, 0, 0], [2, 4, 6, 1]])[:, ::step], np.random.default_rng(0)
     found = [resampled(given, rng, kind)[:, ::step] for _ in range(20)]
     assert any((ids == 0).any() for ids in found)
-    assert all((np.diff((ids == 0).astype(int), axis=1) >= 0).all() and ids.max() <= 6 for ids in found)
+    assert all(
+        (np.diff((ids == 0).astype(int), axis=1) >= 0).all() and ids.max() <= 6 for ids in found
+    )
 
 
 class Continued(nn.Module):

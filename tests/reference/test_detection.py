@@ -1,4 +1,6 @@
-"""The smallest error that the whole bound finds, by how much the contributions of an element cancel."""
+"""The smallest error that the whole bound finds, by how much the contributions of an element
+cancel.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from gradcheck_suite.reference.large_batch import Reference
 from gradcheck_suite.run.instance import generated_instance
 
 LINEAR = Layer("linear", bias=True, features=3)
-SPEC = ProblemSpec(Input("vector", size=3), (LINEAR, Layer("tanh"), LINEAR), Loss("mse", reduction="mean"))
+SPEC = ProblemSpec(
+    Input("vector", size=3), (LINEAR, Layer("tanh"), LINEAR), Loss("mse", reduction="mean")
+)
 CASES = [Case(SPEC, Plan((3, 5, 4, 4, 1, 2, 6, 3), 4), seed=seed) for seed in range(20)]
 STATED = {
     "float32": {
@@ -20,7 +24,12 @@ STATED = {
         (3, 10): (7.9e-6, 3.3e-5),
         (10, 100): (2.8e-5, 1.4e-4),
     },
-    "bfloat16": {(1, 1.01): (0.076, 0.14), (1.01, 3): (0.099, 0.36), (3, 10): (0.28, 1.1), (10, 100): (1.0, 5.3)},
+    "bfloat16": {
+        (1, 1.01): (0.076, 0.14),
+        (1.01, 3): (0.099, 0.36),
+        (3, 10): (0.28, 1.1),
+        (10, 100): (1.0, 5.3),
+    },
 }
 """By dtype and cancellation the first and the ninth decile of `docs/bounds.md`: sizes of the smallest error found,
 relative to the element. The cancellation of an element is the sum of the absolute contributions of the micro-batches
@@ -28,7 +37,9 @@ over its absolute value, which is 1 where all contributions have one sign."""
 
 
 def _planted(dtype, case):
-    """Yield each window of a case, its elements' cancellations, and whether it finds one element's error of a size."""
+    """Yield each window of a case, its elements' cancellations, and whether it finds one element's
+    error of a size.
+    """
     reference = Reference(generated_instance(case.replace(dtype=dtype)))
 
     def rounded(values):
@@ -50,7 +61,9 @@ def _planted(dtype, case):
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", STATED)
 def test_errors_are_found_down_to_the_stated_sizes(dtype):
-    """At 1.25 times the ninth decile 90% of the errors are found, and at 0.8 times the first decile at most 10%."""
+    """At 1.25 times the ninth decile 90% of the errors are found, and at 0.8 times the first decile
+    at most 10%.
+    """
     small, large = {}, {}
     for case in CASES:
         for cancellations, is_found in _planted(dtype, case):

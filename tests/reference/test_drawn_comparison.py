@@ -1,11 +1,20 @@
-"""How often rounding errors are drawn before two gradients differ: as often as it takes, and never more."""
+"""How often rounding errors are drawn before two gradients differ: as often as it takes, and never
+more.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from gradcheck_suite.core.comparison import DRAWS, FEW_DRAWS, MANY_DRAWS, RARE_DRAWS, Comparison, Layout
+from gradcheck_suite.core.comparison import (
+    DRAWS,
+    FEW_DRAWS,
+    MANY_DRAWS,
+    RARE_DRAWS,
+    Comparison,
+    Layout,
+)
 from gradcheck_suite.reference.large_batch import compare_within, is_rarely_rounding
 
 pytestmark = pytest.mark.usefixtures("many_draws")
@@ -41,7 +50,9 @@ def _evidence(error, length=2):
     """Return a comparison whose second element is wrong by an error; its first is right."""
     observed = np.zeros(length)
     observed[1] = error
-    return Comparison(Layout(("w",), ((length,),)), np.zeros(length), observed, np.full(length, QUICK))
+    return Comparison(
+        Layout(("w",), ((length,),)), np.zeros(length), observed, np.full(length, QUICK)
+    )
 
 
 def test_what_the_quick_bound_allows_needs_no_draw():
@@ -77,7 +88,9 @@ def test_the_micro_batches_errors_are_drawn_where_the_large_batchs_do_not_suffic
     def ratio(error, **options):
         draws = ("likely", FEW_DRAWS, DRAWS, MANY_DRAWS)
         errors, of_parts = (_Errors(dict.fromkeys(draws, size)) for size in (1.0, 3.0))
-        found = compare_within(_Bound(errors, of_parts), _evidence(error), roughly=roughly, **options)
+        found = compare_within(
+            _Bound(errors, of_parts), _evidence(error), roughly=roughly, **options
+        )
         return found.ratio, bool(of_parts.asked)
 
     assert ratio(1.5) == (1.0, False)

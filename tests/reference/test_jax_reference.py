@@ -28,7 +28,11 @@ def _close(one, other):
         np.testing.assert_allclose(one[name], array, rtol=0, atol=1e-12 * scale, err_msg=name)
 
 
-LINEAR = ProblemSpec(Input("vector", size=2), (Layer("linear", bias=True, features=1),), Loss("mse", reduction="mean"))
+LINEAR = ProblemSpec(
+    Input("vector", size=2),
+    (Layer("linear", bias=True, features=1),),
+    Loss("mse", reduction="mean"),
+)
 
 
 @seed(0)
@@ -66,5 +70,7 @@ def test_padding_rows_change_nothing(monkeypatch):
     for rows in (2, 4):
         for axes, smallest in ((None, rows), (1, rows), (0, 2 * rows)):
             monkeypatch.setitem(jax_gradients.ROWS, axes, smallest)
-        for (_, one), (_, other) in zip(padded, large_batch_gradients(spec, values, data, windows), strict=True):
+        for (_, one), (_, other) in zip(
+            padded, large_batch_gradients(spec, values, data, windows), strict=True
+        ):
             _close(one, other)

@@ -1,4 +1,6 @@
-"""Measuring rounding: what is drawn covers what another library's rounding does, and nothing is left changed."""
+"""Measuring rounding: what is drawn covers what another library's rounding does, and nothing is
+left changed.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,22 @@ from gradcheck_suite.reference.rounding import (
 from gradcheck_suite.run.instance import generated_instance, user_instance
 
 LINEAR = Layer("linear", bias=False, features=1)
-REGRESSION = Case(ProblemSpec(Input("vector", size=2), (LINEAR,), Loss("mse", reduction="mean")), Plan((1, 3, 2), 2))
-# x - tanh(x) twice over takes neighbouring numbers to one and the same: moving the inputs alone shows no noise
+REGRESSION = Case(
+    ProblemSpec(Input("vector", size=2), (LINEAR,), Loss("mse", reduction="mean")),
+    Plan((1, 3, 2), 2),
+)
+# x - tanh(x) twice over takes neighbouring numbers to one and the same: moving the inputs alone
+# shows no noise
 CONTRACTING = Case(
     ProblemSpec(
         Input("sequence", length=3, padded=True, size=2),
-        (Layer("softmax"), Layer("max_over_time", shared=False), Layer("tanhshrink"), Layer("tanhshrink"), LINEAR),
+        (
+            Layer("softmax"),
+            Layer("max_over_time", shared=False),
+            Layer("tanhshrink"),
+            Layer("tanhshrink"),
+            LINEAR,
+        ),
         Loss("l1", reduction="mean"),
     ),
     Plan((1,), 1),
@@ -35,7 +47,9 @@ CONTRACTING = Case(
 )
 
 
-def _computation(case: Case, dtype: torch.dtype = torch.float64, compute: str | None = None) -> Computation:
+def _computation(
+    case: Case, dtype: torch.dtype = torch.float64, compute: str | None = None
+) -> Computation:
     instance = generated_instance(case)
     return Computation(instance, instance.model(dtype), dtype, compute)
 
@@ -59,13 +73,17 @@ def test_noise_is_of_the_size_of_the_dtypes_rounding(dtype):
 
 @pytest.mark.usefixtures("many_draws")
 def test_groups_of_draws_of_a_smooth_gradient_differ_by_chance_alone():
-    """In the square, a group of 32 is by chance beyond half or twice the others once in thousands of times."""
+    """In the square, a group of 32 is by chance beyond half or twice the others once in thousands
+    of times.
+    """
     uneven = RoundingErrors(_computation(REGRESSION), [(range(4), 1.0)], torch.float32).unevenness()
     assert (uneven > 1).all()
     assert (uneven < UNEVEN).all()
 
 
-def _noise(computation: Computation, part: tuple[range, float], dtype: torch.dtype = torch.float64) -> np.ndarray:
+def _noise(
+    computation: Computation, part: tuple[range, float], dtype: torch.dtype = torch.float64
+) -> np.ndarray:
     """Return the root mean square of the rounding errors in a dtype, (P,)."""
     return np.sqrt(RoundingErrors(computation, [part], dtype)._mean_square(0, DRAWS))
 
@@ -80,9 +98,16 @@ def test_what_two_libraries_round_differently_shows_only_where_every_operation_i
     window = Reference(generated_instance(CONTRACTING)).window(0)
     computation, part = _computation(CONTRACTING), (window.items, 1.0)
     apart = np.abs(window.torch - window.jax).max()
-    inputs_alone = [computation._at_moved_values([part], torch.float64, draw) - window.torch for draw in range(DRAWS)]
+    inputs_alone = [
+        computation._at_moved_values([part], torch.float64, draw) - window.torch
+        for draw in range(DRAWS)
+    ]
     assert np.sqrt(np.mean(np.square(inputs_alone), axis=0)).max() < apart / 10
-    assert apart < RoundingErrors(computation, [part], torch.float64).noise().max() < 1e-12 * np.abs(window.torch).max()
+    assert (
+        apart
+        < RoundingErrors(computation, [part], torch.float64).noise().max()
+        < 1e-12 * np.abs(window.torch).max()
+    )
     assert disagreement(window) is None
 
 
@@ -114,7 +139,9 @@ def test_a_loss_that_refuses_what_was_moved_is_measured_all_the_same():
         return (probability * model(batch["x"])).mean()
 
     problem = Problem(
-        lambda seed: torch.nn.Linear(2, 1), lambda items, seed: {"x": torch.linspace(1, 2, 2 * items).view(-1, 2)}, loss
+        lambda seed: torch.nn.Linear(2, 1),
+        lambda items, seed: {"x": torch.linspace(1, 2, 2 * items).view(-1, 2)},
+        loss,
     )
     instance = user_instance(Case("problem", Plan((4,), 1)), problem)
     computation = Computation(instance, instance.model(torch.float64), torch.float64)
@@ -127,20 +154,26 @@ def test_a_loss_that_refuses_what_was_moved_is_measured_all_the_same():
 
 @pytest.mark.parametrize("name", ["hinge_embedding", "cosine_embedding"])
 def test_targets_that_name_a_class_are_no_roundings_to_move(name):
-    """A target of 1.0001 is neither 1 nor -1: what came of it was once taken for rounding, as large as the gradient."""
+    """A target of 1.0001 is neither 1 nor -1: what came of it was once taken for rounding, as large
+    as the gradient.
+    """
     if name == "hinge_embedding":
         source, options = Input("vector", size=2), {"margin": 1.0}
     else:
         source, options = Input("vector", size=3), {"margin": 0.25}
     layers = (Layer("linear", bias=True, features=2),)
-    case = Case(ProblemSpec(source, layers, Loss(name, reduction="sum", **options)), Plan((5,), 1), seed=3)
+    case = Case(
+        ProblemSpec(source, layers, Loss(name, reduction="sum", **options)), Plan((5,), 1), seed=3
+    )
     exact = _computation(case).gradient((range(5), 1.0))
     noise = _noise(_computation(case), (range(5), 1.0), torch.float32)
     assert 0 < noise.max() < 1e-5 * np.abs(exact).max()
 
 
 def test_the_largest_number_stays_finite_and_infinity_stays_infinite():
-    """Attention's masks hold the smallest float: were it moved to -inf, every draw would be NaN and noise 0."""
+    """Attention's masks hold the smallest float: were it moved to -inf, every draw would be NaN and
+    noise 0.
+    """
     least = torch.finfo(torch.float64).min
     for seed in range(8):
         with RandomRounding(seed, guarded=True):
@@ -163,12 +196,16 @@ def test_a_copy_to_fewer_digits_rounds_and_one_to_more_does_not():
 
 
 def test_a_model_with_a_mask_and_a_float32_part_has_noise_of_float32():
-    """As causal language models of transformers compute: float64 parameters, scores masked, the loss in float32."""
+    """As causal language models of transformers compute: float64 parameters, scores masked, the
+    loss in float32.
+    """
     scores = torch.tensor([0.3, 0.7, 0.2], dtype=torch.float64, requires_grad=True)
     found = set()
     for seed in range(6):
         with RandomRounding(seed, guarded=True):
-            mask = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64) * torch.finfo(torch.float64).min
+            mask = (
+                torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64) * torch.finfo(torch.float64).min
+            )
             weights = torch.softmax((scores + mask).to(torch.float32), 0)
             (gradient,) = torch.autograd.grad(weights[0].log(), scores)
         found.add(gradient[0].item())
@@ -185,20 +222,27 @@ def test_attention_that_is_rounded_operation_by_operation_is_that_of_torch(maske
     if masked is True:
         mask = torch.where(torch.rand(2, 1, 5, 5, **shape) < 0.4, -torch.inf, 0.0).double()
         mask[0, 0, 2] = -torch.inf
-    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=0.3)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=causal, scale=0.3
+    )
     own_out, sums = attention(query, key, value, 0.0, causal, attn_mask=mask, scale=0.3)
     assert (own_out - out).abs().max() < 1e-14
     gradient = torch.randn(2, 3, 5, 4, **shape)
     right = torch.autograd.grad(out, (query, key, value), gradient)
     for rounded in (False, True):
         backward = AttentionBackward(logarithms_rounded=rounded)
-        found = backward(gradient, query, key, value, out, sums, 0.0, causal, attn_mask=mask, scale=0.3)
+        found = backward(
+            gradient, query, key, value, out, sums, 0.0, causal, attn_mask=mask, scale=0.3
+        )
         for own, torchs in zip(found, right, strict=True):
             assert (own - torchs).abs().max() < 1e-14
 
 
 def test_attention_that_picks_one_value_has_a_rounding_error_of_the_size_of_its_parts():
-    """Its scores' gradient is dO V - sum(dO * O) = 0 where O is V. torch rounds the two sums apart."""
+    """Its scores' gradient is dO V - sum(dO * O) = 0 where O is V.
+
+    Torch rounds the two sums apart.
+    """
     generator = torch.Generator().manual_seed(1)
     large = 1e4 * torch.randn(3, 1, 1, 6, 16, generator=generator, dtype=torch.float64)
     weights = torch.randn(1, 1, 6, 16, generator=generator, dtype=torch.float64)
@@ -226,7 +270,10 @@ def test_no_draw_of_large_logits_overflows():
 
     def gradient() -> torch.Tensor:
         x = logits.clone().requires_grad_()
-        loss = torch.nn.functional.cross_entropy(x, torch.tensor([1])) + torch.logsumexp(x, 1).square().sum()
+        loss = (
+            torch.nn.functional.cross_entropy(x, torch.tensor([1]))
+            + torch.logsumexp(x, 1).square().sum()
+        )
         return torch.autograd.grad(loss, x)[0]
 
     exact = gradient()
@@ -241,16 +288,25 @@ def test_no_draw_of_large_logits_overflows():
 CLOSE = torch.tensor([[-6.7251, -6.8569]], dtype=torch.float64)
 NORMALIZATIONS = {
     "layer": lambda x, *affine: F.layer_norm(x, (2,), *affine),
-    "group": lambda x, *affine: F.group_norm(x.repeat(1, 2), 2, *(of_each.repeat(2) for of_each in affine)),
-    "frozen batch": lambda x, *affine: F.batch_norm(x, x.new_tensor([-6.7, -6.8]), x.new_tensor([1e-3, 2e-3]), *affine),
+    "group": lambda x, *affine: F.group_norm(
+        x.repeat(1, 2), 2, *(of_each.repeat(2) for of_each in affine)
+    ),
+    "frozen batch": lambda x, *affine: F.batch_norm(
+        x, x.new_tensor([-6.7, -6.8]), x.new_tensor([1e-3, 2e-3]), *affine
+    ),
     "batch": lambda x, *affine: F.batch_norm(x.T.repeat(1, 2), None, None, *affine, training=True),
 }
 
 
 @pytest.mark.parametrize("name", NORMALIZATIONS)
 def test_a_normalization_of_close_numbers_has_the_rounding_error_of_their_mean(name):
-    """A shift of all inputs leaves the output as it is, so moved inputs would show a thousandth of it."""
-    normalized, affine = NORMALIZATIONS[name], torch.tensor([[1.5, 0.5], [0.2, -0.3]], dtype=torch.float64)
+    """A shift of all inputs leaves the output as it is, so moved inputs would show a thousandth of
+    it.
+    """
+    normalized, affine = (
+        NORMALIZATIONS[name],
+        torch.tensor([[1.5, 0.5], [0.2, -0.3]], dtype=torch.float64),
+    )
     exact = normalized(CLOSE, *affine)
     variance = {"frozen batch": 1e-3}.get(name, float(CLOSE.var(correction=0)))
     size = 2.0**-24 * 6.8 * variance**-0.5

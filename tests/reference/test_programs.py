@@ -51,9 +51,13 @@ def test_a_program_is_compiled_once_and_loaded_by_the_next_process(store):
 def test_a_prepared_program_is_the_one_that_is_called(store):
     kept, next_process = Programs(), Programs()
     for programs_of_a_process in (kept, next_process):
-        programs_of_a_process.prepare(ProgramRequest.of("double", _double, np.ones(n)) for n in (3, 4, 3))
+        programs_of_a_process.prepare(
+            ProgramRequest.of("double", _double, np.ones(n)) for n in (3, 4, 3)
+        )
         for n in (3, 4):
-            np.testing.assert_array_equal(programs_of_a_process.call("double", _double, np.ones(n)), np.full(n, 2.0))
+            np.testing.assert_array_equal(
+                programs_of_a_process.call("double", _double, np.ones(n)), np.full(n, 2.0)
+            )
     assert (kept.compiled, kept.loaded) == (2, 0)
     assert (next_process.compiled, next_process.loaded) == (0, 2)
 
@@ -89,7 +93,9 @@ def with_jaxs_cache(script, folder):
     """Run a script with JAX's own compilation cache."""
     options = {"COMPILATION_CACHE_DIR": folder, "PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": 0}
     environment = {**os.environ, **{f"JAX_{name}": str(value) for name, value in options.items()}}
-    return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.full
@@ -140,6 +146,10 @@ def test_only_the_latest_environments_are_kept(store):
 def test_options_that_this_xla_does_not_know_are_left_out(monkeypatch):
     monkeypatch.setenv("GRADCHECK_SUITE_CACHE", "")
     monkeypatch.setattr(programs, "_UNKNOWN", set())
-    monkeypatch.setattr(programs, "COMPILER_OPTIONS", {"xla_no_such_option": True, "xla_embed_ir_in_executable": False})
+    monkeypatch.setattr(
+        programs,
+        "COMPILER_OPTIONS",
+        {"xla_no_such_option": True, "xla_embed_ir_in_executable": False},
+    )
     np.testing.assert_array_equal(Programs().call("double", _double, X), [0.0, 2.0, 4.0])
     assert {"xla_no_such_option"} == programs._UNKNOWN

@@ -1,4 +1,6 @@
-"""A window's reference against what it is by hand: gradients of squares, and the bound in every precision."""
+"""A window's reference against what it is by hand: gradients of squares, and the bound in every
+precision.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ class _Model(torch.nn.Module):
 def _problem(reduction="mean", loss=None):
     squares = loss or (lambda model, batch: getattr((model(batch) ** 2), reduction)())
     return Problem(
-        lambda seed: _Model(), lambda items, seed: torch.as_tensor(X[:items])[:, None], squares, reduction=reduction
+        lambda seed: _Model(),
+        lambda items, seed: torch.as_tensor(X[:items])[:, None],
+        squares,
+        reduction=reduction,
     )
 
 
@@ -74,7 +79,9 @@ def test_each_window_has_its_own_items_gradient():
 
 def test_jax_stands_for_generated_problems_at_any_parameters():
     reference = _generated()
-    parameters = {name: 2 * p.detach() for name, p in reference.model(None, None).named_parameters()}
+    parameters = {
+        name: 2 * p.detach() for name, p in reference.model(None, None).named_parameters()
+    }
     for window in (reference.window(1), reference.window(1, parameters)):
         assert window.expected is window.jax
         assert window.jax == pytest.approx(window.torch, rel=1e-12)
@@ -86,7 +93,11 @@ def test_what_is_not_reached_is_zero_and_vectors_follow_the_layout():
     flat = reference.flat({"weight": torch.tensor([[3.0]], dtype=torch.float32), "idle": None})
     assert flat.tolist() == [0, 0, 3]
     assert flat.dtype == np.float64
-    assert reference.join({"weight": np.array([[4.0]]), "idle": np.array([1.0, 2.0])}).tolist() == [1, 2, 4]
+    assert reference.join({"weight": np.array([[4.0]]), "idle": np.array([1.0, 2.0])}).tolist() == [
+        1,
+        2,
+        4,
+    ]
 
 
 def test_models_are_at_the_parameters_asked_for():
@@ -102,7 +113,9 @@ def test_models_are_at_the_parameters_asked_for():
 def test_at_an_optimizers_parameters_jax_judges_as_well():
     """Torch's gradient is no excuse there either."""
     reference = _generated()
-    parameters = {name: 2 * p.detach() for name, p in reference.model(None, None).named_parameters()}
+    parameters = {
+        name: 2 * p.detach() for name, p in reference.model(None, None).named_parameters()
+    }
     for window in (reference.window(0, parameters), reference.window(0)):
         assert disagreement(window) is None
         window.__dict__["jax"] = window.torch + 1.0
@@ -136,7 +149,10 @@ def test_in_a_window_that_is_rightly_not_finite_any_element_may_be_nan(name):
 
 @pytest.mark.parametrize(("third", "cancels"), [(-0.3, True), (0.3, False)])
 def test_the_other_infinity_is_right_where_rounding_alone_decides_on_it(third, cancels):
-    """0.1 + 0.2 - 0.3 is 6e-17, and 0 or -3e-17 in other orders; infinity times it is the gradient."""
+    """0.1 + 0.2 - 0.3 is 6e-17, and 0 or -3e-17 in other orders.
+
+    Infinity times it is the gradient.
+    """
 
     def loss(model, batch):
         one = torch.ones_like(batch[:, :1])
@@ -161,13 +177,21 @@ def _refuses(wanted):
 
 
 def test_what_torch_itself_cannot_compute_is_not_judged():
-    with pytest.raises(CannotJudgeError, match="the plain large batch fails in float64: not implemented for this"):
+    with pytest.raises(
+        CannotJudgeError, match="the plain large batch fails in float64: not implemented for this"
+    ):
         _reference(loss=_refuses(torch.float64)).window(0)
     window = _reference(CASE.replace(dtype="float16"), loss=_refuses(torch.float16)).window(0)
-    with pytest.raises(CannotJudgeError, match="the plain large batch fails in float16: not implemented for this"):
+    with pytest.raises(
+        CannotJudgeError, match="the plain large batch fails in float16: not implemented for this"
+    ):
         window.bound.expect_computable()
-    window = _reference(CASE.replace(dtype="float32"), loss=_refuses(torch.bfloat16)).window(0, None, "bfloat16")
-    with pytest.raises(CannotJudgeError, match="fails in float32 under autocast bfloat16: not implemented for this"):
+    window = _reference(CASE.replace(dtype="float32"), loss=_refuses(torch.bfloat16)).window(
+        0, None, "bfloat16"
+    )
+    with pytest.raises(
+        CannotJudgeError, match="fails in float32 under autocast bfloat16: not implemented for this"
+    ):
         window.bound.expect_computable()
 
 
@@ -185,11 +209,15 @@ def _scaled(scale, power):
     ],
 )
 def test_an_infinity_is_excused_where_the_numbers_leave_the_range(scale, power, dtype, excused):
-    reference = _reference(CASE.replace(dtype=dtype), loss=_scaled(scale, power) if power == 2 else _tiny_root(scale))
+    reference = _reference(
+        CASE.replace(dtype=dtype), loss=_scaled(scale, power) if power == 2 else _tiny_root(scale)
+    )
     window = reference.window(0)
     window.bound.__dict__["large_batch"] = np.full_like(window.expected, np.nan)
     if excused:
-        with pytest.raises(CannotJudgeError, match=f"is finite in float64 and not in {dtype}, or vice versa"):
+        with pytest.raises(
+            CannotJudgeError, match=f"is finite in float64 and not in {dtype}, or vice versa"
+        ):
             window.compare(np.full_like(window.expected, np.nan))
     else:
         assert window.compare(np.full_like(window.expected, np.nan)).ratio == np.inf
@@ -251,7 +279,11 @@ def test_torchs_own_gradient_is_known_by_its_bound(off, right):
 
 
 PLAN = Plan((1, 3, 2), 2)
-SPEC = ProblemSpec(Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse", reduction="mean"))
+SPEC = ProblemSpec(
+    Input("vector", size=3),
+    (Layer("linear", bias=True, features=2),),
+    Loss("mse", reduction="mean"),
+)
 
 
 def _model(seed, weight=1.0):
@@ -269,7 +301,9 @@ def _own(dtype, items, *, reduction="mean", compute=None, index=0, plan=PLAN, we
         lambda model, batch: model(batch).sum() if reduction == "sum" else model(batch).mean(),
         reduction=reduction,
     )
-    return Reference(user_instance(Case("own", plan, dtype=dtype), problem)).window(index, None, compute)
+    return Reference(user_instance(Case("own", plan, dtype=dtype), problem)).window(
+        index, None, compute
+    )
 
 
 ITEMS = [1.0, 2.0, 4.0, 5.0, 8.0, 16.0]
@@ -281,9 +315,21 @@ ITEMS = [1.0, 2.0, 4.0, 5.0, 8.0, 16.0]
     [
         ([20000.0] * 6, "mean", "the gradient of the window's summed loss overflows float16"),
         ([20000.0] * 6, "sum", "is finite in float64 and not in float16, or vice versa"),
-        ([16000.0] * 6, "mean", "a gradient of nearly the largest numbers of float16 overflows where it is scaled"),
-        ([10000.0] * 6, "sum", "a gradient of nearly the largest numbers of float16 overflows where it is scaled"),
-        ([20000.0] * 6, "batch", "a gradient of nearly the largest numbers of float16 overflows where it is scaled"),
+        (
+            [16000.0] * 6,
+            "mean",
+            "a gradient of nearly the largest numbers of float16 overflows where it is scaled",
+        ),
+        (
+            [10000.0] * 6,
+            "sum",
+            "a gradient of nearly the largest numbers of float16 overflows where it is scaled",
+        ),
+        (
+            [20000.0] * 6,
+            "batch",
+            "a gradient of nearly the largest numbers of float16 overflows where it is scaled",
+        ),
         ([500.0] * 6, "mean", None),
         ([200.0] * 6, "sum", None),
     ],
@@ -322,7 +368,9 @@ def _window(case=None, *, expected=2.0, allowed=1.0, of_parts=None, problem=None
         crafted["summing"] = np.zeros_like(window.torch)
         crafted["quick"] = np.full_like(window.torch, 2.0**-40)
         crafted["errors"] = KnownErrors(np.full_like(window.torch, allowed))
-        crafted["errors_of_parts"] = None if of_parts is None else KnownErrors(np.full_like(window.torch, of_parts))
+        crafted["errors_of_parts"] = (
+            None if of_parts is None else KnownErrors(np.full_like(window.torch, of_parts))
+        )
         crafted["large_batch"] = window.torch
         crafted["contributions"] = [window.torch / 2, window.torch / 2]
     return window
@@ -333,7 +381,9 @@ def _answer(window, gradient):
     window.float64_bound.computation.gradient = gradient
 
 
-APART = pytest.mark.parametrize(("apart", "agree"), [(0.5, True), (1.0, True), (1.5, False), (3.0, False)])
+APART = pytest.mark.parametrize(
+    ("apart", "agree"), [(0.5, True), (1.0, True), (1.5, False), (3.0, False)]
+)
 
 
 @APART
@@ -372,7 +422,9 @@ def test_torchs_lower_precision_and_jax_agree_up_to_the_bound(apart, agree, accu
     text = precision_fault(window)
     assert (text is None) is agree
     if text:
-        assert text.startswith("torch's large-batch gradient in float32 and JAX's in float64 of 0.weight differ by ")
+        assert text.startswith(
+            "torch's large-batch gradient in float32 and JAX's in float64 of 0.weight differ by "
+        )
 
 
 def test_the_micro_batches_rounding_errors_excuse_an_accumulated_gradient_alone():
@@ -403,7 +455,9 @@ def test_what_torch_cannot_compute_in_a_lower_precision_is_no_wrong_gradient(err
 
 
 @pytest.mark.parametrize(("computation", "random"), [(0, True), (1, True), (2, True), (3, False)])
-def test_a_gradient_that_changes_in_one_of_three_computations_is_not_deterministic(computation, random):
+def test_a_gradient_that_changes_in_one_of_three_computations_is_not_deterministic(
+    computation, random
+):
     window, asked = _window(), []
 
     def gradient(*parts):

@@ -1,4 +1,6 @@
-"""Large values and saturated probabilities: no finding is made of torch's own rounding, and faults are found."""
+"""Large values and saturated probabilities: no finding is made of torch's own rounding, and faults
+are found.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from gradcheck_suite.catalogue.tables import LOSSES
 from gradcheck_suite.core.comparison import DRAWS, SMALLEST, student_factor
 from gradcheck_suite.loops.reset_modes import BUILT_IN
 from gradcheck_suite.reference import large_batch
-from gradcheck_suite.reference.large_batch import REFERENCES, CannotJudgeError, disagreement, precision_fault
+from gradcheck_suite.reference.large_batch import (
+    REFERENCES,
+    CannotJudgeError,
+    disagreement,
+    precision_fault,
+)
 from gradcheck_suite.reference.rounding import Computation, RandomRounding, _Narrowed, leaves_range
 from gradcheck_suite.run.instance import generated_instance
 from studies.calibration import scaled_and_back
@@ -52,11 +59,15 @@ def test_a_loss_that_overflows_within_torch_is_not_judged():
 
 
 def test_a_sum_that_overflows_where_its_mean_does_not_is_no_fault_of_a_loop_that_divides_last():
-    """The mean's gradient is 32000 in float16, whose largest number is 65504, and five items make the window."""
+    """The mean's gradient is 32000 in float16, whose largest number is 65504, and five items make
+    the window.
+    """
     case = Case(OVERFLOWING_SUM, Plan((1, 1, 1, 1, 1), 5), dtype="float16")
     verdict = check(BUILT_IN["rescale_at_the_end"], case)
     assert verdict.holds
-    assert list(verdict.windows_skipped) == ["the gradient of the window's summed loss overflows float16"]
+    assert list(verdict.windows_skipped) == [
+        "the gradient of the window's summed loss overflows float16"
+    ]
     assert check(BUILT_IN["plain"], case).windows == 1
 
     times_a_million = trains(before=each_gradient(lambda g: g.mul_(1e6)))
@@ -69,9 +80,17 @@ def test_a_sum_that_overflows_where_its_mean_does_not_is_no_fault_of_a_loop_that
 @pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.full)])
 def test_large_logits_are_judged(scale, dtype):
     loss = Loss("cross_entropy_of_large_logits", scale=scale, reduction="mean")
-    layers = (Layer("linear", features=3, bias=True), Layer("tanh"), Layer("linear", features=3, bias=True))
+    layers = (
+        Layer("linear", features=3, bias=True),
+        Layer("tanh"),
+        Layer("linear", features=3, bias=True),
+    )
     for values in ({}, {"values": "tied"}, {"values": "large"}):
-        case = Case(ProblemSpec(Input("vector", size=2, **values), layers, loss), Plan((3, 1, 4), 2), dtype=dtype)
+        case = Case(
+            ProblemSpec(Input("vector", size=2, **values), layers, loss),
+            Plan((3, 1, 4), 2),
+            dtype=dtype,
+        )
         assert check(BUILT_IN["plain"], case).holds
         violation = check(_doubled, case).violation
         assert (violation.kind, violation.diagnosis) == ("gradient", "wrong-scale")
@@ -80,7 +99,11 @@ def test_large_logits_are_judged(scale, dtype):
 def test_a_narrower_range_leaves_no_rounded_data_behind():
     """Batches that were first used while results were rounded to bfloat16 stayed so."""
     case = Case(
-        ProblemSpec(Input("vector", size=2, values="large"), (Layer("linear", features=2, bias=True),), Loss("mse")),
+        ProblemSpec(
+            Input("vector", size=2, values="large"),
+            (Layer("linear", features=2, bias=True),),
+            Loss("mse"),
+        ),
         PLAN,
     )
     instance = generated_instance(case)
@@ -96,12 +119,14 @@ def test_jax_does_not_overflow_where_torch_does_not(out):
     batch = {"target": np.ones((1, 1))}
     gradient = jax.grad(lambda x: bce.jax_items({"weight": False}, x, batch).sum())(x)
     leaf = torch.tensor(x, requires_grad=True)
-    bce.torch_loss({"weight": False}, leaf, {"target": torch.ones(1, 1, dtype=torch.float64)}, "sum").backward()
+    bce.torch_loss(
+        {"weight": False}, leaf, {"target": torch.ones(1, 1, dtype=torch.float64)}, "sum"
+    ).backward()
     assert np.array_equal(gradient, leaf.grad)
 
 
-# the first normalization is over two features: its gradient is 1e5 times as large where bfloat16 rounds them to equal
-# ones, which one of 150 draws of the rounding errors showed
+# the first normalization is over two features: its gradient is 1e5 times as large where bfloat16
+# rounds them to equal ones, which one of 150 draws of the rounding errors showed
 SPIKE = Case(
     ProblemSpec(
         Input("sequence", length=3, padded=False, size=2),
@@ -126,26 +151,37 @@ def test_a_spike_of_the_gradient_that_rounding_seldom_meets_is_not_judged(monkey
     monkeypatch.setattr(large_batch, "MANY_DRAWS", DRAWS)
     verdict = check(BUILT_IN["plain"], SPIKE)
     assert verdict.holds
-    assert verdict.windows_skipped == {"the gradient jumps where bfloat16 rounds values to equal ones": 1}
+    assert verdict.windows_skipped == {
+        "the gradient jumps where bfloat16 rounds values to equal ones": 1
+    }
     assert check(_doubled, SPIKE).violation.kind == "gradient"
 
 
 def test_a_scaled_loss_may_overflow_where_the_gradient_is_nearly_too_large_and_nowhere_else():
-    """Logits are multiplied by the loss's scale, and so are their gradients; float16's largest number is 65504."""
+    """Logits are multiplied by the loss's scale, and so are their gradients.
+
+    Float16's largest number is 65504.
+    """
 
     def case(scale):
         loss = Loss("cross_entropy_of_large_logits", scale=scale, reduction="sum")
-        problem = ProblemSpec(Input("tokens", length=3, padded=True, vocabulary=5), (EMBEDDED,), loss)
+        problem = ProblemSpec(
+            Input("tokens", length=3, padded=True, vocabulary=5), (EMBEDDED,), loss
+        )
         return Case(problem, Plan((1, 5, 4, 2, 3, 1), 3), dtype="float16", seed=877856297)
 
     verdict = check(scaled_and_back, case(1e4))
     assert verdict.holds
-    assert "a gradient of nearly the largest numbers of float16 overflows where it is scaled" in verdict.windows_skipped
+    assert (
+        "a gradient of nearly the largest numbers of float16 overflows where it is scaled"
+        in verdict.windows_skipped
+    )
     # a factor that overflows far from the largest numbers is a fault of the loop
     assert check(partial(scaled_and_back, factor=2.0**20), case(1.0)).violation.kind == "non-finite"
 
 
-# Reference gradients that are NaN or infinite, in every precision: judged only where float64 has them too.
+# Reference gradients that are NaN or infinite, in every precision: judged only where float64 has
+# them too.
 
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -207,7 +243,9 @@ def test_an_infinity_is_as_good_as_a_nan_in_lower_precision():
             return torch.full_like(grad, float("inf" if grad.dtype == torch.float32 else "nan"))
 
     base = _problem(1.0, 1)
-    problem = Problem(base.model, base.batch, lambda model, batch: Infinite.apply(model(batch + 1)).mean())
+    problem = Problem(
+        base.model, base.batch, lambda model, batch: Infinite.apply(model(batch + 1)).mean()
+    )
     assert check(BUILT_IN["zero_"], TWO_WINDOWS.replace(dtype="float32"), problem=problem).holds
 
 
@@ -222,10 +260,13 @@ def test_rounding_never_writes_to_an_argument_that_an_operation_returns():
             y, returned = torch.ops.gradcheck_suite_tests.recurrent(x, weight)
         assert (y - 1 / 3).abs().max() > 1e-6
         assert weight.tolist() == [1 / 3] * 2
-        assert (returned is weight) == isinstance(mode, _Narrowed)  # random rounding has moved a copy
+        assert (returned is weight) == isinstance(
+            mode, _Narrowed
+        )  # random rounding has moved a copy
 
 
-# Rounding within torch's operations that once looked like a fault of torch in low precision: each smallest case.
+# Rounding within torch's operations that once looked like a fault of torch in low precision: each
+# smallest case.
 
 
 LOW = (torch.bfloat16, torch.float16)
@@ -236,9 +277,20 @@ ELU = Case(
         Input("image", channels=2, height=4, values="large", width=5),
         (
             Layer("adaptive_max_pool2d", size=2),
-            Layer("conv2d", bias=True, dilation=1, features=2, groups=1, kernel=2, padding=0, stride=2),
+            Layer(
+                "conv2d", bias=True, dilation=1, features=2, groups=1, kernel=2, padding=0, stride=2
+            ),
             Layer("elu", alpha=1.0),
-            Layer("conv2d", bias=False, dilation=1, features=2, groups=1, kernel=1, padding=0, stride=1),
+            Layer(
+                "conv2d",
+                bias=False,
+                dilation=1,
+                features=2,
+                groups=1,
+                kernel=1,
+                padding=0,
+                stride=1,
+            ),
         ),
         Loss("nll", class_weights=False, ignore_index=True, reduction="sum"),
     ),
@@ -250,7 +302,10 @@ ELU = Case(
 
 
 def test_float64_has_two_digits_of_the_derivative_of_elu_far_below_0():
-    """JAX computes that of expm1 as its value + 1, which is 5e-15 at -33, and off by 0.4%; float32 has more digits."""
+    """JAX computes that of expm1 as its value + 1, which is 5e-15 at -33, and off by 0.4%.
+
+    Float32 has more digits.
+    """
     far = torch.tensor(-40.0, dtype=torch.float64, requires_grad=True)
     F.elu(far).backward()
     assert float(far.grad) == pytest.approx(math.exp(-40), rel=1e-12)
@@ -281,7 +336,13 @@ GELU = Case(
             Layer("unused", features=2),
             Layer("linear", bias=True, features=2),
         ),
-        Loss("cross_entropy", class_weights=False, ignore_index=True, label_smoothing=0.0, reduction="sum"),
+        Loss(
+            "cross_entropy",
+            class_weights=False,
+            ignore_index=True,
+            label_smoothing=0.0,
+            reduction="sum",
+        ),
         ties=(("4", "0"),),
     ),
     Plan((3, 1, 2, 4, 2, 5, 2, 2, 3, 4, 8, 1), 7, epochs=2, masked=(2, 3, 4, 5, 9, 10)),
@@ -292,7 +353,9 @@ GELU = Case(
 
 
 def test_float64_has_no_digit_of_the_derivative_of_gelu_by_tanh_far_below_0():
-    """1 - tanh(u)**2 is a rounding error at u = -18, and what multiplies it is 45: both frameworks compute it so."""
+    """1 - tanh(u)**2 is a rounding error at u = -18, and what multiplies it is 45: both frameworks
+    compute it so.
+    """
     x = -7.157669083346235
     u, slope = (math.sqrt(2 / math.pi) * v for v in (x + 0.044715 * x**3, 1 + 3 * 0.044715 * x**2))
     exact = math.exp(2 * u) + x / 2 * slope * 4 * math.exp(2 * u)
@@ -333,7 +396,9 @@ ATTENTION = Case(
 
 
 def test_probabilities_in_the_backward_of_attention_add_up_to_1_but_for_the_rounding_of_their_logarithm():
-    """Their sums times the gradient of the output are the gradient of the values: 6, for six queries and ones."""
+    """Their sums times the gradient of the output are the gradient of the values: 6, for six
+    queries and ones.
+    """
 
     def inputs(seed: int) -> tuple[torch.Tensor, ...]:
         generator = torch.Generator().manual_seed(seed)
@@ -351,7 +416,9 @@ def test_probabilities_in_the_backward_of_attention_add_up_to_1_but_for_the_roun
     def size(errors: Iterable[float]) -> float:
         return float(np.sqrt(np.mean(np.square(list(errors)))))
 
-    logarithm = max(float((query @ key.mT / 2).logsumexp(-1).max()) for query, key, _ in map(inputs, range(16)))
+    logarithm = max(
+        float((query @ key.mT / 2).logsumexp(-1).max()) for query, key, _ in map(inputs, range(16))
+    )
     observed = size(error(seed, torch.float32) for seed in range(16))
     modelled = []
     for seed in range(16):
@@ -366,12 +433,25 @@ def test_probabilities_in_the_backward_of_attention_add_up_to_1_but_for_the_roun
 
 
 def test_a_float16_gradient_has_few_digits_under_autocast_to_bfloat16_too():
-    """A gradient of 1.5e-8 is less than half of the smallest number of float16; bfloat16 would hold it."""
+    """A gradient of 1.5e-8 is less than half of the smallest number of float16.
+
+    Bfloat16 would hold it.
+    """
     case = Case(
         ProblemSpec(
             Input("sequence", length=3, padded=True, size=2, values="large"),
-            (Layer("glu"), Layer("weight_norm", features=2, whole=False), Layer("unused", features=2)),
-            Loss("cross_entropy", class_weights=False, ignore_index=True, label_smoothing=0.0, reduction="mean"),
+            (
+                Layer("glu"),
+                Layer("weight_norm", features=2, whole=False),
+                Layer("unused", features=2),
+            ),
+            Loss(
+                "cross_entropy",
+                class_weights=False,
+                ignore_index=True,
+                label_smoothing=0.0,
+                reduction="mean",
+            ),
         ),
         Plan((3, 1, 2, 2, 4, 3, 1, 8, 5, 2, 3, 2), 3, 3, masked=(0, 2, 3, 5, 7, 8, 9, 10)),
         dtype="float16",
@@ -386,7 +466,9 @@ def test_a_float16_gradient_has_few_digits_under_autocast_to_bfloat16_too():
 
 
 def _drawn(function, *, dtype, smallest=0.0):
-    """Return the root mean square of the errors of a float64 function, as they are drawn for a dtype."""
+    """Return the root mean square of the errors of a float64 function, as they are drawn for a
+    dtype.
+    """
     exact, errors = function(), []
     for draw in range(DRAWS):
         with RandomRounding(draw, dtype, smallest=smallest):
@@ -395,7 +477,9 @@ def _drawn(function, *, dtype, smallest=0.0):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("logits", [[0.0, -5.5], [0.01, -5.0], [8.0, 0.0], [0.5, -6.25], [3.0, -6.25]])
+@pytest.mark.parametrize(
+    "logits", [[0.0, -5.5], [0.01, -5.0], [8.0, 0.0], [0.5, -6.25], [3.0, -6.25]]
+)
 def test_the_sum_in_a_logarithm_of_softmax_is_rounded(logits, dtype):
     x = torch.tensor([logits]).to(dtype)
     error = (F.log_softmax(x, -1).double() - F.log_softmax(x.double(), -1)).abs()
@@ -407,7 +491,9 @@ def test_the_sum_in_a_logarithm_of_softmax_is_rounded(logits, dtype):
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_numbers_that_are_one_in_a_coarser_dtype_have_one_error(dtype):
-    """Those that float64 rounds up or down, on either side of a number of the dtype, would not be equal there."""
+    """Those that float64 rounds up or down, on either side of a number of the dtype, would not be
+    equal there.
+    """
     x = torch.linspace(1, 2, 64).to(dtype).double()
 
     def errors(values):
@@ -420,7 +506,9 @@ def test_numbers_that_are_one_in_a_coarser_dtype_have_one_error(dtype):
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_the_statistics_of_a_batch_are_rounded_before_they_are_used(dtype):
-    """In torch itself: in bfloat16 its result is off by 5%, and that of a layer norm, computed in float32, by 0.1%."""
+    """In torch itself: in bfloat16 its result is off by 5%, and that of a layer norm, computed in
+    float32, by 0.1%.
+    """
     x = torch.tensor([[-6.7251, -6.8569], [-6.5, -6.62], [-6.9, -6.1]]).to(dtype)
 
     def norm(x):
@@ -453,11 +541,22 @@ def test_the_smallest_numbers_are_rounded_to_their_neighbours_and_zero_stays(dty
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_probabilities_of_attention_are_rounded(dtype):
-    """Values that add up to 0 leave the rounding errors of the probabilities, which torch computes in low precision."""
+    """Values that add up to 0 leave the rounding errors of the probabilities, which torch computes
+    in low precision.
+    """
     assert student_factor(DRAWS) > 8
-    value = torch.tensor([1.0, -0.5, -0.5]).to(dtype).reshape(1, 1, 3, 1).expand(1, 1, 3, 4).contiguous()
+    value = (
+        torch.tensor([1.0, -0.5, -0.5])
+        .to(dtype)
+        .reshape(1, 1, 3, 1)
+        .expand(1, 1, 3, 4)
+        .contiguous()
+    )
     query = torch.zeros(1, 1, 3, 4, dtype=dtype)
     error = F.scaled_dot_product_attention(query, query, value).double().abs()
-    drawn = _drawn(lambda: F.scaled_dot_product_attention(query.double(), query.double(), value.double()), dtype=dtype)
+    drawn = _drawn(
+        lambda: F.scaled_dot_product_attention(query.double(), query.double(), value.double()),
+        dtype=dtype,
+    )
     assert (error <= 4 * drawn).all()
     assert drawn.max() < 2 * torch.finfo(dtype).eps

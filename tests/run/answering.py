@@ -1,4 +1,6 @@
-"""A process for `test_helper_process`: sends what it was given, and whether its parent may wait for it."""
+"""A process for `test_helper_process`: sends what it was given, and whether its parent may wait for
+it.
+"""
 
 from __future__ import annotations
 

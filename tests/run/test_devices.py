@@ -1,4 +1,6 @@
-"""A device other than the CPU: what the suite puts there, its random state, and where rounding errors are drawn."""
+"""A device other than the CPU: what the suite puts there, its random state, and where rounding
+errors are drawn.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from tests.second_device import SecondDeviceTensor, second_device
 from tests.training import each_gradient, trains
 
 PROBABILITIES = ProblemSpec(
-    Input("vector", size=2), (Layer("linear", features=1, bias=True),), Loss("bce", weight=False, reduction="mean")
+    Input("vector", size=2),
+    (Layer("linear", features=1, bias=True),),
+    Loss("bce", weight=False, reduction="mean"),
 )
 UNEQUAL = Plan((1, 3), 2)
 
@@ -46,14 +50,18 @@ def test_a_tensor_left_on_the_cpu_raises_on_a_second_device():
         train_with_weights(run, lambda window, batch: torch.ones(1))
 
     with second_device():
-        violation = check(keeps_weights_on_the_cpu, Case(PROBABILITIES, UNEQUAL, device="cuda")).violation
+        violation = check(
+            keeps_weights_on_the_cpu, Case(PROBABILITIES, UNEQUAL, device="cuda")
+        ).violation
     assert violation is not None
     assert violation.kind == "raised"
     assert "Expected all tensors to be on the same device" in violation.explanation
 
 
 def test_rounding_errors_are_drawn_on_the_cpu(monkeypatch):
-    """On a GPU a probability that rounding moves out of [0, 1] would end every later CUDA call of the process."""
+    """On a GPU a probability that rounding moves out of [0, 1] would end every later CUDA call of
+    the process.
+    """
     devices = set()
     dispatch = RandomRounding.__torch_dispatch__
 
@@ -63,7 +71,9 @@ def test_rounding_errors_are_drawn_on_the_cpu(monkeypatch):
 
     monkeypatch.setattr(RandomRounding, "__torch_dispatch__", recorded)
     with second_device():
-        window = Reference(generated_instance(Case(PROBABILITIES, UNEQUAL, device="cuda", seed=1))).window(0)
+        window = Reference(
+            generated_instance(Case(PROBABILITIES, UNEQUAL, device="cuda", seed=1))
+        ).window(0)
         noise = window.bound.errors.noise()
     assert (noise > 0).all()
     assert devices
@@ -71,7 +81,9 @@ def test_rounding_errors_are_drawn_on_the_cpu(monkeypatch):
 
 
 def test_draws_of_a_problem_that_computes_on_its_own_device_move_its_parameters_alone():
-    """Its loss has a constant on that device, so nothing can be computed on the CPU, and no operation is rounded."""
+    """Its loss has a constant on that device, so nothing can be computed on the CPU, and no
+    operation is rounded.
+    """
     with second_device():
         instance = generated_instance(Case(PROBABILITIES, UNEQUAL, device="cuda", seed=1))
         constant, loss = torch.ones((), device=instance.device), instance.problem.loss
@@ -86,7 +98,10 @@ def test_draws_of_a_problem_that_computes_on_its_own_device_move_its_parameters_
         computation = Computation(instance, instance.model(), torch.float64)
         part = (range(4), 1.0)
         assert computation.on_cpu(part) is computation
-        right, drawn = computation.gradient(part), computation.rounded_at_random([part], torch.float32, 0)
+        right, drawn = (
+            computation.gradient(part),
+            computation.rounded_at_random([part], torch.float32, 0),
+        )
     assert 0 < abs(drawn - right).max() < 1e-5
 
 
@@ -94,7 +109,9 @@ def test_the_random_state_of_a_gpu_is_seeded_and_restored(monkeypatch):
     states, seeds = {"now": "before"}, []
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states["now"])
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.update(now=state))
-    monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: (seeds.append(seed), states.update(now="seeded")))
+    monkeypatch.setattr(
+        torch.cuda, "manual_seed", lambda seed: (seeds.append(seed), states.update(now="seeded"))
+    )
     with seeded(5, torch.device("cuda")):
         assert states["now"] == "seeded"
     assert (seeds, states["now"]) == ([5], "before")

@@ -25,7 +25,8 @@ def test_the_minimum_versions_are_those_of_the_project():
 def test_everything_is_data():
     found = environment.environment()
     assert json.loads(json.dumps(found)) == found
-    # what is installed from PyPI leaves out which build it is: "2.13.0" of a module that says "2.13.0+cu130"
+    # what is installed from PyPI leaves out which build it is: "2.13.0" of a module that says
+    # "2.13.0+cu130"
     assert found["versions"]["torch"] in (torch.__version__, torch.__version__.partition("+")[0])
     assert "cpu" in found["devices"]["torch"]
 
@@ -62,10 +63,15 @@ def test_a_framework_that_is_missing(monkeypatch, name):
 
 
 @pytest.mark.parametrize(
-    ("version", "old"), [("2.8.1", True), ("2.9.0", False), ("2.10.0+cpu", False), ("2.13.0a0+git1", False)]
+    ("version", "old"),
+    [("2.8.1", True), ("2.9.0", False), ("2.10.0+cpu", False), ("2.13.0a0+git1", False)],
 )
 def test_versions_compare_by_numbers(monkeypatch, version, old):
-    monkeypatch.setattr(environment, "versions", lambda: dict.fromkeys(environment.MINIMUM, "999") | {"torch": version})
+    monkeypatch.setattr(
+        environment,
+        "versions",
+        lambda: dict.fromkeys(environment.MINIMUM, "999") | {"torch": version},
+    )
     assert bool(environment.missing()) is old
 
 

@@ -1,4 +1,6 @@
-"""A case brought to life: the loader keeps to the plan, counts are floats, a user's problem is on equal terms."""
+"""A case brought to life: the loader keeps to the plan, counts are floats, a user's problem is on
+equal terms.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,22 @@ from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec
 from gradcheck_suite.core.case import probe_case
 from gradcheck_suite.run.instance import generated_instance, leaves, map_leaves, user_instance
 
-SPEC = ProblemSpec(Input("vector", size=2), (Layer("linear", features=1, bias=True),), Loss("mse", reduction="mean"))
+SPEC = ProblemSpec(
+    Input("vector", size=2),
+    (Layer("linear", features=1, bias=True),),
+    Loss("mse", reduction="mean"),
+)
 PLAN = Plan((1, 3, 2), 2)
 MASKABLE = ProblemSpec(
     Input("vector", size=2),
     (Layer("linear", features=3, bias=False),),
-    Loss("cross_entropy", ignore_index=True, label_smoothing=0.0, class_weights=False, reduction="mean"),
+    Loss(
+        "cross_entropy",
+        ignore_index=True,
+        label_smoothing=0.0,
+        class_weights=False,
+        reduction="mean",
+    ),
 )
 
 
@@ -66,7 +78,12 @@ def test_batches_are_copies():
 
 @pytest.mark.parametrize(
     ("dtype", "expected"),
-    [("float64", torch.float64), ("float32", torch.float32), ("bfloat16", torch.float32), ("float16", torch.float32)],
+    [
+        ("float64", torch.float64),
+        ("float32", torch.float32),
+        ("bfloat16", torch.float32),
+        ("float16", torch.float32),
+    ],
 )
 def test_counts_are_floats_that_hold_them_exactly(dtype, expected):
     instance = generated_instance(Case(SPEC, PLAN, dtype=dtype))
@@ -78,7 +95,9 @@ def test_counts_are_floats_that_hold_them_exactly(dtype, expected):
 
 def test_a_users_integer_count_becomes_a_float64_in_a_float64_run():
     """The quotient of two integer tensors is float32 in torch, whatever the run."""
-    problem = _users(lambda items, seed: torch.ones(items, 1), count=lambda batch: torch.tensor(len(batch)))
+    problem = _users(
+        lambda items, seed: torch.ones(items, 1), count=lambda batch: torch.tensor(len(batch))
+    )
     instance = user_instance(Case("p.py:P", PLAN), problem)
     one, three = (instance.count(batch) for batch in list(instance.loader())[:2])
     assert (one / three).item() == 1 / 3
@@ -101,7 +120,9 @@ def test_a_masked_micro_batch_counts_nothing_and_the_others_do():
 
 
 def test_masking_is_refused_for_a_loss_that_cannot_ignore():
-    with pytest.raises(UsageError, match=r"plan masks micro-batches \(1,\), but the loss .* cannot ignore targets"):
+    with pytest.raises(
+        UsageError, match=r"plan masks micro-batches \(1,\), but the loss .* cannot ignore targets"
+    ):
         generated_instance(Case(SPEC, Plan((2, 3, 1), 3, masked=(1,))))
 
 
@@ -112,7 +133,9 @@ def test_parameters_and_items_have_the_cases_dtype_and_the_references_share_thei
     assert {p.dtype for p in instance.model().parameters()} == {wanted}
     assert instance.data["x"].dtype is wanted
     assert torch.equal(instance.data["x"].double(), torch.from_numpy(instance.arrays["x"]))
-    for low, high in zip(instance.model().parameters(), instance.model(torch.float64).parameters(), strict=True):
+    for low, high in zip(
+        instance.model().parameters(), instance.model(torch.float64).parameters(), strict=True
+    ):
         assert high.dtype is torch.float64
         assert torch.equal(low.double(), high)
 
@@ -123,11 +146,20 @@ def test_the_seed_alone_decides_on_values_and_items():
         return [t.tolist() for t in (*instance.model().parameters(), *instance.data.values())]
 
     case = Case(SPEC, PLAN, seed=1)
-    assert values(case) == values(case.replace(plan=Plan((2, 2, 2), 3))) != values(case.replace(seed=2))
+    assert (
+        values(case)
+        == values(case.replace(plan=Plan((2, 2, 2), 3)))
+        != values(case.replace(seed=2))
+    )
 
 
 def test_pytrees_are_walked_and_rebuilt():
-    batch = {"a": [torch.ones(2), "text"], "b": (torch.zeros(2),), "c": Pair(torch.ones(2), torch.zeros(2)), "d": 3}
+    batch = {
+        "a": [torch.ones(2), "text"],
+        "b": (torch.zeros(2),),
+        "c": Pair(torch.ones(2), torch.zeros(2)),
+        "d": 3,
+    }
     doubled = map_leaves(lambda t: 2 * t, batch)
     assert [t.tolist() for t in leaves(doubled)] == [[2, 2], [0, 0], [2, 2], [0, 0]]
     assert isinstance(doubled["b"], tuple)
@@ -138,9 +170,18 @@ def test_pytrees_are_walked_and_rebuilt():
 @pytest.mark.parametrize(
     ("batch", "says"),
     [
-        (lambda items, seed: {"name": "none"}, "must return tensors, in dicts, lists or tuples; got dict with none"),
-        (lambda items, seed: [torch.ones(2 + i) for i in range(items)], "pad items of different lengths to one tensor"),
-        (lambda items, seed: torch.ones(2, 1), "Problem.batch(6, seed) must return tensors of leading dimension 6"),
+        (
+            lambda items, seed: {"name": "none"},
+            "must return tensors, in dicts, lists or tuples; got dict with none",
+        ),
+        (
+            lambda items, seed: [torch.ones(2 + i) for i in range(items)],
+            "pad items of different lengths to one tensor",
+        ),
+        (
+            lambda items, seed: torch.ones(2, 1),
+            "Problem.batch(6, seed) must return tensors of leading dimension 6",
+        ),
         (lambda items, seed: (torch.ones(items), torch.tensor(1.0)), "got one of shape ()"),
     ],
 )
@@ -151,5 +192,7 @@ def test_a_users_batch_of_the_wrong_shape_is_refused(batch, says):
 
 
 def test_a_case_of_a_users_problem_needs_it():
-    with pytest.raises(UsageError, match=r"is about the user's problem 'p.py:P': pass --problem p.py:P"):
+    with pytest.raises(
+        UsageError, match=r"is about the user's problem 'p.py:P': pass --problem p.py:P"
+    ):
         generated_instance(Case("p.py:P", PLAN))

@@ -39,7 +39,11 @@ def test_a_named_optimizer_moves_the_parameters_against_the_gradient(name):
 @pytest.mark.parametrize(
     ("name", "model", "says"),
     [
-        ("muon", torch.nn.Linear(2, 3), r"two dimensions .*; the model's bias of shape \(3,\) is none"),
+        (
+            "muon",
+            torch.nn.Linear(2, 3),
+            r"two dimensions .*; the model's bias of shape \(3,\) is none",
+        ),
         ("muon", torch.nn.Embedding(2, 3, sparse=True), "two dimensions .*; the model's weight"),
         ("sparseadam", torch.nn.Linear(2, 3), "sparse gradients alone: .*; the model's weight"),
         ("sparseadam", torch.nn.Embedding(2, 3), "sparse gradients alone: .*; the model's weight"),
@@ -70,7 +74,9 @@ def test_which_take_sparse_gradients(name):
 def test_frozen_parameters_are_left_out_and_settings_are_there_to_read():
     model = torch.nn.Linear(2, 1)
     for name in ("momentum", "adamw"):
-        assert optimizer_of(name, model).defaults.keys() <= optimizer_of(None, model).defaults.keys()
+        assert (
+            optimizer_of(name, model).defaults.keys() <= optimizer_of(None, model).defaults.keys()
+        )
     model.bias.requires_grad_(False)
     (group,) = optimizer_of(None, model).param_groups
     assert [p is model.weight for p in group["params"]] == [True]
@@ -82,7 +88,9 @@ def test_groups_share_the_parameters_and_differ_in_their_learning_rate(name):
     first, second, third = optimizer_of(name, model, 3).param_groups
     weight, bias, other_weight, other_bias = model.parameters()
     dealt = [[weight, other_bias], [bias], [other_weight]]
-    assert [[id(p) for p in g["params"]] for g in (first, second, third)] == [[id(p) for p in ps] for ps in dealt]
+    assert [[id(p) for p in g["params"]] for g in (first, second, third)] == [
+        [id(p) for p in ps] for ps in dealt
+    ]
     assert first["lr"] == 2 * second["lr"] == pytest.approx(3 * third["lr"])
     assert len(optimizer_of(name, torch.nn.Linear(1, 1, bias=False), 3).param_groups) == 1
 

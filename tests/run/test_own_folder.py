@@ -13,7 +13,9 @@ from gradcheck_suite.cli import exit_status, run
 from gradcheck_suite.reference.programs import Programs
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system has no users")
-needs_root = pytest.mark.skipif(getattr(os, "geteuid", int)() != 0, reason="only root may give files away")
+needs_root = pytest.mark.skipif(
+    getattr(os, "geteuid", int)() != 0, reason="only root may give files away"
+)
 OTHER = 65534
 """Another user's number."""
 X = np.arange(3.0)
@@ -35,7 +37,9 @@ def _double(x):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """A cache folder with one program, which is replaced by a pickle that leaves a mark when it is read."""
+    """A cache folder with one program, which is replaced by a pickle that leaves a mark when it is
+    read.
+    """
     folder = tmp_path / "cache"
     monkeypatch.setenv("GRADCHECK_SUITE_CACHE", str(folder))
     Programs().call("double", _double, X)
@@ -79,7 +83,9 @@ def test_a_folder_within_it_that_others_may_write_to_is_refused(cache):
 @needs_root
 def test_a_folder_of_another_user_is_refused(cache, capsys):
     os.chown(cache, OTHER, OTHER)
-    _expect_refused(capsys, cache, f"belongs to user {OTHER}: set GRADCHECK_SUITE_CACHE to a folder of your own")
+    _expect_refused(
+        capsys, cache, f"belongs to user {OTHER}: set GRADCHECK_SUITE_CACHE to a folder of your own"
+    )
 
 
 @needs_root

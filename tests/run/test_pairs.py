@@ -47,7 +47,9 @@ def test_the_criterion_of_a_pair_is_the_loss_of_its_batch(case):
     run = generated_instance(case).run()
     for (x, y), batch in zip(run.pairs, run.loader, strict=True):
         loss = run.loss(run.model, batch)
-        torch.testing.assert_close(run.criterion(run.model(x), y), loss, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            run.criterion(run.model(x), y), loss, rtol=0, atol=0, equal_nan=True
+        )
 
 
 def linear(seed):
@@ -70,7 +72,10 @@ def dicts(items, seed):
         (tuples, lambda model, batch: F.mse_loss(model(batch[0]), batch[1])),
         (dicts, lambda model, batch: F.mse_loss(model(batch["x"]), batch["y"])),
         # the target is a view of the input: y is the whole batch
-        (lambda items, seed: tuples(items, seed)[0], lambda model, batch: F.mse_loss(model(batch), batch[:, :1])),
+        (
+            lambda items, seed: tuples(items, seed)[0],
+            lambda model, batch: F.mse_loss(model(batch), batch[:, :1]),
+        ),
     ],
 )
 def test_pairs_of_a_users_problem(batch, loss):
@@ -82,7 +87,10 @@ def test_pairs_of_a_users_problem(batch, loss):
 @pytest.mark.parametrize(
     ("loss", "says"),
     [
-        (lambda model, batch: (model(batch[0]) + model(batch[0])).mean(), "calls its model several times"),
+        (
+            lambda model, batch: (model(batch[0]) + model(batch[0])).mean(),
+            "calls its model several times",
+        ),
         (lambda model, batch: model(input=batch[0]).mean(), "passes other arguments"),
         (lambda model, batch: model.weight.mean(), "raises AttributeError"),
         (lambda model, batch: batch[0].mean(), "does not call it"),
@@ -99,7 +107,9 @@ def test_a_loss_that_cannot_be_taken_apart_is_refused(loss, says):
 
 
 def test_the_sampler_is_a_real_one():
-    """A trainer reads `batch_size`, `drop_last` and `sampler`, and makes a loader of its own with them."""
+    """A trainer reads `batch_size`, `drop_last` and `sampler`, and makes a loader of its own with
+    them.
+    """
     loader = generated_instance(Case(SPEC, PLAN)).run().loader
     sampler = loader.batch_sampler
     assert isinstance(sampler, BatchSampler)

@@ -1,4 +1,7 @@
-"""A step is computed again to the bit, for every optimizer; compiled code gets as much as rounding explains."""
+"""A step is computed again to the bit, for every optimizer.
+
+Compiled code gets as much as rounding explains.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,10 @@ def _trained(make, dtype, steps=4, closure=False):
 
 
 def first_fault(make_optimizer, start, observations, end):
-    """Return the first fault of the parameters in a run, or None; `start` is `at_start` of the run."""
+    """Return the first fault of the parameters in a run, or None.
+
+    `start` is `at_start` of the run.
+    """
     for previous, observation in zip([start, *observations], observations, strict=False):
         fault = fault_before(previous, observation, start.after)
         if fault := fault or fault_of_step(make_optimizer, previous, observation):
@@ -71,7 +77,10 @@ def test_every_optimizers_steps_have_the_same_bits_again(name):
                 return optimizer
 
             observer = _trained(of, dtype)
-            assert first_fault(make, _start(observer), observer.observations, observer.values()) is None
+            assert (
+                first_fault(make, _start(observer), observer.observations, observer.values())
+                is None
+            )
             assert all(observation.repeatable for observation in observer.observations)
 
 
@@ -111,7 +120,10 @@ def test_a_step_on_uncoalesced_sparse_gradients_has_the_same_bits_again(name):
         for _ in range(2):
             (model(torch.tensor([1, 1, 2])) ** 2).sum().backward()
         optimizer.step()
-    assert first_fault(OPTIMIZERS[name], _start(observer), observer.observations, observer.values()) is None
+    assert (
+        first_fault(OPTIMIZERS[name], _start(observer), observer.observations, observer.values())
+        is None
+    )
 
 
 @pytest.mark.parametrize("name", FOR_ANY_LOOP)
@@ -130,7 +142,9 @@ def test_a_step_in_another_implementation_gets_what_rounding_explains(name):
             fault = fault_of_step(make, before, _moved_by(compiled, "weight", factor * allowed))
             assert (fault is not None) is found, (dtype, factor)
         # of torch's compiler, and of no other value
-        captured = replace(last, settings=[{**group, "capturable": True} for group in last.settings])
+        captured = replace(
+            last, settings=[{**group, "capturable": True} for group in last.settings]
+        )
         assert first_fault(make, before, [captured], last.after) is None
         # torch's own code gets nothing
         fault = fault_of_step(make, before, _moved_by(last, "weight", 0.8 * allowed))
@@ -146,7 +160,9 @@ def test_a_step_that_another_order_of_operations_computes_is_within_its_rounding
     step = float(state["step"]) + 1
     mean = 0.9 * state["exp_avg"] + 0.1 * gradient
     square = 0.999 * state["exp_avg_sq"] + 0.001 * gradient * gradient
-    by_hand = last.parameters["weight"] - 0.01 * (mean / (1 - 0.9**step)) / ((square / (1 - 0.999**step)).sqrt() + 1e-8)
+    by_hand = last.parameters["weight"] - 0.01 * (mean / (1 - 0.9**step)) / (
+        (square / (1 - 0.999**step)).sqrt() + 1e-8
+    )
     assert not torch.equal(by_hand, last.after["weight"])
     other = replace(last, repeatable=False, after={**last.after, "weight": by_hand})
     assert fault_of_step(make, before, other) is None
@@ -208,6 +224,8 @@ def test_a_compiled_step_is_judged_within_its_rounding(name):
             step()
         assert not any(observation.repeatable for observation in observer.observations)
         chosen = None if name is None else make
-        assert first_fault(chosen, _start(observer), observer.observations, observer.values()) is None
+        assert (
+            first_fault(chosen, _start(observer), observer.observations, observer.values()) is None
+        )
         wrong = _moved_by(observer.observations[-1], "weight", 1e-3)
         assert fault_of_step(chosen, observer.observations[-2], wrong).diagnosis == "wrong-update"

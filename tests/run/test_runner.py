@@ -1,4 +1,6 @@
-"""Loops that misbehave: each is an outcome with its own kind of violation, and torch is as it was afterwards."""
+"""Loops that misbehave: each is an outcome with its own kind of violation, and torch is as it was
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -113,16 +115,36 @@ def changes_the_run(run):
         (exits, "raised", "raised", "SystemExit: 3"),
         (takes_no_argument, "raised", "raised", "TypeError"),
         (changes_the_run, "raised", "raised", "a TrainingRun cannot be changed"),
-        (never_steps, "step-count", "never-stepped", "was called 0 times, expected 4 (2 epochs of 2 windows)"),
+        (
+            never_steps,
+            "step-count",
+            "never-stepped",
+            "was called 0 times, expected 4 (2 epochs of 2 windows)",
+        ),
         (returns_at_once, "step-count", "never-stepped", "was called 0 times"),
         (steps_for_ever, "step-count", "wrong-step-count", "was called 16 or more times"),
-        (swallows_and_steps_for_ever, "step-count", "wrong-step-count", "was called 16 or more times"),
+        (
+            swallows_and_steps_for_ever,
+            "step-count",
+            "wrong-step-count",
+            "was called 16 or more times",
+        ),
         (adds_a_parameter, "parameters", "changed-model", "added extra"),
         (replaces_a_parameter, "parameters", "changed-model", "replaced 0.weight"),
         (removes_a_parameter, "parameters", "changed-model", "removed 0.bias"),
-        (forgets_a_parameter, "parameters", "parameter-not-updated", "0.weight is in no parameter group"),
+        (
+            forgets_a_parameter,
+            "parameters",
+            "parameter-not-updated",
+            "0.weight is in no parameter group",
+        ),
         (forgets_a_parameter_and_resets_it, "parameters", "parameter-not-updated", "nor resets it"),
-        (freezes_a_parameter, "parameters", "changed-model", "0.bias.requires_grad from True to False"),
+        (
+            freezes_a_parameter,
+            "parameters",
+            "changed-model",
+            "0.bias.requires_grad from True to False",
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -165,7 +187,9 @@ def seeds_torch(run):
 
 
 def sets_the_default_dtype(run):
-    torch.set_default_dtype(torch.float32 if torch.get_default_dtype() is torch.float64 else torch.float64)
+    torch.set_default_dtype(
+        torch.float32 if torch.get_default_dtype() is torch.float64 else torch.float64
+    )
 
 
 def turns_gradients_off_and_raises(run):
@@ -223,7 +247,11 @@ def test_a_trial_draws_nothing_from_the_global_generators():
     torch.manual_seed(7)
     before = (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())
     run_loop(sound, generated_instance(CASE))
-    assert (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()) == before
+    assert (
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+    ) == before
 
 
 def test_every_run_has_a_fresh_model():

@@ -40,7 +40,8 @@ def test_a_busy_machine_gives_more_time(passed, computed, over):
 
 def test_a_block_that_is_kept_from_the_processor_is_not_stopped_at_its_limit(monkeypatch):
     started = time.monotonic()
-    # others take three quarters: of each second that passes, the process's own clock shows a quarter
+    # others take three quarters: of each second that passes, the process's own clock shows a
+    # quarter
     monkeypatch.setattr("time.process_time", lambda: (time.monotonic() - started) / 4)
     with time_limit(SHORT) as limit:
         while time.monotonic() - started < 3 * SHORT:
@@ -58,7 +59,9 @@ def slow_module(tmp_path, monkeypatch):
 
 
 def test_an_import_does_not_count(slow_module):
-    """Nor does its rest after the limit began anew: the block waits, which would be stopped at once."""
+    """Nor does its rest after the limit began anew: the block waits, which would be stopped at
+    once.
+    """
     with time_limit(LONGER) as limit:
         __import__(slow_module)
         time.sleep(0.7 * LONGER)
@@ -73,7 +76,9 @@ def _swallows_everything():
             continue
 
 
-@pytest.mark.parametrize("block", [_hang, lambda: (__import__("slow_to_import"), _hang()), _swallows_everything])
+@pytest.mark.parametrize(
+    "block", [_hang, lambda: (__import__("slow_to_import"), _hang()), _swallows_everything]
+)
 @pytest.mark.usefixtures("slow_module")
 def test_what_hangs_is_stopped(block):
     started = time.monotonic()
@@ -149,6 +154,8 @@ waker.wait()
 @pytest.mark.parametrize(("seconds", "returns"), [(0.2, True), (5.0, False)])
 def test_the_time_in_which_the_process_is_stopped_does_not_count(seconds, returns):
     script = STOPPED.replace("{seconds}", str(seconds))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
     assert ("returned" in done.stdout) == returns
     assert returns or "TimedOut" in done.stderr

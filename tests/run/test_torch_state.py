@@ -1,4 +1,6 @@
-"""A loop that changes torch for the whole process is named, and the change is undone before a reference is computed."""
+"""A loop that changes torch for the whole process is named, and the change is undone before a
+reference is computed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from gradcheck_suite.run import torch_state
 from gradcheck_suite.verification.check import check
 
 CASE = Case(
-    ProblemSpec(Input("vector", size=1), (Layer("linear", features=1, bias=True),), Loss("mse")), Plan((1, 2), 2)
+    ProblemSpec(Input("vector", size=1), (Layer("linear", features=1, bias=True),), Loss("mse")),
+    Plan((1, 2), 2),
 )
 
 
@@ -42,7 +45,9 @@ def step_twice_as_long(run, kernel=torch.optim.SGD.step):
 
 
 def another_linear_in_float32(run, linear=functional.linear):
-    functional.linear = lambda x, *weights: linear(x, *weights) * (1.5 if x.dtype == torch.float32 else 1)
+    functional.linear = lambda x, *weights: (
+        linear(x, *weights) * (1.5 if x.dtype == torch.float32 else 1)
+    )
     plain(run)
 
 
@@ -58,7 +63,12 @@ def two_functions_of_torch_exchanged(run):
 
 def another_kernel(run):
     library = torch.library.Library("aten", "IMPL")
-    library.impl("gelu_backward", lambda gradient, x, approximate="none": gradient, "CPU", allow_override=True)
+    library.impl(
+        "gelu_backward",
+        lambda gradient, x, approximate="none": gradient,
+        "CPU",
+        allow_override=True,
+    )
     KEPT.append(library)
     plain(run)
 
@@ -168,11 +178,15 @@ def loop(run):
 
 
 def test_what_a_loops_file_changes_when_it_is_imported_is_named(tmp_path):
-    # in float64 it reaches no model, and in float32 torch's own reference would be as wrong as the loop's gradient
+    # in float64 it reaches no model, and in float32 torch's own reference would be as wrong as the
+    # loop's gradient
     (tmp_path / "wrong_gelu.py").write_text(WRONG_GELU)
     loop = resolve_loop(f"{tmp_path / 'wrong_gelu.py'}:loop")
     assert slope_of_gelu() == 0.5
     for dtype in ("float64", "float32"):
         result = verify(loop, examples=1, dtype=dtype, quiet=True)
         assert result.violation.diagnosis == "changed-torch"
-        assert "torch.nn.functional.gelu is <lambda> (wrong_gelu.py, line 17)" in result.violation.explanation
+        assert (
+            "torch.nn.functional.gelu is <lambda> (wrong_gelu.py, line 17)"
+            in result.violation.explanation
+        )

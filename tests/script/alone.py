@@ -47,4 +47,7 @@ def run_alone(text: str, folder: Path | str = "/", missing: tuple[str, ...] = SU
         process.kill()
         process.join()
         assert process.exitcode is not None
-        return Ended(process.exitcode, *(Path(f"{script}.{kind}").read_text() for kind in ("output", "errors")))
+        return Ended(
+            process.exitcode,
+            *(Path(f"{script}.{kind}").read_text() for kind in ("output", "errors")),
+        )

@@ -22,8 +22,13 @@ def load(text: str) -> ModuleType:
 
 @cache
 def _sources() -> dict[Signal, tuple[Input, tuple[Layer, ...]]]:
-    """Return, for each signal, an input and a trainable layer or none that lead to it; shortest first."""
-    inputs = [Input(kind.name, **o) for kind in INPUTS.values() if kind.drawn for o in kind.variants]
+    """Return, for each signal, an input and a trainable layer or none that lead to it.
+
+    Shortest first.
+    """
+    inputs = [
+        Input(kind.name, **o) for kind in INPUTS.values() if kind.drawn for o in kind.variants
+    ]
     inputs.append(Input("index", items=4))
     found: dict[Signal, tuple[Input, tuple[Layer, ...]]] = {}
     for source in inputs:
@@ -41,11 +46,14 @@ def _trained(signal: Signal) -> tuple[Layer, ...]:
     if signal.form == "image":
         geometry = {"kernel": 1, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
         return (Layer("conv2d", features=signal.features, bias=True, **geometry),)
-    return () if signal.form == "tokens" else (Layer("linear", features=signal.features, bias=True),)
+    return (
+        () if signal.form == "tokens" else (Layer("linear", features=signal.features, bias=True),)
+    )
 
 
 def layer_problems(name: str) -> Iterator[ProblemSpec]:
-    """Yield problems with each variant of a layer kind in them, on the simplest signal of each form that takes it.
+    """Yield problems with each variant of a layer kind in them, on the simplest signal of each form
+    that takes it.
 
     A layer behind a trainable one hands its gradient on; the loss is one that every output takes.
     """
@@ -68,7 +76,9 @@ def layer_problems(name: str) -> Iterator[ProblemSpec]:
 
 
 def loss_problems(name: str) -> Iterator[ProblemSpec]:
-    """Yield problems with each variant of a loss kind, for the first signal of each form that takes it."""
+    """Yield problems with each variant of a loss kind, for the first signal of each form that takes
+    it.
+    """
     if name == "identity":
         yield from layer_problems("readout")
         return

@@ -1,4 +1,6 @@
-"""Scripts as files: what of a user's own module is copied or imported, and the run before a script is announced."""
+"""Scripts as files: what of a user's own module is copied or imported, and the run before a script
+is announced.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def script_of(name, violation=None):
 def test_the_script_of_the_readmes_example_is_short(mine):
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     mine.write_text(re.search(r"```python\n# my_loop.py\n(.*?)```", readme, re.S)[1])
-    spec = ProblemSpec(Input("vector", size=1), (Layer("linear", bias=False, features=1),), LINEAR.loss)
+    spec = ProblemSpec(
+        Input("vector", size=1), (Layer("linear", bias=False, features=1),), LINEAR.loss
+    )
     violation = violation_of(resolve_loop("mine.py:train"), Case(spec, Plan((1, 2), 2)))
     assert violation.diagnosis == "mean-of-means"
     script = script_of("mine.py:train", violation)
@@ -82,7 +86,10 @@ if __name__ == "__main__":
 
 
 def test_a_users_loop_is_copied_as_it_is(mine):
-    for text, lacks in ((FAULTY, ["from __future__"]), (NEEDS_MORE, ["training_loop", "unused", "not run"])):
+    for text, lacks in (
+        (FAULTY, ["from __future__"]),
+        (NEEDS_MORE, ["training_loop", "unused", "not run"]),
+    ):
         mine.write_text(text)
         script = script_of("mine.py:train")
         mine.unlink()
@@ -103,7 +110,10 @@ def test_a_users_loop_is_copied_as_it_is(mine):
     ],
 )
 def test_a_users_loop_that_does_not_stand_alone_is_imported_from_its_file(mine, text, tmp_path):
-    """In another working directory, where neither the suite nor JAX can be imported; then mended."""
+    """In another working directory, where neither the suite nor JAX can be imported.
+
+    Then mended.
+    """
     mine.write_text(text)
     (tmp_path / "helper.py").write_text("")
     script = script_of("mine.py:train")
@@ -172,7 +182,12 @@ DECAY = "[p.mul_(0.999) for p in parameters]"
 @pytest.mark.parametrize(
     ("assumes", "optimizer", "allowed", "fault"),
     [
-        (("edits-settings",), "sgd", 'run.optimizer.param_groups[0]["lr"] *= 0.9', f"if epoch == 1: {DECAY}"),
+        (
+            ("edits-settings",),
+            "sgd",
+            'run.optimizer.param_groups[0]["lr"] *= 0.9',
+            f"if epoch == 1: {DECAY}",
+        ),
         (
             ("edits-parameters",),
             "momentum",
@@ -218,7 +233,12 @@ def train(run):
 @pytest.mark.parametrize(
     ("assumes", "fault", "mended", "printed"),
     [
-        ((), "scheduler.step()", "if i == 3: scheduler.step()", "scheduler.step() was called [3, 3]"),
+        (
+            (),
+            "scheduler.step()",
+            "if i == 3: scheduler.step()",
+            "scheduler.step() was called [3, 3]",
+        ),
         (
             (),
             "if i == 3 or epoch: scheduler.step()",
@@ -270,7 +290,9 @@ def test_a_loop_that_hangs_ends_its_process_with_status_1(mine):
 def test_words_that_python_would_read_do_no_harm(mine):
     words = 'a """ quote, a \\ backslash, $dollar, \\N{} and {braces}'
     mine.write_text(FAULTY)
-    violation = Violation("step-count", "planted", words, CASE, details=("  " + words, "", "x " * 99))
+    violation = Violation(
+        "step-count", "planted", words, CASE, details=("  " + words, "", "x " * 99)
+    )
     assert words in ast.get_docstring(ast.parse(script_of("mine.py:train", violation)))
 
 
@@ -300,12 +322,17 @@ def test_one_name_cannot_stand_for_two_things(mine):
         sources.add(resolve_loop("mine.py:train").__module__, "train")
 
 
-# A script is run before it is announced, and the announcement says so where it does not repeat the fault.
+# A script is run before it is announced, and the announcement says so where it does not repeat the
+# fault.
 
 SCRIPTS = [
     ("print('the fault is there'); raise SystemExit(1)", "never-stepped", None),
     ("raise SystemExit(1)", "timed-out", None),
-    ("print('the fault is gone')", "raised", "in a process of its own the loop does not show the fault (status 0)"),
+    (
+        "print('the fault is gone')",
+        "raised",
+        "in a process of its own the loop does not show the fault (status 0)",
+    ),
     ("raise TypeError('own mistake')", "raised", "it ends with status 1: TypeError: own mistake"),
     ("import sys; sys.exit('cannot import x')", "raised", "it ends with status 1: cannot import x"),
     ("import time; time.sleep(60)", "raised", "it did not end within 0.4 s"),
@@ -314,8 +341,12 @@ SCRIPTS = [
 
 
 @pytest.mark.parametrize(("text", "diagnosis", "said"), SCRIPTS)
-def test_only_a_script_that_shows_the_fault_repeats_it(tmp_path, text, diagnosis, said, monkeypatch):
-    monkeypatch.setattr("gradcheck_suite.script.writer.START_S", 0.2 if text and "sleep" in text else 60.0)
+def test_only_a_script_that_shows_the_fault_repeats_it(
+    tmp_path, text, diagnosis, said, monkeypatch
+):
+    monkeypatch.setattr(
+        "gradcheck_suite.script.writer.START_S", 0.2 if text and "sleep" in text else 60.0
+    )
     script = tmp_path / "script.py"
     if text:
         script.write_text(text)

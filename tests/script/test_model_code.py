@@ -30,7 +30,9 @@ PLAN = Plan((1, 2), 2)
 RELATIVE = 1e-12
 KINDS = [*(("layer", name) for name in LAYERS), *(("loss", name) for name in LOSSES)]
 NAMES = {"nan": math.nan, "inf": math.inf}
-NESTED = st.recursive(st.floats(), lambda inner: st.lists(inner, min_size=1, max_size=9), max_leaves=30)
+NESTED = st.recursive(
+    st.floats(), lambda inner: st.lists(inner, min_size=1, max_size=9), max_leaves=30
+)
 
 
 def bits(value):
@@ -56,23 +58,32 @@ def assert_same(observed, expected):
 
 
 def assert_text_means_the_same(case, *slip):
-    """Compare a script's data, count, model and loss with the catalogue's torch; return the script and its text."""
+    """Compare a script's data, count, model and loss with the catalogue's torch.
+
+    Return the script and its text.
+    """
     __tracebackhide__ = True
     # the shortest script: without a loop
-    text = script_text(no_divide, "planted", Violation("not-accumulable", "planted", "planted", case))
+    text = script_text(
+        no_divide, "planted", Violation("not-accumulable", "planted", "planted", case)
+    )
     text = re.sub(*slip, text) if slip else text
     script, instance = load(text), generated_instance(case)
     for j, items in enumerate(script.MICRO_BATCHES):
         batch, own = script.batch_of(items), instance.batch(case.plan.items(j))
         assert batch.keys() == own.keys()
-        assert all(torch.equal(batch[key], own[key]) and batch[key].dtype == own[key].dtype for key in own)
+        assert all(
+            torch.equal(batch[key], own[key]) and batch[key].dtype == own[key].dtype for key in own
+        )
         assert script.count(batch).dtype == instance.count(own).dtype
         assert float(script.count(batch)) == float(instance.count(own))
     model, its = script.make_model(), instance.model()
     loss, expected = script.loss(model, batch), instance.problem.loss(its, own)
     assert_same(loss.detach(), expected.detach())
     observed, right = parameter_gradients(loss, model), parameter_gradients(expected, its)
-    assert {n for n, g in observed.items() if g is None} == {n for n, g in right.items() if g is None}
+    assert {n for n, g in observed.items() if g is None} == {
+        n for n, g in right.items() if g is None
+    }
     assert observed.keys() == right.keys()
     for parameter, gradient in right.items():
         if gradient is not None:
@@ -82,11 +93,15 @@ def assert_text_means_the_same(case, *slip):
 
 def assert_texts_mean_the_same(specs, *slip):
     __tracebackhide__ = True
-    return [assert_text_means_the_same(Case(spec, PLAN, seed=seed), *slip) for seed, spec in enumerate(specs)]
+    return [
+        assert_text_means_the_same(Case(spec, PLAN, seed=seed), *slip)
+        for seed, spec in enumerate(specs)
+    ]
 
 
 @pytest.mark.parametrize(
-    ("what", "name"), [pytest.param(*kind, marks=[pytest.mark.full] * (i % 3 > 0)) for i, kind in enumerate(KINDS)]
+    ("what", "name"),
+    [pytest.param(*kind, marks=[pytest.mark.full] * (i % 3 > 0)) for i, kind in enumerate(KINDS)],
 )
 def test_every_variant_means_what_the_catalogue_means(what, name):
     _, text = assert_texts_mean_the_same(problems(what, name))[0]
@@ -96,7 +111,12 @@ def test_every_variant_means_what_the_catalogue_means(what, name):
 @pytest.mark.parametrize("tie", [("2", "0"), ("2.0", "0.0"), ("2.0.weight", "0.0.weight")])
 def test_ties_mean_what_the_catalogue_means(tie):
     block = Layer("residual", Layer("linear", features=2, bias=True), Layer("tanh"))
-    problem = ProblemSpec(Input("vector", size=2), (block, Layer("tanh"), block), Loss("mse", reduction="mean"), (tie,))
+    problem = ProblemSpec(
+        Input("vector", size=2),
+        (block, Layer("tanh"), block),
+        Loss("mse", reduction="mean"),
+        (tie,),
+    )
     script, _ = assert_text_means_the_same(Case(problem, PLAN, seed=1))
     assert len(list(script.make_model().parameters())) == (3 if tie[0].endswith("weight") else 2)
 
@@ -128,7 +148,9 @@ def test_a_planted_slip_in_a_text_is_seen(what, name, slip):
 @pytest.mark.full
 @pytest.mark.parametrize(("what", "name"), KINDS[1::4])
 def test_a_script_is_right_about_its_loop(what, name):
-    """With the planted fault: status 1, and JAX's literal is the large batch that the script computes. Mended: 0."""
+    """With the planted fault: status 1, and JAX's literal is the large batch that the script
+    computes. Mended: 0.
+    """
     # the simplest of some kinds have a gradient of 0, such as a softmax of one feature
     specs = [probe_case(PLAN).spec] if name in ("readout", "identity") else problems(what, name)
     verdicts = (check(no_divide, Case(spec, PLAN, seed=1)) for spec in specs)

@@ -1,4 +1,6 @@
-"""A script for every kind of violation, in a process of its own: status 1 with the faulty loop, 0 with a sound one."""
+"""A script for every kind of violation, in a process of its own: status 1 with the faulty loop, 0
+with a sound one.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,21 @@ from studies.zoo.bugs.micro_batches import mean_of_means, no_divide
 from studies.zoo.bugs.resets import no_reset, tail_dropped
 from tests.script.alone import SUITE, run_alone
 
-LINEAR = ProblemSpec(Input("vector", size=2), (Layer("linear", features=2, bias=True),), Loss("mse", reduction="mean"))
+LINEAR = ProblemSpec(
+    Input("vector", size=2),
+    (Layer("linear", features=2, bias=True),),
+    Loss("mse", reduction="mean"),
+)
 SPARSE = ProblemSpec(
     Input("tokens", length=3, vocabulary=5, padded=True),
     (Layer("embedding", features=2, sparse=True, padding_idx=False),),
-    Loss("cross_entropy", ignore_index=True, label_smoothing=0.0, class_weights=False, reduction="mean"),
+    Loss(
+        "cross_entropy",
+        ignore_index=True,
+        label_smoothing=0.0,
+        class_weights=False,
+        reduction="mean",
+    ),
 )
 PLAN = Plan((1, 2, 3, 1), 2, 2)
 
@@ -37,7 +49,9 @@ def freezes(run):
 
 
 def behind_the_closure(edit):
-    """Return a loop with a hook that edits parameters or gradients when the closure of a step has returned."""
+    """Return a loop with a hook that edits parameters or gradients when the closure of a step has
+    returned.
+    """
 
     def loop(run):
         def hook(optimizer, args, kwargs):
@@ -98,7 +112,10 @@ def violation_of(loop, case, problem=None):
 
 
 def assert_script_is_right(loop, case, problem=None):
-    """Hold a loop's script to status 1, and that of a sound loop to 0; return the violation and what it prints."""
+    """Hold a loop's script to status 1, and that of a sound loop to 0.
+
+    Return the violation and what it prints.
+    """
     __tracebackhide__ = True
     # a user's file imports the suite for its Problem
     violation, missing = violation_of(loop, case, problem), ("tests", "jax") if problem else SUITE
@@ -132,22 +149,32 @@ KINDS = {
 @pytest.mark.parametrize(("loop", "kind"), KINDS.items())
 def test_every_kind_of_violation(loop, kind, optimizer):
     plan = Plan((1, 2, 3), 2, 2) if kind != "non-finite" else Plan((2,), 1, 2)
-    violation, faulty = assert_script_is_right(loop, Case(LINEAR, plan, seed=3, optimizer=optimizer))
+    violation, faulty = assert_script_is_right(
+        loop, Case(LINEAR, plan, seed=3, optimizer=optimizer)
+    )
     assert violation.kind == kind
     assert ("is None at the step" in faulty) == (kind == "none-pattern")
     assert ("is not finite at the step" in faulty) == (kind == "non-finite")
 
 
 CASES = [
-    *((no_divide, Case(LINEAR, PLAN, dtype=dtype, seed=5)) for dtype in ("float32", "bfloat16", "float16")),
+    *(
+        (no_divide, Case(LINEAR, PLAN, dtype=dtype, seed=5))
+        for dtype in ("float32", "bfloat16", "float16")
+    ),
     *((fills(value), Case(LINEAR, PLAN)) for value in (math.nan, -math.inf)),
     (no_reset, Case(LINEAR, PLAN, seed=3, optimizer="normalized", groups=2)),
     (no_reset, Case(SPARSE, Plan((2, 1, 2), 2, 2, masked=(1,)), seed=2)),
     (of_pairs, Case(LINEAR, Plan((1, 2), 1), seed=3)),
     (leaves_a_hook, Case(LINEAR, Plan((1,), 1))),
 ]
-CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-CASES += [pytest.param(no_reset, Case(spec, PLAN, device="cuda"), marks=CUDA) for spec in (LINEAR, SPARSE)]
+CUDA = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CASES += [
+    pytest.param(no_reset, Case(spec, PLAN, device="cuda"), marks=CUDA) for spec in (LINEAR, SPARSE)
+]
 
 
 @pytest.mark.parametrize(("loop", "case"), CASES)
@@ -227,7 +254,9 @@ def users_file(tmp_path, monkeypatch):
 )
 def test_a_users_problem_is_imported(loop, name, options, users_file):
     place = f"{users_file}:{name}"
-    assert_script_is_right(loop, Case(place, Plan((1, 2, 3), 2, 2), **options), resolve_problem(place))
+    assert_script_is_right(
+        loop, Case(place, Plan((1, 2, 3), 2, 2), **options), resolve_problem(place)
+    )
 
 
 @pytest.mark.parametrize(

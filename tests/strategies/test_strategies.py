@@ -1,6 +1,7 @@
 """Strategies: what they draw is valid, keeps to its bounds, and reaches what matters.
 
-Shares are counted over seeded runs of `cases()`; each minimum is stated beside what it is a minimum of.
+Shares are counted over seeded runs of `cases()`; each minimum is stated beside what it is a minimum
+of.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ from tests.one_problem import LINEAR
 
 RUNS, ALL_RUNS, PER_RUN = 2, 8, 200
 EACH_RUN = pytest.mark.parametrize(
-    "number", [*range(RUNS), *(pytest.param(number, marks=pytest.mark.full) for number in range(RUNS, ALL_RUNS))]
+    "number",
+    [
+        *range(RUNS),
+        *(pytest.param(number, marks=pytest.mark.full) for number in range(RUNS, ALL_RUNS)),
+    ],
 )
 
 
@@ -75,24 +80,45 @@ FEATURES = {
         _plan(lambda p: any(len({p.micro_batches[j] for j in w}) > 1 for w in p.windows)),
     ),
     "a micro-batch without valid targets": (0.005, _plan(lambda p: bool(p.masked))),
-    **{f"K = {k}": (0.05 if k < 3 else 0.03, _plan(lambda p, k=k: p.accumulation_steps == k)) for k in range(1, 9)},
+    **{
+        f"K = {k}": (0.05 if k < 3 else 0.03, _plan(lambda p, k=k: p.accumulation_steps == k))
+        for k in range(1, 9)
+    },
     "K above 8": (0.02, _plan(lambda p: p.accumulation_steps > 8)),
     "K larger than the epoch": (0.1, _plan(lambda p: p.accumulation_steps > len(p.micro_batches))),
     "a short last window": (0.3, _plan(lambda p: p.has_short_window)),
-    "a short last window after whole ones": (0.1, _plan(lambda p: p.has_short_window and len(p.windows) > 1)),
+    "a short last window after whole ones": (
+        0.1,
+        _plan(lambda p: p.has_short_window and len(p.windows) > 1),
+    ),
     "several windows": (0.3, _plan(lambda p: len(p.windows) > 1)),
     "four windows": (0.05, _plan(lambda p: len(p.windows) == 4)),
-    **{f"epochs = {n}": (0.2 if n == 1 else 0.1, _plan(lambda p, n=n: p.epochs == n)) for n in (1, 2, 3)},
-    "several windows and several epochs": (0.15, _plan(lambda p: p.epochs > 1 and len(p.windows) > 1)),
+    **{
+        f"epochs = {n}": (0.2 if n == 1 else 0.1, _plan(lambda p, n=n: p.epochs == n))
+        for n in (1, 2, 3)
+    },
+    "several windows and several epochs": (
+        0.15,
+        _plan(lambda p: p.epochs > 1 and len(p.windows) > 1),
+    ),
     "ten micro-batches": (0.1, _plan(lambda p: len(p.micro_batches) >= 10)),
-    "tied parameters": (0.05, _any_layer(lambda layer: layer.kind in ("tied_linear", "tied_embedding", "shared"))),
+    "tied parameters": (
+        0.05,
+        _any_layer(lambda layer: layer.kind in ("tied_linear", "tied_embedding", "shared")),
+    ),
     "frozen parameters": (0.05, _any_layer(lambda layer: "frozen" in layer.kind)),
     "unused parameters": (0.03, _any_layer(lambda layer: layer.kind == "unused")),
-    "parameters that some items reach": (0.05, _any_layer(lambda layer: layer.kind in ("branch", "mixture"))),
+    "parameters that some items reach": (
+        0.05,
+        _any_layer(lambda layer: layer.kind in ("branch", "mixture")),
+    ),
     "sparse gradients": (0.02, _any_layer(lambda layer: bool(layer.o.get("sparse")))),
     "branches that join": (0.02, _any_layer(lambda layer: layer.kind in ("sum", "concat"))),
     "a parameter without dimensions": (0.01, _any_layer(lambda layer: layer.kind == "scale")),
-    "a layer that differs in eval mode": (0.01, _any_layer(lambda layer: layer.kind == "train_scale")),
+    "a layer that differs in eval mode": (
+        0.01,
+        _any_layer(lambda layer: layer.kind == "train_scale"),
+    ),
     "several inputs": (0.01, _any_layer(lambda layer: layer.kind == "second_input")),
     "residual connections": (0.01, _any_layer(lambda layer: layer.kind == "residual")),
     "one layer": (0.1, lambda case: len(case.problem.layers) == 1),
@@ -104,11 +130,17 @@ FEATURES = {
     "class weights": (0.02, lambda case: bool(case.problem.loss.o.get("class_weights"))),
     "unequal counts of items": (
         0.03,
-        lambda case: not loss_definition(case.problem.loss).uniform(output_signal(case.problem), case.problem.loss.o),
+        lambda case: (
+            not loss_definition(case.problem.loss).uniform(
+                output_signal(case.problem), case.problem.loss.o
+            )
+        ),
     ),
     "several terms": (
         0.02,
-        lambda case: case.problem.loss.kind in ("mse_and_l1", "cross_entropy_and_z", "distillation"),
+        lambda case: (
+            case.problem.loss.kind in ("mse_and_l1", "cross_entropy_and_z", "distillation")
+        ),
     ),
     "several parameter groups": (0.15, lambda case: case.groups > 1),
     "items that repeat": (0.08, lambda case: case.distinct_items > 0),
@@ -146,12 +178,20 @@ def test_every_run_reaches_every_layer_kind_and_loss(number):
 
 @EACH_RUN
 def test_every_run_reaches_every_graph(number):
-    """A module and a parameter under two names, embeddings with sparse gradients, more than a dozen parameters."""
+    """A module and a parameter under two names, embeddings with sparse gradients, more than a dozen
+    parameters.
+    """
     run = [case.problem for case in _one_run(number)]
     tied = [problem for problem in run if problem.ties]
-    assert any("." not in name for problem in tied for name, _ in problem.ties), "no module under two names"
-    assert any("." in name for problem in tied for name, _ in problem.ties), "no parameter under two names"
-    assert any(problem.layers[0].kind == "sum" and len(problem.layers[0].layers) >= 7 for problem in run)
+    assert any("." not in name for problem in tied for name, _ in problem.ties), (
+        "no module under two names"
+    )
+    assert any("." in name for problem in tied for name, _ in problem.ties), (
+        "no parameter under two names"
+    )
+    assert any(
+        problem.layers[0].kind == "sum" and len(problem.layers[0].layers) >= 7 for problem in run
+    )
     assert any(layer.kind == "embedding" and layer.o["sparse"] for p in run for layer in p.layers)
 
 
@@ -228,7 +268,11 @@ def test_problems_keep_to_the_bounds_they_are_given(problem):
     assert not any(layer.o.get("sparse") for layer in _walk(problem.layers))
 
 
-@given(cases(assumes=("equal-batches", "mean-reduction", "one-epoch", "plain-counts", "dense-gradients")))
+@given(
+    cases(
+        assumes=("equal-batches", "mean-reduction", "one-epoch", "plain-counts", "dense-gradients")
+    )
+)
 def test_the_assumptions_of_many_trainers_are_respected_together(case):
     plan, instance = case.plan, generated_instance(case)
     assert len(set(plan.micro_batches)) == plan.epochs == 1
@@ -270,21 +314,36 @@ def test_problem_and_plan_may_be_given(case):
         (plans(max_epochs=0), "expected 1 <= min_epochs <= max_epochs, got 1 and 0"),
         (plans(max_epochs=1.5), "expected 1 <= min_epochs <= max_epochs, got 1 and 1.5"),
         (plans(min_windows=0), "expected 1 <= min_windows <= max_windows, got 0 and 4"),
-        (plans(min_windows=3, max_windows=2), "expected 1 <= min_windows <= max_windows, got 3 and 2"),
-        (plans(max_accumulation_steps=0), "1 <= min_accumulation_steps <= max_accumulation_steps, got 1 and 0"),
+        (
+            plans(min_windows=3, max_windows=2),
+            "expected 1 <= min_windows <= max_windows, got 3 and 2",
+        ),
+        (
+            plans(max_accumulation_steps=0),
+            "1 <= min_accumulation_steps <= max_accumulation_steps, got 1 and 0",
+        ),
         (plans(max_items=0), "expected 1 <= min_items <= max_items, got 1 and 0"),
         (plans(max_items="8"), "expected 1 <= min_items <= max_items, got 1 and '8'"),
         (plans(assumes=("luck",)), "assumption must be one of"),
-        (plans(assumes="whole-windows"), "assumes must be a tuple of names such as ('whole-windows',)"),
+        (
+            plans(assumes="whole-windows"),
+            "assumes must be a tuple of names such as ('whole-windows',)",
+        ),
         (problems(min_layers=0), "expected 1 <= min_layers <= max_layers, got 0 and 5"),
         (problems(min_layers=6), "expected 1 <= min_layers <= max_layers, got 6 and 5"),
         (problems(assumes=("luck",)), "assumption must be one of"),
-        (cases(dtype="int8"), "dtype must be one of float64, float32, bfloat16, float16; got 'int8'"),
+        (
+            cases(dtype="int8"),
+            "dtype must be one of float64, float32, bfloat16, float16; got 'int8'",
+        ),
         (cases(device="tpu"), "device must be one of cpu, cuda; got 'tpu'"),
         (cases(optimizer="sdg"), "optimizer must be one of sgd"),
         (cases(assumes=("luck",)), "assumption must be one of"),
         (cases(assumes=("no-layer:luck",)), "KIND must be one of "),
-        (cases(assumes=tuple(f"no-layer:{k}" for k in LAYERS if k != "readout")), "no model is left to draw"),
+        (
+            cases(assumes=tuple(f"no-layer:{k}" for k in LAYERS if k != "readout")),
+            "no model is left to draw",
+        ),
         (cases(problem=3), "problem must be a strategy or the name of a user's problem, got 3"),
         (cases(plan=Plan((1,), 1)), "plan must be a strategy, such as just(Plan(...)), got Plan("),
     ],
@@ -304,7 +363,11 @@ def test_a_bad_argument_is_refused_at_the_draw(strategy, says):
 
 
 SMALLEST = Case(
-    ProblemSpec(Input("vector", size=1), (Layer("linear", bias=False, features=1),), Loss("mse", reduction="mean")),
+    ProblemSpec(
+        Input("vector", size=1),
+        (Layer("linear", bias=False, features=1),),
+        Loss("mse", reduction="mean"),
+    ),
     Plan((1,), 1),
 )
 STARTS = 5
@@ -334,12 +397,16 @@ def _smallest(strategy, condition, start=0):
 
 
 def _smallest_problem(condition, start=0):
-    return _smallest(cases(plan=st.just(Plan((1,), 1))), lambda case: condition(case.problem), start).problem
+    return _smallest(
+        cases(plan=st.just(Plan((1,), 1))), lambda case: condition(case.problem), start
+    ).problem
 
 
 def test_everything_shrinks_to_the_smallest_case():
     assert _smallest(cases(), lambda case: True) == SMALLEST
-    assert _smallest(cases(), lambda case: case.plan.epochs == 2) == SMALLEST.replace(plan=Plan((1,), 1, 2))
+    assert _smallest(cases(), lambda case: case.plan.epochs == 2) == SMALLEST.replace(
+        plan=Plan((1,), 1, 2)
+    )
 
 
 @pytest.mark.parametrize(
@@ -349,7 +416,10 @@ def test_everything_shrinks_to_the_smallest_case():
         (lambda p: p.has_short_window, Plan((1,), 2)),
         (lambda p: len(p.windows) == 2, Plan((1, 1), 1)),
         (lambda p: p.accumulation_steps >= 3 and not p.has_short_window, Plan((1, 1, 1), 3)),
-        (lambda p: p.has_short_window and len(p.windows) == 2 and p.epochs > 1, Plan((1, 1, 1), 2, 2)),
+        (
+            lambda p: p.has_short_window and len(p.windows) == 2 and p.epochs > 1,
+            Plan((1, 1, 1), 2, 2),
+        ),
         (lambda p: max(p.micro_batches) >= 3, Plan((3,), 1)),
         (lambda p: p.total_items >= 5 and len(p.micro_batches) == 1, Plan((5,), 1)),
     ],
@@ -360,7 +430,13 @@ def test_plans_shrink(condition, plan):
 
 
 def test_masks_shrink():
-    loss = Loss("cross_entropy", ignore_index=True, label_smoothing=0.0, class_weights=False, reduction="mean")
+    loss = Loss(
+        "cross_entropy",
+        ignore_index=True,
+        label_smoothing=0.0,
+        class_weights=False,
+        reduction="mean",
+    )
     problem = ProblemSpec(Input("vector", size=1), (Layer("linear", bias=False, features=2),), loss)
     plan = _smallest(cases(problem=st.just(problem)), lambda case: case.plan.masked).plan
     assert plan.micro_batches == (1, 1)
@@ -384,7 +460,8 @@ def test_a_loss_shrinks_to_the_smallest_model_that_it_takes(kind):
         return len(small.layers) == 1 and small.loss == Loss(kind, **simplest, reduction="mean")
 
     assert any(
-        is_smallest(_smallest_problem(lambda problem: problem.loss.kind == kind, start)) for start in range(STARTS)
+        is_smallest(_smallest_problem(lambda problem: problem.loss.kind == kind, start))
+        for start in range(STARTS)
     )
 
 
@@ -396,7 +473,9 @@ class _RefusedError(Exception):
 
 
 def test_another_seed_draws_other_cases_and_more_examples_begin_with_the_same():
-    few, more, other = (draw_cases(cases(), examples=n, seed_value=s) for n, s in ((20, 0), (40, 0), (20, 1)))
+    few, more, other = (
+        draw_cases(cases(), examples=n, seed_value=s) for n, s in ((20, 0), (40, 0), (20, 1))
+    )
     assert more[:20] == few
     assert not set(few) & set(other)
 
@@ -461,11 +540,16 @@ def test_cases_are_prepared_in_order_some_time_before_they_are_judged():
         seed_value=0,
         prepare=lambda case: events.append(("prepare", case)),
     )
-    prepared, judged = ([case for what, case in events if what == name] for name in ("prepare", "judge"))
+    prepared, judged = (
+        [case for what, case in events if what == name] for name in ("prepare", "judge")
+    )
     assert judged == draw_cases(cases(), examples=20, seed_value=0)
     assert prepared == judged[1:]
     places = {event: place for place, event in enumerate(events)}
-    ahead = [sum(e == "judge" for e, _ in events[places["prepare", c] : places["judge", c]]) for c in prepared]
+    ahead = [
+        sum(e == "judge" for e, _ in events[places["prepare", c] : places["judge", c]])
+        for c in prepared
+    ]
     # one case ahead after the first was judged, two after the second
     assert ahead[:4] == [0, 1, 1, 2]
     assert max(ahead) == AHEAD
@@ -475,7 +559,12 @@ def test_a_judge_finds_the_same_global_random_numbers_at_every_case_and_changes_
     numbers: set[tuple[float, float]] = set()
     random.seed(5)
     expected = random.Random(5).random()
-    run_on_cases(lambda case: numbers.add((random.random(), np.random.rand())), cases(), examples=3, seed_value=0)
+    run_on_cases(
+        lambda case: numbers.add((random.random(), np.random.rand())),
+        cases(),
+        examples=3,
+        seed_value=0,
+    )
     assert len(numbers) == 1
     assert random.random() == expected
 
@@ -509,9 +598,13 @@ def test_torch_adds_no_sparse_gradients_in_half_precision_so_none_are_drawn():
         gradient = torch.sparse_coo_tensor(places, torch.ones(3, 2, dtype=dtype).t(), (4, 3))
         with pytest.raises(NotImplementedError, match=r"add_out_sparse_cpu|cadd_sparse"):
             gradient + gradient
-        drawn = draw_cases(cases(dtype=str(dtype).removeprefix("torch.")), examples=150, seed_value=0)
+        drawn = draw_cases(
+            cases(dtype=str(dtype).removeprefix("torch.")), examples=150, seed_value=0
+        )
         assert not any("sparse=True" in repr(case) for case in drawn)
-    assert any("sparse=True" in repr(case) for case in draw_cases(cases(), examples=150, seed_value=0))
+    assert any(
+        "sparse=True" in repr(case) for case in draw_cases(cases(), examples=150, seed_value=0)
+    )
 
 
 # What cases reached is counted by hand on small ones.
@@ -532,7 +625,10 @@ def test_every_split_is_told_from_its_opposite():
     assert _splits(Plan((2, 3), 1)) == {"several windows", "no accumulation (K = 1)"}
     assert _splits(Plan((1, 1), 2, 2)) == {"a micro-batch of one item", "several epochs"}
     assert _splits(Plan((2, 2, 2), 2)) == {"a short last window", "several windows"}
-    assert _splits(Plan((2,), 2)) == {"a short last window", "an epoch shorter than accumulation_steps"}
+    assert _splits(Plan((2,), 2)) == {
+        "a short last window",
+        "an epoch shorter than accumulation_steps",
+    }
     assert _splits(Plan((2, 2), 2, 1, (1,))) == {"a micro-batch without valid targets"}
     assert _splits(Plan((2,) * 5, 5)) == {"5 or more micro-batches in a window"}
 
@@ -543,10 +639,14 @@ def test_what_was_never_reached_is_shown_as_nought():
 
 def test_layers_inside_others_count_and_each_case_counts_once():
     inner = Layer("residual", Layer("linear", features=3, bias=False), Layer("tanh"))
-    problem = ProblemSpec(Input("vector", size=3), (inner, TWO_FEATURES), Loss("mse", reduction="sum"))
+    problem = ProblemSpec(
+        Input("vector", size=3), (inner, TWO_FEATURES), Loss("mse", reduction="sum")
+    )
     reach = CaseCoverage()
     reach.note(Case(problem, Plan((2, 2), 2)))
-    reach.note(Case(ProblemSpec(Input("vector", size=3), (TWO_FEATURES,), Loss("mse")), Plan((2, 2), 2)))
+    reach.note(
+        Case(ProblemSpec(Input("vector", size=3), (TWO_FEATURES,), Loss("mse")), Plan((2, 2), 2))
+    )
     found = reach.to_json()
     assert found["layers"] == {"linear": 2, "residual": 1, "tanh": 1}
     assert found["losses"] == {"mse, sum": 1, "mse, mean": 1}

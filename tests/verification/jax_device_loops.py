@@ -1,4 +1,6 @@
-"""Loops of JAX on two devices by `shard_map`, of which one has three quarters of each window's items."""
+"""Loops of JAX on two devices by `shard_map`, of which one has three quarters of each window's
+items.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,16 @@ def two_devices():
 
 
 def dealt(window):
-    """Return a window in one batch of which one device has a quarter, padded to as many rows, and weights."""
+    """Return a window in one batch of which one device has a quarter, padded to as many rows, and
+    weights.
+    """
     whole = jax.tree.map(lambda *parts: jnp.concatenate(parts), *window)
     items = len(jax.tree.leaves(whole)[0])
     rows = items - items // 4
     padding = 2 * rows - items
-    return jax.tree.map(lambda a: jnp.concatenate([a, a[:padding]]), whole), jnp.arange(2 * rows) < items
+    return jax.tree.map(lambda a: jnp.concatenate([a, a[:padding]]), whole), jnp.arange(
+        2 * rows
+    ) < items
 
 
 def train(run, reduce, *, inside=False):
@@ -42,7 +48,11 @@ def train(run, reduce, *, inside=False):
 
     sharded = jax.jit(
         jax.shard_map(
-            part, mesh=two_devices(), in_specs=(ALL, ALL, DEALT, DEALT), out_specs=(ALL, ALL), check_vma=False
+            part,
+            mesh=two_devices(),
+            in_specs=(ALL, ALL, DEALT, DEALT),
+            out_specs=(ALL, ALL),
+            check_vma=False,
         )
     )
     params, state = run.params, run.optimizer.init(run.params)
@@ -88,7 +98,9 @@ def local_counts_inside(run: JaxTrainingRun) -> None:
     train(
         run,
         lambda run, total, count: (
-            jax.lax.psum(total, "devices") / (2 * count) if run.reduction == "mean" else jax.lax.psum(total, "devices")
+            jax.lax.psum(total, "devices") / (2 * count)
+            if run.reduction == "mean"
+            else jax.lax.psum(total, "devices")
         ),
         inside=True,
     )

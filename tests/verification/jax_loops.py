@@ -40,7 +40,10 @@ class TrainState(NamedTuple):
 
 @jax_training_loop
 def train_state(run: JaxTrainingRun) -> None:
-    """Accumulate and apply, as users of flax's TrainState write it; each micro-batch is one compiled call."""
+    """Accumulate and apply, as users of flax's TrainState write it.
+
+    Each micro-batch is one compiled call.
+    """
 
     @jax.jit
     def accumulate(state, batch):
@@ -78,13 +81,18 @@ def whole_window(run: JaxTrainingRun) -> None:
     params, state = run.params, run.optimizer.init(run.params)
     for _ in range(run.epochs):
         for window in windows(run):
-            updates, state = step(params, state, jax.tree.map(lambda *a: jnp.concatenate(a), *window))
+            updates, state = step(
+                params, state, jax.tree.map(lambda *a: jnp.concatenate(a), *window)
+            )
             params = optax.apply_updates(params, updates)
 
 
 @jax_training_loop
 def flat_vector(run: JaxTrainingRun) -> None:
-    """The optimizer has one vector of all parameters; the window is differentiated at once, eagerly."""
+    """The optimizer has one vector of all parameters.
+
+    The window is differentiated at once, eagerly.
+    """
     flat, unravel = ravel_pytree(run.params)
     state = run.optimizer.init(flat)
     for _ in range(run.epochs):
@@ -95,9 +103,13 @@ def flat_vector(run: JaxTrainingRun) -> None:
                 if run.reduction == "sum":
                     return sum(run.loss(params, batch) for batch in window)
                 counts = [run.count(batch) for batch in window]
-                return sum(run.loss(params, b) * n for b, n in zip(window, counts, strict=True)) / sum(counts)
+                return sum(
+                    run.loss(params, b) * n for b, n in zip(window, counts, strict=True)
+                ) / sum(counts)
 
-            updates, state = run.optimizer.update(jax.grad(objective)(flat).astype(flat.dtype), state)
+            updates, state = run.optimizer.update(
+                jax.grad(objective)(flat).astype(flat.dtype), state
+            )
             flat = flat + updates
 
 

@@ -1,4 +1,6 @@
-"""Faulty loops that no drawn case shows: they go wrong on large, small or non-finite gradients, or in long plans."""
+"""Faulty loops that no drawn case shows: they go wrong on large, small or non-finite gradients, or
+in long plans.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def _clip_by_norm(limit):
 
 
 def _sends(loss):
-    """Return a loop that sends a change of each micro-batch's part of the window's loss backward, or none of it."""
+    """Return a loop that sends a change of each micro-batch's part of the window's loss backward,
+    or none of it.
+    """
 
     def backward(run, window):
         for part in window_losses(run, window):
@@ -68,7 +72,10 @@ def zeroes_bad_gradients(run):
 
 
 def clips_micro_batches(run):
-    train_with_sums(run, lambda j, total, g: g * (1000 / g.norm().clamp(min=1000)) + (0 if total is None else total))
+    train_with_sums(
+        run,
+        lambda j, total, g: g * (1000 / g.norm().clamp(min=1000)) + (0 if total is None else total),
+    )
 
 
 clips_to_a_limit_that_no_finite_gradient_reaches = _clip_by_norm(1e200)
@@ -88,7 +95,9 @@ def halves_after_a_non_finite_window(run):
 
 @accumulating
 def raises_counts_to_1(run, window):
-    """As `clamp(min=1)` does that is to avoid a division by 0: a sum of class weights may be below 1."""
+    """As `clamp(min=1)` does that is to avoid a division by 0: a sum of class weights may be below
+    1.
+    """
     total = max(float(window_count(run, window)), 1.0)
     for batch in window:
         part_of_window(run, batch, total).backward()
@@ -102,7 +111,10 @@ SIZES = {
     "skips steps": (skips_steps, "skipped-non-finite"),
     "zeroes bad gradients": (before_step(zeroes_bad_gradients), "skipped-non-finite"),
     "skips large steps": (_steps_if(lambda g: not g.norm() > 1e4), "skipped-by-size"),
-    "skips large losses": (_sends(lambda loss: loss * 0 if loss.abs() > 1e6 else loss), "skipped-by-size"),
+    "skips large losses": (
+        _sends(lambda loss: loss * 0 if loss.abs() > 1e6 else loss),
+        "skipped-by-size",
+    ),
     "clip by norm at 1000": (_clip_by_norm(1000.0), "clipped"),
     "clip by value at 1000": (
         before_step(lambda run: torch.nn.utils.clip_grad_value_(run.model.parameters(), 1000.0)),
@@ -115,7 +127,10 @@ SIZES = {
         _each(lambda g: torch.where(g.abs() < 1e-4 * g.abs().max(), 0.0, g)),
         "not-linear",
     ),
-    "halve above 100": (_each(lambda g: g / 2 if g.nan_to_num().abs().max() > 100 else g), "not-linear"),
+    "halve above 100": (
+        _each(lambda g: g / 2 if g.nan_to_num().abs().max() > 100 else g),
+        "not-linear",
+    ),
 }
 
 
@@ -141,7 +156,9 @@ def _counted(forget):
 
 
 def _wraps(at):
-    """Return a loop that counts micro-batches in a number that goes from `at` - 1 to 0, as a uint8 does at 256."""
+    """Return a loop that counts micro-batches in a number that goes from `at` - 1 to 0, as a uint8
+    does at 256.
+    """
 
     def loop(run):
         for _ in range(run.epochs):
@@ -176,7 +193,9 @@ def keyed(run):
             part_of_window(run, batch, total).backward()
             parts[j % 32] = [p.grad for p in run.model.parameters()]
             run.optimizer.zero_grad()
-        for p, gradients in zip(run.model.parameters(), zip(*parts.values(), strict=True), strict=True):
+        for p, gradients in zip(
+            run.model.parameters(), zip(*parts.values(), strict=True), strict=True
+        ):
             p.grad = sum(gradients)
         run.optimizer.step()
         run.optimizer.zero_grad()
@@ -192,14 +211,19 @@ def stale_later(run):
 
 
 def _times(factor, where):
-    """Return a loop that multiplies gradients by a factor where the run and the number of the step say so."""
-    return trains(before=lambda run, step: [g.mul_(factor) for g in _gradients(run) if where(run, step)])
+    """Return a loop that multiplies gradients by a factor where the run and the number of the step
+    say so.
+    """
+    return trains(
+        before=lambda run, step: [g.mul_(factor) for g in _gradients(run) if where(run, step)]
+    )
 
 
 LONG = {
     "counter modulo 16": (_wraps(16), "wrong-windows", 18, 17, 1),
-    # from 257 on a window is short, and at 274 the number of steps is right again; of the plans that are tried next,
-    # 257, 266, 270, 272 and 273 micro-batches have a step too many, which is a fault of another kind
+    # from 257 on a window is short, and at 274 the number of steps is right again; of the plans
+    # that are tried next, 257, 266, 270, 272 and 273 micro-batches have a step too many, which is a
+    # fault of another kind
     "counter in uint8": (_wraps(256), "wrong-windows", 274, 3, 1),
     "windows in int8": (_times(0, lambda run, step: step & 128), "no-gradient", 129, 1, 1),
     "fourth epoch is scaled": (
@@ -210,7 +234,13 @@ LONG = {
         4,
     ),
     "fourth epoch is left out": (_counted(lambda j, epoch: epoch >= 3), "no-gradient", 1, 1, 4),
-    "every 100th micro-batch is left out": (_counted(lambda j, epoch: j % 100 == 99), "dropped-micro-batch", 100, 2, 1),
+    "every 100th micro-batch is left out": (
+        _counted(lambda j, epoch: j % 100 == 99),
+        "dropped-micro-batch",
+        100,
+        2,
+        1,
+    ),
     "wrong from micro-batch 17 on": (_counted(lambda j, epoch: j >= 16), "no-gradient", 17, 1, 1),
     "K capped at 16": (capped, "wrong-windows", 18, 17, 1),
     "keyed modulo 32": (keyed, "dropped-micro-batch", 33, 33, 1),

@@ -1,4 +1,6 @@
-"""Loops for several ranks that fail in ways which only processes can: the ranks of `test_ranks.py` import them."""
+"""Loops for several ranks that fail in ways which only processes can: the ranks of `test_ranks.py`
+import them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ from gradcheck_suite.loops.ranks import (
     in_zero_redundancy,
     split_linear_layers,
 )
-from gradcheck_suite.loops.reset_modes import MODES, backward_window, part_of_window, window_count, windows
+from gradcheck_suite.loops.reset_modes import (
+    MODES,
+    backward_window,
+    part_of_window,
+    window_count,
+    windows,
+)
 from studies.zoo.bug import train_over_ranks, train_soundly
 
 
@@ -115,14 +123,18 @@ def never_ends(run):
 
 
 def sleeps_first(run):
-    """Let rank 0 be away for longer than the ranks need to be still, as one that writes a checkpoint is."""
+    """Let rank 0 be away for longer than the ranks need to be still, as one that writes a
+    checkpoint is.
+    """
     if run.rank == 0:
         time.sleep(2.5)
     right(run)
 
 
 def reduces_every_micro_batch(run):
-    """Add up each micro-batch's own gradient over ranks: right where ranks have as many, and K times the traffic."""
+    """Add up each micro-batch's own gradient over ranks: right where ranks have as many, and K
+    times the traffic.
+    """
     for window in windows(run):
         total = window_count(run, window)
         sums = {}
@@ -154,7 +166,9 @@ def _sent_in_bfloat16(state, bucket):
 
 
 def bfloat16_hook(run):
-    _under_hook(run, lambda wrapped: wrapped.register_comm_hook(dist.group.WORLD, _sent_in_bfloat16))
+    _under_hook(
+        run, lambda wrapped: wrapped.register_comm_hook(dist.group.WORLD, _sent_in_bfloat16)
+    )
 
 
 def _power_sgd(run, **settings):
@@ -177,7 +191,9 @@ def static_graph_under_no_sync(run):
 
 
 def steps_on_one_rank(run):
-    """Step on one rank alone, after parameters were sharded: the suite cannot gather what it observes."""
+    """Step on one rank alone, after parameters were sharded: the suite cannot gather what it
+    observes.
+    """
     fully_shard(run.model)
     run.optimizer.param_groups[0]["params"] = list(run.model.parameters())
     if run.rank == 0:
@@ -185,7 +201,9 @@ def steps_on_one_rank(run):
 
 
 def own_items_in_split_layers(run):
-    """Give each rank its own items, as with a sampler for data parallelism, though the ranks share one model."""
+    """Give each rank its own items, as with a sampler for data parallelism, though the ranks share
+    one model.
+    """
     split_linear_layers(run)
     train_soundly(run)
 
@@ -236,5 +254,7 @@ WRAPPERS = {
     "tensor_parallel": in_tensor_parallel,
     "zero_redundancy": in_zero_redundancy,
 }
-IN_MODES = {f"{name}/{mode}": _here(wrap(MODES[mode])) for name, wrap in WRAPPERS.items() for mode in MODES}
+IN_MODES = {
+    f"{name}/{mode}": _here(wrap(MODES[mode])) for name, wrap in WRAPPERS.items() for mode in MODES
+}
 """Every reset mode in every wrapper, sound or not."""

@@ -1,4 +1,6 @@
-"""Ways to make one gradient of those of all ranks, sound and faulty: the ranks of `test_ranks.py` import them."""
+"""Ways to make one gradient of those of all ranks, sound and faulty: the ranks of `test_ranks.py`
+import them.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def waited_for(run):
 
 def functional_all_reduce(run):
     def reduce(gradient):
-        gradient.copy_(functional.wait_tensor(functional.all_reduce(gradient, "sum", dist.group.WORLD)))
+        gradient.copy_(
+            functional.wait_tensor(functional.all_reduce(gradient, "sum", dist.group.WORLD))
+        )
 
     train_over_ranks(run, reduce=_each(reduce))
 
@@ -72,7 +76,9 @@ def point_to_point(run):
 
 
 def by_max(run):
-    train_over_ranks(run, reduce=_each(lambda gradient: dist.all_reduce(gradient, dist.ReduceOp.MAX)))
+    train_over_ranks(
+        run, reduce=_each(lambda gradient: dist.all_reduce(gradient, dist.ReduceOp.MAX))
+    )
 
 
 def to_rank_0_alone(run):
@@ -101,7 +107,9 @@ def in_other_order(run):
         flat = flat.flip(0) if run.rank else flat
         dist.all_reduce(flat)
         flat = flat.flip(0) if run.rank else flat
-        for gradient, part in zip(fill_missing(run), flat.split([g.numel() for g in fill_missing(run)]), strict=True):
+        for gradient, part in zip(
+            fill_missing(run), flat.split([g.numel() for g in fill_missing(run)]), strict=True
+        ):
             gradient.copy_(part.view_as(gradient))
 
     train_over_ranks(run, reduce=reduce)

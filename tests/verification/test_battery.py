@@ -1,4 +1,6 @@
-"""The battery of weight probes: sound loops hold in every dtype, and faults that no drawn case shows are found."""
+"""The battery of weight probes: sound loops hold in every dtype, and faults that no drawn case
+shows are found.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ import torch
 from gradcheck_suite import Case, Plan, Problem, check, training_loop, verify
 from gradcheck_suite.core.contract import assumptions_of
 from gradcheck_suite.core.options import VerifyOptions
-from gradcheck_suite.loops.reset_modes import BUILT_IN, backward_window, part_of_window, window_count, windows
+from gradcheck_suite.loops.reset_modes import (
+    BUILT_IN,
+    backward_window,
+    part_of_window,
+    window_count,
+    windows,
+)
 from gradcheck_suite.verification import search as module
 from gradcheck_suite.verification.search import Search, first_cases
 from studies.zoo import BUGS
@@ -26,12 +34,17 @@ from tests.verification.planted import (
     skips_steps,
 )
 
-SOME_DTYPES = ["float16", *(pytest.param(name, marks=pytest.mark.full) for name in ("float64", "bfloat16"))]
+SOME_DTYPES = [
+    "float16",
+    *(pytest.param(name, marks=pytest.mark.full) for name in ("float64", "bfloat16")),
+]
 """The smallest range, the widest, and the fewest digits."""
 
 
 def battery(loop, *, dtype="float64", assumes=frozenset(), time_limit_s=None, optimizer=None):
-    """Check the probes: what they show first, whether no drawn case can show it, and what was left out."""
+    """Check the probes: what they show first, whether no drawn case can show it, and what was left
+    out.
+    """
     options = VerifyOptions(dtype=dtype, time_limit_s=time_limit_s, optimizer=optimizer).of(loop)
     search = Search(loop, None, options, None, None, frozenset(assumes) | assumptions_of(loop))
     violation, final = search.on_probes()
@@ -44,7 +57,10 @@ FEW = ("set_to_none", "grad_scaler")
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
 @pytest.mark.parametrize(
     "names",
-    [pytest.param(FEW, marks=pytest.mark.quick), pytest.param(tuple(BUILT_IN), marks=pytest.mark.full)],
+    [
+        pytest.param(FEW, marks=pytest.mark.quick),
+        pytest.param(tuple(BUILT_IN), marks=pytest.mark.full),
+    ],
     ids=["few", "all"],
 )
 def test_sound_loops_hold(names, dtype):
@@ -92,7 +108,9 @@ def _biases(run):
     return [p.grad for name, p in run.model.named_parameters() if name.endswith("bias")]
 
 
-replaces_nan_in_biases = before_step(lambda run: [g.nan_to_num_(0.0, 0.0, 0.0) for g in _biases(run)])
+replaces_nan_in_biases = before_step(
+    lambda run: [g.nan_to_num_(0.0, 0.0, 0.0) for g in _biases(run)]
+)
 _halves_biases_after_the_17th_step = trains(
     before=lambda run, step: [g.mul_(0.5) for g in _biases(run)] if step > 16 else None
 )
@@ -108,12 +126,25 @@ _halves_biases_after_the_17th_step = trains(
             "optimizer-state-changed",
             marks=pytest.mark.full,
         ),
-        (trains(after=each_parameter(lambda p: p.clamp_(-4, 4))), None, "parameters", "parameter-drift"),
-        pytest.param(_halves_biases_after_the_17th_step, None, "gradient", "wrong-scale", marks=pytest.mark.full),
+        (
+            trains(after=each_parameter(lambda p: p.clamp_(-4, 4))),
+            None,
+            "parameters",
+            "parameter-drift",
+        ),
+        pytest.param(
+            _halves_biases_after_the_17th_step,
+            None,
+            "gradient",
+            "wrong-scale",
+            marks=pytest.mark.full,
+        ),
         (replaces_nan_in_biases, None, "gradient", "not-linear"),
     ],
 )
-def test_a_fault_of_long_runs_or_of_one_kind_of_parameter_is_found(loop, optimizer, kind, diagnosis):
+def test_a_fault_of_long_runs_or_of_one_kind_of_parameter_is_found(
+    loop, optimizer, kind, diagnosis
+):
     found = battery(loop, optimizer=optimizer)
     assert (found.violation.kind, found.violation.diagnosis) == (kind, diagnosis), found.violation
     assert found.violation.case.plan.total_items <= 6
@@ -125,7 +156,10 @@ def test_a_count_that_is_raised_to_1_is_found_before_any_case_is_drawn():
     found = battery(raises_counts_to_1)
     assert found.final
     assert found.violation.diagnosis == "wrong-scale", found.violation
-    assert "which is the window's count over the same raised to 1, 0.25/1" in found.violation.explanation
+    assert (
+        "which is the window's count over the same raised to 1, 0.25/1"
+        in found.violation.explanation
+    )
     for assumes in ("plain-counts", "sum-reduction"):
         assert battery(raises_counts_to_1, assumes={assumes}).violation is None
 
@@ -141,7 +175,10 @@ def test_a_window_that_is_wrong_after_a_non_finite_one_is_not_called_clipped():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_they_are_found_in_coarse_dtypes(dtype):
     for name, (loop, _) in SIZES.items():
-        if (name, dtype) != ("flush below 1e-30", "float16"):  # below the smallest number of float16
+        if (name, dtype) != (
+            "flush below 1e-30",
+            "float16",
+        ):  # below the smallest number of float16
             assert battery(loop, dtype=dtype).final, name
 
 
@@ -161,7 +198,8 @@ OF_MANY_MICRO_BATCHES = (
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.full if n in OF_MANY_MICRO_BATCHES else ()) for n in LONG]
+    "name",
+    [pytest.param(n, marks=pytest.mark.full if n in OF_MANY_MICRO_BATCHES else ()) for n in LONG],
 )
 def test_a_fault_of_long_plans_is_named_and_made_small(name):
     loop, diagnosis, micro_batches, steps, epochs = LONG[name]
@@ -169,7 +207,11 @@ def test_a_fault_of_long_plans_is_named_and_made_small(name):
     assert found.final
     plan = found.violation.case.plan
     assert found.violation.diagnosis == diagnosis, found.violation
-    assert (len(plan.micro_batches), plan.accumulation_steps, plan.epochs) == (micro_batches, steps, epochs), plan
+    assert (len(plan.micro_batches), plan.accumulation_steps, plan.epochs) == (
+        micro_batches,
+        steps,
+        epochs,
+    ), plan
     assert check(loop, found.violation.case).violation.diagnosis == diagnosis
     assert name not in RIGHT_BELOW or RIGHT_BELOW[name] in found.violation.details
 
@@ -226,7 +268,9 @@ def test_a_step_that_is_skipped_without_a_reason_of_the_scaler_is_found():
     assert battery(scaled_and_skips_often).violation.kind == "step-count"
 
 
-logs_the_norm = before_step(lambda run: torch.nn.utils.clip_grad_norm_(run.model.parameters(), torch.inf))
+logs_the_norm = before_step(
+    lambda run: torch.nn.utils.clip_grad_norm_(run.model.parameters(), torch.inf)
+)
 
 
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
@@ -236,11 +280,15 @@ def test_an_infinite_element_may_make_others_nan_at_the_same_step(dtype):
 
 
 def _filled(where, value):
-    return before_step(lambda run: [p.grad.masked_fill_(where(p.grad), value) for p in run.model.parameters()])
+    return before_step(
+        lambda run: [p.grad.masked_fill_(where(p.grad), value) for p in run.model.parameters()]
+    )
 
 
 @pytest.mark.parametrize(
-    ("where", "value"), [(torch.isposinf, -torch.inf), (torch.isnan, torch.inf)], ids=["other sign", "in place of NaN"]
+    ("where", "value"),
+    [(torch.isposinf, -torch.inf), (torch.isnan, torch.inf)],
+    ids=["other sign", "in place of NaN"],
 )
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
 def test_an_infinity_that_is_not_the_right_one_is_found(where, value, dtype):
@@ -254,7 +302,9 @@ def test_an_infinity_that_is_not_the_right_one_is_found(where, value, dtype):
 def test_a_loop_may_assume_finite_gradients():
     assert battery(skips_steps, assumes={"finite-gradients"}).violation is None
     # the decorator marks what it is given, which other tests use
-    loop = training_loop(assumes=("finite-gradients", "dense-gradients"))(lambda run: skips_steps(run))
+    loop = training_loop(assumes=("finite-gradients", "dense-gradients"))(
+        lambda run: skips_steps(run)
+    )
     assert verify(loop, examples=8).holds
 
 
@@ -289,7 +339,11 @@ def test_the_search_for_a_fault_of_the_probes_ends(monkeypatch):
 
     monkeypatch.setattr(module, "MOST_HUNTED", 6)
     only, both = (verify(before_step(change)) for change in (wrong_on_probes, wrong_in_two_ways))
-    assert (only.cases, only.violation.found_after, only.violation.diagnosis) == (6, None, "wrong-scale")
+    assert (only.cases, only.violation.found_after, only.violation.diagnosis) == (
+        6,
+        None,
+        "wrong-scale",
+    )
     # a small case that shows another fault stands for that of the probe, whose name it keeps
     assert both.violation.case.spec.input.kind != "index"
     assert both.violation.diagnosis == "wrong-scale"
@@ -298,7 +352,10 @@ def test_the_search_for_a_fault_of_the_probes_ends(monkeypatch):
 @pytest.mark.full
 @pytest.mark.usefixtures("only_linear")
 def test_a_fault_of_elements_is_no_fault_of_the_values_of_a_probe(monkeypatch):
-    """The smallest element of each gradient is set to 0; of NaN and numbers, argmin takes the NaN."""
+    """The smallest element of each gradient is set to 0.
+
+    Of NaN and numbers, argmin takes the NaN.
+    """
 
     def without_the_smallest(gradient):
         kept = gradient.clone()
@@ -306,14 +363,20 @@ def test_a_fault_of_elements_is_no_fault_of_the_values_of_a_probe(monkeypatch):
         return kept
 
     def each(change):
-        return before_step(lambda run: [p.grad.copy_(change(p.grad)) for p in run.model.parameters()])
+        return before_step(
+            lambda run: [p.grad.copy_(change(p.grad)) for p in run.model.parameters()]
+        )
 
     monkeypatch.setattr(module, "MOST_BESIDE", 3)
     elements, values = (verify(each(change)) for change in (without_the_smallest, torch.nan_to_num))
     assert battery(each(without_the_smallest)).violation.diagnosis == "skipped-non-finite"
     assert elements.violation.diagnosis == "partial-gradient"
     assert elements.violation.found_after == 1
-    assert (values.violation.diagnosis, values.cases, values.violation.found_after) == ("skipped-non-finite", 3, None)
+    assert (values.violation.diagnosis, values.cases, values.violation.found_after) == (
+        "skipped-non-finite",
+        3,
+        None,
+    )
 
 
 @pytest.mark.full
@@ -355,7 +418,9 @@ def test_a_loop_that_is_made_for_its_problem_is_not_blamed_for_the_probes():
     ]
 
 
-@pytest.mark.parametrize("least", [0, 100])  # of micro-batches: every probe has 0, those of long plans alone have 100
+@pytest.mark.parametrize(
+    "least", [0, 100]
+)  # of micro-batches: every probe has 0, those of long plans alone have 100
 def test_a_loop_that_is_made_for_its_optimizer_is_not_blamed_for_one_that_rests(least):
     def only_adamw(run):
         assert len(run.loader) < least or isinstance(run.optimizer, torch.optim.AdamW)
@@ -369,15 +434,22 @@ def test_a_loop_that_is_made_for_its_optimizer_is_not_blamed_for_one_that_rests(
 
 
 def test_a_limit_that_only_an_infinite_norm_reaches_is_clipping():
-    """`clip_grad_norm_` multiplies by the limit over the norm: the finite elements become 0, the infinite one NaN."""
+    """`clip_grad_norm_` multiplies by the limit over the norm: the finite elements become 0, the
+    infinite one NaN.
+    """
     violation = battery(clips_to_a_limit_that_no_finite_gradient_reaches).violation
     assert violation.diagnosis == "clipped"
     assert "clipping by norm with a finite limit sets them to 0" in violation.explanation
 
 
-@pytest.mark.parametrize("size", [33, *(pytest.param(n, marks=pytest.mark.full) for n in (6, 7, 16))])
+@pytest.mark.parametrize(
+    "size", [33, *(pytest.param(n, marks=pytest.mark.full) for n in (6, 7, 16))]
+)
 def test_a_fault_of_one_size_of_a_micro_batch_is_found(size):
-    """Planted fault: one item of a micro-batch of this size is not counted. No strategy draws such sizes."""
+    """Planted fault: one item of a micro-batch of this size is not counted.
+
+    No strategy draws such sizes.
+    """
 
     def loses_an_item(run, window):
         total = window_count(run, window)
@@ -394,7 +466,9 @@ def test_what_overflows_in_a_cast_is_low_precision():
 
     def cast(run):
         for p in run.model.parameters():
-            p.grad = torch.where(p.grad.abs() > 60_000, p.grad.to(torch.float16).to(p.dtype), p.grad)
+            p.grad = torch.where(
+                p.grad.abs() > 60_000, p.grad.to(torch.float16).to(p.dtype), p.grad
+            )
 
     violation = battery(before_step(cast)).violation
     assert (violation.kind, violation.diagnosis) == ("non-finite", "low-precision")

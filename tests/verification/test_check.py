@@ -10,7 +10,18 @@ import pytest
 import torch
 from torch.nn import functional
 
-from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, cases, check, verify
+from gradcheck_suite import (
+    Case,
+    Input,
+    Layer,
+    Loss,
+    Plan,
+    Problem,
+    ProblemSpec,
+    cases,
+    check,
+    verify,
+)
 from gradcheck_suite.loops.reset_modes import BUILT_IN, MODES, part_of_window, window_count, windows
 from gradcheck_suite.reference.large_batch import Reference
 from gradcheck_suite.run.instance import generated_instance, user_instance
@@ -19,7 +30,11 @@ from studies.zoo.bug import train_with_weights
 from tests.training import accumulating, trains
 
 CASE = Case(
-    ProblemSpec(Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse", reduction="mean")),
+    ProblemSpec(
+        Input("vector", size=3),
+        (Layer("linear", bias=True, features=2),),
+        Loss("mse", reduction="mean"),
+    ),
     Plan((1, 2), 2),
 )
 
@@ -44,11 +59,21 @@ REFUSED_BY_AUTOCAST = Problem(
 
 
 @pytest.mark.parametrize(("autocast", "blamed"), [("bfloat16", False), (None, True)])
-def test_a_loop_that_declares_autocast_is_not_blamed_for_a_loss_that_autocast_refuses(autocast, blamed):
-    verdict = check(_under_autocast, Case("REFUSED", Plan((1, 2), 2)), problem=REFUSED_BY_AUTOCAST, autocast=autocast)
+def test_a_loop_that_declares_autocast_is_not_blamed_for_a_loss_that_autocast_refuses(
+    autocast, blamed
+):
+    verdict = check(
+        _under_autocast,
+        Case("REFUSED", Plan((1, 2), 2)),
+        problem=REFUSED_BY_AUTOCAST,
+        autocast=autocast,
+    )
     assert (verdict.violation is not None) == blamed
     if not blamed:
-        assert verdict.skipped == "the plain large batch fails under autocast bfloat16: unsafe to autocast"
+        assert (
+            verdict.skipped
+            == "the plain large batch fails under autocast bfloat16: unsafe to autocast"
+        )
 
 
 def _under_autocast(run):
@@ -128,7 +153,9 @@ HOLDS = {
     "mean-reduction": lambda fact: fact["reduction"] == "mean",
     "sum-reduction": lambda fact: fact["reduction"] == "sum",
     "equal-batches": lambda fact: len(set(fact["items"])) == 1 and within(fact["counts"]),
-    "plain-counts": lambda fact: within([c / n for c, n in zip(fact["counts"], fact["items"], strict=True)]),
+    "plain-counts": lambda fact: within(
+        [c / n for c, n in zip(fact["counts"], fact["items"], strict=True)]
+    ),
     "whole-windows": lambda fact: len(fact["items"]) % fact["steps"] == 0,
     "dense-gradients": lambda fact: not fact["sparse"],
 }
@@ -144,7 +171,11 @@ def free():
 
 
 @pytest.mark.parametrize(
-    "assumed", [pytest.param(name, marks=[pytest.mark.full] * (place % 3 > 0)) for place, name in enumerate(HOLDS)]
+    "assumed",
+    [
+        pytest.param(name, marks=[pytest.mark.full] * (place % 3 > 0))
+        for place, name in enumerate(HOLDS)
+    ],
 )
 def test_runs_are_within_an_assumption_that_others_leave(assumed, free):
     facts = []
@@ -180,7 +211,9 @@ IN_BATCH_NEGATIVES = Problem(model, pairs, contrastive, reduction="batch")
 
 @accumulating
 def grad_cache(run, window):
-    """Compute embeddings without a graph, the window's loss on them, and each micro-batch again with a graph."""
+    """Compute embeddings without a graph, the window's loss on them, and each micro-batch again
+    with a graph.
+    """
     with torch.no_grad():
         kept = {name: torch.cat([run.model(batch[name]) for batch in window]) for name in window[0]}
     for embedding in kept.values():
@@ -200,11 +233,15 @@ def _concatenated(run, window):
 
 
 cached_negatives = trains(backward=_concatenated)
-doubles_the_bias = trains(backward=_concatenated, before=lambda run, step: run.model.bias.grad.mul_(2))
+doubles_the_bias = trains(
+    backward=_concatenated, before=lambda run, step: run.model.bias.grad.mul_(2)
+)
 
 
 accumulates = trains(
-    backward=lambda run, window: [(run.loss(run.model, batch) / len(window)).backward() for batch in window]
+    backward=lambda run, window: [
+        (run.loss(run.model, batch) / len(window)).backward() for batch in window
+    ]
 )
 
 
@@ -219,12 +256,22 @@ def test_a_loop_that_computes_the_window_together_holds(loop):
     ("loop", "diagnosis", "says"),
     [
         (accumulates, "plain-accumulation", "the mean of those of the micro-batches' own losses"),
-        (MODES["set_to_none"], "plain-accumulation", "the mean, weighted by items, of those of the micro-batches"),
-        (doubles_the_bias, "wrong-scale", "in bias alone, while weight is right: every element is 2 times"),
+        (
+            MODES["set_to_none"],
+            "plain-accumulation",
+            "the mean, weighted by items, of those of the micro-batches",
+        ),
+        (
+            doubles_the_bias,
+            "wrong-scale",
+            "in bias alone, while weight is right: every element is 2 times",
+        ),
     ],
 )
 def test_a_loop_that_does_not_is_violated_and_named(loop, diagnosis, says):
-    violation = check(loop, Case("pairs.py:PAIRS", Plan((2, 3, 4), 2)), problem=IN_BATCH_NEGATIVES).violation
+    violation = check(
+        loop, Case("pairs.py:PAIRS", Plan((2, 3, 4), 2)), problem=IN_BATCH_NEGATIVES
+    ).violation
     assert violation is not None
     assert (violation.kind, violation.diagnosis) == ("gradient", diagnosis)
     assert says in violation.explanation
@@ -232,7 +279,9 @@ def test_a_loop_that_does_not_is_violated_and_named(loop, diagnosis, says):
 
 def test_the_same_objective_as_a_mean_over_items_is_not_accumulable_by_plain_accumulation():
     problem = Problem(model, pairs, contrastive)
-    violation = check(cached_negatives, Case("pairs.py:PAIRS", Plan((2, 3), 2)), problem=problem).violation
+    violation = check(
+        cached_negatives, Case("pairs.py:PAIRS", Plan((2, 3), 2)), problem=problem
+    ).violation
     assert violation is not None
     assert violation.kind == "not-accumulable"
     assert 'Problem(reduction="batch")' in violation.explanation
@@ -240,7 +289,9 @@ def test_the_same_objective_as_a_mean_over_items_is_not_accumulable_by_plain_acc
 
 
 def test_batch_statistics_of_the_window_are_held_to_the_window():
-    """Batch normalization in train mode: a loop that concatenates the window holds, one that accumulates does not."""
+    """Batch normalization in train mode: a loop that concatenates the window holds, one that
+    accumulates does not.
+    """
 
     def normalized(seed):
         torch.manual_seed(seed)
@@ -253,20 +304,26 @@ def test_batch_statistics_of_the_window_are_held_to_the_window():
         reduction="batch",
     )
 
-    together = trains(backward=lambda run, window: run.loss(run.model, torch.cat(window)).backward())
+    together = trains(
+        backward=lambda run, window: run.loss(run.model, torch.cat(window)).backward()
+    )
     case = Case("norm.py:NORM", Plan((2, 3, 4), 2))
     assert check(together, case, problem=problem).holds
     assert not check(accumulates, case, problem=problem).holds
 
 
-# Parts of a gradient that cancel, to exactly zero in one order of summation and not in another, are no fault.
+# Parts of a gradient that cancel, to exactly zero in one order of summation and not in another, are
+# no fault.
 
 
 ONE_FEATURE = Layer("linear", bias=False, features=1)
-# the softmax of one feature is 1, so the last gradient is a sum of +1/N and -1/N, which the large batch adds up to 0
+# the softmax of one feature is 1, so the last gradient is a sum of +1/N and -1/N, which the large
+# batch adds up to 0
 CANCELLING = Case(
     ProblemSpec(
-        Input("vector", size=2), (ONE_FEATURE, Layer("softmax"), ONE_FEATURE, ONE_FEATURE), Loss("l1", reduction="mean")
+        Input("vector", size=2),
+        (ONE_FEATURE, Layer("softmax"), ONE_FEATURE, ONE_FEATURE),
+        Loss("l1", reduction="mean"),
     ),
     Plan((1, 2, 3, 4, 1, 1, 1, 1, 1, 2, 2, 1, 2, 2, 3, 5), 4),
 )
@@ -282,14 +339,20 @@ def test_parts_that_cancel_are_not_blamed(name):
 def test_a_wrong_weight_among_cancelling_parts_is_still_found():
     def off_by_a_millionth(run):
         train_with_weights(
-            run, lambda window, b: (1 + 1e-6 * (b is window[0])) * run.count(b) / window_count(run, window)
+            run,
+            lambda window, b: (
+                (1 + 1e-6 * (b is window[0])) * run.count(b) / window_count(run, window)
+            ),
         )
 
     assert check(off_by_a_millionth, CANCELLING).violation is not None
 
 
 NORMED = (Layer("weight_norm", features=1, whole=False),)
-NORM_CANCELS = Case(ProblemSpec(Input("vector", size=1), NORMED, Loss("l1", reduction="mean")), Plan((3, 2, 4, 1), 2))
+NORM_CANCELS = Case(
+    ProblemSpec(Input("vector", size=1), NORMED, Loss("l1", reduction="mean")),
+    Plan((3, 2, 4, 1), 2),
+)
 """The direction of a single weight is 1 or -1: its gradient is 0, of products that cancel."""
 
 
@@ -301,7 +364,9 @@ def _by_functional_grad(run):
 
             def part(values, batch=batch, total=total):
                 model = partial(torch.func.functional_call, run.model, values)
-                return part_of_window(SimpleNamespace(**{**vars(run), "model": model}), batch, total)
+                return part_of_window(
+                    SimpleNamespace(**{**vars(run), "model": model}), batch, total
+                )
 
             for name, gradient in torch.func.grad(part)(named).items():
                 p = run.model.get_parameter(name)
@@ -319,7 +384,9 @@ def test_products_that_cancel_inside_a_layer_are_not_blamed(dtype):
 
 
 def test_preactivations_that_cancel_are_no_fault_of_the_problem():
-    """The sum of a row is 0 or a rounding error, by the order of the sum, and ReLU passes a gradient or does not."""
+    """The sum of a row is 0 or a rounding error, by the order of the sum, and ReLU passes a
+    gradient or does not.
+    """
 
     def model(seed):
         torch.manual_seed(seed)
@@ -338,11 +405,17 @@ def test_preactivations_that_cancel_are_no_fault_of_the_problem():
 
 
 class _Normed(torch.nn.Module):
-    """A weight of length `length` and direction `v`; the gradient of one direction is a number minus itself."""
+    """A weight of length `length` and direction `v`.
+
+    The gradient of one direction is a number minus itself.
+    """
 
     def __init__(self, wrong_by: float = 0.0) -> None:
         super().__init__()
-        self.v, self.length = torch.nn.Parameter(torch.rand(1) + 0.1), torch.nn.Parameter(torch.rand(1) + 1)
+        self.v, self.length = (
+            torch.nn.Parameter(torch.rand(1) + 0.1),
+            torch.nn.Parameter(torch.rand(1) + 1),
+        )
         self._wrong_by = wrong_by
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -351,7 +424,9 @@ class _Normed(torch.nn.Module):
 
 
 class _WrongInFloat32(torch.autograd.Function):
-    """The identity; its backward adds a number in float32, as a fault of torch in that precision would."""
+    """The identity; its backward adds a number in float32, as a fault of torch in that precision
+    would.
+    """
 
     @staticmethod
     def forward(ctx, v, wrong_by):
@@ -364,7 +439,10 @@ class _WrongInFloat32(torch.autograd.Function):
 
 
 def _opposed(wrong_by: float = 0.0) -> Problem:
-    """Return a problem whose items have gradients of 5, 11, -16, 5, ... with respect to the weight."""
+    """Return a problem whose items have gradients of 5, 11, -16, 5, ...
+
+    With respect to the weight.
+    """
 
     def model(seed):
         torch.manual_seed(seed)
@@ -380,16 +458,28 @@ OPPOSED = Case("opposed", Plan((1, 1, 1), 3))
 
 
 @pytest.mark.parametrize(
-    "dtype", ["bfloat16", *(pytest.param(dtype, marks=pytest.mark.full) for dtype in ("float64", "float32", "float16"))]
+    "dtype",
+    [
+        "bfloat16",
+        *(
+            pytest.param(dtype, marks=pytest.mark.full)
+            for dtype in ("float64", "float32", "float16")
+        ),
+    ],
 )
 def test_micro_batches_that_cancel_each_other_have_rounding_errors_of_their_own_size(dtype):
-    """The large batch's gradient of the weight is 0, and so is its rounding error; no micro-batch's is."""
+    """The large batch's gradient of the weight is 0, and so is its rounding error.
+
+    No micro-batch's is.
+    """
     largest = 0.0
     for seed in range(4):
         case = OPPOSED.replace(dtype=dtype, seed=seed)
         window = Reference(user_instance(case, _opposed())).window(0)
         accumulated = np.sum(window.bound.contributions, axis=0)
-        largest = max(largest, float(np.max(np.abs(accumulated - window.expected) / window.allowed())))
+        largest = max(
+            largest, float(np.max(np.abs(accumulated - window.expected) / window.allowed()))
+        )
         verdict = check(MODES["zero_"], case, problem=_opposed())
         assert (verdict.violation, verdict.finding, verdict.skipped) == (None, None, None)
     assert largest > 1, "the errors of the large batch alone would allow it"

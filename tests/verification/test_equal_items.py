@@ -15,7 +15,9 @@ SPEC = ProblemSpec(Input("vector", size=3), (Layer("linear", bias=True, features
 
 
 def _without_duplicates(key):
-    """Return a loop that leaves out a micro-batch whose key, given the run and it, is that of the one before."""
+    """Return a loop that leaves out a micro-batch whose key, given the run and it, is that of the
+    one before.
+    """
 
     def backward(run, window):
         total, previous = window_count(run, window), None
@@ -57,7 +59,9 @@ def test_items_repeat_in_turn_and_the_loop_is_held_to_all_of_them(distinct):
 
 
 @pytest.mark.parametrize("loop", [FAULTS[0], pytest.param(FAULTS[1], marks=pytest.mark.full)])
-def test_a_loop_that_skips_what_is_equal_is_found_among_drawn_cases(loop, only_linear, without_second_opinion):
+def test_a_loop_that_skips_what_is_equal_is_found_among_drawn_cases(
+    loop, only_linear, without_second_opinion
+):
     result = verify(loop, quiet=True)
     assert result.violation.case.distinct_items
     assert result.violation.diagnosis == "dropped-micro-batch"
@@ -65,7 +69,10 @@ def test_a_loop_that_skips_what_is_equal_is_found_among_drawn_cases(loop, only_l
 
 
 def test_clipping_by_norm_is_not_taken_for_a_loop_that_skips_what_is_equal():
-    """Where items repeat the norm is above 1, and where they differ below it; the weights of one case fit by chance."""
+    """Where items repeat the norm is above 1, and where they differ below it.
+
+    The weights of one case fit by chance.
+    """
 
     def clips(run):
         torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)

@@ -23,9 +23,13 @@ def _problem(power):
     """Return a problem whose gradient is infinite where an item is 0, which some batches have."""
 
     def batch(items, seed):
-        return torch.randint(0, 80, (items, 1), generator=torch.Generator().manual_seed(seed)).double()
+        return torch.randint(
+            0, 80, (items, 1), generator=torch.Generator().manual_seed(seed)
+        ).double()
 
-    return Problem(_Power, batch, lambda model, batch: ((model.weight.sum() * batch) ** power).mean())
+    return Problem(
+        _Power, batch, lambda model, batch: ((model.weight.sum() * batch) ** power).mean()
+    )
 
 
 def _noting(seen, change=lambda gradient: None):
@@ -46,14 +50,19 @@ def _noting(seen, change=lambda gradient: None):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("problem", "dtype"), [(_problem(0.5), "float64"), pytest.param(None, "float16", marks=pytest.mark.full)]
+    ("problem", "dtype"),
+    [(_problem(0.5), "float64"), pytest.param(None, "float16", marks=pytest.mark.full)],
 )
 def test_only_finite_gradients_are_drawn_and_as_many_cases_judged(problem, dtype):
     free, seen = [], []
     options = {"problem": problem, "examples": 20, "dtype": dtype}
     assert verify(_noting(free), **options).holds
     assert not all(free)
-    result = verify(_noting(seen, lambda g: g.nan_to_num_(0.0, 0.0, 0.0)), **options, assumes=("finite-gradients",))
+    result = verify(
+        _noting(seen, lambda g: g.nan_to_num_(0.0, 0.0, 0.0)),
+        **options,
+        assumes=("finite-gradients",),
+    )
     assert result.holds
     assert all(seen)
     assert result.judged + sum(result.skipped.values()) == result.cases == 20

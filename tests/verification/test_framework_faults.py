@@ -1,6 +1,8 @@
-"""Faults planted in torch's and in JAX's own backward pass of a linear layer: each is a finding, and no loop is blamed.
+"""Faults planted in torch's and in JAX's own backward pass of a linear layer: each is a finding,
+and no loop is blamed.
 
-The sizes of the faults are within what the bound of every dtype finds (`docs/bounds.md` has the measured curve).
+The sizes of the faults are within what the bound of every dtype finds (`docs/bounds.md` has the
+measured curve).
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from gradcheck_suite.reference.large_batch import Reference
 from gradcheck_suite.run.instance import generated_instance
 
 LINEAR = Layer("linear", bias=True, features=3)
-SPEC = ProblemSpec(Input("vector", size=3), (LINEAR, Layer("tanh"), LINEAR), Loss("mse", reduction="mean"))
+SPEC = ProblemSpec(
+    Input("vector", size=3), (LINEAR, Layer("tanh"), LINEAR), Loss("mse", reduction="mean")
+)
 CASE = Case(SPEC, Plan((3, 5, 4, 4), 2), seed=5)
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -82,7 +86,9 @@ def _in_torch(fault, acts):
 
 
 def _in_jax(fault, acts):
-    """Return the JAX implementation of a linear layer whose gradient is wrong where `acts(weight)` is true."""
+    """Return the JAX implementation of a linear layer whose gradient is wrong where `acts(weight)`
+    is true.
+    """
 
     @jax.custom_vjp
     def wrong(weight, bias, x):
@@ -91,7 +97,10 @@ def _in_jax(fault, acts):
     def backward(saved, g):
         weight, x = saved
         right = g.T @ x, g.sum(0), g @ weight
-        return tuple(jnp.where(acts(weight), f, r) for f, r in zip(fault(jnp, x, g, *right), right, strict=True))
+        return tuple(
+            jnp.where(acts(weight), f, r)
+            for f, r in zip(fault(jnp, x, g, *right), right, strict=True)
+        )
 
     wrong.defvjp(lambda weight, bias, x: (x @ weight.T + bias, (weight, x)), backward)
     return lambda options, params, x, extras: wrong(params["weight"], params["bias"], x)
@@ -145,7 +154,11 @@ def test_a_fault_of_torch_in_one_dtype_is_a_finding(kind, monkeypatch):
         wrong = getattr(torch, dtype)
         planted = _in_torch(FAULTS[kind], lambda weight, wrong=wrong: weight.dtype is wrong)
         monkeypatch.setattr(torch.nn.functional, "linear", planted)
-        by = "torch's and JAX's" if dtype == "float64" else f"the {dtype} computation of torch is wrong"
+        by = (
+            "torch's and JAX's"
+            if dtype == "float64"
+            else f"the {dtype} computation of torch is wrong"
+        )
         _expect_finding(CASE.replace(dtype=dtype), by=by)
 
 
@@ -168,7 +181,9 @@ def test_a_random_fault_of_torch_is_a_finding(often, monkeypatch):
         off = torch.rand(2, generator=generator)
         return w * (1 + float(off[0]) * (float(off[1]) < often)), b, i
 
-    monkeypatch.setattr(torch.nn.functional, "linear", _in_torch(sometimes_off, lambda weight: True))
+    monkeypatch.setattr(
+        torch.nn.functional, "linear", _in_torch(sometimes_off, lambda weight: True)
+    )
     for seed in range(4):
         _expect_finding(CASE.replace(seed=seed), by="not deterministic")
 
@@ -190,9 +205,13 @@ def test_a_fault_after_the_first_step_is_a_finding(framework, monkeypatch):
         def moved(weight):
             return weight.dtype is torch.float64 and not torch.equal(weight, at_start)
 
-        monkeypatch.setattr(torch.nn.functional, "linear", _in_torch(FAULTS["weight times 1.5"], moved))
+        monkeypatch.setattr(
+            torch.nn.functional, "linear", _in_torch(FAULTS["weight times 1.5"], moved)
+        )
     else:
-        _plant_in_jax(monkeypatch, FAULTS["weight times 1.5"], lambda weight: (weight != initial).any())
+        _plant_in_jax(
+            monkeypatch, FAULTS["weight times 1.5"], lambda weight: (weight != initial).any()
+        )
     # the other layer has other weights from the start
     spec = dataclasses.replace(SPEC, layers=(LINEAR,))
     case = CASE.replace(problem=spec, optimizer="sgd")
@@ -201,11 +220,19 @@ def test_a_fault_after_the_first_step_is_a_finding(framework, monkeypatch):
 
 @pytest.mark.parametrize("far", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_fault_of_lower_precision_after_the_first_step_is_a_finding(far, monkeypatch):
-    """Also where the optimizer has made parameters hundreds of times as large as they were at first."""
+    """Also where the optimizer has made parameters hundreds of times as large as they were at
+    first.
+    """
     spec = dataclasses.replace(SPEC, layers=(LINEAR,))
     if far:
-        spec = dataclasses.replace(spec, loss=Loss("cross_entropy_of_large_logits", reduction="mean", scale=10000.0))
-    at_start = generated_instance(CASE.replace(problem=spec, dtype="bfloat16")).model().get_parameter("0.weight")
+        spec = dataclasses.replace(
+            spec, loss=Loss("cross_entropy_of_large_logits", reduction="mean", scale=10000.0)
+        )
+    at_start = (
+        generated_instance(CASE.replace(problem=spec, dtype="bfloat16"))
+        .model()
+        .get_parameter("0.weight")
+    )
     largest = []
 
     def moved(weight):

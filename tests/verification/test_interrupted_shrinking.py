@@ -1,4 +1,6 @@
-"""A search that is stopped while it shrinks keeps the smallest case so far, and says that a smaller one may exist."""
+"""A search that is stopped while it shrinks keeps the smallest case so far, and says that a smaller
+one may exist.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,15 @@ pytestmark = pytest.mark.usefixtures("only_linear")
 
 @before_step
 def LOOP(run):  # noqa: N802
-    """Double one column in a model without a bias, which no probe has: the fault shows on drawn cases alone."""
+    """Double one column in a model without a bias, which no probe has: the fault shows on drawn
+    cases alone.
+    """
     for p in run.model.parameters():
-        if p.grad.ndim == 2 and p.grad.shape[1] > 1 and not any(p.ndim == 1 for p in run.model.parameters()):
+        if (
+            p.grad.ndim == 2
+            and p.grad.shape[1] > 1
+            and not any(p.ndim == 1 for p in run.model.parameters())
+        ):
             p.grad[:, 1] *= 2
 
 
@@ -56,7 +64,9 @@ def test_an_interrupt_keeps_the_smallest_case_so_far(seen):
     assert result.violation.diagnosis == whole.violation.diagnosis
     # the last one raised the interrupt, and was never judged
     assert size_of(result.violation.case) == min(sizes[:-1])
-    assert last_line(result).split("; ")[1] == "shrinking was interrupted, so a smaller case may exist"
+    assert (
+        last_line(result).split("; ")[1] == "shrinking was interrupted, so a smaller case may exist"
+    )
     assert result.to_json()["shrinking"] == "shrinking was interrupted, so a smaller case may exist"
 
 

@@ -1,4 +1,6 @@
-"""A loop of JAX is held to the promise of a torch loop: sound ones hold, planted faults are found and named."""
+"""A loop of JAX is held to the promise of a torch loop: sound ones hold, planted faults are found
+and named.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,20 @@ from tests.script.alone import run_alone
 from tests.verification.jax_loops import SOUND, train_state, whole_window, windows
 
 REGRESSION = ProblemSpec(
-    Input("vector", size=3), (Layer("linear", bias=True, features=2), Layer("tanh")), Loss("mse", reduction="mean")
+    Input("vector", size=3),
+    (Layer("linear", bias=True, features=2), Layer("tanh")),
+    Loss("mse", reduction="mean"),
 )
 IGNORING = ProblemSpec(
     Input("vector", size=3),
     (Layer("linear", features=3, bias=True),),
-    Loss("cross_entropy", ignore_index=True, label_smoothing=0.0, class_weights=False, reduction="mean"),
+    Loss(
+        "cross_entropy",
+        ignore_index=True,
+        label_smoothing=0.0,
+        class_weights=False,
+        reduction="mean",
+    ),
 )
 CASES = (
     Case(REGRESSION, Plan((1, 3, 3, 1, 3), 2, 2), dtype="float32", seed=1),
@@ -63,7 +73,9 @@ def multi_steps(run):
 
 def observed(loop, plan, dtype="float64"):
     """Return the gradients of the steps of a loop on a weight probe, (steps, items)."""
-    (outcome,) = run_jax_loop(loop, generated_instance(probe_case(plan, dtype=dtype)), time_limit_s=None)
+    (outcome,) = run_jax_loop(
+        loop, generated_instance(probe_case(plan, dtype=dtype)), time_limit_s=None
+    )
     assert outcome.raised is None
     return np.array([seen.gradients["0.weight"].numpy() for seen in outcome.observations])
 
@@ -86,9 +98,19 @@ def test_a_sound_loop_holds(loop):
 @pytest.mark.full
 def test_a_model_with_buffers_is_trained_in_bfloat16():
     image = Input("image", channels=2, height=4, width=5)
-    options = {"bias": False, "dilation": 1, "features": 2, "groups": 1, "kernel": 1, "padding": 0, "stride": 1}
+    options = {
+        "bias": False,
+        "dilation": 1,
+        "features": 2,
+        "groups": 1,
+        "kernel": 1,
+        "padding": 0,
+        "stride": 1,
+    }
     layers = Layer("batch_norm2d", affine=False), Layer("conv2d", **options)
-    case = Case(ProblemSpec(image, layers, Loss("mse", reduction="mean")), Plan((1, 2), 2), dtype="bfloat16")
+    case = Case(
+        ProblemSpec(image, layers, Loss("mse", reduction="mean")), Plan((1, 2), 2), dtype="bfloat16"
+    )
     verdict = check(JAX_MODES["jax_where"], case)
     assert verdict.holds, verdict.violation and verdict.violation.explanation
 
@@ -97,14 +119,19 @@ def test_a_model_with_buffers_is_trained_in_bfloat16():
 def test_multi_steps_averages_means_and_its_weights_say_so():
     result = verify(multi_steps, examples=1)
     assert (result.violation.diagnosis, result.cases) == ("mean-of-means", 0)
-    assert [(w.count, w.observed) for w in result.violation.weights] == [(2, 1 / 4), (6, pytest.approx(1 / 12))]
+    assert [(w.count, w.observed) for w in result.violation.weights] == [
+        (2, 1 / 4),
+        (6, pytest.approx(1 / 12)),
+    ]
 
 
 @pytest.mark.full
 def test_multi_steps_holds_with_what_it_assumes_and_says_what_is_not_judged():
     result = verify(multi_steps, examples=2, assumes=("equal-micro-batches", "whole-windows"))
     assert result.holds
-    assert any("resets its accumulator by multiplying it by 0" in reason for reason in result.skipped)
+    assert any(
+        "resets its accumulator by multiplying it by 0" in reason for reason in result.skipped
+    )
 
 
 @pytest.mark.full
@@ -154,14 +181,20 @@ def test_the_last_call_counts_where_no_state_leaves_the_compiled_function():
     [
         ("0ps 1p 2ps", "optimizer-state-changed"),  # the second state is lost
         pytest.param("0p 1p 2p", "optimizer-state-changed", marks=pytest.mark.full),
-        ("0 0ps 1ps", "the optimizer was called 2 times"),  # compiled by a call, and the last window has no step
+        (
+            "0 0ps 1ps",
+            "the optimizer was called 2 times",
+        ),  # compiled by a call, and the last window has no step
         ("0p 0ps 1ps 2ps", "parameter-drift"),  # an update is applied twice
     ],
 )
 def test_a_call_whose_result_is_used_is_a_step(calls, said):
     @jax_training_loop
     def loop(run):
-        """Call the step for windows; go on with the parameters (p) and the state (s) that it returns."""
+        """Call the step for windows.
+
+        Go on with the parameters (p) and the state (s) that it returns.
+        """
         step = jax.jit(lambda p, s, b: run.optimizer.update(jax.grad(run.loss)(p, b), s, p))
         params, state = run.params, run.optimizer.init(run.params)
         for window, *kept in calls.split():
@@ -181,14 +214,18 @@ def unchanged(tree):
 
 
 def of_windows(*, gradients=unchanged, parameters=unchanged):
-    """Return a loop of whole windows that changes gradients before each update, and parameters after it."""
+    """Return a loop of whole windows that changes gradients before each update, and parameters
+    after it.
+    """
 
     @jax_training_loop
     def loop(run):
         params, state = run.params, run.optimizer.init(run.params)
         for _ in range(run.epochs):
             for window in windows(run):
-                gradient = jax.grad(run.loss)(params, jax.tree.map(lambda *a: jnp.concatenate(a), *window))
+                gradient = jax.grad(run.loss)(
+                    params, jax.tree.map(lambda *a: jnp.concatenate(a), *window)
+                )
                 updates, state = run.optimizer.update(gradients(gradient), state, params)
                 params = parameters(optax.apply_updates(params, updates))
 
@@ -200,10 +237,14 @@ def times(factor):
 
 
 @pytest.mark.parametrize(
-    ("factor", "holds"), [(1 + 2.0**-24, True), pytest.param(1 + 2.0**-12, False, marks=pytest.mark.full)]
+    ("factor", "holds"),
+    [(1 + 2.0**-24, True), pytest.param(1 + 2.0**-12, False, marks=pytest.mark.full)],
 )
 def test_a_factor_is_allowed_within_one_rounding_and_found_far_above_it(factor, holds):
-    assert check(of_windows(gradients=times(factor)), CASES[0].replace(plan=Plan((2, 2), 2))).holds == holds
+    assert (
+        check(of_windows(gradients=times(factor)), CASES[0].replace(plan=Plan((2, 2), 2))).holds
+        == holds
+    )
 
 
 @pytest.mark.parametrize(("off", "holds"), [(1 + 2.0**-24, True), (1 + 2.0**-10, False)])
@@ -232,7 +273,9 @@ def test_a_loop_that_reads_a_counter_of_python_is_not_repeatable():
         return jax.tree.map(lambda g: g * (1 + next(calls) % 7 / 10) if g.ndim > 1 else g, gradient)
 
     loop = of_windows(gradients=edited)
-    assert check(loop, CASES[0].replace(plan=Plan((2, 2), 1))).violation.diagnosis == "not-repeatable"
+    assert (
+        check(loop, CASES[0].replace(plan=Plan((2, 2), 1))).violation.diagnosis == "not-repeatable"
+    )
 
 
 # Bad input.
@@ -240,13 +283,20 @@ def test_a_loop_that_reads_a_counter_of_python_is_not_repeatable():
 
 @pytest.mark.parametrize("name", ["lions", "chain", "apply_updates", "losses"])
 def test_an_optimizer_that_optax_does_not_have_is_one_clear_line(name):
-    with pytest.raises(UsageError, match=rf"from a learning rate alone, such as sgd, adam, .*; got '{name}'"):
+    with pytest.raises(
+        UsageError, match=rf"from a learning rate alone, such as sgd, adam, .*; got '{name}'"
+    ):
         verify(train_state, examples=1, optimizer=name)
 
 
 def test_a_loop_without_the_decorator_has_one_clear_line():
-    for loop, name in ((lambda run: run.params, "params"), (lambda run: run.optimizer.init({}), r"optimizer\.init")):
-        with pytest.raises(UsageError, match=rf"run\.{name}, which a loop of JAX is given: decorate it with"):
+    for loop, name in (
+        (lambda run: run.params, "params"),
+        (lambda run: run.optimizer.init({}), r"optimizer\.init"),
+    ):
+        with pytest.raises(
+            UsageError, match=rf"run\.{name}, which a loop of JAX is given: decorate it with"
+        ):
             verify(loop, examples=1)
 
 
@@ -260,7 +310,9 @@ def test_a_loss_that_is_handed_tensors_says_where():
     def loop(run):
         run.loss(run.params, {"x": torch.zeros(1, 1)})
 
-    with pytest.raises(UsageError, match=r"run.loss takes JAX arrays and got a torch.Tensor at \[1\]\['x'\]"):
+    with pytest.raises(
+        UsageError, match=r"run.loss takes JAX arrays and got a torch.Tensor at \[1\]\['x'\]"
+    ):
         verify(loop, examples=1)
 
 
@@ -268,8 +320,14 @@ def test_a_loss_that_is_handed_tensors_says_where():
 @pytest.mark.parametrize(
     ("wrap", "said"),
     [
-        (lambda update: jax.vmap(update, in_axes=(0, None)), "called under jax.vmap, which is not supported"),
-        (lambda update: jax.pmap(update, in_axes=(0, None)), "called under jax.pmap, which is not supported"),
+        (
+            lambda update: jax.vmap(update, in_axes=(0, None)),
+            "called under jax.vmap, which is not supported",
+        ),
+        (
+            lambda update: jax.pmap(update, in_axes=(0, None)),
+            "called under jax.pmap, which is not supported",
+        ),
     ],
 )
 def test_an_update_under_vmap_or_pmap_says_what_is_not_supported(wrap, said):
@@ -295,7 +353,9 @@ def test_an_update_that_gets_another_tree_says_so():
     )
 
 
-OF_TORCH = re.compile(r"\.grad\b|backward|loader|zero_|no_sync|hook|GradScaler|torch|optimizer\.step")
+OF_TORCH = re.compile(
+    r"\.grad\b|backward|loader|zero_|no_sync|hook|GradScaler|torch|optimizer\.step"
+)
 OF_TORCHS = (
     *("not-reduced", "ranks", "wrong-mode", "stolen-buffer", "wrong-backward", "deadlock"),
     *("other-optimizer", "handed-over", "between-passes", "zeros", "scaler", "exception"),
@@ -320,7 +380,10 @@ def test_ranks_are_refused():
 
 
 def params(seed):
-    return {"dense": {"kernel": jax.random.normal(jax.random.key(seed), (4, 3))}, "bias": [jnp.zeros(3)]}
+    return {
+        "dense": {"kernel": jax.random.normal(jax.random.key(seed), (4, 3))},
+        "bias": [jnp.zeros(3)],
+    }
 
 
 def items(n, seed):
@@ -329,7 +392,9 @@ def items(n, seed):
 
 
 def squared(params, batch):
-    return jnp.mean((jnp.tanh(batch["x"] @ params["dense"]["kernel"] + params["bias"][0]) - batch["y"]) ** 2)
+    return jnp.mean(
+        (jnp.tanh(batch["x"] @ params["dense"]["kernel"] + params["bias"][0]) - batch["y"]) ** 2
+    )
 
 
 PROBLEM = Problem(params, items, squared)
@@ -347,11 +412,26 @@ def test_a_problem_of_jax_is_trained_and_a_fault_on_it_is_named():
 @pytest.mark.parametrize(
     ("problem", "said"),
     [
-        (Problem(params, items, lambda p, b: squared(p, b) * random.random()), "must be pure, and returned"),
-        (Problem(params, items, lambda p, b: jnp.float32(float(squared(p, b)))), "fails with ConcretizationTypeError"),
-        (Problem(params, items, lambda p, b: b["y"]), r"must return a scalar array, got shape \(3, 3\)"),
-        (Problem(lambda seed: torch.nn.Linear(1, 1), items, squared), "must return a pytree of JAX arrays"),
-        (Problem(lambda seed: {"n": jnp.arange(3)}, items, squared), "must return floating-point arrays, got int"),
+        (
+            Problem(params, items, lambda p, b: squared(p, b) * random.random()),
+            "must be pure, and returned",
+        ),
+        (
+            Problem(params, items, lambda p, b: jnp.float32(float(squared(p, b)))),
+            "fails with ConcretizationTypeError",
+        ),
+        (
+            Problem(params, items, lambda p, b: b["y"]),
+            r"must return a scalar array, got shape \(3, 3\)",
+        ),
+        (
+            Problem(lambda seed: torch.nn.Linear(1, 1), items, squared),
+            "must return a pytree of JAX arrays",
+        ),
+        (
+            Problem(lambda seed: {"n": jnp.arange(3)}, items, squared),
+            "must return floating-point arrays, got int",
+        ),
     ],
 )
 def test_a_problem_that_breaks_its_contract_has_one_clear_line(problem, said):
@@ -369,7 +449,10 @@ def test_a_script_shows_the_fault_without_the_suite_and_without_torch():
     source = "import optax, jax, gradcheck_suite\n" + "\n".join(_source_of_multi_steps())
     text = script_text(multi_steps, name, violation)
     # a module whose source is imported without the suite
-    before, rest = text[: text.index("LOOP = ")], text[text.index("\n# What reaches the optimizer\n") :]
+    before, rest = (
+        text[: text.index("LOOP = ")],
+        text[text.index("\n# What reaches the optimizer\n") :],
+    )
     text = f"{before}LOOP = {source!r}\n{rest}"
     ended = run_alone(text, missing=("gradcheck_suite", "torch"))
     assert (ended.status, ended.errors) == (1, "")
@@ -412,8 +495,14 @@ for name in ("sums_and_counts", "sums_and_counts_inside", "mean_of_devices", "lo
 
 @pytest.mark.full
 def test_loops_on_two_devices_are_judged():
-    flags = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", DEVICES], env=flags, capture_output=True, text=True, check=True)
+    flags = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "JAX_PLATFORMS": "cpu",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", DEVICES], env=flags, capture_output=True, text=True, check=True
+    )
     verdicts = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     assert verdicts["sums_and_counts"] == verdicts["sums_and_counts_inside"] == "None"
     assert verdicts["mean_of_devices"].startswith("mean-of-means: a window's items are in 2 parts")

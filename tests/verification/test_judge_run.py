@@ -1,4 +1,6 @@
-"""One run, judged without further ones: which step is wrong, what is counted, and whom the references blame."""
+"""One run, judged without further ones: which step is wrong, what is counted, and whom the
+references blame.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ import pytest
 import torch
 
 from gradcheck_suite import Problem, training_loop, verify
-from gradcheck_suite.core.case import PARAMETER, Case, Input, Layer, Loss, Plan, ProblemSpec, probe_case
+from gradcheck_suite.core.case import (
+    PARAMETER,
+    Case,
+    Input,
+    Layer,
+    Loss,
+    Plan,
+    ProblemSpec,
+    probe_case,
+)
 from gradcheck_suite.core.options import VerifyOptions
 from gradcheck_suite.core.results import result_lines
 from gradcheck_suite.loops.reset_modes import (
@@ -59,7 +70,10 @@ def _loss(model, batch):
 def _problem(loss=_loss, value=1.0, **options):
     """Return the problem of items 1, 2, 3, ...: the gradient of a mean over some is their mean."""
     return Problem(
-        lambda seed: _Slopes(value), lambda items, seed: torch.arange(1.0, items + 1)[:, None], loss, **options
+        lambda seed: _Slopes(value),
+        lambda items, seed: torch.arange(1.0, items + 1)[:, None],
+        loss,
+        **options,
     )
 
 
@@ -72,7 +86,9 @@ def _ran(loop=MODES["zero_"], case=OWN, problem=None):
 def _judged(outcome, case=OWN, problem=None, **options):
     """Judge a run, or a change of it, as while shrinking."""
     problem = None if case.spec else problem or _problem()
-    return check(lambda run: None, case, problem=problem, outcome=outcome, **{"shrinking": True, **options})
+    return check(
+        lambda run: None, case, problem=problem, outcome=outcome, **{"shrinking": True, **options}
+    )
 
 
 def _with_gradient(outcome, step, value, parameter="weight"):
@@ -88,7 +104,12 @@ def _with_gradient(outcome, step, value, parameter="weight"):
 def test_a_sound_run_is_judged_at_every_step(case):
     verdict = _judged(_ran(case=case), case)
     assert verdict.holds
-    assert (verdict.windows, verdict.windows_skipped, verdict.skipped, verdict.finding) == (4, {}, None, None)
+    assert (verdict.windows, verdict.windows_skipped, verdict.skipped, verdict.finding) == (
+        4,
+        {},
+        None,
+        None,
+    )
     assert verdict.moved_by_zeros is None
     assert verdict.ratio == 0  # torch's own gradient is not compared
 
@@ -99,7 +120,8 @@ def test_the_ratio_is_that_of_the_worst_step(largest):
     quick = (256 + 2) * 2.0**-53
     for step in range(4):
         right, share = (2.5, 6.5)[step % 2], 0.75 if step == largest else 0.25
-        # beyond what is taken for torch's own gradient without a comparison, and within what is compared quickly
+        # beyond what is taken for torch's own gradient without a comparison, and within what is
+        # compared quickly
         value = torch.tensor([right * (1 + share * quick)], dtype=torch.float64)
         outcome = _with_gradient(outcome, step, value)
     verdict = _judged(outcome, shrinking=False)
@@ -122,9 +144,15 @@ def test_the_ratio_is_that_of_the_worst_step(largest):
 )
 @pytest.mark.parametrize("case", [OWN, PROBE])
 def test_a_loop_that_failed_is_told_with_its_trace(changes, name, case):
-    outcome = replace(_ran(case=case), raised="ValueError: no", trace="first\nsecond\n\n", **changes)
+    outcome = replace(
+        _ran(case=case), raised="ValueError: no", trace="first\nsecond\n\n", **changes
+    )
     violation = _judged(outcome, case).violation
-    assert (violation.kind, violation.diagnosis, violation.details) == ("raised", name, ("first", "second"))
+    assert (violation.kind, violation.diagnosis, violation.details) == (
+        "raised",
+        name,
+        ("first", "second"),
+    )
     assert violation.explanation == "the loop failed: ValueError: no"
 
 
@@ -207,7 +235,9 @@ def test_what_a_step_changed_is_told_after_its_gradient():
 
 @pytest.mark.parametrize(("skipped_at", "fits"), [(0, False), (1, True)])
 def test_a_gradient_scaler_may_skip_what_is_out_of_range(skipped_at, fits):
-    """Gradients of 1 in window 0, which are no reason to skip a step, and of 60000 in window 1, which are."""
+    """Gradients of 1 in window 0, which are no reason to skip a step, and of 60000 in window 1,
+    which are.
+    """
 
     def loss(model, batch):
         return (model.weight * torch.where(batch > 2, 60000.0, 1.0)).mean()
@@ -233,7 +263,11 @@ def test_where_nothing_is_judged_the_case_is_skipped_and_it_is_said_why(monkeypa
     wrong = _with_gradient(_ran(), 1, torch.tensor([30.0], dtype=torch.float64))
     verdict = _judged(wrong)
     # what is torch's own gradient needs no comparison
-    assert (verdict.windows, verdict.windows_skipped, verdict.skipped) == (3, {"window 1 overflows": 1}, None)
+    assert (verdict.windows, verdict.windows_skipped, verdict.skipped) == (
+        3,
+        {"window 1 overflows": 1},
+        None,
+    )
     for step in (0, 2, 3):
         wrong = _with_gradient(wrong, step, torch.tensor([30.0], dtype=torch.float64))
     verdict = _judged(wrong)
@@ -244,7 +278,9 @@ def test_where_nothing_is_judged_the_case_is_skipped_and_it_is_said_why(monkeypa
 
 def _root(model, batch):
     # infinite in window 1 alone, and only once the weight has grown
-    return (torch.where((model.weight > 1.5) & (batch > 4), torch.inf, 1.0) * model.weight * batch).mean()
+    return (
+        torch.where((model.weight > 1.5) & (batch > 4), torch.inf, 1.0) * model.weight * batch
+    ).mean()
 
 
 @pytest.mark.parametrize(("rate", "skipped"), [(-1.0, False), (-100.0, True)])
@@ -278,12 +314,20 @@ def test_a_fault_of_the_references_is_a_finding_and_no_violation(name, monkeypat
     monkeypatch.setattr(module, name, lambda window: "torch and JAX differ")
     wrong = _with_gradient(_ran(case=MOVING), 1, torch.tensor([30.0], dtype=torch.float64))
     verdict = _judged(wrong, MOVING)
-    assert (verdict.finding, verdict.violation, verdict.windows) == ("torch and JAX differ", None, 0)
+    assert (verdict.finding, verdict.violation, verdict.windows) == (
+        "torch and JAX differ",
+        None,
+        0,
+    )
 
 
-@pytest.mark.parametrize(("reduction", "kind"), [("mean", "not-accumulable"), ("batch", "gradient")])
+@pytest.mark.parametrize(
+    ("reduction", "kind"), [("mean", "not-accumulable"), ("batch", "gradient")]
+)
 def test_a_users_problem_is_asked_whether_its_gradient_adds_up(reduction, kind, monkeypatch):
-    fault = check(MODES["zero_"], OWN, problem=_problem(lambda model, batch: _loss(model, batch) ** 2)).violation
+    fault = check(
+        MODES["zero_"], OWN, problem=_problem(lambda model, batch: _loss(model, batch) ** 2)
+    ).violation
     assert fault.kind == "not-accumulable"
     monkeypatch.setattr(module, "gradient_fault", lambda reference, window: fault)
     outcome = _with_gradient(_ran(), 1, torch.tensor([30.0], dtype=torch.float64))
@@ -295,21 +339,28 @@ def test_a_users_problem_is_asked_whether_its_gradient_adds_up(reduction, kind, 
 # From where on parameters have diverged: at each limit itself, and on both sides of it.
 
 
-# Zeros that let an optimizer move a parameter which its window does not reach are explained; they are no violation.
+# Zeros that let an optimizer move a parameter which its window does not reach are explained; they
+# are no violation.
 
 
 EXPERT = "experts.1.weight"
 
 
 def explained(loop, optimizer, routes=((0, 1), (0,))):
-    """Return what is said of windows of one micro-batch, each with an item for every entry of its route."""
+    """Return what is said of windows of one micro-batch, each with an item for every entry of its
+    route.
+    """
     instance = routed_instance([list(route) for route in routes], 1)
-    verdict = check(MODES[loop], instance.case.replace(optimizer=optimizer), problem=instance.users_problem)
+    verdict = check(
+        MODES[loop], instance.case.replace(optimizer=optimizer), problem=instance.users_problem
+    )
     assert verdict.holds
     return verdict.moved_by_zeros, instance
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "nesterov", "adam", "rmsprop", "asgd", "adamax"])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", "momentum", "nesterov", "adam", "rmsprop", "asgd", "adamax"]
+)
 def test_zeros_that_move_a_missed_parameter_are_explained(optimizer):
     said, _ = explained("zero_", optimizer)
     assert f"no item of window 1 reaches {EXPERT}. Its gradient was zeros and not None" in said
@@ -317,7 +368,8 @@ def test_zeros_that_move_a_missed_parameter_are_explained(optimizer):
 
 
 def test_the_distance_on_zeros_is_said():
-    # the flat buffer has zeros from the start, so that nothing but the decay can move a parameter never reached
+    # the flat buffer has zeros from the start, so that nothing but the decay can move a parameter
+    # never reached
     said, instance = explained("flat_buffer", "adamw", ((0,), (0,)))
     value = instance.model().get_parameter(EXPERT).abs().max().item()
     decay = 0.01 * 0.1 * value
@@ -335,7 +387,11 @@ def test_the_distance_on_zeros_is_said():
         ("zero_", "adamw", ((0, 1), (1, 0))),  # every window reaches the expert
         ("zero_", "adamw", ((0,), (0,))),  # no window reaches it, so that zeroing leaves None
         ("zero_", None, ((0, 1), (0,))),
-        ("zero_", "normalized", ((0, 1), (0,))),  # drawn by chance, where nobody asked for an optimizer
+        (
+            "zero_",
+            "normalized",
+            ((0, 1), (0,)),
+        ),  # drawn by chance, where nobody asked for an optimizer
     ],
 )
 def test_nothing_is_said_where_none_would_do_the_same(loop, optimizer, routes):
@@ -351,7 +407,10 @@ def test_a_verification_says_it_once():
     assert result.holds
     assert result.moved_by_zeros.cases >= 1
     found = result.to_json()["moved_by_zeros"]
-    assert found == {"cases": result.moved_by_zeros.cases, "explanation": result.moved_by_zeros.explanation}
+    assert found == {
+        "cases": result.moved_by_zeros.cases,
+        "explanation": result.moved_by_zeros.explanation,
+    }
     (line,) = [text for text in result_lines(result) if "zeros moved" in text]
     assert result.moved_by_zeros.explanation in line
 
@@ -394,9 +453,11 @@ def test_declared_autocast_holds():
 @pytest.mark.full
 def test_a_finer_declaration_does_not_cover_a_coarser_autocast():
     assert check(under(torch.float16), FLOAT32, autocast="bfloat16").holds
-    # the errors of bfloat16 are 8 times those of float16, and the bound is as wide: not every gradient shows it
+    # the errors of bfloat16 are 8 times those of float16, and the bound is as wide: not every
+    # gradient shows it
     violations = [
-        check(under(torch.bfloat16), FLOAT32.replace(seed=seed), autocast="float16").violation for seed in range(8)
+        check(under(torch.bfloat16), FLOAT32.replace(seed=seed), autocast="float16").violation
+        for seed in range(8)
     ]
     assert {violation.diagnosis for violation in violations if violation} == {"low-precision"}
 
@@ -420,10 +481,13 @@ ATTENTION = ProblemSpec(
     (Layer("attention", causal=False, heads=1),),
     Loss("mse", reduction="sum"),
 )
-# momentum takes the parameters where the gradient of the third window exceeds float16's largest number
+# momentum takes the parameters where the gradient of the third window exceeds float16's largest
+# number
 OVERFLOWS = Case(ATTENTION, Plan((1, 1, 2, 1, 1, 1, 1, 1), 3), seed=81569260, optimizer="momentum")
 SMALL = OVERFLOWS.replace(
-    problem=ProblemSpec(Input("vector", size=2), (Layer("linear", features=2, bias=True),), ATTENTION.loss)
+    problem=ProblemSpec(
+        Input("vector", size=2), (Layer("linear", features=2, bias=True),), ATTENTION.loss
+    )
 )
 
 
@@ -455,12 +519,15 @@ def test_a_skip_where_only_the_scale_overflows_is_found(dtype):
     assert (violation.kind, violation.diagnosis) == ("step-count", "skipped-by-size")
 
 
-# What `check` says of a single fault at a known place: its kind, step, size, and what lies just within the bound.
+# What `check` says of a single fault at a known place: its kind, step, size, and what lies just
+# within the bound.
 
 
 # two windows of two micro-batches, two epochs: four steps
 LAYERS = (Layer("linear", bias=True, features=2),)
-CASE = Case(ProblemSpec(Input("vector", size=3), LAYERS, Loss("mse", reduction="mean")), PLAN, seed=5)
+CASE = Case(
+    ProblemSpec(Input("vector", size=3), LAYERS, Loss("mse", reduction="mean")), PLAN, seed=5
+)
 EPS = 2.0**-52
 
 
@@ -494,7 +561,11 @@ def test_a_missing_gradient_is_placed(step):
         dict(run.model.named_parameters())["0.bias"].grad = None
 
     violation = check(_at_step(step, forget), CASE).violation
-    assert (violation.kind, violation.diagnosis, violation.parameter) == ("none-pattern", "no-gradient", "0.bias")
+    assert (violation.kind, violation.diagnosis, violation.parameter) == (
+        "none-pattern",
+        "no-gradient",
+        "0.bias",
+    )
     assert (violation.epoch, violation.window) == divmod(step, 2)
     said = "the gradient of 0.bias is None at the step, but the window's items reach 0.bias. Fix: do not reset"
     assert violation.explanation.startswith(said)
@@ -508,7 +579,8 @@ def test_a_gradient_that_is_not_finite_is_a_kind_of_its_own(value):
     violation = check(_at_step(1, each_gradient(lambda g: g.fill_(value))), CASE).violation
     assert (violation.kind, violation.epoch, violation.window) == ("non-finite", 0, 1)
     assert (
-        f"the gradient of {violation.parameter} is not finite at the step, the right one is; " in violation.explanation
+        f"the gradient of {violation.parameter} is not finite at the step, the right one is; "
+        in violation.explanation
     )
     assert violation.details
 
@@ -557,7 +629,9 @@ def test_a_loop_that_stops_where_training_has_diverged_is_not_blamed():
         backward_window(run, next(windows(run)))
         raise ArithmeticError("training has not diverged")
 
-    assert check(no_leap, OWN.replace(optimizer="sgd"), problem=_problem()).violation.kind == "raised"
+    assert (
+        check(no_leap, OWN.replace(optimizer="sgd"), problem=_problem()).violation.kind == "raised"
+    )
 
     # what the optimizer does not explain is found all the same
     def spoils(run):
@@ -573,12 +647,19 @@ def test_a_loop_that_stops_where_training_has_diverged_is_not_blamed():
 def test_large_initial_parameters_have_not_diverged(optimizer):
     wrong = _at_step(0, each_gradient(lambda g: g.mul_(3)))
     for sign in (1, -1):
-        assert check(wrong, OWN.replace(optimizer=optimizer), problem=_problem(value=sign * 1e78)).violation is not None
+        assert (
+            check(
+                wrong, OWN.replace(optimizer=optimizer), problem=_problem(value=sign * 1e78)
+            ).violation
+            is not None
+        )
 
 
 @pytest.mark.parametrize(("plan", "judged"), [(Plan((4,), 1), True), (Plan((1, 3), 2), False)])
 def test_a_generated_problem_in_which_items_meet_is_judged_where_nothing_is_split(plan, judged):
     spec = ProblemSpec(CASE.problem.input, (Layer("batch_norm_train"), *LAYERS), CASE.problem.loss)
-    violation = check(_at_step(0, each_gradient(lambda g: g.mul_(3))), Case(spec, plan, seed=5)).violation
+    violation = check(
+        _at_step(0, each_gradient(lambda g: g.mul_(3))), Case(spec, plan, seed=5)
+    ).violation
     assert (violation.kind == "gradient") is judged
     assert (violation.kind == "not-accumulable") is not judged

@@ -1,4 +1,6 @@
-"""A gradient that is rightly zeros is no None, and a parameter that nothing reaches may have either."""
+"""A gradient that is rightly zeros is no None, and a parameter that nothing reaches may have
+either.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from tests.training import trains
 
 
 class Paths(torch.nn.Module):
-    """One weight that every item reaches, one behind a ReLU that is off, one that only negative items reach."""
+    """One weight that every item reaches, one behind a ReLU that is off, one that only negative
+    items reach.
+    """
 
     def __init__(self):
         super().__init__()
@@ -57,7 +61,11 @@ micro_batches_without_valid_targets_left_out = trains(backward=_valid_alone)
 def test_none_in_place_of_zeros_is_another_step(optimizer):
     case = Case("paths", Plan((1, 2), 2, 2), optimizer=optimizer)
     violation = check(zeros_set_to_none, case, problem=problem([1.0, 2.0, 3.0])).violation
-    assert (violation.kind, violation.diagnosis, violation.parameter) == ("none-pattern", "no-gradient", "off")
+    assert (violation.kind, violation.diagnosis, violation.parameter) == (
+        "none-pattern",
+        "no-gradient",
+        "off",
+    )
     assert "where backward leaves zeros" in violation.explanation
 
 
@@ -85,13 +93,21 @@ class Routed(torch.nn.Module):
     def forward(self, x):
         # 1 + 2**-9 is 1 in bfloat16, whose next number is 1 + 2**-7
         moved = x + 2**-9
-        parts = [x[chosen] * w for chosen, w in ((moved > 1, self.above), (moved <= 1, self.below)) if chosen.any()]
+        parts = [
+            x[chosen] * w
+            for chosen, w in ((moved > 1, self.above), (moved <= 1, self.below))
+            if chosen.any()
+        ]
         return torch.cat(parts)
 
 
-@pytest.mark.parametrize(("dtype", "violated"), [("float64", True), ("float32", True), ("bfloat16", False)])
+@pytest.mark.parametrize(
+    ("dtype", "violated"), [("float64", True), ("float32", True), ("bfloat16", False)]
+)
 def test_what_only_a_rounding_error_reaches_may_have_none(dtype, violated):
-    without_the_weight_above = trains(before=lambda run, step: setattr(run.model.above, "grad", None))
+    without_the_weight_above = trains(
+        before=lambda run, step: setattr(run.model.above, "grad", None)
+    )
 
     given = Problem(
         lambda seed: Routed(),

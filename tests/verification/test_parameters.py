@@ -1,4 +1,7 @@
-"""Faults of parameters and of the optimizer's state are found in every dtype; loops that leave both alone hold."""
+"""Faults of parameters and of the optimizer's state are found in every dtype.
+
+Loops that leave both alone hold.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,27 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradcheck_suite import Case, Input, Layer, Loss, Plan, Problem, ProblemSpec, check, training_loop, verify
+from gradcheck_suite import (
+    Case,
+    Input,
+    Layer,
+    Loss,
+    Plan,
+    Problem,
+    ProblemSpec,
+    check,
+    training_loop,
+    verify,
+)
 from gradcheck_suite.core.options import VerifyOptions
 from gradcheck_suite.core.results import result_lines
-from gradcheck_suite.loops.reset_modes import BUILT_IN, backward_window, part_of_window, window_count, windows
+from gradcheck_suite.loops.reset_modes import (
+    BUILT_IN,
+    backward_window,
+    part_of_window,
+    window_count,
+    windows,
+)
 from gradcheck_suite.verification.judge_run import DIVERGED
 from studies.zoo.bug import window_losses
 from tests.training import at, each_gradient, each_parameter, trains
@@ -25,11 +45,17 @@ SPEC = ProblemSpec(
 )
 CASE = Case(SPEC, Plan((1, 3, 2, 2, 1), 2, epochs=2), seed=3)
 DTYPES = ("float64", "float32", "bfloat16")
-EACH_DTYPE = pytest.mark.parametrize("dtype", ["float64", pytest.param("bfloat16", marks=pytest.mark.full)])
+EACH_DTYPE = pytest.mark.parametrize(
+    "dtype", ["float64", pytest.param("bfloat16", marks=pytest.mark.full)]
+)
 
 
 def _last_bit(p):
-    p.copy_(torch.nextafter(p.float(), torch.tensor(9.0)) if p.dtype == torch.float32 else p * (1 + 2.0**-7))
+    p.copy_(
+        torch.nextafter(p.float(), torch.tensor(9.0))
+        if p.dtype == torch.float32
+        else p * (1 + 2.0**-7)
+    )
 
 
 def _decayed_again(run, step):
@@ -72,7 +98,9 @@ def _left_out(run, step):
 
 
 def _edited_by_a_later_post_hook(run):
-    run.optimizer.register_step_post_hook(lambda optimizer, args, kwargs: each_parameter(lambda p: p.mul_(0.8))(run))
+    run.optimizer.register_step_post_hook(
+        lambda optimizer, args, kwargs: each_parameter(lambda p: p.mul_(0.8))(run)
+    )
 
 
 def _edited_after_the_closure(run):
@@ -88,12 +116,36 @@ def _edited_after_the_closure(run):
 
 
 FAULTS = {
-    "all weights times 0.8": (trains(after=each_parameter(lambda p: p.mul_(0.8))), "parameter-drift", ""),
-    "a unit in the last place": (trains(after=at({3}, each_parameter(_last_bit))), "parameter-drift", ""),
-    "after the last step": (trains(after=at({5}, each_parameter(_last_bit))), "parameter-drift", "after the last"),
-    "before the first step": (trains(begin=each_parameter(_last_bit)), "parameter-drift", "before the first step"),
-    "NaN": (trains(after=at({1}, each_parameter(lambda p: p.fill_(torch.nan)))), "parameter-drift", ""),
-    "noise": (trains(after=each_parameter(lambda p: p.add_(0.1 * torch.randn_like(p)))), "parameter-drift", ""),
+    "all weights times 0.8": (
+        trains(after=each_parameter(lambda p: p.mul_(0.8))),
+        "parameter-drift",
+        "",
+    ),
+    "a unit in the last place": (
+        trains(after=at({3}, each_parameter(_last_bit))),
+        "parameter-drift",
+        "",
+    ),
+    "after the last step": (
+        trains(after=at({5}, each_parameter(_last_bit))),
+        "parameter-drift",
+        "after the last",
+    ),
+    "before the first step": (
+        trains(begin=each_parameter(_last_bit)),
+        "parameter-drift",
+        "before the first step",
+    ),
+    "NaN": (
+        trains(after=at({1}, each_parameter(lambda p: p.fill_(torch.nan)))),
+        "parameter-drift",
+        "",
+    ),
+    "noise": (
+        trains(after=each_parameter(lambda p: p.add_(0.1 * torch.randn_like(p)))),
+        "parameter-drift",
+        "",
+    ),
     "weight decay by hand": (trains(after=_decayed_again), "parameter-drift", "between two steps"),
     "initial values": (_reset_each_epoch, "parameter-drift", "its initial value again"),
     "undone": (_undone, "parameter-drift", "the value from before the step again"),
@@ -104,7 +156,11 @@ FAULTS = {
         "momentum_buffer",
     ),
     "state zeroed": (trains(after=at({2}, _zeroed)), "optimizer-state-changed", "momentum_buffer"),
-    "state swapped": (trains(after=at({2}, _swapped)), "optimizer-state-changed", "momentum_buffer"),
+    "state swapped": (
+        trains(after=at({2}, _swapped)),
+        "optimizer-state-changed",
+        "momentum_buffer",
+    ),
     "left out": (trains(after=at({1}, _left_out)), "parameter-not-updated", "0.weight is in no"),
 }
 
@@ -142,12 +198,18 @@ def _in_the_first_group(run):
             trains(after=at({2}, _setting("maximize", True))),
             "maximize of 0.weight was False, and is True between",
         ),
-        (trains(after=at({0}, _setting("weight_decay", 0.0))), "weight_decay of 0.weight was 0.01, and is 0.0"),
+        (
+            trains(after=at({0}, _setting("weight_decay", 0.0))),
+            "weight_decay of 0.weight was 0.01, and is 0.0",
+        ),
         (
             trains(after=at({1}, _setting("lr", 0.1))),
             "or assume `edits-settings` where the loop does so on purpose",
         ),
-        (trains(begin=_in_the_first_group), "lr of 0.bias was 0.025, and is 0.05 before the first step"),
+        (
+            trains(begin=_in_the_first_group),
+            "lr of 0.bias was 0.025, and is 0.05 before the first step",
+        ),
     ],
 )
 def test_settings_that_no_scheduler_changes_stay_what_they_are(loop, said):
@@ -185,7 +247,9 @@ def test_what_a_scheduler_changes_is_no_fault():
 def test_a_loss_of_nan_in_the_state_of_l_bfgs_is_no_change():
     # the loss of a micro-batch without valid targets is NaN, and its gradient is zero
     layers = (Layer("linear", bias=True, features=2),)
-    spec = ProblemSpec(SPEC.input, layers, Loss("nll", class_weights=False, ignore_index=True, reduction="mean"))
+    spec = ProblemSpec(
+        SPEC.input, layers, Loss("nll", class_weights=False, ignore_index=True, reduction="mean")
+    )
     case = Case(spec, Plan((1, 1, 1), 2, masked=(1,)), optimizer="lbfgs")
     assert check(BUILT_IN["closure"], case).holds
 
@@ -221,10 +285,15 @@ def test_steps_that_were_not_judged_are_counted_over_all_cases():
     assert result.windows >= result.judged == 40
     line = next(line for line in result_lines(result) if DIVERGED in line)
     total = result.windows + sum(result.windows_skipped.values())
-    assert line.strip() == f"{result.windows_skipped[DIVERGED]} of {total} steps could not be judged: {DIVERGED}"
+    assert (
+        line.strip()
+        == f"{result.windows_skipped[DIVERGED]} of {total} steps could not be judged: {DIVERGED}"
+    )
 
 
-@pytest.mark.parametrize(("name", "step"), [("all weights times 0.8", 1), ("a unit in the last place", 4)])
+@pytest.mark.parametrize(
+    ("name", "step"), [("all weights times 0.8", 1), ("a unit in the last place", 4)]
+)
 def test_the_window_after_the_change_is_named(name, step):
     violation = check(FAULTS[name][0], CASE.replace(optimizer="normalized")).violation
     assert (violation.epoch, violation.window) == divmod(step, 3)
@@ -270,7 +339,9 @@ def test_gradients_that_hooks_edit_after_the_observers_are_found(loop, dtype):
 
 
 def _by_closure(*, resets=True, factors=lambda: repeat(1)):
-    """Return a loop with a closure, which multiplies its losses by the next of the factors of a step."""
+    """Return a loop with a closure, which multiplies its losses by the next of the factors of a
+    step.
+    """
 
     def loop(run):
         for window in windows(run):
@@ -334,7 +405,9 @@ def test_a_later_call_of_a_closure_is_told_from_the_first():
 
 
 def test_a_closure_of_a_constant_gradient_is_not_said_to_add_up_its_calls():
-    slopes = ProblemSpec(SPEC.input, (Layer("linear", bias=True, features=1),), Loss("identity", reduction="mean"))
+    slopes = ProblemSpec(
+        SPEC.input, (Layer("linear", bias=True, features=1),), Loss("identity", reduction="mean")
+    )
     for problem in (SPEC, slopes):
         case = Case(problem, CASE.plan, seed=3, optimizer="lbfgs")
         assert check(_doubled_from_the_second_call_on, case).violation.diagnosis == "not-linear"
@@ -358,7 +431,9 @@ def _on_a_stale_copy(run):
 
 
 def _forward_before_the_last_step(run):
-    """Compute each gradient at the parameters before the previous step, as a pipeline that is filled too early does."""
+    """Compute each gradient at the parameters before the previous step, as a pipeline that is
+    filled too early does.
+    """
     earlier = copy.deepcopy(run.model)
     for window in windows(run):
         now = copy.deepcopy(run.model)
@@ -372,7 +447,9 @@ def test_gradients_of_earlier_parameters_are_found_where_parameters_move(loop):
     for dtype in ("float64", "float32"):
         violation = check(loop, CASE.replace(dtype=dtype, optimizer="normalized")).violation
         assert (violation.kind, violation.diagnosis) == ("gradient", "stale-parameters")
-        assert ("initial parameters" in violation.explanation) is (loop is _on_a_stale_copy or violation.window == 1)
+        assert ("initial parameters" in violation.explanation) is (
+            loop is _on_a_stale_copy or violation.window == 1
+        )
 
 
 # loops that are sound
@@ -421,7 +498,8 @@ def test_a_loop_that_leaves_parameters_to_the_optimizer_holds(loop):
             assert verdict.windows == CASE.plan.steps
 
 
-# Loops that edit parameters on purpose: sound ones hold where they say so, and wrong gradients in them are named.
+# Loops that edit parameters on purpose: sound ones hold where they say so, and wrong gradients in
+# them are named.
 
 
 EDITS = ("edits-parameters",)
@@ -503,7 +581,11 @@ def test_a_gradient_of_other_parameters_than_the_edited_ones_is_found():
                 _shrink(run, 0, [])
 
     violation = check(loop, CASE, assumes=EDITS).violation
-    assert (violation.kind, violation.diagnosis, violation.window) == ("gradient", "stale-parameters", 1)
+    assert (violation.kind, violation.diagnosis, violation.window) == (
+        "gradient",
+        "stale-parameters",
+        1,
+    )
 
 
 def test_the_optimizers_step_and_state_are_judged_all_the_same():
@@ -512,7 +594,10 @@ def test_the_optimizers_step_and_state_are_judged_all_the_same():
             run.optimizer.state.clear()
 
     case = CASE.replace(optimizer="momentum")
-    assert check(_loop(_shrink, forget), case, assumes=EDITS).violation.diagnosis == "optimizer-state-changed"
+    assert (
+        check(_loop(_shrink, forget), case, assumes=EDITS).violation.diagnosis
+        == "optimizer-state-changed"
+    )
 
 
 @pytest.mark.usefixtures("only_linear")
@@ -521,14 +606,21 @@ def test_the_output_says_that_parameters_were_not_judged():
     assert result.holds
     assert result.windows >= 10
     lines = result_lines(result)
-    assert "    assumes edits-parameters: gradients were judged at the parameters that each step found" in lines
+    assert (
+        "    assumes edits-parameters: gradients were judged at the parameters that each step found"
+        in lines
+    )
     assert not any("nothing else was tried" in line for line in lines)
 
 
 @pytest.mark.usefixtures("without_second_opinion")
-@pytest.mark.parametrize(("tie_weights", "both_names"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize(
+    ("tie_weights", "both_names"), [(True, False), (False, False), (False, True)]
+)
 def test_what_functional_call_leaves_behind_is_said_to_be_torchs_doing(tie_weights, both_names):
-    """pytorch#164759: each name of a shared module swaps its parameters, and the second one keeps what is there."""
+    """pytorch#164759: each name of a shared module swaps its parameters, and the second one keeps
+    what is there.
+    """
 
     def model(seed):
         torch.manual_seed(seed)
@@ -536,7 +628,10 @@ def test_what_functional_call_leaves_behind_is_said_to_be_torchs_doing(tie_weigh
         return torch.nn.Sequential(shared, torch.nn.Tanh(), shared)
 
     def by_vjp(run):
-        names = {name: p.detach() for name, p in run.model.named_parameters(remove_duplicate=not both_names)}
+        names = {
+            name: p.detach()
+            for name, p in run.model.named_parameters(remove_duplicate=not both_names)
+        }
         parameters = dict(run.model.named_parameters())
         for window in windows(run):
             total = window_count(run, window)
@@ -545,7 +640,10 @@ def test_what_functional_call_leaves_behind_is_said_to_be_torchs_doing(tie_weigh
             for batch in window:
                 loss, pull = torch.func.vjp(
                     lambda values, batch=batch: run.loss(
-                        lambda x: torch.func.functional_call(run.model, values, (x,), tie_weights=tie_weights), batch
+                        lambda x: torch.func.functional_call(
+                            run.model, values, (x,), tie_weights=tie_weights
+                        ),
+                        batch,
                     ),
                     names,
                 )
@@ -556,7 +654,9 @@ def test_what_functional_call_leaves_behind_is_said_to_be_torchs_doing(tie_weigh
 
     problem = Problem(
         model,
-        lambda items, seed: {"x": torch.randn(items, 2, generator=torch.Generator().manual_seed(seed))},
+        lambda items, seed: {
+            "x": torch.randn(items, 2, generator=torch.Generator().manual_seed(seed))
+        },
         lambda called, batch: called(batch["x"]).square().mean(),
     )
     verdict = check(by_vjp, Case("mine", CASE.plan), problem=problem)

@@ -40,13 +40,20 @@ def violation(loop, plan=EVEN, **options):
 
 
 def test_every_rank_of_a_right_loop_has_the_gradient_of_all_ranks_items():
-    for name in ("all_reduce/zero_", "all_reduce/flat_buffer", "ddp/set_to_none", "ddp_bucket_view/zero_grad"):
+    for name in (
+        "all_reduce/zero_",
+        "all_reduce/flat_buffer",
+        "ddp/set_to_none",
+        "ddp_bucket_view/zero_grad",
+    ):
         for plan in (EVEN, UNEVEN) if name.startswith("all_reduce") else (EVEN,):
             verdict = check(RANK_LOOPS[name], probe_case(plan))
             assert verdict.holds, (name, plan, verdict.violation)
             assert not verdict.skipped
     outcomes = run_ranks(rank_loops.right, generated_instance(probe_case(UNEVEN)))
-    gradients = [[o.gradients[PARAMETER].tolist() for o in outcome.observations] for outcome in outcomes]
+    gradients = [
+        [o.gradients[PARAMETER].tolist() for o in outcome.observations] for outcome in outcomes
+    ]
     assert gradients[0] == gradients[1] == [[1 / 8] * 8 + [0] * 4, [0] * 8 + [1 / 4] * 4] * 2
 
 
@@ -83,7 +90,10 @@ def test_a_rank_that_is_killed_from_outside_runs_again(tmp_path, monkeypatch, ho
 
 @pytest.mark.full
 def test_a_rank_that_kills_itself_is_named():
-    assert violation(rank_loops.killed).explanation == "on rank 1 of 2: the loop failed: its process ended by SIGKILL"
+    assert (
+        violation(rank_loops.killed).explanation
+        == "on rank 1 of 2: the loop failed: its process ended by SIGKILL"
+    )
 
 
 def test_a_rank_that_raises_is_named_and_not_the_one_that_waits_for_it():
@@ -148,7 +158,9 @@ def test_ranks_that_wait_for_one_that_sleeps_are_no_deadlock():
 
 def _right_in_new_ranks():
     case = probe_case(EVEN)
-    request = Request(source_of(rank_loops.right, "the loop"), case, None, quiet=True, path=tuple(sys.path))
+    request = Request(
+        source_of(rank_loops.right, "the loop"), case, None, quiet=True, path=tuple(sys.path)
+    )
     pool = Pool(2, "gloo")
     try:
         return pool.run(request, 30.0)
@@ -169,12 +181,17 @@ def test_ranks_need_no_port_that_another_program_may_have(monkeypatch):
 @pytest.mark.full
 def test_ranks_that_find_no_way_to_each_other_are_one_line(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
-    with pytest.raises(CannotRunHere, match=r"2 ranks cannot start: the ranks cannot form a group of gloo: .*no-such"):
+    with pytest.raises(
+        CannotRunHere,
+        match=r"2 ranks cannot start: the ranks cannot form a group of gloo: .*no-such",
+    ):
         _right_in_new_ranks()
 
 
 def test_a_loop_that_no_module_has_under_a_name_is_refused():
-    with pytest.raises(UsageError, match="cannot be imported in another process, as each rank must: define it at"):
+    with pytest.raises(
+        UsageError, match="cannot be imported in another process, as each rank must: define it at"
+    ):
         violation(lambda run: None)
 
 
@@ -195,7 +212,9 @@ with kept_ranks():
 @pytest.mark.full
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_process_is_left_behind(how):
-    program = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     folder, *shown = program.stdout.readline().decode().split()
     pids = [int(pid) for pid in shown]
     assert len(pids) == 3
@@ -221,7 +240,11 @@ def _runs(pid):
 # How ranks make one gradient of theirs: sound ways hold, and faulty ones are named.
 
 
-SQUARE = ProblemSpec(Input("vector", size=4), (Layer("linear", bias=True, features=4),), Loss("mse", reduction="mean"))
+SQUARE = ProblemSpec(
+    Input("vector", size=4),
+    (Layer("linear", bias=True, features=4),),
+    Loss("mse", reduction="mean"),
+)
 
 
 @pytest.mark.full
@@ -243,11 +266,36 @@ def test_a_sound_way_to_add_up_gradients_holds(loop):
     ("loop", "case", "diagnosis", "text"),
     [
         (reductions.by_max, Case(SQUARE, EVEN), "not-summed", "is called with ReduceOp.MAX"),
-        (reductions.to_rank_0_alone, probe_case(EVEN), "not-reduced", "as after a reduce in place of an all_reduce"),
-        (reductions.negated_on_rank_1, probe_case(EVEN), "wrong-scale", "those of rank 1 weigh -1 times what they"),
-        (reductions.in_other_order, Case(SQUARE, EVEN), "misplaced-gradient", "go through the parameters in the same"),
-        (reductions.moved_on_rank_1, Case(SQUARE, EVEN), "parameter-drift", "on rank 1 of 2: something other than"),
-        (reductions.sharded_behind_the_optimizer, probe_case(EVEN), "changed-model", "run.optimizer.param_groups"),
+        (
+            reductions.to_rank_0_alone,
+            probe_case(EVEN),
+            "not-reduced",
+            "as after a reduce in place of an all_reduce",
+        ),
+        (
+            reductions.negated_on_rank_1,
+            probe_case(EVEN),
+            "wrong-scale",
+            "those of rank 1 weigh -1 times what they",
+        ),
+        (
+            reductions.in_other_order,
+            Case(SQUARE, EVEN),
+            "misplaced-gradient",
+            "go through the parameters in the same",
+        ),
+        (
+            reductions.moved_on_rank_1,
+            Case(SQUARE, EVEN),
+            "parameter-drift",
+            "on rank 1 of 2: something other than",
+        ),
+        (
+            reductions.sharded_behind_the_optimizer,
+            probe_case(EVEN),
+            "changed-model",
+            "run.optimizer.param_groups",
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -258,7 +306,9 @@ def test_a_faulty_way_is_named(loop, case, diagnosis, text):
 
 
 def test_no_reduce_is_guessed_where_some_of_the_other_rank_arrived():
-    found = check(BUGS["first-micro-batch-only-reduced"].loop, probe_case(Plan((1, 1, 3), 2, ranks=(2, 1)))).violation
+    found = check(
+        BUGS["first-micro-batch-only-reduced"].loop, probe_case(Plan((1, 1, 3), 2, ranks=(2, 1)))
+    ).violation
     assert found.diagnosis == "not-reduced"
     assert "in place of an all_reduce" not in found.explanation
 
@@ -280,7 +330,9 @@ def test_no_reduce_is_guessed_where_some_of_the_other_rank_arrived():
         ((0, 0, 0, 0, 0, 0), 6, False, "no-gradient"),
     ],
 )
-def test_the_weights_of_three_ranks_are_told_apart_by_whether_all_ranks_have_them(observed, window, alike, name):
+def test_the_weights_of_three_ranks_are_told_apart_by_whether_all_ranks_have_them(
+    observed, window, alike, name
+):
     weights = Weights(
         observed=np.array(observed, float),
         counts=(1.0, 2.0, 3.0, 1.0, 2.0, 2.0),
@@ -294,12 +346,17 @@ def test_the_weights_of_three_ranks_are_told_apart_by_whether_all_ranks_have_the
     assert diagnose(weights).name == name
 
 
-# Wrappers of torch over ranks: FSDP2, variants of DistributedDataParallel, hooks, and ZeroRedundancyOptimizer.
+# Wrappers of torch over ranks: FSDP2, variants of DistributedDataParallel, hooks, and
+# ZeroRedundancyOptimizer.
 
 
 LONG = Plan((1, 3) * 8, 2, ranks=(8, 8))
 """Four windows."""
-ROUTED = ProblemSpec(Input("vector", size=2), (Layer("mixture", experts=2, features=2),), Loss("mse", reduction="sum"))
+ROUTED = ProblemSpec(
+    Input("vector", size=2),
+    (Layer("mixture", experts=2, features=2),),
+    Loss("mse", reduction="sum"),
+)
 SPLIT = ProblemSpec(
     Input("vector", size=4),
     (Layer("linear", bias=True, features=3), Layer("linear", bias=True, features=1)),
@@ -349,9 +406,17 @@ def test_a_variant_holds(name):
 def _table():
     """Return the table of the page: (wrapper, reset mode) -> what the page says."""
     _, title, table = PAGE.read_text().partition("| reset mode ")
-    lines = [line.strip("| ").split("|") for line in f"{title}{table}".splitlines() if line.startswith("|")]
+    lines = [
+        line.strip("| ").split("|")
+        for line in f"{title}{table}".splitlines()
+        if line.startswith("|")
+    ]
     head, _, *rows = [[cell.strip().strip("`") for cell in cells] for cells in lines]
-    return {f"{wrapper}/{row[0]}": said for row in rows for wrapper, said in zip(head[1:], row[1:], strict=True)}
+    return {
+        f"{wrapper}/{row[0]}": said
+        for row in rows
+        for wrapper, said in zip(head[1:], row[1:], strict=True)
+    }
 
 
 def test_the_page_has_every_reset_mode_in_every_wrapper():
@@ -362,7 +427,10 @@ def test_the_page_has_every_reset_mode_in_every_wrapper():
 @pytest.mark.full
 def test_every_row_of_the_page_is_true():
     # the weight probe has no layer to split
-    cases = {name: Case(SPLIT, EVEN) if "tensor" in name else probe_case(EVEN) for name in rank_loops.IN_MODES}
+    cases = {
+        name: Case(SPLIT, EVEN) if "tensor" in name else probe_case(EVEN)
+        for name in rank_loops.IN_MODES
+    }
     found = {name: outcome(loop, cases[name]) for name, loop in rank_loops.IN_MODES.items()}
     assert found == _table()
     for name, loop in RANK_LOOPS.items():
@@ -371,12 +439,20 @@ def test_every_row_of_the_page_is_true():
 
 @pytest.mark.full
 def test_fully_shard_adds_gradients_of_different_parameters_where_ranks_reach_different_ones():
-    # pytorch#158719: each item goes to one expert, and here the two ranks' items go to different ones
-    verdict = check(rank_loops.fsdp2_without_zeros, Case(ROUTED, Plan((1, 1), 1, ranks=(1, 1)), seed=1))
-    assert (verdict.violation.kind, verdict.violation.diagnosis) == ("gradient", "misplaced-gradient")
+    # pytorch#158719: each item goes to one expert, and here the two ranks' items go to different
+    # ones
+    verdict = check(
+        rank_loops.fsdp2_without_zeros, Case(ROUTED, Plan((1, 1), 1, ranks=(1, 1)), seed=1)
+    )
+    assert (verdict.violation.kind, verdict.violation.diagnosis) == (
+        "gradient",
+        "misplaced-gradient",
+    )
     assert "or leave out parameters without a gradient" in verdict.violation.explanation
     # and here to the same one
-    assert check(rank_loops.fsdp2_without_zeros, Case(ROUTED, Plan((1, 1), 1, ranks=(1, 1)), seed=4)).holds
+    assert check(
+        rank_loops.fsdp2_without_zeros, Case(ROUTED, Plan((1, 1), 1, ranks=(1, 1)), seed=4)
+    ).holds
 
 
 @pytest.mark.full
@@ -396,7 +472,11 @@ def test_a_static_graph_under_no_sync_from_the_first_backward_on_is_an_assertion
 
 @pytest.mark.full
 def test_a_hook_that_sends_bfloat16_is_named_unless_the_model_is_in_bfloat16():
-    for dtype, expected in (("float64", "low-precision"), ("float32", "low-precision"), ("bfloat16", "holds")):
+    for dtype, expected in (
+        ("float64", "low-precision"),
+        ("float32", "low-precision"),
+        ("bfloat16", "holds"),
+    ):
         assert outcome(rank_loops.bfloat16_hook, Case(SQUARE, EVEN, dtype=dtype)) == expected, dtype
 
 
@@ -405,10 +485,16 @@ def test_a_mixed_precision_policy_is_declared_and_one_that_adds_up_in_bfloat16_i
     for dtype in ("float64", "float32"):
         result = verify(RANK_LOOPS["fsdp2_bfloat16/zero_grad"], examples=4, ranks=2, dtype=dtype)
         assert result.holds, result.violation
-        assert outcome(rank_loops.fsdp2_reduced_in_bfloat16, Case(SQUARE, EVEN, dtype=dtype)) == "low-precision"
+        assert (
+            outcome(rank_loops.fsdp2_reduced_in_bfloat16, Case(SQUARE, EVEN, dtype=dtype))
+            == "low-precision"
+        )
     # the bound that a policy needs is not the one of a loop that declares none
     thirds = Plan((1, 2), 1, ranks=(1, 1))
-    assert outcome(rank_loops.fsdp2_computed_in_bfloat16, Case(SQUARE, thirds, dtype="float32")) == "low-precision"
+    assert (
+        outcome(rank_loops.fsdp2_computed_in_bfloat16, Case(SQUARE, thirds, dtype="float32"))
+        == "low-precision"
+    )
 
 
 def test_split_layers_hold_and_a_whole_parameter_that_is_added_up_over_ranks_is_named():
@@ -421,7 +507,9 @@ def test_split_layers_hold_and_a_whole_parameter_that_is_added_up_over_ranks_is_
 
 def test_an_optimizer_that_needs_a_whole_gradient_steps_where_a_rank_has_none_of_it():
     one = ProblemSpec(
-        Input("vector", size=1), (Layer("linear", bias=False, features=1),), Loss("mse", reduction="mean")
+        Input("vector", size=1),
+        (Layer("linear", bias=False, features=1),),
+        Loss("mse", reduction="mean"),
     )
     case = Case(one, Plan((1, 1), 1, 2, ranks=(1, 1)), optimizer="normalized")
     assert outcome(RANK_LOOPS["fsdp2/zero_"], case) == "holds"

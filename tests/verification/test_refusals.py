@@ -1,15 +1,32 @@
-"""A loop that says that it cannot train something is not blamed; and what a loop is tried on first."""
+"""A loop that says that it cannot train something is not blamed.
+
+And what a loop is tried on first.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from gradcheck_suite import CannotRunHere, Case, Input, Layer, Loss, Plan, ProblemSpec, check, verify
+from gradcheck_suite import (
+    CannotRunHere,
+    Case,
+    Input,
+    Layer,
+    Loss,
+    Plan,
+    ProblemSpec,
+    check,
+    verify,
+)
 from gradcheck_suite.__main__ import main
 from gradcheck_suite.loops.trainers.problems import MEAN, SUM
 
 pytestmark = pytest.mark.usefixtures("without_second_opinion")
-LINEAR = ProblemSpec(Input("vector", size=2), (Layer("linear", features=1, bias=False),), Loss("mse", reduction="mean"))
+LINEAR = ProblemSpec(
+    Input("vector", size=2),
+    (Layer("linear", features=1, bias=False),),
+    Loss("mse", reduction="mean"),
+)
 
 
 def refuses(run):
@@ -44,7 +61,12 @@ def test_on_the_command_line_it_is_one_line_and_status_2(tmp_path, monkeypatch, 
     (tmp_path / "mine.py").write_text(
         "import gradcheck_suite\ndef loop(run):\n    raise gradcheck_suite.CannotRunHere('not this one')\n"
     )
-    assert main(["verify", "mine.py:loop", "--problem", "gradcheck_suite.loops.trainers.problems:MEAN"]) == 2
+    assert (
+        main(
+            ["verify", "mine.py:loop", "--problem", "gradcheck_suite.loops.trainers.problems:MEAN"]
+        )
+        == 2
+    )
     assert capsys.readouterr().err == "gradcheck-suite verify: error: not this one\n"
 
 

@@ -1,4 +1,6 @@
-"""What a search keeps of the verdicts it is given: what is the fault, which the smallest case, and when to stop."""
+"""What a search keeps of the verdicts it is given: what is the fault, which the smallest case, and
+when to stop.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,21 @@ from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.reset_modes import MODES
 from gradcheck_suite.strategies.drawing import RedrawError
 from gradcheck_suite.verification import search as module
-from gradcheck_suite.verification.search import LADDER, Search, StopError, ViolatedError, more_specific, smallest_probe
+from gradcheck_suite.verification.search import (
+    LADDER,
+    Search,
+    StopError,
+    ViolatedError,
+    more_specific,
+    smallest_probe,
+)
 from studies.zoo import BUGS
 
-SPEC = ProblemSpec(Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse", reduction="mean"))
+SPEC = ProblemSpec(
+    Input("vector", size=3),
+    (Layer("linear", bias=True, features=2),),
+    Loss("mse", reduction="mean"),
+)
 OWN = Problem(lambda seed: None, lambda items, seed: None, lambda model, batch: None)
 DRAWN, SMALL = object(), object()
 """Stand for the strategies of cases, and of small ones."""
@@ -50,9 +63,10 @@ class Scripted(Search):
 
 @pytest.fixture
 def run(monkeypatch):
-    """Run a scripted search on the cases that are drawn; all further ones are tried to make the violated one smaller.
+    """Run a scripted search on the cases that are drawn.
 
-    Returns a function of the search, the drawn cases and the small ones.
+    All further ones are tried to make the violated one smaller. Returns a function of the search,
+    the drawn cases and the small ones.
     """
 
     def run(search, drawn=(), small=(), fixed=None, *, probes=False):
@@ -91,7 +105,9 @@ def test_what_verdicts_say_is_added_up(run):
     seen = []
     search = Scripted(OWN, progress=seen.append)
     verdicts = [
-        Verdict(case(1), ratio=0.5, windows=2, windows_skipped={"far": 1}, moved_by_zeros="by zeros"),
+        Verdict(
+            case(1), ratio=0.5, windows=2, windows_skipped={"far": 1}, moved_by_zeros="by zeros"
+        ),
         Verdict(case(2), ratio=0.25, windows=3, windows_skipped={"far": 2, "odd": 1}),
         Verdict(case(3), skipped="no such operation", ratio=0.125),
         Verdict(case(4), finding="torch and JAX differ", ratio=0.75),
@@ -117,7 +133,13 @@ def test_the_case_that_shows_a_fault_is_counted_and_those_of_shrinking_are_not(r
     run(search, [case(4), case(3), case(2), case(1)])
     assert (search.cases, search.found_after) == (2, 2)
     # named on the case that showed it and on the smallest one, and on no other
-    assert search.checks == [(case(4), False), (case(3), False), (case(2), True), (case(1), True), (case(2), False)]
+    assert search.checks == [
+        (case(4), False),
+        (case(3), False),
+        (case(2), True),
+        (case(1), True),
+        (case(2), False),
+    ]
     assert search.violation.case == case(2)
 
 
@@ -165,7 +187,9 @@ def test_a_fault_that_moved_parameters_hide_is_searched_for_where_they_stay(run,
 
 def test_a_smaller_case_shows_the_fault_where_it_has_its_kind_whatever_its_name(run):
     search = Scripted()
-    search.script = names(n9="gradient/clipped", n8="gradient/", n7="raised/raised", n6="step-count/clipped")
+    search.script = names(
+        n9="gradient/clipped", n8="gradient/", n7="raised/raised", n6="step-count/clipped"
+    )
     run(search, [case(n) for n in (9, 8, 7, 6)])
     assert search.violation.case == case(8)
     # and of those the first of the smallest
@@ -177,7 +201,9 @@ def test_a_smaller_case_shows_the_fault_where_it_has_its_kind_whatever_its_name(
 
 def test_a_case_that_shows_nothing_when_it_is_named_is_not_the_smallest(run):
     search = Scripted()
-    search.script = lambda at: Verdict(at) if (at, True) in search.checks[:-1] else violation(at, "clipped")
+    search.script = lambda at: (
+        Verdict(at) if (at, True) in search.checks[:-1] else violation(at, "clipped")
+    )
     assert run(search, [case(3), case(2)]).violation.diagnosis == "clipped"
 
 
@@ -188,12 +214,16 @@ def test_shrinking_has_thirty_seconds(run, monkeypatch, seconds, stops):
     search.script = violation
     run(search, [case(9), case(2)])  # the first case takes as long as it takes
     assert search.violation.case == case(9 if stops else 2)
-    assert search.stopped == ("shrinking stopped after 30 s, so a smaller case may exist" if stops else None)
+    assert search.stopped == (
+        "shrinking stopped after 30 s, so a smaller case may exist" if stops else None
+    )
 
 
 def test_a_case_outside_what_the_loop_assumes_is_drawn_anew_up_to_eight_times(run, monkeypatch):
     search = Scripted(assumes=frozenset({"finite-gradients"}))
-    monkeypatch.setattr(module, "starts_finite", lambda case, problem: len(case.plan.micro_batches) == 1)
+    monkeypatch.setattr(
+        module, "starts_finite", lambda case, problem: len(case.plan.micro_batches) == 1
+    )
     for first in (2, 1, 2):
         for size in range(first, 9):
             if size == 1:
@@ -249,7 +279,9 @@ LARGE, LITTLE = case(9), case(2)
     ],
 )
 def test_the_name_of_the_larger_case_stands_unless_it_is_general(first, smallest, stands):
-    found = more_specific(violation(LARGE, first, explanation="in the large"), violation(LITTLE, smallest))
+    found = more_specific(
+        violation(LARGE, first, explanation="in the large"), violation(LITTLE, smallest)
+    )
     assert (found.diagnosis, found.case) == (stands, LITTLE)
     if stands == first != smallest:
         assert found.explanation == f"in the large (named on a larger case, {LARGE.plan!r})"
@@ -323,13 +355,17 @@ def test_a_rank_with_fewer_micro_batches_is_a_smaller_case_of_the_same_fault_alo
 
     search.script = script
     run(search, MANY, probes=True)
-    assert search.violation.case.plan.ranks == ((2, 1) if uneven == "dropped-micro-batch" else (3, 3))
+    assert search.violation.case.plan.ranks == (
+        (2, 1) if uneven == "dropped-micro-batch" else (3, 3)
+    )
     assert len({*tried}) == 1
 
 
 def test_a_rung_of_the_same_kind_keeps_the_probes_name(run):
     search = _probed("dropped-micro-batch")
-    search.script = lambda at: violation(at, "wrong-scale") if len(at.plan.micro_batches) == 4 else Verdict(at)
+    search.script = lambda at: (
+        violation(at, "wrong-scale") if len(at.plan.micro_batches) == 4 else Verdict(at)
+    )
     run(search, MANY, probes=True)
     assert search.violation.case.plan == LADDER[-1]
     assert search.violation.diagnosis == "dropped-micro-batch"
@@ -367,10 +403,14 @@ def test_a_probe_that_the_assumptions_keep_from_getting_smaller_is_not_tried_aga
                     run.optimizer.zero_grad()
 
     assumes = frozenset(("equal-batches", "mean-reduction"))
-    search = Search(keeps_short_window, None, VerifyOptions().of(keeps_short_window), None, None, assumes)
+    search = Search(
+        keeps_short_window, None, VerifyOptions().of(keeps_short_window), None, None, assumes
+    )
     long = search.check(probe_case(Plan((2, 2, 2, 2, 2), 2, 2))).violation
     runs = search.runs
-    smallest, _ = smallest_probe(lambda case: search.check(case, shrinking=True), long, assumes, 5.0)
+    smallest, _ = smallest_probe(
+        lambda case: search.check(case, shrinking=True), long, assumes, 5.0
+    )
     # no micro-batch has another size than 2, so nothing else can be smaller
     assert smallest.case.plan == Plan((2, 2, 2), 2)
     assert search.runs - runs <= 10

@@ -1,4 +1,6 @@
-"""The second process: it changes no verdict and no random number of a loop, and verification goes on without it."""
+"""The second process: it changes no verdict and no random number of a loop, and verification goes
+on without it.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,9 @@ def _wrong_for_eight(run):
 @pytest.mark.full
 @pytest.mark.usefixtures("only_linear")
 def test_a_fault_of_some_drawn_cases_is_found_where_it_is(monkeypatch, second):
-    """The second process can only say that a run holds: a violation is judged here, from the same run."""
+    """The second process can only say that a run holds: a violation is judged here, from the same
+    run.
+    """
     found = verify(_wrong_for_eight, examples=60)
     assert found.violation.found_after > 2
     assert _shown(found) == _shown(_without(monkeypatch, _wrong_for_eight, examples=60))
@@ -157,7 +161,9 @@ def test_the_loop_runs_on_cases_in_the_order_in_which_they_are_judged(monkeypatc
 
     monkeypatch.setattr(ahead, "run_loop", noted)
     monkeypatch.setattr(ranks, "run_loop", noted)
-    assert verify(BUILT_IN["plain"], examples=30, progress=lambda verdict: judged.append(verdict.case.digest)).holds
+    assert verify(
+        BUILT_IN["plain"], examples=30, progress=lambda verdict: judged.append(verdict.case.digest)
+    ).holds
     assert [digest for digest in run_on if digest in judged] == judged
 
 
@@ -188,7 +194,9 @@ def test_a_loop_that_fails_is_not_run_on_further_cases(second):
             runs.append(0)
         BUILT_IN["plain"](run)
 
-    found = verify(loop, examples=60, progress=lambda verdict: verdict.violation and seen.append(len(runs)))
+    found = verify(
+        loop, examples=60, progress=lambda verdict: verdict.violation and seen.append(len(runs))
+    )
     assert found.violation.kind == "raised"
     assert "eight" in found.violation.explanation
     # no case after it was run before its turn came
@@ -260,7 +268,9 @@ os._exit(0)
 @pytest.mark.full
 def test_a_loop_may_wait_for_children_fork_and_close_descriptors():
     """Each of these reached the second process, or its socket."""
-    done = subprocess.run([sys.executable, "-c", STRANGE], capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", STRANGE], capture_output=True, text=True, timeout=200
+    )
     assert done.stdout.splitlines() == [
         "waits_for_all_children True 12",
         "forks True 12",
@@ -300,7 +310,9 @@ with second_process() as judge:
 @pytest.mark.full
 @pytest.mark.parametrize("how", ["killed", "ended"])
 def test_it_ends_with_its_parent(how):
-    done = subprocess.run([sys.executable, "-c", ABANDONED, how], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", ABANDONED, how], capture_output=True, text=True, timeout=120
+    )
     pid = int(done.stdout)
     end = time.monotonic() + 60
     while time.monotonic() < end and os.path.exists(f"/proc/{pid}") and _is_running(pid):
@@ -315,7 +327,8 @@ def _is_running(pid):
         return False
 
 
-# JAX's opinion on users' problems: it agrees where it should, a planted error is found, and the loop judged anyway.
+# JAX's opinion on users' problems: it agrees where it should, a planted error is found, and the
+# loop judged anyway.
 
 
 CASE = Case("p.py:P", Plan((2, 1, 2, 1), 2))
@@ -381,7 +394,9 @@ def test_a_custom_backward_is_one_finding_where_it_is_not_the_derivative(slope, 
 
 
 def test_jax_agrees_and_one_program_serves_all_windows_of_a_shape():
-    """Two cases of two windows, three items each: one shape, though the models' constants differ with the seed."""
+    """Two cases of two windows, three items each: one shape, though the models' constants differ
+    with the seed.
+    """
     opinion = second_opinion([CASE, CASE.replace(seed=1)], PROBLEM)
     assert (opinion.windows, opinion.answered, opinion.moved, opinion.shapes) == (5, 5, 1, 1)
     assert opinion.findings == []
@@ -414,7 +429,9 @@ def test_a_backward_that_is_wrong_only_after_the_first_step_is_a_finding(optimiz
 
 @pytest.mark.full
 def test_a_wrong_derivative_is_a_finding_and_the_loop_is_judged(monkeypatch):
-    """JAX is told that tanh is the sigmoid: torch's two ways agree with each other, and JAX stands alone."""
+    """JAX is told that tanh is the sigmoid: torch's two ways agree with each other, and JAX stands
+    alone.
+    """
     name = "aten.tanh.default"
     monkeypatch.setitem(_TABLE, name, lambda x: 1 / (1 + jnp.exp(-x)))
     result = verify(BUILT_IN["plain"], problem=PROBLEM, examples=2, second_opinion_s=0)
@@ -475,7 +492,9 @@ def never_steps(run: Any) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("loop", [BUILT_IN["plain"], never_resets])
-def test_a_violated_loop_is_asked_about_on_its_smallest_case_and_an_interrupt_keeps_the_verdict(loop, monkeypatch):
+def test_a_violated_loop_is_asked_about_on_its_smallest_case_and_an_interrupt_keeps_the_verdict(
+    loop, monkeypatch
+):
     asked: list[Any] = []
 
     def interrupt(cases: Any, problem: Any, budget_s: float) -> Any:
@@ -497,10 +516,15 @@ def test_a_violated_loop_is_asked_about_on_its_smallest_case_and_an_interrupt_ke
 def test_where_no_gradient_is_at_fault_jax_is_not_asked(monkeypatch):
     monkeypatch.setattr("gradcheck_suite.verification.second_opinion.second_opinion", None)
     result = verify(never_steps, problem=PROBLEM, examples=5)
-    assert (result.violation and result.violation.kind, result.second_opinion) == ("step-count", None)
+    assert (result.violation and result.violation.kind, result.second_opinion) == (
+        "step-count",
+        None,
+    )
 
 
 @pytest.mark.parametrize("seconds", [-1, "10", float("nan")])
 def test_a_time_for_it_that_is_none_is_refused(seconds):
-    with pytest.raises(UsageError, match="second_opinion_s: expected a number of seconds, 0 or more; got"):
+    with pytest.raises(
+        UsageError, match="second_opinion_s: expected a number of seconds, 0 or more; got"
+    ):
         verify(BUILT_IN["plain"], problem=PROBLEM, second_opinion_s=seconds)

@@ -82,7 +82,9 @@ def steps_without_backward(run: Any) -> None:
         run.optimizer.step()
 
 
-@pytest.mark.parametrize("plan", [Plan((2, 3, 5), 1), Plan((1, 1, 3), 2), Plan((2,), 1), Plan((1,), 1)])
+@pytest.mark.parametrize(
+    "plan", [Plan((2, 3, 5), 1), Plan((1, 1, 3), 2), Plan((2,), 1), Plan((1,), 1)]
+)
 @pytest.mark.parametrize("loss", [cross_entropy, divided_by_at_least_one])
 @pytest.mark.parametrize("loop", [BUILT_IN["plain"], steps_without_backward])
 def test_a_window_without_valid_targets_is_not_judged(plan, loss, loop):
@@ -96,7 +98,10 @@ def test_a_window_without_valid_targets_is_not_judged(plan, loss, loop):
 @pytest.mark.parametrize(
     ("problem", "said"),
     [
-        (replace(GOOD, loss=lambda m, b: cross_entropy(m, b, reduction="sum")), 'pass reduction="sum"'),
+        (
+            replace(GOOD, loss=lambda m, b: cross_entropy(m, b, reduction="sum")),
+            'pass reduction="sum"',
+        ),
         (replace(GOOD, reduction="sum"), 'pass reduction="mean"'),
         (replace(GOOD, count=lambda b: (b["target"] != 2).sum()), "leave Problem.count out"),
     ],
@@ -105,18 +110,26 @@ def test_a_count_that_disagrees_with_the_mean_is_said_so(problem, said):
     verdict = check(BUILT_IN["plain"], CASE, problem=problem)
     assert verdict.violation is not None
     assert verdict.violation.kind == "not-accumulable"
-    assert "p.py:P: the loss is not a mean with the divisor Problem.count" in verdict.violation.explanation
+    assert (
+        "p.py:P: the loss is not a mean with the divisor Problem.count"
+        in verdict.violation.explanation
+    )
     assert said in verdict.violation.explanation
 
 
 def test_a_forgotten_count_is_said_so():
-    """Rows of 1 to 4 targets, the others ignored: the mean is over targets, and the default count is of rows."""
+    """Rows of 1 to 4 targets, the others ignored: the mean is over targets, and the default count
+    is of rows.
+    """
 
     def rows(items: int, seed: int) -> Any:
         generator = torch.Generator().manual_seed(seed)
         target = torch.randint(0, 5, (items, 4), generator=generator)
         there = torch.arange(4) < torch.randint(1, 5, (items, 1), generator=generator)
-        return {"x": torch.randn(items, 4, 3, generator=generator), "target": target.where(there, -100)}
+        return {
+            "x": torch.randn(items, 4, 3, generator=generator),
+            "target": target.where(there, -100),
+        }
 
     def loss(m: nn.Module, b: Any) -> torch.Tensor:
         return functional.cross_entropy(m(b["x"]).flatten(0, 1), b["target"].flatten())
@@ -126,14 +139,19 @@ def test_a_forgotten_count_is_said_so():
     assert len({*lengths}) > 1
     divisor = math.gcd(*lengths)
     assert fault is not None
-    assert f"{' : '.join(str(n // divisor) for n in lengths)} for 4 of them (such as a mean over tokens" in fault
+    assert (
+        f"{' : '.join(str(n // divisor) for n in lengths)} for 4 of them (such as a mean over tokens"
+        in fault
+    )
     assert "let Problem.count return the divisor of the mean" in fault
     counted = Problem(model_of, rows, loss, count=lambda b: (b["target"] != -100).sum())
     assert objective_fault(user_instance(CASE, counted)) is None
 
 
 def test_a_count_that_does_not_add_up():
-    fault = objective_fault(user_instance(CASE, replace(GOOD, count=lambda b: torch.tensor(len(b["x"]) ** 2))))
+    fault = objective_fault(
+        user_instance(CASE, replace(GOOD, count=lambda b: torch.tensor(len(b["x"]) ** 2)))
+    )
     assert fault is not None
     assert "Problem.count of all 10 items is 100" in fault
     assert "[2, 3, 5] add up to 38" in fault
@@ -149,21 +167,48 @@ def with_loss(loss: Callable[[nn.Module, Any], Any]) -> Problem:
 @pytest.mark.parametrize(
     ("problem", "said"),
     [
-        (with_loss(lambda m, b: cross_entropy(m, b, reduction="none")), r"a scalar tensor, got shape \(10,\)"),
+        (
+            with_loss(lambda m, b: cross_entropy(m, b, reduction="none")),
+            r"a scalar tensor, got shape \(10,\)",
+        ),
         (with_loss(lambda m, b: 3.0), "a scalar tensor, got float"),
         (with_loss(lambda m, b: b["x"].sum()), "does not depend on the model's parameters"),
-        (with_loss(lambda m, b: cross_entropy(m, b) * float("nan")), "the loss of 10 drawn items is nan"),
-        (replace(SOME_IGNORED, count=None), "nan.* Problem.count must be 0 for items without valid targets"),
+        (
+            with_loss(lambda m, b: cross_entropy(m, b) * float("nan")),
+            "the loss of 10 drawn items is nan",
+        ),
+        (
+            replace(SOME_IGNORED, count=None),
+            "nan.* Problem.count must be 0 for items without valid targets",
+        ),
         (with_loss(lambda m, b: cross_entropy(m, b) * torch.rand(())), "it must not be random"),
-        (replace(GOOD, model=lambda s: nn.Sequential(model_of(s), nn.Dropout(0.5))), "set dropout to 0"),
+        (
+            replace(GOOD, model=lambda s: nn.Sequential(model_of(s), nn.Dropout(0.5))),
+            "set dropout to 0",
+        ),
         (replace(GOOD, model=lambda s: nn.ReLU()), "no parameter with requires_grad=True"),
         (replace(GOOD, model=lambda s: 3), "must return a torch.nn.Module, got int"),
-        (replace(GOOD, model=lambda s: nn.LazyLinear(5)), "weight has no shape before the first forward, since"),
+        (
+            replace(GOOD, model=lambda s: nn.LazyLinear(5)),
+            "weight has no shape before the first forward, since",
+        ),
         (replace(GOOD, model=lambda s: SAME), "a fresh module each time, got the same one twice"),
-        (replace(GOOD, model=lambda s: nn.Sequential(SAME)), "two models from Problem.model share 0.0.weight"),
-        (replace(GOOD, model=lambda s: nn.Linear(3, 5)), "the same values for the same seed.* call torch.manual_seed"),
-        (replace(GOOD, model=lambda s: nn.Linear(3, 5, device="meta")), "is on the meta device and has no"),
-        (replace(GOOD, count=lambda b: torch.tensor(0)), "Problem.count is 0 for 5 items whose loss is [12]"),
+        (
+            replace(GOOD, model=lambda s: nn.Sequential(SAME)),
+            "two models from Problem.model share 0.0.weight",
+        ),
+        (
+            replace(GOOD, model=lambda s: nn.Linear(3, 5)),
+            "the same values for the same seed.* call torch.manual_seed",
+        ),
+        (
+            replace(GOOD, model=lambda s: nn.Linear(3, 5, device="meta")),
+            "is on the meta device and has no",
+        ),
+        (
+            replace(GOOD, count=lambda b: torch.tensor(0)),
+            "Problem.count is 0 for 5 items whose loss is [12]",
+        ),
         (replace(GOOD, count=lambda b: torch.tensor(-1)), "Problem.count.* got -1"),
         (replace(GOOD, count=lambda b: b["x"]), "Problem.count"),
         (
@@ -172,9 +217,15 @@ def with_loss(loss: Callable[[nn.Module, Any], Any]) -> Problem:
         ),
         (replace(GOOD, batch=lambda n, s: {}["x"]), "KeyError: 'x'"),
         (replace(GOOD, count=lambda b: b["missing"]), "KeyError: 'missing'"),
-        (replace(GOOD, count=lambda b: None), "must return a number or a scalar tensor, got NoneType"),
+        (
+            replace(GOOD, count=lambda b: None),
+            "must return a number or a scalar tensor, got NoneType",
+        ),
         # raised inside torch: the line is that of the user's code
-        (with_loss(lambda m, b: m(b["x"][:, :2]).sum()), r"RuntimeError: .* \(test_separability.py, line \d+\)"),
+        (
+            with_loss(lambda m, b: m(b["x"][:, :2]).sum()),
+            r"RuntimeError: .* \(test_separability.py, line \d+\)",
+        ),
     ],
 )
 def test_a_broken_contract_is_a_usage_error(problem, said):
@@ -196,12 +247,17 @@ def test_the_random_state_is_left_alone():
     expected = torch.rand(2)
     torch.manual_seed(3)
     with pytest.raises(UsageError):
-        objective_fault(user_instance(CASE, with_loss(lambda m, b: cross_entropy(m, b) * torch.rand(()))))
+        objective_fault(
+            user_instance(CASE, with_loss(lambda m, b: cross_entropy(m, b) * torch.rand(())))
+        )
     assert torch.equal(torch.rand(2), expected)
 
 
 def test_a_hook_that_changes_grad_after_autograd_is_refused():
-    """The reference comes from `torch.autograd.grad`, which runs no such hook; a loop's backward does."""
+    """The reference comes from `torch.autograd.grad`, which runs no such hook.
+
+    A loop's backward does.
+    """
 
     def halve(parameter: torch.Tensor) -> None:
         parameter.grad.mul_(0.5)
@@ -211,11 +267,14 @@ def test_a_hook_that_changes_grad_after_autograd_is_refused():
         made[0].weight.register_post_accumulate_grad_hook(halve)
         return made
 
-    with pytest.raises(UsageError, match=r"the parameter '0.weight' has a post-accumulate-grad hook"):
+    with pytest.raises(
+        UsageError, match=r"the parameter '0.weight' has a post-accumulate-grad hook"
+    ):
         check(BUILT_IN["plain"], CASE, problem=replace(GOOD, model=hooked))
 
 
-# The weights of a mean, read from its losses: what was put in comes out, and no other objective is taken for one.
+# The weights of a mean, read from its losses: what was put in comes out, and no other objective is
+# taken for one.
 
 
 LOSSES = (0.3, 2.0, 1.1, 0.7)
@@ -237,7 +296,9 @@ def test_the_weights_that_were_put_in_come_out(weights):
     [
         lambda batch: sum(LOSSES[i] for i in batch),
         lambda batch: (sum(LOSSES[i] for i in batch) / len(batch)) ** 2,
-        lambda batch: sum(LOSSES[i] for i in batch) / len(batch) * sum(i + 1 for i in batch) / len(batch),
+        lambda batch: (
+            sum(LOSSES[i] for i in batch) / len(batch) * sum(i + 1 for i in batch) / len(batch)
+        ),
         lambda batch: max(LOSSES[i] for i in batch),
         lambda batch: math.log(sum(math.exp(LOSSES[i]) for i in batch)),
         lambda batch: 1.0,
@@ -248,7 +309,8 @@ def test_what_is_no_weighted_mean_is_not_taken_for_one(loss):
     assert weights_of_items(loss, 4) is None
 
 
-# Before any loop is blamed: whether torch's own accumulation gives the large batch, and a user's code works.
+# Before any loop is blamed: whether torch's own accumulation gives the large batch, and a user's
+# code works.
 
 
 SLOPES = Case("own", Plan((1, 3, 2, 2), 2))
@@ -262,7 +324,9 @@ def _model(seed):
 
 def _problem(loss=lambda model, batch: model(batch).mean(), **options):
     """Return the problem of items 1, 2, 3, ...: the gradient of a mean over some is their mean."""
-    return Problem(_model, lambda items, seed: torch.arange(1.0, items + 1)[:, None], loss, **options)
+    return Problem(
+        _model, lambda items, seed: torch.arange(1.0, items + 1)[:, None], loss, **options
+    )
 
 
 def test_every_window_is_computed_before_any_loop_runs():
@@ -282,7 +346,8 @@ def test_every_window_is_computed_before_any_loop_runs():
 
     problem = _problem(lambda model, batch: Fails.apply(model(batch).mean(), batch))
     with pytest.raises(
-        UsageError, match="the problem own failed before any loop ran, on batches of 1 to 8 items: Zero"
+        UsageError,
+        match="the problem own failed before any loop ran, on batches of 1 to 8 items: Zero",
     ):
         reference_of(SLOPES, problem)
 
@@ -297,11 +362,14 @@ def test_what_torch_cannot_compute_in_float64_is_not_judged():
         def backward(ctx, grad):
             raise NotImplementedError("no derivative")
 
-    with pytest.raises(CannotJudgeError, match="the plain large batch fails in float64: no derivative"):
+    with pytest.raises(
+        CannotJudgeError, match="the plain large batch fails in float64: no derivative"
+    ):
         reference_of(SLOPES, _problem(lambda model, batch: Refuses.apply(model(batch).mean())))
 
 
-# Objectives that are not separable over samples are detected by forward passes, with the reason, and no others are.
+# Objectives that are not separable over samples are detected by forward passes, with the reason,
+# and no others are.
 
 
 class _Run(Exception):
@@ -315,12 +383,16 @@ def never_run(run: Any) -> None:
 @pytest.mark.parametrize(
     ("plan", "examples"),
     [
-        pytest.param(plans(min_windows=2, max_accumulation_steps=3), 150, id="splits", marks=pytest.mark.full),
+        pytest.param(
+            plans(min_windows=2, max_accumulation_steps=3), 150, id="splits", marks=pytest.mark.full
+        ),
         pytest.param(None, 80, id="any", marks=pytest.mark.full),
         pytest.param(None, 25, id="few", marks=pytest.mark.quick),
     ],
 )
-def test_drawn_problems_that_are_not_accumulable_are_classified_so_before_a_loop_runs(plan, examples):
+def test_drawn_problems_that_are_not_accumulable_are_classified_so_before_a_loop_runs(
+    plan, examples
+):
     said: Counter[str] = Counter()
 
     def classified(case: Case) -> None:
@@ -332,18 +404,24 @@ def test_drawn_problems_that_are_not_accumulable_are_classified_so_before_a_loop
             return
         assert verdict.violation is not None
         if verdict.violation.kind == "raised":
-            # the loss is the same whoever is beside whom, as where a normalization takes out what another put in
+            # the loss is the same whoever is beside whom, as where a normalization takes out what
+            # another put in
             assert all(_adds_up(case, window) for window in range(len(case.plan.windows)))
             said["makes no difference"] += 1
             return
-        assert (verdict.violation.kind, verdict.violation.diagnosis) == ("not-accumulable", "not-accumulable")
+        assert (verdict.violation.kind, verdict.violation.diagnosis) == (
+            "not-accumulable",
+            "not-accumulable",
+        )
         layer = case.problem.loss.kind not in CROSS_SAMPLE_LOSSES
         reason = verdict.violation.explanation
         assert ("batch normalization in train mode" in reason) == layer, f"{reason}\n{case!r}"
         said["layer" if layer else case.problem.loss.kind] += 1
 
     # a case that fails is not shrunk: each smaller one would compile programs of its own
-    for case in draw_cases(cases(problem=problems(accumulable=False), plan=plan), examples=examples, seed_value=0):
+    for case in draw_cases(
+        cases(problem=problems(accumulable=False), plan=plan), examples=examples, seed_value=0
+    ):
         classified(case)
     assert said["makes no difference"] <= examples / (3 if plan is None else 10), said
     assert said.keys() >= {"layer", *CROSS_SAMPLE_LOSSES}, said
@@ -356,10 +434,16 @@ def test_a_micro_batch_that_counts_nothing_does_not_hide_that_items_meet():
 
     def batch_of(items: int, seed: int) -> Any:
         given = batch_of_rows(items, seed)
-        return {"x": given["x"], "target": torch.where(torch.arange(items) < 2, 4, given["target"] % 4)}
+        return {
+            "x": given["x"],
+            "target": torch.where(torch.arange(items) < 2, 4, given["target"] % 4),
+        }
 
     problem = Problem(
-        with_layer(lambda: nn.BatchNorm1d(6)), batch_of, loss, count=lambda batch: (batch["target"] != 4).sum()
+        with_layer(lambda: nn.BatchNorm1d(6)),
+        batch_of,
+        loss,
+        count=lambda batch: (batch["target"] != 4).sum(),
     )
     verdict = check(never_run, CASE, problem=problem)
     assert verdict.violation is not None
@@ -368,7 +452,9 @@ def test_a_micro_batch_that_counts_nothing_does_not_hide_that_items_meet():
 
 
 def _adds_up(case: Case, window: int) -> bool:
-    """Whether the gradient of the large batch is the sum of the micro-batches' in a window of this case."""
+    """Whether the gradient of the large batch is the sum of the micro-batches' in a window of this
+    case.
+    """
     instance = generated_instance(case)
     model = instance.model()
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -420,7 +506,9 @@ def negatives(m: nn.Module, b: Any) -> torch.Tensor:
 
 
 def of_distinct_items(m: nn.Module, b: Any) -> torch.Tensor:
-    """A product of batch means that fails where two items are equal, as the inverse of a kernel matrix does."""
+    """A product of batch means that fails where two items are equal, as the inverse of a kernel
+    matrix does.
+    """
     if len(b["x"].unique(dim=0)) < len(b["x"]):
         raise RuntimeError("the matrix is singular")
     return m(b["x"]).mean() * b["x"].mean()
@@ -434,9 +522,15 @@ def of_distinct_items(m: nn.Module, b: Any) -> torch.Tensor:
             replace(GOOD, model=with_layer(lambda: nn.BatchNorm1d(6))),
             r"1 \(BatchNorm1d\) gives an item an output that depends .* batch normalization in train mode. Keep",
         ),
-        (replace(GOOD, model=with_layer(lambda: _Centred())), r"1 \(_Centred\) gives an item an output"),
+        (
+            replace(GOOD, model=with_layer(lambda: _Centred())),
+            r"1 \(_Centred\) gives an item an output",
+        ),
         (replace(GOOD, loss=negatives), "compares items with each other"),
-        (replace(GOOD, loss=lambda m, b: m(b["x"]).mean() * b["x"].mean()), "contains statistics of the batch"),
+        (
+            replace(GOOD, loss=lambda m, b: m(b["x"]).mean() * b["x"].mean()),
+            "contains statistics of the batch",
+        ),
     ],
 )
 def test_the_reason_is_said(problem, reason):
@@ -453,7 +547,8 @@ EXPERTS = (Layer("mixture", experts=2, features=1), BATCH_NORM)
 @pytest.mark.parametrize(
     ("source", "layers", "plan"),
     [
-        # layer normalization of two features gives 1 and -1: half of the items have the statistics of all
+        # layer normalization of two features gives 1 and -1: half of the items have the statistics
+        # of all
         (Input("sequence", length=3, padded=False, size=2), FEW_VALUES, Plan((1, 3), 1)),
         # an expert that only the large batch sends items to has an output there alone
         (Input("vector", size=2), EXPERTS, Plan((2, 2), 1)),
@@ -464,7 +559,8 @@ def test_batch_normalization_is_named_whatever_is_before_it(source, layers, plan
     violation = check(never_run, Case(spec, plan, seed=0)).violation
     assert violation is not None
     assert (
-        "gives an item an output that depends on the other items: batch normalization in train" in violation.explanation
+        "gives an item an output that depends on the other items: batch normalization in train"
+        in violation.explanation
     )
 
 
@@ -479,7 +575,10 @@ def test_batch_normalization_is_named_where_every_micro_batch_has_the_statistics
     def batch_of(items: int, seed: int) -> Any:
         # each pair of items is 1 and -1 after the first layer, by one feature or by the other
         x = torch.tensor([[1.0, 0], [-1, 0], [0, 1], [0, -1]], dtype=torch.float64)
-        return {"x": x.repeat(items, 1)[:items], "target": batch_of_rows(items, seed)["x"][:, :1].double()}
+        return {
+            "x": x.repeat(items, 1)[:items],
+            "target": batch_of_rows(items, seed)["x"][:, :1].double(),
+        }
 
     problem = Problem(build, batch_of, lambda m, b: functional.mse_loss(m(b["x"]), b["target"]))
     plan = Plan((2, 2), 2)
@@ -487,12 +586,19 @@ def test_batch_normalization_is_named_where_every_micro_batch_has_the_statistics
     violation = check(BUILT_IN["plain"], CASE.replace(plan=plan), problem=problem).violation
     assert violation is not None
     assert violation.kind == "not-accumulable"
-    assert "1 (BatchNorm1d) gives an item an output that depends on the other items" in violation.explanation
+    assert (
+        "1 (BatchNorm1d) gives an item an output that depends on the other items"
+        in violation.explanation
+    )
 
 
 def test_what_the_forward_check_is_too_coarse_for_is_seen_before_a_loop_is_blamed():
-    """The samples interact in a millionth of the loss: below what float32 inside a model may do, far above rounding."""
-    slight = replace(GOOD, loss=lambda m, b: cross_entropy(m, b) + 1e-6 * m(b["x"]).mean() * b["x"].mean())
+    """The samples interact in a millionth of the loss: below what float32 inside a model may do,
+    far above rounding.
+    """
+    slight = replace(
+        GOOD, loss=lambda m, b: cross_entropy(m, b) + 1e-6 * m(b["x"]).mean() * b["x"].mean()
+    )
     assert objective_fault(user_instance(CASE, slight)) is None
     verdict = check(BUILT_IN["plain"], CASE, problem=slight)
     assert verdict.violation is not None
@@ -501,7 +607,10 @@ def test_what_the_forward_check_is_too_coarse_for_is_seen_before_a_loop_is_blame
 
 
 def test_batch_norm_that_refuses_single_items_is_classified_too():
-    """Torch's batch norm raises on one value per channel; the plan has micro-batches of one item."""
+    """Torch's batch norm raises on one value per channel.
+
+    The plan has micro-batches of one item.
+    """
     problem = replace(GOOD, model=with_layer(lambda: nn.BatchNorm1d(6)))
     fault = objective_fault(user_instance(Case("p.py:P", Plan((1, 3), 2)), problem))
     assert fault is not None
@@ -553,9 +662,17 @@ def penalised(m: nn.Module, b: Any) -> torch.Tensor:
     ("problem", "reason"),
     [
         # neither the module before nor the one after, whose inputs differ already
-        (replace(GOOD, model=_built(_CentresBetween)), r"the model \(_CentresBetween\) gives an item an output"),
         (
-            replace(GOOD, loss=lambda m, b: functional.cross_entropy(_MixesBackward.apply(m(b["x"])), b["target"])),
+            replace(GOOD, model=_built(_CentresBetween)),
+            r"the model \(_CentresBetween\) gives an item an output",
+        ),
+        (
+            replace(
+                GOOD,
+                loss=lambda m, b: functional.cross_entropy(
+                    _MixesBackward.apply(m(b["x"])), b["target"]
+                ),
+            ),
             "the losses of the micro-batches add up to the large batch's and the gradients do not: a backward",
         ),
         (
@@ -580,7 +697,9 @@ def test_a_buffer_that_the_forward_changes_is_named():
         layer.weight.data += 0.05 * torch.randn(5, 3)
         return nn.utils.parametrizations.spectral_norm(layer)
 
-    with pytest.raises(UsageError, match=r"changes the buffer '\S+_u' and the loss depends on it, as the power"):
+    with pytest.raises(
+        UsageError, match=r"changes the buffer '\S+_u' and the loss depends on it, as the power"
+    ):
         check(BUILT_IN["plain"], CASE, problem=replace(GOOD, model=_built(build)))
 
 
@@ -591,5 +710,8 @@ def test_a_parameter_that_the_forward_writes_is_named_and_no_loop_is_blamed():
                 self.weight.clamp_(-0.1, 0.1)
             return super().forward(x)
 
-    with pytest.raises(UsageError, match=r"the forward changes the parameter 'weight', as an embedding with max_norm"):
+    with pytest.raises(
+        UsageError,
+        match=r"the forward changes the parameter 'weight', as an embedding with max_norm",
+    ):
         check(BUILT_IN["plain"], CASE, problem=replace(GOOD, model=_built(lambda: Clamps(3, 5))))

@@ -1,4 +1,6 @@
-"""Checking while a case is made smaller: the same verdict on every violation, for less work, and settled at the end."""
+"""Checking while a case is made smaller: the same verdict on every violation, for less work, and
+settled at the end.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,16 @@ from gradcheck_suite.run.instance import generated_instance
 from gradcheck_suite.strategies.cases import cases
 from studies.zoo import BUGS
 
-LINEAR = ProblemSpec(Input("vector", size=3), (Layer("linear", bias=True, features=2),), Loss("mse", reduction="mean"))
+LINEAR = ProblemSpec(
+    Input("vector", size=3),
+    (Layer("linear", bias=True, features=2),),
+    Loss("mse", reduction="mean"),
+)
 CASE = Case(LINEAR, Plan((1, 3, 2, 2), 2), seed=5)
-LOOPS = {"zero_": MODES["zero_"], **{n: BUGS[n].loop for n in ("mean-of-means", "tail-leak", "skipped-items-counted")}}
+LOOPS = {
+    "zero_": MODES["zero_"],
+    **{n: BUGS[n].loop for n in ("mean-of-means", "tail-leak", "skipped-items-counted")},
+}
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -30,9 +39,13 @@ def test_a_violation_is_the_same_and_nothing_else_becomes_one(name, dtype):
     @settings(max_examples=6, phases=(Phase.generate,), database=None, derandomize=True)
     @given(cases(dtype=dtype))
     def agree(case):
-        full, quick = (check(LOOPS[name], case, shrinking=shrinking).violation for shrinking in (False, True))
+        full, quick = (
+            check(LOOPS[name], case, shrinking=shrinking).violation for shrinking in (False, True)
+        )
         kinds.add(full and full.diagnosis)
-        assert (full and (full.kind, full.epoch, full.window)) == (quick and (quick.kind, quick.epoch, quick.window))
+        assert (full and (full.kind, full.epoch, full.window)) == (
+            quick and (quick.kind, quick.epoch, quick.window)
+        )
 
     agree()
     assert None in kinds
@@ -68,14 +81,30 @@ def _counted(loop):
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize(
-    "name", ["mean-of-means", "skipped-items-counted", "no-reset", "clip-per-micro-batch", "running-loss", "tail-leak"]
+    "name",
+    [
+        "mean-of-means",
+        "skipped-items-counted",
+        "no-reset",
+        "clip-per-micro-batch",
+        "running-loss",
+        "tail-leak",
+    ],
 )
 def test_a_fault_is_named_by_at_most_three_further_runs_and_by_none_while_shrinking(name, dtype):
     loop, calls = _counted(BUGS[name].loop)
-    loss = Loss("cross_entropy", ignore_index=True, label_smoothing=0.0, class_weights=False, reduction="mean")
+    loss = Loss(
+        "cross_entropy",
+        ignore_index=True,
+        label_smoothing=0.0,
+        class_weights=False,
+        reduction="mean",
+    )
     problem = dataclasses.replace(LINEAR, loss=loss)
     case = Case(problem, Plan((1, 3, 2, 2, 1), 2, 2, masked=(1,)), seed=5, dtype=dtype)
-    assert check(loop, case).violation.diagnosis in {wanted.split("/")[1] for wanted in BUGS[name].wanted}
+    assert check(loop, case).violation.diagnosis in {
+        wanted.split("/")[1] for wanted in BUGS[name].wanted
+    }
     assert 2 <= len(calls) <= 4
     calls.clear()
     assert check(loop, case, shrinking=True).violation is not None
@@ -117,5 +146,9 @@ def test_the_smallest_case_is_reported_with_the_whole_measurement():
     loop = BUGS["mean-of-means"].loop
     found = verify(loop, examples=20).violation
     whole = check(loop, found.case).violation
-    assert (found.allowed, found.error, found.details) == (whole.allowed, whole.error, whole.details)
+    assert (found.allowed, found.error, found.details) == (
+        whole.allowed,
+        whole.error,
+        whole.details,
+    )
     assert check(loop, found.case, shrinking=True).violation.allowed > found.allowed

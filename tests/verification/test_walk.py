@@ -1,4 +1,6 @@
-"""How far a reader walks: the files of the package that judging one case enters, and how often a fault is run."""
+"""How far a reader walks: the files of the package that judging one case enters, and how often a
+fault is run.
+"""
 
 from __future__ import annotations
 

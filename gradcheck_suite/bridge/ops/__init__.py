@@ -1,6 +1,7 @@
-"""JAX implementations of ATen operations, one file per family. Importing this package fills the table.
+"""JAX implementations of ATen operations, one file per family.
 
-An operation that torch decomposes, and that has no derivative formula of its own in torch, needs none.
+Importing this package fills the table. An operation that torch decomposes, and that has no
+derivative formula of its own in torch, needs none.
 
 It must not import torch's automatic differentiation: every derivative comes from JAX.
 """

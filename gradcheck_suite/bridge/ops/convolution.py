@@ -1,4 +1,6 @@
-"""Convolution, pooling, interpolation, sampling and padding over the last axes, with all of torch's arguments."""
+"""Convolution, pooling, interpolation, sampling and padding over the last axes, with all of torch's
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,17 @@ _LAYOUTS = {1: ("NCH", "OIH", "NCH"), 2: ("NCHW", "OIHW", "NCHW"), 3: ("NCDHW", 
 
 
 def per_axis(value: Any, n: int) -> list[Any]:
-    """Return the values for each of n axes of an argument that torch takes as one number or as one per axis."""
+    """Return the values for each of n axes of an argument that torch takes as one number or as one
+    per axis.
+    """
     values = [value] if isinstance(value, int) else list(value)
     return values * n if len(values) == 1 else values
 
 
 def _transposed_kernel(weight: Array, groups: int) -> Array:
-    """Return (C_out, C_in / groups, *K), the kernel flipped, for a weight of (C_in, C_out / groups, *K)."""
+    """Return (C_out, C_in / groups, *K), the kernel flipped, for a weight of (C_in, C_out / groups,
+    *K).
+    """
     c_in, per_group, *kernel = weight.shape
     w = weight.reshape(groups, c_in // groups, per_group, *kernel).swapaxes(1, 2)
     w = w.reshape(groups * per_group, c_in // groups, *kernel)
@@ -42,9 +48,11 @@ def convolution(
     *further: Any,
     **_: Any,
 ) -> Array:
-    """Return the convolution of (N, C_in, *S) with (C_out, C_in / groups, *K), or the transposed convolution.
+    """Return the convolution of (N, C_in, *S) with (C_out, C_in / groups, *K), or the transposed
+    convolution.
 
-    The further arguments of the operation are `transposed`, `output_padding`, `groups`, and flags of cuDNN.
+    The further arguments of the operation are `transposed`, `output_padding`, `groups`, and flags
+    of cuDNN.
     """
     transposed, output_padding, groups = further[:3]
     n = weight.ndim - 2
@@ -78,8 +86,13 @@ def convolution(
 Places = npt.NDArray[np.int64]
 
 
-def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> Places:
-    """Return the input index of each kernel element, (windows, kernel); indices outside [0, size) are padding."""
+def _windows(
+    size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool
+) -> Places:
+    """Return the input index of each kernel element, (windows, kernel).
+
+    Indices outside [0, size) are padding.
+    """
     span = size + 2 * padding - dilation * (kernel - 1) - 1
     count = (-(-span // stride) if ceil_mode else span // stride) + 1
     if ceil_mode and (count - 1) * stride >= size + padding:
@@ -88,17 +101,26 @@ def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, c
 
 
 def _adaptive(size: int, out: int) -> Places:
-    """Return the input indices of adaptive pooling's windows, (out, longest); -1 pads the shorter windows."""
+    """Return the input indices of adaptive pooling's windows, (out, longest).
+
+    -1 pads the shorter windows.
+    """
     starts = [i * size // out for i in range(out)]
     ends = [-(-(i + 1) * size // out) for i in range(out)]
     longest = max((e - s for s, e in zip(starts, ends, strict=True)), default=0)
     return np.array(
-        [[p if p < e else -1 for p in range(s, s + longest)] for s, e in zip(starts, ends, strict=True)], np.int64
+        [
+            [p if p < e else -1 for p in range(s, s + longest)]
+            for s, e in zip(starts, ends, strict=True)
+        ],
+        np.int64,
     ).reshape(out, longest)
 
 
 def _gathered(x: Array, places: Sequence[Places], outside: Any) -> tuple[Array, Places]:
-    """Return the windows over x's last axes, (..., *windows, taps), and each tap's flat index, (*windows, taps)."""
+    """Return the windows over x's last axes, (..., *windows, taps), and each tap's flat index,
+    (*windows, taps).
+    """
     n = len(places)
     spatial = x.shape[x.ndim - n :]
     flat: Any = np.zeros((1,) * (2 * n), np.int64)
@@ -119,7 +141,9 @@ def _max(x: Array, places: Sequence[Places]) -> tuple[Array, Array]:
     lowest = -jnp.inf if is_inexact(x) else jnp.iinfo(x.dtype).min
     taken, flat = _gathered(x, places, lowest)
     best = jnp.argmax(lax.stop_gradient(taken), axis=-1, keepdims=True)
-    index = jnp.take_along_axis(jnp.broadcast_to(jnp.asarray(flat), taken.shape), best, axis=-1)[..., 0]
+    index = jnp.take_along_axis(jnp.broadcast_to(jnp.asarray(flat), taken.shape), best, axis=-1)[
+        ..., 0
+    ]
     return jnp.take_along_axis(taken, best, axis=-1)[..., 0], index.astype(jnp.int64)
 
 
@@ -127,7 +151,10 @@ def _all_windows(
     x: Array, n: int, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
 ) -> list[Places]:
     arguments = [per_axis(value, n) for value in (kernel, stride or kernel, padding, dilation)]
-    return [_windows(size, k, s, p, d, ceil_mode) for size, k, s, p, d in zip(x.shape[-n:], *arguments, strict=True)]
+    return [
+        _windows(size, k, s, p, d, ceil_mode)
+        for size, k, s, p, d in zip(x.shape[-n:], *arguments, strict=True)
+    ]
 
 
 def _all_adaptive(x: Array, n: int, output_size: Any) -> list[Places]:
@@ -139,14 +166,22 @@ def _mean(x: Array, places: Sequence[Places], margins: Sequence[int], divisor: A
     """Return the mean of each window, of which positions count up to a margin around x."""
     if divisor is None:
         each = zip(places, x.shape[-len(places) :], margins, strict=True)
-        counts = [np.sum((where >= -margin) & (where < size + margin), axis=1) for where, size, margin in each]
+        counts = [
+            np.sum((where >= -margin) & (where < size + margin), axis=1)
+            for where, size, margin in each
+        ]
         divisor = jnp.asarray(reduce(np.multiply.outer, counts), x.dtype)
     return jnp.sum(_gathered(x, places, 0)[0], axis=-1) / divisor
 
 
 def _register_pooling(n: int) -> None:
     def maximum(
-        self: Array, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+        self: Array,
+        kernel: Any,
+        stride: Any = (),
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
     ) -> tuple[Array, Array]:
         """Return the maximum of each window and its index; the first of equal maxima wins."""
         return _max(self, _all_windows(self, n, kernel, stride, padding, dilation, ceil_mode))
@@ -160,14 +195,26 @@ def _register_pooling(n: int) -> None:
         count_include_pad: bool = True,
         divisor_override: int | None = None,
     ) -> Array:
-        """Return the mean of each window; the divisor includes padding, excludes it, or is given."""
+        """Return the mean of each window.
+
+        The divisor includes padding, excludes it, or is given.
+        """
         margins = per_axis(padding if count_include_pad else 0, n)
-        return _mean(self, _all_windows(self, n, kernel, stride, padding, 1, ceil_mode), margins, divisor_override)
+        return _mean(
+            self,
+            _all_windows(self, n, kernel, stride, padding, 1, ceil_mode),
+            margins,
+            divisor_override,
+        )
 
     register_table(
         {
-            f"aten._adaptive_avg_pool{n}d": lambda self, size: _mean(self, _all_adaptive(self, n, size), [0] * n),
-            f"aten.adaptive_max_pool{n}d": lambda self, size: _max(self, _all_adaptive(self, n, size)),
+            f"aten._adaptive_avg_pool{n}d": lambda self, size: _mean(
+                self, _all_adaptive(self, n, size), [0] * n
+            ),
+            f"aten.adaptive_max_pool{n}d": lambda self, size: _max(
+                self, _all_adaptive(self, n, size)
+            ),
             f"aten.avg_pool{n}d": mean,
             f"aten.max_pool{n}d_with_indices": maximum,
         }
@@ -214,7 +261,12 @@ def _cubic_far(x: Any, a: float) -> Any:
 
 def cubic_weights(t: Any) -> list[Any]:
     """Return the four weights of cubic convolution at distances t + 1, t, 1 - t, 2 - t."""
-    return [_cubic_far(t + 1, CUBIC), _cubic_near(t, CUBIC), _cubic_near(1 - t, CUBIC), _cubic_far(2 - t, CUBIC)]
+    return [
+        _cubic_far(t + 1, CUBIC),
+        _cubic_near(t, CUBIC),
+        _cubic_near(1 - t, CUBIC),
+        _cubic_far(2 - t, CUBIC),
+    ]
 
 
 def _antialiased(filter_: Callable[[Any], Any], radius: float) -> Callable[..., Weights]:
@@ -245,7 +297,9 @@ def _weighted(weights: Callable[..., Weights]) -> Resized:
 
     def resized(x: Array, axis: int, out: int, align_corners: bool, factor: float | None) -> Array:
         matrix = jnp.asarray(weights(x.shape[axis], out, align_corners, factor), x.dtype)
-        return jnp.moveaxis(jnp.tensordot(x, matrix, ((axis,), (1,)), precision=lax.Precision.HIGHEST), -1, axis)
+        return jnp.moveaxis(
+            jnp.tensordot(x, matrix, ((axis,), (1,)), precision=lax.Precision.HIGHEST), -1, axis
+        )
 
     return resized
 
@@ -255,8 +309,14 @@ def _nearest(offset: float) -> Resized:
 
     def resized(x: Array, axis: int, out: int, align_corners: bool, factor: float | None) -> Array:
         size = x.shape[axis]
-        step = np.float32(1 / factor) if factor is not None and factor > 0 else np.float32(size) / np.float32(out)
-        places = np.floor((np.arange(out, dtype=np.float32) + np.float32(offset)) * step).astype(np.int64)
+        step = (
+            np.float32(1 / factor)
+            if factor is not None and factor > 0
+            else np.float32(size) / np.float32(out)
+        )
+        places = np.floor((np.arange(out, dtype=np.float32) + np.float32(offset)) * step).astype(
+            np.int64
+        )
         return jnp.take(x, np.minimum(places, size - 1), axis=axis)
 
     return resized
@@ -268,14 +328,21 @@ def _register_upsampling(name: str, n: int, resized: Resized, *, aligns: bool = 
     Args:
         name: the operation's name.
         n: number of resized axes.
-        resized: (x, axis, output size, align_corners, scale factor or None) -> x with one axis resized.
+        resized: (x, axis, output size, align_corners, scale factor or None) -> x with one axis
+            resized.
         aligns: whether the operation's schema has `align_corners` after `output_size`.
     """
 
-    def over_axes(x: Array, output_size: Any, align_corners: bool, factors: Sequence[float | None]) -> Array:
+    def over_axes(
+        x: Array, output_size: Any, align_corners: bool, factors: Sequence[float | None]
+    ) -> Array:
         for i, factor in enumerate(factors):
             axis = x.ndim - n + i
-            out = output_size[i] if output_size is not None else math.floor(x.shape[axis] * (factor or 1))
+            out = (
+                output_size[i]
+                if output_size is not None
+                else math.floor(x.shape[axis] * (factor or 1))
+            )
             x = resized(x, axis, out, align_corners, factor)
         return x
 
@@ -291,7 +358,11 @@ def _register_upsampling(name: str, n: int, resized: Resized, *, aligns: bool = 
     register_table({f"aten.{name}.default": default, f"aten.{name}.vec": vec})
 
 
-_register_upsampling("_upsample_bilinear2d_aa", 2, _weighted(_antialiased(lambda x: np.where(x < 1, 1 - x, 0.0), 1.0)))
+_register_upsampling(
+    "_upsample_bilinear2d_aa",
+    2,
+    _weighted(_antialiased(lambda x: np.where(x < 1, 1 - x, 0.0), 1.0)),
+)
 _register_upsampling("_upsample_bicubic2d_aa", 2, _weighted(_antialiased(_cubic, 2.0)))
 for _axes in (1, 2, 3):
     _register_upsampling(f"upsample_nearest{_axes}d", _axes, _nearest(0), aligns=False)
@@ -314,7 +385,10 @@ def _clipped(x: Array, size: int) -> Array:
 
 
 def _placed(grid: Array, size: int, padding_mode: int, align_corners: bool) -> Array:
-    """Return coordinates in [-1, 1] as positions among `size` entries; padding mode 1 is border, 2 is reflection."""
+    """Return coordinates in [-1, 1] as positions among `size` entries.
+
+    Padding mode 1 is border, 2 is reflection.
+    """
     x = (grid + 1) / 2 * (size - 1) if align_corners else ((grid + 1) * size - 1) / 2
     return _bounded(x, size, padding_mode, align_corners)
 
@@ -342,13 +416,17 @@ def _looked_up(image: Array, places: Sequence[Array]) -> Array:
 
 
 @register_op("aten.grid_sampler_2d", "aten.grid_sampler_3d")
-def grid_sampler(input: Array, grid: Array, interpolation_mode: int, padding_mode: int, align_corners: bool) -> Array:
+def grid_sampler(
+    input: Array, grid: Array, interpolation_mode: int, padding_mode: int, align_corners: bool
+) -> Array:
     """Return the image sampled at a grid in [-1, 1]: bilinear (0), nearest (1) or bicubic (2)."""
     sizes = input.shape[2:]
     columns = [grid[..., len(sizes) - 1 - i] for i in range(len(sizes))]
     if interpolation_mode == 2:
         return _bicubic_sampled(input, columns, padding_mode, align_corners)
-    places = [_placed(c, s, padding_mode, align_corners) for c, s in zip(columns, sizes, strict=True)]
+    places = [
+        _placed(c, s, padding_mode, align_corners) for c, s in zip(columns, sizes, strict=True)
+    ]
     if interpolation_mode == 1:
         return _looked_up(input, [lax.stop_gradient(jnp.round(p)) for p in places])
     floors = [lax.stop_gradient(jnp.floor(p)) for p in places]
@@ -362,7 +440,9 @@ def grid_sampler(input: Array, grid: Array, interpolation_mode: int, padding_mod
     return total
 
 
-def _bicubic_sampled(image: Array, columns: Sequence[Array], padding_mode: int, align_corners: bool) -> Array:
+def _bicubic_sampled(
+    image: Array, columns: Sequence[Array], padding_mode: int, align_corners: bool
+) -> Array:
     sizes = image.shape[2:]
     places = [_placed(c, s, 0, align_corners) for c, s in zip(columns, sizes, strict=True)]
     floors = [lax.stop_gradient(jnp.floor(p)) for p in places]
@@ -370,7 +450,8 @@ def _bicubic_sampled(image: Array, columns: Sequence[Array], padding_mode: int, 
     total = jnp.zeros((), image.dtype)
     for i, j in np.ndindex(4, 4):
         at = [
-            _bounded(f + o - 1, s, padding_mode, align_corners) for f, o, s in zip(floors, (i, j), sizes, strict=True)
+            _bounded(f + o - 1, s, padding_mode, align_corners)
+            for f, o, s in zip(floors, (i, j), sizes, strict=True)
         ]
         total = total + (weights[0][i] * weights[1][j])[:, None] * _looked_up(image, at)
     return total

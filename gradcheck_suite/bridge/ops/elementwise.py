@@ -1,4 +1,6 @@
-"""Elementwise functions: arithmetic, activations and comparisons, with torch's type promotion and subgradients."""
+"""Elementwise functions: arithmetic, activations and comparisons, with torch's type promotion and
+subgradients.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from gradcheck_suite.bridge.op_table import (
 
 
 def _entr(x: Array) -> Array:
-    value = jnp.where(x > 0, -x * jnp.log(x), jnp.where(x == 0, 0, jnp.where(jnp.isnan(x), x, -jnp.inf)))
+    value = jnp.where(
+        x > 0, -x * jnp.log(x), jnp.where(x == 0, 0, jnp.where(jnp.isnan(x), x, -jnp.inf))
+    )
     return with_derivatives(value, (x, -1 - jnp.log(x)))
 
 
@@ -41,7 +45,9 @@ def _cotangent_derivative(n: int, x: Array) -> Array:
 
 
 def _reflected_polygamma(n: int, x: Array) -> Array:
-    """Return the nth derivative of digamma, below 1/2 by reflection: JAX's polygamma loses all digits below -6."""
+    """Return the nth derivative of digamma, below 1/2 by reflection: JAX's polygamma loses all
+    digits below -6.
+    """
     below = x < 0.5
     direct = special.polygamma(n, jnp.where(below, 1 - x, x))
     if n % 2:
@@ -89,7 +95,9 @@ def _number(x: Array, y: Array, before: Array, first: Array) -> Array:
         return value
     # where one is NaN both have the whole gradient
     half, unordered = jnp.where(x == y, 0.5, 0), jnp.isnan(x) | y_is_nan
-    return with_derivatives(value, (x, half + (before | unordered)), (y, half + (~first | unordered)))
+    return with_derivatives(
+        value, (x, half + (before | unordered)), (y, half + (~first | unordered))
+    )
 
 
 def _times_log(log: Callable[[Array], Array], shift: int) -> Lowering:
@@ -98,7 +106,9 @@ def _times_log(log: Callable[[Array], Array], shift: int) -> Lowering:
     def lowering(x: Array, y: Array) -> Array:
         shifted = y + shift if shift else y
         value = jnp.where((x == 0) & ~jnp.isnan(y), 0, x * log(y))
-        return with_derivatives(value, (x, jnp.where((x == 0) & (shifted <= 0), 0, log(y))), (y, x / shifted))
+        return with_derivatives(
+            value, (x, jnp.where((x == 0) & (shifted <= 0), 0, log(y))), (y, x / shifted)
+        )
 
     return lowering
 
@@ -161,7 +171,10 @@ def _sgn(x: Array) -> Array:
 
 
 def _hypot(x: Array, y: Array) -> Array:
-    """Return sqrt(x^2 + y^2); the gradient is operand / result, which is NaN at the origin as in torch."""
+    """Return sqrt(x^2 + y^2).
+
+    The gradient is operand / result, which is NaN at the origin as in torch.
+    """
     value = jnp.hypot(x, y)
     return with_derivatives(value, (x, x / value), (y, y / value))
 
@@ -222,13 +235,18 @@ PROMOTING: dict[str, Lowering] = {
 }
 """Functions that compute in the dtype to which torch promotes the operands."""
 
-register_table(FLOATING, lambda function: lambda *operands: function(*promote(*operands, floating=True)))
+register_table(
+    FLOATING, lambda function: lambda *operands: function(*promote(*operands, floating=True))
+)
 register_table(PROMOTING, lambda function: lambda *operands: function(*promote(*operands)))
 
 
 @register_op("aten.round")
 def round_(self: Array, *, decimals: int = 0) -> Array:
-    """Return self rounded half to even; negative `decimals` divide by 10^-decimals first, as torch does."""
+    """Return self rounded half to even.
+
+    Negative `decimals` divide by 10^-decimals first, as torch does.
+    """
     if not is_inexact(self):
         return self
     if decimals == 0:
@@ -259,7 +277,10 @@ def logit(self: Array, eps: float | None = None) -> Array:
 
 
 def _clamp_with_shared_ties(x: Array, low: Any, high: Any, *, numbers: bool) -> Array:
-    """Return x clamped with the derivatives of torch 2.14; `numbers`: whether no bound is a tensor."""
+    """Return x clamped with the derivatives of torch 2.14.
+
+    `numbers`: whether no bound is a tensor.
+    """
     if not numbers and (low is None or high is None):
         return jnp.maximum(x, low) if high is None else jnp.minimum(x, high)
     low = jnp.asarray(-jnp.inf, x.dtype) if low is None else low
@@ -279,8 +300,8 @@ def _clamp_with_shared_ties(x: Array, low: Any, high: Any, *, numbers: bool) -> 
 def clamp(self: Array, low: Any = None, high: Any = None) -> Array:
     """Return self clamped to [low, high].
 
-    At a bound the input gets the gradient, as in torch before 2.14; see `SHARES_TIES`. Where `low` exceeds `high` the
-    result is `high`.
+    At a bound the input gets the gradient, as in torch before 2.14; see `SHARES_TIES`. Where `low`
+    exceeds `high` the result is `high`.
     """
     dtype = jnp.result_type(*promote(*(x for x in (self, low, high) if x is not None)))
     numbers = all(bound is None or isinstance(bound, int | float) for bound in (low, high))
@@ -291,7 +312,9 @@ def clamp(self: Array, low: Any = None, high: Any = None) -> Array:
     if low is not None and high is not None and is_float(dtype) and (low.ndim or high.ndim):
         value = jnp.minimum(jnp.maximum(x, low), high)
         from_low, from_high = (x < low) & (low < high), (x > high) | (high < low)
-        return with_derivatives(value, (x, (x >= low) & (x <= high)), (low, from_low), (high, from_high))
+        return with_derivatives(
+            value, (x, (x >= low) & (x <= high)), (low, from_low), (high, from_high)
+        )
     if numbers and is_float(dtype):
         x = jnp.where(jnp.isnan(x), lax.stop_gradient(x), x)
     if low is not None:
@@ -314,7 +337,10 @@ def angle(self: Array) -> Array:
 
 
 def _sum(function: Callable[[Array, Array], Array]) -> Lowering:
-    """Return the function of an operand and alpha times the other; of booleans, the sum is the logical or."""
+    """Return the function of an operand and alpha times the other.
+
+    Of booleans, the sum is the logical or.
+    """
 
     def lowering(self: Any, other: Any, *, alpha: Any = 1) -> Array:
         x, y = promote(self, other)
@@ -324,7 +350,9 @@ def _sum(function: Callable[[Array, Array], Array]) -> Lowering:
 
 
 def _floored(x: Array, y: Array) -> Array:
-    """Return floor(x / y) computed from the remainder, as torch and Python do: x / y may round up to an integer."""
+    """Return floor(x / y) computed from the remainder, as torch and Python do: x / y may round up
+    to an integer.
+    """
     remainder = jnp.fmod(x, y)
     quotient = (x - remainder) / y
     quotient = jnp.where((remainder != 0) & ((y < 0) != (remainder < 0)), quotient - 1, quotient)
@@ -344,21 +372,25 @@ def div(self: Any, other: Any, *, rounding_mode: str | None = None) -> Array:
     x, y = map(lax.stop_gradient, promote(self, other))
     if is_inexact(x):
         return _floored(x, y) if rounding_mode == "floor" else jnp.trunc(x / y)
-    return jnp.floor_divide(x, y) if rounding_mode == "floor" else lax.div(*jnp.broadcast_arrays(x, y))
+    return (
+        jnp.floor_divide(x, y) if rounding_mode == "floor" else lax.div(*jnp.broadcast_arrays(x, y))
+    )
 
 
 @register_op("aten.pow")
 def pow_(self: Any, exponent: Any) -> Array:
     """Return self ** exponent.
 
-    The gradient of the base is 0 where the exponent is 0, and the gradient of the exponent is 0 where the base is 0 and
-    the exponent is not negative, as in torch.
+    The gradient of the base is 0 where the exponent is 0, and the gradient of the exponent is 0
+    where the base is 0 and the exponent is not negative, as in torch.
     """
     if not hasattr(exponent, "dtype"):
         dtype = result_dtype(self, exponent)
         x = jnp.asarray(self, dtype)
         if not is_inexact(dtype):
-            return lax.integer_pow(x, int(exponent)) if exponent >= 0 else jnp.power(x, int(exponent))
+            return (
+                lax.integer_pow(x, int(exponent)) if exponent >= 0 else jnp.power(x, int(exponent))
+            )
         if exponent == 0.5:
             return jnp.sqrt(x)
         if float(exponent).is_integer() and abs(exponent) <= 1024:
@@ -399,7 +431,13 @@ def _softplus(self: Array, beta: Any = 1, threshold: Any = 20) -> Array:
 
 
 @register_op("aten.rrelu")
-def rrelu(self: Array, lower: Any = 1 / 8, upper: Any = 1 / 3, training: bool = False, generator: Any = None) -> Array:
+def rrelu(
+    self: Array,
+    lower: Any = 1 / 8,
+    upper: Any = 1 / 3,
+    training: bool = False,
+    generator: Any = None,
+) -> Array:
     """Return leaky_relu with the mean slope; random slopes (train mode) raise `RandomnessError`.
 
     torch decomposes it into an operation that counts as random without random slopes, too.
@@ -439,9 +477,13 @@ register_table(
         # clamp(x / 6 + 1/2, 0, 1); the gradient at both kinks is 0
         "aten.hardsigmoid": lambda self: _hardtanh(self, -3, 3) / 6 + 0.5,
         # x * hardsigmoid(x); the gradient is 0 at -3 and 1 at 3
-        "aten.hardswish": lambda x: jnp.where(x <= -3, 0, jnp.where(x >= 3, x, x * (x + 3) / 6)).astype(x.dtype),
+        "aten.hardswish": (
+            lambda x: jnp.where(x <= -3, 0, jnp.where(x >= 3, x, x * (x + 3) / 6)).astype(x.dtype)
+        ),
         "aten.hardtanh": _hardtanh,
-        "aten.leaky_relu": lambda self, negative_slope=0.01: jnp.where(self > 0, self, self * negative_slope),
+        "aten.leaky_relu": lambda self, negative_slope=0.01: jnp.where(
+            self > 0, self, self * negative_slope
+        ),
         # torch's CPU backward reads the second result
         "aten.log_sigmoid_forward": lambda self: (log_sigmoid(self), jnp.exp(-jnp.abs(self))),
         "aten.polar": lambda size, angle: lax.complex(size * jnp.cos(angle), size * jnp.sin(angle)),

@@ -26,7 +26,9 @@ einsum = partial(jnp.einsum, precision=HIGHEST)
 
 
 def product(a: Array, b: Array) -> Array:
-    """Return the matrix product, batched over leading axes, without a loss of precision on any device."""
+    """Return the matrix product, batched over leading axes, without a loss of precision on any
+    device.
+    """
     return jnp.matmul(a, b, precision=HIGHEST)
 
 
@@ -37,7 +39,10 @@ def affine(x: Array, weight: Array, bias: Array | None = None) -> Array:
 
 
 def _added(multiplied: Callable[[Array, Array], Array]) -> Lowering:
-    """Return beta * self + alpha * (a product of two); with beta = 0 a NaN in self does not propagate."""
+    """Return beta * self + alpha * (a product of two).
+
+    With beta = 0 a NaN in self does not propagate.
+    """
 
     def lowering(self: Array, one: Array, two: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
         out = multiplied(one, two)
@@ -51,9 +56,11 @@ def _added(multiplied: Callable[[Array, Array], Array]) -> Lowering:
 
 @register_op("aten._trilinear")
 def trilinear(i1: Array, i2: Array, i3: Array, *arguments: Any) -> Array:
-    """Return the sum over some axes of the product of three tensors, each expanded by others, as `nn.Bilinear` has it.
+    """Return the sum over some axes of the product of three tensors, each expanded by others, as
+    `nn.Bilinear` has it.
 
-    The further arguments are the axes by which each is expanded, those of the sum, and one by which torch's loop runs.
+    The further arguments are the axes by which each is expanded, those of the sum, and one by which
+    torch's loop runs.
     """
     terms = []
     for x, axes in zip((i1, i2, i3), arguments[:3], strict=True):
@@ -84,7 +91,9 @@ def _no_error(x: Array) -> Array:
 
 
 @register_op("aten.linalg_cholesky_ex")
-def cholesky_ex(self: Array, *, upper: bool = False, check_errors: bool = False) -> tuple[Array, Array]:
+def cholesky_ex(
+    self: Array, *, upper: bool = False, check_errors: bool = False
+) -> tuple[Array, Array]:
     """Return the triangular factor, and 0 for success."""
     del check_errors
     lower = jnp.linalg.cholesky(self, symmetrize_input=True)
@@ -100,7 +109,9 @@ def _solved(a: Array, b: Array, left: bool) -> Array:
 
 
 @register_op("aten._linalg_solve_ex")
-def solve_ex(a: Array, b: Array, *, left: bool = True, check_errors: bool = False) -> tuple[Array, ...]:
+def solve_ex(
+    a: Array, b: Array, *, left: bool = True, check_errors: bool = False
+) -> tuple[Array, ...]:
     """Return X with A X = B, or X A = B; the factors that torch's backward reads are empty here."""
     del check_errors
     empty = jnp.zeros(0, a.dtype)
@@ -109,17 +120,23 @@ def solve_ex(a: Array, b: Array, *, left: bool = True, check_errors: bool = Fals
 
 def _det(a: Array) -> tuple[Array, ...]:
     """Return the determinant; the factors that torch's backward reads are empty here."""
-    return (jnp.linalg.det(a) if a.shape[-1] else jnp.ones(a.shape[:-2], a.dtype)), *[jnp.zeros(0, a.dtype)] * 2
+    return (jnp.linalg.det(a) if a.shape[-1] else jnp.ones(a.shape[:-2], a.dtype)), *[
+        jnp.zeros(0, a.dtype)
+    ] * 2
 
 
 @register_op("aten.linalg_solve_triangular")
-def solve_triangular(a: Array, b: Array, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Array:
+def solve_triangular(
+    a: Array, b: Array, *, upper: bool, left: bool = True, unitriangular: bool = False
+) -> Array:
     """Return X with A X = B for a triangular A."""
     if not left:
         return _t(solve_triangular(_t(a), _t(b), upper=not upper, unitriangular=unitriangular))
     batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     a, b = (jnp.broadcast_to(x, (*batch, *x.shape[-2:])) for x in (a, b))
-    return lax.linalg.triangular_solve(a, b, left_side=True, lower=not upper, unit_diagonal=unitriangular)
+    return lax.linalg.triangular_solve(
+        a, b, left_side=True, lower=not upper, unit_diagonal=unitriangular
+    )
 
 
 @register_op("aten.triangular_solve")
@@ -143,7 +160,9 @@ def cholesky_solve(self: Array, input2: Array, upper: bool = False, **_: Any) ->
 @register_op("aten.cholesky_inverse")
 def cholesky_inverse(self: Array, upper: bool = False) -> Array:
     """Return the inverse of L L' for the Cholesky factor L."""
-    return cholesky_solve(jnp.broadcast_to(jnp.eye(self.shape[-1], dtype=self.dtype), self.shape), self, upper)
+    return cholesky_solve(
+        jnp.broadcast_to(jnp.eye(self.shape[-1], dtype=self.dtype), self.shape), self, upper
+    )
 
 
 @register_op("aten.linalg_qr")
@@ -156,7 +175,9 @@ def qr(a: Array, mode: str = "reduced") -> tuple[Array, Array]:
 
 
 @register_op("aten._linalg_svd")
-def svd(a: Array, full_matrices: bool = False, compute_uv: bool = True, **driver: Any) -> tuple[Array, Array, Array]:
+def svd(
+    a: Array, full_matrices: bool = False, compute_uv: bool = True, **driver: Any
+) -> tuple[Array, Array, Array]:
     """Return U, the singular values and V'; the signs of U's and V's columns are arbitrary."""
     del driver
     if not compute_uv:
@@ -187,12 +208,17 @@ def _sizes(ends: Array) -> Array:
 
 @register_op("aten._grouped_mm")
 def grouped_mm(
-    self: Array, mat2: Array, offs: Array | None = None, bias: Array | None = None, out_dtype: Any = None
+    self: Array,
+    mat2: Array,
+    offs: Array | None = None,
+    bias: Array | None = None,
+    out_dtype: Any = None,
 ) -> Array:
-    """Return one product for each group; `offs` are the ends of the groups along the axis that is cut.
+    """Return one product for each group.
 
-    The groups are rows of `self` (S, K) with `mat2` (G, K, N), columns of `mat2` (K, S) with `self` (G, M, K), or
-    parts of the axis that is summed: (M, S) and (S, N) give (G, M, N). What lies behind the last group is 0 here, and
+    `offs` are the ends of the groups along the axis that is cut. The groups are rows of `self` (S,
+    K) with `mat2` (G, K, N), columns of `mat2` (K, S) with `self` (G, M, K), or parts of the axis
+    that is summed: (M, S) and (S, N) give (G, M, N). What lies behind the last group is 0 here, and
     uninitialised in torch. torch refuses a bias.
     """
     del bias
@@ -233,7 +259,9 @@ def fft_r2c(self: Array, dim: Sequence[int], normalization: int, onesided: bool)
 
 @register_op("aten._fft_c2r")
 def fft_c2r(self: Array, dim: Sequence[int], normalization: int, last_dim_size: int) -> Array:
-    """Return the complex-to-real inverse transform of a spectrum one-sided along the last of the axes."""
+    """Return the complex-to-real inverse transform of a spectrum one-sided along the last of the
+    axes.
+    """
     sizes = [*(self.shape[d] for d in dim[:-1]), last_dim_size]
     return jnp.fft.irfftn(self, s=sizes, axes=tuple(dim), norm=_NORMALIZATIONS[2 - normalization])
 
@@ -243,7 +271,9 @@ Cell = Callable[[State, Array, tuple[Array, ...]], State]
 """A step of a recurrent layer, from (h,) or (h, c), an input and the weights to the next state."""
 
 
-def _split(weights: tuple[Array, ...]) -> tuple[Array, Array, Array | None, Array | None, Array | None]:
+def _split(
+    weights: tuple[Array, ...],
+) -> tuple[Array, Array, Array | None, Array | None, Array | None]:
     """Return w_ih, w_hh, b_ih, b_hh, w_hr; absent ones are None."""
     w_ih, w_hh, *rest = weights
     biases = [w for w in rest if w.ndim == 1]
@@ -295,7 +325,9 @@ def _layers(cell: Cell) -> Lowering:
         bidirectional: bool,
         batch_first: bool,
     ) -> tuple[Array, ...]:
-        """Return the outputs of all steps, and the last h (and c), each (layers * directions, batch, width)."""
+        """Return the outputs of all steps, and the last h (and c), each (layers * directions,
+        batch, width).
+        """
         if train and dropout > 0 and num_layers > 1:
             raise RandomnessError(f"dropout between recurrent layers is active (p = {dropout:g})")
         states = [states] if isinstance(states, Array) else states
@@ -310,11 +342,15 @@ def _layers(cell: Cell) -> Lowering:
                 place = layer * directions + direction
                 weights = tuple(params[place * per_cell : (place + 1) * per_cell])
 
-                def step(state: State, x: Array, weights: tuple[Array, ...] = weights) -> tuple[State, Array]:
+                def step(
+                    state: State, x: Array, weights: tuple[Array, ...] = weights
+                ) -> tuple[State, Array]:
                     state = cell(state, x, weights)
                     return state, state[0]
 
-                final, out = lax.scan(step, tuple(s[place] for s in states), x, reverse=direction == 1)
+                final, out = lax.scan(
+                    step, tuple(s[place] for s in states), x, reverse=direction == 1
+                )
                 finals.append(final)
                 outputs.append(out)
             x = jnp.concatenate(outputs, axis=-1)
@@ -339,7 +375,8 @@ register_table(
         "aten.gru.input": _layers(_gru),
         "aten.linalg_inv_ex": lambda a, **_: (jnp.linalg.inv(a), _no_error(a)),
         "aten.linalg_matrix_exp": lambda self: scipy_linalg.expm(self),
-        # torch decomposes linear and matmul into views and one product: several times as many operations
+        # torch decomposes linear and matmul into views and one product: several times as many
+        # operations
         "aten.linear": affine,
         "aten.lstm.input": _layers(_lstm),
         "aten.matmul": product,

@@ -40,14 +40,22 @@ def _as_given(self: Array, dtype: torch.dtype | None) -> Array:
 
 
 def _accumulated(self: Array, dtype: torch.dtype | None) -> Array:
-    """Return self in the dtype of torch's sums and products: int64 for integers and booleans if none is given."""
-    return self.astype(jnp.int64) if dtype is None and not is_inexact(self) else _as_given(self, dtype)
+    """Return self in the dtype of torch's sums and products: int64 for integers and booleans if
+    none is given.
+    """
+    return (
+        self.astype(jnp.int64) if dtype is None and not is_inexact(self) else _as_given(self, dtype)
+    )
 
 
-def _reducing(function: Callable[..., Array], converted: Callable[..., Array] = _as_given) -> Lowering:
+def _reducing(
+    function: Callable[..., Array], converted: Callable[..., Array] = _as_given
+) -> Lowering:
     """Return a reduction with torch's arguments of one with numpy's."""
 
-    def lowering(self: Array, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Array:
+    def lowering(
+        self: Array, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    ) -> Array:
         x = converted(self, dtype)
         return function(x, axis=axes_of(x, dim), keepdims=keepdim)
 
@@ -55,12 +63,19 @@ def _reducing(function: Callable[..., Array], converted: Callable[..., Array] = 
 
 
 def _truth(function: Callable[..., Array]) -> Callable[..., Array]:
-    return lambda x, **axes: function(x != 0, **axes).astype(jnp.uint8 if x.dtype == jnp.uint8 else jnp.bool_)
+    return lambda x, **axes: function(x != 0, **axes).astype(
+        jnp.uint8 if x.dtype == jnp.uint8 else jnp.bool_
+    )
 
 
 @register_op("aten.linalg_vector_norm")
 def vector_norm(
-    self: Array, ord: Any = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    self: Array,
+    ord: Any = 2,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Array:
     """Return (sum |x|^ord)^(1/ord); the gradient is 0 where the norm is 0."""
     x = _as_given(self, dtype)
@@ -102,19 +117,29 @@ def _extreme(which: Callable[..., Array]) -> Lowering:
 
 def _index(which: Callable[..., Array]) -> Lowering:
     """Return the index of the first extremum."""
-    return on_vectors(lambda self, dim=None, keepdim=False: which(self, axis=dim, keepdims=keepdim).astype(jnp.int64))
+    return on_vectors(
+        lambda self, dim=None, keepdim=False: which(self, axis=dim, keepdims=keepdim).astype(
+            jnp.int64
+        )
+    )
 
 
 @on_vectors
-def sort(self: Array, dim: int = -1, descending: bool = False, *, stable: bool | None = None) -> tuple[Array, Array]:
+def sort(
+    self: Array, dim: int = -1, descending: bool = False, *, stable: bool | None = None
+) -> tuple[Array, Array]:
     """Return the sorted values and their indices; the sort is stable, and NaN is the largest."""
     del stable
-    order = jnp.argsort(lax.stop_gradient(self), axis=dim, stable=True, descending=descending).astype(jnp.int64)
+    order = jnp.argsort(
+        lax.stop_gradient(self), axis=dim, stable=True, descending=descending
+    ).astype(jnp.int64)
     return jnp.take_along_axis(self, order, axis=dim), order
 
 
 @on_vectors
-def topk(self: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Array, ...]:
+def topk(
+    self: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[Array, ...]:
     """Return the k largest values, in descending order, and their indices."""
     del sorted
     return tuple(lax.slice_in_dim(x, 0, k, axis=dim % self.ndim) for x in sort(self, dim, largest))
@@ -123,10 +148,14 @@ def topk(self: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool 
 @on_vectors
 def kthvalue(self: Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
     """Return the kth smallest value, counted from 1, and its index."""
-    return _picked(self, lax.slice_in_dim(sort(self, dim)[1], k - 1, k, axis=dim % self.ndim), dim, keepdim)
+    return _picked(
+        self, lax.slice_in_dim(sort(self, dim)[1], k - 1, k, axis=dim % self.ndim), dim, keepdim
+    )
 
 
-def _cumulative(function: Callable[..., Array], converted: Callable[..., Array] = _accumulated) -> Lowering:
+def _cumulative(
+    function: Callable[..., Array], converted: Callable[..., Array] = _accumulated
+) -> Lowering:
     def lowering(self: Array, dim: int, *, dtype: torch.dtype | None = None) -> Array:
         x = converted(self, dtype)
         return function(x, axis=dim % x.ndim) if x.size else x
@@ -146,7 +175,9 @@ def _running(better: Callable[..., Array]) -> Lowering:
         if self.size == 0:
             return self, jnp.zeros(self.shape, jnp.int64)
         place = lax.broadcasted_iota(jnp.int64, self.shape, dim % self.ndim)
-        _, index = lax.associative_scan(later, (lax.stop_gradient(self), place), axis=dim % self.ndim)
+        _, index = lax.associative_scan(
+            later, (lax.stop_gradient(self), place), axis=dim % self.ndim
+        )
         return _picked(self, index, dim, True)
 
     return on_vectors(lowering)
@@ -155,7 +186,9 @@ def _running(better: Callable[..., Array]) -> Lowering:
 def _moments(function: Callable[[Array, Array], Any]) -> Lowering:
     """Return a function of the variance, which is divided by (count - correction), and of the mean."""
 
-    def lowering(self: Array, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    def lowering(
+        self: Array, dim: Dims = None, *, correction: Any = None, keepdim: bool = False
+    ) -> Any:
         axes = axes_of(self, dim)
         count = math.prod(self.shape[a] for a in axes)
         centre = jnp.sum(self, axis=axes, keepdims=True) / (count or jnp.nan)
@@ -175,7 +208,10 @@ def _root(variance: Array) -> Array:
 
 
 def _median(skip_nan: bool) -> Lowering:
-    """Return the lower median and its index; a slice with a NaN gives NaN, unless NaN are skipped."""
+    """Return the lower median and its index.
+
+    A slice with a NaN gives NaN, unless NaN are skipped.
+    """
 
     def lowering(self: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
         missing = jnp.isnan(lax.stop_gradient(self))
@@ -212,7 +248,9 @@ register_table(
         "aten.cummax": _running(jnp.greater_equal),
         "aten.cummin": _running(jnp.less_equal),
         # jnp.cumprod has no gradient where a factor is 0
-        "aten.cumprod": _cumulative(lambda x, axis: lax.associative_scan(jnp.multiply, x, axis=axis)),
+        "aten.cumprod": _cumulative(
+            lambda x, axis: lax.associative_scan(jnp.multiply, x, axis=axis)
+        ),
         "aten.cumsum": _cumulative(jnp.cumsum),
         "aten.kthvalue": kthvalue,
         "aten.logcumsumexp": _cumulative(lax.cumlogsumexp, _as_given),
@@ -246,11 +284,13 @@ def _reduced(items: Array, reduction: int) -> Array:
 
 
 @register_op("aten.binary_cross_entropy")
-def binary_cross_entropy(self: Array, target: Array, weight: Array | None = None, reduction: int = MEAN) -> Array:
+def binary_cross_entropy(
+    self: Array, target: Array, weight: Array | None = None, reduction: int = MEAN
+) -> Array:
     """Return -(t log x + (1 - t) log(1 - x)) with logarithms of at least -100.
 
-    The gradient is torch's, (x - t) / max(x (1 - x), 1e-12), which is not the derivative of the value where a logarithm
-    is clamped.
+    The gradient is torch's, (x - t) / max(x (1 - x), 1e-12), which is not the derivative of the
+    value where a logarithm is clamped.
     """
     log, log_of_rest = jnp.maximum(jnp.log(self), -100), jnp.maximum(jnp.log1p(-self), -100)
     value = -(target * log + (1 - target) * log_of_rest)
@@ -261,7 +301,11 @@ def binary_cross_entropy(self: Array, target: Array, weight: Array | None = None
 
 @register_op("aten.binary_cross_entropy_with_logits")
 def binary_cross_entropy_with_logits(
-    self: Array, target: Array, weight: Array | None = None, pos_weight: Array | None = None, reduction: int = MEAN
+    self: Array,
+    target: Array,
+    weight: Array | None = None,
+    pos_weight: Array | None = None,
+    reduction: int = MEAN,
 ) -> Array:
     """Return the binary cross-entropy of sigmoid(x), without overflow."""
     rest = log_sigmoid(self)
@@ -273,9 +317,16 @@ def binary_cross_entropy_with_logits(
 
 @register_op("aten.multi_margin_loss")
 def multi_margin_loss(
-    self: Array, target: Array, p: Any = 1, margin: Any = 1, weight: Array | None = None, reduction: int = MEAN
+    self: Array,
+    target: Array,
+    p: Any = 1,
+    margin: Any = 1,
+    weight: Array | None = None,
+    reduction: int = MEAN,
 ) -> Array:
-    """Return the sum over c != t of max(0, margin - x[t] + x[c])^p, divided by the number of classes."""
+    """Return the sum over c != t of max(0, margin - x[t] + x[c])^p, divided by the number of
+    classes.
+    """
     x, t = jnp.atleast_2d(self), jnp.atleast_1d(target)
     off = margin - jnp.take_along_axis(x, t[:, None], axis=1) + x
     counted = (off > 0) & (jnp.arange(x.shape[1]) != t[:, None])
@@ -287,8 +338,12 @@ def multi_margin_loss(
 
 
 @register_op("aten.multilabel_margin_loss_forward")
-def multilabel_margin_loss_forward(self: Array, target: Array, reduction: int) -> tuple[Array, Array]:
-    """Return the margin loss between the targets before the first -1 and all other classes, and the mask of targets."""
+def multilabel_margin_loss_forward(
+    self: Array, target: Array, reduction: int
+) -> tuple[Array, Array]:
+    """Return the margin loss between the targets before the first -1 and all other classes, and the
+    mask of targets.
+    """
     x, t = jnp.atleast_2d(self), jnp.atleast_2d(target)
     named = jnp.cumprod(t >= 0, axis=1).astype(jnp.bool_)
     index = jnp.where(named, t, 0)
@@ -297,7 +352,9 @@ def multilabel_margin_loss_forward(self: Array, target: Array, reduction: int) -
     off = 1 - at_target[:, :, None] + x[:, None, :]
     counted = named[:, :, None] & ~is_target[:, None, :] & (off > 0)
     items = jnp.sum(jnp.where(counted, off, 0), axis=(1, 2)) / x.shape[1]
-    return _reduced(items.reshape(self.shape[:-1]), reduction), is_target.astype(self.dtype).reshape(self.shape)
+    return _reduced(items.reshape(self.shape[:-1]), reduction), is_target.astype(
+        self.dtype
+    ).reshape(self.shape)
 
 
 @register_op("aten._ctc_loss", "aten._ctc_loss.Tensor")
@@ -309,7 +366,8 @@ def ctc_loss(
     blank: int = 0,
     zero_infinity: bool = False,
 ) -> tuple[Array, Array]:
-    """Return -log of the probability of all alignments, (N,), for log_probs (T, N, C) and targets (N, S) or (sum S,).
+    """Return -log of the probability of all alignments, (N,), for log_probs (T, N, C) and targets
+    (N, S) or (sum S,).
 
     Only torch's backward reads the second result; it is empty here.
     """
@@ -325,7 +383,11 @@ def ctc_loss(
     labels = jnp.full((batch, 2 * longest + 1), blank, targets.dtype).at[:, 1::2].set(targets)
     labels = jnp.where(jnp.arange(labels.shape[1]) < 2 * lengths[:, None] + 1, labels, blank)
     may_skip = jnp.concatenate(
-        [jnp.zeros((batch, 2), jnp.bool_), (labels[:, 2:] != blank) & (labels[:, 2:] != labels[:, :-2])], axis=1
+        [
+            jnp.zeros((batch, 2), jnp.bool_),
+            (labels[:, 2:] != blank) & (labels[:, 2:] != labels[:, :-2]),
+        ],
+        axis=1,
     )
     low = -jnp.inf
 

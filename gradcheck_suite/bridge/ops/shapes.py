@@ -28,7 +28,9 @@ from gradcheck_suite.bridge.op_table import (
 
 
 def _place(self: Array, dim: int, at: Any) -> tuple[Any, ...]:
-    """Return the index of one axis that is `at`, a number, a slice or an array, and all of the other axes."""
+    """Return the index of one axis that is `at`, a number, a slice or an array, and all of the
+    other axes.
+    """
     index: list[Any] = [slice(None)] * self.ndim
     index[dim] = at
     return tuple(index)
@@ -39,7 +41,9 @@ def expand(self: Array, size: Sequence[int], *, implicit: bool = False) -> Array
     """Return self with axes of length 1 broadcast; -1 keeps an axis."""
     del implicit
     lead = len(size) - self.ndim
-    return jnp.broadcast_to(self, [self.shape[i - lead] if n == -1 else n for i, n in enumerate(size)])
+    return jnp.broadcast_to(
+        self, [self.shape[i - lead] if n == -1 else n for i, n in enumerate(size)]
+    )
 
 
 @register_op("aten.squeeze")
@@ -51,8 +55,12 @@ def squeeze(self: Array, dim: int | Sequence[int] | None = None) -> Array:
 
 
 @register_op("aten.as_strided")
-def as_strided(self: Array, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Array:
-    """Return strided entries of self's memory, taken to be contiguous: the strides of a view are not known here."""
+def as_strided(
+    self: Array, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Array:
+    """Return strided entries of self's memory, taken to be contiguous: the strides of a view are
+    not known here.
+    """
     place = np.full((), storage_offset or 0)
     for n, s in zip(size, stride, strict=True):
         place = place[..., None] + np.arange(n) * s
@@ -80,14 +88,20 @@ def cat(tensors: Sequence[Array], dim: int = 0) -> Array:
 
 
 def fancy(self: Array, indices: Sequence[Array | None]) -> tuple[Any, ...]:
-    """Return torch's list of index tensors as a JAX index; a boolean mask becomes the indices of its True entries."""
+    """Return torch's list of index tensors as a JAX index.
+
+    A boolean mask becomes the indices of its True entries.
+    """
     index: list[Any] = []
     for tensor in indices:
         if tensor is None:
             index.append(slice(None))
         elif tensor.dtype in (jnp.bool_, jnp.uint8):
-            # torch takes uint8 for a mask; its number of True entries is a shape, which JAX needs to know
-            index.extend(jnp.asarray(places) for places in np.nonzero(np.asarray(lax.stop_gradient(tensor))))
+            # torch takes uint8 for a mask; its number of True entries is a shape, which JAX needs
+            # to know
+            index.extend(
+                jnp.asarray(places) for places in np.nonzero(np.asarray(lax.stop_gradient(tensor)))
+            )
         else:
             index.append(tensor)
     return tuple(index[: self.ndim] if self.ndim else index)
@@ -101,14 +115,19 @@ def index(self: Array, indices: Sequence[Array | None]) -> Array:
 
 @register_op("aten.gather")
 def gather(self: Array, dim: int, index: Array, sparse_grad: bool = False) -> Array:
-    """Return out[i, j] = self[index[i, j], j] for dim 0; `index` may be smaller than self along the other axes."""
+    """Return out[i, j] = self[index[i, j], j] for dim 0.
+
+    `index` may be smaller than self along the other axes.
+    """
     del sparse_grad
     if self.ndim == 0 or index.ndim == 0:
         return jnp.reshape(self.reshape(-1)[index.reshape(-1)], index.shape)
     if index.size == 0:
         return jnp.zeros(index.shape, self.dtype)
     # take_along_axis wants equal lengths along the other axes
-    cut = tuple(slice(None) if a == dim % self.ndim else slice(n) for a, n in enumerate(index.shape))
+    cut = tuple(
+        slice(None) if a == dim % self.ndim else slice(n) for a, n in enumerate(index.shape)
+    )
     return jnp.take_along_axis(self[cut], index, axis=dim)
 
 
@@ -129,7 +148,9 @@ def nonzero(self: Array) -> Array:
 def repeat_interleave(repeats: Array, output_size: int | None = None) -> Array:
     """Return each index i repeated repeats[i] times."""
     counts = np.asarray(lax.stop_gradient(repeats))
-    return jnp.asarray(np.repeat(np.arange(len(counts)), counts)[:output_size]).astype(repeats.dtype)
+    return jnp.asarray(np.repeat(np.arange(len(counts)), counts)[:output_size]).astype(
+        repeats.dtype
+    )
 
 
 @register_op("aten.searchsorted")
@@ -149,14 +170,19 @@ def bincount(self: Array, weights: Array | None = None, minlength: int = 0) -> A
     length = max(minlength, int(np.asarray(lax.stop_gradient(self)).max(initial=-1)) + 1)
     # torch adds weights up in float32 or float64, and has no derivative for them
     if weights is not None:
-        weights = lax.stop_gradient(weights).astype(weights.dtype if weights.dtype == jnp.float32 else jnp.float64)
+        weights = lax.stop_gradient(weights).astype(
+            weights.dtype if weights.dtype == jnp.float32 else jnp.float64
+        )
     counts = jnp.bincount(self, weights, length=length)
     return counts.astype(jnp.int64) if weights is None else counts
 
 
 @register_op("aten.histc")
 def histc(self: Array, bins: int = 100, min: Any = 0, max: Any = 0) -> Array:
-    """Return how many entries fall in each of `bins` equal parts of [min, max]; the gradient is 0."""
+    """Return how many entries fall in each of `bins` equal parts of [min, max].
+
+    The gradient is 0.
+    """
     x = lax.stop_gradient(self).reshape(-1)
     low, high = (jnp.asarray(v, x.dtype) for v in (min, max))
     if min == max:
@@ -169,7 +195,9 @@ def histc(self: Array, bins: int = 100, min: Any = 0, max: Any = 0) -> Array:
 
 
 @register_op("aten.index_put")
-def index_put(self: Array, indices: Sequence[Array | None], values: Array, accumulate: bool = False) -> Array:
+def index_put(
+    self: Array, indices: Sequence[Array | None], values: Array, accumulate: bool = False
+) -> Array:
     """Return self with self[i, j, ...] replaced by the values, or the values added to it."""
     given = [tensor for tensor in indices if tensor is not None]
     if len(given) == 1 and given[0].dtype == jnp.bool_ and values.size == 1:
@@ -191,7 +219,9 @@ def _along(index: Array, dim: int) -> tuple[Array, ...]:
 
 @on_vectors
 def _scattered(self: Array, dim: int, index: Array, src: Any, reduce: str = "set") -> Array:
-    """Return self with self[index[i, j], j] = src[i, j] for dim 0, or with `reduce` in place of the assignment."""
+    """Return self with self[index[i, j], j] = src[i, j] for dim 0, or with `reduce` in place of the
+    assignment.
+    """
     index = jnp.atleast_1d(index)
     if isinstance(src, Array) and src.ndim:
         src = src[tuple(slice(n) for n in index.shape)]
@@ -201,10 +231,15 @@ def _scattered(self: Array, dim: int, index: Array, src: Any, reduce: str = "set
 
 
 def _multiplied(self: Array, dim: int, index: Array, src: Array) -> Array:
-    """Return self times the entries of src whose index points to it; the gradient is right where factors are 0."""
+    """Return self times the entries of src whose index points to it.
+
+    The gradient is right where factors are 0.
+    """
     dim = dim % self.ndim
     cut = tuple(slice(None) if a == dim else slice(n) for a, n in enumerate(index.shape))
-    sources = jnp.moveaxis(src[tuple(slice(n) for n in index.shape)].astype(self.dtype), dim, -1)[..., None, :]
+    sources = jnp.moveaxis(src[tuple(slice(n) for n in index.shape)].astype(self.dtype), dim, -1)[
+        ..., None, :
+    ]
     sent = jnp.moveaxis(index, dim, -1)[..., None, :] == jnp.arange(self.shape[dim])[:, None]
     factors = jnp.prod(jnp.where(sent, sources, 1), axis=-1)
     return self.at[cut].multiply(jnp.moveaxis(factors, -1, dim), unique_indices=True)
@@ -212,8 +247,11 @@ def _multiplied(self: Array, dim: int, index: Array, src: Array) -> Array:
 
 @register_op("aten.scatter_reduce.two")
 @on_vectors
-def scatter_reduce(self: Array, dim: int, index: Array, src: Array, reduce: str, *, include_self: bool = True) -> Array:
-    """Return the sum, prod, mean, amax or amin of the entries whose index points to the same element.
+def scatter_reduce(
+    self: Array, dim: int, index: Array, src: Array, reduce: str, *, include_self: bool = True
+) -> Array:
+    """Return the sum, prod, mean, amax or amin of the entries whose index points to the same
+    element.
 
     Equal extrema share the gradient evenly, as in torch.
     """
@@ -234,22 +272,31 @@ def scatter_reduce(self: Array, dim: int, index: Array, src: Array, reduce: str,
     return total / count if is_inexact(self) else jnp.floor_divide(total, count)
 
 
-def _extremum(self: Array, dim: int, index: Array, src: Array, largest: bool, include_self: bool) -> Array:
+def _extremum(
+    self: Array, dim: int, index: Array, src: Array, largest: bool, include_self: bool
+) -> Array:
     edge: Any = jnp.inf
     if not is_inexact(self):
         edge = jnp.iinfo(self.dtype).min if largest else jnp.iinfo(self.dtype).max
     elif largest:
         edge = -jnp.inf
     start = self if include_self else _scattered(self, dim, index, edge, "set")
-    value = _scattered(lax.stop_gradient(start), dim, index, lax.stop_gradient(src), "max" if largest else "min")
+    value = _scattered(
+        lax.stop_gradient(start), dim, index, lax.stop_gradient(src), "max" if largest else "min"
+    )
     if not is_inexact(self):
         return value
     # the gradient is shared among all that equal the extreme: self's entry and the entries of src
     places = _along(index, dim % self.ndim)
     src = src[tuple(slice(n) for n in index.shape)]
-    from_src, from_self = (src == value[places]).astype(self.dtype), (start == value).astype(self.dtype)
+    from_src, from_self = (
+        (src == value[places]).astype(self.dtype),
+        (start == value).astype(self.dtype),
+    )
     if not include_self:
-        from_self = from_self * _scattered(jnp.ones(self.shape, jnp.bool_), dim, index, False, "set")
+        from_self = from_self * _scattered(
+            jnp.ones(self.shape, jnp.bool_), dim, index, False, "set"
+        )
     ties = jnp.maximum(_scattered(from_self, dim, index, from_src, "add"), 1)
     linear = from_self * jnp.where(jnp.isfinite(start), start, 0) / ties
     linear = _scattered(linear, dim, index, from_src * src / ties[places], "add")
@@ -291,7 +338,11 @@ def _by_frequency(rows: Array, indices: Array, size: int) -> Array:
 
 @register_op("aten.embedding")
 def embedding(
-    weight: Array, indices: Array, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+    weight: Array,
+    indices: Array,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
 ) -> Array:
     """Return weight[indices], (..., width); the row `padding_idx` gets no gradient."""
     del sparse
@@ -311,7 +362,8 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> tuple[Array, Array, Array, Array]:
-    """Return the sum (mode 0), mean (1) or maximum (2) of the rows of each bag, without its padding.
+    """Return the sum (mode 0), mean (1) or maximum (2) of the rows of each bag, without its
+    padding.
 
     Only torch's backward reads the other three results; they are empty here.
     """
@@ -331,7 +383,11 @@ def embedding_bag(
         best = jnp.argmax(candidates, axis=1)
         out = jnp.where((counts > 0)[:, None], jnp.take_along_axis(rows, best, axis=0), 0)
     else:
-        out = jnp.zeros((bags, weight.shape[1]), weight.dtype).at[bag].add(jnp.where(kept[:, None], rows, 0))
+        out = (
+            jnp.zeros((bags, weight.shape[1]), weight.dtype)
+            .at[bag]
+            .add(jnp.where(kept[:, None], rows, 0))
+        )
         if mode == 1:
             out = out / jnp.maximum(counts, 1)[:, None].astype(weight.dtype)
     empty = jnp.zeros(0, indices.dtype)
@@ -339,13 +395,17 @@ def embedding_bag(
 
 
 @register_op("aten.arange.start_step")
-def arange(start: Any, end: Any, step: Any = 1, *, dtype: torch.dtype | None = None, **_: Any) -> Array:
+def arange(
+    start: Any, end: Any, step: Any = 1, *, dtype: torch.dtype | None = None, **_: Any
+) -> Array:
     """Return start, start + step, ... below end."""
     whole = all(isinstance(n, int) for n in (start, end, step))
     kind = _or(dtype, jnp.dtype(jnp.int64) if whole else default_float())
     count = len(range(start, end, step)) if whole else max(0, int(-(-(end - start) // step)))
     wide = jnp.float64 if jnp.issubdtype(kind, jnp.floating) else kind
-    return (jnp.asarray(start, wide) + jnp.arange(count).astype(wide) * jnp.asarray(step, wide)).astype(kind)
+    return (
+        jnp.asarray(start, wide) + jnp.arange(count).astype(wide) * jnp.asarray(step, wide)
+    ).astype(kind)
 
 
 def _or(dtype: torch.dtype | None, default: Any) -> Any:
@@ -370,12 +430,16 @@ def _through(view: Lowering) -> Lowering:
 
     def lowering(self: Array, src: Array, *arguments: Any) -> Array:
         places = view(jnp.arange(self.size).reshape(self.shape), *arguments).reshape(-1)
-        return self.reshape(-1).at[places].set(src.astype(self.dtype).reshape(-1)).reshape(self.shape)
+        return (
+            self.reshape(-1).at[places].set(src.astype(self.dtype).reshape(-1)).reshape(self.shape)
+        )
 
     return lowering
 
 
-def _slice(self: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Array:
+def _slice(
+    self: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Array:
     return self[_place(self, dim, slice(start, end, step))]
 
 
@@ -394,9 +458,13 @@ register_table(
         "aten._unsafe_view": lambda self, size: jnp.reshape(self, tuple(size)),
         "aten.alias": lambda self: self,
         "aten.as_strided_scatter": _through(as_strided),
-        "aten.bucketize": lambda self, boundaries, **options: searchsorted(boundaries, self, **options),
+        "aten.bucketize": lambda self, boundaries, **options: searchsorted(
+            boundaries, self, **options
+        ),
         "aten.clone": lambda self, **_: self,
-        "aten.copy": lambda self, src, non_blocking=False: jnp.broadcast_to(src.astype(self.dtype), self.shape),
+        "aten.copy": lambda self, src, non_blocking=False: jnp.broadcast_to(
+            src.astype(self.dtype), self.shape
+        ),
         "aten.detach": lambda self: lax.stop_gradient(self),
         "aten.diagonal": _diagonal,
         "aten.diagonal_scatter": _through(_diagonal),
@@ -407,8 +475,12 @@ register_table(
         "aten.full": lambda size, value, *, dtype=None, **_: jnp.full(
             tuple(size), value, _or(dtype, result_dtype(value))
         ),
-        "aten.full_like": lambda self, value, *, dtype=None, **_: jnp.full(self.shape, value, _or(dtype, self.dtype)),
-        "aten.index_select": on_vectors(lambda self, dim, index: jnp.take(self, index.reshape(-1), axis=dim)),
+        "aten.full_like": lambda self, value, *, dtype=None, **_: jnp.full(
+            self.shape, value, _or(dtype, self.dtype)
+        ),
+        "aten.index_select": on_vectors(
+            lambda self, dim, index: jnp.take(self, index.reshape(-1), axis=dim)
+        ),
         "aten.lift_fresh_copy": lambda self: self,
         "aten.native_channel_shuffle": _channel_shuffle,
         "aten.new_empty_strided": lambda self, size, _, *, dtype=None, **__: jnp.zeros(
@@ -416,7 +488,9 @@ register_table(
         ),
         "aten.permute": lambda self, dims: jnp.transpose(self, tuple(dims)),
         "aten.repeat": lambda self, repeats: jnp.tile(self, tuple(repeats)),
-        "aten.scalar_tensor": lambda s, *, dtype=None, **_: jnp.asarray(s, _or(dtype, default_float())),
+        "aten.scalar_tensor": lambda s, *, dtype=None, **_: jnp.asarray(
+            s, _or(dtype, default_float())
+        ),
         "aten.scatter": _scattered,
         "aten.scatter_add": lambda self, dim, index, src: _scattered(self, dim, index, src, "add"),
         "aten.select.int": lambda self, dim, index: self[_place(self, dim, index)],

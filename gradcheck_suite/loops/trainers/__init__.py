@@ -1,7 +1,9 @@
-"""Real trainers as loops, by name. A trainer's package is imported when its loop runs, never before.
+"""Real trainers as loops, by name.
 
-To add a trainer, write its file in `adapters/`, its extra in `pyproject.toml` and its test in `tests/loops/trainers/`:
-the command line, the report and the user guide read the records.
+A trainer's package is imported when its loop runs, never before.
+
+To add a trainer, write its file in `adapters/`, its extra in `pyproject.toml` and its test in
+`tests/loops/trainers/`: the command line, the report and the user guide read the records.
 """
 
 from __future__ import annotations
@@ -21,5 +23,7 @@ TRAINERS: dict[str, Trainer] = {
     for trainer in import_module(f"{adapters.__name__}.{module.name}").TRAINERS
 }
 """Every trainer by name."""
-PACKAGES = tuple(dict.fromkeys(package for trainer in TRAINERS.values() for package in trainer.packages))
+PACKAGES = tuple(
+    dict.fromkeys(package for trainer in TRAINERS.values() for package in trainer.packages)
+)
 """The distributions that trainers need."""

@@ -1,4 +1,7 @@
-"""Models of transformers that trainers are asked about. Imports transformers: import it where that is installed."""
+"""Models of transformers that trainers are asked about.
+
+Imports transformers: import it where that is installed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from gradcheck_suite.core.contract import Problem
 
 # Models of transformers, tiny and with random weights, each a problem by the name of its class.
 #
-#     gradcheck-suite verify hf-trainer --problem gradcheck_suite.loops.trainers.models:BertForMaskedLM
+# gradcheck-suite verify hf-trainer --problem gradcheck_suite.loops.trainers.models:BertForMaskedLM
 #
 # Whether a trainer's gradient is right depends on how the model's loss uses `num_items_in_batch`.
 
@@ -30,15 +33,23 @@ SMOOTHING = 0.1
 """Share of each target that `smoothed_loss` spreads over the vocabulary."""
 
 
-def padded_ids(items: int, generator: torch.Generator, shortest: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (items, `LONGEST`) token ids, padded on the right with 0, and which of them are no padding."""
+def padded_ids(
+    items: int, generator: torch.Generator, shortest: int = 2
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (items, `LONGEST`) token ids, padded on the right with 0, and which of them are no
+    padding.
+    """
     ids = torch.randint(3, VOCABULARY, (items, LONGEST), generator=generator)
-    is_token = torch.arange(LONGEST) < torch.randint(shortest, LONGEST + 1, (items, 1), generator=generator)
+    is_token = torch.arange(LONGEST) < torch.randint(
+        shortest, LONGEST + 1, (items, 1), generator=generator
+    )
     return torch.where(is_token, ids, 0), is_token
 
 
 def next_tokens(batch: Batch) -> torch.Tensor:
-    """Return how many targets a causal language model's mean divides by: the first token of a row is no target."""
+    """Return how many targets a causal language model's mean divides by: the first token of a row
+    is no target.
+    """
     return (batch["labels"][:, 1:] != IGNORED).sum()
 
 
@@ -59,18 +70,27 @@ def seeded(make: Callable[[], torch.nn.Module]) -> Callable[[int], torch.nn.Modu
 
 
 def smoothed_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the mean cross-entropy with `SMOOTHING` of each target spread evenly over the vocabulary."""
+    """Return the mean cross-entropy with `SMOOTHING` of each target spread evenly over the
+    vocabulary.
+    """
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     logits, targets = model(**inputs).logits[:, :-1], batch["labels"][:, 1:]
     return torch.nn.functional.cross_entropy(
-        logits.reshape(-1, VOCABULARY), targets.reshape(-1), ignore_index=IGNORED, label_smoothing=SMOOTHING
+        logits.reshape(-1, VOCABULARY),
+        targets.reshape(-1),
+        ignore_index=IGNORED,
+        label_smoothing=SMOOTHING,
     )
 
 
 def _text(items: int, seed: int, label: Callable[..., torch.Tensor], shortest: int = 2) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     ids, is_token = padded_ids(items, generator, shortest)
-    return {"input_ids": ids, "attention_mask": is_token.long(), "labels": label(ids, is_token, generator)}
+    return {
+        "input_ids": ids,
+        "attention_mask": is_token.long(),
+        "labels": label(ids, is_token, generator),
+    }
 
 
 def _every_token(items: int, seed: int) -> Batch:
@@ -78,7 +98,9 @@ def _every_token(items: int, seed: int) -> Batch:
 
 
 def _some_tokens(items: int, seed: int) -> Batch:
-    def label(ids: torch.Tensor, is_token: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    def label(
+        ids: torch.Tensor, is_token: torch.Tensor, generator: torch.Generator
+    ) -> torch.Tensor:
         chosen = is_token & (torch.rand(ids.shape, generator=generator) < 0.6)
         chosen[:, 0] = True  # every row has a target
         return torch.where(chosen, ids, IGNORED)
@@ -87,21 +109,33 @@ def _some_tokens(items: int, seed: int) -> Batch:
 
 
 def _class_of_tokens(items: int, seed: int) -> Batch:
-    def label(ids: torch.Tensor, is_token: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        return torch.where(is_token, torch.randint(0, CLASSES, ids.shape, generator=generator), IGNORED)
+    def label(
+        ids: torch.Tensor, is_token: torch.Tensor, generator: torch.Generator
+    ) -> torch.Tensor:
+        return torch.where(
+            is_token, torch.randint(0, CLASSES, ids.shape, generator=generator), IGNORED
+        )
 
     return _text(items, seed, label)
 
 
 def _class_of_row(items: int, seed: int) -> Batch:
     # without padding, which only some of these models take into account
-    return _text(items, seed, lambda ids, is_token, g: torch.randint(0, CLASSES, (len(ids),), generator=g), LONGEST)
+    return _text(
+        items,
+        seed,
+        lambda ids, is_token, g: torch.randint(0, CLASSES, (len(ids),), generator=g),
+        LONGEST,
+    )
 
 
 def _class_of_image(items: int, seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randn(items, 3, PIXELS, PIXELS, generator=generator, dtype=torch.float64)
-    return {"pixel_values": pixels, "labels": torch.randint(0, CLASSES, (items,), generator=generator)}
+    return {
+        "pixel_values": pixels,
+        "labels": torch.randint(0, CLASSES, (items,), generator=generator),
+    }
 
 
 def _not_ignored(batch: Batch) -> torch.Tensor:
@@ -141,12 +175,20 @@ _COMMON: dict[str, Any] = {
     "initializer_range": SPREAD,
 }
 _DROPOUTS = (
-    "hidden_dropout_prob attention_probs_dropout_prob classifier_dropout_prob hidden_dropout attention_dropout dropout "
-    "activation_dropout classifier_dropout attn_pdrop resid_pdrop embd_pdrop dropout_rate seq_classif_dropout "
-    "summary_first_dropout embedding_dropout embed_dropout encoder_layerdrop decoder_layerdrop"
+    "hidden_dropout_prob attention_probs_dropout_prob classifier_dropout_prob hidden_dropout"
+    " attention_dropout dropout activation_dropout classifier_dropout attn_pdrop resid_pdrop"
+    " embd_pdrop dropout_rate seq_classif_dropout summary_first_dropout embedding_dropout"
+    " embed_dropout encoder_layerdrop decoder_layerdrop"
 )
 _GPT = {"n_positions": 20, "n_embd": 8, "n_layer": 1, "n_head": 2}
-_T5 = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+_T5 = {
+    "d_model": 8,
+    "d_kv": 4,
+    "d_ff": 12,
+    "num_layers": 1,
+    "num_heads": 2,
+    "decoder_start_token_id": 0,
+}
 _BART = {
     "d_model": 8,
     "encoder_layers": 1,
@@ -170,7 +212,9 @@ _CLASSES = {"num_labels": CLASSES}
 _IMAGE = {"image_size": PIXELS, "patch_size": 4}
 TASKS: dict[str, _Task] = {
     "ForCausalLM": _Task(
-        _every_token, next_tokens, {"Llama": {}, "Mistral": {}, "Qwen2": {}, "GPTNeoX": {}, "Bloom": {**_GPT}}
+        _every_token,
+        next_tokens,
+        {"Llama": {}, "Mistral": {}, "Qwen2": {}, "GPTNeoX": {}, "Bloom": {**_GPT}},
     ),
     "LMHeadModel": _Task(
         _every_token,
@@ -187,7 +231,9 @@ TASKS: dict[str, _Task] = {
         _every_token, _not_ignored, {"T5": _T5, "MT5": _T5, "Bart": _BART, "Pegasus": _BART}
     ),
     "ForSequenceClassification": _Task(_class_of_row, None, {**_ENCODERS, **_DECODERS}, _CLASSES),
-    "ForTokenClassification": _Task(_class_of_tokens, _not_ignored, {**_ENCODERS, **_DECODERS}, _CLASSES),
+    "ForTokenClassification": _Task(
+        _class_of_tokens, _not_ignored, {**_ENCODERS, **_DECODERS}, _CLASSES
+    ),
     "ForImageClassification": _Task(
         _class_of_image,
         None,
@@ -207,7 +253,12 @@ NAMES = tuple(model + name for name, task in TASKS.items() for model in task.mod
 def _problem(name: str) -> Problem:
     suffix = next(suffix for suffix in TASKS if name.endswith(suffix))
     task, model = TASKS[suffix], name.removesuffix(suffix)
-    settings = {**_COMMON, **dict.fromkeys(_DROPOUTS.split(), 0.0), **task.models[model], **task.settings}
+    settings = {
+        **_COMMON,
+        **dict.fromkeys(_DROPOUTS.split(), 0.0),
+        **task.models[model],
+        **task.settings,
+    }
     make, config = getattr(transformers, name), getattr(transformers, f"{model}Config")
     return Problem(seeded(lambda: make(config(**settings))), task.batch, own_loss, count=task.count)
 
@@ -223,7 +274,9 @@ def llama() -> Problem:
 
 
 def llama_smoothed() -> Problem:
-    """The same as `llama` with the smoothed loss that `TrainingArguments(label_smoothing_factor=0.1)` asks for."""
+    """The same as `llama` with the smoothed loss that
+    `TrainingArguments(label_smoothing_factor=0.1)` asks for.
+    """
     return replace(llama(), loss=smoothed_loss)
 
 

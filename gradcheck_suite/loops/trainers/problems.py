@@ -1,4 +1,6 @@
-"""Problems that trainers are asked about and that need torch alone, and a loss computed in the model's forward."""
+"""Problems that trainers are asked about and that need torch alone, and a loss computed in the
+model's forward.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ def _model(seed: int) -> torch.nn.Module:
 
 def _batch(items: int, seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    return {"x": torch.randn(items, FEATURES, generator=generator), "y": torch.randn(items, 1, generator=generator)}
+    return {
+        "x": torch.randn(items, FEATURES, generator=generator),
+        "y": torch.randn(items, 1, generator=generator),
+    }
 
 
 def _mean(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -62,11 +67,40 @@ def _jax_squares(params: Any, batch: Batch) -> Any:
 # in the words of JAX: (params, batch) -> a scalar array
 JAX_MEAN = Problem(_jax_model, _jax_batch, lambda params, batch: _jax_squares(params, batch).mean())  # type: ignore[arg-type]
 """Mean squared error, for a loop of JAX."""
-JAX_SUM = Problem(_jax_model, _jax_batch, lambda params, batch: _jax_squares(params, batch).sum(), reduction="sum")  # type: ignore[arg-type]
+JAX_SUM = Problem(
+    _jax_model,  # type: ignore[arg-type]
+    _jax_batch,
+    lambda params, batch: _jax_squares(params, batch).sum(),
+    reduction="sum",
+)
+"""The sum of squared errors."""
+
+
+def _jax_model(seed: int) -> dict[str, Any]:
+    import jax
+
+    return {"w": jax.random.normal(jax.random.key(seed), (FEATURES, 1)), "b": jax.numpy.zeros(1)}
+
+
+def _jax_batch(items: int, seed: int) -> Batch:
+    return {name: tensor.numpy() for name, tensor in _batch(items, seed).items()}
+
+
+def _jax_squares(params: Any, batch: Batch) -> Any:
+    return (batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2
+
+
+# in the words of JAX: (params, batch) -> a scalar array
+JAX_MEAN = Problem(_jax_model, _jax_batch, lambda params, batch: _jax_squares(params, batch).mean())  # type: ignore[arg-type]
+"""Mean squared error, for a loop of JAX."""
+JAX_SUM = Problem(
+    _jax_model, _jax_batch, lambda params, batch: _jax_squares(params, batch).sum(), reduction="sum"
+)  # type: ignore[arg-type]
 """The sum of squared errors, for a loop of JAX."""
 
 
-# A run's model with its loss inside `forward`, in the forms that transformers' Trainer distinguishes.
+# A run's model with its loss inside `forward`, in the forms that transformers' Trainer
+# distinguishes.
 
 
 IGNORED = -100
@@ -81,7 +115,9 @@ class AcceptingCount(torch.nn.Module):
         self.is_mean = run.reduction == "mean"
         self.loss, self.count = run.loss, run.count
 
-    def forward(self, labels: torch.Tensor, batch: Batch, num_items_in_batch: Any = None, **_: Any) -> dict[str, Any]:
+    def forward(
+        self, labels: torch.Tensor, batch: Batch, num_items_in_batch: Any = None, **_: Any
+    ) -> dict[str, Any]:
         """Return the loss: divided by the trainer's count where it is given and the loss is a mean."""
         loss = self.loss(self.model, batch)
         if num_items_in_batch is not None and self.is_mean:
@@ -114,7 +150,9 @@ class Outputs(torch.nn.Module):
 
 
 def labelled(run: TrainingRun) -> DataLoader[Any]:
-    """Return a loader of the same micro-batches, each with `labels` of which as many are not ignored as it counts."""
+    """Return a loader of the same micro-batches, each with `labels` of which as many are not
+    ignored as it counts.
+    """
     return DataLoader(
         run.loader.dataset,
         batch_sampler=run.loader.batch_sampler,
@@ -130,8 +168,8 @@ def _with_labels(
         counted = float(count(batch))
         if counted != int(counted):
             raise CannotRunHere(
-                f"transformers' Trainer counts targets, and this loss divides by {counted:g}, which is no number of "
-                "targets: take a loss without weights"
+                f"transformers' Trainer counts targets, and this loss divides by {counted:g}, which"
+                " is no number of targets: take a loss without weights"
             )
         # one more, since a batch without valid targets has labels too, all ignored
         labels = torch.full((1, int(counted) + 1), IGNORED)

@@ -31,7 +31,8 @@ class Cut:
     Attributes:
         windows: fewest and most windows.
         missing: fewest and most micro-batches that the last window lacks; it always keeps one.
-        equal: whether all micro-batches have the same number of items; otherwise at least two differ.
+        equal: whether all micro-batches have the same number of items; otherwise at least two
+            differ.
         epochs: fewest and most epochs.
     """
 
@@ -50,7 +51,8 @@ class Question:
         about: what is drawn, in words.
         problem: `module:NAME` as `--problem` takes it.
         cut: the plans that are drawn; None for every kind of plan of at most 2 windows.
-        asked_of: the trainers that it makes sense for, such as "trainers that smooth labels"; empty for all.
+        asked_of: the trainers that it makes sense for, such as "trainers that smooth labels"; empty
+            for all.
     """
 
     name: str
@@ -60,12 +62,20 @@ class Question:
     asked_of: str = ""
 
 
-_MEAN, _SUM = "gradcheck_suite.loops.trainers.problems:MEAN", "gradcheck_suite.loops.trainers.problems:SUM"
+_MEAN, _SUM = (
+    "gradcheck_suite.loops.trainers.problems:MEAN",
+    "gradcheck_suite.loops.trainers.problems:SUM",
+)
 _ROWS = "gradcheck_suite.loops.trainers.models"
 _ROWS_OF = "trainers that take models of transformers"
 PLANS = (
     Question("equal counts", "whole windows of equal micro-batches, one epoch", _MEAN, Cut()),
-    Question("unequal counts", "whole windows of micro-batches of 1 to 4 items, one epoch", _MEAN, Cut(equal=False)),
+    Question(
+        "unequal counts",
+        "whole windows of micro-batches of 1 to 4 items, one epoch",
+        _MEAN,
+        Cut(equal=False),
+    ),
     Question(
         "short last window",
         "whole windows, then one that lacks some micro-batches; equal micro-batches, one epoch",
@@ -82,11 +92,17 @@ PLANS = (
     Question("sum loss", "as equal counts, with a loss that is a sum over items", _SUM, Cut()),
 )
 """The questions about a trainer that takes any model: their problems need only torch."""
-PLANS_OF_JAX = tuple(replace(question, problem=question.problem.replace(":", ":JAX_")) for question in PLANS)
+PLANS_OF_JAX = tuple(
+    replace(question, problem=question.problem.replace(":", ":JAX_")) for question in PLANS
+)
 """The same about a loop of JAX."""
 PADDED_ROWS = (
     Question(
-        "padded rows", "every kind of split of rows of 2 to 6 tokens, on a Llama", f"{_ROWS}:llama", None, _ROWS_OF
+        "padded rows",
+        "every kind of split of rows of 2 to 6 tokens, on a Llama",
+        f"{_ROWS}:llama",
+        None,
+        _ROWS_OF,
     ),
     Question("padded rows, GPT-2", "the same on a GPT-2", f"{_ROWS}:gpt2", None, _ROWS_OF),
 )
@@ -115,7 +131,9 @@ def model_questions() -> tuple[Question, ...]:
     from gradcheck_suite.loops.trainers import models
 
     return tuple(
-        Question(MODEL + name, "equal micro-batches", f"{models.__name__}:{name}", Cut(missing=(0, 1)))
+        Question(
+            MODEL + name, "equal micro-batches", f"{models.__name__}:{name}", Cut(missing=(0, 1))
+        )
         for name in models.NAMES
     )
 
@@ -128,8 +146,8 @@ class Trainer:
         name: the name that `verify` and `trainers` take.
         loop: the training loop; it imports the trainer's package when it is called.
         about: one line on what runs.
-        requires: requirements such as `"accelerate>=1.0"`, the trainer's package first; the extra of that name lists
-            the same. Empty for a loop in somebody's own file.
+        requires: requirements such as `"accelerate>=1.0"`, the trainer's package first; the extra
+            of that name lists the same. Empty for a loop in somebody's own file.
         tested: versions of the trainer's package that the adapter is tested with.
         imports: `module:name` of what the loop uses of the packages.
         questions: what `gradcheck-suite trainers` asks.
@@ -169,7 +187,10 @@ class Trainer:
         absent = [name for name in self.packages if _version(name) is None]
         if not absent:
             return None
-        return f"{self.name} needs {' and '.join(absent)}, not installed here: pip install {' '.join(absent)}"
+        return (
+            f"{self.name} needs {' and '.join(absent)}, not installed here: pip install"
+            f" {' '.join(absent)}"
+        )
 
     @property
     def note(self) -> str | None:
@@ -178,7 +199,8 @@ class Trainer:
             return None
         tested = " and ".join(self.tested)
         return (
-            f"{self.name} is tested with {self.package} {tested}; {self.version} is installed, and is run all the same"
+            f"{self.name} is tested with {self.package} {tested}; {self.version} is installed, and"
+            " is run all the same"
         )
 
     @property
@@ -186,7 +208,11 @@ class Trainer:
         """The installed version, or that there is none."""
         if not self.package:
             return "own file"
-        return f"{self.package} is not installed" if self.version is None else f"{self.package} {self.version}"
+        return (
+            f"{self.package} is not installed"
+            if self.version is None
+            else f"{self.package} {self.version}"
+        )
 
     def load(self) -> Loop:
         """Import what the loop uses and return the loop.
@@ -216,7 +242,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-# State that trainers leave in the process: it is reset before every run, so that no case depends on an earlier one.
+# State that trainers leave in the process: it is reset before every run, so that no case depends on
+# an earlier one.
 
 
 @cache
@@ -233,13 +260,13 @@ def begin(run: TrainingRun) -> None:
     """Prepare the process for a trainer's run.
 
     Raises:
-        CannotRunHere: the run is one of several ranks. Adapters set up one process, and their trainer would be blamed
-            for gradients that nothing reduces.
+        CannotRunHere: the run is one of several ranks. Adapters set up one process, and their
+            trainer would be blamed for gradients that nothing reduces.
     """
     if run.world_size > 1:
         raise CannotRunHere(
-            "the adapters of trainers run in one process: audit a script of the trainer on several ranks, as "
-            "`torchrun --nproc-per-node 2 -m gradcheck_suite audit train.py`"
+            "the adapters of trainers run in one process: audit a script of the trainer on several"
+            " ranks, as `torchrun --nproc-per-node 2 -m gradcheck_suite audit train.py`"
         )
     _freeze_imported_objects()
 
@@ -254,7 +281,9 @@ def reset_accelerate() -> None:
 
 @contextmanager
 def quiet(*names: str) -> Iterator[None]:
-    """Silence warnings, progress bars of datasets, and these loggers below errors: a trainer's advice is no verdict."""
+    """Silence warnings, progress bars of datasets, and these loggers below errors: a trainer's
+    advice is no verdict.
+    """
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

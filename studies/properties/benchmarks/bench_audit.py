@@ -1,8 +1,10 @@
-"""What an audit costs: whole runs with its default settings over the same runs without it, in one process, in turn.
+"""What an audit costs: whole runs with its default settings over the same runs without it, in one
+process, in turn.
 
-Run it by itself, on an idle machine: `pytest -s studies/properties/benchmarks/bench_audit.py`, with `-k small-160` for
-one row. Threads are those that torch takes by itself, unless `OMP_NUM_THREADS` is set. A row has the ratio of whole
-runs by the clock and by the processor time of the process, medians over rounds.
+Run it by itself, on an idle machine: `pytest -s studies/properties/benchmarks/bench_audit.py`, with
+`-k small-160` for one row. Threads are those that torch takes by itself, unless `OMP_NUM_THREADS`
+is set. A row has the ratio of whole runs by the clock and by the processor time of the process,
+medians over rounds.
 """
 
 from __future__ import annotations
@@ -34,8 +36,12 @@ class Transformer(nn.Module):
     def __init__(self, vocabulary: int, size: int, layers: int, heads: int, length: int) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, size), nn.Embedding(length, size)
-        layer = nn.TransformerEncoderLayer(size, heads, 4 * size, 0.0, batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(size), enable_nested_tensor=False)
+        layer = nn.TransformerEncoderLayer(
+            size, heads, 4 * size, 0.0, batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(
+            layer, layers, nn.LayerNorm(size), enable_nested_tensor=False
+        )
         self.head = nn.Linear(size, vocabulary)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -56,10 +62,14 @@ def _transformer(rows: int, **sizes: int) -> tuple[nn.Module, Loss]:
 
 
 class Adjoint(torch.autograd.Function):
-    """Euler steps of an ordinary differential equation, whose backward computes each step again in a nested pass."""
+    """Euler steps of an ordinary differential equation, whose backward computes each step again in
+    a nested pass.
+    """
 
     @staticmethod
-    def forward(ctx: Any, field: nn.Module, steps: int, state: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, field: nn.Module, steps: int, state: torch.Tensor, *parameters: torch.Tensor
+    ) -> torch.Tensor:
         """Return the last state (rows, size)."""
         ctx.field, ctx.states, ctx.parameters = field, [state], parameters
         with torch.no_grad():
@@ -82,7 +92,9 @@ class Adjoint(torch.autograd.Function):
 
 
 def _ode(steps: int) -> tuple[nn.Module, Loss]:
-    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+    model = nn.Sequential(
+        nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)
+    )
 
     def loss() -> torch.Tensor:
         first = torch.randn(64, 8, requires_grad=True)
@@ -102,12 +114,16 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Loss]]] = {
 def _seconds(
     name: str, windows: int, options: dict[str, Any] | None
 ) -> tuple[float, float, gradcheck_suite.Result | None]:
-    """Train, and return the seconds of the clock, those of the processor, and the result of the audit."""
+    """Train, and return the seconds of the clock, those of the processor, and the result of the
+    audit.
+    """
     torch.manual_seed(0)
     model, loss = MODELS[name]()
     optimizer = torch.optim.AdamW(model.parameters())
     clock, processor = time.perf_counter(), time.process_time()
-    with nullcontext() if options is None else gradcheck_suite.audit(quiet=True, **options) as audit:
+    with (
+        nullcontext() if options is None else gradcheck_suite.audit(quiet=True, **options) as audit
+    ):
         for _ in range(windows):
             for _ in range(PASSES):
                 (loss() / PASSES).backward()
@@ -118,7 +134,9 @@ def _seconds(
 
 
 def _row(name: str, windows: int, options: dict[str, Any]) -> tuple[float, float]:
-    """Return the ratio of audited runs to plain ones by the clock and by the processor, and print them."""
+    """Return the ratio of audited runs to plain ones by the clock and by the processor, and print
+    them.
+    """
     pairs: list[tuple[Sequence[Any], Sequence[Any]]] = []
     for _ in range(ROUNDS):
         pairs.append((_seconds(name, windows, None), _seconds(name, windows, options)))
@@ -141,7 +159,9 @@ ROWS = [("small", 160, 1.10), ("small", 2000, 1.03), ("large", 160, 1.04), ("ode
 
 
 @pytest.mark.parametrize(("name", "windows", "allowed"), ROWS)
-def test_a_whole_run_takes_little_longer_with_an_audit(name: str, windows: int, allowed: float) -> None:
+def test_a_whole_run_takes_little_longer_with_an_audit(
+    name: str, windows: int, allowed: float
+) -> None:
     """By the processor: other work on the machine changes what the clock says."""
     _seconds(name, 3, {})  # what is loaded and compiled once
     assert _row(name, windows, {})[1] <= allowed

@@ -1,6 +1,8 @@
-"""The reset modes under `torch.compile` and in CUDA graphs: number of graphs, time, and gradients after a replay.
+"""The reset modes under `torch.compile` and in CUDA graphs: number of graphs, time, and gradients
+after a replay.
 
-    pytest studies/properties/benchmarks/bench_compiled.py [--bench-records DIR] [--bench-device cpu|cuda]
+    pytest studies/properties/benchmarks/bench_compiled.py [--bench-records DIR] [--bench-device
+    cpu|cuda]
 
 Each row becomes a record under `DIR/records/benchmark.jsonl`. CUDA graphs need a CUDA device.
 """
@@ -31,7 +33,12 @@ from studies.step_times import cache_bytes, profiled, regime
 from studies.workload import Size
 
 SIZE = Size(10**6, "few")
-ABOUT = {"dtype": "float32", "parameters": SIZE.total, "tensors": SIZE.tensors, "layout": SIZE.layout}
+ABOUT = {
+    "dtype": "float32",
+    "parameters": SIZE.total,
+    "tensors": SIZE.tensors,
+    "layout": SIZE.layout,
+}
 MICRO_BATCHES = 4
 ROUNDS = 15
 NEVER = replace(RESET_MODES["zero_"], name="never", reset=lambda parameters, optimizer: None)
@@ -46,13 +53,20 @@ needs_compiler = pytest.mark.skipif(
 
 
 @needs_compiler
-@pytest.mark.filterwarnings("ignore")  # the compiler warns about its own imports and about the device
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # the compiler warns about its own imports and about the device
 @pytest.mark.benchmark(group="compiled")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("mode", BENCHMARKED, ids=lambda mode: mode.name)
 @pytest.mark.parametrize("part", PARTS)
 def test_compiled(
-    benchmark: Any, keep: Callable[..., None], part: str, mode: ResetMode, compiled: bool, pytestconfig: pytest.Config
+    benchmark: Any,
+    keep: Callable[..., None],
+    part: str,
+    mode: ResetMode,
+    compiled: bool,
+    pytestconfig: pytest.Config,
 ) -> None:
     device = pytestconfig.getoption("--bench-device")
     forget()
@@ -94,7 +108,8 @@ def test_captured(
     if pytestconfig.getoption("--bench-device") != "cuda":
         pytest.skip("CUDA graphs need --bench-device cuda")
     captured = CapturedWindow(mode, place, SIZE, micro_batches)
-    # a replay is not profiled: torch warns that CUPTI may crash when it starts anew after a CUDA graph
+    # a replay is not profiled: torch warns that CUPTI may crash when it starts anew after a CUDA
+    # graph
     time_rounds(benchmark, captured.replay, device="cuda", rounds=ROUNDS)
     found = captured.finding()
     benchmark.extra_info.update(

@@ -1,9 +1,11 @@
-"""What each reset mode costs in memory, each measured in a fresh process, beside what the ledger counts.
+"""What each reset mode costs in memory, each measured in a fresh process, beside what the ledger
+counts.
 
-    pytest studies/properties/benchmarks/bench_memory_modes.py [--bench-device cpu|cuda] [--bench-records reports]
+    pytest studies/properties/benchmarks/bench_memory_modes.py [--bench-device cpu|cuda]
+    [--bench-records reports]
 
-Time is measured separately (`bench_modes.py`), since measuring memory slows a run down. The time that pytest-benchmark
-prints here is that of the processes.
+Time is measured separately (`bench_modes.py`), since measuring memory slows a run down. The time
+that pytest-benchmark prints here is that of the processes.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from studies.workload import BATCH, Size
 
 SIZES = {
     "cpu": [Size(n, "few") for n in (10**6, 10**7)],
-    "cuda": [Size(n, "few") for n in (10**7, 10**8, 10**9)] + [Size(n, "many") for n in (10**5, 10**7, 10**8)],
+    "cuda": [Size(n, "few") for n in (10**7, 10**8, 10**9)]
+    + [Size(n, "many") for n in (10**5, 10**7, 10**8)],
 }
 DTYPES = {"cpu": ("float32",), "cuda": ("float32", "bfloat16")}
 MICRO_BATCHES = (1, 4)
@@ -59,9 +62,16 @@ def _measured(mode: str, size: Size, micro_batches: int, dtype: str, device: str
 
 @pytest.mark.parametrize("micro_batches", MICRO_BATCHES)
 def test_memory(
-    benchmark: Any, keep: Callable[..., None], size: Size, micro_batches: int, dtype: str, device: str
+    benchmark: Any,
+    keep: Callable[..., None],
+    size: Size,
+    micro_batches: int,
+    dtype: str,
+    device: str,
 ) -> None:
-    """Between steps all gradients or none are alive, and the modes' peaks differ by what the ledger counts."""
+    """Between steps all gradients or none are alive, and the modes' peaks differ by what the ledger
+    counts.
+    """
     found: dict[str, Any] = {}
     benchmark.extra_info.update(measures="memory", modes=found)
 
@@ -72,7 +82,9 @@ def test_memory(
 
     benchmark.pedantic(measured)
     for mode in BENCHMARKED:
-        assert found[mode.name]["gradients_between"] == (0 if mode.releases else size.bytes(getattr(torch, dtype)))
+        assert found[mode.name]["gradients_between"] == (
+            0 if mode.releases else size.bytes(getattr(torch, dtype))
+        )
     if device == "cuda":
         for name, row in found.items():
             assert_peaks_differ_as_counted(row, found["set_to_none"], name)
@@ -81,20 +93,36 @@ def test_memory(
             assert row["resident_peak"] + SLACK >= row["peak"], f"{name}: {row}"
 
 
-def assert_peaks_differ_as_counted(row: dict[str, Any], released: dict[str, Any], name: str) -> None:
-    """Hold the allocator's peaks above those of `set_to_none` to the ledger's: requests exactly, blocks as rounded.
+def assert_peaks_differ_as_counted(
+    row: dict[str, Any], released: dict[str, Any], name: str
+) -> None:
+    """Hold the allocator's peaks above those of `set_to_none` to the ledger's: requests exactly,
+    blocks as rounded.
 
-    The gradient of the sum has strides of 0, and the last layer's matrix products copy it, which the ledger does not
-    see. With one micro-batch, only modes that keep gradients have their peak at that layer; with more, all have.
+    The gradient of the sum has strides of 0, and the last layer's matrix products copy it, which
+    the ledger does not see. With one micro-batch, only modes that keep gradients have their peak at
+    that layer; with more, all have.
     """
-    width, itemsize = math.isqrt(row["parameters"] // row["tensors"]), getattr(torch, row["dtype"]).itemsize
-    copied = BATCH * width * itemsize if row["micro_batches"] == 1 and row["gradients_between"] else 0
+    width, itemsize = (
+        math.isqrt(row["parameters"] // row["tensors"]),
+        getattr(torch, row["dtype"]).itemsize,
+    )
+    copied = (
+        BATCH * width * itemsize if row["micro_batches"] == 1 and row["gradients_between"] else 0
+    )
     counted = row["peak"] - released["peak"] + copied
     requested, allocated = (
-        row["allocator"][f"{kind}_peak"] - released["allocator"][f"{kind}_peak"] for kind in ("requested", "allocated")
+        row["allocator"][f"{kind}_peak"] - released["allocator"][f"{kind}_peak"]
+        for kind in ("requested", "allocated")
     )
-    assert requested == counted, f"{name}: {requested=} but {counted=} bytes above set_to_none: {row}"
+    assert requested == counted, (
+        f"{name}: {requested=} but {counted=} bytes above set_to_none: {row}"
+    )
     # every tensor alive at the peak may be rounded up: gradients, parameters, and a few more
     tensors = 2 * row["tensors"] + 8
-    rounding = tensors * (BLOCK + (LARGE if itemsize * row["parameters"] // row["tensors"] > LARGE else 0))
-    assert abs(allocated - counted) <= rounding, f"{name}: {allocated=} but {counted=} bytes above set_to_none: {row}"
+    rounding = tensors * (
+        BLOCK + (LARGE if itemsize * row["parameters"] // row["tensors"] > LARGE else 0)
+    )
+    assert abs(allocated - counted) <= rounding, (
+        f"{name}: {allocated=} but {counted=} bytes above set_to_none: {row}"
+    )

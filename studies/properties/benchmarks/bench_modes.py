@@ -1,13 +1,15 @@
 """What each reset mode costs in time: the reset alone, the first backward, one whole window.
 
-    pytest studies/properties/benchmarks/bench_modes.py [--bench-records DIR] [--bench-device cpu|cuda]
+    pytest studies/properties/benchmarks/bench_modes.py [--bench-records DIR] [--bench-device
+    cpu|cuda]
 
-Each row becomes a record under `DIR/records/benchmark.jsonl`, with the copy bandwidth measured in the same run. Every
-round starts with flushed caches on an idle device; a round of a reset also starts with new gradients of ones, since a
-second reset would find zeros or None. `set_to_none` moves its cost into the next backward, so modes are compared by
-their windows. A row holds the device's time, between two events on CUDA; the host's, until the device has finished; on
-CUDA the time in which kernels ran, by the profiler; and for a window its memory. The windows of JAX's reset modes are
-rows beside them, with the memory that XLA reports of their compiled programs.
+Each row becomes a record under `DIR/records/benchmark.jsonl`, with the copy bandwidth measured in
+the same run. Every round starts with flushed caches on an idle device; a round of a reset also
+starts with new gradients of ones, since a second reset would find zeros or None. `set_to_none`
+moves its cost into the next backward, so modes are compared by their windows. A row holds the
+device's time, between two events on CUDA; the host's, until the device has finished; on CUDA the
+time in which kernels ran, by the profiler; and for a window its memory. The windows of JAX's reset
+modes are rows beside them, with the memory that XLA reports of their compiled programs.
 """
 
 from __future__ import annotations
@@ -93,7 +95,9 @@ def _measure(
     prepare = time_rounds(benchmark, run, device=device, rounds=ROUNDS[device], setup=setup)
     prepare()
     profile = profiled(run, device)
-    benchmark.extra_info.update(profile=profile.operations, kernels=profile.kernels, busy_seconds=profile.busy)
+    benchmark.extra_info.update(
+        profile=profile.operations, kernels=profile.kernels, busy_seconds=profile.busy
+    )
     keep(benchmark)
     return profile
 
@@ -111,9 +115,10 @@ def _about(size: Size, dtype: str, device: str) -> dict[str, Any]:
 
 
 def _memory(work: Workload, dtype: torch.dtype, baseline: Baseline) -> dict[str, Any]:
-    """Return the bytes of one window: its peak and the gradients alive after it, by the ledger; the allocator's peaks.
+    """Return the bytes of one window: its peak and the gradients alive after it, by the ledger.
 
-    Earlier rows of the same process have used the allocator; `bench_memory_modes.py` measures in fresh processes.
+    The allocator's peaks. Earlier rows of the same process have used the allocator;
+    `bench_memory_modes.py` measures in fresh processes.
     """
     work.window()
     allocator = allocator_peak(work, baseline)
@@ -130,11 +135,15 @@ def _memory(work: Workload, dtype: torch.dtype, baseline: Baseline) -> dict[str,
 
 def _predicted(mode: ResetMode, size: Size, dtype: str, micro_batches: int) -> Cost:
     """Return what the mode's law predicts for a window that is not the first."""
-    return mode.law(uniform_window(size.tensors, size.total, getattr(torch, dtype).itemsize, micro_batches))
+    return mode.law(
+        uniform_window(size.tensors, size.total, getattr(torch, dtype).itemsize, micro_batches)
+    )
 
 
 def _launches(mode: ResetMode, size: Size, dtype: str) -> set[int]:
-    """Return the numbers of kernels that a reset may launch: one per operation, more where an operation is cut up."""
+    """Return the numbers of kernels that a reset may launch: one per operation, more where an
+    operation is cut up.
+    """
     if mode.name == "zero_grad_foreach":
         elements = [size.width**2] * size.tensors
         return {foreach_launches(elements, limits) for limits in (SMALL, LARGE)}
@@ -146,7 +155,9 @@ def _launches(mode: ResetMode, size: Size, dtype: str) -> set[int]:
 @pytest.mark.benchmark(group="reset")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", BENCHMARKED, ids=lambda mode: mode.name)
-def test_reset(benchmark: Any, keep: Callable[..., None], mode: ResetMode, size: Size, dtype: str, device: str) -> None:
+def test_reset(
+    benchmark: Any, keep: Callable[..., None], mode: ResetMode, size: Size, dtype: str, device: str
+) -> None:
     work = sized_workload(mode, size, 0, device=device, dtype=getattr(torch, dtype))
     about = {"measures": "reset", "mode": mode.name, "micro_batches": 0}
     predicted = _predicted(mode, size, dtype, 1).reset.moved
@@ -158,7 +169,9 @@ def test_reset(benchmark: Any, keep: Callable[..., None], mode: ResetMode, size:
 
 @pytest.mark.benchmark(group="backward")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mode", [RESET_MODES["zero_"], RESET_MODES["set_to_none"]], ids=lambda mode: mode.name)
+@pytest.mark.parametrize(
+    "mode", [RESET_MODES["zero_"], RESET_MODES["set_to_none"]], ids=lambda mode: mode.name
+)
 def test_first_backward(
     benchmark: Any, keep: Callable[..., None], mode: ResetMode, size: Size, dtype: str, device: str
 ) -> None:
@@ -191,7 +204,11 @@ def test_window(
 ) -> None:
     baseline = allocator_baseline(mode, size, device, getattr(torch, dtype))
     work = sized_workload(mode, size, micro_batches, device=device, dtype=getattr(torch, dtype))
-    about: dict[str, Any] = {"measures": "window", "mode": mode.name, "micro_batches": micro_batches}
+    about: dict[str, Any] = {
+        "measures": "window",
+        "mode": mode.name,
+        "micro_batches": micro_batches,
+    }
     predicted = _predicted(mode, size, dtype, micro_batches).moved
     about |= _memory(work, getattr(torch, dtype), baseline)
     _measure(benchmark, keep, device, work.window, lambda: None, **about, **_about(size, dtype, device),
@@ -203,7 +220,13 @@ def test_window(
 @pytest.mark.parametrize("micro_batches", MICRO_BATCHES)
 @pytest.mark.parametrize("mode", JAX_MODES)
 def test_window_in_jax(
-    benchmark: Any, keep: Callable[..., None], mode: str, size: Size, micro_batches: int, dtype: str, device: str
+    benchmark: Any,
+    keep: Callable[..., None],
+    mode: str,
+    size: Size,
+    micro_batches: int,
+    dtype: str,
+    device: str,
 ) -> None:
     """Time JAX on the host's clock, as it has no events, with the flush on JAX's own stream."""
     where = jax.devices(JAX_PLATFORM[device])[0]

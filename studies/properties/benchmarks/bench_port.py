@@ -1,7 +1,8 @@
 """How long `gradcheck-suite port` takes: with nothing compiled, and with its programs on disk.
 
-Run it by itself, on an idle machine: `pytest -s studies/properties/benchmarks/bench_port.py`. Each row is a process of
-its own, as a user starts it, by the clock and by the processor time; what it imports is part of both.
+Run it by itself, on an idle machine: `pytest -s studies/properties/benchmarks/bench_port.py`. Each
+row is a process of its own, as a user starts it, by the clock and by the processor time; what it
+imports is part of both.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ def _port(p: Any, ids: Any, layers: int) -> Any:
         qkv = dense(f"h.{i}.c_attn", norm(f"h.{i}.ln_1", x)).reshape(*x.shape[:2], 3, HEADS, -1)
         q, k, v = jnp.moveaxis(qkv, 2, 0)
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / (WIDTH // HEADS) ** 0.5
-        weights = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -jnp.inf))
+        weights = jax.nn.softmax(
+            jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -jnp.inf)
+        )
         x = x + dense(f"h.{i}.c_proj", jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape))
         x = x + dense(f"h.{i}.c_out", jax.nn.gelu(dense(f"h.{i}.c_fc", norm(f"h.{i}.ln_2", x))))
     return norm("ln_f", x) @ p["wte.weight"].T
@@ -120,8 +123,18 @@ def gpt2() -> Port:
 def _times(name: str, store: Path, verdict: Path) -> tuple[float, float]:
     """Judge a pair in a process of its own; return seconds of the clock and of the processor."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    command = [sys.executable, "-m", "gradcheck_suite", "port", f"{__file__}:{name}", "--json", str(verdict)]
-    subprocess.run(command, env={**os.environ, CACHE_VARIABLE: str(store)}, check=True, capture_output=True)
+    command = [
+        sys.executable,
+        "-m",
+        "gradcheck_suite",
+        "port",
+        f"{__file__}:{name}",
+        "--json",
+        str(verdict),
+    ]
+    subprocess.run(
+        command, env={**os.environ, CACHE_VARIABLE: str(store)}, check=True, capture_output=True
+    )
     clock, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     return clock, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -135,7 +148,8 @@ def test_port(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         judged = json.loads(verdict.read_text())["results"][0]
         with capsys.disabled():
             seconds = (
-                f"{clock:.1f} s by the clock, {processor:.1f} s of the processor, {judged['seconds']:.1f} s to judge"
+                f"{clock:.1f} s by the clock, {processor:.1f} s of the processor,"
+                f" {judged['seconds']:.1f} s to judge"
             )
             print(f"\n{row}: {seconds}; {ALLOWED[row]:g} s are allowed; load {load:.1f}")
         assert judged["verdict"] == "holds"

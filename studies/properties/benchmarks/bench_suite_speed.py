@@ -1,18 +1,21 @@
 """How fast the suite is, against the plain way and against the floor, over the same drawn cases.
 
-Run it by itself, since it takes minutes: `pytest studies/properties/benchmarks/bench_suite_speed.py`. Other
-processes slow the plain way most: the last line says whether there were any.
+Run it by itself, since it takes minutes: `pytest
+studies/properties/benchmarks/bench_suite_speed.py`. Other processes slow the plain way most: the
+last line says whether there were any.
 
-- suite: `verify` as the command line calls it, drawing and judging included, with a second process that judges: with
-  nothing on disk (cold), with compiled programs on disk (warm) or in memory (steady). "In one process" is steady
-  without the second one. What processes import is not timed.
-- careful: what a careful user would write without the suite: the loop, and `jax.jit` of the whole model's gradient, one
-  function for all cases of the same model, with JAX's persistent compilation cache: with nothing on disk, and with the
-  programs of the same cases on disk.
+- suite: `verify` as the command line calls it, drawing and judging included, with a second process
+  that judges: with nothing on disk (cold), with compiled programs on disk (warm) or in memory
+  (steady). "In one process" is steady without the second one. What processes import is not timed.
+- careful: what a careful user would write without the suite: the loop, and `jax.jit` of the whole
+  model's gradient, one function for all cases of the same model, with JAX's persistent compilation
+  cache: with nothing on disk, and with the programs of the same cases on disk.
 - plain: the same with a new `jax.jit` for each case and no cache.
-- floor: the bare torch loop on a model just built, and the plain way's gradients, compiled by then; nothing compared.
+- floor: the bare torch loop on a model just built, and the plain way's gradients, compiled by then;
+  nothing compared.
 
-Where an optimizer moves the parameters, each of its steps has a gradient of its own, for the suite and the plain way.
+Where an optimizer moves the parameters, each of its steps has a gradient of its own, for the suite
+and the plain way.
 """
 
 from __future__ import annotations
@@ -89,7 +92,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _imports() -> None:
-    """Import what torch and JAX import at first use, such as `torch._dynamo`: whoever runs first would pay for it."""
+    """Import what torch and JAX import at first use, such as `torch._dynamo`: whoever runs first
+    would pay for it.
+    """
     torch.optim.SGD([torch.zeros(1)])
     jax.block_until_ready(jax.jit(jax.numpy.negative)(1.0))
 
@@ -115,7 +120,9 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, store: Path, second: ExitStack) -> N
     monkeypatch.setattr(programs, "PROGRAMS", programs.Programs())
     _forget_cases(monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(judge_process, "SERVE", "studies.properties.benchmarks.judge_with_few_references")
+        patch.setattr(
+            judge_process, "SERVE", "studies.properties.benchmarks.judge_with_few_references"
+        )
         process = second.enter_context(judge_process.second_process())
     assert process is not None
     process.wait()
@@ -131,8 +138,13 @@ def _suite() -> None:
     assert result.cases == CASES
 
 
-def _measure(benchmark: Any, name: str, run: Callable[[], None], setup: Callable[[], None], rounds: int) -> None:
-    """Time some rounds of a run; note the share of the processor in the round that had least of it."""
+def _measure(
+    benchmark: Any, name: str, run: Callable[[], None], setup: Callable[[], None], rounds: int
+) -> None:
+    """Time some rounds of a run.
+
+    Note the share of the processor in the round that had least of it.
+    """
 
     def timed() -> None:
         clock, began = time.perf_counter(), time.process_time()
@@ -157,11 +169,15 @@ def _others() -> str | None:
     )
 
 
-def test_suite_cold(benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Path, second: ExitStack) -> None:
+def test_suite_cold(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Path, second: ExitStack
+) -> None:
     _measure(benchmark, "suite, cold", _suite, lambda: _fresh(monkeypatch, store, second), rounds=1)
 
 
-def test_suite_warm(benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Path, second: ExitStack) -> None:
+def test_suite_warm(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Path, second: ExitStack
+) -> None:
     _measure(benchmark, "suite, warm", _suite, lambda: _fresh(monkeypatch, store, second), rounds=3)
 
 
@@ -174,15 +190,19 @@ def _whole(spec: ProblemSpec) -> Any:
     """Return the gradient of the whole model's loss, to be compiled."""
 
     def value(values: Any, batch: Any) -> Any:
-        return objective(spec.loss, jax_output(spec, values, batch), batch, np.ones(len(batch["x"])))
+        return objective(
+            spec.loss, jax_output(spec, values, batch), batch, np.ones(len(batch["x"]))
+        )
 
     return jax.grad(value)
 
 
 def _trained(instance: Instance) -> list[Any]:
-    """Run the loop; return the arguments of each gradient to be compared: the parameters of a step and its window.
+    """Run the loop; return the arguments of each gradient to be compared: the parameters of a step
+    and its window.
 
-    Where the optimizer leaves the parameters as they are, the windows of all epochs are those of the first.
+    Where the optimizer leaves the parameters as they are, the windows of all epochs are those of
+    the first.
     """
     assert instance.arrays is not None
     run, plan, arrays = instance.run(), instance.case.plan, instance.arrays
@@ -191,7 +211,9 @@ def _trained(instance: Instance) -> list[Any]:
     def note(*_: Any) -> None:
         items = plan.window_items(len(steps) % len(plan.windows))
         values = steps[0][0] if steps and instance.case.optimizer is None else _values(run.model)
-        steps.append((values, {name: array[items.start : items.stop] for name, array in arrays.items()}))
+        steps.append(
+            (values, {name: array[items.start : items.stop] for name, array in arrays.items()})
+        )
 
     handle = run.optimizer.register_step_pre_hook(note)
     LOOP(run)
@@ -200,7 +222,10 @@ def _trained(instance: Instance) -> list[Any]:
 
 
 def _plain(same_cases: list[Case], compiled: list[Any], *, shared: bool) -> None:
-    """Run the loop and the compiled gradient of each case; with `shared`, cases of one model have one function."""
+    """Run the loop and the compiled gradient of each case.
+
+    With `shared`, cases of one model have one function.
+    """
     functions: dict[Any, Any] = {}
     for case in same_cases:
         instance = generated_instance(case)
@@ -212,15 +237,22 @@ def _plain(same_cases: list[Case], compiled: list[Any], *, shared: bool) -> None
 
 
 @pytest.mark.parametrize("name", ["careful, cold", "careful, warm"])
-def test_careful(benchmark: Any, same_cases: list[Case], tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
-    """With every program in JAX's persistent cache, however short its compilation; the second run finds all of them."""
+def test_careful(
+    benchmark: Any, same_cases: list[Case], tmp_path_factory: pytest.TempPathFactory, name: str
+) -> None:
+    """With every program in JAX's persistent cache, however short its compilation.
+
+    The second run finds all of them.
+    """
     folder = tmp_path_factory.getbasetemp() / "jax"
     before = {option: getattr(jax.config, option) for option in PERSISTENT}
     for option, value in {**PERSISTENT, "jax_compilation_cache_dir": str(folder)}.items():
         jax.config.update(option, value)
     compilation_cache.reset_cache()
     try:
-        _measure(benchmark, name, lambda: _plain(same_cases, [], shared=True), jax.clear_caches, rounds=1)
+        _measure(
+            benchmark, name, lambda: _plain(same_cases, [], shared=True), jax.clear_caches, rounds=1
+        )
     finally:
         for option, value in before.items():
             jax.config.update(option, value)
@@ -230,7 +262,9 @@ def test_careful(benchmark: Any, same_cases: list[Case], tmp_path_factory: pytes
 
 def test_plain(benchmark: Any, same_cases: list[Case], compiled: list[Any]) -> None:
     jax.clear_caches()
-    _measure(benchmark, "plain", lambda: _plain(same_cases, compiled, shared=False), _nothing, rounds=1)
+    _measure(
+        benchmark, "plain", lambda: _plain(same_cases, compiled, shared=False), _nothing, rounds=1
+    )
 
 
 def _floor(compiled: list[Any]) -> None:
@@ -244,8 +278,11 @@ def test_floor(benchmark: Any, compiled: list[Any]) -> None:
     _measure(benchmark, "floor", lambda: _floor(compiled), _nothing, rounds=3)
 
 
-def _measure_beside_floor(benchmark: Any, name: str, setup: Callable[[], None], compiled: list[Any]) -> None:
-    """Time rounds of the suite, the floor before each and after the last, so that both meet the machine in one state.
+def _measure_beside_floor(
+    benchmark: Any, name: str, setup: Callable[[], None], compiled: list[Any]
+) -> None:
+    """Time rounds of the suite, the floor before each and after the last, so that both meet the
+    machine in one state.
 
     The speed of a shared machine changes within minutes by more than what is to be told apart.
     """
@@ -265,7 +302,11 @@ def _measure_beside_floor(benchmark: Any, name: str, setup: Callable[[], None], 
 
 
 def test_suite_steady(
-    benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Path, second: ExitStack, compiled: list[Any]
+    benchmark: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    store: Path,
+    second: ExitStack,
+    compiled: list[Any],
 ) -> None:
     _fresh(monkeypatch, store, second)
     _suite()
@@ -273,7 +314,11 @@ def test_suite_steady(
 
 
 def test_suite_in_one_process(
-    benchmark: Any, monkeypatch: pytest.MonkeyPatch, store: Path, second: ExitStack, compiled: list[Any]
+    benchmark: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    store: Path,
+    second: ExitStack,
+    compiled: list[Any],
 ) -> None:
     _fresh(monkeypatch, store, second)
     second.close()
@@ -288,7 +333,9 @@ def test_ratios(same_cases: list[Case], capsys: pytest.CaptureFixture[str]) -> N
     micro = Counter(len(case.plan.micro_batches) for case in same_cases)
     with capsys.disabled():
         print(f"\n{len(same_cases)} cases; layers: {dict(layers.most_common())}")
-        print(f"depth: {dict(sorted(depth.items()))}; micro-batches per epoch: {dict(sorted(micro.items()))}")
+        print(
+            f"depth: {dict(sorted(depth.items()))}; micro-batches per epoch: {dict(sorted(micro.items()))}"
+        )
         for name, seconds in SECONDS.items():
             per_case = 1e3 * seconds / CASES
             print(f"{name:>18}: {seconds:8.2f} s, {per_case:8.2f} ms per case")
@@ -301,5 +348,7 @@ def test_ratios(same_cases: list[Case], capsys: pytest.CaptureFixture[str]) -> N
             if a in SECONDS and b in SECONDS:
                 print(f"{a} / {b}: {SECONDS[a] / SECONDS[b]:.2f}")
         for name, ratio in RATIOS.items():
-            print(f"{name} / floor: {ratio:.2f}, the median of {ALTERNATED} rounds beside one another")
+            print(
+                f"{name} / floor: {ratio:.2f}, the median of {ALTERNATED} rounds beside one another"
+            )
         print(_others() or "The process had the machine to itself.")

@@ -1,4 +1,5 @@
-"""What each wrapper for several ranks communicates in a window, under each reset mode, beside its law.
+"""What each wrapper for several ranks communicates in a window, under each reset mode, beside its
+law.
 
     pytest studies/properties/benchmarks/bench_traffic.py --full [--bench-records DIR]
 

@@ -1,8 +1,10 @@
-"""What zeros do to a parameter that a window does not reach, and None does not: the table of the report.
+"""What zeros do to a parameter that a window does not reach, and None does not: the table of the
+report.
 
     pytest studies/properties/benchmarks/bench_zero_or_none.py [--bench-records DIR]
 
-Each optimizer and choice of settings becomes a record under `DIR/records/zero-or-none.jsonl`. Nothing is timed.
+Each optimizer and choice of settings becomes a record under `DIR/records/zero-or-none.jsonl`.
+Nothing is timed.
 """
 
 from __future__ import annotations

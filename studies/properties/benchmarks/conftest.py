@@ -1,4 +1,6 @@
-"""Options of the benchmarks, and the fixture that keeps what they measure as records for the report."""
+"""Options of the benchmarks, and the fixture that keeps what they measure as records for the
+report.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,26 @@ from studies.step_times import WAITING, device_info
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the benchmarks' options."""
     group = parser.getgroup("gradcheck-suite benchmarks")
-    group.addoption("--bench-device", choices=("cpu", "cuda"), default="cpu", help="where to measure (default cpu)")
     group.addoption(
-        "--bench-records", type=Path, metavar="DIR", help="append each row to DIR/records, which the report reads"
+        "--bench-device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where to measure (default cpu)",
+    )
+    group.addoption(
+        "--bench-records",
+        type=Path,
+        metavar="DIR",
+        help="append each row to DIR/records, which the report reads",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse to measure on a device that is not there."""
     if config.getoption("--bench-device") == "cuda" and not torch.cuda.is_available():
-        raise pytest.UsageError(f"--bench-device cuda: torch {torch.__version__} sees no CUDA device here")
+        raise pytest.UsageError(
+            f"--bench-device cuda: torch {torch.__version__} sees no CUDA device here"
+        )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -39,7 +51,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def compiles_long(item: pytest.Item) -> bool:
         name = item.nodeid.rpartition("::")[2]
-        return name.startswith("test_compiled") or (name.startswith("test_window_in_jax") and "many" in name)
+        return name.startswith("test_compiled") or (
+            name.startswith("test_window_in_jax") and "many" in name
+        )
 
     items.sort(key=compiles_long)
 
@@ -54,11 +68,17 @@ def _environment() -> dict[str, Any]:
 
 @pytest.fixture
 def keep(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Return a function that appends a finished benchmark, or a dict of figures, to the records asked for."""
+    """Return a function that appends a finished benchmark, or a dict of figures, to the records
+    asked for.
+    """
     reports: Path | None = request.config.getoption("--bench-records")
 
     def append(measured: Any, kind: str = "benchmark") -> None:
-        data = measured if isinstance(measured, dict) else {**measured.extra_info, **_seconds(measured)}
+        data = (
+            measured
+            if isinstance(measured, dict)
+            else {**measured.extra_info, **_seconds(measured)}
+        )
         # whether a process that waits for a GPU uses a processor depends on the driver
         disturbed = data["device"] == "cpu" and data.get("waiting", 0.0) > WAITING
         if disturbed:
@@ -70,21 +90,33 @@ def keep(request: pytest.FixtureRequest) -> Callable[..., None]:
                 f"the process waited for a processor in {data['waiting']:.0%} of the time, also when rounds were timed "
                 "again: nothing recorded. Run it on an idle machine; `--last-failed` repeats only such rows"
             )
-        found = {**_environment(), "device": device_info(request.config.getoption("--bench-device"))}
+        found = {
+            **_environment(),
+            "device": device_info(request.config.getoption("--bench-device")),
+        }
         append_record(reports, KINDS[kind], data, environment=found)
 
     return append
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Name the rows that other load disturbed: pytest-benchmark shows and writes them like the others."""
+    """Name the rows that other load disturbed: pytest-benchmark shows and writes them like the
+    others.
+    """
     for name in _DISTURBED:
-        terminalreporter.write_line(f"disturbed by other load, so that its times mean nothing: {name}")
+        terminalreporter.write_line(
+            f"disturbed by other load, so that its times mean nothing: {name}"
+        )
 
 
-def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
+def pytest_benchmark_update_machine_info(
+    config: pytest.Config, machine_info: dict[str, Any]
+) -> None:
     """Add the device, its driver and its libraries to what `--benchmark-json` says of the machine."""
-    machine_info["gradcheck_suite"] = {**_environment(), **device_info(config.getoption("--bench-device"))}
+    machine_info["gradcheck_suite"] = {
+        **_environment(),
+        **device_info(config.getoption("--bench-device")),
+    }
 
 
 def _seconds(benchmark: Any) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""The second process with few kept references, for `bench_suite_speed`: a round does not find those of the last one."""
+"""The second process with few kept references, for `bench_suite_speed`: a round does not find those
+of the last one.
+"""
 
 from __future__ import annotations
 

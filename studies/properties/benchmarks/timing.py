@@ -19,13 +19,18 @@ cached_flush = cache(flush)
 
 
 def time_rounds(
-    benchmark: Any, run: Callable[[], Any], *, device: str, rounds: int, setup: Callable[[], Any] = lambda: None
+    benchmark: Any,
+    run: Callable[[], Any],
+    *,
+    device: str,
+    rounds: int,
+    setup: Callable[[], Any] = lambda: None,
 ) -> Callable[[], None]:
     """Time rounds on the device's clock, then on the host's; return what prepares a round.
 
-    `benchmark.extra_info` gets `host`, the quartiles on the host's clock until the device has finished, and `waiting`,
-    the share of the time in which the process waited for a processor: more than next to nothing means that other
-    load disturbed the rounds.
+    `benchmark.extra_info` gets `host`, the quartiles on the host's clock until the device has
+    finished, and `waiting`, the share of the time in which the process waited for a processor: more
+    than next to nothing means that other load disturbed the rounds.
 
     Args:
         benchmark: pytest-benchmark's fixture.
@@ -42,24 +47,36 @@ def time_rounds(
 
     benchmark._timer = timer(device)
     pedantic(benchmark, run, prepare, rounds, device)
-    host = benchmark.stats.stats.data if device == "cpu" else timed(run, prepare, rounds, device, "host")
+    host = (
+        benchmark.stats.stats.data
+        if device == "cpu"
+        else timed(run, prepare, rounds, device, "host")
+    )
     benchmark.extra_info["host"] = asdict(quartiles(host))
     return prepare
 
 
-def pedantic(benchmark: Any, run: Callable[[], Any], prepare: Callable[[], Any], rounds: int, device: str) -> None:
-    """Time prepared rounds on the benchmark's timer, and note in `extra_info` how long the process waited.
+def pedantic(
+    benchmark: Any, run: Callable[[], Any], prepare: Callable[[], Any], rounds: int, device: str
+) -> None:
+    """Time prepared rounds on the benchmark's timer, and note in `extra_info` how long the process
+    waited.
 
-    On a CPU, rounds that other load disturbed are timed again, until they are not or were timed `ATTEMPTS` times.
+    On a CPU, rounds that other load disturbed are timed again, until they are not or were timed
+    `ATTEMPTS` times.
     """
     if not benchmark.enabled:
-        pytest.skip("pytest-benchmark is switched off (--benchmark-disable, or -n): there is nothing to measure")
+        pytest.skip(
+            "pytest-benchmark is switched off (--benchmark-disable, or -n): there is nothing to measure"
+        )
 
     def again() -> None:
         # pytest-benchmark times once in a test; none of its statistics have been read yet
         benchmark.stats.stats.data[:] = timed(run, prepare, rounds, device)
 
-    waiting = _waiting(lambda: benchmark.pedantic(run, setup=prepare, rounds=rounds, warmup_rounds=WARM))
+    waiting = _waiting(
+        lambda: benchmark.pedantic(run, setup=prepare, rounds=rounds, warmup_rounds=WARM)
+    )
     for _ in range(ATTEMPTS - 1):
         if device != "cpu" or waiting <= WAITING:
             break

@@ -1,6 +1,16 @@
-"""The architectures of transformers on which the bridge is tried, a module for each kind: rows of data."""
+"""The architectures of transformers on which the bridge is tried, a module for each kind: rows of
+data.
+"""
 
-from studies.tests.architectures import audio, decoders, encoders, mixtures, series, state_space, vision
+from studies.tests.architectures import (
+    audio,
+    decoders,
+    encoders,
+    mixtures,
+    series,
+    state_space,
+    vision,
+)
 
 ARCHITECTURES = {
     row.name: (module.KIND, row)

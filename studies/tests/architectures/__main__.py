@@ -1,4 +1,6 @@
-"""Write the table of `studies/docs/architectures.md` from the records: `python -m studies.tests.architectures`."""
+"""Write the table of `studies/docs/architectures.md` from the records: `python -m
+studies.tests.architectures`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ MARK = "<!-- the table, written by `python -m studies.tests.architectures` -->\n
 def table(reports: Path) -> str:
     """Return the tables of all kinds, from the latest record of each architecture."""
     found = [
-        record.data for record in latest(read_records(reports, KINDS["bridge"])[0], lambda d: (*_key(d), d["widened"]))
+        record.data
+        for record in latest(
+            read_records(reports, KINDS["bridge"])[0], lambda d: (*_key(d), d["widened"])
+        )
     ]
     known = [data for data in found if "kind" in data]
     wide = {_key(data): data for data in known if data["widened"]}

@@ -60,7 +60,11 @@ ARCHITECTURES = (
     Architecture("SEWForSequenceClassification", {**_WAVE, "squeeze_factor": 2}, sounds(64)),
     Architecture("UniSpeechForSequenceClassification", _WAVE, sounds(32)),
     Architecture("Wav2Vec2ForSequenceClassification", _WAVE, sounds(32)),
-    Architecture("Wav2Vec2ConformerForSequenceClassification", {**_WAVE, "conv_depthwise_kernel_size": 3}, sounds(32)),
+    Architecture(
+        "Wav2Vec2ConformerForSequenceClassification",
+        {**_WAVE, "conv_depthwise_kernel_size": 3},
+        sounds(32),
+    ),
     Architecture("WavLMForSequenceClassification", _WAVE, sounds(32)),
     Architecture("WhisperForConditionalGeneration", _WHISPER, _spoken),
     Architecture(

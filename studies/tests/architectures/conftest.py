@@ -1,4 +1,5 @@
-"""Records of how well the bridge agrees with torch on real architectures, which the report's table is made of.
+"""Records of how well the bridge agrees with torch on real architectures, which the report's table
+is made of.
 
 pytest studies/tests/architectures --full --bridge-records reports
 """
@@ -22,7 +23,9 @@ from tests.bridge.agreeing import Agreement
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that stores records."""
-    parser.addoption("--bridge-records", type=Path, metavar="DIR", help="append what was measured to DIR/records")
+    parser.addoption(
+        "--bridge-records", type=Path, metavar="DIR", help="append what was measured to DIR/records"
+    )
 
 
 def _model(model: torch.nn.Module, kind: str) -> dict[str, Any]:
@@ -41,7 +44,9 @@ def note_agreement(request: pytest.FixtureRequest) -> Callable[..., None]:
     """Return a function that records an agreement where that is asked for."""
     reports = request.config.getoption("--bridge-records", default=None)
 
-    def note(model: torch.nn.Module, kind: str, agreement: Agreement, *, widened: bool = False) -> None:
+    def note(
+        model: torch.nn.Module, kind: str, agreement: Agreement, *, widened: bool = False
+    ) -> None:
         if reports is None:
             return
         data = {

@@ -5,14 +5,23 @@ from __future__ import annotations
 from studies.tests.architectures.model import SMALL, SPECIAL, VOCABULARY, Architecture, text
 
 DECODER = {**SMALL, **SPECIAL, "num_key_value_heads": 2}
-_GPT2 = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32, **SPECIAL}
+_GPT2 = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 32,
+    **SPECIAL,
+}
 _HALF = {"head_dim": 4}
 
 KIND = "language, decoder"
 ARCHITECTURES = (
     Architecture("BioGptForCausalLM", {**SMALL, **SPECIAL}, text),
     Architecture(
-        "BloomForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 2, "n_head": 4, **SPECIAL}, text
+        "BloomForCausalLM",
+        {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 2, "n_head": 4, **SPECIAL},
+        text,
     ),
     Architecture("CodeGenForCausalLM", {**_GPT2, "rotary_dim": 4}, text),
     Architecture("CohereForCausalLM", DECODER, text),
@@ -46,7 +55,9 @@ ARCHITECTURES = (
         text,
     ),
     Architecture("NemotronForCausalLM", DECODER, text),
-    Architecture("OPTForCausalLM", {**SMALL, **SPECIAL, "ffn_dim": 24, "word_embed_proj_dim": 16}, text),
+    Architecture(
+        "OPTForCausalLM", {**SMALL, **SPECIAL, "ffn_dim": 24, "word_embed_proj_dim": 16}, text
+    ),
     Architecture("OlmoForCausalLM", DECODER, text),
     Architecture("Olmo2ForCausalLM", DECODER, text),
     Architecture("PersimmonForCausalLM", {**SMALL, **SPECIAL}, text),

@@ -36,7 +36,13 @@ _T5 = {
     "decoder_start_token_id": 0,
     "pad_token_id": 0,
 }
-_DEBERTA = {**SMALL, "pad_token_id": 0, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "num_labels": 5}
+_DEBERTA = {
+    **SMALL,
+    "pad_token_id": 0,
+    "relative_attention": True,
+    "pos_att_type": ["p2c", "c2p"],
+    "num_labels": 5,
+}
 
 KIND = "language, encoder"
 ARCHITECTURES = (
@@ -44,7 +50,9 @@ ARCHITECTURES = (
     Architecture("BartForConditionalGeneration", _BART, pairs),
     Architecture("BertForMaskedLM", SMALL, text),
     Architecture("CamembertForMaskedLM", {**SMALL, "pad_token_id": 0}, text),
-    Architecture("ConvBertForMaskedLM", {**SMALL, "embedding_size": 16, "conv_kernel_size": 3}, text),
+    Architecture(
+        "ConvBertForMaskedLM", {**SMALL, "embedding_size": 16, "conv_kernel_size": 3}, text
+    ),
     Architecture("DebertaForMaskedLM", _DEBERTA, text),
     Architecture("DebertaV2ForMaskedLM", {**_DEBERTA, "position_buckets": 8}, text),
     Architecture(
@@ -72,7 +80,9 @@ ARCHITECTURES = (
     Architecture("MarianMTModel", _BART, pairs),
     Architecture("MPNetForMaskedLM", SMALL, text),
     Architecture("ModernBertForMaskedLM", {**SMALL, "pad_token_id": 0, "local_attention": 4}, text),
-    Architecture("NystromformerForMaskedLM", {**SMALL, "num_landmarks": 7, "segment_means_seq_len": 7}, text),
+    Architecture(
+        "NystromformerForMaskedLM", {**SMALL, "num_landmarks": 7, "segment_means_seq_len": 7}, text
+    ),
     Architecture("PegasusForConditionalGeneration", _BART, pairs),
     Architecture("RobertaForMaskedLM", {**SMALL, "pad_token_id": 0}, text),
     Architecture("SqueezeBertForMaskedLM", {**SMALL, "embedding_size": 16}, text),

@@ -42,15 +42,29 @@ ARCHITECTURES = (
         experts="grouped_mm",
     ),
     Architecture(
-        "FlexOlmoForCausalLM", {**DECODER, "num_experts": 4, "num_experts_per_tok": 2}, text, experts="grouped_mm"
+        "FlexOlmoForCausalLM",
+        {**DECODER, "num_experts": 4, "num_experts_per_tok": 2},
+        text,
+        experts="grouped_mm",
     ),
-    Architecture("Glm4MoeForCausalLM", {**_DEEPSEEK, "num_key_value_heads": 2}, text, experts="grouped_mm"),
-    Architecture("GptOssForCausalLM", {**_LOCAL, "head_dim": 4, "sliding_window": 4}, text, experts="grouped_mm"),
+    Architecture(
+        "Glm4MoeForCausalLM", {**_DEEPSEEK, "num_key_value_heads": 2}, text, experts="grouped_mm"
+    ),
+    Architecture(
+        "GptOssForCausalLM",
+        {**_LOCAL, "head_dim": 4, "sliding_window": 4},
+        text,
+        experts="grouped_mm",
+    ),
     Architecture("GraniteMoeForCausalLM", _LOCAL, text, experts="grouped_mm"),
     Architecture("MixtralForCausalLM", _LOCAL, text, experts="batched_mm"),
     Architecture("OlmoeForCausalLM", _ROUTED, text, experts="grouped_mm"),
     Architecture(
-        "PhimoeForCausalLM", _LOCAL, text, experts="grouped_mm", refused="aten.exponential.default draws random numbers"
+        "PhimoeForCausalLM",
+        _LOCAL,
+        text,
+        experts="grouped_mm",
+        refused="aten.exponential.default draws random numbers",
     ),
     Architecture(
         "Qwen2MoeForCausalLM",

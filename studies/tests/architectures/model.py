@@ -31,7 +31,8 @@ class Architecture:
         batch: returns the arguments of the model, the labels among them.
         attention: implementation of attention; None where the class has only one.
         experts: implementation of a mixture's experts, where it has one.
-        refused: a pattern of the message where the bridge refuses the class's own loss; empty where it takes it.
+        refused: a pattern of the message where the bridge refuses the class's own loss; empty where
+            it takes it.
     """
 
     name: str
@@ -49,12 +50,16 @@ class Architecture:
         kind = getattr(transformers, self.name)
         config = _without_dropout(kind.config_class(**self.config))
         chosen = {"attn_implementation": self.attention, "experts_implementation": self.experts}
-        model = kind._from_config(config, **{name: value for name, value in chosen.items() if value is not None})
+        model = kind._from_config(
+            config, **{name: value for name, value in chosen.items() if value is not None}
+        )
         return model.double().train(), {name: _wide(value) for name, value in self.batch().items()}
 
 
 def _wide(value: Any) -> Any:
-    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    return (
+        value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    )
 
 
 def _without_dropout(config: Any) -> Any:

@@ -1,10 +1,11 @@
-"""Real architectures of transformers and torch.nn, small, with random weights: loss and gradients against torch's.
+"""Real architectures of transformers and torch.nn, small, with random weights: loss and gradients
+against torch's.
 
     pytest studies/tests/architectures --full --bridge-records reports
 
-Most language models compute their norms, rotary embeddings and losses in float32 whatever their own dtype. Such a model
-is held to torch twice: as it is, within what float32 leaves; and with every request for float32 answered by float64,
-within 1e-10.
+Most language models compute their norms, rotary embeddings and losses in float32 whatever their own
+dtype. Such a model is held to torch twice: as it is, within what float32 leaves; and with every
+request for float32 answered by float64, within 1e-10.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def _widened_loss(model: Any, batch: Any) -> torch.Tensor:
 
 @pytest.fixture
 def _experts_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let transformers use its own operation for products in groups: torch's has no kernel for float64."""
+    """Let transformers use its own operation for products in groups: torch's has no kernel for
+    float64.
+    """
     pytest.importorskip("transformers", reason="transformers is not installed")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     monkeypatch.setattr("transformers.integrations.moe._can_use_grouped_mm", lambda *_: False)
@@ -68,7 +71,9 @@ CARRIED = [name for name, (_, row) in ARCHITECTURES.items() if not row.refused]
 @pytest.mark.usefixtures("_experts_in_float64")
 @pytest.mark.parametrize("name", CARRIED)
 def test_an_architecture_in_its_own_dtypes_agrees_with_torch(name, note_agreement):
-    """Each operation in float32 may round once in torch and once in JAX: 2 roundoffs of the largest entry for each."""
+    """Each operation in float32 may round once in torch and once in JAX: 2 roundoffs of the largest
+    entry for each.
+    """
     kind, row = ARCHITECTURES[name]
     model, batch = row.made()
     note_agreement(model, kind, assert_agreement(model, _loss, batch, tolerance=_tolerance))

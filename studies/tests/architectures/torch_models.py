@@ -1,4 +1,6 @@
-"""torch.nn's own Transformer and LSTM, as the models around them are written: embeddings, padding, a head, a loss."""
+"""torch.nn's own Transformer and LSTM, as the models around them are written: embeddings, padding,
+a head, a loss.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class LSTM(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
         """Return the loss of a label for every token."""
-        return SimpleNamespace(loss=_cross_entropy(self.head(self.core(self.tokens(input_ids))[0]), labels))
+        return SimpleNamespace(
+            loss=_cross_entropy(self.head(self.core(self.tokens(input_ids))[0]), labels)
+        )
 
 
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,9 @@ def _segmented() -> Batch:
 KIND = "vision"
 ARCHITECTURES = (
     Architecture("BeitForImageClassification", VISION, images(8)),
-    Architecture("CLIPModel", {"text_config": _TEXT, "vision_config": VISION, "projection_dim": 8}, _captions),
+    Architecture(
+        "CLIPModel", {"text_config": _TEXT, "vision_config": VISION, "projection_dim": 8}, _captions
+    ),
     Architecture("ConvNextForImageClassification", {**_STAGES, "num_stages": 2}, images(16)),
     Architecture("ConvNextV2ForImageClassification", {**_STAGES, "num_stages": 2}, images(16)),
     Architecture("DeiTForImageClassification", VISION, images(8)),
@@ -126,7 +128,11 @@ ARCHITECTURES = (
         images(16),
         attention=None,
     ),
-    Architecture("ResNetForImageClassification", {**_STAGES, "embedding_size": 8, "layer_type": "basic"}, images(16)),
+    Architecture(
+        "ResNetForImageClassification",
+        {**_STAGES, "embedding_size": 8, "layer_type": "basic"},
+        images(16),
+    ),
     Architecture(
         "SegformerForSemanticSegmentation",
         {
@@ -139,7 +145,11 @@ ARCHITECTURES = (
         _segmented,
         attention=None,
     ),
-    Architecture("SiglipModel", {"text_config": {**_TEXT, "projection_size": 16}, "vision_config": VISION}, _captions),
+    Architecture(
+        "SiglipModel",
+        {"text_config": {**_TEXT, "projection_size": 16}, "vision_config": VISION},
+        _captions,
+    ),
     Architecture("SwinForImageClassification", _SWIN, images(16)),
     Architecture("Swinv2ForImageClassification", _SWIN, images(16)),
     Architecture("ViTForImageClassification", VISION, images(8)),

@@ -1,4 +1,6 @@
-"""The atlas: its rows on this machine are those on file, and the judge that compares two rows is right."""
+"""The atlas: its rows on this machine are those on file, and the judge that compares two rows is
+right.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,16 @@ environment.set_precision()
 RELU = next(point for point in POINTS if point.operation == "relu")
 
 
-def conventions(dtypes: tuple[str, ...], points: Sequence[Point] = POINTS) -> dict[str, dict[str, list[object]]]:
+def conventions(
+    dtypes: tuple[str, ...], points: Sequence[Point] = POINTS
+) -> dict[str, dict[str, list[object]]]:
     """Return what the file holds of some points, computed now."""
     found: dict[str, dict[str, list[object]]] = {}
     for row in run(points, dtypes):
-        found.setdefault(f"{row.point.operation} | {row.point.at}", {})[row.dtype] = [row.agree, row.convention]
+        found.setdefault(f"{row.point.operation} | {row.point.at}", {})[row.dtype] = [
+            row.agree,
+            row.convention,
+        ]
     return found
 
 
@@ -53,7 +60,9 @@ def conventions(dtypes: tuple[str, ...], points: Sequence[Point] = POINTS) -> di
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom:UserWarning")
 def test_every_row_is_what_the_tested_versions_gave(dtype: str) -> None:
-    """A new version of torch or JAX that changes a row is a finding: understand it, then write the file anew."""
+    """A new version of torch or JAX that changes a row is a finding: understand it, then write the
+    file anew.
+    """
     expected = json.loads(EXPECTED.read_text())
     assert len(expected) == len(POINTS)
     for name, rows in conventions((dtype,)).items():
@@ -67,7 +76,10 @@ def test_no_point_occurs_twice() -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_one_sided_derivatives_are_those_of_difference_quotients(side: str) -> None:
-    """The one-sided derivatives are written from mathematics; a quotient of torch's values is another way to them."""
+    """The one-sided derivatives are written from mathematics.
+
+    A quotient of torch's values is another way to them.
+    """
     step, held = (-1e-6 if side == "left" else 1e-6), 0
     for point in POINTS:
         if point.sides is None:
@@ -79,7 +91,10 @@ def test_one_sided_derivatives_are_those_of_difference_quotients(side: str) -> N
         value, beside = (float(point.torch(at).sum()) for at in (x, x + step))
         if not math.isfinite(value) or not math.isfinite(beside) or abs(beside - value) > 0.25:
             continue  # an overflow, or a jump
-        assert (beside - value) / step == pytest.approx(slope, abs=1e-4), (point.operation, point.at)
+        assert (beside - value) / step == pytest.approx(slope, abs=1e-4), (
+            point.operation,
+            point.at,
+        )
         held += 1
     assert held > 60
 
@@ -95,7 +110,9 @@ def test_the_catalogue_follows_torch_at_every_point() -> None:
         apply = kind.jax_apply
         assert apply is not None
         options = OPTIONS.get(point.operation, {})
-        planted.append(replace(point, jax=lambda x, apply=apply, options=options: apply(options, {}, x, {})))
+        planted.append(
+            replace(point, jax=lambda x, apply=apply, options=options: apply(options, {}, x, {}))
+        )
     assert len(planted) >= 25
     assert [row for row in run(planted, ("float64",)) if not row.agree] == []
 
@@ -120,16 +137,27 @@ def test_the_comparison_allows_rounding_and_no_more(dtype: str) -> None:
         (math.inf, 1e300, False),
     ],
 )
-def test_values_that_are_not_finite_agree_only_with_themselves(mine: float, other: float, same: bool) -> None:
+def test_values_that_are_not_finite_agree_only_with_themselves(
+    mine: float, other: float, same: bool
+) -> None:
     assert agrees(np.array([mine]), np.array([other]), "float64") is same
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (lambda x: jnp.where(x >= 0, x, 0.0), "torch: the left derivative, 0; JAX: the right derivative, 1"),
-        (lambda x: jnp.maximum(x, 0.0), "torch: the left derivative, 0; JAX: the mean of both sides, 0.5"),
-        (lambda x: jnp.where(x > 0, x, 0.0) + 1e-9, "both: the left derivative, 0, but the numbers differ"),
+        (
+            lambda x: jnp.where(x >= 0, x, 0.0),
+            "torch: the left derivative, 0; JAX: the right derivative, 1",
+        ),
+        (
+            lambda x: jnp.maximum(x, 0.0),
+            "torch: the left derivative, 0; JAX: the mean of both sides, 0.5",
+        ),
+        (
+            lambda x: jnp.where(x > 0, x, 0.0) + 1e-9,
+            "both: the left derivative, 0, but the numbers differ",
+        ),
         (lambda x: 0.3 * x, "torch: the left derivative, 0; JAX: 0.3, neither side"),
         (lambda x: jnp.sqrt(x * x) * jnp.nan, "torch: the left derivative, 0; JAX: NaN"),
     ],
@@ -162,7 +190,9 @@ def test_a_share_of_a_tie_is_named_by_where_it_goes() -> None:
     assert share(0.75, 0.25) == "shares [0.75, 0.25]"
 
 
-def test_the_command_prints_and_writes_the_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_and_writes_the_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     json_path, reports = tmp_path / "rows.json", tmp_path / "reports"
     assert main(["atlas", "abs", "--json", str(json_path), "--reports", str(reports)], PROGRAM) == 0
     printed = capsys.readouterr().out.splitlines()
@@ -172,7 +202,8 @@ def test_the_command_prints_and_writes_the_rows(tmp_path: Path, capsys: pytest.C
     ]
     rows = json.loads(json_path.read_text())["rows"]
     assert [row["dtype"] for row in rows] == list(DTYPES)
-    # the mathematics: |x| has the slopes -1 and 1 at 0, of which torch takes the mean and JAX the right one
+    # the mathematics: |x| has the slopes -1 and 1 at 0, of which torch takes the mean and JAX the
+    # right one
     assert rows[0] == {
         "operation": "abs",
         "point": "x = 0",

@@ -12,7 +12,9 @@ from studies import calibration
 
 def linear(reduction: str) -> ProblemSpec:
     return ProblemSpec(
-        Input("vector", size=2), (Layer("linear", features=1, bias=False),), Loss("mse", reduction=reduction)
+        Input("vector", size=2),
+        (Layer("linear", features=1, bias=False),),
+        Loss("mse", reduction=reduction),
     )
 
 

@@ -32,7 +32,13 @@ def _run(case: Case, **settings):
 def test_sound_loops_are_counted_and_none_is_blamed(dtype):
     tally = _run(CASE.replace(dtype=dtype))
     assert tally.alarms == []
-    assert tally.checks == tally.judged == len(STEPS_FREE) == tally.layers["linear"] == tally.losses["mse"]
+    assert (
+        tally.checks
+        == tally.judged
+        == len(STEPS_FREE)
+        == tally.layers["linear"]
+        == tally.losses["mse"]
+    )
     assert set(tally.loops) == STEPS_FREE
     # two elements, two windows
     assert tally.elements == 4 * tally.checks
@@ -87,7 +93,9 @@ def test_a_loop_that_is_not_sound_is_blamed():
             run.optimizer.zero_grad()
 
     tally = _run(CASE, loops={"dropping": dropping})
-    assert [(a["loop"], a["diagnosis"]) for a in tally.alarms] == [("dropping", "dropped-micro-batch")]
+    assert [(a["loop"], a["diagnosis"]) for a in tally.alarms] == [
+        ("dropping", "dropped-micro-batch")
+    ]
 
 
 def test_what_cannot_be_judged_is_counted_with_its_reason():
@@ -117,7 +125,9 @@ def test_other_rules_are_given_the_gradient_of_the_step(name):
 
 @pytest.mark.usefixtures("only_linear")
 def test_chunks_are_the_same_again_and_no_two_alike():
-    first, again, other, seed = (draw_cases("float32", *c) for c in ((0, 12, 1), (0, 12, 1), (1, 12, 1), (0, 12, 2)))
+    first, again, other, seed = (
+        draw_cases("float32", *c) for c in ((0, 12, 1), (0, 12, 1), (1, 12, 1), (0, 12, 2))
+    )
     assert first == again
     assert len(first) == 12
     digests = [{drawn.case.digest for drawn in chunk} for chunk in (first, other, seed)]

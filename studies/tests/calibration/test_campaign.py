@@ -35,7 +35,10 @@ def test_chunks_go_through_the_dtypes_in_turn_and_come_to_what_was_asked(done):
     into = _count()
     assert done == [(dtype, chunk, limit) for chunk, limit in ((0, 1000), (1, 1000), (2, 250))
                     for dtype in SETTINGS.dtypes]  # fmt: skip
-    assert {dtype: tally.checks for dtype, tally in into.items()} == {"float64": 2250, "bfloat16": 2250}
+    assert {dtype: tally.checks for dtype, tally in into.items()} == {
+        "float64": 2250,
+        "bfloat16": 2250,
+    }
 
 
 @pytest.mark.usefixtures("only_linear")
@@ -59,12 +62,18 @@ def test_a_small_campaign_from_end_to_end():
 
 
 def test_a_rule_counts_as_better_only_without_false_alarms():
-    sizes = {OURS: {"3": 10}, **{rule: {"2": 10} for rule in RIVALS}, "NNSmith 1e-2/1e-3": {"5": 10}}
+    sizes = {
+        OURS: {"3": 10},
+        **{rule: {"2": 10} for rule in RIVALS},
+        "NNSmith 1e-2/1e-3": {"5": 10},
+    }
     data = {
         "alarms": {"float32": Tally(checks=10).to_json()},
         "curves": {"float32": {"cases": 10, "skipped": {}, "smallest": {"everywhere": sizes}}},
     }
-    assert better(data) == ["float32, everywhere: NNSmith 1e-2/1e-3 finds 3.1e-02, the bound 1.2e-01"]
+    assert better(data) == [
+        "float32, everywhere: NNSmith 1e-2/1e-3 finds 3.1e-02, the bound 1.2e-01"
+    ]
     data["alarms"]["float32"]["rivals"] = {"NNSmith 1e-2/1e-3": 1}
     assert better(data) == []
     sizes[OURS] = {"-1": 10}

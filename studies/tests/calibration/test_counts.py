@@ -61,7 +61,9 @@ def test_spreads_add_up_and_survive_json():
 
 
 def _tally() -> Tally:
-    tally = Tally(checks=5, cases=1, elements=40, skipped=Counter({"why": 2}), alarms=[{"loop": "zero_"}])
+    tally = Tally(
+        checks=5, cases=1, elements=40, skipped=Counter({"why": 2}), alarms=[{"loop": "zero_"}]
+    )
     tally.note_ratio({"linear"}, 0.25)
     tally.layers["linear"] += 1
     tally.rivals["NNSmith 1e-2/1e-3"] += 1
@@ -78,7 +80,13 @@ def test_a_tally_survives_json():
 def test_tallies_add_up():
     total = _tally()
     total.add(_tally())
-    assert (total.checks, total.judged, total.cases, total.elements, total.autocast) == (10, 6, 2, 80, 2)
+    assert (total.checks, total.judged, total.cases, total.elements, total.autocast) == (
+        10,
+        6,
+        2,
+        80,
+        2,
+    )
     assert total.alarms == [{"loop": "zero_"}] * 2
     assert total.skipped == Counter({"why": 4})
     assert sum(total.over["linear"].counts) == sum(total.over[""].counts) == 2
@@ -100,10 +108,14 @@ def test_the_size_found_in_99_percent_leaves_one_case_in_a_hundred():
 
 
 @pytest.mark.parametrize(("found", "cases"), [(1000, 1000), (990, 1000), (198, 200), (25, 25)])
-def test_the_lower_bound_is_where_the_counted_share_is_at_the_95_percent_quantile_of_the_score(found, cases):
+def test_the_lower_bound_is_where_the_counted_share_is_at_the_95_percent_quantile_of_the_score(
+    found, cases
+):
     low, share = surely(found / cases, cases), found / cases
     assert low < share
-    assert (share - low) / math.sqrt(low * (1 - low) / cases) == pytest.approx(NormalDist().inv_cdf(0.95))
+    assert (share - low) / math.sqrt(low * (1 - low) / cases) == pytest.approx(
+        NormalDist().inv_cdf(0.95)
+    )
 
 
 def test_curves_add_up_and_survive_json():

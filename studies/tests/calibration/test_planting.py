@@ -1,4 +1,7 @@
-"""Planted errors are as large as they say, where they say; what finds them is what arithmetic says."""
+"""Planted errors are as large as they say, where they say.
+
+What finds them is what arithmetic says.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,9 @@ def test_what_no_gradient_of_the_dtype_can_hold_is_rounded_away(dtype, digits):
 
 
 def _window(allowed: float) -> SimpleNamespace:
-    """A window whose bound is a share of the largest element, and whose large batch has no error at all."""
+    """A window whose bound is a share of the largest element, and whose large batch has no error at
+    all.
+    """
     bound = np.full(6, allowed * 4.0)
     return SimpleNamespace(
         bound=SimpleNamespace(large_batch=GRADIENT),
@@ -73,14 +78,19 @@ def _window(allowed: float) -> SimpleNamespace:
 
 
 def test_each_rule_finds_what_is_above_its_tolerance():
-    found = smallest_found(_sound(dtype="float32"), _window(0.01), _directions_of("the largest element"))
-    assert found == {
-        OURS: 6,  # 2**-6 is 0.016, 2**-7 is 0.008
-        "torch.testing.assert_close": 18,  # 4 s above 4 * 1.3e-6 + 1e-5: s above 3.80e-6, and 2**-18 is 3.81e-6
-        "chex.assert_trees_all_close": 19,  # s above 1e-6
-        "twice the reference's rmse": 23,  # anything that float32 can hold, since the large batch is exact
-        "NNSmith 1e-2/1e-3": 6,  # s above 1e-2 + 2.5e-4
-    }
+    found = smallest_found(
+        _sound(dtype="float32"), _window(0.01), _directions_of("the largest element")
+    )
+    assert (
+        found
+        == {
+            OURS: 6,  # 2**-6 is 0.016, 2**-7 is 0.008
+            "torch.testing.assert_close": 18,  # 4 s above 4 * 1.3e-6 + 1e-5: s above 3.80e-6, and 2**-18 is 3.81e-6
+            "chex.assert_trees_all_close": 19,  # s above 1e-6
+            "twice the reference's rmse": 23,  # anything that float32 can hold, since the large batch is exact
+            "NNSmith 1e-2/1e-3": 6,  # s above 1e-2 + 2.5e-4
+        }
+    )
 
 
 def _directions_of(place: str) -> np.ndarray:
@@ -88,7 +98,9 @@ def _directions_of(place: str) -> np.ndarray:
 
 
 def test_an_error_that_no_size_up_to_1_shows_is_never_found():
-    found = smallest_found(_sound(dtype="float32"), _window(1.01), _directions_of("the largest element"))
+    found = smallest_found(
+        _sound(dtype="float32"), _window(1.01), _directions_of("the largest element")
+    )
     assert found[OURS] == NEVER
 
 
@@ -97,5 +109,7 @@ def test_a_size_counts_only_with_all_larger_ones():
     window = _window(0.01)
     blind = np.array([6.0])
     sighted = window.compare
-    window.compare = lambda v: worst_difference(v[:0], v[:0], v[:0]) if v[5] == blind[0] else sighted(v)
+    window.compare = lambda v: (
+        worst_difference(v[:0], v[:0], v[:0]) if v[5] == blind[0] else sighted(v)
+    )
     assert smallest_found(_sound(), window, _directions_of("the largest element"))[OURS] == 0

@@ -1,1 +1,3 @@
-"""The ledger, by hand and against torch's own instruments, and the measurements that the benchmarks use."""
+"""The ledger, by hand and against torch's own instruments, and the measurements that the benchmarks
+use.
+"""

@@ -1,7 +1,8 @@
-"""A CUDA device played by a queue: work runs in order on the device's clock, while the host's clock goes on.
+"""A CUDA device played by a queue: work runs in order on the device's clock, while the host's clock
+goes on.
 
-An event that the device has not reached cannot be read, durations come in milliseconds, and memory is handed out when
-the host asks for it, as `torch.cuda` does it.
+An event that the device has not reached cannot be read, durations come in milliseconds, and memory
+is handed out when the host asks for it, as `torch.cuda` does it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,11 @@ class Device:
     def _add(self, size: int) -> None:
         for kind in ("requested", "allocated", "reserved"):
             current, peak = f"{kind}_bytes.all.current", f"{kind}_bytes.all.peak"
-            rounded = size if kind == "requested" else (1 if size > 0 else -1) * (-(-abs(size) // 512) * 512)
+            rounded = (
+                size
+                if kind == "requested"
+                else (1 if size > 0 else -1) * (-(-abs(size) // 512) * 512)
+            )
             self.stats[current] += rounded
             self.stats[peak] = max(self.stats[peak], self.stats[current])
 

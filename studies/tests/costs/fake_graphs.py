@@ -1,7 +1,9 @@
-"""CUDA graphs played on the CPU: a capture records operations with their tensors, a replay runs them on these tensors.
+"""CUDA graphs played on the CPU: a capture records operations with their tensors, a replay runs
+them on these tensors.
 
-As on a GPU, a replay runs no Python: what a reset does to `.grad` during the capture is not done again, and results go
-to the memory in which they were at the capture. Streams only note who waited for whom.
+As on a GPU, a replay runs no Python: what a reset does to `.grad` during the capture is not done
+again, and results go to the memory in which they were at the capture. Streams only note who waited
+for whom.
 """
 
 from __future__ import annotations

@@ -53,7 +53,10 @@ def test_a_host_clock_that_does_not_wait_sees_the_launch_alone(monkeypatch):
 
 
 def test_an_event_that_the_device_has_not_reached_has_no_time(monkeypatch):
-    """`DeviceStamp` waits for its event; without that the fake, as CUDA, refuses to tell the time."""
+    """`DeviceStamp` waits for its event.
+
+    Without that the fake, as CUDA, refuses to tell the time.
+    """
     device = fake_cuda.install(monkeypatch)
     start = DeviceStamp()
     device.launch(WORK)
@@ -71,7 +74,8 @@ def test_overlapping_kernels_keep_the_device_busy_once():
     def event(start, end, kind=DeviceType.CUDA):
         return SimpleNamespace(device_type=kind, time_range=SimpleNamespace(start=start, end=end))
 
-    # 0 to 10 and 5 to 12 overlap, 20 to 21 stands alone; the operation's own event on the host counts for nothing
+    # 0 to 10 and 5 to 12 overlap, 20 to 21 stands alone; the operation's own event on the host
+    # counts for nothing
     events = [event(0, 10), event(5, 12), event(20, 21), event(0, 100, DeviceType.CPU)]
     assert device_work(events) == (3, pytest.approx(13e-6))
 
@@ -79,10 +83,16 @@ def test_overlapping_kernels_keep_the_device_busy_once():
 def test_the_wait_at_the_end_and_the_profilers_own_cost_are_no_operations():
     def event(key, host, device=0.0, kind=DeviceType.CPU):
         return SimpleNamespace(
-            key=key, count=1, device_type=kind, self_cpu_time_total=host, self_device_time_total=device
+            key=key,
+            count=1,
+            device_type=kind,
+            self_cpu_time_total=host,
+            self_device_time_total=device,
         )
 
-    kernel = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float> >(int)"
+    kernel = (
+        "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float> >(int)"
+    )
     kept = ["aten::fill_", "Optimizer.zero_grad#AdamW.zero_grad", "autograd::engine::evaluate_function: MmBackward0",
             "MmBackward0"]  # fmt: skip
     averages = [event(kept[0], 1.0, 900.0), *(event(name, 10.0 - i) for i, name in enumerate(kept[1:])),

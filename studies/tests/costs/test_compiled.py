@@ -22,7 +22,9 @@ def _nothing_compiled_before_or_after():
 @pytest.mark.parametrize("mode", ["zero_", "set_to_none"])
 @pytest.mark.parametrize("part", PARTS)
 def test_graphs(part, mode):
-    run = training(part, RESET_MODES[mode], Size(100, "few"), 2, "cpu", compiled=True, backend="eager")
+    run = training(
+        part, RESET_MODES[mode], Size(100, "few"), 2, "cpu", compiled=True, backend="eager"
+    )
     made = []
     for _ in range(EXPERTS + 1):
         run()
@@ -33,7 +35,15 @@ def test_graphs(part, mode):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.full
 def test_a_released_expert_costs_a_version_each_turn():
-    run = training(PARTS[3], RESET_MODES["set_to_none"], Size(100, "few"), 1, "cpu", compiled=True, backend="eager")
+    run = training(
+        PARTS[3],
+        RESET_MODES["set_to_none"],
+        Size(100, "few"),
+        1,
+        "cpu",
+        compiled=True,
+        backend="eager",
+    )
     for turn in range(EXPERTS):
         run()
         assert graphs() == min(turn + 1, VERSIONS)

@@ -18,7 +18,9 @@ NEVER = replace(RESET_MODES["zero_"], reset=lambda parameters, optimizer: None)
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("mode", BENCHMARKED, ids=lambda mode: mode.name)
-def test_only_a_release_between_replays_takes_the_gradients_away(monkeypatch, mode, place, micro_batches):
+def test_only_a_release_between_replays_takes_the_gradients_away(
+    monkeypatch, mode, place, micro_batches
+):
     fake_graphs.install(monkeypatch)
     captured = CapturedWindow(mode, place, SMALL, micro_batches, "cpu")
     assert captured.finding() == ("None" if mode.releases and place == PLACES[1] else "right")

@@ -1,4 +1,6 @@
-"""The window in JAX under each reset mode: torch's gradients and work, and the buffers that a program may take."""
+"""The window in JAX under each reset mode: torch's gradients and work, and the buffers that a
+program may take.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,16 @@ def _torchs_gradients():
 
 
 def _is_torchs(found):
-    return all(np.allclose(a, b, rtol=1e-5) for a, b in zip(found, _torchs_gradients(), strict=True))
+    return all(
+        np.allclose(a, b, rtol=1e-5) for a, b in zip(found, _torchs_gradients(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("mode", JAX_MODES)
 def test_every_window_has_torchs_gradients_and_matrix_products(mode):
     program, run = _window(mode)
-    # two layers: two products forward, two for the weights' gradients, one for the gradient between the layers
+    # two layers: two products forward, two for the weights' gradients, one for the gradient between
+    # the layers
     assert sum(" dot(" in line for line in program.as_text().splitlines()) == 5
     assert _is_torchs(run())
     assert _is_torchs(run())
@@ -68,6 +73,8 @@ def test_a_program_that_takes_the_old_sums_buffer_says_so(mode):
 def test_buffers_that_are_not_taken_are_told(monkeypatch):
     """Planted fault: JAX drops an argument whose values nobody reads, and with it the donation."""
     jit = jax.jit
-    monkeypatch.setattr(compiled_steps.jax, "jit", lambda f, donate_argnums, keep_unused: jit(f, donate_argnums=0))
+    monkeypatch.setattr(
+        compiled_steps.jax, "jit", lambda f, donate_argnums, keep_unused: jit(f, donate_argnums=0)
+    )
     jitted = compiled_window("jax_scan_carry", SMALL, K, "float32", jax.devices("cpu")[0])[0]
     assert memory_bytes(jitted)["alias"] == 0

@@ -22,7 +22,10 @@ from studies.workload import Size
         ([320 * CHUNK], 1),
         ([320 * CHUNK + 1], 2),
         ([CHUNK + 1] * 160, 2),  # 110 tensors fill the first launch
-        ([3 * CHUNK] * 107, 2),  # 321 blocks: the last tensor's last chunk goes into a second launch
+        (
+            [3 * CHUNK] * 107,
+            2,
+        ),  # 321 blocks: the last tensor's last chunk goes into a second launch
         ([319 * CHUNK, 2 * CHUNK, 1], 2),
     ],
 )
@@ -37,7 +40,15 @@ def test_large_arguments_hold_seven_times_as_much():
 
 @pytest.mark.parametrize(
     ("elements", "itemsize", "launches"),
-    [(0, 4, 0), (1, 4, 1), (2**29, 4, 1), (2**29 + 1, 4, 2), (2**30, 2, 1), (2**30 + 1, 2, 2), (2**31, 4, 4)],
+    [
+        (0, 4, 0),
+        (1, 4, 1),
+        (2**29, 4, 1),
+        (2**29 + 1, 4, 2),
+        (2**30, 2, 1),
+        (2**30 + 1, 2, 2),
+        (2**31, 4, 4),
+    ],
 )
 def test_a_fill_is_halved_until_its_offsets_fit_32_bits(elements, itemsize, launches):
     assert fill_launches(elements, itemsize) == launches

@@ -1,4 +1,5 @@
-"""The ledger against torch's own instruments: the profiler's record of every allocation, and the memory tracker.
+"""The ledger against torch's own instruments: the profiler's record of every allocation, and the
+memory tracker.
 
 Where all count the same thing they agree to the byte. Where they do not, a test says why.
 """
@@ -44,8 +45,12 @@ def _train(model, optimizer, batches, *, set_to_none):
 
 
 def _allocations(run):
-    """Return what the profiler saw: (bytes, names of the operations around it), negative where memory was freed."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    """Return what the profiler saw: (bytes, names of the operations around it), negative where
+    memory was freed.
+    """
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
         run()
     found = []
 
@@ -70,7 +75,12 @@ def _peak(sizes):
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_allocations_frees_and_peak_are_the_profilers_to_the_byte(set_to_none):
     model, optimizer, batches = _parts("sgd")
-    sizes = [size for size, _ in _allocations(lambda: _train(model, optimizer, batches, set_to_none=set_to_none))]
+    sizes = [
+        size
+        for size, _ in _allocations(
+            lambda: _train(model, optimizer, batches, set_to_none=set_to_none)
+        )
+    ]
     model, optimizer, batches = _parts("sgd")
     with Ledger(model, optimizer) as ledger:
         before = sum(ledger.live.values())
@@ -104,7 +114,9 @@ def test_the_peak_is_the_memory_trackers_to_the_byte(optimizer, set_to_none):
 
 
 def _both(make, train):
-    """Return the profiler's allocations and a ledger over the same training, each on parameters of its own."""
+    """Return the profiler's allocations and a ledger over the same training, each on parameters of
+    its own.
+    """
     parameters = make()
     seen = _allocations(lambda: train(*parameters))
     parameters = make()
@@ -114,25 +126,34 @@ def _both(make, train):
 
 
 def test_python_numbers_become_tensors_inside_an_operation():
-    """On the CPU `p * 3.0` allocates 8 bytes for the number and 4 for its conversion; no dispatch mode sees them."""
+    """On the CPU `p * 3.0` allocates 8 bytes for the number and 4 for its conversion.
+
+    No dispatch mode sees them.
+    """
     seen, ledger = _both(lambda: [torch.nn.Parameter(torch.ones(5))], lambda p: p.detach() * 3.0)
     assert sorted(size for size, _ in seen) == [4, 8, 20]
     assert ledger.total().allocated == 20
 
 
 def test_a_product_copies_operands_without_the_right_strides():
-    """`mm` copies an expanded operand for itself and frees the copy: 36 bytes more at its peak than the ledger's."""
+    """`mm` copies an expanded operand for itself and frees the copy: 36 bytes more at its peak than
+    the ledger's.
+    """
     expanded = torch.ones(1).expand(3, 3)
-    seen, ledger = _both(lambda: [torch.nn.Parameter(torch.ones(3, 3))], lambda p: p.detach() @ expanded)
+    seen, ledger = _both(
+        lambda: [torch.nn.Parameter(torch.ones(3, 3))], lambda p: p.detach() @ expanded
+    )
     assert sorted(size for size, _ in seen) == [36, 36]
     assert any("aten::clone" in names for _, names in seen)
     assert ledger.total().allocated == 36
 
 
 def test_under_a_dispatch_mode_autograd_sums_out_of_place():
-    """A finding about torch: to watch autograd with a dispatch mode changes what it does, in memory, not in value.
+    """A finding about torch: to watch autograd with a dispatch mode changes what it does, in
+    memory, not in value.
 
-    The contributions to a tensor that is used twice are summed in place, unless a dispatch mode is on.
+    The contributions to a tensor that is used twice are summed in place, unless a dispatch mode is
+    on.
     """
 
     def train(p):
@@ -150,7 +171,9 @@ def test_under_a_dispatch_mode_autograd_sums_out_of_place():
 
 @pytest.mark.parametrize(("micro_batches", "additions"), [(1, 0), (4, 3)])
 def test_the_additions_to_a_gradient_are_the_same_without_the_ledger(micro_batches, additions):
-    """The profiler, which changes nothing, sees as many additions, and no copy: the first gradient is taken."""
+    """The profiler, which changes nothing, sees as many additions, and no copy: the first gradient
+    is taken.
+    """
 
     def train(p):
         for _ in range(micro_batches):
@@ -171,13 +194,20 @@ def test_the_additions_to_a_gradient_are_the_same_without_the_ledger(micro_batch
 
 @cache
 def _row(mode, micro_batches):
-    """Return what `studies.memory` prints of a mode, with the CPU's allocator in the place of CUDA's."""
+    """Return what `studies.memory` prints of a mode, with the CPU's allocator in the place of
+    CUDA's.
+    """
     size = Size(20_000, "few")
     work = sized_workload(RESET_MODES[mode], size, micro_batches)
     peak, window = window_memory(work)
     kept = window["gradients"][-1]
     most = kept + 4 * size.total + _peak([each for each, _ in _allocations(work.window)])
-    about = {"parameters": size.total, "tensors": size.tensors, "dtype": "float32", "micro_batches": micro_batches}
+    about = {
+        "parameters": size.total,
+        "tensors": size.tensors,
+        "dtype": "float32",
+        "micro_batches": micro_batches,
+    }
     allocator = {"requested_peak": most, "allocated_peak": most}
     return {**about, "peak": peak, "gradients_between": kept, "allocator": allocator}
 
@@ -193,7 +223,9 @@ def test_a_peak_that_is_four_bytes_off_is_told():
     row = _row("zero_", 1)
     allocator = {**row["allocator"], "requested_peak": row["allocator"]["requested_peak"] + 4}
     with pytest.raises(AssertionError, match="requested="):
-        assert_peaks_differ_as_counted({**row, "allocator": allocator}, _row("set_to_none", 1), "zero_")
+        assert_peaks_differ_as_counted(
+            {**row, "allocator": allocator}, _row("set_to_none", 1), "zero_"
+        )
 
 
 def test_the_copy_in_a_matrix_product_is_told(monkeypatch):

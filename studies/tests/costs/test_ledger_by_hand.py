@@ -1,7 +1,7 @@
 """Small cases in which every number was worked out by hand.
 
-Linear(2, 3) in float32 on 4 items: the input is 32 bytes, the weight 24, the bias 12, the output 48, the loss 4. The
-gradients G are 36 bytes in 2 tensors.
+Linear(2, 3) in float32 on 4 items: the input is 32 bytes, the weight 24, the bias 12, the output
+48, the loss 4. The gradients G are 36 bytes in 2 tensors.
 """
 
 from __future__ import annotations
@@ -43,17 +43,26 @@ def zeroed():
 
 
 def test_the_forward(zeroed):
-    # addmm reads bias, input and weight and writes the output, sum reads that; the transposed weight is a view
-    once = MemoryTraffic(operations=2, views=1, read=BIAS + INPUT + WEIGHT + OUTPUT, written=OUTPUT + SCALAR)
+    # addmm reads bias, input and weight and writes the output, sum reads that; the transposed
+    # weight is a view
+    once = MemoryTraffic(
+        operations=2, views=1, read=BIAS + INPUT + WEIGHT + OUTPUT, written=OUTPUT + SCALAR
+    )
     seen = zeroed.total("forward", window=0)
-    assert (seen.operations, seen.views, seen.read, seen.written) == (4, 2, 2 * once.read, 2 * once.written)
+    assert (seen.operations, seen.views, seen.read, seen.written) == (
+        4,
+        2,
+        2 * once.read,
+        2 * once.written,
+    )
     # of the two storages that each forward makes, the output is free before the forward is over
     assert (seen.allocated, seen.freed) == (2 * (OUTPUT + SCALAR), 2 * OUTPUT)
     assert zeroed.operations("forward") == {"addmm": 4, "sum": 4}
 
 
 def test_the_backward(zeroed):
-    # the loss's gradient is expanded to the output's shape: the product with the input and the sum over items read it
+    # the loss's gradient is expanded to the output's shape: the product with the input and the sum
+    # over items read it
     seen = zeroed.total("backward", window=0)
     assert zeroed.operations("backward", window=0) == {"mm": 2, "sum": 2}
     assert seen.read == 2 * ((OUTPUT + INPUT) + OUTPUT)
@@ -97,7 +106,8 @@ def test_the_peaks(zeroed):
     # output and loss are alive at the end of a forward; gradients as well, once there are any
     assert zeroed.peak("forward", window=0).bytes == G + G + OUTPUT + SCALAR
     assert zeroed.peak("forward", window=0).by_category[ACTIVATIONS] == OUTPUT + SCALAR
-    # the loss, its gradient, and one after the other the weight's and the bias's new gradients beside the sums
+    # the loss, its gradient, and one after the other the weight's and the bias's new gradients
+    # beside the sums
     backward = zeroed.peak("backward", "accumulate", window=1)
     assert backward.bytes in (G + G + 2 * SCALAR + WEIGHT, G + G + 2 * SCALAR + G)
     assert zeroed.peak().bytes == zeroed.peak("forward").bytes
@@ -167,11 +177,17 @@ def _recorded(operation):
         (lambda a, b: a.expand(3, 5).sum(), MemoryTraffic(1, 1, 3 * V, 8, 8, 8)),
         (lambda a, b: torch._foreach_zero_([a, b]), MemoryTraffic(1, 0, 0, 2 * V)),
         (lambda a, b: torch._foreach_add_([a, b], [b, a]), MemoryTraffic(1, 0, 2 * V, 2 * V)),
-        (lambda a, b: torch._foreach_mul([a, b], 2.0), MemoryTraffic(1, 0, 2 * V, 2 * V, 2 * V, 2 * V)),
+        (
+            lambda a, b: torch._foreach_mul([a, b], 2.0),
+            MemoryTraffic(1, 0, 2 * V, 2 * V, 2 * V, 2 * V),
+        ),
         (lambda a, b: torch.stack([a, b]), MemoryTraffic(1, 0, 2 * V, 2 * V, 2 * V, 2 * V)),
         (lambda a, b: a[0].item(), MemoryTraffic(1, 1, 8, 0)),
         (lambda a, b: torch.tensor(2.0), MemoryTraffic(0, 1, 0, 0, 4, 4)),
-        (lambda a, b: torch.where(a > 0, a, b), MemoryTraffic(2, 0, V + (5 + 2 * V), 5 + V, 5 + V, 5 + V)),
+        (
+            lambda a, b: torch.where(a > 0, a, b),
+            MemoryTraffic(2, 0, V + (5 + 2 * V), 5 + V, 5 + V, 5 + V),
+        ),
     ],
 )
 def test_one_operation(operation, expected):

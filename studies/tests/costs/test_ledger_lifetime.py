@@ -17,7 +17,11 @@ from gradcheck_suite.run.instance import generated_instance
 from studies.compiled_steps import record
 from studies.ledger import Ledger
 
-SPEC = ProblemSpec(Input("vector", size=2), (Layer("linear", features=3, bias=True),), Loss("mse", reduction="mean"))
+SPEC = ProblemSpec(
+    Input("vector", size=2),
+    (Layer("linear", features=3, bias=True),),
+    Loss("mse", reduction="mean"),
+)
 CASE = Case(SPEC, Plan((1, 2, 1, 2), 2))
 SPARSE = ProblemSpec(
     Input("tokens", length=3, padded=False, vocabulary=5),
@@ -31,7 +35,10 @@ SPARSE = ProblemSpec(
 
 
 def _nothing_is_on():
-    hooks = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
+    hooks = (
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+    )
     return not _get_current_dispatch_mode_stack() and not any(hooks)
 
 
@@ -43,7 +50,9 @@ def test_a_recorded_case_leaves_nothing_on():
 
 def test_a_case_a_trial_and_a_run_give_the_same_ledger():
     instance = generated_instance(CASE)
-    ledgers = [record(MODES["set_to_none"], subject) for subject in (CASE, instance, instance.run())]
+    ledgers = [
+        record(MODES["set_to_none"], subject) for subject in (CASE, instance, instance.run())
+    ]
     assert len({str(ledger.total()) for ledger in ledgers}) == 1
     assert len({ledger.peak().bytes for ledger in ledgers}) == 1
 
@@ -124,7 +133,9 @@ def test_neither_ledger_nor_tensors_are_kept_alive():
         assert [r() for r in (*gradients, *storages)] == [None] * 4
         assert [r() for r in parameters] == [None] * 2
         live = ledger.live
-        assert live["gradients"] == live["optimizer state"] == 72  # (2 * 3 + 3) float64, counted at the end
+        assert (
+            live["gradients"] == live["optimizer state"] == 72
+        )  # (2 * 3 + 3) float64, counted at the end
         del ledger
         assert gone() is None
     finally:
@@ -156,7 +167,9 @@ def test_an_abandoned_ledger_is_not_kept_by_what_it_watches():
 
 
 def test_a_sparse_gradient_is_refused():
-    with pytest.raises(UsageError, match=r"layout torch.sparse_coo and shape \(5, 2\).*use dense gradients"):
+    with pytest.raises(
+        UsageError, match=r"layout torch.sparse_coo and shape \(5, 2\).*use dense gradients"
+    ):
         record(MODES["zero_"], Case(SPARSE, Plan((2, 2), 2)))
     assert _nothing_is_on()
 
@@ -177,7 +190,11 @@ def test_phases_are_checked():
     ledger = Ledger()
     with pytest.raises(UsageError, match="outside `with ledger:`"), ledger.phase("step"):
         pass
-    with ledger, pytest.raises(UsageError, match=r"must be one of reset, forward.*got 'steps'"), ledger.phase("steps"):
+    with (
+        ledger,
+        pytest.raises(UsageError, match=r"must be one of reset, forward.*got 'steps'"),
+        ledger.phase("steps"),
+    ):
         pass
     with pytest.raises(UsageError, match="got 'rest'"):
         ledger.total("rest")

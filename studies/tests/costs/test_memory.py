@@ -18,12 +18,21 @@ from studies.reset_modes import BENCHMARKED, RESET_MODES
 from studies.tests.costs import fake_cuda
 from studies.workload import BATCH, Size, build, sized_workload, workload
 
-ASKED = {"parameters": 2_000_000, "layout": "few", "micro_batches": 2, "dtype": "float32", "device": "cpu"}
+ASKED = {
+    "parameters": 2_000_000,
+    "layout": "few",
+    "micro_batches": 2,
+    "dtype": "float32",
+    "device": "cpu",
+}
 
 
 @pytest.mark.parametrize(("mode", "kept"), [("zero_", 8_000_000), ("set_to_none", 0)])
 def test_gradients_between_steps_are_all_or_none(mode, kept):
-    """Two weights of 1,000 x 1,000 float32: 8 MB; the peak is weights, sums and a fresh gradient of one of them."""
+    """Two weights of 1,000 x 1,000 float32: 8 MB.
+
+    The peak is weights, sums and a fresh gradient of one of them.
+    """
     found = json.loads(main(json.dumps({**ASKED, "mode": mode})))
     assert found["gradients_between"] == kept
     assert found["between"] == 8_000_000 + kept
@@ -46,16 +55,18 @@ def test_a_process_of_its_own_counts_resident_pages():
 
 
 def _peaks(monkeypatch, *, reset=None, warm=True):
-    """Return what is counted of windows that allocate 3,000 bytes, after one with 9,000; inputs have 1,000.
+    """Return what is counted of windows that allocate 3,000 bytes, after one with 9,000.
 
-    The first window of the process makes a workspace of 500 bytes.
+    Inputs have 1,000. The first window of the process makes a workspace of 500 bytes.
     """
     device = fake_cuda.install(monkeypatch)
     if reset is not None:
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
     first = SimpleNamespace(window=lambda: device.allocate(500) if warm else None)
     monkeypatch.setattr(memory, "sized_workload", lambda *size, **about: first)
-    baseline = memory.allocator_baseline(RESET_MODES["zero_"], Size(100, "few"), "cuda", torch.float32)
+    baseline = memory.allocator_baseline(
+        RESET_MODES["zero_"], Size(100, "few"), "cuda", torch.float32
+    )
     device.allocate(1000)
     if not warm:
         device.allocate(500)
@@ -86,13 +97,16 @@ def test_a_baseline_before_the_first_window_misses_the_workspace(monkeypatch):
 
 
 @pytest.mark.parametrize(("micro_batches", "rows"), [(1, 1), (4, 0)])
-def test_zeroing_raises_the_peak_by_one_fresh_gradient_unless_micro_batches_are_added(micro_batches, rows):
+def test_zeroing_raises_the_peak_by_one_fresh_gradient_unless_micro_batches_are_added(
+    micro_batches, rows
+):
     """Of a model of a thousand million parameters, on tensors without data.
 
-    With one micro-batch, zeroing has its peak at the last layer, the first of a backward: both zeroed gradients are
-    alive, the fresh gradient of one weight, and the layer's output (BATCH rows). A release has its peak at the first
-    layer: two fresh gradients are alive, and that output no longer. With several micro-batches both modes have zeroed
-    or partly summed gradients alive at the last layer.
+    With one micro-batch, zeroing has its peak at the last layer, the first of a backward: both
+    zeroed gradients are alive, the fresh gradient of one weight, and the layer's output (BATCH
+    rows). A release has its peak at the first layer: two fresh gradients are alive, and that output
+    no longer. With several micro-batches both modes have zeroed or partly summed gradients alive at
+    the last layer.
     """
     size = Size(10**9, "few")
     with FakeTensorMode():
@@ -103,7 +117,9 @@ def test_zeroing_raises_the_peak_by_one_fresh_gradient_unless_micro_batches_are_
     assert zero - none == rows * (size.width + BATCH) * size.width * 4
 
 
-@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="torch for CPUs has no fake tensors on CUDA")
+@pytest.mark.skipif(
+    not torch.backends.cuda.is_built(), reason="torch for CPUs has no fake tensors on CUDA"
+)
 @pytest.mark.parametrize("mode", BENCHMARKED, ids=lambda mode: mode.name)
 def test_a_model_is_built_and_reset_on_a_gpu_without_one(mode):
     """No backward: autograd asks for a real device."""

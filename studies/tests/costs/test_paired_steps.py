@@ -1,4 +1,6 @@
-"""Paired steps: that a mode made slower is found, and that a disturbed measurement is told and repeated."""
+"""Paired steps: that a mode made slower is found, and that a disturbed measurement is told and
+repeated.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,17 @@ SMALL = Size(100, "few")
 
 
 class Clock:
-    """A clock on which only resets take time; the process computes all of it, or waits for a processor."""
+    """A clock on which only resets take time.
+
+    The process computes all of it, or waits for a processor.
+    """
 
     def __init__(self, monkeypatch, resets, waiting=lambda: False):
         self.now = self.used = 0.0
         for name, seconds in resets.items():
-            monkeypatch.setitem(RESET_MODES, name, replace(RESET_MODES[name], reset=self._spending(name, seconds)))
+            monkeypatch.setitem(
+                RESET_MODES, name, replace(RESET_MODES[name], reset=self._spending(name, seconds))
+            )
         self.waiting = waiting
         times = SimpleNamespace(perf_counter=lambda: self.now, process_time=lambda: self.used)
         monkeypatch.setattr(paired_steps, "time", times)
@@ -61,7 +68,9 @@ def test_modes_that_take_the_same_time_differ_in_no_pair(monkeypatch):
 
 @pytest.mark.parametrize(("busy", "attempts"), [(1, 2), (ATTEMPTS, ATTEMPTS)])
 def test_a_measurement_in_which_the_process_waited_is_repeated(monkeypatch, busy, attempts):
-    """Planted fault: another process holds the processor during the first measurements, or during all of them."""
+    """Planted fault: another process holds the processor during the first measurements, or during
+    all of them.
+    """
     measurements = 0
     Clock(monkeypatch, {"zero_": 0.5, "set_to_none": 0.25}, waiting=lambda: measurements <= busy)
     in_turn = paired_steps._in_turn
@@ -93,6 +102,8 @@ def test_a_process_that_sleeps_while_it_waits_for_a_gpu_is_not_disturbed():
 
 @pytest.mark.parametrize(("spread", "told"), [(0.49, False), (0.51, True)])
 def test_differences_without_a_centre_are_told(spread, told):
-    """The middle half of five values, two below and two above, spans twice their distance from the median."""
+    """The middle half of five values, two below and two above, spans twice their distance from the
+    median.
+    """
     saved = [-spread, -spread / 2, 0.0, spread / 2, spread]
     assert (disturbance([StepTime(1.0, 1.0, 1.0)] * 10, saved) is not None) == told

@@ -26,7 +26,9 @@ def per_window(loop):
 def test_a_window_takes_what_the_law_of_its_wrapper_says():
     names = ["all_reduce/zero_", "ddp/zero_", "fsdp2/zero_"]
     rows = traffic_rows(names)
-    assert [(row.loop, row.accumulation_steps) for row in rows] == [(name, k) for name in names for k in (1, 4)]
+    assert [(row.loop, row.accumulation_steps) for row in rows] == [
+        (name, k) for name in names for k in (1, 4)
+    ]
     assert [row.observed for row in rows] == [row.predicted for row in rows]
 
 
@@ -36,16 +38,23 @@ def test_every_reset_mode_communicates_as_its_wrapper_does():
     assert len(rows) == 2 * len(RANK_LOOPS)
     assert [row.observed for row in rows] == [row.predicted for row in rows]
     assert [row.observed for row in traffic_rows(["fsdp2/zero_grad"], ranks=3)] == [
-        {"all-reduce": (2, 16), "all-gather": (k, 40 * k), "reduce-scatter": (1, 120)} for k in (1, 4)
+        {"all-reduce": (2, 16), "all-gather": (k, 40 * k), "reduce-scatter": (1, 120)}
+        for k in (1, 4)
     ]
 
 
 @pytest.mark.full
 def test_a_right_loop_that_reduces_at_every_micro_batch_holds_and_its_traffic_is_said():
     once = WINDOW_LEFT + COUNT
-    assert per_window(rank_loops.reduces_every_micro_batch) == [(3, once + GRADIENTS), (6, once + 4 * GRADIENTS)]
+    assert per_window(rank_loops.reduces_every_micro_batch) == [
+        (3, once + GRADIENTS),
+        (6, once + 4 * GRADIENTS),
+    ]
     result = verify(
-        rank_loops.reduces_every_micro_batch, examples=2, ranks=2, assumes=("even-ranks", "dense-gradients")
+        rank_loops.reduces_every_micro_batch,
+        examples=2,
+        ranks=2,
+        assumes=("even-ranks", "dense-gradients"),
     )
     assert result.holds
     assert result.traffic == (

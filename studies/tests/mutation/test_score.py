@@ -7,7 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from mutation.score import TARGETS, Mutant, Tried, explained, path, report, stale, unexplained, write_report
+from mutation.score import (
+    TARGETS,
+    Mutant,
+    Tried,
+    explained,
+    path,
+    report,
+    stale,
+    unexplained,
+    write_report,
+)
 from mutation.statements import Code, changed_statement
 from tests.docs.pages import ROOT
 
@@ -45,7 +55,12 @@ def reasons(tmp_path):
 
 @pytest.mark.parametrize(
     ("before", "after", "lines"),
-    [("!= k", "< k", [4, 5]), ("return 1", "return 2", [6]), ("+= 1", "-= 1", [7]), ("= 7", "= 8", [])],
+    [
+        ("!= k", "< k", [4, 5]),
+        ("return 1", "return 2", [6]),
+        ("+= 1", "-= 1", [7]),
+        ("= 7", "= 8", []),
+    ],
 )
 def test_formatting_does_not_change_the_statement(before, after, lines):
     formatted = ast.unparse(ast.parse(SOURCE))
@@ -92,20 +107,29 @@ def test_every_kept_reason_is_about_a_statement_that_is_there():
 
 
 def test_the_score_leaves_out_what_is_explained(reasons):
-    """Of a.py's three mutants two are killed and one is explained; b.py's only one survives: 2 of 3 in all."""
+    """Of a.py's three mutants two are killed and one is explained.
+
+    B.py's only one survives: 2 of 3 in all.
+    """
     assert unexplained(A + B, reasons) == B
-    text = report({"a": Tried("abc", 7, 30, "", A), "b": Tried("abd", 7, 5, "", B)}, reasons, "8.7.0")
+    text = report(
+        {"a": Tried("abc", 7, 30, "", A), "b": Tried("abd", 7, 5, "", B)}, reasons, "8.7.0"
+    )
     assert "| `a` | 30 | 3 | 2 | 1 | 1 | 0 | 100.0% | abc |" in text
     assert "| `b` | 5 | 1 | 0 | 0 | 0 | 1 | 0.0% | abd |" in text
     assert "| all | 35 | 4 | 2 | 1 | 1 | 1 | 66.7% |" in text
     assert "at most 3 mutants of each module, of seed 7;" in text
     assert "- `b.py`: `x = 1` became `x = 2` (not executed)" in text
     long = replace(B[0], statement="f(" + 500 * "a" + ", 1)", changed="f(" + 500 * "a" + ", 2)")
-    assert "a, 1)...` became `...aaa" in report({"b": Tried("abd", 7, 5, "", [long])}, reasons, "8.7.0")
+    assert "a, 1)...` became `...aaa" in report(
+        {"b": Tried("abd", 7, 5, "", [long])}, reasons, "8.7.0"
+    )
     said = report({"b": Tried("abd", 7, 5, "", [long])}, {long.key: "both do"}, "8.7.0")
     assert "a, 1)...`: both do\n  - `...aaa" in said
     assert "- `a.py`: `if short != k:`: no window is longer\n  - `if short < k:`\n" in text
-    assert "no window is longer" not in report({"a": Tried("abc", 7, 30, "", A[1:])}, reasons, "8.7.0")
+    assert "no window is longer" not in report(
+        {"a": Tried("abc", 7, 30, "", A[1:])}, reasons, "8.7.0"
+    )
 
 
 def test_every_target_and_its_tests_are_there():
@@ -121,6 +145,8 @@ def test_a_module_alone_does_not_rewrite_the_report_of_all(tmp_path, reasons, ca
     tried = {target: Tried("abc", 7, 5, "", B) for target in TARGETS}
     write_report(file, {first: tried[first]}, reasons, "8.7.0")
     assert file.read_text(encoding="utf-8") == "of all"
-    assert capsys.readouterr().out == f"README.md stays as it is: not tried here: {', '.join(rest)}\n"
+    assert (
+        capsys.readouterr().out == f"README.md stays as it is: not tried here: {', '.join(rest)}\n"
+    )
     write_report(file, tried, reasons, "8.7.0")
     assert file.read_text(encoding="utf-8") == report(tried, reasons, "8.7.0")

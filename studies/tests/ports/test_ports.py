@@ -1,4 +1,6 @@
-"""The zoo of ports: its table names what its functions plant, and each fault is found, each equal form left alone."""
+"""The zoo of ports: its table names what its functions plant, and each fault is found, each equal
+form left alone.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ import pytest
 from gradcheck_suite.port.causes import CAUSES
 from gradcheck_suite.port.result import PortFinding, PortResult
 from studies.ports.planted import TABLE, Truth
-from studies.ports.scoreboard import Row, label, largest_difference, line, run, summary, tolerances, variants
+from studies.ports.scoreboard import (
+    Row,
+    label,
+    largest_difference,
+    line,
+    run,
+    summary,
+    tolerances,
+    variants,
+)
 from studies.ports.zoo import ARCHITECTURES
 
 PAIRS = {label(*pair): pair for pair in variants(ARCHITECTURES.values())}
@@ -41,7 +52,12 @@ def row(*findings: tuple[str, str], truth: Truth | None = EPSILON, **changes: ob
 def test_a_right_name_counts_at_the_right_place_only():
     right, elsewhere = row(("norm", "eps")), row(("head", "eps"))
     assert (right.placed, right.named, right.misleading, right.passed) == (True, True, False, True)
-    assert (elsewhere.placed, elsewhere.named, elsewhere.misleading, elsewhere.passed) == (False, False, True, False)
+    assert (elsewhere.placed, elsewhere.named, elsewhere.misleading, elsewhere.passed) == (
+        False,
+        False,
+        True,
+        False,
+    )
     assert "MISLEADING, place?" in line(elsewhere)
 
 

@@ -19,7 +19,9 @@ from tests.docs.pages import ROOT
 
 PAGE = ROOT / "studies" / "docs" / "ports-in-public-code.md"
 FOUND = architectures()
-needs_flax = pytest.mark.skipif(lacking("flax-0.12.8") is not None, reason="needs this release of flax")
+needs_flax = pytest.mark.skipif(
+    lacking("flax-0.12.8") is not None, reason="needs this release of flax"
+)
 
 
 def test_a_fault_has_a_place_causes_of_the_table_and_a_truth_and_an_equal_pair_none():
@@ -57,7 +59,8 @@ def test_a_row_of_the_page_is_written_over_the_old_one(tmp_path: Path):
     write_row(page, Row("flax-0.12.8/gru-cell", None, PortResult("x", (found,)), 2.0, usual=False))
     write_row(page, Row("transformers-4.49.0/bert", None, "refused: why", 1.0, usual=True))
     first = (
-        "| flax-0.12.8/gru-cell | differs | `missing-bias` at `model` | no recurrent bias of the new gate | fails | 2 |"
+        "| flax-0.12.8/gru-cell | differs | `missing-bias` at `model`"
+        " | no recurrent bias of the new gate | fails | 2 |"
     )
     second = "| transformers-4.49.0/bert | refused: why |  | equal | passes | 1 |"
     assert page.read_text() == f"| pair |\n| --- |\n{first}\n{second}\n\nend\n"
@@ -71,14 +74,19 @@ def test_the_bias_that_flax_has_not_is_found():
 @needs_flax
 @pytest.mark.parametrize("bias", [0.0, 1.0])
 def test_that_bias_is_all_that_differs(bias):
-    """The truth of the row by numbers alone: both cells are one function exactly where torch's bias is zero."""
+    """The truth of the row by numbers alone: both cells are one function exactly where torch's bias
+    is zero.
+    """
     pair = FOUND["flax-0.12.8"].pair("gru-cell")
     module = pair["module"].double()
     module.model.bias_hh.data[-4:] = bias
     state = {name: value.numpy() for name, value in module.state_dict().items()}
     with jax.enable_x64(True), torch.no_grad():
         inputs = [np.asarray(a, np.float64) for a in pair["inputs"]]
-        ours, theirs = module(*map(torch.as_tensor, inputs)), pair["apply"](pair["load"](state), *inputs)
+        ours, theirs = (
+            module(*map(torch.as_tensor, inputs)),
+            pair["apply"](pair["load"](state), *inputs),
+        )
     assert (np.abs(ours.numpy() - np.asarray(theirs)).max() < 1e-12) == (bias == 0)
 
 

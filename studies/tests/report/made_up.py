@@ -8,7 +8,17 @@ from studies.report.build import CONTENTS
 from tests.page import made_up
 from tests.page.made_up import EVIL, counterexample, verdict
 
-__all__ = ["EVIL", "benchmark", "build", "calibration", "claim", "counterexample", "fill", "record", "verdict"]
+__all__ = [
+    "EVIL",
+    "benchmark",
+    "build",
+    "calibration",
+    "claim",
+    "counterexample",
+    "fill",
+    "record",
+    "verdict",
+]
 
 
 def build(reports):
@@ -72,6 +82,9 @@ def calibration(reports, *, alarms=0):
              "chex.assert_trees_all_close": {"11": 200}, "twice the reference's rmse": {"-1": 3, "8": 197},
              "NNSmith 1e-2/1e-3": {"2": 200}}  # fmt: skip
     curve = {"cases": 200, "skipped": {}, "smallest": {"everywhere": found}}
-    coverage = {"layers": {"reached": 1, "missing": ["gru"]}, "losses": {"reached": 2, "missing": []}}
+    coverage = {
+        "layers": {"reached": 1, "missing": ["gru"]},
+        "losses": {"reached": 2, "missing": []},
+    }
     record(reports, "calibration", asked={}, alarms={"float16": tally}, curves={"float16": curve}, loops=20,
             coverage=coverage)  # fmt: skip

@@ -54,7 +54,9 @@ def test_the_drawing_of_a_kept_gradient_is_what_torch_does(name):
 
 
 def test_the_memory_of_both_modes_has_one_scale_and_one_axis_of_operations():
-    spec = window_memory_plot({"zero_": {"gradients": [2**20, 2**21]}, "None": {"gradients": [0, 2**22]}})
+    spec = window_memory_plot(
+        {"zero_": {"gradients": [2**20, 2**21]}, "None": {"gradients": [0, 2**22]}}
+    )
     for axis, domain in (("x", [0, 2]), ("y", [0, 4.0])):
         scales = [panel["layer"][0]["encoding"][axis]["scale"] for panel in spec["hconcat"]]
         assert [scale["domain"] for scale in scales] == [domain, domain]
@@ -69,10 +71,22 @@ def test_a_reset_mode_has_one_colour_in_every_plot_and_nothing_else_has_it():
         return dict(zip(found["domain"], found["range"], strict=True))
 
     plots = [
-        times_plot([{"x": 1, "y": 1, "mode": m, "layout": "few"} for m in ("zero_grad", "zero_")], x="x", y="y"),
-        times_plot([{"x": 1, "y": 1, "mode": m, "layout": "few"} for m in ("set_to_none", "zero_")], x="x", y="y"),
-        peaks_plot([{"setting": "s", "mode": m, "MiB": 1.0} for m in ("set_to_none", "zero_", "zero_grad")]),
-        bars_plot([{"group": "g", "name": m, "value": 1.0, "text": "1"} for m in ("None", "zero_")]),
+        times_plot(
+            [{"x": 1, "y": 1, "mode": m, "layout": "few"} for m in ("zero_grad", "zero_")],
+            x="x",
+            y="y",
+        ),
+        times_plot(
+            [{"x": 1, "y": 1, "mode": m, "layout": "few"} for m in ("set_to_none", "zero_")],
+            x="x",
+            y="y",
+        ),
+        peaks_plot(
+            [{"setting": "s", "mode": m, "MiB": 1.0} for m in ("set_to_none", "zero_", "zero_grad")]
+        ),
+        bars_plot(
+            [{"group": "g", "name": m, "value": 1.0, "text": "1"} for m in ("None", "zero_")]
+        ),
         charts.unused_parameter_plot(),
         charts.kept_gradient_plot(),
     ]
@@ -88,7 +102,9 @@ def test_a_reset_mode_has_one_colour_in_every_plot_and_nothing_else_has_it():
 
 def test_what_is_thinner_than_a_line_has_no_entry_in_the_legend():
     def legend(other):
-        spec = window_memory_plot({"zero_": {"gradients": [100], "other": [other], "optimizer state": [50]}})
+        spec = window_memory_plot(
+            {"zero_": {"gradients": [100], "other": [other], "optimizer state": [50]}}
+        )
         return spec["hconcat"][0]["layer"][0]["encoding"]["color"]["scale"]["domain"]
 
     assert legend(1) == ["gradients", "optimizer state"]
@@ -97,7 +113,9 @@ def test_what_is_thinner_than_a_line_has_no_entry_in_the_legend():
 
 def test_ratios_and_their_intervals_are_within_the_axis():
     rows = [{"size": "1 M", "setting": "s", "ratio": 0.9, "low": 0.5, "high": 1.6}]
-    domains = [layer["encoding"]["y"].get("scale", {}).get("domain") for layer in ratio_plot(rows)["layer"]]
+    domains = [
+        layer["encoding"]["y"].get("scale", {}).get("domain") for layer in ratio_plot(rows)["layer"]
+    ]
     assert domains == [None, [0.5, 1.6], [0.5, 1.6]]
 
 
@@ -131,5 +149,7 @@ def test_text_has_the_contrast_that_wcag_asks_for(palette):
                "link": ("card",), **{name: ("card", f"{name}-soft") for name in ("good", "bad", "warn")}}  # fmt: skip
     for ink, shades in grounds.items():
         for ground in shades:
-            high, low = sorted((_luminance(palette[ink]), _luminance(palette[ground])), reverse=True)
+            high, low = sorted(
+                (_luminance(palette[ink]), _luminance(palette[ground])), reverse=True
+            )
             assert (high + 0.05) / (low + 0.05) >= 4.5, (ink, ground)

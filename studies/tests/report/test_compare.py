@@ -10,12 +10,22 @@ from studies.records import KINDS
 from studies.tests.report.made_up import benchmark, claim, fill, record, verdict
 
 HOLDS = {"verdict": "holds", "violation": None}
-LEAKS = {"verdict": "violated", "violation": {"kind": "gradient", "diagnosis": "tail-leak", "explanation": "it leaks"}}
+LEAKS = {
+    "verdict": "violated",
+    "violation": {"kind": "gradient", "diagnosis": "tail-leak", "explanation": "it leaks"},
+}
 BUG = {"name": "no-reset", "found": 2, "runs": 2, "rightly_named": 2}
 MEMORY = {
     "mode": "zero_", "device": "cpu", "dtype": "float32", "parameters": 10, "layout": "few", "micro_batches": 4,
 }  # fmt: skip
-STEP = {"measures": "step", "device": "cpu", "dtype": "float32", "parameters": 10, "items": 1, "micro_batches": 8}
+STEP = {
+    "measures": "step",
+    "device": "cpu",
+    "dtype": "float32",
+    "parameters": 10,
+    "items": 1,
+    "micro_batches": 8,
+}
 TRAINER = {"trainer": "mine", "version": "1.0", "question": "sum loss"}
 MODEL = {"architecture": "GPT2", "version": "5", "widened": True, "allowed": 1e-6}
 POINT = {"operation": "relu", "point": "x = 0", "dtype": "float64", "torch": 0.0}
@@ -73,7 +83,11 @@ def test_changed_verdicts_and_times_are_told_and_others_are_not(tmp_path, capsys
         benchmark(folder, "zero_", 1.0 + median / 20)  # within a tenth
         benchmark(folder, "set_to_none", median)
         claim(folder, "C1.1", verdict="confirmed" if folder == old else "refuted")
-    violation = {"kind": "gradient", "diagnosis": "mean-of-means", "explanation": "means are averaged"}
+    violation = {
+        "kind": "gradient",
+        "diagnosis": "mean-of-means",
+        "explanation": "means are averaged",
+    }
     verdict(old, "worse")
     verdict(new, "worse")
     verdict(new, "worse", state="violated", violation=violation)

@@ -10,9 +10,21 @@ from studies.tests.report.made_up import build
 
 
 def _record(reports, measures, *, environment=None, **data):
-    shared = {"measures": measures, "device": "cpu", "dtype": "float32", "parameters": 1000, "layout": "few"}
+    shared = {
+        "measures": measures,
+        "device": "cpu",
+        "dtype": "float32",
+        "parameters": 1000,
+        "layout": "few",
+    }
     made_on = environment or {}
-    append_record(reports, KINDS["benchmark"], {**shared, **data}, environment=made_on, command=f"bench {measures}")
+    append_record(
+        reports,
+        KINDS["benchmark"],
+        {**shared, **data},
+        environment=made_on,
+        command=f"bench {measures}",
+    )
 
 
 def _section(reports, key):
@@ -49,22 +61,43 @@ def test_the_main_cost_of_a_slow_reset_is_the_fill_or_the_calls(tmp_path):
         "aten::fill_ x1, 22 us",
     )
     # 700 us beyond the fill, in 100 calls
-    assert zero[4:9] == (pytest.approx(1 / 3), pytest.approx(5 / 12), 100, pytest.approx(7), "overhead")
+    assert zero[4:9] == (
+        pytest.approx(1 / 3),
+        pytest.approx(5 / 12),
+        100,
+        pytest.approx(7),
+        "overhead",
+    )
     assert "a copy read and wrote 10.0 GB/s together" in table.note
-    assert "wrote 8.0 to 9.0 GB/s; the C library's memset, on one thread, wrote 30.0 GB/s." in table.note
+    assert (
+        "wrote 8.0 to 9.0 GB/s; the C library's memset, on one thread, wrote 30.0 GB/s."
+        in table.note
+    )
 
 
 def test_the_peak_of_a_window_in_jax_stands_beside_torchs(tmp_path):
-    """Without a donated buffer the old sum of 2 MiB and the new one are alive; the temporaries have 1 MiB."""
+    """Without a donated buffer the old sum of 2 MiB and the new one are alive.
+
+    The temporaries have 1 MiB.
+    """
     parts = {"argument": 5 * 2**20, "output": 2 * 2**20, "temp": 2**20}
     window = {"micro_batches": 4, "seconds": {"median": 0.001}}
     for mode, alias in (("jax_where", 0), ("jax_donated", 2 * 2**20)):
         _record(tmp_path, "window", mode=mode, xla_memory_bytes={**parts, "alias": alias}, **window)
     _record(tmp_path, "window", mode="zero_", memory={"peak": 7 * 2**20}, **window)
-    (table,) = (t for t in _section(tmp_path, "costs").tables if t.caption.startswith("Peak memory of one window"))
+    (table,) = (
+        t
+        for t in _section(tmp_path, "costs").tables
+        if t.caption.startswith("Peak memory of one window")
+    )
     (row,) = table.rows
     shown = dict(zip(table.columns, row, strict=True))
-    assert (shown["jax_where"], shown["jax_donated"], shown["zero_"], shown["jax_times_zero"]) == (8, 6, 7, None)
+    assert (shown["jax_where"], shown["jax_donated"], shown["zero_"], shown["jax_times_zero"]) == (
+        8,
+        6,
+        7,
+        None,
+    )
 
 
 def test_the_time_of_a_release_is_said_from_its_rows(tmp_path):
@@ -110,7 +143,10 @@ def test_the_decision_gives_the_share_of_a_step(tmp_path):
         "25% faster); faster: None in 1, zero_ in 1."
     )
     (figure,) = answers["costs"].figures
-    ratios = {row["size"]: (row["low"], row["ratio"], row["high"]) for row in figure.spec["data"]["values"]}
+    ratios = {
+        row["size"]: (row["low"], row["ratio"], row["high"])
+        for row in figure.spec["data"]["values"]
+    }
     assert ratios["5"] == (None, 1.5, None)
     assert ratios["1 k"] == pytest.approx((0.7, 0.75, 0.9))
     (table,) = section.tables
@@ -147,7 +183,10 @@ def test_a_record_that_does_not_say_its_device_is_of_the_same_machine(tmp_path):
 
 
 def test_the_claim_about_small_models_is_answered_from_the_same_steps(tmp_path):
-    """The claim's record says what an earlier run found; the report says what its own table of steps shows."""
+    """The claim's record says what an earlier run found.
+
+    The report says what its own table of steps shows.
+    """
     claim = {"number": "C1.8", "source": "S", "text": "t", "how": "h", "verdict": "conditional", "condition": "c",
              "sentence": "On the CPU, of 9 settings", "figures": {"old": 1.0}, "counterexample": ""}  # fmt: skip
     append_record(tmp_path, KINDS["claim"], claim, environment={}, command="claims")
@@ -166,14 +205,28 @@ def test_the_claim_about_small_models_is_answered_from_the_same_steps(tmp_path):
 
 
 def test_a_gpu_shows_host_device_and_kernels(tmp_path):
-    gpu = {"device": "cuda", "mode": "zero_", "micro_batches": 4, "predicted_bytes": 1, "bytes_per_second": 1}
+    gpu = {
+        "device": "cuda",
+        "mode": "zero_",
+        "micro_batches": 4,
+        "predicted_bytes": 1,
+        "bytes_per_second": 1,
+    }
     three = {"host": {"median": 0.009}, "busy_seconds": 0.004, "kernels": 100, "regime": "in cache"}
     _record(tmp_path, "window", seconds={"median": 0.006}, **gpu, **three)
     _record(tmp_path, "captured", seconds={"median": 0.005}, place="inside the graph", finding="right", **gpu,
             host={"median": 0.009}, regime="in cache")  # fmt: skip
     eager = {"part": "step", "compiled": False, "graphs": 0}
     _record(tmp_path, "compiled", seconds={"median": 0.007}, **eager, **gpu, **three)
-    _step(tmp_path, 0.001, 20, device="cuda", host=[0.005, 0.004], busy=[0.002, 0.001], regime="in cache")
+    _step(
+        tmp_path,
+        0.001,
+        20,
+        device="cuda",
+        host=[0.005, 0.004],
+        busy=[0.002, 0.001],
+        regime="in cache",
+    )
     section = _section(tmp_path, "costs")
     (window,) = (t for t in section.tables if t.caption.startswith("One window"))
     assert 9.0 in window.rows[0]  # JAX is timed on the host's clock, so torch is compared on it
@@ -196,12 +249,28 @@ def test_graphs_and_captures_stand_beside_eager_times(tmp_path):
     assert len(section.text) == 1
     for mode, graphs, seconds in (("zero_", 1, 0.004), ("set_to_none", 8, 0.0025)):
         turns = {"part": "step, experts by turns", "mode": mode, "micro_batches": 1}
-        _record(tmp_path, "compiled", compiled=True, graphs=graphs, seconds={"median": seconds}, **turns)
+        _record(
+            tmp_path, "compiled", compiled=True, graphs=graphs, seconds={"median": seconds}, **turns
+        )
     said = "takes 2.5 ms (8 graphs) under set_to_none and 4 ms (1 graph) under zero_."
     assert said in _section(tmp_path, "compiled").text[1]
     on_gpu = {"device": "cuda", "mode": "zero_", "micro_batches": 4}
-    _record(tmp_path, "window", seconds={"median": 0.004}, **on_gpu, predicted_bytes=1, bytes_per_second=1)
-    _record(tmp_path, "captured", place="inside the graph", finding="right", seconds={"median": 0.001}, **on_gpu)
+    _record(
+        tmp_path,
+        "window",
+        seconds={"median": 0.004},
+        **on_gpu,
+        predicted_bytes=1,
+        bytes_per_second=1,
+    )
+    _record(
+        tmp_path,
+        "captured",
+        place="inside the graph",
+        finding="right",
+        seconds={"median": 0.001},
+        **on_gpu,
+    )
     section = _section(tmp_path, "compiled")
     assert section.missing is None
     assert section.tables[1].rows == ((4, "zero_", "inside the graph", "right", 1.0, 4.0),)

@@ -57,7 +57,11 @@ def test_the_command_writes_the_page_the_story_and_its_pictures(reports, capsys)
     assert {name for figure in figures for name in figure} == {"key", "alt", "caption", "sources"}
     story = (reports / "report.md").read_text()
     drawn = {path.name for path in (reports / "pictures").iterdir()}
-    assert drawn == {line.rpartition("(pictures/")[2][:-1] for line in story.splitlines() if line.startswith("![")}
+    assert drawn == {
+        line.rpartition("(pictures/")[2][:-1]
+        for line in story.splitlines()
+        if line.startswith("![")
+    }
     assert {"unused-parameter.svg", "kept-gradient.svg", "zoo-totals.svg"} <= drawn
     for path in (reports / "pictures").iterdir():
         picture = ElementTree.parse(path).getroot()
@@ -78,12 +82,16 @@ sys.exit(f"status {status}, or JAX was imported" if status or "jax" in sys.modul
 @pytest.mark.full
 def test_a_report_of_every_kind_of_record_and_of_a_violation_imports_no_jax(reports, tmp_path):
     shutil.copytree(reports, tmp_path / "reports")
-    shutil.copytree(ROOT / "reports" / "records", tmp_path / "reports" / "records", dirs_exist_ok=True)
+    shutil.copytree(
+        ROOT / "reports" / "records", tmp_path / "reports" / "records", dirs_exist_ok=True
+    )
     command = [sys.executable, "-c", JAX_OF, "report", "--reports", str(tmp_path / "reports")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "left out" not in done.stdout
-    assert "linear" in (tmp_path / "reports" / "report.html").read_text(), "the case of the violation in words"
+    assert "linear" in (tmp_path / "reports" / "report.html").read_text(), (
+        "the case of the violation in words"
+    )
 
 
 @pytest.mark.full
@@ -105,10 +113,16 @@ def test_without_records_the_command_says_what_makes_them(tmp_path, capsys):
 @pytest.mark.parametrize("module", render.PACKAGES)
 def test_what_a_report_lacks_is_said_before_any_work(reports, module, monkeypatch, capsys):
     find, before = importlib.util.find_spec, sorted(reports.rglob("*"))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == module else find(name, *rest))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == module else find(name, *rest),
+    )
     monkeypatch.setattr("gradcheck_suite.page.report.build", None)
     assert run(["report", "--reports", str(reports)], PROGRAM) == 2
     said = capsys.readouterr().err
-    assert said.endswith(f"the report needs {render.PACKAGES[module]}: pip install 'gradcheck-suite[report]'\n")
+    assert said.endswith(
+        f"the report needs {render.PACKAGES[module]}: pip install 'gradcheck-suite[report]'\n"
+    )
     assert said.count("\n") == 1
     assert sorted(reports.rglob("*")) == before

@@ -1,4 +1,6 @@
-"""The page of the studies' report: every answer with its figures, what is older than its code, what is missing."""
+"""The page of the studies' report: every answer with its figures, what is older than its code, what
+is missing.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ KEPT = Path(__file__).parents[3] / "reports"
 
 def test_almost_every_bug_of_the_zoo_has_a_link():
     cited = {name for bug in BUGS.values() for name in bug.citations if "#" in name}
-    assert {name for name in cited if "<a " not in with_links(name)} <= {"AnimaLoraStudio#305"}  # of which fork?
+    assert {name for name in cited if "<a " not in with_links(name)} <= {
+        "AnimaLoraStudio#305"
+    }  # of which fork?
 
 
 def test_every_page_is_there_with_its_figures(tmp_path):
@@ -51,16 +55,27 @@ def test_figures_older_than_their_code_have_a_badge(tmp_path):
     path.write_text(json.dumps({**json.loads(path.read_text()), "judge": "0" * 16}) + "\n")
     html = pages.report_html(build(tmp_path))
     assert html.count(badge) == 1
-    assert html.index('id="zoo-title"') < html.index(badge) < html.index('class="panel"', html.index('id="zoo-title"'))
+    assert (
+        html.index('id="zoo-title"')
+        < html.index(badge)
+        < html.index('class="panel"', html.index('id="zoo-title"'))
+    )
     markdown = pages.report_markdown(build(tmp_path), lambda figure: "")
     assert markdown.count("**older than the code it speaks of**") == 1
     # of two runs one is older: the newest, whose command the line shows, need not be
     path = records_path(tmp_path, "verify")
     older, *others = path.read_text().splitlines()
-    older = json.dumps({**json.loads(older), "judge": "0" * 16, "time": "2020-01-02T03:04:05+00:00"})
+    older = json.dumps(
+        {**json.loads(older), "judge": "0" * 16, "time": "2020-01-02T03:04:05+00:00"}
+    )
     path.write_text("\n".join([older, *others]) + "\n")
-    markdown, html = pages.report_markdown(build(tmp_path), lambda figure: ""), pages.report_html(build(tmp_path))
-    assert markdown.count("**1 of these 2 runs: older than the code it speaks of**") == 2  # the answer, the section
+    markdown, html = (
+        pages.report_markdown(build(tmp_path), lambda figure: ""),
+        pages.report_html(build(tmp_path)),
+    )
+    assert (
+        markdown.count("**1 of these 2 runs: older than the code it speaks of**") == 2
+    )  # the answer, the section
     assert (html.count(">some older than the code</span>"), html.count(badge)) == (2, 1)
 
 
@@ -68,7 +83,8 @@ def test_the_kept_pages_are_as_small_as_promised():
     assert (KEPT / "report.html").stat().st_size < MOST_BYTES
     assert len((KEPT / "report.md").read_text().splitlines()) <= 300
     shown = re.findall(
-        r"!\[([^\]]+)\]\((docs/_static/(?:report|violation)\.png)\)", (KEPT.parent / "README.md").read_text()
+        r"!\[([^\]]+)\]\((docs/_static/(?:report|violation)\.png)\)",
+        (KEPT.parent / "README.md").read_text(),
     )
     assert [(KEPT.parent / path).is_file() for _, path in shown] == [True, True]
 

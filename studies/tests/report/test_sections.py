@@ -65,7 +65,18 @@ def test_calibration_has_its_tables_and_its_curve(tmp_path):
     assert judged.rows == (("float16", 50, 400, 0, 7, 0.04, 45, 0, 4, 0, 0),)
     # 2**-9, 2**-4, 2**-11 by a rule with false alarms, one that misses 3 of 200, 2**-2
     assert detection.rows == (
-        ("float16", "everywhere", 200, "2.0e-03", "98.7%", "2.0e-03", "6.2e-02", "4.9e-04 *", "none", "2.5e-01"),
+        (
+            "float16",
+            "everywhere",
+            200,
+            "2.0e-03",
+            "98.7%",
+            "2.0e-03",
+            "6.2e-02",
+            "4.9e-04 *",
+            "none",
+            "2.5e-01",
+        ),
     )
     assert skipped.rows == (("float16", EVIL, 10),)
     assert ratios.rows == (("linear", 50, "0.03 / 0.03 / 0.03"),)
@@ -95,10 +106,17 @@ def test_the_claims_say_once_that_figures_are_older_than_the_code(tmp_path):
 def test_a_quiet_rule_that_finds_smaller_errors_is_said(tmp_path):
     calibration(tmp_path, alarms=2)
     path = tmp_path / "records" / "calibration.jsonl"
-    path.write_text(path.read_text().replace('"chex.assert_trees_all_close": 4', '"chex.assert_trees_all_close": 0'))
+    path.write_text(
+        path.read_text().replace(
+            '"chex.assert_trees_all_close": 4', '"chex.assert_trees_all_close": 0'
+        )
+    )
     section = _section(build(tmp_path), "calibration")
     assert "False alarms: 2 in 50 checks" in section.text[0]
-    assert "float16, everywhere: chex.assert_trees_all_close finds 4.9e-04, the bound 2.0e-03" in section.text[1]
+    assert (
+        "float16, everywhere: chex.assert_trees_all_close finds 4.9e-04, the bound 2.0e-03"
+        in section.text[1]
+    )
 
 
 def test_the_minimum_of_a_reset_is_bytes_over_bandwidth(reports):
@@ -115,12 +133,20 @@ def test_damaged_records_are_reported(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind", ["verify", "claim", "memory", "trainer", "benchmark", "bridge", "calibration", "traffic"]
+    "kind",
+    ["verify", "claim", "memory", "trainer", "benchmark", "bridge", "calibration", "traffic"],
 )
 def test_a_record_whose_fields_cannot_be_read_is_left_out_and_named(kind, tmp_path):
     verdict(tmp_path, "zero_")
     sound = build(tmp_path)
-    data = {"number": "C1.1", "loop": "zero_", "measures": "window", "mode": "zero_", "device": "cpu", "question": 3}
+    data = {
+        "number": "C1.1",
+        "loop": "zero_",
+        "measures": "window",
+        "mode": "zero_",
+        "device": "cpu",
+        "question": 3,
+    }
     record(tmp_path, kind, **data)
     found = build(tmp_path)
     number = 2 if kind == "verify" else 1
@@ -138,11 +164,20 @@ def test_trainers_have_a_column_for_each_question(tmp_path):
         "explanation": "each mean: weighs 1/2",
         "case": Case("model.py:P", Plan((1, 2, 3), 2)).to_json(),
     }
-    answer = {"trainer": "a-trainer", "package": "pack", "version": "1.0", "question": "unequal counts", "why": ""}
+    answer = {
+        "trainer": "a-trainer",
+        "package": "pack",
+        "version": "1.0",
+        "question": "unequal counts",
+        "why": "",
+    }
     for found in (None, violation):
         record(tmp_path, "trainer", **answer, result={"loop": "t", "cases": 20, "violation": found})
     record(
-        tmp_path, "trainer", **{**answer, "question": "sum loss"}, result={"loop": "t", "cases": 7, "violation": None}
+        tmp_path,
+        "trainer",
+        **{**answer, "question": "sum loss"},
+        result={"loop": "t", "cases": 7, "violation": None},
     )
     for model, result in (
         ("Some", None),
@@ -155,7 +190,9 @@ def test_trainers_have_a_column_for_each_question(tmp_path):
         "Of 2 models under the Trainer of pack 1.0, 1 hold and 1 get a wrong gradient (diagnosis: mean-of-means 1)."
     )
     assert section.tables[0].columns == ("trainer", "version", "unequal counts", "sum loss")
-    assert section.tables[0].rows == (("a-trainer", "pack 1.0", "mean-of-means [1 2 | 3] K=2", "holds"),)
+    assert section.tables[0].rows == (
+        ("a-trainer", "pack 1.0", "mean-of-means [1 2 | 3] K=2", "holds"),
+    )
     assert section.tables[1].rows == (
         ("Some", "pack 1.0", None, None),
         ("A", "pack 1.0", "holds", None),
@@ -169,7 +206,14 @@ def test_architectures_stand_with_both_of_their_errors(tmp_path):
         "architecture": "Some", "package": "p", "version": "1", "operations": 7, "loss_error": 1e-9, "narrow": ["a"],
     }  # fmt: skip
     record(tmp_path, "bridge", **found, widened=False, gradient_error=2e-7, allowed=1e-6)
-    record(tmp_path, "bridge", **{**found, "narrow": []}, widened=True, gradient_error=3e-16, allowed=1e-10)
+    record(
+        tmp_path,
+        "bridge",
+        **{**found, "narrow": []},
+        widened=True,
+        gradient_error=3e-16,
+        allowed=1e-10,
+    )
     other = {"architecture": "Other", "package": "p", "version": "1"}
     record(tmp_path, "bridge", **other, widened=False, refused="it draws")
     section = _section(build(tmp_path), "bridge")
@@ -180,15 +224,44 @@ def test_architectures_stand_with_both_of_their_errors(tmp_path):
 
 
 def test_memory_is_shown_in_mebibytes(tmp_path):
-    row = {"device": "cpu", "parameters": 10, "layout": "few", "dtype": "float32", "micro_batches": 1, "mode": "zero_"}
+    row = {
+        "device": "cpu",
+        "parameters": 10,
+        "layout": "few",
+        "dtype": "float32",
+        "micro_batches": 1,
+        "mode": "zero_",
+    }
     counted = {"gradients_between": 2**20, "peak": 3 * 2**20}
     allocator = {"requested_peak": 2**21, "allocated_peak": 2**22, "reserved_peak": 2**23}
     counts = {"allocations": 12.0, "retries": 0, "segments": 3}
     record(tmp_path, "memory", **row, **counted, resident_peak=5 * 2**20, allocator=None)
     on_gpu = {**row, "device": "cuda"}
-    record(tmp_path, "memory", **on_gpu, **counted, resident_peak=None, allocator={**allocator, **counts})
+    record(
+        tmp_path,
+        "memory",
+        **on_gpu,
+        **counted,
+        resident_peak=None,
+        allocator={**allocator, **counts},
+    )
     cpu, gpu = _section(build(tmp_path), "memory").tables[0].rows
-    assert cpu == ("cpu", 10, "float32", 1, "zero_", 1.0, 3.0, 5.0, None, None, None, None, None, None)
+    assert cpu == (
+        "cpu",
+        10,
+        "float32",
+        1,
+        "zero_",
+        1.0,
+        3.0,
+        5.0,
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+    )
     assert gpu == ("cuda", 10, "float32", 1, "zero_", 1.0, 3.0, None, 2.0, 4.0, 8.0, 12.0, 0, 3)
 
 
@@ -196,7 +269,9 @@ def test_the_matrix_has_violated_loops_first_then_the_modes(tmp_path):
     verdict(tmp_path, "zero_")
     verdict(tmp_path, "mine.py:right")
     verdict(tmp_path, "zero_", dtype="bfloat16", worst_error_over_allowed=0.5)
-    verdict(tmp_path, "mine.py:wrong", state="violated", violation={**BROKEN, "diagnosis": "no-divide"})
+    verdict(
+        tmp_path, "mine.py:wrong", state="violated", violation={**BROKEN, "diagnosis": "no-divide"}
+    )
     (matrix,) = _section(build(tmp_path), "verified").matrices
     columns = tuple(column.replace("\N{NO-BREAK SPACE}", " ") for column in matrix.columns)
     assert columns == ("float64 CPU (200)", "bfloat16 CPU (200)", "any GPU")
@@ -232,10 +307,23 @@ def test_where_torch_and_jax_disagree_is_said_and_what_was_not_judged_has_its_re
 
 def test_an_audited_script_has_its_last_verdict(tmp_path):
     record(tmp_path, "audit", loop="train.py", verdict="holds", windows=3, violation=None)
-    violation = {"kind": "gradient", "diagnosis": "tail-leak", "step": 4, "where": "train.py:7", "explanation": "leaks"}
+    violation = {
+        "kind": "gradient",
+        "diagnosis": "tail-leak",
+        "step": 4,
+        "where": "train.py:7",
+        "explanation": "leaks",
+    }
     record(tmp_path, "audit", loop="train.py", verdict="violated", windows=5, violation=violation)
     record(
-        tmp_path, "audit", loop="train.py", arguments=["--fast"], ranks=2, verdict="holds", windows=4, violation=None
+        tmp_path,
+        "audit",
+        loop="train.py",
+        arguments=["--fast"],
+        ranks=2,
+        verdict="holds",
+        windows=4,
+        violation=None,
     )
     record(tmp_path, "audit", loop="other.py", verdict="unjudged", windows=0, violation=None)
     section = _section(build(tmp_path), "audits")
@@ -276,7 +364,10 @@ def test_figures_of_a_claim_become_plots_where_they_are_numbers(tmp_path):
         ("bytes", "zero_", 16384.0, "16,384"),
         ("bytes", "None", 0.0, "0"),
     ]
-    assert [(row["group"], row["value"]) for row in values] == [("peak of K = 1", 4.0), ("peak of K = 2", 2.0)]
+    assert [(row["group"], row["value"]) for row in values] == [
+        ("peak of K = 1", 4.0),
+        ("peak of K = 2", 2.0),
+    ]
     assert found.series == (("gradients", ("1", "2.5")),)
     assert all("16,384 / 0" in figure.alt for figure in found.figures)
 
@@ -292,31 +383,75 @@ def test_findings_are_the_files_under_their_folder(tmp_path):
 def test_what_zeros_change_has_a_row_for_each_optimizer(tmp_path):
     row = {"optimizer": "SGD", "settings": {}, "law": "b <- momentum b", "before": 1.0, "after_none": 1.0,
            "none_changes": [], "to_the_bit": True, "as_predicted": True}  # fmt: skip
-    record(tmp_path, "zero-or-none", variant="plain", zero_changes=[], after_zero=1.0, same=True, **row)
+    record(
+        tmp_path, "zero-or-none", variant="plain", zero_changes=[], after_zero=1.0, same=True, **row
+    )
     moved = {**row, "settings": {"momentum": 0.5}}
     changed = ["parameter", "momentum_buffer"]
-    record(tmp_path, "zero-or-none", variant="momentum", zero_changes=changed, after_zero=0.5, same=False, **moved)
+    record(
+        tmp_path,
+        "zero-or-none",
+        variant="momentum",
+        zero_changes=changed,
+        after_zero=0.5,
+        same=False,
+        **moved,
+    )
     section = _section(build(tmp_path), "zero-or-none")
     summary, values = section.tables
     assert summary.rows == (
-        ("SGD", "nothing", "parameter, momentum_buffer", None, "nothing", "in some settings", "b <- momentum b"),
+        (
+            "SGD",
+            "nothing",
+            "parameter, momentum_buffer",
+            None,
+            "nothing",
+            "in some settings",
+            "b <- momentum b",
+        ),
     )
-    assert values.rows[1] == ("SGD", "momentum=0.5", 1.0, 0.5, 1.0, "parameter, momentum_buffer", "yes", "yes")
+    assert values.rows[1] == (
+        "SGD",
+        "momentum=0.5",
+        1.0,
+        0.5,
+        1.0,
+        "parameter, momentum_buffer",
+        "yes",
+        "yes",
+    )
     assert "2 of 2 settings" in section.text[2]
     answer = build(tmp_path).answers[1]
     assert (answer.tab, "also under" in answer.answer) == ("atlas", False)
     for optimizer in ("AMSGrad", "Adam"):
         moves = {**row, "optimizer": optimizer, "zero_changes": ["parameter"]}
         record(tmp_path, "zero-or-none", variant="plain", after_zero=0.5, same=False, **moves)
-    assert "steps), also under Adam and 1 more; None does not. Kept" in build(tmp_path).answers[1].answer
+    assert (
+        "steps), also under Adam and 1 more; None does not. Kept"
+        in build(tmp_path).answers[1].answer
+    )
 
 
 def test_a_question_that_a_trainer_was_not_asked_has_its_reason(tmp_path):
     asked = {"package": "transformers", "version": "9", "why": ""}
     holds = {"loop": "t", "cases": 1, "violation": None}
     record(tmp_path, "trainer", **asked, trainer="hf-trainer", question="sum loss", result=holds)
-    record(tmp_path, "trainer", **asked, trainer="hf-trainer-smoothing", question="label smoothing", result=holds)
-    record(tmp_path, "trainer", **{**asked, "why": "takes no loss"}, trainer="mine", question="sum loss", result=None)
+    record(
+        tmp_path,
+        "trainer",
+        **asked,
+        trainer="hf-trainer-smoothing",
+        question="label smoothing",
+        result=holds,
+    )
+    record(
+        tmp_path,
+        "trainer",
+        **{**asked, "why": "takes no loss"},
+        trainer="mine",
+        question="sum loss",
+        result=None,
+    )
     (matrix,) = _section(build(tmp_path), "trainers").matrices
     said = {name: [cell[1][0] for cell in cells] for name, cells in matrix.rows}
     assert said == {
@@ -335,13 +470,22 @@ def test_a_question_that_a_trainer_was_not_asked_has_its_reason(tmp_path):
 def test_communication_is_held_to_its_prediction(tmp_path):
     row = {"loop": "ddp/zero_", "ranks": 2, "device": "cpu"}
     law = {"all-reduce": (3, 56)}
-    record(tmp_path, "traffic", **row, accumulation_steps=1, observed={"all-reduce": (3, 56)}, predicted=law)
+    record(
+        tmp_path,
+        "traffic",
+        **row,
+        accumulation_steps=1,
+        observed={"all-reduce": (3, 56)},
+        predicted=law,
+    )
     too_much = {"all-reduce": (6, 176)}
     record(tmp_path, "traffic", **row, accumulation_steps=4, observed=too_much, predicted=law)
     section = _section(build(tmp_path), "traffic")
     (matrix,) = section.matrices
     assert matrix.columns == ("2 ranks, K = 1", "2 ranks, K = 4")
-    assert matrix.rows == (("ddp", (("good", ("3 collectives, 56 bytes",)), ("bad", ("6 collectives, 176 bytes",)))),)
+    assert matrix.rows == (
+        ("ddp", (("good", ("3 collectives, 56 bytes",)), ("bad", ("6 collectives, 176 bytes",)))),
+    )
     assert "1 of 2 windows" in section.text[1]
     assert section.tables[0].rows[1] == (
         "ddp", "zero_", 2, 4, 6.0, 176.0, "6 all-reduce (176 bytes)", 3.0, 56.0, "no",
@@ -379,8 +523,13 @@ def test_the_answer_on_modes_shows_the_modes_alone(tmp_path):
     assert dict(build(tmp_path).answers[0].matrix.rows)[of_jax][0][0] == "good"
     verdict(tmp_path, "jax_where", state="unjudged")
     assert dict(build(tmp_path).answers[0].matrix.rows)[of_jax][0] == ("none", ("unjudged", ""))
-    verdict(tmp_path, "jax_donated", state="violated", violation={**BROKEN, "diagnosis": "no-divide"})
-    assert dict(build(tmp_path).answers[0].matrix.rows)[of_jax][0] == ("bad", ("violated", "no-divide"))
+    verdict(
+        tmp_path, "jax_donated", state="violated", violation={**BROKEN, "diagnosis": "no-divide"}
+    )
+    assert dict(build(tmp_path).answers[0].matrix.rows)[of_jax][0] == (
+        "bad",
+        ("violated", "no-divide"),
+    )
 
 
 def test_figures_older_than_their_code_are_marked(tmp_path):
@@ -391,12 +540,23 @@ def test_figures_older_than_their_code_are_marked(tmp_path):
         assert not source.older
     path = records_path(tmp_path, "verify")
     new = {**json.loads(path.read_text()), "clean": True}
-    old = {**new, "judge": "0" * 16, "commit": "1234567890ab", "clean": False, "time": "2020-01-02T03:04:05+00:00"}
+    old = {
+        **new,
+        "judge": "0" * 16,
+        "commit": "1234567890ab",
+        "clean": False,
+        "time": "2020-01-02T03:04:05+00:00",
+    }
     older = {**old, "data": {**new["data"], "loop": "plain"}}
     path.write_text(json.dumps(new) + "\n" + json.dumps(older) + "\n")
     first, second = _section(build(tmp_path), "verified").sources
     assert (first.older, first.unclean, first.records) == (False, False, 1)
-    assert (second.older, second.unclean, second.commit, second.date) == (True, True, "123456789", "2020-01-02")
+    assert (second.older, second.unclean, second.commit, second.date) == (
+        True,
+        True,
+        "123456789",
+        "2020-01-02",
+    )
     assert second.machine == "a processor, 2 cores, torch 2.13.0"
     # a record of an earlier version has neither
     del older["judge"], older["clean"], older["commit"]
@@ -406,7 +566,8 @@ def test_figures_older_than_their_code_are_marked(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(None, "-"), (1234567, "1,234,567"), (0.00012345, "0.000123"), ("x", "x"), (True, "yes")]
+    ("value", "text"),
+    [(None, "-"), (1234567, "1,234,567"), (0.00012345, "0.000123"), ("x", "x"), (True, "yes")],
 )
 def test_cells_are_shown_for_people(value, text):
     assert shown(value) == text
@@ -423,26 +584,51 @@ def test_printed_loops_are_counted_first_where_they_are_right(tmp_path):
         "Of 3 loops that the sources print, 2 are right under what they rely on: one step (2 of them)."
     )
     assert section.text[1].endswith("1 are.")
-    assert section.tables[0].rows[0] == ("1a", "s", "one step", good, "violated, found after 1 case", "w", "x")
+    assert section.tables[0].rows[0] == (
+        "1a",
+        "s",
+        "one step",
+        good,
+        "violated, found after 1 case",
+        "w",
+        "x",
+    )
 
 
 def test_points_of_the_atlas_are_counted_once_for_all_dtypes(tmp_path):
     assert "atlas" not in build(tmp_path).tabs
-    row = {"operation": "relu", "torch": {"value": ["inf"], "gradient": [[1.0, 2.0], [0.5]]}, "jax": {"value": [0.0]}}
+    row = {
+        "operation": "relu",
+        "torch": {"value": ["inf"], "gradient": [[1.0, 2.0], [0.5]]},
+        "jax": {"value": [0.0]},
+    }
     rows = [{**row, "point": point, "dtype": dtype, "agree": point == "x = 0"}
             for point in ("x = 0", "x = inf", "x = 1") for dtype in ("float64", "float32")]  # fmt: skip
     record(tmp_path, "atlas", rows=rows)
     assert "atlas" in build(tmp_path).tabs
     section = _section(build(tmp_path), "atlas")
-    assert section.text[0].startswith("3 points at kinks, ties and limits, in 2 dtypes: of these 6 derivatives")
+    assert section.text[0].startswith(
+        "3 points at kinks, ties and limits, in 2 dtypes: of these 6 derivatives"
+    )
     assert section.text[0].endswith("agree in 2.")
     assert section.tables[0].rows[0][3:5] == ("value inf; gradient 1, 2 | 0.5", "value 0")
 
 
 def test_steps_of_optimizers_show_the_newest_row_of_each(tmp_path):
-    row = {"torch": "Adam", "optax": "scale_by_adam", "differs": ["a", "b"], "outside": "c", "source": "s", "cases": 6}
+    row = {
+        "torch": "Adam",
+        "optax": "scale_by_adam",
+        "differs": ["a", "b"],
+        "outside": "c",
+        "source": "s",
+        "cases": 6,
+    }
     ratios = {"float64": 0.5, "float32": 2.0}
-    record(tmp_path, "step", rows=[{**row, "error_over_allowed": {}, "agree": True}, {"torch": "SGD", "agree": True}])
+    record(
+        tmp_path,
+        "step",
+        rows=[{**row, "error_over_allowed": {}, "agree": True}, {"torch": "SGD", "agree": True}],
+    )
     record(tmp_path, "step", rows=[{**row, "error_over_allowed": ratios, "agree": False}])
     section = _section(build(tmp_path), "steps")
     assert "Of 2 optimizers of torch.optim, 1 take" in section.text[0]
@@ -452,7 +638,10 @@ def test_steps_of_optimizers_show_the_newest_row_of_each(tmp_path):
 
 
 def test_the_newest_run_is_the_first_of_its_sources():
-    runs = [Record("verify", {}, command=f"run {hour}", time=f"2026-01-01T{hour}:00") for hour in (10, 12, 11)]
+    runs = [
+        Record("verify", {}, command=f"run {hour}", time=f"2026-01-01T{hour}:00")
+        for hour in (10, 12, 11)
+    ]
     assert [source.command for source in sources(runs)] == ["run 12", "run 11", "run 10"]
 
 
@@ -460,4 +649,6 @@ def test_a_mode_of_which_nothing_was_judged_neither_holds_nor_is_violated(tmp_pa
     verdict(tmp_path, "zero_", state="unjudged", judged=0)
     answer = next(answer for answer in build(tmp_path).answers if answer.key == "holds")
     assert answer.brief == "Not verified yet"
-    assert [row for _, row in answer.matrix.rows] == [(("none", ("unjudged", "")), ("none", ("not run",)))]
+    assert [row for _, row in answer.matrix.rows] == [
+        (("none", ("unjudged", "")), ("none", ("not run",)))
+    ]

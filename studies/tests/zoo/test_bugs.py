@@ -20,12 +20,16 @@ from tests.faults.small_cases import diagnoses, until
 CORPUS = range(1, 48)
 SEARCHED = ("mean-of-means", "in-batch-negatives")
 """The bugs that are searched for in every run of the tests; the others are marked `full`."""
-ACCUMULABLE = [b for b in BUGS.values() if b.problem and "not-accumulable/not-accumulable" not in b.wanted]
+ACCUMULABLE = [
+    b for b in BUGS.values() if b.problem and "not-accumulable/not-accumulable" not in b.wanted
+]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "bug", [bug for bug in BUGS.values() if bug.ranks == 1 and not is_jax(bug.loop)], ids=lambda bug: bug.name
+    "bug",
+    [bug for bug in BUGS.values() if bug.ranks == 1 and not is_jax(bug.loop)],
+    ids=lambda bug: bug.name,
 )
 def test_a_known_bug_is_found_and_named_on_a_small_case(bug, device):
     names = list(until(bug.wanted, diagnoses(bug.loop, bug.problem, bug.assumes, device)))
@@ -34,15 +38,22 @@ def test_a_known_bug_is_found_and_named_on_a_small_case(bug, device):
 
 @pytest.mark.parametrize(
     "bug",
-    [pytest.param(bug, marks=() if bug.name in SEARCHED else pytest.mark.full) for bug in BUGS.values()],
+    [
+        pytest.param(bug, marks=() if bug.name in SEARCHED else pytest.mark.full)
+        for bug in BUGS.values()
+    ],
     ids=lambda bug: bug.name,
 )
 def test_a_known_bug_is_found_named_and_made_small(bug):
     row = run_bug(bug, [0], examples=200)
     assert row.found == 1
     violation = row.runs[0].violation
-    assert row.rightly_named == 1, f"diagnosis {row.names}, should be {bug.wanted}: {violation.explanation}"
-    assert not bug.says or any(text in violation.explanation for text in bug.says), violation.explanation
+    assert row.rightly_named == 1, (
+        f"diagnosis {row.names}, should be {bug.wanted}: {violation.explanation}"
+    )
+    assert not bug.says or any(text in violation.explanation for text in bug.says), (
+        violation.explanation
+    )
     assert row.small, violation.case
 
 
@@ -50,7 +61,9 @@ def test_a_known_bug_is_found_named_and_made_small(bug):
 def test_an_accumulator_in_bfloat16_is_no_fault_of_a_run_in_bfloat16(dtype):
     """There `.grad` is bfloat16 as well, so both loops round the same sums in the same order."""
     layer = Layer("linear", bias=True, features=3)
-    spec = ProblemSpec(Input("vector", size=3), (layer, Layer("tanh"), layer), Loss("mse", reduction="mean"))
+    spec = ProblemSpec(
+        Input("vector", size=3), (layer, Layer("tanh"), layer), Loss("mse", reduction="mean")
+    )
     instance = generated_instance(Case(spec, Plan((3, 5, 4, 4, 1, 2, 6, 3), 4), dtype=dtype))
     seen, plain = (
         [observation.gradients for observation in run_loop(loop, instance).observations]
@@ -75,7 +88,9 @@ def test_every_bug_of_the_corpus_says_where_it_was_reported():
     assert all(bug.mechanism.endswith(".") and bug.wanted for bug in BUGS.values())
 
 
-@pytest.mark.parametrize("bug", [b for b in ACCUMULABLE if b.name != "stolen-buffer"], ids=lambda bug: bug.name)
+@pytest.mark.parametrize(
+    "bug", [b for b in ACCUMULABLE if b.name != "stolen-buffer"], ids=lambda bug: bug.name
+)
 def test_a_sound_loop_holds_on_the_problem_of_a_bug(bug):
     assert list(diagnoses(MODES["zero_"], bug.problem)) == []
 

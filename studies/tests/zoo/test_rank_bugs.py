@@ -1,4 +1,6 @@
-"""The bugs between ranks: each is found on two processes under its own name, and the sound loops are not blamed."""
+"""The bugs between ranks: each is found on two processes under its own name, and the sound loops
+are not blamed.
+"""
 
 from __future__ import annotations
 

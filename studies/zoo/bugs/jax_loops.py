@@ -1,4 +1,7 @@
-"""Bugs of loops of JAX: wrappers of optimizers, constants of a trace, carries, donated buffers. All are planted."""
+"""Bugs of loops of JAX: wrappers of optimizers, constants of a trace, carries, donated buffers.
+
+All are planted.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gradcheck_suite.core.contract import EQUAL_BATCHES, FINITE_GRADIENTS, JaxTrainingRun, jax_training_loop
+from gradcheck_suite.core.contract import (
+    EQUAL_BATCHES,
+    FINITE_GRADIENTS,
+    JaxTrainingRun,
+    jax_training_loop,
+)
 from gradcheck_suite.loops.jax_modes import summed_parts, windows_of
 from gradcheck_suite.loops.trainers.adapters.optax_loops import train_with_multi_steps
 from studies.zoo.bug import bug
@@ -18,7 +26,11 @@ from studies.zoo.bug import bug
 
 
 def train_with(
-    run: JaxTrainingRun, gradient: Callable[[Any, list[Any]], Any], *, forget: bool = False, whole: bool = False
+    run: JaxTrainingRun,
+    gradient: Callable[[Any, list[Any]], Any],
+    *,
+    forget: bool = False,
+    whole: bool = False,
 ) -> None:
     """Train with `gradient(params, window)`.
 
@@ -41,7 +53,9 @@ def train_with(
 
 
 def sums_of(run: JaxTrainingRun) -> Callable[..., Any]:
-    """Return (params, window) -> the summed losses' gradient and the count, added up in one compiled function."""
+    """Return (params, window) -> the summed losses' gradient and the count, added up in one
+    compiled function.
+    """
     part, _ = summed_parts(run)
     compiled = jax.jit(part)
 
@@ -55,17 +69,30 @@ def sums_of(run: JaxTrainingRun) -> Callable[..., Any]:
 
 
 def _over(run: JaxTrainingRun, total: Any, count: Any) -> Any:
-    return total if run.reduction == "sum" else jax.tree.map(lambda a: (a / count).astype(a.dtype), total)
+    return (
+        total
+        if run.reduction == "sum"
+        else jax.tree.map(lambda a: (a / count).astype(a.dtype), total)
+    )
 
 
-@bug("gradient/mean-of-means, step-count/wrong-windows, gradient/wrong-scale", needs="unequal micro-batches")
+@bug(
+    "gradient/mean-of-means, step-count/wrong-windows, gradient/wrong-scale",
+    needs="unequal micro-batches",
+)
 @jax_training_loop
 def jax_multi_steps(run: JaxTrainingRun) -> None:
-    """`optax.MultiSteps` averages the means of K micro-batches, whatever they count, and ends no short window."""
+    """`optax.MultiSteps` averages the means of K micro-batches, whatever they count, and ends no
+    short window.
+    """
     train_with_multi_steps(run)
 
 
-@bug("step-count/wrong-windows, step-count/tail-dropped", needs="a short window", assumes=(EQUAL_BATCHES,))
+@bug(
+    "step-count/wrong-windows, step-count/tail-dropped",
+    needs="a short window",
+    assumes=(EQUAL_BATCHES,),
+)
 @jax_training_loop
 def jax_multi_steps_tail(run: JaxTrainingRun) -> None:
     """`optax.MultiSteps` goes on with a short last window in the next epoch."""
@@ -75,7 +102,9 @@ def jax_multi_steps_tail(run: JaxTrainingRun) -> None:
 @bug("gradient/wrong-scale", needs="2 windows of unequal counts")
 @jax_training_loop
 def jax_traced_count(run: JaxTrainingRun) -> None:
-    """The count of the first window is read when the step is traced, and is a constant of the compiled function."""
+    """The count of the first window is read when the step is traced, and is a constant of the
+    compiled function.
+    """
     sums, first = sums_of(run), []
 
     def gradient(params: Any, window: list[Any]) -> Any:
@@ -89,11 +118,15 @@ def jax_traced_count(run: JaxTrainingRun) -> None:
 @bug("gradient/wrong-count", needs="unequal micro-batches")
 @jax_training_loop
 def jax_first_count(run: JaxTrainingRun) -> None:
-    """Each micro-batch's mean is weighted by the count of the window's first one, as `vmap(in_axes=None)` does."""
+    """Each micro-batch's mean is weighted by the count of the window's first one, as
+    `vmap(in_axes=None)` does.
+    """
     sums = sums_of(run)
 
     def gradient(params: Any, window: list[Any]) -> Any:
-        means = jax.tree.map(lambda *g: sum(g), *[_over(run, *sums(params, [batch])) for batch in window])
+        means = jax.tree.map(
+            lambda *g: sum(g), *[_over(run, *sums(params, [batch])) for batch in window]
+        )
         return _over(run, means, sum(run.count(batch) for batch in window) / run.count(window[0]))
 
     train_with(run, gradient)
@@ -138,7 +171,9 @@ def jax_donated_again(run: JaxTrainingRun) -> None:
         first = found = sums(params, window[:1])
         for batch in window[1:]:
             found = add(found, sums(params, [batch]))
-        assert jax.tree.all(jax.tree.map(lambda a: jnp.isfinite(a).any() | True, first))  # reads it for a log
+        assert jax.tree.all(
+            jax.tree.map(lambda a: jnp.isfinite(a).any() | True, first)
+        )  # reads it for a log
         return _over(run, *found)
 
     train_with(run, gradient)
@@ -147,15 +182,22 @@ def jax_donated_again(run: JaxTrainingRun) -> None:
 @bug("step-count/tail-dropped", needs="a short window")
 @jax_training_loop
 def jax_scan_whole_windows(run: JaxTrainingRun) -> None:
-    """An epoch is reshaped to (windows, K, ...) for `lax.scan`, which leaves the short last window out."""
+    """An epoch is reshaped to (windows, K, ...) for `lax.scan`, which leaves the short last window
+    out.
+    """
     sums = sums_of(run)
     train_with(run, lambda params, window: _over(run, *sums(params, window)), whole=True)
 
 
-@bug("gradient/stale-parameters, parameters/parameter-drift", needs="2 steps of an optimizer that moves parameters")
+@bug(
+    "gradient/stale-parameters, parameters/parameter-drift",
+    needs="2 steps of an optimizer that moves parameters",
+)
 @jax_training_loop
 def jax_closed_over_params(run: JaxTrainingRun) -> None:
-    """The compiled gradient closes over the initial parameters, and is not handed those that have moved."""
+    """The compiled gradient closes over the initial parameters, and is not handed those that have
+    moved.
+    """
     sums = sums_of(run)
     train_with(run, lambda params, window: _over(run, *sums(run.params, window)))
 
@@ -168,7 +210,11 @@ def jax_state_forgotten(run: JaxTrainingRun) -> None:
     train_with(run, lambda params, window: _over(run, *sums(params, window)), forget=True)
 
 
-@bug("gradient/low-precision, non-finite/low-precision", needs="any case", assumes=(FINITE_GRADIENTS,))
+@bug(
+    "gradient/low-precision, non-finite/low-precision",
+    needs="any case",
+    assumes=(FINITE_GRADIENTS,),
+)
 @jax_training_loop(assumes=(FINITE_GRADIENTS,))
 def jax_bfloat16_sum(run: JaxTrainingRun) -> None:
     """The sum is kept in bfloat16, where 256 + 1 is 256."""

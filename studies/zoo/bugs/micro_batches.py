@@ -30,7 +30,9 @@ from studies.zoo.bug import (
 
 
 @bug("gradient/mean-of-means", needs="unequal counts in one window")
-@reported("transformers#24725, transformers#34191, torchtune#1875, nanochat#59, mlx-lm#1413", number=1)
+@reported(
+    "transformers#24725, transformers#34191, torchtune#1875, nanochat#59, mlx-lm#1413", number=1
+)
 def mean_of_means(run: TrainingRun) -> None:
     """Each micro-batch's loss is a mean over its own targets, and the means are averaged."""
     train_with_weights(run, lambda window, batch: 1 / len(window))
@@ -63,7 +65,9 @@ def _loss_with_keywords(run: TrainingRun, batch: Batch, **kwargs: Any) -> torch.
 @reported("transformers#47688", number=4)
 def signature_sniff(run: TrainingRun) -> None:
     """A trainer skips its division because the model's forward accepts **kwargs; the model ignores the count."""
-    takes_count = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(_loss_with_keywords).parameters.values())
+    takes_count = any(
+        p.kind is p.VAR_KEYWORD for p in inspect.signature(_loss_with_keywords).parameters.values()
+    )
     for window in windows(run):
         run.optimizer.zero_grad()
         items = sum(float(run.count(batch)) for batch in window)
@@ -108,7 +112,9 @@ def rank_mean_of_means(run: TrainingRun) -> None:
 @reported("transformers#37474, transformers#40799", number=7)
 def rank_over_correct(run: TrainingRun) -> None:
     """The count is gathered over all ranks, but the gradients are averaged over the ranks as well."""
-    train_with_weights(run, lambda window, batch: run.count(batch) / window_count(run, window) / RANKS)
+    train_with_weights(
+        run, lambda window, batch: run.count(batch) / window_count(run, window) / RANKS
+    )
 
 
 class Router(torch.nn.Module):
@@ -127,7 +133,11 @@ class Router(torch.nn.Module):
 ROUTED = Problem(seeded(Router), normal_rows(6), lambda model, batch: sum(model.losses(batch)))  # type: ignore
 
 
-@bug("gradient/mean-of-means, gradient/wrong-scale", needs="2 micro-batches in a window", problem=ROUTED)
+@bug(
+    "gradient/mean-of-means, gradient/wrong-scale",
+    needs="2 micro-batches in a window",
+    problem=ROUTED,
+)
 @reported("NeMo Automodel#3359", number=8)
 def aux_loss_unscaled(run: TrainingRun) -> None:
     """The main loss is normalized, the auxiliary one is not: K times too large on the router alone."""
@@ -147,7 +157,9 @@ def aux_loss_unscaled(run: TrainingRun) -> None:
 @reported("open_clip#1211", number=9)
 def own_size_coefficient(run: TrainingRun) -> None:
     """A loss that is scaled for the whole window is multiplied by the micro-batch's own share of it."""
-    train_with_weights(run, lambda window, batch: (run.count(batch) / window_count(run, window)) ** 2)
+    train_with_weights(
+        run, lambda window, batch: (run.count(batch) / window_count(run, window)) ** 2
+    )
 
 
 @bug("gradient/wrong-scale", needs="a mean, and a micro-batch whose targets are all ignored")
@@ -155,14 +167,19 @@ def own_size_coefficient(run: TrainingRun) -> None:
 def skipped_items_counted(run: TrainingRun) -> None:
     """A rollout batch without valid targets contributes no gradient and is counted all the same."""
     # clamped to be safe from a division by zero
-    train_with_weights(run, lambda window, batch: run.count(batch) / sum(float(run.count(b).clamp(1)) for b in window))
+    train_with_weights(
+        run,
+        lambda window, batch: run.count(batch) / sum(float(run.count(b).clamp(1)) for b in window),
+    )
 
 
 @bug("gradient/wrong-count", needs="a mean whose count is not the number of items")
 @reported("OpenNMT-py#526", number=11)
 def sentences_for_tokens(run: TrainingRun) -> None:
     """The loss is a mean over tokens, and the micro-batches are weighted by sentences: the wrong unit."""
-    train_with_weights(run, lambda window, batch: len(batch["x"]) / sum(len(b["x"]) for b in window))
+    train_with_weights(
+        run, lambda window, batch: len(batch["x"]) / sum(len(b["x"]) for b in window)
+    )
 
 
 # Losses computed from other inputs than the run hands over.
@@ -222,12 +239,17 @@ def nan_loss_resets(run: TrainingRun) -> None:
 
 def _pairs(items: int, seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(items, 3, generator=generator, dtype=torch.float64) for name in ("query", "answer")}
+    return {
+        name: torch.randn(items, 3, generator=generator, dtype=torch.float64)
+        for name in ("query", "answer")
+    }
 
 
 def _contrastive(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     scores = model(batch["query"]) @ model(batch["answer"]).T
-    return torch.nn.functional.cross_entropy(scores, torch.arange(len(scores), device=scores.device))
+    return torch.nn.functional.cross_entropy(
+        scores, torch.arange(len(scores), device=scores.device)
+    )
 
 
 CONTRASTED = Problem(seeded(lambda: torch.nn.Linear(3, 2)), _pairs, _contrastive)
@@ -253,7 +275,9 @@ class Normalized(torch.nn.Module):
         return self.norm(y) if len(x) > 1 else y
 
 
-NORMALIZED = Problem(seeded(Normalized), normal_rows(3), lambda model, batch: model(batch).pow(3).mean())
+NORMALIZED = Problem(
+    seeded(Normalized), normal_rows(3), lambda model, batch: model(batch).pow(3).mean()
+)
 
 
 @bug("not-accumulable/not-accumulable", needs="2 micro-batches in a window", problem=NORMALIZED)
@@ -267,7 +291,8 @@ def batch_norm(run: TrainingRun) -> None:
 
 
 @bug(
-    "none-pattern/no-gradient, gradient/dropped-micro-batch, gradient/reset-inside-window, gradient/no-gradient",
+    "none-pattern/no-gradient, gradient/dropped-micro-batch, gradient/reset-inside-window,"
+    " gradient/no-gradient",
     needs="any case",
 )
 @reported("pytorch#112583", number=45)
@@ -300,10 +325,16 @@ class Experts(torch.nn.Module):
         return out
 
 
-OF_EXPERTS = Problem(seeded(Experts), normal_rows(2), lambda model, batch: (model(batch) - 1).square().mean())
+OF_EXPERTS = Problem(
+    seeded(Experts), normal_rows(2), lambda model, batch: (model(batch) - 1).square().mean()
+)
 
 
-@bug("none-pattern/no-gradient", needs="a parameter that only some micro-batches reach", problem=OF_EXPERTS)
+@bug(
+    "none-pattern/no-gradient",
+    needs="a parameter that only some micro-batches reach",
+    problem=OF_EXPERTS,
+)
 @reported("pytorch#69031", number=47)
 def missing_from_the_last(run: TrainingRun) -> None:
     """Gradients are reduced after the last backward; a parameter that it does not reach is taken for unused."""
@@ -409,7 +440,9 @@ class Reusing(torch.autograd.Function):
     """x @ weight, with one buffer for the weight's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor
+    ) -> torch.Tensor:
         """Return (n,)."""
         ctx.save_for_backward(x)
         ctx.buffer = buffer
@@ -445,7 +478,7 @@ STATIC = Problem(lambda seed: Static(), normal_rows(2), _mean_square)
 def stolen_buffer(run: TrainingRun) -> None:
     """Where .grad is None, autograd keeps the tensor that backward returns; if it is a buffer that the next backward
     writes, the sum is overwritten. The reset mode changes the gradient.
-    """  # noqa: D205
+    """
     train_soundly(run)
 
 
@@ -472,7 +505,9 @@ class Tied(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.tensor([[0.5, -1.0], [2.0, 0.25]], dtype=torch.float64))
+        self.weight = torch.nn.Parameter(
+            torch.tensor([[0.5, -1.0], [2.0, 0.25]], dtype=torch.float64)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (n, 2)."""
@@ -487,4 +522,6 @@ TIED = Problem(lambda seed: Tied(), normal_rows(2), _mean_square)
 @reported("TransformerEngine#3437, TransformerEngine#545", number=30)
 def tied_weights_overwritten(run: TrainingRun) -> None:
     """A fused backward writes the weight's gradient itself; a tied weight's second use overwrites the first."""
-    train_with_sums(run, lambda j, total, gradient: gradient if total is None else total + gradient, "main_grad")
+    train_with_sums(
+        run, lambda j, total, gradient: gradient if total is None else total + gradient, "main_grad"
+    )

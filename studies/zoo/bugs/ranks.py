@@ -1,4 +1,5 @@
 """Bugs that several ranks show: counts, data and reductions."""
+
 # ruff: noqa: D403 - a mechanism is printed after the bug's name, and here begins in lower case
 
 from __future__ import annotations
@@ -11,9 +12,21 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gradcheck_suite.core.contract import BUSY_RANKS, DENSE_GRADIENTS, MEAN_REDUCTION, Batch, TrainingRun
+from gradcheck_suite.core.contract import (
+    BUSY_RANKS,
+    DENSE_GRADIENTS,
+    MEAN_REDUCTION,
+    Batch,
+    TrainingRun,
+)
 from gradcheck_suite.loops.ranks import add_up_gradients
-from gradcheck_suite.loops.reset_modes import backward_window, over_ranks, part_of_window, window_count, windows
+from gradcheck_suite.loops.reset_modes import (
+    backward_window,
+    over_ranks,
+    part_of_window,
+    window_count,
+    windows,
+)
 from studies.zoo.bug import (
     bug,
     fill_missing,
@@ -46,20 +59,26 @@ def _broadcast(tensor: torch.Tensor) -> torch.Tensor:
 @count_bug("gradient/mean-of-means", needs="ranks with different counts")
 @reported("transformers#34242")
 def mean_of_ranks_means(run: TrainingRun) -> None:
-    """each rank divides by the targets of its own micro-batches, and the ranks' gradients are averaged."""
+    """each rank divides by the targets of its own micro-batches, and the ranks' gradients are
+    averaged.
+    """
     train_over_ranks(run, lambda own, total: own, reduce=_averaged)
 
 
 @count_bug("gradient/mean-of-means", needs="two ranks")
 def local_count(run: TrainingRun) -> None:
-    """each rank divides by the targets of its own micro-batches, and the ranks' gradients are added up."""
+    """each rank divides by the targets of its own micro-batches, and the ranks' gradients are added
+    up.
+    """
     train_over_ranks(run, lambda own, total: own)
 
 
 @count_bug("gradient/wrong-scale", needs="two ranks")
 @reported("transformers#37474")
 def count_gathered_gradient_averaged(run: TrainingRun) -> None:
-    """the losses are divided by the targets of all ranks, and the wrapper averages over the ranks once more."""
+    """the losses are divided by the targets of all ranks, and the wrapper averages over the ranks
+    once more.
+    """
     train_over_ranks(run, reduce=_averaged)
 
 
@@ -156,8 +175,8 @@ def _train(run: TrainingRun, micro_batches: list[Batch]) -> None:
 
 
 @rank_bug(
-    "gradient/other-window, gradient/repeated-micro-batch, gradient/wrong-scale, gradient/unrecognised-weights, "
-    "gradient/mean-of-means",
+    "gradient/other-window, gradient/repeated-micro-batch, gradient/wrong-scale,"
+    " gradient/unrecognised-weights, gradient/mean-of-means",
     needs="a rank with fewer micro-batches",
     least_micro_batches=4,
     assumes=(DENSE_GRADIENTS,),
@@ -171,8 +190,8 @@ def sampler_pads_by_repeated_items(run: TrainingRun) -> None:
 
 
 @rank_bug(
-    "gradient/dropped-micro-batch, gradient/first-only, gradient/first-only or dropped-micro-batch, "
-    "step-count/dropped-window",
+    "gradient/dropped-micro-batch, gradient/first-only, gradient/first-only or dropped-micro-batch,"
+    " step-count/dropped-window",
     needs="a rank with fewer micro-batches",
 )
 def uneven_tail_dropped(run: TrainingRun) -> None:
@@ -181,9 +200,16 @@ def uneven_tail_dropped(run: TrainingRun) -> None:
         _train(run, list(islice(run.loader, _agreed(len(run.loader), dist.ReduceOp.MIN))))
 
 
-@rank_bug(HANG, needs="a rank without a micro-batch in a window", least_micro_batches=4, assumes=(DENSE_GRADIENTS,))
+@rank_bug(
+    HANG,
+    needs="a rank without a micro-batch in a window",
+    least_micro_batches=4,
+    assumes=(DENSE_GRADIENTS,),
+)
 def idle_rank_skips_the_all_reduce(run: TrainingRun) -> None:
-    """a rank that has no micro-batch left does not take part in the all-reduce that the others wait in."""
+    """a rank that has no micro-batch left does not take part in the all-reduce that the others wait
+    in.
+    """
     for window in windows(run):
         run.optimizer.zero_grad()
         if window:
@@ -224,7 +250,9 @@ def ranks_at_different_steps(run: TrainingRun) -> None:
     assumes=(DENSE_GRADIENTS,),
 )
 def unreached_parameters_not_reduced(run: TrainingRun) -> None:
-    """a rank whose items do not reach a parameter leaves out its all-reduce, which the others enter."""
+    """a rank whose items do not reach a parameter leaves out its all-reduce, which the others
+    enter.
+    """
     train_over_ranks(run, reduce=lambda run: reduce_each(gradients_of(run).values()))
 
 
@@ -243,7 +271,9 @@ def reset_on_rank_0_alone(run: TrainingRun) -> None:
 
 
 def _train_in_ddp(run: TrainingRun, synchronised: Callable[[int], bool]) -> None:
-    """Train in DistributedDataParallel, which averages over ranks in the n-th backward of a window that is chosen."""
+    """Train in DistributedDataParallel, which averages over ranks in the n-th backward of a window
+    that is chosen.
+    """
     wrapped = DistributedDataParallel(run.model, find_unused_parameters=True)
     for window in windows(run):
         run.optimizer.zero_grad()
@@ -263,7 +293,9 @@ def never_reduced(run: TrainingRun) -> None:
 
 @rank_bug(ALONE, needs="two ranks")
 def no_sync_left_on_at_the_step(run: TrainingRun) -> None:
-    """the last backward of a window runs under no_sync, so no rank has the others' gradients at the step."""
+    """the last backward of a window runs under no_sync, so no rank has the others' gradients at the
+    step.
+    """
     _train_in_ddp(run, synchronised=lambda j: False)
 
 
@@ -347,7 +379,10 @@ def gradient_reduced_in_bfloat16(run: TrainingRun) -> None:
 
 @rank_bug(ALONE, needs="two windows", least_micro_batches=4)
 def stale_bucket_view_after_set_to_none(run: TrainingRun) -> None:
-    """gradients are views of buckets until zero_grad sets them to None; the buckets are reduced all the same."""
+    """gradients are views of buckets until zero_grad sets them to None.
+
+    The buckets are reduced all the same.
+    """
     buckets = fill_missing(run)
     for window in windows(run):
         backward_window(run, window)

@@ -6,7 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from gradcheck_suite.core.contract import EQUAL_MICRO_BATCHES, WHOLE_WINDOWS, Batch, Problem, TrainingRun
+from gradcheck_suite.core.contract import (
+    EQUAL_MICRO_BATCHES,
+    WHOLE_WINDOWS,
+    Batch,
+    Problem,
+    TrainingRun,
+)
 from gradcheck_suite.loops.reset_modes import backward_window, part_of_window, window_count, windows
 from studies.zoo.bug import (
     ByParameter,
@@ -21,7 +27,8 @@ from studies.zoo.bug import (
     window_losses,
 )
 
-# Resets: gradients are never reset, reset too often, reset in part, or reset by an operation that keeps a NaN.
+# Resets: gradients are never reset, reset too often, reset in part, or reset by an operation that
+# keeps a NaN.
 
 
 @bug("gradient/stale-window", needs="2 windows, or 2 epochs")
@@ -44,10 +51,15 @@ def reset_per_micro_batch(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-@bug("gradient/repeated-micro-batch, gradient/wrong-scale, gradient/unrecognised-weights", needs="any case")
+@bug(
+    "gradient/repeated-micro-batch, gradient/wrong-scale, gradient/unrecognised-weights",
+    needs="any case",
+)
 @reported("Lightning#557, Lightning#591", number=19)
 def cross_model_residue(run: TrainingRun) -> None:
-    """The generator's backward fills the discriminator's gradients too, and only the generator's are cleared."""
+    """The generator's backward fills the discriminator's gradients too, and only the generator's
+    are cleared.
+    """
     for window in windows(run):
         run.optimizer.zero_grad()
         run.loss(run.model, window[0]).backward()  # the generator's turn
@@ -58,7 +70,10 @@ def cross_model_residue(run: TrainingRun) -> None:
 @bug("gradient/stale-window", needs="2 windows or epochs")
 @reported("rslearn#217", number=20)
 def own_groups_only(run: TrainingRun) -> None:
-    """`optimizer.zero_grad` resets its own groups alone; a parameter that is unfrozen later keeps its sum."""
+    """`optimizer.zero_grad` resets its own groups alone.
+
+    A parameter that is unfrozen later keeps its sum.
+    """
     parameters = [p for p in run.model.parameters() if p.requires_grad]
     # made before the last parameter was unfrozen
     first = torch.optim.SGD(parameters[:-1], lr=0.1) if len(parameters) > 1 else None
@@ -94,10 +109,17 @@ def _twice(seed: int) -> torch.nn.Module:
 ROOT = Problem(_twice, _from_zero, lambda model, batch: model(batch).sqrt().mean())
 
 
-@bug("non-finite/poisoned-by-earlier-window", needs="a NaN gradient in an earlier window", problem=ROOT)
+@bug(
+    "non-finite/poisoned-by-earlier-window",
+    needs="a NaN gradient in an earlier window",
+    problem=ROOT,
+)
 @reported("optax MultiSteps 0.2.8", number=22)
 def reset_by_multiplication(run: TrainingRun) -> None:
-    """The accumulator is reset by a factor 0; 0 * NaN is NaN, so one bad micro-batch poisons all that follow."""
+    """The accumulator is reset by a factor 0.
+
+    0 * NaN is NaN, so one bad micro-batch poisons all that follow.
+    """
     for window in windows(run):
         backward_window(run, window)
         run.optimizer.step()
@@ -108,7 +130,10 @@ def reset_by_multiplication(run: TrainingRun) -> None:
 @bug("raised/raised", needs="a parameter that no item reaches, or a frozen one")
 @reported("pytorch/examples#1172, trl#1422", number=24)
 def none_breaks_readers(run: TrainingRun) -> None:
-    """A parameter that no item of the window reached has no gradient after a release; reading it raises."""
+    """A parameter that no item of the window reached has no gradient after a release.
+
+    Reading it raises.
+    """
     for window in windows(run):
         run.optimizer.zero_grad(set_to_none=True)
         backward_window(run, window)
@@ -117,7 +142,8 @@ def none_breaks_readers(run: TrainingRun) -> None:
         del norms
 
 
-# Leaks: a part of an earlier window's gradient, in some parameter or of some size, survives the reset.
+# Leaks: a part of an earlier window's gradient, in some parameter or of some size, survives the
+# reset.
 
 
 def _leak(run: TrainingRun, share: float) -> None:
@@ -181,7 +207,10 @@ def short_windows_are_not_reset(run: TrainingRun) -> None:
 
 
 def _delay(run: TrainingRun, before: ByParameter | None) -> None:
-    """Step with the gradient of the window before; the first one with `before`, or with its own if that is None."""
+    """Step with the gradient of the window before.
+
+    The first one with `before`, or with its own if that is None.
+    """
     for window in windows(run):
         own = window_gradients(run, window)
         step_with(run, own if before is None else before)
@@ -196,7 +225,9 @@ def delayed_by_one(run: TrainingRun) -> None:
 
 @bug("gradient/other-window", needs="2 windows")
 def delayed_after_warm_up(run: TrainingRun) -> None:
-    """Communication overlaps the next window, and the step applies the gradient that has arrived by then."""
+    """Communication overlaps the next window, and the step applies the gradient that has arrived by
+    then.
+    """
     _delay(run, None)
 
 
@@ -219,7 +250,9 @@ def swapped_pairs(run: TrainingRun) -> None:
 
 @bug("gradient/other-window", needs="2 windows")
 def first_window_always(run: TrainingRun) -> None:
-    """The static inputs of a captured step are never refilled: every step trains on the first window."""
+    """The static inputs of a captured step are never refilled: every step trains on the first
+    window.
+    """
     first: list[Batch] = []
     for window in windows(run):
         first = first or window
@@ -228,7 +261,9 @@ def first_window_always(run: TrainingRun) -> None:
 
 @bug("gradient/other-window", needs="2 windows")
 def prefetched_micro_batch(run: TrainingRun) -> None:
-    """The first micro-batch of the next window is computed ahead, and its gradient joins this window's."""
+    """The first micro-batch of the next window is computed ahead, and its gradient joins this
+    window's.
+    """
     everything = list(windows(run))
     for window, following in zip(everything, [*everything[1:], []], strict=True):
         run.optimizer.zero_grad()
@@ -243,7 +278,9 @@ def traces_of_the_next(run: TrainingRun) -> None:
     """An interpolation between windows has a weight of 1e-7 for the next one."""
     everything = [window_gradients(run, window) for window in windows(run)]
     for own, ahead in zip(everything, [*everything[1:], {}], strict=True):
-        step_with(run, {p: own.get(p, 0) + 1e-7 * ahead.get(p, torch.zeros_like(p)) for p in own | ahead})
+        step_with(
+            run, {p: own.get(p, 0) + 1e-7 * ahead.get(p, torch.zeros_like(p)) for p in own | ahead}
+        )
 
 
 @bug("gradient/wrong-windows", needs="any case")
@@ -273,11 +310,15 @@ def previous_batch_variable(run: TrainingRun) -> None:
         run.optimizer.step()
 
 
-# Window boundaries: a step comes too early, too late or never, or a short last window gets the wrong scale.
+# Window boundaries: a step comes too early, too late or never, or a short last window gets the
+# wrong scale.
 
 
 def _step_where(run: TrainingRun, condition: Callable[[int], bool]) -> None:
-    """Divide by `accumulation_steps`; step and reset after every micro-batch `i` of an epoch that meets a condition."""
+    """Divide by `accumulation_steps`.
+
+    Step and reset after every micro-batch `i` of an epoch that meets a condition.
+    """
     for _ in range(run.epochs):
         for i, batch in enumerate(run.loader):
             loss = run.loss(run.model, batch)
@@ -297,7 +338,9 @@ def tail_divided_by_steps(run: TrainingRun) -> None:
 @bug("step-count/tail-leak", needs="a short last window; 2 epochs to leak")
 @reported("transformers#22098, AnimaLoraStudio#305", number=13)
 def tail_leak(run: TrainingRun) -> None:
-    """An epoch's short last window is neither stepped nor cleared, so it joins the next epoch's first window."""
+    """An epoch's short last window is neither stepped nor cleared, so it joins the next epoch's
+    first window.
+    """
     for window in windows(run):
         backward_window(run, window)
         if len(window) == run.accumulation_steps:
@@ -308,7 +351,10 @@ def tail_leak(run: TrainingRun) -> None:
 @bug("step-count/tail-dropped", needs="a short last window")
 @reported("transformers#22098", number=14)
 def tail_dropped(run: TrainingRun) -> None:
-    """A data set shorter than the accumulation steps never updates anything; the end of a longer one is lost."""
+    """A data set shorter than the accumulation steps never updates anything.
+
+    The end of a longer one is lost.
+    """
     for window in windows(run):
         if len(window) < run.accumulation_steps:
             continue
@@ -328,17 +374,26 @@ def inverted_condition(run: TrainingRun) -> None:
     _step_where(run, lambda i: (i + 1) % run.accumulation_steps != 0)
 
 
-@bug("gradient/wrong-windows", needs="2 micro-batches in a window", assumes=(EQUAL_MICRO_BATCHES, WHOLE_WINDOWS))
+@bug(
+    "gradient/wrong-windows",
+    needs="2 micro-batches in a window",
+    assumes=(EQUAL_MICRO_BATCHES, WHOLE_WINDOWS),
+)
 @reported("LLMs-from-scratch#299, torchtune#1275", number=15)
 def off_by_one(run: TrainingRun) -> None:
     """`i % K == 0` in place of `(i + 1) % K == 0`: steps fall one micro-batch into each window."""
     _step_where(run, lambda i: i % run.accumulation_steps == 0)
 
 
-@bug("gradient/dropped-micro-batch, gradient/reset-inside-window", needs="2 micro-batches in the first window")
+@bug(
+    "gradient/dropped-micro-batch, gradient/reset-inside-window",
+    needs="2 micro-batches in the first window",
+)
 @reported("transformers#22143, mmcv#2093", number=16)
 def resume_in_mid_window(run: TrainingRun) -> None:
-    """A checkpoint in mid-window holds no gradients: the first step after a resume is under-accumulated."""
+    """A checkpoint in mid-window holds no gradients: the first step after a resume is
+    under-accumulated.
+    """
     resumed = False
     for window in windows(run):
         run.optimizer.zero_grad()

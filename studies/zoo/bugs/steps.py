@@ -67,7 +67,9 @@ def last_window_skipped(run: TrainingRun) -> None:
 
 @bug("step-count/repeated-step", needs="an epoch of whole windows")
 def step_at_the_end_of_an_epoch(run: TrainingRun) -> None:
-    """A step for the rest of an epoch is taken where there is no rest: momentum moves on an empty gradient."""
+    """A step for the rest of an epoch is taken where there is no rest: momentum moves on an empty
+    gradient.
+    """
     for _ in range(run.epochs):
         run.optimizer.zero_grad()
         for window in epoch_windows(run):
@@ -105,7 +107,8 @@ def scaler_overflows(run: TrainingRun) -> None:
             run.optimizer.step()
 
 
-# Work that belongs to a step, done per micro-batch or at the wrong scale: clipping, unscaling, weight decay.
+# Work that belongs to a step, done per micro-batch or at the wrong scale: clipping, unscaling,
+# weight decay.
 
 
 def _dense(run: TrainingRun) -> ByParameter:
@@ -166,9 +169,13 @@ def optimizer_in_backward(run: TrainingRun) -> None:
 @bug("step-count/step-per-micro-batch", needs="2 micro-batches in a window")
 @reported("Lightning#1476, accelerate#999", number=38)
 def scheduler_per_micro_batch(run: TrainingRun) -> None:
-    """The scheduler steps at every micro-batch: the learning rate falls K times as fast as it was meant to."""
+    """The scheduler steps at every micro-batch: the learning rate falls K times as fast as it was
+    meant to.
+    """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that a scheduler is stepped before the optimizer
+        warnings.simplefilter(
+            "ignore"
+        )  # torch says that a scheduler is stepped before the optimizer
         scheduler = torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.9)
         for window in windows(run):
             run.optimizer.zero_grad()
@@ -185,7 +192,9 @@ def scheduler_per_micro_batch(run: TrainingRun) -> None:
 )
 @reported("pytorch#36601", number=39)
 def scaler_updated_per_micro_batch(run: TrainingRun) -> None:
-    """`GradScaler.unscale_` and `update` run at every micro-batch: the sum so far is divided again each time."""
+    """`GradScaler.unscale_` and `update` run at every micro-batch: the sum so far is divided again
+    each time.
+    """
     scaler = torch.amp.GradScaler(run.device.type, init_scale=2.0**8)
     for window in windows(run):
         run.optimizer.zero_grad()
@@ -203,7 +212,9 @@ def scaler_updated_per_micro_batch(run: TrainingRun) -> None:
 )
 @reported("pytorch#36601", number=39)
 def unscale_per_micro_batch(run: TrainingRun) -> None:
-    """The running sum is unscaled at every micro-batch, so earlier ones are divided again and again."""
+    """The running sum is unscaled at every micro-batch, so earlier ones are divided again and
+    again.
+    """
     for window in windows(run):
         run.optimizer.zero_grad()
         for loss in window_losses(run, window):

@@ -58,14 +58,24 @@ def last_only(run: TrainingRun) -> None:
     train_with_sums(run, lambda j, total, gradient: gradient)
 
 
-@bug("gradient/dropped-micro-batch, gradient/reset-inside-window", needs="2 micro-batches in a window")
+@bug(
+    "gradient/dropped-micro-batch, gradient/reset-inside-window",
+    needs="2 micro-batches in a window",
+)
 @reported("DeepSpeed#6550", number=27)
 def overwrites_in_mid_window(run: TrainingRun) -> None:
-    """In mid-window the averaged gradient is copied over the running one: the sum before it is lost."""
-    train_with_sums(run, lambda j, total, gradient: gradient if j == 1 or total is None else total + gradient)
+    """In mid-window the averaged gradient is copied over the running one: the sum before it is
+    lost.
+    """
+    train_with_sums(
+        run, lambda j, total, gradient: gradient if j == 1 or total is None else total + gradient
+    )
 
 
-@bug("gradient/rescaled-accumulator, gradient/repeated-micro-batch", needs="2 micro-batches in a window")
+@bug(
+    "gradient/rescaled-accumulator, gradient/repeated-micro-batch",
+    needs="2 micro-batches in a window",
+)
 @reported("Megatron-LM#6660", number=28)
 def doubling(run: TrainingRun) -> None:
     """acc = 2 acc + g: the main gradient is added to the gradient that contains it already."""  # noqa: D403
@@ -86,7 +96,9 @@ def doubling(run: TrainingRun) -> None:
 @reported("mxnet#18499, mxnet#17989, mxnet#16708", number=31)
 def ignores_add_mode(run: TrainingRun) -> None:
     """An operation's sum ignores the request to add from the fifth summand on."""
-    train_with_sums(run, lambda j, total, gradient: gradient if total is None or j >= 4 else total + gradient)
+    train_with_sums(
+        run, lambda j, total, gradient: gradient if total is None or j >= 4 else total + gradient
+    )
 
 
 @bug("gradient/repeated-micro-batch", needs="2 micro-batches in a window")
@@ -100,7 +112,11 @@ def hook_accumulates_the_sum(run: TrainingRun) -> None:
         gradient = p.grad.to_dense()
         collected[p] = collected[p] + gradient if p in collected else gradient.clone()
 
-    handles = [p.register_post_accumulate_grad_hook(collect) for p in run.model.parameters() if p.requires_grad]
+    handles = [
+        p.register_post_accumulate_grad_hook(collect)
+        for p in run.model.parameters()
+        if p.requires_grad
+    ]
     for window in windows(run):
         run.optimizer.zero_grad()
         collected.clear()
@@ -144,7 +160,10 @@ LOSS_SCALE = 2.0**16
 
 
 def each_gradient(run: TrainingRun) -> Iterator[torch.Tensor]:
-    """Yield the right gradient of every parameter to a loop whose body changes it; the step then takes it."""
+    """Yield the right gradient of every parameter to a loop whose body changes it.
+
+    The step then takes it.
+    """
     for gradients in before_each_step(run):
         yield from gradients.values()
 
@@ -268,7 +287,9 @@ def flat_buffer_in_another_order(run: TrainingRun) -> None:
         if named:
             flat = torch.cat([named[name].reshape(-1) for name in sorted(named)])
             parts = flat.split([g.numel() for g in gradients.values()])
-            gradients.update({p: part.reshape(p.shape) for p, part in zip(gradients, parts, strict=True)})
+            gradients.update(
+                {p: part.reshape(p.shape) for p, part in zip(gradients, parts, strict=True)}
+            )
 
 
 @bug("gradient/stale-window", needs="any case", says=("moving average",))
@@ -333,8 +354,9 @@ def last_parameter_stale(run: TrainingRun) -> None:
 
 
 @bug(
-    "gradient/reset-inside-window, gradient/reset-inside-window or dropped-micro-batch, gradient/dropped-micro-batch, "
-    "gradient/no-gradient or dropped-micro-batch, none-pattern/no-gradient",
+    "gradient/reset-inside-window, gradient/reset-inside-window or dropped-micro-batch,"
+    " gradient/dropped-micro-batch, gradient/no-gradient or dropped-micro-batch,"
+    " none-pattern/no-gradient",
     needs="2 parameters, and 2 micro-batches in a window",
 )
 def last_parameter_overwritten(run: TrainingRun) -> None:
@@ -390,12 +412,16 @@ class TwoHeads(torch.nn.Module):
         return self.left(x).square() + self.right(x).tanh()
 
 
-TWO_HEADS = Problem(seeded(TwoHeads), normal_rows(4), lambda model, batch: (model(batch) - 1).square().mean())
+TWO_HEADS = Problem(
+    seeded(TwoHeads), normal_rows(4), lambda model, batch: (model(batch) - 1).square().mean()
+)
 
 
 @bug("gradient/misplaced-gradient", needs="2 parameters of one shape", problem=TWO_HEADS)
 def heads_swapped(run: TrainingRun) -> None:
-    """Parameters are matched by position, in another order than the model's: two of one shape are swapped."""
+    """Parameters are matched by position, in another order than the model's: two of one shape are
+    swapped.
+    """
     for gradients in before_each_step(run):
         parameters = _trainable(run)
         if len(parameters) == 2 and parameters[0].shape == parameters[1].shape:

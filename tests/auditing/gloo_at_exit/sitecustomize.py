@@ -1,7 +1,8 @@
-"""Lets torch's Gloo threads finish before a rank's interpreter ends; Python imports this by its name.
+"""Lets torch's Gloo threads finish before a rank's interpreter ends.
 
-A thread that releases a collective after the interpreter's end has begun waits for the GIL, which ends the thread, and
-the process with SIGABRT: torch's race, seen in `studies/tests/test_findings_on_ranks.py`, with or without an audit.
+Python imports this by its name. A thread that releases a collective after the interpreter's end has
+begun waits for the GIL, which ends the thread, and the process with SIGABRT: torch's race, seen in
+`studies/tests/test_findings_on_ranks.py`, with or without an audit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What each trainer was found to do, written down: a release that does otherwise makes a test fail, which is news."""
+"""What each trainer was found to do, written down: a release that does otherwise makes a test fail,
+which is news.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,18 @@ def at_version(package, version):
         found = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         found = None
-    return pytest.mark.skipif(found != version, reason=f"needs {package} {version}; here is {found}")
+    return pytest.mark.skipif(
+        found != version, reason=f"needs {package} {version}; here is {found}"
+    )
 
 
-def diagnosis(trainer: str, question: Question, examples: int = 8, *, small: bool = True) -> str | None:
-    """Return what a trainer is blamed for on a question, or None; hold, if asked, that the case was made small.
+def diagnosis(
+    trainer: str, question: Question, examples: int = 8, *, small: bool = True
+) -> str | None:
+    """Return what a trainer is blamed for on a question, or None.
 
-    Time for making smaller is limited, so that only problems of torch alone come to their smallest on any machine.
+    Hold, if asked, that the case was made small. Time for making smaller is limited, so that only
+    problems of torch alone come to their smallest on any machine.
     """
     answer = ask(TRAINERS[trainer], question, examples=examples)
     assert answer.result is not None, answer.why

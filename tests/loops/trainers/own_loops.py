@@ -22,14 +22,19 @@ TOKENIZER = transformers.PreTrainedTokenizerFast(
 )
 ROWS = Dataset.from_dict({"input_ids": [[2, 3]]})
 SFT = llama()
-sft = gradcheck_suite.transformers_loop(trl.SFTTrainer, train_dataset=ROWS, processing_class=TOKENIZER)
+sft = gradcheck_suite.transformers_loop(
+    trl.SFTTrainer, train_dataset=ROWS, processing_class=TOKENIZER
+)
 
 
 def pairs(items, seed):
     """Return a chosen and a rejected row for each item."""
     generator = torch.Generator().manual_seed(seed)
     both = [padded_ids(items, generator) for _ in range(2)]
-    return {"ids": torch.stack([ids for ids, _ in both], 1), "tokens": torch.stack([t for _, t in both], 1)}
+    return {
+        "ids": torch.stack([ids for ids, _ in both], 1),
+        "tokens": torch.stack([t for _, t in both], 1),
+    }
 
 
 def both(batch):
@@ -39,22 +44,33 @@ def both(batch):
 
 
 def _rewarding():
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1}
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 1,
+    }
     return transformers.LlamaForSequenceClassification(
-        transformers.LlamaConfig(num_attention_heads=2, num_labels=1, initializer_range=0.5, pad_token_id=0, **sizes)
+        transformers.LlamaConfig(
+            num_attention_heads=2, num_labels=1, initializer_range=0.5, pad_token_id=0, **sizes
+        )
     )
 
 
 def reward_loss(model, batch):
     rows = both(batch)
-    chosen, rejected = model(rows["input_ids"], attention_mask=rows["attention_mask"]).logits[:, 0].chunk(2)
+    chosen, rejected = (
+        model(rows["input_ids"], attention_mask=rows["attention_mask"]).logits[:, 0].chunk(2)
+    )
     return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
 
 
 REWARD = Problem(seeded(_rewarding), pairs, reward_loss)
 reward = gradcheck_suite.transformers_loop(
     trl.RewardTrainer,
-    inputs=lambda batch: {name: rows for name, rows in both(batch).items() if name != "completion_mask"},
+    inputs=lambda batch: {
+        name: rows for name, rows in both(batch).items() if name != "completion_mask"
+    },
     train_dataset=Dataset.from_dict({"chosen_ids": [[2, 3]], "rejected_ids": [[3, 2]]}),
     processing_class=TOKENIZER,
 )
@@ -74,7 +90,9 @@ class Embedder(torch.nn.Module):
     def forward(self, features, **_):
         """Add a row's embedding."""
         weights = features["attention_mask"].unsqueeze(-1)
-        features["sentence_embedding"] = (self.embed(features["input_ids"]) * weights).sum(1) / weights.sum(1)
+        features["sentence_embedding"] = (self.embed(features["input_ids"]) * weights).sum(
+            1
+        ) / weights.sum(1)
         return features
 
 
@@ -87,15 +105,17 @@ def similar(items, seed):
 def columns(batch):
     """Return what sentence-transformers' collator makes of pairs."""
     named = {"input_ids": batch["ids"], "attention_mask": batch["tokens"].long()}
-    return {f"{side}_{name}": v[:, i] for i, side in enumerate("ab") for name, v in named.items()} | {
-        "label": batch["label"]
-    }
+    return {
+        f"{side}_{name}": v[:, i] for i, side in enumerate("ab") for name, v in named.items()
+    } | {"label": batch["label"]}
 
 
 def similarity_loss(model, batch):
     rows = columns(batch)
     one, two = (
-        model({name: rows[f"{side}_{name}"] for name in ("input_ids", "attention_mask")})["sentence_embedding"]
+        model({name: rows[f"{side}_{name}"] for name in ("input_ids", "attention_mask")})[
+            "sentence_embedding"
+        ]
         for side in "ab"
     )
     return torch.nn.functional.mse_loss(torch.cosine_similarity(one, two), batch["label"])

@@ -1,4 +1,6 @@
-"""Accelerate: its own accumulation divides by K whatever the window, its recipe for unequal counts does not."""
+"""Accelerate: its own accumulation divides by K whatever the window, its recipe for unequal counts
+does not.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def test_accelerate(trainer, question, wanted):
 
 
 def test_a_case_that_failed_leaves_nothing_to_the_next():
-    """Accelerate's state belongs to the process: an epoch that was left in the middle must not move later steps."""
+    """Accelerate's state belongs to the process: an epoch that was left in the middle must not move
+    later steps.
+    """
     loop, plan = TRAINERS["accelerate"].load(), Plan((1, 1, 1, 1), 2)
 
     def fails(run):
@@ -57,4 +61,6 @@ def test_several_ranks_are_refused_with_what_to_do_instead(tmp_path, capsys):
     problem = "gradcheck_suite.loops.trainers.problems:MEAN"
     command = ["verify", "accelerate", "--ranks", "2", "--problem", problem, "--examples", "1"]
     assert main([*command, "--reports", str(tmp_path)]) == 2
-    assert "`torchrun --nproc-per-node 2 -m gradcheck_suite audit train.py`" in capsys.readouterr().err
+    assert (
+        "`torchrun --nproc-per-node 2 -m gradcheck_suite audit train.py`" in capsys.readouterr().err
+    )

@@ -37,7 +37,10 @@ IN_NEW = {
 @OLD
 @pytest.mark.parametrize(("trainer", "question", "wanted"), cells(IN_OLD, PLANS))
 def test_the_old_trainer(trainer, question, wanted):
-    """transformers#24725, #22098: means of means; a short last window joins the next epoch's first."""
+    """transformers#24725, #22098: means of means.
+
+    A short last window joins the next epoch's first.
+    """
     assert diagnosis(trainer, question) == wanted
 
 
@@ -58,17 +61,37 @@ def test_the_old_trainer_takes_no_loss_function():
 
 @OLD
 def test_the_old_trainer_is_named_on_the_command_line(tmp_path):
-    """As a user asks: every plan is drawn, and two faults of it are among them; whole windows' comes first."""
+    """As a user asks: every plan is drawn, and two faults of it are among them.
+
+    Whole windows' comes first.
+    """
     path = tmp_path / "result.json"
-    command = ["verify", "hf-trainer", "--problem", "gradcheck_suite.loops.trainers.models:llama", "--examples", "20"]
+    command = [
+        "verify",
+        "hf-trainer",
+        "--problem",
+        "gradcheck_suite.loops.trainers.models:llama",
+        "--examples",
+        "20",
+    ]
     assert main([*command, "--json", str(path), "--reports", str(tmp_path)]) == 1
     (result,) = json.loads(path.read_text())["results"]
-    assert (result["violation"]["kind"], result["violation"]["diagnosis"]) == ("gradient", "mean-of-means")
+    assert (result["violation"]["kind"], result["violation"]["diagnosis"]) == (
+        "gradient",
+        "mean-of-means",
+    )
 
 
 @NEW
 def test_the_new_trainer_holds_on_the_command_line(tmp_path):
-    command = ["verify", "hf-trainer", "--problem", "gradcheck_suite.loops.trainers.models:llama", "--examples", "20"]
+    command = [
+        "verify",
+        "hf-trainer",
+        "--problem",
+        "gradcheck_suite.loops.trainers.models:llama",
+        "--examples",
+        "20",
+    ]
     assert main([*command, "--reports", str(tmp_path)]) == 0
 
 
@@ -98,23 +121,37 @@ def test_old_and_new_are_told_apart_by_one_case(name):
 
 @NEW
 def test_the_new_trainer_counts_the_first_tokens_of_a_gpt2_too():
-    """`loss_type` of a GPT2LMHeadModel is None, so the trainer does not see that its loss shifts the labels."""
+    """`loss_type` of a GPT2LMHeadModel is None, so the trainer does not see that its loss shifts
+    the labels.
+    """
     problem = resolve_problem("gradcheck_suite.loops.trainers.models:gpt2")
-    violation = check(TRAINERS["hf-trainer"].load(), Case("gpt2", Plan((1, 3), 2)), problem=problem).violation
+    violation = check(
+        TRAINERS["hf-trainer"].load(), Case("gpt2", Plan((1, 3), 2)), problem=problem
+    ).violation
     tokens = int(next_tokens(problem.batch(4, 0)))
     assert violation.diagnosis == "wrong-scale"
-    assert f"{tokens}/({tokens} + 4): one target too many is counted for every item" in violation.explanation
+    assert (
+        f"{tokens}/({tokens} + 4): one target too many is counted for every item"
+        in violation.explanation
+    )
 
 
 @NEW
 @pytest.mark.parametrize(
     "name",
-    ["BertForMaskedLM", "T5ForConditionalGeneration", "LlamaForSequenceClassification", "BertForTokenClassification"],
+    [
+        "BertForMaskedLM",
+        "T5ForConditionalGeneration",
+        "LlamaForSequenceClassification",
+        "BertForTokenClassification",
+    ],
 )
 def test_the_new_trainer_leaves_the_division_to_models_that_ignore_the_count(name):
     """transformers#47688."""
     problem = resolve_problem(f"gradcheck_suite.loops.trainers.models:{name}")
-    violation = check(TRAINERS["hf-trainer"].load(), Case(name, Plan((2, 2, 2), 3)), problem=problem).violation
+    violation = check(
+        TRAINERS["hf-trainer"].load(), Case(name, Plan((2, 2, 2), 3)), problem=problem
+    ).violation
     assert violation.diagnosis == "wrong-scale"
     assert "3" in violation.explanation
 
@@ -123,7 +160,9 @@ def test_the_new_trainer_leaves_the_division_to_models_that_ignore_the_count(nam
 @NEW
 def test_the_new_trainer_holds_where_the_model_takes_the_count(name):
     problem = resolve_problem(f"gradcheck_suite.loops.trainers.models:{name}")
-    assert check(TRAINERS["hf-trainer"].load(), Case(name, Plan((1, 2, 2), 2)), problem=problem).holds
+    assert check(
+        TRAINERS["hf-trainer"].load(), Case(name, Plan((1, 2, 2), 2)), problem=problem
+    ).holds
 
 
 def wrapped(name, task, targets):
@@ -144,20 +183,30 @@ def wrapped(name, task, targets):
 @NEW
 @pytest.mark.filterwarnings("default")
 def test_a_model_that_peft_wraps_is_trained_as_it_is():
-    """transformers#47688 with LoRA: the gradient is K times too large; a Llama divides by the count."""
+    """transformers#47688 with LoRA: the gradient is K times too large.
+
+    A Llama divides by the count.
+    """
     hf_trainer = TRAINERS["hf-trainer"].load()
     bert = wrapped("BertForSequenceClassification", "SEQ_CLS", ["query", "value"])
     violation = check(hf_trainer, Case("bert", Plan((2, 2, 2), 3)), problem=bert).violation
     assert violation.diagnosis == "wrong-scale"
     assert "every item of the window weighs 3 times what it should" in violation.explanation
     violation = check(hf_trainer, Case("bert", Plan((1, 3, 2), 3)), problem=bert).violation
-    assert "each micro-batch's mean has weight 1, 3 times the mean of means" in violation.explanation
+    assert (
+        "each micro-batch's mean has weight 1, 3 times the mean of means" in violation.explanation
+    )
     llama = wrapped("LlamaForCausalLM", "CAUSAL_LM", ["q_proj", "v_proj"])
     assert check(hf_trainer, Case("llama", Plan((1, 3, 2), 3)), problem=llama).holds
 
 
 def test_another_loss_than_the_models_own_is_refused():
-    other = Problem(llama().model, llama().batch, lambda model, batch: 2 * model(**batch).loss, count=next_tokens)
+    other = Problem(
+        llama().model,
+        llama().batch,
+        lambda model, batch: 2 * model(**batch).loss,
+        count=next_tokens,
+    )
     with pytest.raises(CannotRunHere, match=r"let Problem.loss return model\(\*\*batch\).loss"):
         check(TRAINERS["hf-trainer"].load(), Case("other", Plan((1,), 1)), problem=other)
 
@@ -170,7 +219,9 @@ def test_a_batch_without_labels_is_refused():
     other = Problem(
         llama().model,
         rows,
-        lambda model, batch: model(batch["input_ids"], batch["attention_mask"], labels=batch["rows"]).loss,
+        lambda model, batch: (
+            model(batch["input_ids"], batch["attention_mask"], labels=batch["rows"]).loss
+        ),
         count=lambda batch: next_tokens({"labels": batch["rows"]}),
     )
     with pytest.raises(CannotRunHere, match="dictionaries with labels: pass such a problem"):
@@ -183,7 +234,9 @@ def test_smoothing_refuses_models_of_other_people():
 
 
 def test_problems_are_the_same_for_the_same_seed():
-    first, second, other = (seeded(lambda: torch.nn.Linear(2, 2))(seed).weight for seed in (1, 1, 2))
+    first, second, other = (
+        seeded(lambda: torch.nn.Linear(2, 2))(seed).weight for seed in (1, 1, 2)
+    )
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
     assert torch.equal(llama().batch(3, 5)["labels"], llama().batch(3, 5)["labels"])

@@ -1,4 +1,7 @@
-"""Lightning's Trainer divides by K whatever the window; Fabric's primitives are sound, its printed loop is not."""
+"""Lightning's Trainer divides by K whatever the window.
+
+Fabric's primitives are sound, its printed loop is not.
+"""
 
 from __future__ import annotations
 

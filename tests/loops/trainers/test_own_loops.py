@@ -1,4 +1,6 @@
-"""Loops of one's own: any subclass of transformers' Trainer in one line, and `trainers my_loops.py:loop`."""
+"""Loops of one's own: any subclass of transformers' Trainer in one line, and `trainers
+my_loops.py:loop`.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def test_a_trainer_of_another_package_is_a_loop_in_one_line(names):
 
 
 def test_something_else_than_a_trainer_is_refused():
-    with pytest.raises(UsageError, match=r"expected a subclass of transformers\.Trainer, got <class 'dict'>"):
+    with pytest.raises(
+        UsageError, match=r"expected a subclass of transformers\.Trainer, got <class 'dict'>"
+    ):
         transformers_loop(dict)
 
 
@@ -59,7 +63,10 @@ def test_the_questions_are_asked_of_a_loop_in_a_file(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["none.py:loop"], "none.py"),
-        (["--heads", "--problem", "p.py:P"], "--heads asks about models of its own: leave out --problem"),
+        (
+            ["--heads", "--problem", "p.py:P"],
+            "--heads asks about models of its own: leave out --problem",
+        ),
     ],
 )
 def test_what_cannot_be_asked_is_one_line(arguments, message, capsys):

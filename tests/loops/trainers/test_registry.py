@@ -82,11 +82,22 @@ def test_an_untested_version_is_noted_and_a_tested_one_is_not():
 
 
 @pytest.mark.full
-def test_an_untested_version_is_run_with_a_note_and_named_in_the_verdict(capsys, monkeypatch, tmp_path):
+def test_an_untested_version_is_run_with_a_note_and_named_in_the_verdict(
+    capsys, monkeypatch, tmp_path
+):
     monkeypatch.setitem(TRAINERS, "here", HERE)
     path = tmp_path / "result.json"
     problem = "gradcheck_suite.loops.trainers.problems:MEAN"
-    command = ["verify", "here", "--problem", problem, "--examples", "1", "--reports", str(tmp_path)]
+    command = [
+        "verify",
+        "here",
+        "--problem",
+        problem,
+        "--examples",
+        "1",
+        "--reports",
+        str(tmp_path),
+    ]
     status = main([*command, "--json", str(path)])
     captured = capsys.readouterr()
     assert captured.err == f"gradcheck-suite: note: {HERE.note}\n"
@@ -97,20 +108,33 @@ def test_an_untested_version_is_run_with_a_note_and_named_in_the_verdict(capsys,
 
 def test_the_environment_lists_the_packages_of_trainers_that_are_installed():
     found = environment.versions(PACKAGES)
-    assert {name: found.get(name) for name in PACKAGES} == {name: _version(name) for name in PACKAGES}
-    assert {name for name in PACKAGES if name in found} == {name for name in PACKAGES if _version(name)}
+    assert {name: found.get(name) for name in PACKAGES} == {
+        name: _version(name) for name in PACKAGES
+    }
+    assert {name for name in PACKAGES if name in found} == {
+        name for name in PACKAGES if _version(name)
+    }
 
 
 def test_a_version_that_lacks_a_name_is_one_line():
-    moved = replace(HERE, name="moved", imports=("gradcheck_suite.loops.reset_modes:no_such_loop",), tested=("1.0",))
-    with pytest.raises(CannotRunHere, match=r"moved cannot be loaded with pytest .* it is tested with 1.0"):
+    moved = replace(
+        HERE,
+        name="moved",
+        imports=("gradcheck_suite.loops.reset_modes:no_such_loop",),
+        tested=("1.0",),
+    )
+    with pytest.raises(
+        CannotRunHere, match=r"moved cannot be loaded with pytest .* it is tested with 1.0"
+    ):
         moved.load()
 
 
 def test_extras_and_tox_install_what_the_records_say():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras, groups = project["project"]["optional-dependencies"], project["dependency-groups"]
-    pinned = {pin for name, group in groups.items() if name.startswith("trainers-") for pin in group}
+    pinned = {
+        pin for name, group in groups.items() if name.startswith("trainers-") for pin in group
+    }
     for name, trainer in TRAINERS.items():
         assert trainer.name == name
         assert set(extras[trainer.package]) == set(trainer.requires)
@@ -165,7 +189,9 @@ def problem():
 EQUAL, UNEQUAL = PLANS[:2]
 SOUND = _here("sound", questions=(replace(UNEQUAL, problem=f"{__name__}:problem"),))
 FAULTY = _here("faulty", mean_of_means, questions=(UNEQUAL,))
-GONE = _here("gone", imports=("gradcheck_suite.loops.reset_modes:no_such_loop",), questions=(EQUAL, UNEQUAL))
+GONE = _here(
+    "gone", imports=("gradcheck_suite.loops.reset_modes:no_such_loop",), questions=(EQUAL, UNEQUAL)
+)
 
 
 @pytest.mark.full
@@ -187,7 +213,9 @@ def test_where_no_question_could_be_asked_nothing_holds(asked):
     assert status == 2
     assert "holds" not in out
     assert "no question could be asked here" in err
-    assert asked(GONE, options=["--exit-zero"])[0] == 0  # as in a shard of a campaign over all trainers
+    assert (
+        asked(GONE, options=["--exit-zero"])[0] == 0
+    )  # as in a shard of a campaign over all trainers
 
 
 def test_models_are_asked_of_one_trainer_alone(asked):
@@ -196,7 +224,8 @@ def test_models_are_asked_of_one_trainer_alone(asked):
     assert "--heads asks hf-trainer alone; got 'sound'" in err
 
 
-# What the guide shows of trainers is what they do: its blocks on a release are run where that release is installed.
+# What the guide shows of trainers is what they do: its blocks on a release are run where that
+# release is installed.
 
 
 PAGE = ROOT / "docs" / "check-my-trainer.md"
@@ -221,7 +250,9 @@ def test_the_guide(block, folder):  # noqa: F811
 
 
 def test_every_question_about_a_model_has_its_problem():
-    """A class of transformers that is imported under its own name would be taken for the problem of that name."""
+    """A class of transformers that is imported under its own name would be taken for the problem of
+    that name.
+    """
     pytest.importorskip("transformers")
     models = importlib.import_module("gradcheck_suite.loops.trainers.models")
     assert [name for name in models.NAMES if isinstance(getattr(models, name), type)] == []

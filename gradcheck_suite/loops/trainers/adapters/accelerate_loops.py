@@ -1,4 +1,5 @@
-"""Hugging Face Accelerate: its `accumulate()`, the recipe that its guide gives for unequal counts, and `no_sync`.
+"""Hugging Face Accelerate: its `accumulate()`, the recipe that its guide gives for unequal counts,
+and `no_sync`.
 
 Accelerate leaves the loop to its user, so the loops here are those that its guide prints.
 """
@@ -16,12 +17,16 @@ from gradcheck_suite.loops.trainers.trainer import Trainer, begin, reset_acceler
 
 
 def accelerate(run: TrainingRun) -> None:
-    """`with accelerator.accumulate(model)` around forward, backward, step and reset, as the guide's finished code."""
+    """`with accelerator.accumulate(model)` around forward, backward, step and reset, as the guide's
+    finished code.
+    """
     _accumulate(run, _accelerator(run, gradient_accumulation_steps=run.accumulation_steps))
 
 
 def accelerate_counted(run: TrainingRun) -> None:
-    """The guide's recipe for samples of variable size: fetch a window, count it, undo the division in `backward`."""
+    """The guide's recipe for samples of variable size: fetch a window, count it, undo the division
+    in `backward`.
+    """
     accelerator = _accelerator(run, gradient_accumulation_steps=run.accumulation_steps)
     model, optimizer, loader = accelerator.prepare(run.model, run.optimizer, run.loader)
     for _ in range(run.epochs):
@@ -31,14 +36,22 @@ def accelerate_counted(run: TrainingRun) -> None:
             for i, batch in enumerate(window):
                 reduces = accelerator.num_processes == 1 or i == len(window) - 1
                 with nullcontext() if reduces else model.no_sync():
-                    loss = _summed(run, model, batch) * run.accumulation_steps * accelerator.num_processes / total
+                    loss = (
+                        _summed(run, model, batch)
+                        * run.accumulation_steps
+                        * accelerator.num_processes
+                        / total
+                    )
                     accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
 
 
 def accelerate_no_sync(run: TrainingRun) -> None:
-    """`accelerator.no_sync(model)` around all but a window's last micro-batch; the loop counts and divides itself."""
+    """`accelerator.no_sync(model)` around all but a window's last micro-batch.
+
+    The loop counts and divides itself.
+    """
     accelerator = _accelerator(run)
     model, optimizer, loader = accelerator.prepare(run.model, run.optimizer, run.loader)
     for _ in range(run.epochs):
@@ -54,22 +67,38 @@ def accelerate_no_sync(run: TrainingRun) -> None:
 
 @training_loop(autocast="float16")
 def accelerate_scaler(run: TrainingRun) -> None:
-    """`accumulate()` with `mixed_precision="fp16"`, so that Accelerate's GradScaler scales, unscales and steps."""
+    """`accumulate()` with `mixed_precision="fp16"`, so that Accelerate's GradScaler scales,
+    unscales and steps.
+    """
     if run.device.type == "cpu":
         raise CannotRunHere(
-            "accelerate refuses fp16, and with it its GradScaler, on the CPU: `verify` has --device cuda"
+            "accelerate refuses fp16, and with it its GradScaler, on the CPU: `verify` has --device"
+            " cuda"
         )
-    _accumulate(run, _accelerator(run, gradient_accumulation_steps=run.accumulation_steps, mixed_precision="fp16"))
+    _accumulate(
+        run,
+        _accelerator(
+            run, gradient_accumulation_steps=run.accumulation_steps, mixed_precision="fp16"
+        ),
+    )
 
 
 _trainer = partial(
     Trainer,
     requires=("accelerate>=1.0",),
     tested=("1.15.0",),
-    imports=("accelerate:Accelerator", "accelerate.state:AcceleratorState", "accelerate.state:GradientState"),
+    imports=(
+        "accelerate:Accelerator",
+        "accelerate.state:AcceleratorState",
+        "accelerate.state:GradientState",
+    ),
 )
 TRAINERS = (
-    _trainer(name="accelerate", loop=accelerate, about="Accelerate's accumulate(), as its guide prints it"),
+    _trainer(
+        name="accelerate",
+        loop=accelerate,
+        about="Accelerate's accumulate(), as its guide prints it",
+    ),
     _trainer(
         name="accelerate-counted",
         loop=accelerate_counted,

@@ -1,6 +1,7 @@
 """Lightning's Fabric: a sound loop on its primitives, and accumulation as its guide prints it.
 
-Fabric leaves the loop to its user; it provides `setup`, `backward`, `no_backward_sync` and the wrapped optimizer.
+Fabric leaves the loop to its user; it provides `setup`, `backward`, `no_backward_sync` and the
+wrapped optimizer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from gradcheck_suite.loops.trainers.trainer import Trainer, begin, quiet
 
 
 def fabric(run: TrainingRun) -> None:
-    """Fabric's `no_backward_sync` around all but a window's last micro-batch; the loop counts and divides itself."""
+    """Fabric's `no_backward_sync` around all but a window's last micro-batch.
+
+    The loop counts and divides itself.
+    """
     with quiet("lightning.fabric"):
         owner, model, optimizer, loader = _set_up(run)
         for _ in range(run.epochs):
@@ -24,13 +28,17 @@ def fabric(run: TrainingRun) -> None:
                 for i, batch in enumerate(window):
                     with owner.no_backward_sync(model, enabled=i < len(window) - 1):
                         loss = run.loss(model, batch)
-                        owner.backward(loss * run.count(batch) / total if run.reduction == "mean" else loss)
+                        owner.backward(
+                            loss * run.count(batch) / total if run.reduction == "mean" else loss
+                        )
                 optimizer.step()
                 optimizer.zero_grad()
 
 
 def fabric_printed(run: TrainingRun) -> None:
-    """Accumulation by the code that Fabric's guide prints: a step wherever `iteration % K` is 0, no division."""
+    """Accumulation by the code that Fabric's guide prints: a step wherever `iteration % K` is 0, no
+    division.
+    """
     with quiet("lightning.fabric"):
         owner, model, optimizer, loader = _set_up(run)
         for _ in range(run.epochs):
@@ -43,9 +51,15 @@ def fabric_printed(run: TrainingRun) -> None:
                     optimizer.zero_grad()
 
 
-_trainer = partial(Trainer, requires=("lightning>=2.5",), tested=("2.6.6",), imports=("lightning.fabric:Fabric",))
+_trainer = partial(
+    Trainer, requires=("lightning>=2.5",), tested=("2.6.6",), imports=("lightning.fabric:Fabric",)
+)
 TRAINERS = (
-    _trainer(name="fabric", loop=fabric, about="Lightning Fabric in a loop that counts and divides itself"),
+    _trainer(
+        name="fabric",
+        loop=fabric,
+        about="Lightning Fabric in a loop that counts and divides itself",
+    ),
     _trainer(
         name="fabric-printed",
         loop=fabric_printed,

@@ -31,7 +31,9 @@ _trainer = partial(
     imports=("lightning.pytorch:LightningModule", "lightning.pytorch:Trainer"),
 )
 TRAINERS = (
-    _trainer(name="lightning", loop=lightning, about="lightning.Trainer(accumulate_grad_batches=K)"),
+    _trainer(
+        name="lightning", loop=lightning, about="lightning.Trainer(accumulate_grad_batches=K)"
+    ),
     _trainer(
         name="lightning-manual",
         loop=lightning_manual,
@@ -61,7 +63,9 @@ def _modules() -> tuple[Any, Any]:
             return self.run.optimizer
 
     class Manual(Automatic):
-        """The same with manual optimization, accumulating as the guide does: loss / N, a step after every N batches."""
+        """The same with manual optimization, accumulating as the guide does: loss / N, a step after
+        every N batches.
+        """
 
         def __init__(self, run: TrainingRun) -> None:
             super().__init__(run)

@@ -1,6 +1,8 @@
-"""Accumulation in JAX as optax's and flax's guides write it: `MultiSteps`, `micro_grad`, `lax.scan`, `TrainState`.
+"""Accumulation in JAX as optax's and flax's guides write it: `MultiSteps`, `micro_grad`,
+`lax.scan`, `TrainState`.
 
-What a guide leaves to its reader, such as the size of the next micro-batch, is what the run hands out.
+What a guide leaves to its reader, such as the size of the next micro-batch, is what the run hands
+out.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ def train_with_multi_steps(run: JaxTrainingRun, k: Any = None, **options: Any) -
     import jax
     import optax
 
-    optimizer = optax.MultiSteps(run.optimizer, every_k_schedule=k or run.accumulation_steps, **options)
+    optimizer = optax.MultiSteps(
+        run.optimizer, every_k_schedule=k or run.accumulation_steps, **options
+    )
 
     @jax.jit
     def step(params: Any, state: Any, batch: Any) -> Any:
@@ -73,7 +77,9 @@ def multi_steps_bfloat16(run: JaxTrainingRun) -> None:
 
 
 def _windows_at_once(run: JaxTrainingRun, gradient: Callable[[Any, Any, int], Any]) -> None:
-    """Train with the gradient of each window's items in one batch, (params, batch, items of a micro-batch) -> it."""
+    """Train with the gradient of each window's items in one batch, (params, batch, items of a
+    micro-batch) -> it.
+    """
     import jax
     import jax.numpy as jnp
     import optax
@@ -94,14 +100,18 @@ def _micro_grad(run: JaxTrainingRun, accumulator: str) -> None:
 
     @partial(jax.jit, static_argnums=2)
     def gradient(params: Any, batch: Any, items: int) -> Any:
-        return microbatching.micro_grad(run.loss, microbatch_size=items, accumulator=kind)(params, batch)[0]
+        return microbatching.micro_grad(run.loss, microbatch_size=items, accumulator=kind)(
+            params, batch
+        )[0]
 
     _windows_at_once(run, gradient)
 
 
 @jax_training_loop
 def micro_grad_sum(run: JaxTrainingRun) -> None:
-    """`optax.microbatching.micro_grad` with the accumulator SUM, its default, on a window in one batch."""
+    """`optax.microbatching.micro_grad` with the accumulator SUM, its default, on a window in one
+    batch.
+    """
     _micro_grad(run, "SUM")
 
 
@@ -119,7 +129,9 @@ def micro_grad_running_mean(run: JaxTrainingRun) -> None:
 
 @jax_training_loop
 def scan_means(run: JaxTrainingRun) -> None:
-    """A `lax.scan` over the micro-batches of a window, which have one size, and the mean of their gradients."""
+    """A `lax.scan` over the micro-batches of a window, which have one size, and the mean of their
+    gradients.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -138,7 +150,9 @@ def scan_means(run: JaxTrainingRun) -> None:
 
 @jax_training_loop
 def train_state(run: JaxTrainingRun) -> None:
-    """The `TrainState` of flax: gradients are added up, divided by K and applied at every K-th micro-batch."""
+    """The `TrainState` of flax: gradients are added up, divided by K and applied at every K-th
+    micro-batch.
+    """
     import jax
     import jax.numpy as jnp
     from flax.training.train_state import TrainState
@@ -152,7 +166,9 @@ def train_state(run: JaxTrainingRun) -> None:
             total = jax.tree.map(jnp.add, total, gradient(state.params, batch))
             number += 1
             if number % run.accumulation_steps == 0:
-                state = state.apply_gradients(grads=jax.tree.map(lambda g: g / run.accumulation_steps, total))
+                state = state.apply_gradients(
+                    grads=jax.tree.map(lambda g: g / run.accumulation_steps, total)
+                )
                 total = zeros
 
 
@@ -177,7 +193,10 @@ TRAINERS = (
     Trainer(
         name="flax-train-state",
         loop=train_state,
-        about="flax's TrainState: gradients added up, divided by K and applied at every K-th micro-batch",
+        about=(
+            "flax's TrainState: gradients added up, divided by K and applied at every K-th"
+            " micro-batch"
+        ),
         requires=("flax>=0.10", "optax>=0.2.8"),
         tested=("0.12.8",),
         imports=("flax.training.train_state:TrainState",),

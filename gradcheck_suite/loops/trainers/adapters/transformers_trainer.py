@@ -1,8 +1,9 @@
 """transformers' `Trainer`.
 
-`hf-trainer` trains the model that it is given, whatever wraps it. A model that computes its own loss from the batch's
-`labels` does so; for any other one the trainer's `compute_loss` is overridden, as its guide says. The other names put
-the model into a module whose `forward` returns the loss in one of the forms that the trainer distinguishes.
+`hf-trainer` trains the model that it is given, whatever wraps it. A model that computes its own
+loss from the batch's `labels` does so; for any other one the trainer's `compute_loss` is
+overridden, as its guide says. The other names put the model into a module whose `forward` returns
+the loss in one of the forms that the trainer distinguishes.
 """
 
 from __future__ import annotations
@@ -18,16 +19,26 @@ from typing import TYPE_CHECKING, Any
 from gradcheck_suite.core.case import SMALL_SCALE
 from gradcheck_suite.core.contract import Batch, Loop, TrainingRun
 from gradcheck_suite.errors import CannotRunHere, UsageError
-from gradcheck_suite.loops.trainers.trainer import PADDED_ROWS, PLANS, SMOOTHED, Trainer, begin, quiet, reset_accelerate
+from gradcheck_suite.loops.trainers.trainer import (
+    PADDED_ROWS,
+    PLANS,
+    SMOOTHED,
+    Trainer,
+    begin,
+    quiet,
+    reset_accelerate,
+)
 
 if TYPE_CHECKING:
     import torch
 
 
-# A loop made of transformers' `Trainer` or of any subclass of it, such as those of trl and sentence-transformers.
+# A loop made of transformers' `Trainer` or of any subclass of it, such as those of trl and
+# sentence-transformers.
 #
-# The trainer trains `run.model` itself. It gets the run's optimizer and the run's loader, the latter in the
-# documented way (`get_train_dataloader`). transformers is imported when the loop runs.
+# The trainer trains `run.model` itself. It gets the run's optimizer and the run's loader, the
+# latter in the documented way (`get_train_dataloader`). transformers is imported when the loop
+# runs.
 
 
 def transformers_loop(
@@ -39,24 +50,29 @@ def transformers_loop(
 ) -> Loop:
     """Return a loop that trains with a subclass of transformers' `Trainer`.
 
-        train = gradcheck_suite.transformers_loop(trl.SFTTrainer, train_dataset=ROWS, processing_class=TOKENIZER)
+        train = gradcheck_suite.transformers_loop(trl.SFTTrainer, train_dataset=ROWS,
+        processing_class=TOKENIZER)
 
-    The trainer's own defaults hold, except that nothing is saved, logged, clipped or cast to bfloat16, and that the
-    learning rate is constant. What the trainer makes of its own data set is not used: the run's loader yields what its
-    collator would yield.
+    The trainer's own defaults hold, except that nothing is saved, logged, clipped or cast to
+    bfloat16, and that the learning rate is constant. What the trainer makes of its own data set is
+    not used: the run's loader yields what its collator would yield.
 
     Args:
         trainer: the class.
-        arguments: settings of its training arguments, whose class is read off the annotation of `args`.
-        inputs: batch of the Problem -> what the trainer's collator would yield for it, where that is another thing: a
-            Problem's tensors have one row for each item, and a collator of pairs yields two.
+        arguments: settings of its training arguments, whose class is read off the annotation of
+            `args`.
+        inputs: batch of the Problem -> what the trainer's collator would yield for it, where that
+            is another thing: a Problem's tensors have one row for each item, and a collator of
+            pairs yields two.
         settings: further arguments of the class.
 
     Raises:
         UsageError: `trainer` is no class with a method `get_train_dataloader`.
     """
     if not inspect.isclass(trainer) or not hasattr(trainer, "get_train_dataloader"):
-        raise UsageError(f"transformers_loop: expected a subclass of transformers.Trainer, got {trainer!r}")
+        raise UsageError(
+            f"transformers_loop: expected a subclass of transformers.Trainer, got {trainer!r}"
+        )
 
     def loop(run: TrainingRun) -> None:
         loader = run.loader if inputs is None else mapped(run, inputs)
@@ -76,7 +92,9 @@ def mapped(run: TrainingRun, inputs: Callable[[Batch], Any]) -> Any:
     def collate(items: Any) -> Any:
         return inputs(run.loader.collate_fn(items))
 
-    return DataLoader(run.loader.dataset, batch_sampler=run.loader.batch_sampler, collate_fn=collate)
+    return DataLoader(
+        run.loader.dataset, batch_sampler=run.loader.batch_sampler, collate_fn=collate
+    )
 
 
 def train(
@@ -126,7 +144,10 @@ def train(
             **(arguments or {}),
         }
         made = WithLoader(
-            model=model, args=_arguments_class(trainer)(**options), optimizers=(run.optimizer, None), **settings
+            model=model,
+            args=_arguments_class(trainer)(**options),
+            optimizers=(run.optimizer, None),
+            **settings,
         )
         made.remove_callback(PrinterCallback)
         made.train()
@@ -142,7 +163,7 @@ def _arguments_class(trainer: type) -> Any:
         if isinstance(hint, str):
             hint = eval(hint, inspect.unwrap(constructor).__globals__)
         if hint is not None:
-            named = [one for one in (typing.get_args(hint) or (hint,)) if inspect.isclass(one)]
+            named = [one for one in typing.get_args(hint) or (hint,) if inspect.isclass(one)]
             found = [one for one in named if issubclass(one, TrainingArguments)]
             return max(found, key=lambda one: len(one.__mro__), default=TrainingArguments)
     return TrainingArguments
@@ -173,7 +194,10 @@ def hf_trainer(run: TrainingRun) -> None:
 
 
 def hf_trainer_counted(run: TrainingRun) -> None:
-    """`transformers.Trainer`; the model is put into one that divides its loss by the trainer's count of targets."""
+    """`transformers.Trainer`.
+
+    The model is put into one that divides its loss by the trainer's count of targets.
+    """
     from transformers import Trainer as TransformersTrainer
 
     from gradcheck_suite.loops.trainers.problems import AcceptingCount, labelled
@@ -198,10 +222,13 @@ def hf_trainer_loss_func(run: TrainingRun) -> None:
 
     if "compute_loss_func" not in inspect.signature(transformers.Trainer.__init__).parameters:
         raise CannotRunHere(
-            f"the Trainer of transformers {transformers.__version__} takes no compute_loss_func: use 4.46 or later"
+            f"the Trainer of transformers {transformers.__version__} takes no compute_loss_func:"
+            " use 4.46 or later"
         )
 
-    def part_of_window(outputs: dict[str, Any], labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    def part_of_window(
+        outputs: dict[str, Any], labels: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
         if num_items_in_batch is None or run.reduction == "sum":
             return outputs["mean"]
         return outputs["mean"] * (outputs["count"] / num_items_in_batch)
@@ -210,17 +237,25 @@ def hf_trainer_loss_func(run: TrainingRun) -> None:
 
 
 def hf_trainer_smoothing(run: TrainingRun) -> None:
-    """`transformers.Trainer` with `TrainingArguments(label_smoothing_factor=0.1)`, on a causal language model."""
+    """`transformers.Trainer` with `TrainingArguments(label_smoothing_factor=0.1)`, on a causal
+    language model.
+    """
     import transformers
 
     from gradcheck_suite.loops.trainers.models import SMOOTHING
 
     if not isinstance(_looked_into(run.model), transformers.PreTrainedModel):
         raise CannotRunHere(
-            "hf-trainer-smoothing smooths the labels of a model of transformers: pass a problem with one, such as "
-            "--problem gradcheck_suite.loops.trainers.models:llama_smoothed"
+            "hf-trainer-smoothing smooths the labels of a model of transformers: pass a problem"
+            " with one, such as --problem gradcheck_suite.loops.trainers.models:llama_smoothed"
         )
-    train(run, transformers.Trainer, run.model, run.loader, arguments={"label_smoothing_factor": SMOOTHING})
+    train(
+        run,
+        transformers.Trainer,
+        run.model,
+        run.loader,
+        arguments={"label_smoothing_factor": SMOOTHING},
+    )
 
 
 _trainer = partial(
@@ -276,7 +311,8 @@ def _computes_the_loss(run: TrainingRun) -> bool:
     """Whether the run's model computes the problem's loss from a batch.
 
     Raises:
-        CannotRunHere: it is a model of transformers, and its loss is another one: the trainer would train that.
+        CannotRunHere: it is a model of transformers, and its loss is another one: the trainer would
+            train that.
     """
     import torch
     from transformers import PreTrainedModel
@@ -286,18 +322,22 @@ def _computes_the_loss(run: TrainingRun) -> bool:
     if not isinstance(batch, dict) or "labels" not in batch:
         if of_transformers:
             raise CannotRunHere(
-                "transformers' Trainer takes batches that are dictionaries with labels: pass such a problem"
+                "transformers' Trainer takes batches that are dictionaries with labels: pass such a"
+                " problem"
             )
         return False
     with torch.no_grad():
         wanted, own = float(run.loss(run.model, batch)), _own_loss(run.model, batch)
     # the suite scales a loss down to see whether the gradient's size matters: that is the same loss
-    if own is not None and any(abs(wanted - scale * own) <= SAME_LOSS * scale * abs(own) for scale in (1, SMALL_SCALE)):
+    if own is not None and any(
+        abs(wanted - scale * own) <= SAME_LOSS * scale * abs(own) for scale in (1, SMALL_SCALE)
+    ):
         return True
     if of_transformers:
         raise CannotRunHere(
-            f"the problem's loss is {wanted:.9g} where its model's own, which transformers' Trainer takes, is "
-            f"{'not computed' if own is None else f'{own:.9g}'}: let Problem.loss return model(**batch).loss"
+            f"the problem's loss is {wanted:.9g} where its model's own, which transformers' Trainer"
+            f" takes, is {'not computed' if own is None else f'{own:.9g}'}: let Problem.loss return"
+            " model(**batch).loss"
         )
     return False
 

@@ -46,7 +46,9 @@ def browser():
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory):
-    """Return the report of made-up records, text that must not run in every string that a record may choose."""
+    """Return the report of made-up records, text that must not run in every string that a record
+    may choose.
+    """
     folder = tmp_path_factory.mktemp("reports")
     _fill(folder, EVIL)
     stored = counterexample(folder, loop=f"my_loop.py:{EVIL}")
@@ -69,10 +71,17 @@ def _fill(folder, text):
             verdict(folder, mode, dtype=dtype, reached=reached)
     for i in range(1, 21):
         words = {
-            name: f"{name} {text}" for name in ("source", "text", "how", "sentence", "condition", "counterexample")
+            name: f"{name} {text}"
+            for name in ("source", "text", "how", "sentence", "condition", "counterexample")
         }
         kind = ("confirmed", "conditional", "refuted")[i % 3]
-        figures = {f"{text}, zero_ / None": "16 / 0", text: text, "several": [1, 2], "one": 1.0, f"two {text}": 2.0}
+        figures = {
+            f"{text}, zero_ / None": "16 / 0",
+            text: text,
+            "several": [1, 2],
+            "one": 1.0,
+            f"two {text}": 2.0,
+        }
         claim(
             folder,
             f"C1.{i}" if i < 20 else "C2.5",
@@ -93,11 +102,27 @@ def _fill(folder, text):
     case = Case("model", Plan((1, 2), 2)).to_json()
     violation = {"kind": "gradient", "diagnosis": text, "explanation": text, "case": case}
     record(folder, "trainer", **answer, result={"loop": text, "cases": 1, "violation": violation})
-    bridged = {"architecture": text, "package": text, "version": text, "operations": 7, "narrow": [text]}
-    record(folder, "bridge", **bridged, loss_error=1e-9, widened=False, gradient_error=2e-7, allowed=1e-6)
+    bridged = {
+        "architecture": text,
+        "package": text,
+        "version": text,
+        "operations": 7,
+        "narrow": [text],
+    }
+    record(
+        folder,
+        "bridge",
+        **bridged,
+        loss_error=1e-9,
+        widened=False,
+        gradient_error=2e-7,
+        allowed=1e-6,
+    )
     names = ("operation", "point", "dtype", "torch", "jax", "convention")
     sent = {text: [3, 56]}
-    record(folder, "traffic", loop=text, ranks=2, accumulation_steps=1, observed=sent, predicted=sent)
+    record(
+        folder, "traffic", loop=text, ranks=2, accumulation_steps=1, observed=sent, predicted=sent
+    )
     record(folder, "atlas", rows=[{**dict.fromkeys(names, text), "agree": False}] * 3)
     moved = {
         "before": 1.0,
@@ -110,12 +135,17 @@ def _fill(folder, text):
     record(folder, "zero-or-none", optimizer=text, variant="plain", settings={text: text}, law=text,
            zero_changes=[text], none_changes=[text], **moved)  # fmt: skip
     (folder / "findings").mkdir()
-    (folder / "findings" / "one.md").write_text(f"# A finding {text}\n\n{text}\n\n```python\n{text}\n```\n")
+    (folder / "findings" / "one.md").write_text(
+        f"# A finding {text}\n\n{text}\n\n```python\n{text}\n```\n"
+    )
 
 
 @pytest.fixture
 def open_page(browser, files):
-    """Return a function that opens a file at a size; afterwards nothing was said, fetched or executed."""
+    """Return a function that opens a file at a size.
+
+    Afterwards nothing was said, fetched or executed.
+    """
     said, contexts = [], []
 
     def opened(name="report.html", hash_="", *, width=1280, height=800, **options):
@@ -124,7 +154,10 @@ def open_page(browser, files):
         page = context.new_page()
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("request", lambda request: None if request.url.startswith("file:") else said.append(request.url))
+        page.on(
+            "request",
+            lambda request: None if request.url.startswith("file:") else said.append(request.url),
+        )
         page.goto(f"{(files / name).as_uri()}{hash_}")
         page.evaluate("() => window.drawnPlots")
         return page

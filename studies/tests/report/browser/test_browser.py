@@ -1,4 +1,7 @@
-"""The page in a browser: first screen, width, filter and sort, keyboard, colours, paper. See `conftest.open_page`."""
+"""The page in a browser: first screen, width, filter and sort, keyboard, colours, paper.
+
+See `conftest.open_page`.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,25 @@ WIDE = "document.documentElement.scrollWidth > document.documentElement.clientWi
 SEEN = """element => { const box = element.getBoundingClientRect();
   return box.top >= 0 && box.bottom <= innerHeight && box.left >= 0 && box.right <= innerWidth && box.height > 0 }"""
 KEPT = Path(__file__).parents[4] / "reports" / "report.html"
-PAGES = ("overview", "verification", "cost", "claims", "zoo", "trust", "trainers", "atlas", "violations", "environment")
+PAGES = (
+    "overview",
+    "verification",
+    "cost",
+    "claims",
+    "zoo",
+    "trust",
+    "trainers",
+    "atlas",
+    "violations",
+    "environment",
+)
 
 
 def _until(page, expression, seconds=10):
-    """Wait for an expression to be true; playwright's own waiting needs a policy that lets strings be evaluated."""
+    """Wait for an expression to be true.
+
+    Playwright's own waiting needs a policy that lets strings be evaluated.
+    """
     for _ in range(20 * seconds):
         if page.evaluate(expression):
             return
@@ -43,7 +60,9 @@ def test_the_first_screen_has_four_answers_and_four_pictures_without_scrolling(o
     assert lines.last.evaluate(SEEN)
     heights = lines.evaluate_all("lines => lines.map(line => line.clientHeight)")
     assert max(heights) <= 28  # one line each
-    colours = lines.evaluate_all("lines => lines.map(line => getComputedStyle(line).backgroundColor)")
+    colours = lines.evaluate_all(
+        "lines => lines.map(line => getComputedStyle(line).backgroundColor)"
+    )
     assert len(set(colours)) == 3
     assert page.locator(".card.costs .chart svg .mark-rule line").count() >= 3  # intervals
 
@@ -131,7 +150,9 @@ def test_the_claims_move_with_the_width_of_the_window(open_page):
         return page.locator(".card").evaluate_all("all => all.map(card => card.classList[1])")
 
     assert order() == ["claims", "holds", "differs", "costs"]
-    assert all(box["width"] <= 390 for box in (card.bounding_box() for card in page.locator(".card").all()))
+    assert all(
+        box["width"] <= 390 for box in (card.bounding_box() for card in page.locator(".card").all())
+    )
     page.set_viewport_size({"width": 1280, "height": 800})
     _until(page, "document.querySelector('.answers .card.claims') !== null")
     assert order() == ["holds", "differs", "costs", "claims"]
@@ -163,7 +184,10 @@ def test_tables_sort_and_filter(open_page):
     page.evaluate("location.hash = 'cost'")
     counts.locator("summary").click()
     counts.locator("thead button").first.click()
-    numbers = [int(cell.replace(",", "")) for cell in counts.locator("tbody td:first-child").all_inner_texts()]
+    numbers = [
+        int(cell.replace(",", ""))
+        for cell in counts.locator("tbody td:first-child").all_inner_texts()
+    ]
     assert numbers == sorted(numbers) == [10**5, 10**6, 10**7]
 
 
@@ -266,11 +290,16 @@ def test_every_plot_of_a_telephone_is_drawn_at_its_own_width(open_page):
 @pytest.mark.full
 def test_a_screen_reader_is_told_what_plots_and_tables_show(open_page):
     page = open_page()
-    names = page.locator(".chart").evaluate_all("all => all.map(e => e.parentElement.getAttribute('aria-label'))")
+    names = page.locator(".chart").evaluate_all(
+        "all => all.map(e => e.parentElement.getAttribute('aria-label'))"
+    )
     assert all(names)
     assert page.locator("[role=img] > .chart[role]").count() == 0
     assert page.locator("[role=img] > .chart > svg:not([aria-hidden=true])").count() == 0
-    assert page.locator("table:not(:has(caption)):has(thead)").count() == page.locator(".document table").count()
+    assert (
+        page.locator("table:not(:has(caption)):has(thead)").count()
+        == page.locator(".document table").count()
+    )
     assert page.locator("thead th:not([scope=col])").count() == page.locator(".document th").count()
     assert page.locator("html[lang=en]").count() == 1
     assert page.locator("h1").count() == 1

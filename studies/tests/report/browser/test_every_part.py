@@ -1,4 +1,6 @@
-"""What holds of every table and every figure of the page, made-up and kept: they sort, filter and say their source."""
+"""What holds of every table and every figure of the page, made-up and kept: they sort, filter and
+say their source.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def test_every_table_is_closed_sorts_by_each_column_and_filters(open_page, name)
 @BOTH
 def test_no_table_stands_open_but_matrices_and_rows_of_a_claim(open_page, name):
     page = open_page(name)
-    others = page.locator("main table:not(.matrix, .series, details.table table, details.document table)")
+    others = page.locator(
+        "main table:not(.matrix, .series, details.table table, details.document table)"
+    )
     assert others.count() == 0
     rows = page.locator("table.series").evaluate_all("all => all.map(table => table.rows.length)")
     assert max(rows, default=0) <= 4
@@ -77,7 +81,9 @@ def test_every_figure_says_command_commit_date_and_machine(open_page, name):
         assert figure["said"], figure
         for command, rest, *_ in figure["said"]:
             assert len(command) > 5, command
-            assert re.match(r"20\d\d-\d\d-\d\d, commit ([0-9a-f]{9}|unknown), [^,]+, \d+ cores", rest), rest
+            assert re.match(
+                r"20\d\d-\d\d-\d\d, commit ([0-9a-f]{9}|unknown), [^,]+, \d+ cores", rest
+            ), rest
 
 
 @BOTH

@@ -1,4 +1,6 @@
-"""Where plots, tables and places of the page stand: telephone, paper, links, a page without JavaScript."""
+"""Where plots, tables and places of the page stand: telephone, paper, links, a page without
+JavaScript.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ WIDE = "document.documentElement.scrollWidth > document.documentElement.clientWi
 
 @pytest.fixture(scope="module")
 def layout(tmp_path_factory):
-    """Return the path of a page with a wide heat map, long names, and a column of numbers of which some are starred."""
+    """Return the path of a page with a wide heat map, long names, and a column of numbers of which
+    some are starred.
+    """
     cells = [{"bug": f"{b} bug", "method": m, "state": STATES[(b + i) % 2]}
              for b in range(60) for i, m in enumerate(METHODS)]  # fmt: skip
     counts = {"points where torch and JAX choose the same derivative": 368.0, "others": 1.0}
@@ -29,7 +33,9 @@ def layout(tmp_path_factory):
         Figure("counts", counts_plot(counts, "points"), "counts"),
         Figure("times", times_plot(times, x="x", y="y"), "times"),
     )
-    rows = tuple((text, "averyverylongword") for text in ("1", "1.8e-12", "1.2e-04 *", "0.5", "3e-6"))
+    rows = tuple(
+        (text, "averyverylongword") for text in ("1", "1.8e-12", "1.2e-04 *", "0.5", "3e-6")
+    )
     table = Table("Sizes", ("size", "word"), rows)
     sections = (
         Section("zoo", "The zoo", "zoo", figures=figures, tables=(table,)),
@@ -37,7 +43,8 @@ def layout(tmp_path_factory):
     )
     path = tmp_path_factory.mktemp("layout") / "layout.html"
     path.write_text(
-        pages.report_html(Report("A report", "the suite", "On it", "2026-01-01", (), sections)), encoding="utf-8"
+        pages.report_html(Report("A report", "the suite", "On it", "2026-01-01", (), sections)),
+        encoding="utf-8",
     )
     return path
 
@@ -98,12 +105,16 @@ def test_paper_has_the_page_that_is_read_and_its_tables_as_they_stand(open_page,
     assert page.locator("details.table table:visible").count() == 0
 
 
-def test_a_place_needs_no_page_in_its_link_and_back_returns_to_where_the_reader_was(open_page, layout):
+def test_a_place_needs_no_page_in_its_link_and_back_returns_to_where_the_reader_was(
+    open_page, layout
+):
     page = open_page(layout, "#zoo-title")
     assert page.locator("#zoo.current").count() == 1
     page.evaluate("scrollTo(0, 400)")
     page.wait_for_timeout(1000)  # scrolling is smooth
-    assert page.locator("#tab-trust").evaluate("tab => tab.getBoundingClientRect().top >= 0")  # the header stays
+    assert page.locator("#tab-trust").evaluate(
+        "tab => tab.getBoundingClientRect().top >= 0"
+    )  # the header stays
     page.locator("#tab-trust").click()
     page.wait_for_selector("#trust.current")
     page.go_back()
@@ -119,7 +130,9 @@ def test_without_javascript_each_plot_is_a_picture(browser, layout):
     assert page.locator(".tools:visible, .chart:visible, #theme:visible").count() == 0
     drawn = page.locator(".static svg:visible")
     assert drawn.count() == page.locator(".chart").count() > 1
-    sizes = drawn.evaluate_all("all => all.map(svg => svg.getBoundingClientRect()).map(box => [box.width, box.height])")
+    sizes = drawn.evaluate_all(
+        "all => all.map(svg => svg.getBoundingClientRect()).map(box => [box.width, box.height])"
+    )
     assert all(width > 200 and height > 50 for width, height in sizes), sizes
     context.close()
 
@@ -130,7 +143,9 @@ def test_without_javascript_each_answer_has_the_width_of_a_telephone(browser, fi
     shown = context.new_page()
     shown.goto((files / "plain.html").as_uri())
     assert shown.locator(".card.claims").count() == 1
-    widths = shown.locator(".card").evaluate_all("all => all.map(card => card.getBoundingClientRect().width)")
+    widths = shown.locator(".card").evaluate_all(
+        "all => all.map(card => card.getBoundingClientRect().width)"
+    )
     assert len(widths) == 4
     assert min(widths) > 300, widths
     context.close()
