@@ -73,29 +73,6 @@ JAX_SUM = Problem(
     lambda params, batch: _jax_squares(params, batch).sum(),
     reduction="sum",
 )
-"""The sum of squared errors."""
-
-
-def _jax_model(seed: int) -> dict[str, Any]:
-    import jax
-
-    return {"w": jax.random.normal(jax.random.key(seed), (FEATURES, 1)), "b": jax.numpy.zeros(1)}
-
-
-def _jax_batch(items: int, seed: int) -> Batch:
-    return {name: tensor.numpy() for name, tensor in _batch(items, seed).items()}
-
-
-def _jax_squares(params: Any, batch: Batch) -> Any:
-    return (batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2
-
-
-# in the words of JAX: (params, batch) -> a scalar array
-JAX_MEAN = Problem(_jax_model, _jax_batch, lambda params, batch: _jax_squares(params, batch).mean())  # type: ignore[arg-type]
-"""Mean squared error, for a loop of JAX."""
-JAX_SUM = Problem(
-    _jax_model, _jax_batch, lambda params, batch: _jax_squares(params, batch).sum(), reduction="sum"
-)  # type: ignore[arg-type]
 """The sum of squared errors, for a loop of JAX."""
 
 
