@@ -20,7 +20,6 @@ from typing import IO, Any, Literal, TextIO
 
 import torch
 
-from gradcheck_suite.auditing import recorder as recording
 from gradcheck_suite.auditing.custom_functions import FunctionKey
 from gradcheck_suite.auditing.events import Event, Gap, PassRecord, settle
 from gradcheck_suite.auditing.jax_opinion import JaxOpinion, ask_jax, kept_calls

@@ -216,11 +216,11 @@ def signature_of(function: Any) -> inspect.Signature:
         TypeError: the object is not callable, or
         ValueError: has no signature, as some callables written in C.
     """
-    if sys.version_info < (3, 14):
-        return inspect.signature(function)
-    from annotationlib import Format
+    if sys.version_info >= (3, 14):
+        from annotationlib import Format
 
-    return inspect.signature(function, annotation_format=Format.FORWARDREF)
+        return inspect.signature(function, annotation_format=Format.FORWARDREF)
+    return inspect.signature(function)
 
 
 def _expect_arguments(name: str, function: Any, wanted: tuple[str, ...]) -> None:
