@@ -11,7 +11,6 @@ import importlib
 import importlib.metadata
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from gradcheck_suite.errors import CannotRunHere
@@ -229,7 +228,6 @@ def lacking(rows: Iterable[PrivateNames]) -> list[tuple[str, str]]:
     return missing
 
 
-@cache
 def expect_present(user: str, package: str | None = None) -> None:
     """Refuse a release that lacks private names which a part of the suite uses.
 

@@ -121,13 +121,9 @@ def test_the_installed_releases_have_all_that_is_needed():
 
 def test_a_release_without_a_name_is_refused_in_one_line(monkeypatch):
     monkeypatch.delattr(torch, "_is_functional_tensor")
-    expect_present.cache_clear()
-    try:
-        with pytest.raises(CannotRunHere) as refused:
-            expect_present("audit")
-        assert lacking(TABLE) == [("torch", "torch._is_functional_tensor")]
-    finally:
-        expect_present.cache_clear()
+    with pytest.raises(CannotRunHere) as refused:
+        expect_present("audit")
+    assert lacking(TABLE) == [("torch", "torch._is_functional_tensor")]
     words = str(refused.value)
     assert words.startswith(
         f"audit: torch {torch.__version__} has no torch._is_functional_tensor, which"
@@ -137,6 +133,4 @@ def test_a_release_without_a_name_is_refused_in_one_line(monkeypatch):
 
 def test_names_of_another_command_are_not_asked_for(monkeypatch):
     monkeypatch.setattr(private_names, "TABLE", [row for row in TABLE if row.user != "port"])
-    expect_present.cache_clear()
     expect_present("port")
-    expect_present.cache_clear()
