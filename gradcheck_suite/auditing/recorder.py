@@ -58,6 +58,7 @@ from gradcheck_suite.auditing.terms import (
     leaves_below,
     used_at,
 )
+from gradcheck_suite.core.findings import Found, finding
 
 # What trainers are configured with, read off the stack at a step; no trainer is imported.
 
@@ -280,7 +281,7 @@ class Recorder:
         self.steps_seen = 0
         self.passes_seen = 0
         self.last: Running | None = None
-        self.notes: Counter[str] = Counter()
+        self.notes: Counter[Found] = Counter()
         self.used_at: dict[int, str] = {}
         self._receive, self._full, self._resumes = receive, full, resumes
         self._paused_at: int | None = None
@@ -433,9 +434,8 @@ class Recorder:
             if isinstance(t, torch.Tensor)
         ):
             # what a transformation returns is a value of the program's
-            self.notes[
-                "a loss inside of torch.func is not seen: what it returns is no backward pass"
-            ] += 1
+            said = "a loss inside of torch.func is not seen: what it returns is no backward pass"
+            self.notes[finding("functional-loss", said)] += 1
             return None
         if any(isinstance(t, torch.Tensor) and not samples.has_values(t) for t in roots):
             return None  # operations are counted on the meta device or with fake tensors: nothing is trained
@@ -905,10 +905,11 @@ class Recorder:
         if hasattr(group, "_gradient_postdivide_factor"):
             divisor = float(group._gradient_predivide_factor * group._gradient_postdivide_factor)
         what = "the mean" if divisor == ranks else f"the sum, divided by {divisor:g},"
-        self.notes[
+        said = (
             f"gradients are sharded over the ranks: what is reduced into them is taken for {what}"
             " over all ranks"
-        ] = 1
+        )
+        self.notes[finding("sharded-gradients", said)] = 1
         return divisor
 
     def _surround(self, key: int, parameter: torch.Tensor) -> None:
@@ -1070,21 +1071,23 @@ class Recorder:
         if self._lines or self.steps_seen > 1:
             self._end_of_stacks()
         if _task() != -1:
-            self.notes[
+            said = (
                 "an optimizer steps inside of a backward pass, which has not ended: these steps"
                 " were not judged"
-            ] += 1
+            )
+            self.notes[finding("step-inside-backward", said)] += 1
             return
         own = [p for group in optimizer.param_groups for p in group["params"]]
         if any(
             getattr(p, "_fsdp_flattened", False) and not getattr(p, "_is_flat_param", False)
             for p in own
         ):
-            self.notes[
+            said = (
                 "FSDP with use_orig_params=True takes `.grad` away while it computes: neither sums"
                 " nor weights of these steps were judged; those of `fully_shard` and of"
                 " use_orig_params=False can be"
-            ] += 1
+            )
+            self.notes[finding("original-parameters", said, remedy="")] += 1
             return
         self._note_unseen()
         index = self.index(optimizer)
