@@ -54,6 +54,7 @@ from gradcheck_suite.core.comparison import (
     growth,
     student_factor,
 )
+from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.text import counted
 
 ONE_BATCH, BY_MICRO_BATCH = "in one batch", "micro-batch by micro-batch"
@@ -459,7 +460,7 @@ class Recomputed:
     sentence: str = ""
     allowed: float | None = None
     parameter: int | None = None
-    notes: list[str] = field(default_factory=list)
+    notes: list[Found] = field(default_factory=list)
     inputs_changed: bool = False
     parts: Sequence[Part] = ()
 
@@ -506,7 +507,8 @@ def recompute(asked: Asked) -> Recomputed:
         first = (str(error).splitlines() or [""])[0]
         why = str(error) if isinstance(error, NotRecomputed) else f"{type(error).__name__}: {first}"
         changed = isinstance(error, InputsChanged)
-        return Recomputed(notes=[f"a window was not computed again: {why}"], inputs_changed=changed)
+        said = f"a window was not computed again: {why}"
+        return Recomputed(notes=[finding("not-recomputed", said)], inputs_changed=changed)
     return result
 
 
@@ -567,9 +569,8 @@ def _compute(asked: Asked, result: Recomputed) -> None:
     left = [key for key, now in asked.observed.items() if key not in total.gradients and now.any()]
     if left:
         number = counted(len(left), "parameter")
-        result.notes.append(
-            f"{number} had no part in a window computed again ({asked.unseen(left)})"
-        )
+        said = f"{number} had no part in a window computed again ({asked.unseen(left)})"
+        result.notes.append(finding("uncovered-parameters", said))
     if difference.worst is not None:
         _judge_backward(asked, received, result)
     elif modes:
@@ -637,10 +638,11 @@ def _judge_backward(asked: Asked, received: Sequence[Part], result: Recomputed) 
     scaled, eightfold, _ = _computed(asked, parts, How(hooks=True))
     names = ", ".join(hooked[:3])
     if scaled.worst is None:
-        result.notes.append(
+        said = (
             f"a backward hook on a module ({names}) changes the gradient by {difference.error:.2g}"
             " of its size"
         )
+        result.notes.append(finding("module-hook", said))
         return
     functions = sorted({kind.__name__ for found in replayed for kind in found.functions})
     if not hooked and _judge_own_terms(asked, parts, eightfold, ", ".join(functions), result):
@@ -685,11 +687,12 @@ def _judge_own_terms(
     ):
         return False  # it ignores the gradient
     number = len(asked.passes)
-    result.notes.append(
+    said = (
         f"custom function {names} adds a gradient of its own (its backward of 0 is not 0), whatever"
         f" the loss weighs: its weight must be one over the micro-batches of a window ({number}"
         " here)"
     )
+    result.notes.append(finding("own-gradient", said, remedy=""))
     for part, one in injected:
         whole = abs(one.weight * part.weight * asked.factor - 1) < LEAST
         if (
@@ -733,7 +736,8 @@ def _judge_functions(
     verdicts += [FunctionReport(kind.__name__, note=NOT_CALLED) for kind in missed.values()]
     for verdict in verdicts:
         if verdict.note:
-            result.notes.append(f"custom function {verdict.name}: {verdict.note}")
+            said = f"custom function {verdict.name}: {verdict.note}"
+            result.notes.append(finding("custom-function", said))
         if verdict.fault and result.name is None:
             result.name = "wrong-backward"
             result.sentence = SENTENCES["wrong-backward"].format(
