@@ -16,6 +16,7 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from gradcheck_suite.core.faults import FAULTS
+from gradcheck_suite.core.findings import FINDINGS, Row
 
 FORMATS = ("text", "json", "github", "sarif")
 _AT = re.compile(r"(?P<file>[^\s:][^:]*):(?P<line>\d+)(?=: |$)")
@@ -134,10 +135,8 @@ SCHEMA = (
 
 def sarif(notices: Sequence[Notice], folder: Path, version: str) -> dict[str, Any]:
     """Return notices as a SARIF log of one run, whose rules are the faults and what else was found."""
-    rules = [
-        *FAULTS,
-        *dict.fromkeys(notice.rule for notice in notices if notice.rule not in FAULTS),
-    ]
+    others = dict.fromkeys(notice.rule for notice in notices)
+    rules = list(dict.fromkeys([*FAULTS, *FINDINGS, *others]))
     driver = {
         "name": "gradcheck-suite",
         "version": version,
@@ -149,6 +148,8 @@ def sarif(notices: Sequence[Notice], folder: Path, version: str) -> dict[str, An
 
 
 def _rule(name: str) -> dict[str, Any]:
+    if name in FINDINGS:
+        return _rule_of_finding(FINDINGS[name])
     if name not in FAULTS:
         return {"id": name}
     fault = FAULTS[name]
@@ -161,6 +162,16 @@ def _rule(name: str) -> dict[str, Any]:
         "help": {"text": "\n".join(remedies)},
         "properties": {"kind": fault.kind},
     }
+
+
+def _rule_of_finding(row: Row) -> dict[str, Any]:
+    rule: dict[str, Any] = {
+        "id": row.name,
+        "shortDescription": {"text": row.meaning},
+        "defaultConfiguration": {"level": row.severity},
+        "properties": {"kind": row.kind},
+    }
+    return {**rule, "help": {"text": row.remedy}} if row.remedy else rule
 
 
 def _result(notice: Notice, index: int, folder: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 from gradcheck_suite.core.case import SCHEMA, Case, case_from_json
 from gradcheck_suite.core.contract import DECLARED
 from gradcheck_suite.core.faults import FAULTS, FIX
+from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.formats import Accepted, Judged, Notice, is_accepted, place_in
 from gradcheck_suite.core.text import (
     aligned,
@@ -420,6 +421,7 @@ class Unknown:
         reason: why.
         remedy: what to do, or None where nothing helps.
         steps: in how many steps.
+        name: of the reason.
     """
 
     what: str
@@ -427,18 +429,32 @@ class Unknown:
     reason: str
     remedy: str | None = None
     steps: int = 1
+    name: str = "unreadable-loss"
 
-    def __str__(self) -> str:
+    @property
+    def found(self) -> Found:
+        """It as a reason."""
         left = (
             "the weights of this loss are unknown"
             if self.what == "weights"
             else "neither sums nor weights were judged"
         )
-        return f"{self.where}: {self.reason}: {left}" + (f"; {self.remedy}" if self.remedy else "")
+        return finding(self.name, f"{self.reason}: {left}", self.where, self.remedy or "")
+
+    def __str__(self) -> str:
+        return str(self.found)
 
 
 def _unknown(data: Mapping[str, Any]) -> Unknown:
     return from_json(Unknown, data)
+
+
+def _named(data: Mapping[str, Any]) -> Found:
+    return from_json(Found, data)
+
+
+OTHER_RANK = "other-rank"
+"""The reason of a rank whose steps another rank judges."""
 
 
 @dataclass(frozen=True)
@@ -454,6 +470,13 @@ class MovedByZeros:
 
     cases: int
     explanation: str
+
+
+def _notice_of(one: Found) -> Notice:
+    """Return a finding as CI systems show it."""
+    times = f" ({one.steps} times)" if one.steps > 1 else ""
+    level = "error" if one.fails else one.severity
+    return Notice(level, one.name, f"{one.sentence}{times}", one.remedy, one.place, one.reason)
 
 
 def _moved(data: Mapping[str, Any]) -> MovedByZeros:
@@ -487,6 +510,8 @@ class Result:
         findings: of `verify`, what problems and frameworks are to blame for, and no loop is; of
             `audit`, what could not be seen or judged, what is worth knowing, and where torch and
             JAX differ.
+        named_findings: of `audit`, the findings with their names, places and remedies.
+        unjudged_reason: of `audit`, the name of the reason why nothing could be judged.
         disagreements: those of an audit's findings in which torch and JAX differ. They are no part
             of the JSON.
         unknown: of `audit`, what could not be judged; the findings have it in words.
@@ -525,6 +550,8 @@ class Result:
     worst_error_over_allowed: float = field(default=0.0, metadata=VERIFY)
     again: dict[str, int] = field(default_factory=dict, metadata=AUDIT)
     findings: tuple[str, ...] = ()
+    named_findings: tuple[Found, ...] = field(default=(), metadata={**AUDIT, "read": _named})
+    unjudged_reason: str | None = field(default=None, metadata=AUDIT)
     disagreements: tuple[str, ...] = field(default=(), metadata=INTERNAL)
     unknown: tuple[Unknown, ...] = field(default=(), metadata={**AUDIT, "read": _unknown})
     second_opinion: str | None = None
@@ -560,7 +587,7 @@ class Result:
     @property
     def is_another_ranks(self) -> bool:
         """Whether another rank judges what this one recorded."""
-        return self.rank is not None and (self.unjudged or "").startswith("rank ")
+        return self.rank is not None and self.unjudged_reason == OTHER_RANK
 
     @property
     def notices(self) -> list[Notice]:
@@ -569,12 +596,16 @@ class Result:
             replace(fault.notice, accepted=fault.reason or "--accept", level="note")
             for fault in self.accepted
         ]
-        places = [(place_in(text), text) for text in self.findings]
+        places = [] if self.named_findings else [(place_in(text), text) for text in self.findings]
         findings = [
-            Notice("warning", "finding", text.removeprefix(f"{at}: "), place=at)
-            for at, text in places
+            *map(_notice_of, self.named_findings),
+            *(
+                Notice("warning", "finding", text.removeprefix(f"{at}: "), place=at)
+                for at, text in places
+            ),
         ]
-        unjudged = [Notice("error", "unjudged", self.unjudged)] if self.unjudged else []
+        rule = self.unjudged_reason or "unjudged"
+        unjudged = [Notice("error", rule, self.unjudged)] if self.unjudged else []
         return [*(fault.notice for fault in self.violations), *faults, *findings, *unjudged]
 
     def accepting(self, entries: Iterable[Accepted]) -> Result:
@@ -825,10 +856,10 @@ def _below_run(result: Result, *, shown: bool) -> Iterator[str]:
     yield from map(_accepted, result.accepted)
     if result.second_opinion:
         yield result.second_opinion
-    for finding in result.findings:
-        yield f"finding: {finding}"
+    for one in result.named_findings:
+        yield f"finding: {one} [{one.name}]"
     if result.unjudged is not None and not shown:
-        yield f"unjudged: {result.unjudged}"
+        yield f"unjudged: {result.unjudged} [{result.unjudged_reason}]"
 
 
 def _below_loop(result: Result) -> Iterator[str]:
@@ -848,8 +879,8 @@ def _below_loop(result: Result) -> Iterator[str]:
             f" {moved.explanation}"
         )
     yield from (result.second_opinion or "").splitlines()
-    for finding in result.findings:
-        yield f"finding, for which no loop is to blame: {finding}"
+    for said in result.findings:
+        yield f"finding, for which no loop is to blame: {said}"
     for reason, count in result.skipped.items():
         yield f"{counted(count, 'case')} could not be judged here: {' '.join(reason.split())}"
     for reason, count in result.windows_skipped.items():

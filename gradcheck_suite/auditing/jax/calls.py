@@ -7,15 +7,16 @@ traced through JAX's cache, which the call itself then uses: the script's Python
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import io
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
-import numpy as np
 from jax._src.api_util import infer_argnums_and_argnames
 from jax._src.core import trace_state_clean
 
@@ -124,14 +125,11 @@ class Compiled:
 
     def _look(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
         with printed_once():
-            closed = self._trace(args, kwargs)
+            closed = self._real.trace(*args, **kwargs).jaxpr
         leaves = jax.tree.leaves(self._static.dynamic(args, kwargs))
         if len(leaves) != len(closed.jaxpr.invars):
             raise ValueError(f"{len(leaves)} arguments for {len(closed.jaxpr.invars)} inputs")
         return Call(closed, leaves, getattr(self, "__name__", "a compiled function"))
-
-    def _trace(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return self._real.trace(*args, **kwargs).jaxpr
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         # a compiled method is bound, as any function in a class is
@@ -158,25 +156,38 @@ class Compiled:
 class Mapped(Compiled):
     """What `jax.pmap` returns, looked at before it is called."""
 
-    def __init__(self, function: Callable[..., Any], real: Any, static: StaticArguments) -> None:
-        super().__init__(function, real, static)
-        self._programs: dict[str, Any] = {}
+    def _look(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+        name = getattr(self, "__name__", "a mapped function")
+        prepared = _inferred(self._real)
+        if prepared is not None:
+            # the compiled function that the call itself uses, so that nothing is traced twice
+            _, jitted, leaves, *_ = prepared(*args, **kwargs)
+            with printed_once():
+                return Call(jitted.trace(*leaves).jaxpr, list(leaves), name)
+        own, named = self._static.dynamic(args, kwargs)
+        fixed = self._static.positions(len(args))
 
-    def _trace(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        # it has no `trace`; the function inside is traced through a cache all the same
-        shapes = jax.tree.map(lambda x: (np.shape(x), getattr(x, "dtype", x)), (args, kwargs))
-        key = str(shapes)
-        if key not in self._programs:
-            fixed = self._static.positions(len(args))
-            own, _ = self._static.dynamic(args, kwargs)
+        def call(*dynamic: Any, **rest: Any) -> Any:
+            given = iter(dynamic)
+            whole = [one if i in fixed else next(given) for i, one in enumerate(args)]
+            return self._real(*whole, **rest)
 
-            def call(*dynamic: Any, **named: Any) -> Any:
-                rest = iter(dynamic)
-                whole = [one if i in fixed else next(rest) for i, one in enumerate(args)]
-                return self._real(*whole, **named)
+        with contextlib.redirect_stdout(io.StringIO()):  # the call traces and prints it again
+            closed = jax.make_jaxpr(call)(*own, **named)
+        return Call(closed, jax.tree.leaves((own, named)), name)
 
-            self._programs[key] = jax.make_jaxpr(call)(*own, **kwargs)
-        return self._programs[key]
+
+def _inferred(mapped: Any) -> Callable[..., Any] | None:
+    """Return the function by which `jax.pmap` prepares a call; None in a JAX that has it not.
+
+    It returns what it keeps, the compiled function, and the arguments of that one.
+    """
+    lower = getattr(mapped, "lower", None)
+    names = getattr(getattr(lower, "__code__", None), "co_freevars", ())
+    if "infer_params" not in names:
+        return None
+    found: Callable[..., Any] = lower.__closure__[names.index("infer_params")].cell_contents  # type: ignore[union-attr]
+    return found
 
 
 def jit(*functions: Any, **options: Any) -> Any:

@@ -410,6 +410,7 @@ class JaxJudge:
                 "clipped",
                 "the gradient of each micro-batch was clipped or normalised before it was added up:"
                 f" they weigh {sizes}",
+                causes=("in-audit",),
             )
         return None
 
@@ -469,6 +470,14 @@ class JaxJudge:
             first = min(ones, key=_order)
             united.append(replace(first, occurrences=len({one.step for one in ones})))
         return sorted(united, key=_order)
+
+    @property
+    def violated(self) -> set[int]:
+        """The steps that are violated."""
+        found = [*self._found, *self._of_lost()]
+        for weighed in self._weighed.values():
+            found += [*weighed.violations, *weighed.provisional]
+        return {one.step for one in found if one.step is not None}
 
     @property
     def weighed(self) -> set[int]:
@@ -674,6 +683,7 @@ class JaxJudge:
                 f"the gradients are by the same parameters after {counted(len(steps), 'step')}: the"
                 " updates, or what they were added to, are thrown away",
                 kind="parameters",
+                causes=("thrown-away",),
             )
             violation = self._violation(fault, Window(step, [first], [1.0], 0.0), Optimizer(0))
             self._found.append(replace(violation, stepped=None))

@@ -56,7 +56,7 @@ jax.tree_util.register_dataclass(
 )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class AboutMark:
     """What is known of a mark without its values.
 

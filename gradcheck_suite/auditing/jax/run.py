@@ -108,7 +108,7 @@ class JaxAudit:
             notes[f"JAX could not be observed ({recorder.off}); please report it"] += 1
         said = [f"{text} ({n} times)" if n > 1 else text for text, n in notes.items()]
         judged = judge.weighed if "weights" not in self._options.without else judge.judged
-        windows = len(judged | {v.step for v in found if v.step is not None})
+        windows = len(judged | judge.violated)
         return Result(
             loop=self._name,
             command="audit",
