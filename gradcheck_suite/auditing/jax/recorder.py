@@ -34,6 +34,7 @@ from gradcheck_suite.auditing.jax.replay import (
     replay_program,
 )
 from gradcheck_suite.auditing.schedule import Schedule
+from gradcheck_suite.core.findings import Found, finding
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """Options by which XLA compiles a program that runs a few times without most of its optimizations."""
@@ -100,7 +101,7 @@ class JaxRecorder:
         steps: int | None,
     ) -> None:
         self.off: str | None = None
-        self.notes: Counter[str] = Counter()
+        self.notes: Counter[Found] = Counter()
         self.steps_seen = self.counted = self.passes_seen = 0
         self.seconds = 0.0
         self._receive, self._say, self._schedule, self._most = receive, say, schedule, steps
@@ -162,7 +163,8 @@ class JaxRecorder:
             beside = self._beside(call.closed)
             if beside.run is not None:
                 found = self._computed(beside, call)
-                self.notes.update(beside.replay.notes)
+                for said in beside.replay.notes:
+                    self.notes[finding("unobserved-program", said)] += 1
                 beside.replay.notes.clear()
                 self._take(list(events_of(found)))
         self._steps_of[function] = self.steps_seen - before
@@ -210,12 +212,13 @@ class JaxRecorder:
             ):
                 yield
         except (CannotReplayError, _TooLargeError) as reason:
-            self.notes[f"{what} was not judged: {reason}"] += 1
+            self.notes[finding("unobserved-program", f"{what} was not judged: {reason}")] += 1
             self._receive([Cut()])
         except Exception as error:
             # the program's own errors come again in its own call; what is lost is said
             said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            self.notes[f"{what} could not be looked into ({said})"] += 1
+            said = f"{what} could not be looked into ({said})"
+            self.notes[finding("unobserved-program", said)] += 1
             self._receive([Cut()])
         finally:
             self._is_busy = False

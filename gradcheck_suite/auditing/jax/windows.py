@@ -222,9 +222,11 @@ class Unfitted:
     """Why no window could be put together.
 
     Attributes:
+        name: of the reason.
         reason: in words.
     """
 
+    name: str
     reason: str
 
 
@@ -266,8 +268,12 @@ class Optimizer:
         generation: of what is known; another one tells that events before it were not seen.
         steps: their number.
         reached: of each leaf, whether some gradient of it was not 0.
+        names: of the leaves of its gradient.
         withheld: gradients that it was given, and after which its updates were 0.
         times_withheld: how often.
+        mark: of its first update.
+        place: of its last update.
+        moved_after: the number of passes there were at each of its steps.
     """
 
     index: int
@@ -283,6 +289,7 @@ class Optimizer:
     withheld: list[Column] = field(default_factory=list)
     times_withheld: int = 0
     mark: UpdateMark | None = None
+    place: Place | None = None
     moved_after: list[int] = field(default_factory=list)
 
 
@@ -295,9 +302,9 @@ def explain(optimizer: Optimizer, step: Step, columns: list[Column]) -> Window |
         columns: gradients of its shapes.
     """
     if not columns:
-        return Unfitted(NONE_BEFORE)
+        return Unfitted("no-gradient-before-step", NONE_BEFORE)
     if not (np.isfinite(step.gradient).all() and all(one.is_finite for one in columns)):
-        return Unfitted(NOT_FINITE)
+        return Unfitted("not-finite", NOT_FINITE)
     own = _fit(step, columns)
     if own.is_exact and own.is_degenerate and (window := _shortest(step, columns)) is not None:
         return window
@@ -311,7 +318,9 @@ def explain(optimizer: Optimizer, step: Step, columns: list[Column]) -> Window |
         if extra and of_both.is_exact and any(of_both.found[len(columns) :]):
             return Stale(what, columns)
     window = _with_decay(step, columns)
-    return window if window is not None else Unfitted(f"{NO_SUM} (off by {own.off:.2g})")
+    if window is not None:
+        return window
+    return Unfitted("unexplained-gradient", f"{NO_SUM} (off by {own.off:.2g})")
 
 
 def _fit(step: Step, columns: Sequence[Column], *more: Vector) -> Fit:
@@ -322,7 +331,7 @@ def _fit(step: Step, columns: Sequence[Column], *more: Vector) -> Fit:
 
 def _window(step: Step, columns: list[Column], found: Fit) -> Window | Unfitted:
     if found.tolerance > 0.02:
-        return Unfitted(ALIKE)
+        return Unfitted("too-few-elements", ALIKE)
     return Window(step, columns, found.found[: len(columns)], found.tolerance)
 
 
