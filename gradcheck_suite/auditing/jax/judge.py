@@ -26,6 +26,7 @@ from gradcheck_suite.auditing.jax.windows import (
     explain,
     implicit_step,
     is_same_point,
+    mixes,
     select,
 )
 from gradcheck_suite.auditing.places import Place
@@ -108,6 +109,7 @@ class JaxJudge:
         self._number = 0
         self._generation = 0
         self._columns: list[Column] = []
+        self._mixed: set[int] = set()
         self._inner: MarkEvent | None = None
         self._by_owner: dict[tuple[int, tuple[tuple[int, ...], ...]], Optimizer] = {}
         self._shown: list[Shown] = []
@@ -147,6 +149,8 @@ class JaxJudge:
             self._on_point(found[0])
         self._columns = [*self._columns, *found][-MOST_OPEN:]
         points = self._points.setdefault((mark.place, mark.shapes), Points(found[0]))
+        if mixes(found[0], points.last) > MIXED:
+            self._mixed.add(self._number)
         points.last = found[0]
         points.is_moving = points.is_moving or not is_same_point(points.first, found[0])
         self._judge_rules(found[0])
@@ -348,9 +352,9 @@ class JaxJudge:
             return
         if isinstance(found, Stale):
             window = Window(step, columns, [1.0] * len(columns), 0.0)
-            fault = StepFault("stale-window", f"{found.what} still in the gradient at this step")
+            said = f"{found.what} still in the gradient at this step"
             self._settle(optimizer, window, columns)
-            self._violate(fault, window, optimizer)
+            self._violate(StepFault("stale-window", said), window, optimizer)
             return
         self._settle(optimizer, found, found.columns)
         fault = self._fault_of(found)
@@ -363,7 +367,7 @@ class JaxJudge:
                 " regularization"
             )
             self.notes[finding("added-term", said, step.place, "")] += 1
-        if any(column.mixing > MIXED for column in found.used):
+        if any(column.number in self._mixed for column in found.used):
             said = (
                 "items depend on other rows of their micro-batch, as with batch normalization or"
                 " negatives, so that the loss is no sum over items"

@@ -261,7 +261,9 @@ class JaxRecorder:
         key = id(closed.jaxpr)
         if key not in self._programs:
             run, replay = replay_program(closed, self._contents)
-            has_marks = bool(self._contents.marks(closed.jaxpr))
+            inside = self._contents.marks(closed.jaxpr)
+            has_marks = bool(inside)
+            self._seen.update(map(id, inside))
             self._programs[key] = Beside(closed, run if has_marks else None, replay)
         return self._programs[key]
 
@@ -315,7 +317,10 @@ class JaxRecorder:
 
     def unseen(self) -> list[Mark]:
         """Return the marks of programs that were traced, and whose calls could not be looked at."""
-        return [mark for mark in self.marking.traced if id(mark) not in self._seen]
+        traced = self.marking.traced
+        # what JAX has traced more than once was looked at once
+        places = {mark.place for mark in traced if id(mark) in self._seen}
+        return [mark for mark in traced if mark.place not in places]
 
 
 def _layout(mark: Mark) -> str:

@@ -243,12 +243,14 @@ class Replay:
         index, *args = values
         branches = [opened(one) for one in params["branches"]]
         shapes = [
-            jax.eval_shape(lambda *some, of=of: self.run(*of, some)[1], *args) for of in branches
+            jax.eval_shape(lambda *some, of=of: self.run(of[0], of[1], some)[1], *args)
+            for of in branches
         ]
 
         def branch(number: int) -> Any:
             def run(*some: Any) -> Any:
-                results, kept = self.run(*branches[number], some)
+                jaxpr, constants = branches[number]
+                results, kept = self.run(jaxpr, constants, some)
                 every = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes)
                 every[number] = kept
                 return results, every

@@ -47,7 +47,7 @@ class Column:
         norm: of the gradient.
         parameters: a sample of those that it is a gradient by.
         members: the devices that are in it.
-        mixing: by how much items depend on other rows; NaN where it is not known.
+        mixing: by how much items depend on other rows of inputs, and samples of these.
         rules: the checks of functions with a backward of their own.
         copies: whether one of several copies under a `vmap` was looked at.
         age: the number of steps since then.
@@ -60,7 +60,7 @@ class Column:
     norm: float
     parameters: Vector
     members: list[Member]
-    mixing: float
+    mixing: Sequence[Any]
     rules: Sequence[Any]
     copies: bool
     age: int = 0
@@ -84,7 +84,6 @@ def columns_of(event: MarkEvent, number: int) -> list[Column]:
     assert isinstance(mark, PassMark)
     devices: list[int | None] = list(range(event.devices)) or [None]
     members = [Member(d or 0, _of_device(event.values["terms"], d)) for d in devices]
-    mixing = [np.asarray(one, float).max() for one in event.values["mixing"]]
     found = []
     for device in devices[:1] if mark.reduced else devices:
         values = _of_device(event.values, device)
@@ -96,7 +95,7 @@ def columns_of(event: MarkEvent, number: int) -> list[Column]:
                 norm=float(np.sqrt((np.asarray(values["gradient"]["norms"], float) ** 2).sum())),
                 parameters=np.asarray(values["parameters"]["sample"], np.float64),
                 members=members if mark.reduced else [members[device or 0]],
-                mixing=max((one for one in mixing if one == one), default=float("nan")),
+                mixing=values["mixing"],
                 rules=values["rules"],
                 copies=event.copies,
             )
@@ -217,6 +216,29 @@ def is_same_point(one: Column, other: Column) -> bool:
     )
 
 
+REDRAWN = 0.3
+"""By how much an input differs from that of the pass before, relative to its size, if it is a batch: parameters move by
+small steps."""
+
+
+def mixes(column: Column, before: Column) -> float:
+    """Return by how much items depend on other rows of a batch; 0 where no batch tells.
+
+    Args:
+        column: a gradient.
+        before: that of the pass before it, of the same place.
+    """
+    largest = 0.0
+    for now, then in zip(column.mixing, before.mixing, strict=False):
+        here, there = np.asarray(now["input"], float), np.asarray(then["input"], float)
+        redrawn = here.shape == there.shape and np.linalg.norm(here - there) > REDRAWN * max(
+            np.linalg.norm(here), np.linalg.norm(there)
+        )
+        if redrawn and np.isfinite(now["by"]):
+            largest = max(largest, float(now["by"]))
+    return largest
+
+
 @dataclass(frozen=True)
 class Unfitted:
     """Why no window could be put together.
@@ -320,7 +342,7 @@ def explain(optimizer: Optimizer, step: Step, columns: list[Column]) -> Window |
     window = _with_decay(step, columns)
     if window is not None:
         return window
-    return Unfitted("unexplained-gradient", f"{NO_SUM} (off by {own.off:.2g})")
+    return Unfitted("unexplained-gradient", NO_SUM)
 
 
 def _fit(step: Step, columns: Sequence[Column], *more: Vector) -> Fit:
