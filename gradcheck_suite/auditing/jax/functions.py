@@ -215,7 +215,8 @@ def _mark_pass(now: Marking, loss: Any, gradient: Any, traced: TracedLoss, cotan
         return gradient
     constants = list(program.constants.values())
     axes = _varying_over([loss, *traced.leaves, *constants])
-    inputs = ([] if cotangent is None else [cotangent]) + [*traced.leaves, *constants]
+    inputs = [] if cotangent is None else [cotangent]
+    inputs += [*traced.leaves, *constants, *program.literals.values()]
     data = list(program.constants)
     mark = PassMark(
         place=place_here(),
@@ -230,7 +231,6 @@ def _mark_pass(now: Marking, loss: Any, gradient: Any, traced: TracedLoss, cotan
         # what differs between devices, where the gradient does not, JAX has added up over them
         reduced=tuple(sorted(axes - _varying_over(given))),
         scaled=cotangent is not None,
-        text=traced.closed.jaxpr,
     )
     through = put_mark(mark, given, [loss, *inputs])
     if isinstance(through[0], jax.core.Tracer):

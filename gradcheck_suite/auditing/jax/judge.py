@@ -25,6 +25,7 @@ from gradcheck_suite.auditing.jax.windows import (
     columns_of,
     explain,
     implicit_step,
+    is_of_earlier_step,
     is_same_point,
     mixes,
     select,
@@ -271,6 +272,9 @@ class JaxJudge:
         if optimizer.withheld:
             self._hold(optimizer, step, columns, event)
         self._judge(optimizer, step, columns)
+        if step.parameters is not None:
+            first = optimizer.parameters[0] if optimizer.parameters else step.parameters
+            optimizer.parameters = first, step.parameters
         optimizer.moved_after.append(self._number)
 
     def _hold(
@@ -352,12 +356,14 @@ class JaxJudge:
             return
         if isinstance(found, Stale):
             window = Window(step, columns, [1.0] * len(columns), 0.0)
-            said = f"{found.what} still in the gradient at this step"
+            name = "stale-parameters" if found.is_all else "stale-window"
+            still = "all of" if found.is_all else "still in"
+            said = f"{found.what} {still} the gradient at this step"
             self._settle(optimizer, window, columns)
-            self._violate(StepFault("stale-window", said), window, optimizer)
+            self._violate(StepFault(name, said), window, optimizer)
             return
         self._settle(optimizer, found, found.columns)
-        fault = self._fault_of(found)
+        fault = self._fault_of(found, optimizer)
         if fault is not None:
             self._violate(fault, found, optimizer)
             return
@@ -400,7 +406,7 @@ class JaxJudge:
                 kept.append(column)
         self._columns = kept
 
-    def _fault_of(self, window: Window) -> StepFault | None:
+    def _fault_of(self, window: Window, optimizer: Optimizer) -> StepFault | None:
         """Return what is wrong with the sum of a window, or None."""
         if not self.judges_sums:
             return None
@@ -412,6 +418,12 @@ class JaxJudge:
                 "stale-parameters",
                 "the parameters change inside of the window, so that its gradients are by different"
                 " ones",
+            )
+        if is_of_earlier_step(window, optimizer):
+            return StepFault(
+                "stale-parameters",
+                "the gradient is by parameters of an earlier step, and not by those that the optimizer"
+                " has now",
             )
         if clipped_norm(window):
             sizes = ", ".join(f"{c:.3g}" for c in window.coefficients[:6])
@@ -701,6 +713,7 @@ class JaxJudge:
 
     def _judge_points(self) -> None:
         """Judge parameters that stay the same while an optimizer steps on their gradients."""
+        stale = {one.where for one in self._found if one.diagnosis == "stale-parameters"}
         for points in self._points.values():
             first, mark = points.first, points.first.mark
             steps = [
@@ -710,7 +723,7 @@ class JaxJudge:
                 for after in optimizer.moved_after
                 if first.number <= after < points.last.number
             ]
-            if len(steps) < FEWEST_STEPS or points.is_moving:
+            if len(steps) < FEWEST_STEPS or points.is_moving or str(mark.place) in stale:
                 continue
             step = Step(0, mark.place, (), (), np.zeros(0), np.zeros(0), None, mark.dtype)
             fault = StepFault(

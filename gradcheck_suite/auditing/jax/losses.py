@@ -93,7 +93,7 @@ class _Reader:
 
     def _operands(self, equation: Equation) -> list[Var]:
         """Return the operands that a gradient goes back to."""
-        return [v for v in equation.ins if isinstance(v, Var) and v in self._by_parameters]
+        return [one for one in equation.ins if one in self._by_parameters]
 
     def _is_scaled(self, equation: Equation) -> bool:
         """Return whether an operation multiplies its one operand by something constant."""
@@ -103,7 +103,7 @@ class _Reader:
         name = equation.name
         return name in ("mul", "select_n") or (name == "div" and operands[0] is equation.ins[0])
 
-    def split(self, var: Any, line: str = "") -> None:
+    def split(self, var: Var, line: str = "") -> None:
         """Find the terms of a number."""
         equation = self._program.equation_of(var)
         if equation is None:

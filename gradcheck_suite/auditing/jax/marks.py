@@ -49,7 +49,6 @@ class PassMark:
         rules: functions with a backward of their own that the gradient goes through.
         reduced: axes of devices over which JAX itself has added the gradient up.
         scaled: whether what went backward is a value of the mark, and not 1.
-        text: says what the loss computes; equal for equal losses.
         unread: index of a term whose weights could not be computed -> why.
     """
 
@@ -64,7 +63,6 @@ class PassMark:
     rules: list[CustomRule] = field(default_factory=list)
     reduced: tuple[str, ...] = ()
     scaled: bool = False
-    text: Any = None
     unread: dict[int, str] = field(default_factory=dict)
 
     def summary(self, values: Sequence[Any]) -> dict[str, Any]:
@@ -74,7 +72,9 @@ class PassMark:
         if self.scaled:
             cotangent, inputs = inputs[0], inputs[1:]
             gradient = [one / cotangent for one in gradient]
-        given = dict(zip([*self.program.inputs, *self.program.constants], inputs, strict=True))
+        program = self.program
+        own = [*program.inputs, *program.constants, *program.literals]
+        given = dict(zip(own, inputs, strict=True))
         terms = [self._weights(i, given) for i in range(len(self.terms))]
         by_rows = [(term, one) for term in self.terms for one in row_inputs(term, self.data)]
         mixing = [

@@ -88,6 +88,7 @@ class JaxRecorder:
         notes: what could not be looked at, and why -> how often.
         steps_seen: optimizer steps, those that were only counted among them.
         counted: those of them that were only counted.
+        cut: those of them that stand in a scan behind the iterations that were looked at.
         passes_seen: gradients of losses.
         seconds: that the audit has taken.
         is_open: whether it watches.
@@ -102,7 +103,7 @@ class JaxRecorder:
     ) -> None:
         self.off: str | None = None
         self.notes: Counter[Found] = Counter()
-        self.steps_seen = self.counted = self.passes_seen = 0
+        self.steps_seen = self.counted = self.cut = self.passes_seen = 0
         self.seconds = 0.0
         self._receive, self._say, self._schedule, self._most = receive, say, schedule, steps
         self.is_open = self._is_busy = self._is_paused = False
@@ -227,7 +228,7 @@ class JaxRecorder:
     def _take(self, events: Sequence[Event]) -> None:
         for event in events:
             if isinstance(event, Cut):
-                self.counted += event.steps
+                self.cut += event.steps
                 self.steps_seen += event.steps
                 self._receive([event])
                 continue
@@ -305,7 +306,7 @@ class JaxRecorder:
 
     def _summary(self, mark: Mark) -> Any:
         """Return the compiled summary of a mark; equal losses that are traced anew share one."""
-        text = str(mark.text) if isinstance(mark, PassMark) else ""
+        text = mark.program.signature() if isinstance(mark, PassMark) else ""
         key = f"{type(mark).__name__} {mark.shapes} {text} {_layout(mark)}"
         if key not in self._eager:
             self._eager[key] = UNMARKED.jit(

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from gradcheck_suite.auditing.jax.judge import JaxJudge
 from gradcheck_suite.auditing.jax.recorder import JaxRecorder
-from gradcheck_suite.auditing.jax.replay import Event
+from gradcheck_suite.auditing.jax.replay import MOST_STEPS, Event
 from gradcheck_suite.auditing.schedule import Schedule
 from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.options import DEFAULT_BUDGET, INSTRUMENTS, AuditOptions
@@ -117,7 +117,10 @@ class JaxAudit:
         named = tuple(replace(one, steps=times) for one, times in notes.items())
         judged = judge.weighed if "weights" not in self._options.without else judge.judged
         windows = len(judged | judge.violated)
-        budget = f"budget {self._options.budget or DEFAULT_BUDGET}"
+        skipped = {
+            f"budget {self._options.budget or DEFAULT_BUDGET}": recorder.counted,
+            f"after the first {MOST_STEPS} of a scan": recorder.cut,
+        }
         unjudged = None if found else self._why_unjudged(windows, notes)
         return Result(
             loop=self._name,
@@ -127,7 +130,7 @@ class JaxAudit:
             accepted=accepted,
             steps=recorder.steps_seen,
             windows=windows,
-            windows_skipped={budget: recorder.counted} if recorder.counted else {},
+            windows_skipped={reason: number for reason, number in skipped.items() if number},
             findings=tuple(map(str, named)),
             named_findings=named,
             unknown=tuple(replace(part, steps=steps) for part, steps in unknown.items()),

@@ -208,12 +208,27 @@ class Window:
         ]
 
 
+def is_of_earlier_step(window: Window, optimizer: Optimizer) -> bool:
+    """Return whether gradients are by parameters that the optimizer was given at an earlier step,
+    and no longer has.
+    """
+    now, known = window.step.parameters, optimizer.parameters
+    if now is None or known is None or not window.used:
+        return False
+    point = window.used[0].parameters
+    if any(len(one) != len(point) for one in (now, *known)) or _is_close(point, now):
+        return False
+    return any(_is_close(point, one) for one in known)
+
+
+def _is_close(a: Vector, b: Vector) -> bool:
+    return bool(np.abs(a - b).max(initial=0.0) <= 1e-7 * np.abs(a).max(initial=1e-30))
+
+
 def is_same_point(one: Column, other: Column) -> bool:
     """Return whether two gradients are by the same parameters."""
     a, b = one.parameters, other.parameters
-    return len(a) == len(b) and bool(
-        np.abs(a - b).max(initial=0.0) <= 1e-7 * np.abs(a).max(initial=1e-30)
-    )
+    return len(a) == len(b) and _is_close(a, b)
 
 
 REDRAWN = 0.3
@@ -258,10 +273,11 @@ class Stale:
 
     Attributes:
         what: of it is in there.
+        is_all: whether nothing else is.
     """
 
     what: str
-    columns: Sequence[Column]
+    is_all: bool
 
 
 NO_SUM = (
@@ -296,6 +312,7 @@ class Optimizer:
         mark: of its first update.
         place: of its last update.
         moved_after: the number of passes there were at each of its steps.
+        parameters: samples of the first and of the last parameters that it was given.
     """
 
     index: int
@@ -313,6 +330,7 @@ class Optimizer:
     mark: UpdateMark | None = None
     place: Place | None = None
     moved_after: list[int] = field(default_factory=list)
+    parameters: tuple[Vector, Vector] | None = None
 
 
 def explain(optimizer: Optimizer, step: Step, columns: list[Column]) -> Window | Stale | Unfitted:
@@ -338,7 +356,7 @@ def explain(optimizer: Optimizer, step: Step, columns: list[Column]) -> Window |
     ):
         of_both = _fit(step, [*columns, *extra]) if extra else own
         if extra and of_both.is_exact and any(of_both.found[len(columns) :]):
-            return Stale(what, columns)
+            return Stale(what, is_all=not any(of_both.found[: len(columns)]))
     window = _with_decay(step, columns)
     if window is not None:
         return window
