@@ -20,7 +20,6 @@ from typing import IO, Any, Literal, TextIO
 
 import torch
 
-from gradcheck_suite.auditing import recorder as recording
 from gradcheck_suite.auditing.custom_functions import FunctionKey
 from gradcheck_suite.auditing.events import Event, Gap, PassRecord, settle
 from gradcheck_suite.auditing.jax_opinion import JaxOpinion, ask_jax, kept_calls
@@ -41,6 +40,7 @@ from gradcheck_suite.core.options import DEFAULT_BUDGET, INSTRUMENTS, AuditOptio
 from gradcheck_suite.core.results import OTHER_RANK, Result, Violation, result_lines
 from gradcheck_suite.core.text import counted, say
 from gradcheck_suite.errors import UsageError
+from gradcheck_suite.run.private_names import expect_present
 
 # An audit on several ranks: each writes its own events to a file, and the first rank judges all of
 # them at the end.
@@ -398,7 +398,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             )
         if _open:
             raise UsageError("audit: another audit is open in this process; close it first")
-        recording.expect_supported()
+        expect_present("audit", "torch")
         if self._ranks is not None:
             self._writer = RankWriter(self._ranks)
         self._opened = self._observing = True

@@ -126,6 +126,11 @@ def _for_loops(code: CodeType) -> tuple[tuple[int, int, tuple[str, ...]], ...]:
             continue
         names = list[str]()
         for one in instructions[number + 1 :]:
+            # since Python 3.13 a loop whose body stands on its line stores and loads in one
+            # instruction: what it loads may belong to the body
+            if one.opname == "STORE_FAST_LOAD_FAST":
+                names.append(one.argval[0])
+                break
             if one.opname.startswith("STORE_"):
                 names += one.argval if isinstance(one.argval, tuple) else [one.argval]
             elif not one.opname.startswith("UNPACK_"):

@@ -59,7 +59,6 @@ from gradcheck_suite.auditing.terms import (
     used_at,
 )
 from gradcheck_suite.core.findings import Found, finding
-from gradcheck_suite.errors import CannotRunHere
 
 # What trainers are configured with, read off the stack at a step; no trainer is imported.
 
@@ -174,48 +173,6 @@ class Engine(_engine_class):  # type: ignore[misc]
             recorder.end(running)
         recorder.by_hand(running, inputs, result)
         return result
-
-
-def expect_supported() -> None:
-    """Refuse a torch that lacks what an audit needs and torch does not document.
-
-    Raises:
-        CannotRunHere: it lacks something.
-    """
-    leaf = torch.zeros(1, 2, requires_grad=True)
-    leaf.register_hook(lambda gradient: None)
-    loss = torch.nn.functional.nll_loss(torch.cat([leaf * 1]), torch.tensor([0])).grad_fn
-    node: Any = loss.next_functions[0][0] if loss is not None else None
-    holders = {
-        "torch": torch,
-        "Node": node,
-        "NllLossBackward0": loss,
-        "Tensor": leaf,
-        "Module": torch.nn.Identity(),
-    }
-    for name in NEEDED.split():
-        holder, _, attribute = name.partition(".")
-        try:
-            attrgetter(attribute)(holders[holder])
-        except AttributeError:
-            raise CannotRunHere(
-                f"audit: torch {torch.__version__} has no {name}: the audit runs with torch 2.9.1"
-                " to 2.13.0"
-            ) from None
-
-
-NEEDED = """
-torch.autograd.Variable._execution_engine torch._C._current_graph_task_id torch.compiler.is_dynamo_compiling
-torch._C._functorch.is_functorch_wrapped_tensor torch._C._functorch.peek_interpreter_stack torch.compiler.set_stance
-torch._C._dynamo.eval_frame.set_code_exec_strategy torch._C._dynamo.eval_frame._FrameExecStrategy
-torch._C._dynamo.eval_frame._FrameAction torch._C._dynamo.eval_frame.set_eval_frame
-torch.nn.modules.module._has_any_global_hook torch.nn.modules.module._global_forward_hooks_with_kwargs
-Node._input_metadata Node._saved_dim Node.metadata Node.register_prehook Node.next_functions
-NllLossBackward0._raw_saved_target NllLossBackward0._saved_target NllLossBackward0._saved_total_weight
-NllLossBackward0._saved_reduction NllLossBackward0._saved_ignore_index Module._forward_hooks Module._forward_pre_hooks
-Tensor._backward_hooks Tensor._post_accumulate_grad_hooks Tensor._version
-"""
-"""What torch does not document."""
 
 
 @dataclass

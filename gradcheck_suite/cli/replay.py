@@ -24,6 +24,7 @@ from gradcheck_suite.core.options import VerifyOptions, options_of
 from gradcheck_suite.core.text import of_bound, say
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.run import environment
+from gradcheck_suite.run.private_names import expect_present
 
 _T = TypeVar("_T")
 
@@ -59,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     for text in filter(None, (arguments.loop, arguments.problem)):
         expect_found(text)
     environment.prepare()
+    expect_present("verify")
     loop, problem = _subjects(arguments, stored, name)
     note_untested_trainers([name])
 

@@ -44,6 +44,7 @@ from gradcheck_suite.core.text import aligned, counted, say
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.trainers import PACKAGES, TRAINERS
 from gradcheck_suite.run import environment
+from gradcheck_suite.run.private_names import expect_present
 from gradcheck_suite.run.processes import template_ahead
 from gradcheck_suite.strategies.coverage import CaseCoverage, Coverage
 from gradcheck_suite.verification.judge_process import second_process
@@ -338,6 +339,7 @@ def run(arguments: argparse.Namespace) -> int:
         second_process(wanted=_is_worth_a_process(arguments, options)),
     ):
         environment.prepare()
+        expect_present("verify")
         return _verify(arguments, options, output)
 
 

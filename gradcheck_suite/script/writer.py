@@ -213,7 +213,8 @@ def _global_names(text: str) -> list[str]:
         for s in t.get_symbols()
         if s.is_referenced() and s.is_global()
     }
-    return sorted(outer | inner)
+    # Python 3.14 makes this name up where a module annotates a variable (PEP 649)
+    return sorted((outer | inner) - {"__conditional_annotations__"})
 
 
 class Sources:
