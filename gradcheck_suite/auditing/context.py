@@ -25,6 +25,7 @@ from gradcheck_suite.auditing.custom_functions import FunctionKey
 from gradcheck_suite.auditing.events import Event, Gap, PassRecord, settle
 from gradcheck_suite.auditing.jax_opinion import JaxOpinion, ask_jax, kept_calls
 from gradcheck_suite.auditing.judge import ORPHANS, Judge
+from gradcheck_suite.auditing.modes import AsBefore
 from gradcheck_suite.auditing.module_calls import ModuleCall, ModuleCalls
 from gradcheck_suite.auditing.places import Place, here, living
 from gradcheck_suite.auditing.program_state import preserve_rng
@@ -483,7 +484,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._recorder.switch_off("steps", fault)
         if self.options.jax and not isinstance(error, KeyboardInterrupt):
             calls = self._calls or []
-            self._opinion = JaxOpinion(refusal=calls) if isinstance(calls, str) else ask_jax(calls)
+            with AsBefore(()):
+                told = JaxOpinion(refusal=calls) if isinstance(calls, str) else ask_jax(calls)
+            self._opinion = told
         return self._finished(error)
 
     def _of_all_ranks(self, ranks: Ranks, error: BaseException | None) -> Result:

@@ -112,6 +112,8 @@ def _of_sparse(tensor: torch.Tensor) -> torch.Tensor:
     """Return linear functions of a sparse gradient: its rows times numbers that a row's index
     decides, added up.
     """
+    if tensor.layout != torch.sparse_coo:  # compressed rows, or a layout of a library of kernels
+        tensor = tensor.to_dense().to_sparse_coo()
     indices, values = tensor._indices(), tensor._values().detach()
     rows = values.reshape(indices.shape[1], -1).double()
     key = sum((d + 1.7548776662) * indices[d].double() for d in range(indices.shape[0]))

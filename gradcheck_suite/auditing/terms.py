@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from gradcheck_suite.auditing.modes import Apart
 from gradcheck_suite.auditing.places import in_trace
 from gradcheck_suite.core.comparison import LIVE_WEIGHT_TOLERANCE
 
@@ -374,6 +375,9 @@ class _Found:
         term, arrived = self.term, self.seen.get("arrived")
         if arrived is None:
             return term
+        if (arrived := _real(arrived)) is None:
+            term.opaque = "backward is given a complex gradient, which tells no weight"
+            return term
         if arrived.dtype in COARSE:
             term.tolerance = ROUNDINGS * COARSE[arrived.dtype]
         counts = term.counts = {name: float(value) for name, value in term.counts.items()}
@@ -427,6 +431,14 @@ class _Found:
             divisor, number = divisor * (size if divides else 1), number * size
             term.deeper = *term.deeper, (weight / divisor, number)
         return term
+
+
+def _real(arrived: torch.Tensor) -> torch.Tensor | None:
+    """Return a gradient as real numbers, None where it has imaginary ones."""
+    if not arrived.is_complex():
+        return arrived
+    real, imaginary = torch.view_as_real(arrived.resolve_conj()).unbind(-1)
+    return None if imaginary.any() else real
 
 
 class _Weights:
@@ -677,7 +689,8 @@ class Reader:
                 # latter alone
                 given = gradients[0][index] if len(gradients[0]) > index else None
                 if given is not None:
-                    found.seen.setdefault(name, given.detach())
+                    with Apart():
+                        found.seen.setdefault(name, given.detach())
             except Exception as error:
                 self.error = error
 
@@ -688,7 +701,8 @@ class Reader:
 def declare(loss: torch.Tensor, count: float | torch.Tensor, reduction: str) -> None:
     """Note what a loss is a mean or a sum of, so that the walk ends there."""
     if loss.grad_fn is not None:
-        number = count.detach() if isinstance(count, torch.Tensor) else float(count)
+        with Apart():
+            number = count.detach() if isinstance(count, torch.Tensor) else float(count)
         metadata: dict[Any, Any] = loss.grad_fn.metadata  # type: ignore[assignment]
         metadata[DECLARED] = number, reduction
 

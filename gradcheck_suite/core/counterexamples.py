@@ -333,11 +333,11 @@ class Counterexample:
 
     Attributes:
         case: the JSON file that `gradcheck-suite replay` takes.
-        script: the stand-alone script, None where none was written.
-        unrepeatable: why the script, run in a process of its own, does not show the fault; None
-            where it does.
+        script: the stand-alone script; None where there is none that shows the fault.
+        no_script: why there is none, or why the script was not run to its end; None for a script
+            that has shown the fault.
     """
 
     case: Path
     script: Path | None
-    unrepeatable: str | None = None
+    no_script: str | None = None
