@@ -26,10 +26,10 @@ from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.arguments import OutputOptions
 from gradcheck_suite.cli.loading import no_file
 from gradcheck_suite.cli.progress import Output
-from gradcheck_suite.core.counterexamples import places_source
 from gradcheck_suite.core.options import LIVE_NAMES, AuditOptions
 from gradcheck_suite.core.records import KINDS, append_record
 from gradcheck_suite.core.results import Result, Violation, no_longer_found, result_lines
+from gradcheck_suite.core.source_lines import places_source
 from gradcheck_suite.core.text import say
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run import environment

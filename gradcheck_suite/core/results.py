@@ -170,6 +170,7 @@ class Violation:
         where: in an audit, `file:line` of the call of the loss, or of what is nearest to the fault.
         backward: in an audit, `file:line` of the window's last call of backward, or None.
         stepped: in an audit, `file:line` of the call of the optimizer's step, or None.
+        to_change: of `verify`, `file:line` of the line that must change, where it is known, or None.
         gradient_error: in an audit, 2-norm of the gradient's error over that of the gradient, where
             the window was computed again.
         occurrences: in an audit, number of steps with this diagnosis.
@@ -183,7 +184,8 @@ class Violation:
         reason: why the project accepts it, as `accept` in `pyproject.toml` says; None where it does
             not.
 
-    `details`, `evidence`, `moved`, `described`, `source` and `command` are no part of the JSON.
+    `to_change`, `details`, `evidence`, `moved`, `described`, `source` and `command` are no part of
+    the JSON.
     """
 
     kind: ViolationKind
@@ -205,6 +207,7 @@ class Violation:
     where: str | None = field(default=None, metadata=AUDIT)
     backward: str | None = field(default=None, metadata=AUDIT)
     stepped: str | None = field(default=None, metadata=AUDIT)
+    to_change: str | None = field(default=None, metadata=INTERNAL)
     gradient_error: float | None = field(default=None, metadata=AUDIT)
     occurrences: int = field(default=1, metadata=AUDIT)
     moved: bool = field(default=False, metadata=INTERNAL)
@@ -267,6 +270,8 @@ class Violation:
 
         Of several the user's own file, not the library's.
         """
+        if self.to_change is not None:
+            return self.to_change
         known = [place for place in self.places.values() if place]
         # that of an audit's fault of steps is the first one already
         if self.command == "verify" and self.kind in ("step-count", "parameters"):
@@ -350,6 +355,8 @@ class Violation:
         for name, places in self.places.items():
             for place in (places or "").split(" < ") if places else ():
                 notes.setdefault(place, []).append(happened.get(name, name))
+        if self.to_change is not None:
+            notes.setdefault(self.to_change, ["to change"])
         own = (self.place or "").rpartition(":")[0]
         rows = []
         for place, said in notes.items():
