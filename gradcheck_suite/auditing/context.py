@@ -33,6 +33,7 @@ from gradcheck_suite.auditing.recomputation import Asked, Part, recompute
 from gradcheck_suite.auditing.recorder import Recorder, Running
 from gradcheck_suite.auditing.replay import StepWindow, near
 from gradcheck_suite.auditing.schedule import Schedule
+from gradcheck_suite.auditing.stopping import StoppedOnViolation
 from gradcheck_suite.auditing.strays import Strays
 from gradcheck_suite.auditing.sums import StepFault
 from gradcheck_suite.auditing.terms import Reader, declare
@@ -292,13 +293,6 @@ def _say(lines: Sequence[str], standard_error: TextIO) -> None:
             ["", *lines] if not in_notebook else lines,
             sys.stdout if in_notebook else standard_error,
         )
-
-
-class StoppedOnViolation(BaseException):
-    """Ends a run at its first violation.
-
-    No `Exception`, so that a program that catches those ends all the same.
-    """
 
 
 @takes(AuditOptions)

@@ -148,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
     runner = (module_runner if arguments.module else script_runner)(
         arguments.script, arguments.arguments
     )
-    from gradcheck_suite.auditing.context import StoppedOnViolation, audit
+    from gradcheck_suite.auditing.session import StoppedOnViolation, audit
 
     # the script's warnings are the script's
     warnings.resetwarnings()
