@@ -5,7 +5,7 @@ Each has the diagnosis that it deserves before its text. `PROLOGUE` comes before
 
 from __future__ import annotations
 
-PROLOGUE = '''
+PROLOGUE = """
 import functools, jax, jax.numpy as jnp, numpy as np, optax
 
 def rows(steps, micro, size=8, width=6, seed=0):
@@ -31,12 +31,12 @@ scale = lambda tree, c: jax.tree.map(lambda g: g * c, tree)
 mse = lambda p, x, y: jnp.mean((x @ p["w"] + p["b"] - y) ** 2)
 def ce(p, x, y):
     return optax.softmax_cross_entropy_with_integer_labels(jnp.tanh(p["emb"][x]) @ p["out"], y)
-'''
+"""
 
 FAULTY = {
     "mean_over_padded_tokens": (
         "mean-of-means",
-        '''
+        """
 tx = optax.adam(1e-2); p = lm; s = tx.init(p)
 loss = lambda p, x, y, m: (ce(p, x, y) * m).sum() / m.sum()
 @jax.jit
@@ -48,11 +48,11 @@ def step(p, s, xs, ys, ms):
     return optax.apply_updates(p, u), s
 for batch in tokens(6, 3):
     p, s = step(p, s, *batch)
-''',
+""",
     ),
     "dropped_last_micro_batch": (
         "dropped-micro-batch",
-        '''
+        """
 tx = optax.adam(1e-2); p = linear; s = tx.init(p); f = jax.jit(jax.value_and_grad(mse))
 up = jax.jit(tx.update)
 for xs, ys in rows(6, 4):
@@ -62,11 +62,11 @@ for xs, ys in rows(6, 4):
         if i < 3:
             g = add(g, scale(one, 1 / 3))
     u, s = up(g, s, p); p = optax.apply_updates(p, u)
-''',
+""",
     ),
     "only_the_last_micro_batch": (
         "reset-inside-window",
-        '''
+        """
 tx = optax.sgd(1e-2); p = linear; s = tx.init(p)
 @jax.jit
 def step(p, s, xs, ys):
@@ -78,11 +78,11 @@ def step(p, s, xs, ys):
     return optax.apply_updates(p, u), s
 for xs, ys in rows(6, 4):
     p, s = step(p, s, xs, ys)
-''',
+""",
     ),
     "repeated_micro_batch": (
         "weighted-by-place",
-        '''
+        """
 tx = optax.adam(1e-2); p = linear; s = tx.init(p)
 @jax.jit
 def step(p, s, xs, ys):
@@ -92,11 +92,11 @@ def step(p, s, xs, ys):
     return optax.apply_updates(p, u), s
 for xs, ys in rows(6, 4):
     p, s = step(p, s, xs, ys)
-''',
+""",
     ),
     "step_per_micro_batch_adam_then_apply_every": (
         "step-per-micro-batch",
-        '''
+        """
 tx = optax.chain(optax.adam(1e-2), optax.apply_every(4)); p = linear; s = tx.init(p)
 @jax.jit
 def step(p, s, x, y):
@@ -104,11 +104,11 @@ def step(p, s, x, y):
     return optax.apply_updates(p, u), s
 for xs, ys in rows(16, 1):
     p, s = step(p, s, xs[0], ys[0])
-''',
+""",
     ),
     "clipped_per_micro_batch": (
         "clipped",
-        '''
+        """
 tx = optax.adam(1e-2); p = linear; s = tx.init(p)
 def clip(g):
     n = optax.global_norm(g)
@@ -122,11 +122,11 @@ def step(p, s, xs, ys):
     return optax.apply_updates(p, u), s
 for xs, ys in rows(6, 4):
     p, s = step(p, s, xs, ys)
-''',
+""",
     ),
     "weighted_by_long_rows": (
         "unrecognised-weights",
-        '''
+        """
 tx = optax.adam(1e-2); p = lm; s = tx.init(p)
 loss = lambda p, x, y, m: (ce(p, x, y) * m).sum() / m.sum()
 @jax.jit
@@ -140,11 +140,11 @@ def step(p, s, xs, ys, ms):
     return optax.apply_updates(p, u), s
 for batch in tokens(6, 3, size=8):
     p, s = step(p, s, *batch)
-''',
+""",
     ),
     "wrong_custom_vjp": (
         "wrong-backward",
-        '''
+        """
 @jax.custom_vjp
 def square(x):
     return x ** 2
@@ -157,11 +157,11 @@ def step(p, s, x, y):
     return optax.apply_updates(p, u), s
 for xs, ys in rows(6, 1):
     p, s = step(p, s, xs[0], ys[0])
-''',
+""",
     ),
     "not_reduced_under_named_vmap": (
         "not-reduced",
-        '''
+        """
 tx = optax.sgd(1e-2); p = linear; s = tx.init(p)
 @jax.jit
 @functools.partial(jax.vmap, in_axes=(None, None, 0, 0), axis_name="devices")
@@ -171,11 +171,11 @@ def step(p, s, x, y):
 first = lambda tree: jax.tree.map(lambda x: x[0], tree)
 for xs, ys in rows(6, 2):
     p, s = map(first, step(p, s, xs, ys))
-''',
+""",
     ),
     "jit_over_nnx_state": (
         "parameter-not-updated",
-        '''
+        """
 from flax import nnx
 class Net(nnx.Module):
     def __init__(self, rngs):
@@ -192,11 +192,11 @@ def step(graph, state, x, y):
     return loss
 for xs, ys in rows(8, 1):
     step(graph, state, xs[0], ys[0])
-''',
+""",
     ),
     "divided_twice": (
         "wrong-scale",
-        '''
+        """
 tx = optax.sgd(1e-2); p = linear; s = tx.init(p); K = 4
 @jax.jit
 def step(p, s, xs, ys):
@@ -207,11 +207,11 @@ def step(p, s, xs, ys):
     return optax.apply_updates(p, u), s
 for xs, ys in rows(6, K):
     p, s = step(p, s, xs, ys)
-''',
+""",
     ),
     "short_window_divided_by_k": (
         "wrong-scale",
-        '''
+        """
 tx = optax.sgd(1e-2); p = linear; s = tx.init(p); K = 4; f = jax.jit(jax.grad(mse))
 up = jax.jit(tx.update)
 for _ in range(3):
@@ -221,11 +221,11 @@ for _ in range(3):
         g = add(g, scale(f(p, xs[0], ys[0]), 1 / K)); n += 1
         if n == K or i == len(data) - 1:
             u, s = up(g, s, p); p = optax.apply_updates(p, u); g, n = zeros(p), 0
-''',
+""",
     ),
     "stale_gradient_of_the_step_before": (
         "stale-window",
-        '''
+        """
 tx = optax.sgd(1e-2); p = linear; s = tx.init(p)
 @jax.jit
 def step(p, s, before, x, y):
@@ -235,11 +235,11 @@ def step(p, s, before, x, y):
 before = zeros(p)
 for xs, ys in rows(8, 1):
     p, s, before = step(p, s, before, xs[0], ys[0])
-''',
+""",
     ),
     "pmean_of_unequal_means": (
         "mean-of-means",
-        '''
+        """
 tx = optax.sgd(1e-2); p = lm; s = tx.init(p)
 loss = lambda p, x, y, m: (ce(p, x, y) * m).sum() / m.sum()
 @jax.jit
@@ -251,11 +251,11 @@ def step(p, s, x, y, m):
 first = lambda tree: jax.tree.map(lambda x: x[0], tree)
 for batch in tokens(6, 2):
     p, s = map(first, step(p, s, *batch))
-''',
+""",
     ),
     "eager_means_of_tokens": (
         "mean-of-means",
-        '''
+        """
 tx = optax.adam(1e-2); p = lm; s = tx.init(p)
 loss = lambda p, x, y, m: (ce(p, x, y) * m).sum() / m.sum()
 for xs, ys, ms in tokens(3, 3):
@@ -263,30 +263,30 @@ for xs, ys, ms in tokens(3, 3):
     for x, y, m in zip(xs, ys, ms):
         g = add(g, jax.grad(loss)(p, x, y, m))
     u, s = tx.update(scale(g, 1 / 3), s, p); p = optax.apply_updates(p, u)
-''',
+""",
     ),
     "parameters_closed_over": (
         "stale-parameters",
-        '''
+        """
 tx = optax.sgd(1e-2); p = first = linear; s = tx.init(p)
 f = jax.jit(lambda x, y: jax.grad(lambda p: mse(p, x, y))(first))
 for xs, ys in rows(8, 1):
     u, s = tx.update(f(xs[0], ys[0]), s, p); p = optax.apply_updates(p, u)
-''',
+""",
     ),
     "gradient_before_the_previous_step": (
         "stale-parameters",
-        '''
+        """
 tx = optax.sgd(1e-2); p = linear; s = tx.init(p); f = jax.jit(jax.grad(mse)); next_g = None
 for xs, ys in rows(8, 1):
     g, next_g = next_g, f(p, xs[0], ys[0])
     if g is not None:
         u, s = tx.update(g, s, p); p = optax.apply_updates(p, u)
-''',
+""",
     ),
     "whole_run_in_one_scan": (
         "wrong-scale",
-        '''
+        """
 tx = optax.adam(1e-2); p = linear
 data = [np.stack(one) for one in zip(*rows(12, 3))]
 @jax.jit
@@ -298,13 +298,13 @@ def train(p, data):
         return (optax.apply_updates(p, u), s), None
     return jax.lax.scan(step, (p, tx.init(p)), tuple(data))[0]
 train(p, data)
-''',
+""",
     ),
 }
 """Name -> diagnosis, script."""
 
 SOUND = {
-    "clip_before_update_by_hand": '''
+    "clip_before_update_by_hand": """
 tx = optax.adam(1e-2); p = linear; s = tx.init(p); clip = optax.clip_by_global_norm(0.5); c = clip.init(p)
 @jax.jit
 def step(p, s, xs, ys):
@@ -314,8 +314,8 @@ def step(p, s, xs, ys):
     return optax.apply_updates(p, u), s
 for xs, ys in rows(6, 4):
     p, s = step(p, s, xs, ys)
-''',
-    "equinox": '''
+""",
+    "equinox": """
 import equinox as eqx
 model = eqx.nn.MLP(6, 1, 8, 1, key=jax.random.key(0)); tx = optax.adamw(1e-2)
 s = tx.init(eqx.filter(model, eqx.is_array))
@@ -326,25 +326,27 @@ def step(model, s, x, y):
     return eqx.apply_updates(model, u), s, loss
 for xs, ys in rows(6, 1):
     model, s, loss = step(model, s, xs[0], ys[0])
-''',
-    "linen_train_state": '''
+""",
+    "linen_train_state": """
 import flax.linen as nn
 from flax.training.train_state import TrainState
 class Net(nn.Module):
     @nn.compact
     def __call__(self, x):
         return nn.Dense(1)(nn.relu(nn.Dense(8)(x)))
-net = Net(); state = TrainState.create(apply_fn=net.apply, params=net.init(jax.random.key(0), np.zeros((1, 6)))["params"], tx=optax.adam(1e-2))
+net = Net(); first = net.init(jax.random.key(0), np.zeros((1, 6)))["params"]
+state = TrainState.create(apply_fn=net.apply, params=first, tx=optax.adam(1e-2))
 @functools.partial(jax.jit, donate_argnums=0)
 def step(state, xs, ys):
+    loss = lambda p, x, y: jnp.mean((state.apply_fn({"params": p}, x) - y) ** 2)
     def body(acc, b):
-        return add(acc, jax.grad(lambda p: jnp.mean((state.apply_fn({"params": p}, b[0]) - b[1]) ** 2))(state.params)), None
+        return add(acc, jax.grad(loss)(state.params, *b)), None
     g, _ = jax.lax.scan(body, zeros(state.params), (xs, ys))
     return state.apply_gradients(grads=scale(g, 1 / 4))
 for xs, ys in rows(6, 4):
     state = step(state, xs, ys)
-''',
-    "remat_in_a_fori_loop": '''
+""",
+    "remat_in_a_fori_loop": """
 tx = optax.adam(1e-2); p = linear; s = tx.init(p)
 @jax.jit
 def step(p, s, xs, ys):
@@ -355,8 +357,8 @@ def step(p, s, xs, ys):
     return optax.apply_updates(p, u), s
 for xs, ys in rows(6, 4):
     p, s = step(p, s, xs, ys)
-''',
-    "while_loop_over_micro_batches": '''
+""",
+    "while_loop_over_micro_batches": """
 tx = optax.adam(1e-2); p = linear; s = tx.init(p)
 @jax.jit
 def step(p, s, xs, ys, n):
@@ -367,8 +369,8 @@ def step(p, s, xs, ys, n):
     return optax.apply_updates(p, u), s
 for i, (xs, ys) in enumerate(rows(6, 4)):
     p, s = step(p, s, xs, ys, 2 + i % 3)
-''',
-    "right_custom_vjp_and_straight_through": '''
+""",
+    "right_custom_vjp_and_straight_through": """
 @jax.custom_vjp
 def square(x):
     return x ** 2
@@ -385,8 +387,8 @@ def step(p, s, x, y):
     return optax.apply_updates(p, u), s
 for xs, ys in rows(6, 1):
     p, s = step(p, s, xs[0], ys[0])
-''',
-    "gradient_penalty": '''
+""",
+    "gradient_penalty": """
 tx = optax.adam(1e-2); p = linear; s = tx.init(p)
 def loss(p, x, y):
     f = lambda x: jnp.tanh(x @ p["w"] + p["b"]).sum()
@@ -398,8 +400,8 @@ def step(p, s, xs, ys):
     return optax.apply_updates(p, u), s
 for xs, ys in rows(6, 2):
     p, s = step(p, s, xs, ys)
-''',
-    "maml": '''
+""",
+    "maml": """
 tx = optax.adam(1e-2); p = linear; s = tx.init(p)
 def outer(p, x, y):
     inner = jax.grad(mse)(p, x[:4], y[:4])
@@ -415,10 +417,12 @@ def single(p, s, x, y):
     return optax.apply_updates(p, u), s
 for xs, ys in rows(6, 1):
     p, s = single(p, s, xs[0], ys[0])
-''',
-    "seeds_under_vmap": '''
+""",
+    "seeds_under_vmap": """
 tx = optax.adam(1e-2)
-p = jax.vmap(lambda key: {"w": jax.random.normal(key, (6, 1)), "b": jnp.zeros(1)})(jax.random.split(jax.random.key(0), 3))
+def begin(key):
+    return {"w": jax.random.normal(key, (6, 1)), "b": jnp.zeros(1)}
+p = jax.vmap(begin)(jax.random.split(jax.random.key(0), 3))
 s = jax.vmap(tx.init)(p)
 @jax.jit
 @functools.partial(jax.vmap, in_axes=(0, 0, None, None))
@@ -428,9 +432,10 @@ def step(p, s, xs, ys):
     return optax.apply_updates(p, u), s
 for xs, ys in rows(6, 4):
     p, s = step(p, s, xs, ys)
-''',
-    "inject_hyperparams": '''
-tx = optax.inject_hyperparams(optax.adamw)(learning_rate=optax.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 20)); p = linear; s = tx.init(p)
+""",
+    "inject_hyperparams": """
+rate = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 20)
+tx = optax.inject_hyperparams(optax.adamw)(learning_rate=rate); p = linear; s = tx.init(p)
 @jax.jit
 def step(p, s, xs, ys):
     g, _ = jax.lax.scan(lambda a, b: (add(a, jax.grad(mse)(p, *b)), None), zeros(p), (xs, ys))
@@ -438,8 +443,8 @@ def step(p, s, xs, ys):
     return optax.apply_updates(p, u), s
 for xs, ys in rows(8, 4):
     p, s = step(p, s, xs, ys)
-''',
-    "apply_every_of_plain_sgd": '''
+""",
+    "apply_every_of_plain_sgd": """
 tx = optax.chain(optax.sgd(1e-2 / 4), optax.apply_every(4)); p = linear; s = tx.init(p)
 @jax.jit
 def step(p, s, x, y):
@@ -447,8 +452,8 @@ def step(p, s, x, y):
     return optax.apply_updates(p, u), s
 for xs, ys in rows(16, 1):
     p, s = step(p, s, xs[0], ys[0])
-''',
-    "example_libraries": '''
+""",
+    "example_libraries": """
 from jax.example_libraries import optimizers
 init, update, params = optimizers.adam(1e-2); s = init(linear)
 @jax.jit
@@ -457,8 +462,8 @@ def step(i, s, xs, ys):
     return update(i, g, s)
 for i, (xs, ys) in enumerate(rows(6, 2)):
     s = step(i, s, xs, ys)
-''',
-    "loss_scale_of_float16": '''
+""",
+    "loss_scale_of_float16": """
 tx = optax.adam(1e-2); p = linear; s = tx.init(p)
 @jax.jit
 def step(p, s, xs, ys):
@@ -474,8 +479,8 @@ def step(p, s, xs, ys):
     return optax.apply_updates(p, u), s
 for xs, ys in rows(6, 4):
     p, s = step(p, s, xs, ys)
-''',
-    "warm_up_call_and_eager_loss": '''
+""",
+    "warm_up_call_and_eager_loss": """
 tx = optax.sgd(1e-2); p = linear; s = tx.init(p); f = jax.jit(jax.value_and_grad(mse))
 f(p, np.zeros((8, 6), np.float32), np.ones((8, 1), np.float32))
 for xs, ys in rows(6, 2):
@@ -483,19 +488,8 @@ for xs, ys in rows(6, 2):
     for x, y in zip(xs, ys):
         _, one = f(p, x, y); g = add(g, scale(one, 1 / 2))
     u, s = tx.update(g, s, p); p = optax.apply_updates(p, u)
-''',
-    "loss_that_looks_at_values": '''
-tx = optax.sgd(1e-2); p = linear; s = tx.init(p)
-def loss(p, x, y):
-    value = mse(p, x, y)
-    if value > 1e6:
-        print("large")
-    return value
-for xs, ys in rows(4, 1):
-    g = jax.grad(loss)(p, xs[0], ys[0])
-    u, s = tx.update(g, s, p); p = optax.apply_updates(p, u)
-''',
-    "chunked_loss_in_a_scan": '''
+""",
+    "chunked_loss_in_a_scan": """
 tx = optax.adam(1e-2); p = lm; s = tx.init(p)
 def loss(p, x, y, m):
     def chunk(total, b):
@@ -508,8 +502,8 @@ def step(p, s, xs, ys, ms):
     return optax.apply_updates(p, u), s
 for batch in tokens(6, 3):
     p, s = step(p, s, *batch)
-''',
-    "steps_in_a_scan_of_epochs": '''
+""",
+    "steps_in_a_scan_of_epochs": """
 tx = optax.adam(1e-2)
 data = [np.stack(one) for one in zip(*rows(60, 1))]
 @jax.jit
@@ -521,8 +515,8 @@ def train(p, data):
         return (optax.apply_updates(p, u), s), loss
     return jax.lax.scan(step, (p, tx.init(p)), tuple(data))
 (p, s), losses = train(linear, data)
-''',
-    "debug_print_and_callback": '''
+""",
+    "debug_print_and_callback": """
 tx = optax.adam(1e-2); p = linear; s = tx.init(p); seen = []
 @jax.jit
 def step(p, s, x, y):
@@ -535,6 +529,54 @@ for xs, ys in rows(4, 1):
     p, s = step(p, s, xs[0], ys[0])
 jax.effects_barrier()
 assert len(seen) == 4, seen
-''',
+""",
 }
-"""Name -> script. Where nothing can be judged, the reason is true."""
+"""Name -> script."""
+
+UNJUDGED = {
+    "loss_that_looks_at_values": (
+        "untraced-loss",
+        """
+tx = optax.sgd(1e-2); p = linear; s = tx.init(p)
+def loss(p, x, y):
+    value = mse(p, x, y)
+    if value > 1e6:
+        print("large")
+    return value
+for xs, ys in rows(4, 1):
+    g = jax.grad(loss)(p, xs[0], ys[0])
+    u, s = tx.update(g, s, p); p = optax.apply_updates(p, u)
+""",
+    ),
+    "per_sample_clipping": (
+        "unexplained-gradient",
+        """
+tx = optax.adam(1e-2); p = linear; s = tx.init(p)
+@jax.jit
+def step(p, s, x, y):
+    one = jax.vmap(jax.grad(mse), (None, 0, 0))(p, x, y)
+    c = jnp.minimum(1.0, 1.0 / jax.vmap(optax.global_norm)(one))
+    g = jax.tree.map(lambda a: jnp.mean(a * c.reshape(-1, *[1] * (a.ndim - 1)), 0), one)
+    u, s = tx.update(g, s, p)
+    return optax.apply_updates(p, u), s
+for xs, ys in rows(6, 1):
+    p, s = step(p, s, xs[0], ys[0])
+""",
+    ),
+    "callback_for_a_result": (
+        "unobserved-program",
+        """
+from jax.experimental import io_callback
+tx = optax.adam(1e-2); p = linear; s = tx.init(p)
+@jax.jit
+def step(p, s, x, y):
+    rate = io_callback(lambda: np.float32(0.5), jax.ShapeDtypeStruct((), np.float32))
+    g = jax.grad(lambda p: rate * mse(p, x, y))(p)
+    u, s = tx.update(g, s, p)
+    return optax.apply_updates(p, u), s
+for xs, ys in rows(4, 1):
+    p, s = step(p, s, xs[0], ys[0])
+""",
+    ),
+}
+"""Name -> the name of the reason why nothing is judged, script."""
