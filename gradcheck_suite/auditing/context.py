@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress, pairwise
 from operator import not_
@@ -33,7 +33,7 @@ from gradcheck_suite.auditing.recomputation import Asked, Part, recompute
 from gradcheck_suite.auditing.recorder import Recorder, Running
 from gradcheck_suite.auditing.replay import StepWindow, near
 from gradcheck_suite.auditing.schedule import Schedule
-from gradcheck_suite.auditing.stopping import StoppedOnViolation
+from gradcheck_suite.auditing.stopping import StoppedOnViolation, Terminated
 from gradcheck_suite.auditing.strays import Strays
 from gradcheck_suite.auditing.sums import StepFault
 from gradcheck_suite.auditing.terms import Reader, declare
@@ -55,6 +55,8 @@ from gradcheck_suite.run.private_names import expect_present
 
 PATIENCE = 60.0
 """Seconds for which rank 0 waits for ranks that have written nothing, as those of another machine."""
+GRACE = 10.0
+"""Seconds for which it waits for any rank once it was told to end: torchrun ends it for good after 30."""
 
 
 @dataclass(frozen=True)
@@ -224,21 +226,47 @@ class RankWriter:
         self._file.close()
 
 
+class RankReader:
+    """Reads what a rank writes, each time what is new.
+
+    Args:
+        ranks: the run.
+        rank: of the process whose file is read.
+    """
+
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self._ranks, self._found = ranks, RankFile(rank)
+        self._path: Path | None = None
+        self._at = 0
+
+    def read(self) -> RankFile:
+        """Return what the rank has written so far."""
+        path = self._ranks.path(self._found.rank)
+        if path != self._path:  # that of an earlier run, until this run's was begun
+            self._path, self._at, self._found = path, 0, RankFile(self._found.rank)
+        # an entry that is being written ends too early, and is read the next time
+        with contextlib.suppress(EOFError, FileNotFoundError, pickle.UnpicklingError):
+            if path is not None and path.stat().st_size > self._at:
+                with path.open("rb") as file:
+                    self._read_on(file)
+        return self._found
+
+    def _read_on(self, file: IO[bytes]) -> None:
+        file.seek(self._at)
+        while True:
+            entry = pickle.load(file)
+            self._at = file.tell()
+            if isinstance(entry, Writer):
+                self._found.writer = entry
+            elif isinstance(entry, End):
+                self._found.end = entry
+            else:
+                self._found.events.append(entry)
+
+
 def read(ranks: Ranks, rank: int) -> RankFile:
     """Return what a rank has written so far."""
-    found = RankFile(rank)
-    with contextlib.suppress(EOFError, FileNotFoundError, pickle.UnpicklingError):
-        if path := ranks.path(rank):
-            with path.open("rb") as file:
-                while True:
-                    entry = pickle.load(file)
-                    if isinstance(entry, Writer):
-                        found.writer = entry
-                    elif isinstance(entry, End):
-                        found.end = entry
-                    else:
-                        found.events.append(entry)
-    return found
+    return RankReader(ranks, rank).read()
 
 
 def _lives(pid: int) -> bool:
@@ -253,13 +281,25 @@ def _lives(pid: int) -> bool:
     return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def gather(ranks: Ranks, patience: float = PATIENCE) -> list[RankFile]:
-    """Wait until each other rank has ended or died, and return what all have written."""
-    deadline = time.monotonic() + patience
+def gather(
+    ranks: Ranks, patience: float = PATIENCE, hurries: Callable[[], float | None] = lambda: None
+) -> list[RankFile]:
+    """Wait until each other rank has ended or died, and return what all have written.
+
+    Args:
+        ranks: the run.
+        patience: seconds for which ranks are waited for of which nothing is known.
+        hurries: returns when this process was told to end, after which it waits for `GRACE`.
+    """
+    begun = time.monotonic()
+    readers = [RankReader(ranks, rank) for rank in range(ranks.size)]
     while True:
-        found = [read(ranks, rank) for rank in range(ranks.size)]
+        found = [reader.read() for reader in readers]
         others = [f.is_open for f in found if f.rank != ranks.rank]
-        if True not in others and (None not in others or time.monotonic() > deadline):
+        now, told = time.monotonic(), hurries()
+        if told is not None and now > told + GRACE:
+            return found
+        if True not in others and (None not in others or now > begun + patience):
             return found
         time.sleep(0.1)
 
@@ -357,6 +397,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._records_calls, self._keep_cotangent, self._keep_mode, self._forwards_failed
         )
         self._strays = Strays(self._recorder.parameters)
+        self._hurries: float | None = None
         self._running: dict[int, Running] = {}
         self._recomputed: Counter[str] = Counter()
         self._functions: set[FunctionKey] = set()
@@ -476,7 +517,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._judge.end(complete=complete)
         except Exception as fault:
             self._recorder.switch_off("steps", fault)
-        if self.options.jax and not isinstance(error, KeyboardInterrupt):
+        if self.options.jax and not isinstance(error, KeyboardInterrupt | Terminated):
             calls = self._calls or []
             with AsBefore(()):
                 told = JaxOpinion(refusal=calls) if isinstance(calls, str) else ask_jax(calls)
@@ -494,7 +535,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                 rank=ranks.rank,
                 ranks=ranks.size,
             )
-        files = gather(ranks)
+        files = gather(ranks, hurries=lambda: self._hurries)
         complete = all(file.end is not None and file.end.complete for file in files)
         self._judge = self._judged([file.events for file in files], complete=complete)
         if self._judge.ranks_train_apart:
@@ -533,6 +574,15 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         judge.end(complete=complete)
         return judge
 
+    def when_idle(self, act: Callable[[], None]) -> None:
+        """Call a function, which closes the audit, once nothing of the audit's is half done."""
+        self.hurry()
+        self._recorder.when_idle(act)
+
+    def hurry(self) -> None:
+        """Wait for other ranks no longer than a launcher waits for this one."""
+        self._hurries = self._hurries or time.monotonic()
+
     @property
     def result(self) -> Result:
         """The result so far, or the final one where the audit is closed."""
@@ -555,6 +605,10 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         """
         begun = self._standard_error
         return sys.stderr if begun is None or getattr(begun, "closed", False) else begun
+
+    @standard_error.setter
+    def standard_error(self, stream: TextIO) -> None:
+        self._standard_error = stream
 
     def _is_full(self) -> bool:
         """Return whether the window that runs is computed again.
@@ -852,7 +906,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             named_findings=self._as_wanted(named, unjudged),
             unjudged=None if unjudged is None else unjudged.words,
             unjudged_reason=None if unjudged is None else unjudged.name,
-            interrupted=isinstance(error, KeyboardInterrupt),
+            interrupted=isinstance(error, KeyboardInterrupt | Terminated),
             raised=_shown(error) or None,
             files=tuple((file, None) for file in sorted(files)),
         )

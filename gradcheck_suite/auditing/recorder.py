@@ -233,6 +233,7 @@ def _guarded(instrument: str) -> Callable[[Callable[..., Any]], Callable[..., An
                 if not begun:
                     self._spent += time.perf_counter() - self._begun
                     self._begun = 0.0
+                    self._do_what_is_due()
 
         inner._torchdynamo_disable = True  # type: ignore[attr-defined]  # what `torch.compiler.disable` sets
         return inner
@@ -280,6 +281,7 @@ class Recorder:
         self._threads: set[threading.Thread] = set()
         self.records = True
         self._spent = self._begun = 0.0
+        self._due: Callable[[], None] | None = None
         self.steps_seen = 0
         self.passes_seen = 0
         self.last: Running | None = None
@@ -404,6 +406,17 @@ class Recorder:
         self._unhook()
         self.last = None
         self._running.clear()
+
+    def when_idle(self, act: Callable[[], None]) -> None:
+        """Call a function now, or when the work that a signal has interrupted here has ended."""
+        self._due = act
+        if not self._begun:
+            self._do_what_is_due()
+
+    def _do_what_is_due(self) -> None:
+        if self._due is not None:
+            due, self._due = self._due, None
+            due()
 
     @property
     def is_silent(self) -> bool:
