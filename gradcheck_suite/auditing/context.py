@@ -21,14 +21,27 @@ from typing import IO, Any, Literal, TextIO
 import torch
 
 from gradcheck_suite.auditing import recorder as recording
-from gradcheck_suite.auditing.custom_functions import FunctionKey
+from gradcheck_suite.auditing.custom_functions import (
+    NOT_SEEN,
+    CallsOfProgram,
+    FunctionKey,
+    statement_of,
+)
 from gradcheck_suite.auditing.events import Event, Gap, PassRecord, settle
 from gradcheck_suite.auditing.jax_opinion import JaxOpinion, ask_jax, kept_calls
 from gradcheck_suite.auditing.judge import ORPHANS, Judge
 from gradcheck_suite.auditing.module_calls import ModuleCall, ModuleCalls
 from gradcheck_suite.auditing.places import Place, here, living
 from gradcheck_suite.auditing.program_state import preserve_rng
-from gradcheck_suite.auditing.recomputation import Asked, Part, recompute
+from gradcheck_suite.auditing.recomputation import (
+    SENTENCES,
+    UNEXPLAINED,
+    Asked,
+    Part,
+    Recomputed,
+    judge_calls_of_program,
+    recompute,
+)
 from gradcheck_suite.auditing.recorder import Recorder, Running
 from gradcheck_suite.auditing.replay import StepWindow, near
 from gradcheck_suite.auditing.schedule import Schedule
@@ -335,7 +348,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._standard_error = sys.stderr
         self._process = os.getpid()
         self._passes = self._passes_at_step = 0
-        self._after_gap = self._was_full = self._copied = False
+        self._after_gap = self._was_full = False
+        self._tried = set[str]()
+        self._doubt: str | None = None
+        self._covered: tuple[int, int] | None = None
+        self._reasons = dict[str, str]()
         self._told: set[Any] = set()
         self._events: list[Event] = []
         self._places: set[Place] = set()
@@ -345,8 +362,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._schedule = Schedule(self.options, on_ranks=self._ranks is not None)
         self._recorder = Recorder(
             self._receive,
-            lambda: self._schedule.whole or (self._forwards.copies and not self._copied),
+            lambda: self._schedule.whole or self._is_of_kept,
             self._resumes,
+            self._is_full,
             weights="weights" not in self.options.without,
             sums="sums" not in self.options.without,
             objectives=dict(given.split("=", 1) for given in self.options.objectives),
@@ -360,6 +378,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._running: dict[int, Running] = {}
         self._recomputed: Counter[str] = Counter()
         self._functions: set[FunctionKey] = set()
+        self._outside = CallsOfProgram()
         self._calls: list[Part] | str | None = None
         self._opinion: JaxOpinion | None = None
 
@@ -419,6 +438,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if self._observing:
             self._observing = False
             self._forwards.close()
+            for kind in self._outside.close():
+                self._judge.note(f"custom function {kind.__name__}: {NOT_SEEN}")
             self._recorder.close()
             self._stance.close()
 
@@ -553,7 +574,12 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
         Whose it is shows at its step, so all are until that of each optimizer that is due has been.
         """
-        return self._schedule.full or (self._forwards.copies and not self._copied)
+        return self._schedule.full or self._is_of_kept
+
+    @property
+    def _is_of_kept(self) -> bool:
+        """Whether the window that runs is the first one of whose calls more is kept."""
+        return not self._forwards.keeps <= self._tried
 
     def _resumes(self, optimizer: int) -> bool:
         """Count a window, and return whether those after it are judged again."""
@@ -577,6 +603,10 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     def _pause(self) -> None:
         self._forwards.close()
+        unseen = self._outside.close()
+        self._functions -= unseen | {
+            statement_of(kind) for kind in unseen
+        }  # a later window shows them
         self._running.clear()
         self._recorder.pause()
 
@@ -615,7 +645,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             return
         self._places.add(event.place)
         if isinstance(event, PassRecord):
-            if self._is_full() and self._recorder.last is not None and self._recorder.last.forwards:
+            if self._is_full() and self._recorder.last is not None:
                 self._running[self._passes] = self._recorder.last
             self._passes += 1
         else:
@@ -656,10 +686,15 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         """
         for event in self._taken():
             self._judge.take([event])
+        window = None if "batch" in self.options.without else self._judge.window
+        if again and window is not None:
+            self._recompute(window)
+            self._judge_draws(window)
+        if window is not None and (again or self._outside.has_calls):
+            self._judge_functions(window)
         if again:
-            if self._judge.window is not None and "batch" not in self.options.without:
-                self._recompute(self._judge.window)
             self._running.clear()
+        self._forwards.forget_draws()
         for violation in self._judge.violations():
             if not self.options.accepts(violation.diagnosis, violation.where):
                 self._tell(violation)
@@ -671,6 +706,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     def _keep_cotangent(self, forward: ModuleCall, index: int, cotangent: torch.Tensor) -> None:
         if (running := self._observed()) is not None:
+            if forward not in running.forwards:
+                forward.note_backward()
             running.forwards.setdefault(forward, {})[index] = cotangent
 
     def _keep_mode(self, module: int, training: bool, _: torch.Tensor) -> None:
@@ -739,13 +776,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                 },
             )
             found = recompute(asked)
-        # inputs that the program changes in place are copied in the next window
-        self._copied = self._forwards.copies
-        self._forwards.copies |= found.inputs_changed
-        for sentence in found.notes:
-            self._judge.note(sentence)
+        self._note_recomputed(found)
         if found.how is not None:
-            self._recomputed[found.how] += 1
+            compared, reached = found.covered
+            some = f", {compared} of {reached} parameters" if compared < reached else ""
+            self._recomputed[f"{found.how}{some}"] += 1
             self._schedule.again[window.optimizer] += 1
             if self.options.jax and self._calls is None:
                 self._calls = kept_calls(found.parts)
@@ -757,6 +792,42 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             last = window.passes[max(window.passes)].site
             fault = violation_of(StepFault(found.name, found.sentence), window, last, name)
             self._judge.add(replace(fault, error=found.error, allowed=found.allowed))
+
+    def _judge_draws(self, window: StepWindow) -> None:
+        """Judge what modules drew when a backward called them again."""
+        if self._forwards.redrawn and window.passes and self._judge.of_last_step() is None:
+            sentence = SENTENCES["redrawn again"].format(module=self._forwards.redrawn)
+            last = window.passes[max(window.passes)].site
+            self._judge.add(violation_of(StepFault("wrong-backward", sentence), window, last))
+
+    @preserve_rng()
+    def _judge_functions(self, window: StepWindow) -> None:
+        """Judge the custom functions that the program calls outside of recorded modules."""
+        if self._recorder.is_off("the window again"):
+            return
+        passes = [self._running[i] for i in window.passes if i in self._running]
+        with self._recorder.mute():
+            found = judge_calls_of_program(self._outside, passes, self._functions)
+        for sentence in found.notes:
+            self._judge.note(sentence)
+        if found.name is not None and self._judge.of_last_step() is None:
+            last = window.passes[max(window.passes)].site
+            fault = violation_of(StepFault(found.name, found.sentence), window, last)
+            self._judge.add(replace(fault, error=found.error, allowed=found.allowed))
+
+    def _note_recomputed(self, found: Recomputed) -> None:
+        """Note what a window that was computed again has shown, or why it could not be."""
+        # what a call needs to give the same again is kept in the next window
+        self._tried |= self._forwards.keeps
+        if found.keep is not None:
+            self._forwards.keeps.add(found.keep)
+        if found.doubt or found.how is not None or found.name or found.reason:
+            self._doubt = found.doubt or None
+        for sentence in found.notes:
+            if found.reason == UNEXPLAINED:
+                self._reasons.setdefault(found.reason, sentence)
+            else:
+                self._judge.note(sentence)
 
     @preserve_rng()
     def _tell(self, violation: Violation) -> None:
@@ -858,6 +929,14 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                 "no backward pass and no optimizer.step() was seen in this process: the script"
                 " trains nothing, or it trains in another process"
             )
+        if self._doubt is not None:
+            self._reasons.setdefault(
+                UNEXPLAINED,
+                f"{UNEXPLAINED}: {self._doubt}: the window could not be computed again, and no later"
+                " one was",
+            )
+        if self._reasons:
+            return "; ".join(self._reasons.values())
         if windows:
             return None
         reasons = Counter(self._judge.skipped.values())

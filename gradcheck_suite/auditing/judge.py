@@ -736,6 +736,8 @@ class Judge:
             window.left if self._judges_sums and window.factor is not None else 1.0,
         )
         factors = [1.0] if abs(left - 1) < 1e-3 else [left, 1.0]
+        if self._judges_sums and window.divided is not None:
+            factors = [window.divided]  # what is clipping is known, and is no part of the weights
         tasks = self._tasks_of(window)
         read_joined(window.passes, used)
         scaled = [{source: c * f / scale for source, c in used.items()} for f in factors]

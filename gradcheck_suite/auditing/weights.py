@@ -779,6 +779,16 @@ def _note_other_count(use: Use, notes: Counter[str]) -> None:
         ] += 1
 
 
+def _may_be_divided(use: Use, what: str) -> bool:
+    """Return whether a division by the window's length may be there, though the weights lack it."""
+    r, window = use.length, use.window
+    if not use.is_mean and not what and near(use.items, float(r * r), use.objective.tolerance):
+        return True  # of as many items as passes in each: the number may be that of either
+    # what was done to `.grad` after the last pass may be a division, and clipping by hand
+    unknown = window.edit == "free" or window.left < (1 + 1e-3) / r
+    return unknown and window.divided is None
+
+
 USERS, COEFFICIENT = "the program's own", "the loss has a coefficient"
 
 
@@ -989,6 +999,7 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
             # of a coefficient that changes from step to step, one value may be any number
             changes = any(u.length == r and not u.right and u not in fitting for u in uses)
             unclear = is_small if why == again else is_divided and cause == "not-divided"
+            unclear |= cause == "not-divided" and _may_be_divided(use, what)
             if use.others or changes or unclear:
                 return _either(why, cause, "the objective has it")
             times *= r**power
