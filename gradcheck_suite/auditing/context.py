@@ -737,6 +737,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             violation.diagnosis == "repeated-micro-batch" or _is_rescaled_each_time(window)
         ):
             return
+        # of a loss that each pass has as a whole, no weight of a pass is the right one
+        if violation is not None and _is_of_weights_alone(violation):
+            return
         if window.copies:
             self._judge.note(
                 "a window was not computed again: the optimizer steps on copies of the parameters"
@@ -959,6 +962,10 @@ def _is_rescaled_each_time(window: StepWindow) -> bool:
         and factor != 1
         and all(near(one, factor * other, 1e-3) for one, other in pairwise(found))
     )
+
+
+def _is_of_weights_alone(violation: Violation) -> bool:
+    return violation.diagnosis == "unrecognised-weights" and not violation.weights
 
 
 def _righted(violation: Violation, weights: Mapping[int, float]) -> dict[int, float]:

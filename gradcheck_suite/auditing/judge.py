@@ -71,8 +71,9 @@ MASTERS = (
 )
 UNSEEN = (
     (
-        "`.grad` has a gradient that no backward pass started from Python has brought: it came from"
-        " C++ (TorchScript, an extension), or stood there when the audit began"
+        "`.grad` has a gradient that no backward pass started from Python has brought: the program"
+        " has put it there (from another copy of the model, from a checkpoint), it came from C++"
+        " (TorchScript, an extension), or stood there when the audit began"
     ),
     "call `backward` from Python, and open the audit before the first pass",
 )

@@ -296,7 +296,8 @@ class ModuleCalls:
         in_full = self._wanted() if self._surrounding is None else self._is_full
         self._is_full = in_full is True
         if self._is_full:
-            self._entered[id(module)] = _random_mark()
+            with contextlib.suppress(Exception):  # nothing is raised into the program
+                self._entered[id(module)] = _random_mark()
         if in_full is None or self._surrounding not in (None, module):
             return
         # their inner module is recorded instead: to call them again would start a collective
@@ -349,7 +350,8 @@ class ModuleCalls:
         if torch.compiler.is_compiling():
             return
         if (before := self._entered.pop(id(module), None)) is not None:
-            self._note_draws(module, before, output)
+            with contextlib.suppress(Exception):
+                self._note_draws(module, before, output)
         if module is not self._surrounding:
             return
         begun = self._begun
@@ -370,7 +372,7 @@ class ModuleCalls:
         What a backward calls once more for a gradient, as a checkpoint of any form does, must draw
         what it drew in the forward. A backward that draws without a gradient does so on purpose.
         """
-        if _random_mark() == before:
+        if not before or _random_mark() in (0, before):
             return
         if torch._C._current_graph_task_id() == -1:
             self._drew[id(module)].add(before)
@@ -620,7 +622,11 @@ def quiet() -> Iterator[None]:
 
 
 def _random_mark() -> int:
-    """Return a checksum of the generators from which modules draw."""
+    """Return a checksum of the generators from which modules draw, 0 where torch is observed or
+    transformed by the program: reading them would be an operation of its own there.
+    """
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack():
+        return 0
     mark = zlib.crc32(bytes(torch.get_rng_state().numpy()))
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         for state in torch.cuda.get_rng_state_all():

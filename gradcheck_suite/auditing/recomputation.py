@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -695,10 +695,12 @@ def _compute(asked: Asked, result: Recomputed) -> None:
             return
     difference, total, replayed = _computed(asked, parts, How())
     _expect_comparable(asked, total)
-    lost = max(map(_lost_by, parts, replayed))
-    if lost:
-        _explain_lost(asked, parts, replayed, lost, result)
+    if dtype := _stale_casts(parts, replayed):
+        result.how, result.name = BY_MICRO_BATCH, "stale-parameters"
+        result.sentence = SENTENCES["stale casts"].format(dtype=dtype)
         return
+    if lost := max(map(_lost_by, parts, replayed)):
+        _explain_lost(parts, replayed, lost)
     result.how, result.error = BY_MICRO_BATCH, difference.error
     if asked.is_faulty:
         return
@@ -760,13 +762,7 @@ def _cover(asked: Asked, total: Total, result: Recomputed) -> None:
         )
 
 
-def _explain_lost(
-    asked: Asked,
-    parts: Sequence[Part],
-    replayed: Sequence[Replayed],
-    lost: float,
-    result: Recomputed,
-) -> None:
+def _explain_lost(parts: Sequence[Part], replayed: Sequence[Replayed], lost: float) -> NoReturn:
     """Say why calls give other outputs than they gave: each cause is measured.
 
     Raises:
@@ -791,10 +787,6 @@ def _explain_lost(
             "parameters were written between the window's backward passes and the step"
         )
     _expect_reproducible(parts, replayed)
-    if dtype := _stale_casts(parts):
-        result.name = "stale-parameters"
-        result.sentence = SENTENCES["stale casts"].format(dtype=dtype)
-        return
     if not all(forward.kept.state for forward in forwards):
         raise NotKept(
             STATE,
@@ -851,26 +843,34 @@ def _first_parting(one: Marks, other: Marks) -> str | None:
     return None if len(one) == len(other) else one[-1][0]
 
 
-def _stale_casts(parts: Sequence[Part]) -> str:
+LEAST_OF_CASTS = 2.0**-14
+"""Relative difference of outputs from which on it is asked whether casts are stale."""
+
+
+def _stale_casts(parts: Sequence[Part], replayed: Sequence[Replayed]) -> str:
     """Return the dtype of casts of parameters that autocast has kept over a step; empty where it
     has kept none.
 
-    With the parameters themselves, whose casts it may keep, a call then gives what it gave; with
-    copies of them it does not.
+    With the parameters themselves, whose casts it may keep, a call then gives what it gave, to the
+    bit; with copies of them, which it casts anew, it does not.
     """
-    for part in parts:
+    for part, found in zip(parts, replayed, strict=True):
         _, dtype, enabled = part.forward.autocast
         if not enabled or not torch.is_autocast_cache_enabled():
             continue
-        own = replay(
-            part.forward,
-            part.forward.arguments,
-            part.cotangents,
-            How(forward_only=True, own_parameters=True),
-        )
-        if not _lost_by(part, own):
-            return str(dtype).removeprefix("torch.")
+        if _off(part, found) > LEAST_OF_CASTS and not part.forward.is_refilled:
+            how = How(forward_only=True, own_parameters=True)
+            own = replay(part.forward, part.forward.arguments, part.cotangents, how)
+            if _off(part, own) == 0:
+                return str(dtype).removeprefix("torch.")
     return ""
+
+
+def _off(part: Part, found: Replayed) -> float:
+    """Return the largest relative difference of a call's outputs from those that it gave."""
+    if any(i >= len(found.outputs) for i in part.cotangents):
+        return math.inf
+    return max(_distance(part.forward.outputs[i], found.outputs[i]) for i in part.cotangents)
 
 
 def _judge_difference(
@@ -927,12 +927,7 @@ def _judge_backward(
     difference, _, _ = _computed(asked, parts, How())
     exact, _, replayed = _computed(asked, parts, How(hooks=True, scale=1.0))
     if exact.worst is not None:
-        raise Unexplained(
-            f"{UNEXPLAINED}: `.grad` differs from the gradient of the window that is computed again"
-            f" by {without.error:.2g} of its size ({without.ratio:.3g} times what rounding"
-            " explains); the model gives the outputs that it gave, its inputs and parameters at the"
-            " backward were those of the call, and its hooks do not explain it"
-        )
+        _refuse_difference(asked, parts, replayed, without)
     scaled, eightfold, _ = _computed(asked, parts, How(hooks=True))
     names = ", ".join(hooked[:3])
     if scaled.worst is None:
@@ -950,6 +945,37 @@ def _judge_backward(
         else f"custom function {', '.join(functions) or '?'}"
     )
     _blame("not-linear", SENTENCES["not-linear"].format(what=what), difference, result)
+
+
+def _refuse_difference(
+    asked: Asked, parts: Sequence[Part], replayed: Sequence[Replayed], found: Difference
+) -> NoReturn:
+    """Say that `.grad` is another one than that of the calls, and what was ruled out.
+
+    Raises:
+        NotRecomputed: always.
+    """
+    by = (
+        f"`.grad` differs from the gradient of the window that is computed again by"
+        f" {found.error:.2g} of its size, {found.ratio:.3g} times what rounding explains"
+    )
+    _expect_reproducible(parts, replayed)
+    twice = [by_micro_batch(parts, How(hooks=True, scale=1.0))[0] for _ in range(2)]
+    between = compare(twice[0].gradients, twice[1], 1.0, lambda seed: twice[1])
+    if between.worst is not None:
+        raise NotReproducible(
+            f"{NOT_REPRODUCIBLE}: two more backward passes of the same calls give gradients that"
+            f" differ by {between.error:.2g} of their size"
+        )
+    if not all(part.forward.kept.state for part in parts):
+        raise NotKept(
+            STATE, f"{by}: it was not computed from the state before the call", may_be_wrong=True
+        )
+    raise Unexplained(
+        f"{UNEXPLAINED}: {by}; the model gives the outputs that it gave, its inputs, parameters,"
+        " buffers and random numbers are those of the call, they were the same at the backward, and"
+        " hooks on modules do not explain it"
+    )
 
 
 def _judge_own_terms(

@@ -937,6 +937,30 @@ def _against_other_lengths(
     return None
 
 
+FEWEST_COUNTS = 3
+"""Counts of windows that may show a rule of their denominators: of two, the same rest may be chance."""
+
+
+def _is_off_by_a_count(uses: Sequence[Use]) -> bool:
+    """Return whether each window's denominator is its count and a rest, which is the same in all or
+    goes with something else that is counted, such as one target for each row.
+
+    A denominator that follows no count, as the number of boxes of a detector, is the program's.
+    """
+    if len({use.items for use in uses}) < FEWEST_COUNTS or any(
+        u.objective.weight <= 0 for u in uses
+    ):
+        return False
+    rests = [round(1 / use.objective.weight) - use.items for use in uses]
+    names = set.intersection(*(set(use.objective.counts) for use in uses)) - {uses[0].count}
+    others = [[sum(use.objective.counts[name]) for use in uses] for name in sorted(names)]
+    for counts in ([1.0] * len(uses), [float(use.length) for use in uses], *others):
+        shares = [rest / count if count else 0.0 for rest, count in zip(rests, counts, strict=True)]
+        if shares[0] and all(near(share, shares[0], 1e-6) for share in shares):
+            return True
+    return False
+
+
 def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
     """Recognise a C that is r, 1/r, the number of ranks or one over it, or a wrong count.
 
@@ -1020,5 +1044,6 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
     shown = len({u.items for u in uses if u.right and u.length > 1}) > 1
     if not integer or divisor <= 2 or not varies:
         return None
+    shown = shown or _is_off_by_a_count(uses)
     note = f"each weighs 1/{round(divisor)}, where {use.items:g} count"
     return Scale(use, note, "", WRONG_COUNT) if shown else MISCOUNTED
