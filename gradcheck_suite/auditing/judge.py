@@ -108,6 +108,16 @@ UNTOLD = (
 """Why a sum made by hand could not be judged, and what to do."""
 
 
+UNLIKE = (
+    (
+        "`.grad` is put together by hand, or was reset and edited: no sum of what the backward"
+        " passes of the window have brought explains most of it"
+    ),
+    "let the optimizer step on what backward has left in `.grad`, where it should",
+)
+"""The same, and what to do, where something else stands there, or noise hides it."""
+
+
 def _unite(united: United, violations: Iterable[Violation]) -> None:
     """Add violations: a run that is faulty at every step has a few entries, however long it is."""
     for violation in violations:
@@ -646,7 +656,7 @@ class Judge:
                 self._violate(fault, window)
             return None
         if found.untold:
-            self._skip(window, *UNTOLD)
+            self._skip(window, *(UNLIKE if found.unlike else UNTOLD))
             return None
         if found.by_hand or (
             window.edit == "free" and any(seen.by_hand for seen in window.passes.values())

@@ -100,6 +100,7 @@ class Fit:
         coefficients: (passes,).
         bounds: (passes,) of the errors of the coefficients.
         is_exact: whether no more than rounding is left over.
+        left: the share of `.grad` that is left over.
     """
 
     passes: Sequence[int]
@@ -108,6 +109,7 @@ class Fit:
     coefficients: Vector
     bounds: Vector
     is_exact: bool
+    left: float = 0.0
 
     @property
     def error(self) -> float:
@@ -925,7 +927,8 @@ class Replay:
             return Fit(*of, np.zeros(number), np.zeros(number), is_exact=True)
         solution, residual, spread = noisy
         deviation = np.sqrt((residual * residual).sum() / (len(residual) - number))
-        return Fit(*of, solution, SIGNIFICANT * deviation * spread, is_exact=False)
+        share = float(np.hypot.reduce(residual) / (np.hypot.reduce(target) or 1.0))
+        return Fit(*of, solution, SIGNIFICANT * deviation * spread, is_exact=False, left=share)
 
     def _leave(self, window: StepWindow, steps: Sequence[StepRecord]) -> None:
         """Set the states that a step leaves behind, and forget what no later step can ask for."""

@@ -179,6 +179,7 @@ class Sums:
         by_hand: whether the program put it together itself, from what arrived and was kept
             elsewhere.
         untold: whether it cannot be told if it did, or reset and edited it.
+        unlike: whether that is since no sum of what arrived explains most of it.
         first_point: where the same micro-batches went backward at two points, as of SAM, the passes
             at the first one.
     """
@@ -189,6 +190,7 @@ class Sums:
     may_be_right: bool = False
     by_hand: bool = False
     untold: bool = False
+    unlike: bool = False
     first_point: Mapping[Source, float] = field(default_factory=dict)
 
 
@@ -338,12 +340,14 @@ def judge_sums(
         return _fault("not a sum", where=_edits(members))
     lost = [i for i in members.required if not members.is_in(i)]
     edited = window.fit if window.edit == "free" else None
+    if edited is not None and edited.lost and edited.left > MOST_LEFT:
+        return Sums(untold=True, unlike=True)
     if edited is not None and edited.tells and edited.lost and edited.is_of_copies:
         return Sums(by_hand=True)
     if lost:
         found = _judge_lost(members, lost, typical_k, longest, stepped_in)
         is_untold = found.fault and edited and (edited.is_blank or not edited.tells)
-        return Sums(untold=True) if is_untold else found
+        return Sums(untold=True, unlike=edited.tells) if is_untold and edited else found
     if unequal := _judge_parameters(members):
         return unequal
     if len(members.required) > 1 and any(members.moved(i) for i in members.required):
@@ -403,6 +407,8 @@ def _judge_by_hand(members: Members) -> Sums | None:
     return None
 
 
+MOST_LEFT = 0.25
+"""The share of an edited `.grad` that no sum of the passes explains, from which on they are not told from chance."""
 FEWEST_KEPT = 3
 """Gradients put together by hand whose coefficients may show a factor between neighbours: two tasks may have any."""
 

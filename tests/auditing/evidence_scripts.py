@@ -482,6 +482,20 @@ for p, b in zip(model.parameters(), kept):
         after=REPLAYED.format(factor=" / (i + 1)"),
     ),
     "sound_replays": holds("pass", model="torch.nn.Linear(3, 4)", after=REPLAYED.format(factor="")),
+    **{
+        f"unjudged_written_{name}": unjudged(
+            "no sum of what the backward passes of the window have brought",
+            "(model(torch.randn(5, 3)).square().mean() / 2).backward()\nmodel.zero_grad()",
+            model="torch.nn.Linear(3, 8)",
+            passes=2,
+            after=f"for p in model.parameters():\n    p.grad = {written}",
+        )
+        for name, written in {
+            "parameters": "2 * p.detach()",
+            "noise": "torch.randn_like(p)",
+            "signs": "p.detach().sign()",
+        }.items()
+    },
     "sound_stopped": Script(
         START
         + f"""
