@@ -22,10 +22,13 @@ from typing import Any
 import torch
 from torch.nn.modules import module as module_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
+from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.hooks import unserializable_hook
 
+from gradcheck_suite.auditing.modes import Apart, AsBefore, is_of_rows
 from gradcheck_suite.auditing.places import here
 from gradcheck_suite.auditing.program_state import (
     NotRecomputed,
@@ -34,6 +37,7 @@ from gradcheck_suite.auditing.program_state import (
     unchanged,
 )
 from gradcheck_suite.auditing.samples import (
+    OWN,
     Fingerprint,
     Raw,
     Together,
@@ -46,6 +50,10 @@ from gradcheck_suite.auditing.terms import elements, factors_below, is_leaf, liv
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
 from gradcheck_suite.run.functions import ancestors, kinds_of
 
+LAZY = "a lazy module of the model has made its parameters in a call of it"
+LENT = "the model is called with other tensors than its parameters at {}"
+OF_PYTHON = "the model returns a {}, which computes in Python"
+"""Why a call cannot be computed again."""
 INPUTS, PARAMETERS, STATE = "inputs", "parameters", "state"
 """What may be kept of a call as it was, where a call before it did not give the same again."""
 
@@ -131,8 +139,9 @@ class ModuleCall:
         autocast: device type, dtype, and whether autocast was on.
         point: fingerprint of the module's parameters when the call had returned.
         kept: what was kept of its state before.
-        lent: where it was called with other tensors than its parameters, as by `functional_call`;
-            else empty.
+        on: modes of the program that were on, the innermost first.
+        refusal: why it cannot be computed again, where that is known when it has returned; else
+            empty.
         outputs: a sample of each output tensor through which a gradient may come.
         scalars: which outputs have no dimension.
         at_backward: how things were at each of its backward passes.
@@ -151,7 +160,8 @@ class ModuleCall:
     autocast: tuple[str, torch.dtype, bool]
     point: Point
     kept: Kept = field(default_factory=Kept)
-    lent: str = ""
+    on: list[Any] = field(default_factory=list)
+    refusal: str = ""
     outputs: list[Raw] = field(default_factory=list)
     scalars: list[bool] = field(default_factory=list)
     at_backward: list[AtBackward] = field(default_factory=list)
@@ -164,6 +174,11 @@ class ModuleCall:
             for value, version in zip(self.arguments, self.versions, strict=True)
             if isinstance(value, torch.Tensor)
         )
+
+    @property
+    def watching(self) -> list[Any]:
+        """The modes of the program that were on, and are off when it is computed again."""
+        return [mode for mode in self.on if not isinstance(mode, DeviceContext)]
 
     @property
     def is_refilled(self) -> bool:
@@ -217,6 +232,7 @@ def point_of(module: torch.nn.Module) -> Point:
     """Return what changes when something writes to a module's parameters, also through `.data`,
     which no version tells of.
     """
+    # a sparse or nested parameter has no address of its own
     parameters = list(module.parameters())
     versions = tuple(0 if p.is_inference() else p._version for p in parameters)
     return versions, tuple(Together().marks(parameters))
@@ -314,24 +330,29 @@ class ModuleCalls:
         if not in_full:
             self._surrounding = module
             return
-        if not any(p.requires_grad for p in module.parameters()) or not all(
-            map(has_values, module.parameters())
-        ):
-            return
         try:
-            self._surrounding = module
-            made = functools.partial(
-                ModuleCall,
-                module=module,
-                random=RandomState.now(),
-                modes=tuple(part.training for part in module.modules()),
-                trained=tuple(p.requires_grad for p in module.parameters()),
-                autocast=_autocast(module),
-                kept=self._kept_of(module),
-            )
-            self._begun = arguments, made
+            with Apart() as apart:
+                self._begin(module, arguments, apart.modes)
         except Exception as error:
             self._failed(error)
+
+    def _begin(self, module: torch.nn.Module, arguments: tuple[Any, ...], modes: list[Any]) -> None:
+        parameters = list(module.parameters())
+        if not any(p.requires_grad for p in parameters) or not all(map(has_values, parameters)):
+            return
+        self._surrounding = module
+        made = functools.partial(
+            ModuleCall,
+            module=module,
+            random=RandomState.now(),
+            modes=tuple(part.training for part in module.modules()),
+            trained=tuple(p.requires_grad for p in parameters),
+            autocast=_autocast(module),
+            kept=self._kept_of(module),
+            on=modes,
+            refusal=LAZY if any(map(is_lazy, parameters)) else "",
+        )
+        self._begun = arguments, made
 
     def _kept_of(self, module: torch.nn.Module) -> Kept:
         """Keep of a call what is asked for; calls at the same parameters share the copies of these."""
@@ -357,12 +378,13 @@ class ModuleCalls:
         begun = self._begun
         self._surrounding = self._begun = None
         try:
-            if begun is not None:
-                arguments, made = begun
-                self._record(module, made, (arguments, keywords), output)
-            else:
-                for tensor in filter(has_values, differentiable(output)):
-                    tensor.register_hook(self._hook(self._ran, id(module), module.training))
+            with Apart():
+                if begun is not None:
+                    arguments, made = begun
+                    self._record(module, made, (arguments, keywords), output)
+                else:
+                    for tensor in filter(has_values, differentiable(output)):
+                        tensor.register_hook(self._hook(self._ran, id(module), module.training))
         except Exception as error:
             self._failed(error)
 
@@ -392,9 +414,13 @@ class ModuleCalls:
         """
 
         @unserializable_hook  # type: ignore[untyped-decorator]
-        def hook(cotangent: torch.Tensor) -> None:
+        def hook(cotangent: torch.Tensor | None) -> None:
             try:
-                told(*about, cotangent.detach())
+                # a function of one's own may give its input no gradient
+                if cotangent is None or is_of_rows(cotangent):
+                    return
+                with Apart():
+                    told(*about, cotangent.detach())
             except Exception as error:
                 self._failed(error)
 
@@ -404,8 +430,8 @@ class ModuleCalls:
         self, module: torch.nn.Module, made: Callable[..., ModuleCall], given: Any, output: Any
     ) -> None:
         values, structure = pytree.tree_flatten(given)
-        own = [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
-        kept = [_copy_of(value) for value in own] if INPUTS in self.keeps else own
+        own = [_kept(v, copy=False) for v in values]
+        kept = [_kept(v, copy=True) for v in own] if INPUTS in self.keeps else own
         forward = made(
             arguments=kept,
             structure=structure,
@@ -416,16 +442,36 @@ class ModuleCalls:
             needs_gradient=[
                 isinstance(value, torch.Tensor) and value.requires_grad for value in values
             ],
-            lent=here().line if any(not p.is_leaf for p in module.parameters()) else "",
         )
+        if any(not p.is_leaf for p in module.parameters()):
+            forward.refusal = LENT.format(here().line)
         seen = set[int]()
         mark_call(differentiable(output), values)
+        for tensor in filter(_computes_in_python, leaves_of(output)):
+            forward.refusal = OF_PYTHON.format(type(tensor).__name__)
+            tensor.register_hook(self._hook(self._receive, forward, -1))
         for index, tensor in enumerate(differentiable(output)):
             forward.outputs.append(sample(tensor, whole=True))
             forward.scalars.append(tensor.dim() == 0)
             if id(tensor) not in seen:  # a tensor that is returned twice receives one gradient
                 seen.add(id(tensor))
                 tensor.register_hook(self._hook(self._receive, forward, index))
+
+
+def _kept(value: Any, *, copy: bool) -> Any:
+    """Return a tensor as one of its class that has no graph, any other value as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _of_class(value, value.detach().clone() if copy else value.detach())
+
+
+def _of_class(like: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """Return what was computed from a tensor of a subclass, which did not see it, as one of these."""
+    if type(found) is type(like) or type(like) in OWN:
+        return found
+    one = found.as_subclass(type(like))
+    vars(one).update(vars(like))
+    return one
 
 
 def leaves_of(output: Any) -> list[Any]:
@@ -444,7 +490,17 @@ def leaves_of(output: Any) -> list[Any]:
 
 def is_differentiable(leaf: Any) -> bool:
     """Whether a gradient may come through a leaf of a module's output."""
-    return type(leaf) is torch.Tensor and leaf.grad_fn is not None
+    is_one = isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+    return is_one and not _computes_in_python(leaf)
+
+
+def _computes_in_python(leaf: Any) -> bool:
+    """Whether a leaf is a tensor through which a gradient may come, and which has no memory of its
+    own, as a distributed or a jagged one.
+    """
+    if not isinstance(leaf, torch.Tensor) or leaf.grad_fn is None:
+        return False
+    return type(leaf).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
 def differentiable(output: Any) -> list[torch.Tensor]:
@@ -562,11 +618,21 @@ def backward_hooks(module: torch.nn.Module) -> list[str]:
     ]
 
 
-@contextlib.contextmanager
-def _without_hooks(module: torch.nn.Module) -> Iterator[None]:
+def _without_hooks(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
     """Switch off backward hooks."""
     hooks = [vars(part)[name] for part in module.modules() for name in _HOOKS]
-    hooks += [module_hooks._global_backward_hooks, module_hooks._global_backward_pre_hooks]
+    return _emptied(
+        [*hooks, module_hooks._global_backward_hooks, module_hooks._global_backward_pre_hooks]
+    )
+
+
+def _without_watchers() -> contextlib.AbstractContextManager[None]:
+    """Switch off forward hooks of all modules, which torch has for profilers and counters."""
+    return _emptied([module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks])
+
+
+@contextlib.contextmanager
+def _emptied(hooks: Sequence[Any]) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         for each in filter(None, hooks):
             undo.callback(each.update, each.copy())
@@ -584,9 +650,13 @@ def _nudged(
         generator: of the signs; None for no change.
         lowered: the dtype to which autocast rounds it; None for none.
     """
-    units = [UNIT_ROUNDOFF.get(str(each).removeprefix("torch.")) for each in (value.dtype, lowered)]
+    units = [
+        UNIT_ROUNDOFF.get(str(each).removeprefix("torch."))
+        for each in (value.dtype.to_real(), lowered)
+    ]
     unit = max((one for one in units if one is not None), default=None) if units[0] else None
-    if generator is None or unit is None:
+    # a nested tensor has no shape, and one of compressed rows no product with signs
+    if generator is None or unit is None or value.is_nested or value.layout != torch.strided:
         return value
     # one step of the format for a number in the middle of a binade
     signs = (
@@ -676,13 +746,22 @@ def replay(
     device, dtype, enabled = forward.autocast
     watched = _Watched(module, marked=how.marked)
     hooks = contextlib.nullcontext() if how.hooks else _without_hooks(module)
-    with watched, unchanged(module), quiet(), torch.enable_grad(), contextlib.ExitStack() as stack:
+    kinds = {type(v) for v in arguments if isinstance(v, torch.Tensor)}
+    with (
+        _without_watchers(),
+        watched,
+        unchanged(module, kinds),
+        quiet(),
+        torch.enable_grad(),
+        contextlib.ExitStack() as stack,
+    ):
         if forward.kept.state is not None:
             forward.kept.state.undo.run()
         stack.enter_context(hooks)
         made = _Replacements.of(forward, arguments, how)
         stack.enter_context(_replaced(module, made.tensors))
         stack.enter_context(_eagerly())
+        stack.enter_context(AsBefore(forward.on))
         positional, keywords = pytree.tree_unflatten(made.arguments, forward.structure)
         forward.random.set()
         watched.states[True].add(_generators())
@@ -764,7 +843,9 @@ class _Replacements:
         parameters = list(zip(module.parameters(), forward.trained, strict=True))
         real = [p for p, trained in parameters if trained]
         leaves = [
-            _nudged(kept.get(id(p), p).detach().clone(), generator, unit).requires_grad_()
+            _of_class(
+                p, _nudged(kept.get(id(p), p).detach().clone(), generator, unit)
+            ).requires_grad_()
             for p in real
         ]
         # what has been unfrozen since the call was a constant in it
@@ -776,9 +857,12 @@ class _Replacements:
         if not how.own_parameters:
             tensors.update((id(p), leaf) for p, leaf in zip(real, leaves, strict=True))
         values = [
-            _nudged(v.detach().clone() if how.as_it_was_at_backward else v, generator, unit)
-            .detach()
-            .requires_grad_(need)
+            _of_class(
+                v,
+                _nudged(
+                    v.detach().clone() if how.as_it_was_at_backward else v, generator, unit
+                ).detach(),
+            ).requires_grad_(need)
             if isinstance(v, torch.Tensor)
             else v
             for v, need in zip(arguments, forward.needs_gradient, strict=True)
@@ -819,8 +903,9 @@ def _differentiate(
             outputs[index].register_hook(functools.partial(receive, index, given))
         scaled = [torch.zeros_like(given) for given in scaled]
     gradients = torch.autograd.grad(found, made.leaves, scaled, allow_unused=True)
+    # a product, since rows that are compressed cannot be divided; the scale is a power of two
     both = zip(made.real, gradients, strict=True)
-    result.gradients = {id(p): g / how.scale for p, g in both if g is not None}
+    result.gradients = {id(p): g * (1 / how.scale) for p, g in both if g is not None}
     # other than torch's own
     result.functions = frozenset(
         kind for kind in kinds_of(outputs) if not kind.__module__.startswith("torch.")

@@ -35,6 +35,7 @@ from gradcheck_suite.auditing.custom_functions import (
     judge_function,
     statement_of,
 )
+from gradcheck_suite.auditing.modes import AsBefore
 from gradcheck_suite.auditing.module_calls import (
     INPUTS,
     PARAMETERS,
@@ -50,7 +51,8 @@ from gradcheck_suite.auditing.module_calls import (
 )
 from gradcheck_suite.auditing.program_state import NotRecomputed
 from gradcheck_suite.auditing.recorder import Running
-from gradcheck_suite.auditing.samples import Fingerprint, distance, is_same, read, sample
+from gradcheck_suite.auditing.samples import Fingerprint, is_same, read, sample
+from gradcheck_suite.auditing.vectors import distance
 from gradcheck_suite.core.comparison import (
     DRAWS,
     FEW_DRAWS,
@@ -59,6 +61,7 @@ from gradcheck_suite.core.comparison import (
     growth,
     student_factor,
 )
+from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.text import counted
 
 ONE_BATCH, BY_MICRO_BATCH = "in one batch", "micro-batch by micro-batch"
@@ -132,10 +135,8 @@ def parts_of(
                 f"no call of a module that leads to the loss was recorded ({unseen})"
             )
         for forward, received in one.forwards.items():
-            if forward.lent:
-                raise NotRecomputed(
-                    f"the model is called with other tensors than its parameters at {forward.lent}"
-                )
+            if forward.refusal:
+                raise NotRecomputed(forward.refusal)
             if forward.changed:
                 raise _input_changed([forward])
             parts.append(Part(forward, dict(received), index, weight))
@@ -174,18 +175,24 @@ def from_outside(part: Part, *, hooks: bool = False) -> Part:
 
 def dtype_of(tensor: torch.Tensor) -> str:
     """Return the name of a dtype, float32 for one without a known unit roundoff."""
-    name = str(tensor.dtype).removeprefix("torch.")
+    name = str(tensor.dtype.to_real()).removeprefix("torch.")
     return name if name in UNIT_ROUNDOFF else "float32"
 
 
 def norm(tensor: torch.Tensor) -> float:
     """Return the 2-norm of a gradient, computed in float64."""
     values = tensor.coalesce().values() if tensor.layout == torch.sparse_coo else _dense(tensor)
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
     return float(torch.linalg.vector_norm(values.detach().reshape(-1), dtype=torch.float64))
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_dense() if tensor.layout != torch.strided else tensor).detach()
+
+
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def add_gradients(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -261,6 +268,8 @@ def _concatenated(
     ):
         return None
     columns = list(zip(*(f.arguments for f in forwards), strict=True))
+    if any(isinstance(v, torch.Tensor) and v.is_nested for column in columns for v in column):
+        return None  # it has no rows, but samples of sizes of their own
     batched = [c for c in columns if all(isinstance(v, torch.Tensor) and v.dim() for v in c)]
     if not batched:
         return None
@@ -430,7 +439,7 @@ def compare(
     keys = [key for key in total.gradients if key in observed]
     # a difference of close numbers is exact, a multiple is not
     exact = {
-        key: total.gradients[key] if factor == 1 else factor * total.gradients[key].double()
+        key: total.gradients[key] if factor == 1 else factor * _double(total.gradients[key])
         for key in keys
     }
     off = {
@@ -530,8 +539,7 @@ SENTENCES = {
     ),
     "stale casts": (
         "autocast keeps the parameters of an earlier step, cast to {dtype}, since its context is"
-        " not left between the step and the next call: enter it anew for each forward, or call"
-        " `torch.clear_autocast_cache()` after the step"
+        " not left between the step and the next call"
     ),
     "wrong-backward": "the backward of custom function {name} is wrong: {fault} of its forward",
 }
@@ -549,6 +557,7 @@ class Recomputed:
         error: the 2-norm of the gradient's error over that of the gradient.
         name: of a fault, or None.
         sentence: what is wrong and what to do.
+        causes: of the fault, for which the table of faults has remedies of their own.
         allowed: the relative error that rounding explains.
         parameter: id of a parameter that shows it.
         notes: what is worth knowing.
@@ -564,9 +573,10 @@ class Recomputed:
     error: float | None = None
     name: str | None = None
     sentence: str = ""
+    causes: tuple[str, ...] = ()
     allowed: float | None = None
     parameter: int | None = None
-    notes: list[str] = field(default_factory=list)
+    notes: list[Found] = field(default_factory=list)
     reason: str = ""
     keep: str | None = None
     doubt: str = ""
@@ -639,13 +649,14 @@ def recompute(asked: Asked) -> Recomputed:
 def _refused(reason: NotRecomputed) -> Recomputed:
     sentence = f"a window was not computed again: {reason}"
     if isinstance(reason, Unexplained):
-        return Recomputed(notes=[str(reason)], reason=UNEXPLAINED)
+        return Recomputed(notes=[finding(UNEXPLAINED, str(reason))], reason=UNEXPLAINED)
     if isinstance(reason, NotReproducible):
-        return Recomputed(notes=[sentence], reason=NOT_REPRODUCIBLE)
+        return Recomputed(notes=[finding(NOT_REPRODUCIBLE, sentence)], reason=NOT_REPRODUCIBLE)
     if isinstance(reason, NotKept):
         doubt = str(reason) if reason.may_be_wrong else ""
-        return Recomputed(notes=[sentence], keep=reason.what, doubt=doubt)
-    return Recomputed(notes=[sentence])
+        note = finding("not-recomputed", sentence)
+        return Recomputed(notes=[note], keep=reason.what, doubt=doubt)
+    return Recomputed(notes=[finding("not-recomputed", sentence)])
 
 
 def _computed(
@@ -698,6 +709,7 @@ def _compute(asked: Asked, result: Recomputed) -> None:
     if dtype := _stale_casts(parts, replayed):
         result.how, result.name = BY_MICRO_BATCH, "stale-parameters"
         result.sentence = SENTENCES["stale casts"].format(dtype=dtype)
+        result.causes = ("casts",)
         return
     if lost := max(map(_lost_by, parts, replayed)):
         _explain_lost(parts, replayed, lost)
@@ -757,9 +769,8 @@ def _cover(asked: Asked, total: Total, result: Recomputed) -> None:
     if left:
         number = counted(len(left), "parameter")
         which = "" if total.gradients.keys().isdisjoint(left) else ", or not with all of it"
-        result.notes.append(
-            f"{number} had no part in a window computed again{which} ({asked.unseen(left)})"
-        )
+        said = f"{number} had no part in a window computed again{which} ({asked.unseen(left)})"
+        result.notes.append(finding("uncovered-parameters", said))
 
 
 def _explain_lost(parts: Sequence[Part], replayed: Sequence[Replayed], lost: float) -> NoReturn:
@@ -769,6 +780,11 @@ def _explain_lost(parts: Sequence[Part], replayed: Sequence[Replayed], lost: flo
         NotRecomputed: it is none that makes the gradient wrong, or none was found.
     """
     forwards = list(dict.fromkeys(part.forward for part in parts))
+    if watching := sorted({type(mode).__name__ for one in forwards for mode in one.watching}):
+        raise NotRecomputed(
+            f"the model gives other outputs when it is called without {', '.join(watching)}, which"
+            " may not see a second call"
+        )
     if refilled := [forward for forward in forwards if forward.is_refilled]:
         raise _input_changed(refilled)
     moved = [
@@ -795,7 +811,7 @@ def _explain_lost(parts: Sequence[Part], replayed: Sequence[Replayed], lost: flo
             may_be_wrong=True,
         )
     raise Unexplained(
-        f"{UNEXPLAINED}: the model gives other outputs when it is called again, by {lost:.2g} of"
+        "the model gives other outputs when it is called again, by {lost:.2g} of"
         " their size; its inputs, its parameters, its buffers, what its code reaches in Python and"
         " the random numbers are those of the call, and two more calls give the same as each other"
     )
@@ -815,7 +831,7 @@ def _expect_reproducible(parts: Sequence[Part], replayed: Sequence[Replayed]) ->
         ]
         if compiled and found.random:
             raise NotReproducible(
-                f"{NOT_REPRODUCIBLE}: {compiled[0]} is compiled and draws random numbers, which"
+                f"{compiled[0]} is compiled and draws random numbers, which"
                 " eager code draws otherwise"
             )
         how = How(forward_only=True, marked=True)
@@ -825,7 +841,7 @@ def _expect_reproducible(parts: Sequence[Part], replayed: Sequence[Replayed]) ->
         )
         if (where := _first_parting(one, other)) is not None:
             raise NotReproducible(
-                f"{NOT_REPRODUCIBLE}: two more calls of the model with the same inputs, parameters"
+                f"two more calls of the model with the same inputs, parameters"
                 f" and random numbers part in {where}"
             )
 
@@ -910,6 +926,7 @@ def _judge_difference(
             again, _, _ = _computed(asked, parts, How(scale=1.0, as_it_was_at_backward=True))
             if again.worst is None:
                 _blame(name, SENTENCES[name], difference, result)
+                result.causes = ("written",)
                 return
     _judge_backward(asked, received, difference, result)
 
@@ -931,10 +948,11 @@ def _judge_backward(
     scaled, eightfold, _ = _computed(asked, parts, How(hooks=True))
     names = ", ".join(hooked[:3])
     if scaled.worst is None:
-        result.notes.append(
+        said = (
             f"a backward hook on a module ({names}) changes the gradient by {difference.error:.2g}"
             " of its size"
         )
+        result.notes.append(finding("module-hook", said))
         return
     functions = sorted({kind.__name__ for found in replayed for kind in found.functions})
     if not hooked and _judge_own_terms(asked, parts, eightfold, ", ".join(functions), result):
@@ -964,7 +982,7 @@ def _refuse_difference(
     between = compare(twice[0].gradients, twice[1], 1.0, lambda seed: twice[1])
     if between.worst is not None:
         raise NotReproducible(
-            f"{NOT_REPRODUCIBLE}: two more backward passes of the same calls give gradients that"
+            f"two more backward passes of the same calls give gradients that"
             f" differ by {between.error:.2g} of their size"
         )
     if not all(part.forward.kept.state for part in parts):
@@ -972,7 +990,7 @@ def _refuse_difference(
             STATE, f"{by}: it was not computed from the state before the call", may_be_wrong=True
         )
     raise Unexplained(
-        f"{UNEXPLAINED}: {by}; the model gives the outputs that it gave, its inputs, parameters,"
+        f"{by}; the model gives the outputs that it gave, its inputs, parameters,"
         " buffers and random numbers are those of the call, they were the same at the backward, and"
         " hooks on modules do not explain it"
     )
@@ -1010,11 +1028,12 @@ def _judge_own_terms(
     ):
         return False  # it ignores the gradient
     number = len(asked.passes)
-    result.notes.append(
+    said = (
         f"custom function {names} adds a gradient of its own (its backward of 0 is not 0), whatever"
         f" the loss weighs: its weight must be one over the micro-batches of a window ({number}"
         " here)"
     )
+    result.notes.append(finding("own-gradient", said, remedy=""))
     for part, one in injected:
         whole = abs(one.weight * part.weight * asked.factor - 1) < LEAST
         if (
@@ -1053,7 +1072,7 @@ def _judge_functions(
     missed = {made: kind for kind, made in new.items() if {kind, made}.isdisjoint(calls)}
     # a class that is made anew each time may hold tensors: its statement is known in its place
     asked.known.update(calls, missed)
-    with quiet():
+    with quiet(), AsBefore(parts[0].forward.on):
         verdicts = [judge_function(call) for call in calls.values()]
     verdicts += [FunctionReport(kind.__name__, note=NOT_CALLED) for kind in missed.values()]
     blame_functions(verdicts, result)
@@ -1063,7 +1082,8 @@ def blame_functions(verdicts: Iterable[FunctionReport], result: Recomputed) -> N
     """Note what is known of custom functions, and blame the first one that is wrong."""
     for verdict in verdicts:
         if verdict.note:
-            result.notes.append(f"custom function {verdict.name}: {verdict.note}")
+            said = f"custom function {verdict.name}: {verdict.note}"
+            result.notes.append(finding("custom-function", said))
         if verdict.fault and result.name is None:
             result.name = "wrong-backward"
             result.sentence = SENTENCES["wrong-backward"].format(

@@ -22,6 +22,7 @@ import numpy as np
 from jax.extend import core as jex
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from gradcheck_suite.core.jax_equations import scan_parts
 from gradcheck_suite.port.pair import Array, first_of_author, is_float, is_number
 from gradcheck_suite.reference.programs import PROGRAMS, ProgramRequest
 
@@ -236,7 +237,8 @@ class Interpreter:
     def _scan(self, eqn: Any, values: list[Any], eps: Any) -> tuple[list[Any], Any]:
         p = eqn.params
         jaxpr, consts = _open(p["jaxpr"])
-        fixed, carry, xs = _cut(values, p["num_consts"], p["num_carry"])
+        parts = scan_parts(p)
+        fixed, carry, xs = _cut(values, parts.constants, parts.carried)
 
         def body(state: Any, x: Any) -> Any:
             given, off = x
@@ -286,6 +288,37 @@ def _cast(value: Any, aval: Any) -> Any:
         if getattr(value, "dtype", None) != aval.dtype
         else value
     )
+
+
+def _whole_as(value: Any, aval: Any) -> Any:
+    """Return whole numbers in the dtype in which a program was traced: without x64 it has 32 bits."""
+    given = getattr(value, "dtype", None)
+    is_whole = given is not None and jnp.issubdtype(given, jnp.integer)
+    return value.astype(aval.dtype) if is_whole and given != aval.dtype else value
+
+
+def _traced(function: Callable[..., Any], example: Any) -> Any:
+    """Return the equations of a function, and the shapes of its results.
+
+    It is traced with float64 arguments. Code that names float32, such as the state of a recurrent
+    cell that starts as `zeros(n, float32)`, may then have a carry of two dtypes, which JAX refuses.
+    It is traced as its author runs it: with float32 arguments, and last without x64, so that what
+    has the default dtype is float32 as well.
+    """
+
+    def low(x: Any) -> Any:
+        return np.asarray(x, np.float32) if is_float(x) else x
+
+    trace = jax.make_jaxpr(function, return_shape=True)
+    try:
+        return trace(*example)
+    except TypeError:
+        narrow = jax.tree.map(low, example)
+    try:
+        return trace(*narrow)
+    except TypeError:
+        with jax.enable_x64(False):
+            return trace(*narrow)
 
 
 def line_of(eqn: Any) -> str:
@@ -408,14 +441,10 @@ class JaxProgram:
             list(leaves),
             [i for i, leaf in enumerate(leaves) if is_number(leaf)],
         )
-        example = self._arguments(leaves, inputs, targets)
-        trace = jax.make_jaxpr(lambda p, *rest: function(self._whole(p), *rest), return_shape=True)
-        try:
-            closed, shape = trace(*example)
-        except TypeError:  # a state that starts in float32, as that of flax's recurrent cells, does not become float64
-            closed, shape = trace(
-                *jax.tree.map(lambda x: np.asarray(x, np.float32) if is_float(x) else x, example)
-            )
+        closed, shape = _traced(
+            lambda p, *rest: function(self._whole(p), *rest),
+            self._arguments(leaves, inputs, targets),
+        )
         # a value that nothing depends on is no evidence: a port may compute torch's value and not
         # use it
         self.jaxpr, _ = dce_jaxpr(
@@ -453,7 +482,10 @@ class JaxProgram:
 
     def _evaluate(self, jaxpr_args: Any, *, custom: bool, shift: Any = 0.0, eps: Any = None) -> Any:
         interpreter = Interpreter(custom=custom, shift=shift)
-        flat = jax.tree.leaves(jaxpr_args)
+        flat = [
+            _whole_as(value, var.aval)
+            for value, var in zip(jax.tree.leaves(jaxpr_args), self.jaxpr.invars, strict=True)
+        ]
         outs, records = interpreter.run(self.jaxpr, self._consts, flat, eps)
         self.rounded |= interpreter.rounded
         return outs, records

@@ -8,9 +8,11 @@ it: three faults of one model are three findings.
 from __future__ import annotations
 
 import time
+import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,7 +41,7 @@ from gradcheck_suite.port.pair import (
     state_of,
 )
 from gradcheck_suite.port.precision import precision_findings
-from gradcheck_suite.port.result import Kind, PortFinding, PortResult
+from gradcheck_suite.port.result import Kind, MapRow, PortFinding, PortResult
 from gradcheck_suite.port.running_statistics import statistic_faults
 from gradcheck_suite.port.search import RAISED, Found, Repairs, Search
 from gradcheck_suite.port.sides import Point, Sides
@@ -71,6 +73,8 @@ class Judge:
         self.smallest: tuple[str, ...] = ()
         self.repairs = Repairs()
         self._opaque = False
+        self._is_explained = False
+        self.map_rows: tuple[MapRow, ...] = ()
         self._budget = Budget()
         self._unloaded: set[str] = set()
         for name in pair.accept:
@@ -99,14 +103,36 @@ class Judge:
         ):
             if self._budget.late:
                 late = f"not judged from {stage.__name__[1:]} on: {SECONDS:.0f} s were over"
-                self.notes.append(late)
-                self.unjudged = self.unjudged or late
+                self._leave_out(late)
                 return
+            if not self._is_done(stage):
+                return
+
+    def _is_done(self, stage: Callable[[], None]) -> bool:
+        """Run a stage; return whether the next ones can be run.
+
+        An exception of this package, or of a framework where nobody expected it, ends its stage
+        alone: what is missing is said, and the rest is judged.
+        """
+        name = stage.__name__[1:]
+        try:
             stage()
+        except UsageError:
+            raise
+        except Exception as error:
+            self._leave_out(f"the stage {name!r} was not judged: {_of_ours(error)}")
+            return name not in ("map", "both_sides")
+        return True
+
+    def _leave_out(self, words: str) -> None:
+        """Say what was not judged; without a difference that was found there is no verdict then."""
+        self._note(words)
+        self.unjudged = self.unjudged or words
 
     def _map(self) -> None:
         self.model = JaxModel(self.pair)
         self.map = StateMap(self.pair, self.model)
+        self.map_rows = self.map.rows()
 
     def _both_sides(self) -> None:
         self.sides = Sides(self.pair, self.model, self.map, 101 + self._seed)
@@ -631,6 +657,14 @@ def _loss_error(run: TorchRun, observed: float) -> float:
     return outputs_error([run.loss], [observed]) if torch.isfinite(run.loss) else 0.0
 
 
+def _of_ours(error: Exception) -> str:
+    """Return an exception that is nobody's but this package's in words, with its place."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    said = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}{place}: {said}"[:300] + "; please report it"
+
+
 def _named(call: Call) -> str:
     name = call.name.strip("_").removeprefix("native_")
     return f"{name} as at {call.where}" if call.where else name
@@ -674,7 +708,7 @@ def judged(pair: Port, notes: list[str], label: str, options: PortOptions) -> Po
         label,
         tuple(judge.findings),
         tuple(judge.accepted),
-        judge.map.rows(),
+        judge.map_rows,
         time.monotonic() - start,
         tuple(judge.judged),
         tuple(judge.notes),

@@ -379,9 +379,13 @@ class Search:
         return outputs_error(run.outs, side.outs)
 
     def test(self, place: int, hypothesis: Hypothesis) -> Found | None:
-        """Run the program to its end with a hypothesis; None where it raises."""
+        """Run the program to its end with a hypothesis.
+
+        Return None where it raises, or where its outputs have other shapes: the port's are known to
+        have torch's.
+        """
         side, run = self.matching.side, _run(self.repairs.plus(hypothesis), self.program)
-        if run is None:
+        if run is None or _shapes(run) != _shapes(self.matching.run):
             return None
         if any(_is_nan_alone(a, b) for a, b in zip(run.outs, side.outs, strict=False)):
             return None  # what is NaN is not compared
@@ -649,6 +653,10 @@ def _run(repairs: Repairs, program: TorchProgram) -> TorchRun | None:
         return repairs.run(program)
     except RAISED:
         return None
+
+
+def _shapes(run: TorchRun) -> list[torch.Size]:
+    return [o.shape for o in run.outs]
 
 
 def _is_nan_alone(mine: Any, theirs: Any) -> bool:

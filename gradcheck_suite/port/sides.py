@@ -19,7 +19,7 @@ from gradcheck_suite.port.mapping import StateMap
 from gradcheck_suite.port.matching import Side, array, outputs_error
 from gradcheck_suite.port.number_sets import Array, turn
 from gradcheck_suite.port.pair import JaxModel, Port, flat_output, is_number, raised, set_state
-from gradcheck_suite.port.search import Repairs, Witness
+from gradcheck_suite.port.search import RAISED, Repairs, Witness
 from gradcheck_suite.port.torch_program import TorchProgram, TorchRun
 
 RESOLUTION = 1e-9
@@ -316,7 +316,7 @@ class Sides:
         least = 1e-3 * RESOLUTION * max(sizes.values(), default=0.0) + 1e-300
         bounds.gradients = {n: 10 * RESOLUTION * size + least for n, size in sizes.items()}
         for draw in range(2):
-            moved, others = self.slopes(program, Repairs(), self._rounded_leaves(program, draw))
+            moved, others = self._rounded(program, base, draw)
             self._add(bounds, outputs_error(base.outs, moved.outs), slopes, others, MARGIN)
         if tables := self._tables(program):
             moved, others = self.slopes(program, Repairs(), tables)
@@ -354,8 +354,40 @@ class Sides:
                     change[np.isfinite(change)].max(initial=0.0)
                 )
 
-    def _rounded_leaves(self, program: TorchProgram, draw: int) -> dict[Any, torch.Tensor]:
-        """Return state and inputs moved by one unit roundoff."""
+    def _rounded(
+        self, program: TorchProgram, base: TorchRun, draw: int
+    ) -> tuple[TorchRun, dict[str, Array]]:
+        """Return a run with every number moved by one unit roundoff, and its gradients.
+
+        A roundoff may leave the domain: torch refuses a target above 1 in `binary_cross_entropy`,
+        and the arc cosine beyond 1 is NaN. Then numbers stay in the range of their own array, and
+        last only parameters are moved.
+        """
+        for kept in (_anywhere, _inside_of_range):
+            try:
+                leaves = self._rounded_leaves(program, draw, kept)
+                run, slopes = self.slopes(program, Repairs(), leaves)
+            except RAISED:
+                continue
+            if _finite_alike(base, run):
+                return run, slopes
+        leaves = self._rounded_leaves(program, draw, _anywhere)
+        of_state = {key: value for key, value in leaves.items() if key[0] == "state"}
+        return self.slopes(program, Repairs(), of_state)
+
+    def _rounded_leaves(
+        self,
+        program: TorchProgram,
+        draw: int,
+        kept: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> dict[Any, torch.Tensor]:
+        """Return state and inputs moved by one unit roundoff.
+
+        Args:
+            program: of torch.
+            draw: seed of the signs.
+            kept: (moved, as it was) -> what is taken of an input.
+        """
         generator = torch.Generator().manual_seed(draw)
         found: dict[Any, torch.Tensor] = {}
         tied: dict[int, torch.Tensor] = {}
@@ -363,7 +395,8 @@ class Sides:
             if value.is_floating_point():
                 if id(value) not in tied:
                     sign = torch.randint(0, 2, value.shape, generator=generator) * 2 - 1
-                    tied[id(value)] = value * (1 + sign * 2 * UNIT_ROUNDOFF["float64"])
+                    moved = value * (1 + sign * 2 * UNIT_ROUNDOFF["float64"])
+                    tied[id(value)] = moved if key[0] == "state" else kept(moved, value)
                 found[key] = tied[id(value)]
         return found
 
@@ -408,6 +441,20 @@ class Sides:
         """Return the port's gradient of each torch tensor."""
         vector = self.map.pull(gradients)
         return {n: vector[self.map.part(n)].reshape(self.map.base[n].shape) for n in self.map.names}
+
+
+def _anywhere(moved: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return moved
+
+
+def _inside_of_range(moved: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return moved.clamp(value.min(), value.max()) if value.numel() else moved
+
+
+def _finite_alike(base: TorchRun, run: TorchRun) -> bool:
+    """Return whether a run has no number that is not finite where another run has a finite one."""
+    pairs = zip([*base.outs, base.loss], [*run.outs, run.loss], strict=True)
+    return all(bool((torch.isfinite(new) | ~torch.isfinite(old)).all()) for old, new in pairs)
 
 
 def _cotangent(index: int, shape: tuple[int, ...]) -> Array:
