@@ -348,7 +348,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._passes = self._passes_at_step = 0
         self._after_gap = self._was_full = False
         self._tried = set[str]()
-        self._doubt: str | None = None
+        self._doubts: dict[int, str] = {}
         self._covered: tuple[int, int] | None = None
         self._reasons = dict[str, Found]()
         self._told: set[Any] = set()
@@ -703,6 +703,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._judge.take([event])
         window = None if "batch" in self.options.without else self._judge.window
         if again and window is not None:
+            # what a call needs to give the same again is kept in the next window, and in that one
+            # it is known whether it helps
+            self._tried |= self._forwards.keeps
             self._recompute(window)
             self._judge_draws(window)
         if window is not None and (again or self._outside.has_calls):
@@ -795,7 +798,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                 },
             )
             found = recompute(asked)
-        self._note_recomputed(found)
+        self._note_recomputed(found, window.optimizer)
         if found.how is not None:
             compared, reached = found.covered
             some = f", {compared} of {reached} parameters" if compared < reached else ""
@@ -835,14 +838,14 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             fault = violation_of(StepFault(found.name, found.sentence), window, last)
             self._judge.add(replace(fault, error=found.error, allowed=found.allowed))
 
-    def _note_recomputed(self, found: Recomputed) -> None:
+    def _note_recomputed(self, found: Recomputed, optimizer: int) -> None:
         """Note what a window that was computed again has shown, or why it could not be."""
-        # what a call needs to give the same again is kept in the next window
-        self._tried |= self._forwards.keeps
         if found.keep is not None:
             self._forwards.keeps.add(found.keep)
-        if found.doubt or found.how is not None or found.name or found.reason:
-            self._doubt = found.doubt or None
+        if found.doubt:
+            self._doubts[optimizer] = found.doubt
+        elif found.how is not None or found.reason:
+            self._doubts.pop(optimizer, None)
         for note in found.notes:
             if note.name == UNEXPLAINED:
                 self._reasons.setdefault(note.name, note)
@@ -970,8 +973,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             return finding("nothing-trained", said)
         if self._reasons:
             return next(iter(self._reasons.values()))
-        if self._doubt is not None and self not in _open:
-            said = f"{self._doubt}: the window could not be computed again, and no later one was"
+        if self._doubts and self not in _open:
+            said = f"{next(iter(self._doubts.values()))}: the window could not be computed again, and no later one was"
             return finding(UNEXPLAINED, said)
         if windows:
             return None

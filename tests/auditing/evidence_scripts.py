@@ -533,6 +533,15 @@ for epoch in range(3):
 }
 """Gradients that the program puts together, and passes that it gives up."""
 
+COUNTING = """
+class Annealed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = torch.nn.Linear(3, 1), 0
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x) * (1 + 1 / self.calls)
+"""
 UNUSUAL = {
     "sound_gradcache": holds(
         "pass",
@@ -576,10 +585,7 @@ model(torch.randn(5, 3)).square().mean().backward()
     ),
     "sound_counting": holds(
         "(model(torch.randn(5, 3)).square().mean() / 2).backward()",
-        before="class Annealed(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        "        self.linear, self.calls = torch.nn.Linear(3, 1), 0\n"
-        "    def forward(self, x):\n        self.calls += 1\n"
-        "        return self.linear(x) * (1 + 1 / self.calls)\n",
+        before=COUNTING,
         model="Annealed()",
         passes=2,
     ),
@@ -681,6 +687,41 @@ for p in critic.parameters():
     ),
 }
 """Sound scripts in which something of a call changes, or looks as if it did."""
+ELSEWHERE = """
+import os
+os.environ["FACTOR"] = "1"
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 1)
+    def forward(self, x):
+        return self.linear(x) * float(os.environ["FACTOR"])
+"""
+UNEXPLAINED = {
+    "unjudged_state_that_cannot_be_kept": unjudged(
+        "the model gives other outputs when it is called again, by",
+        'model(torch.randn(5, 3)).square().mean().backward()\nos.environ["FACTOR"] = str(2 + step)',
+        before=ELSEWHERE,
+        model="Scaled()",
+    ),
+    "unjudged_one_window_of_a_counting_model": unjudged(
+        "from the state that it has at the step",
+        "(model(torch.randn(5, 3)).square().mean() / 2).backward()",
+        before=COUNTING,
+        model="Annealed()",
+        passes=2,
+        steps=1,
+    ),
+    # what the program writes to is no argument of a module, and no parameter
+    "unjudged_hidden_write": unjudged(
+        "differs from the gradient of the window that is computed again by",
+        "loss = model(torch.randn(5, 3)).square().mean()\nhidden[0].data.mul_(0)\nloss.backward()",
+        before="hidden = []\nclass Kept(torch.nn.Module):\n    def forward(self, x):\n"
+        "        y = x * 1\n        hidden[:] = [y]\n        return y\n",
+        model="torch.nn.Sequential(torch.nn.Linear(3, 4), Kept(), torch.nn.Linear(4, 1))",
+    ),
+}
+"""Differences for which nothing that is measured is the cause."""
 EVIDENCE = {
     **FUNCTIONS,
     **CASTS,
@@ -690,4 +731,5 @@ EVIDENCE = {
     **EDITS,
     **OF_HANDS,
     **UNUSUAL,
+    **UNEXPLAINED,
 }

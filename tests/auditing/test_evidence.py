@@ -52,3 +52,16 @@ def test_what_is_not_judged_has_its_reason(name, written):
     result, _ = audited(written(name))
     assert result.verdict == "unjudged", result
     assert EVIDENCE[name].said[0] in result.unjudged, result
+
+
+def test_the_module_in_which_two_calls_part_is_named(written):
+    result, _ = audited(written("sound_system_entropy"))
+    said = [one for one in result.named_findings if one.name == "not-reproducible"]
+    assert said, result
+    assert all("part in linear (Linear)" in one.sentence for one in said), said
+
+
+def test_it_is_said_how_many_parameters_were_compared(written):
+    result, _ = audited(written("sound_penalty_outside"))
+    assert result.again == {"micro-batch by micro-batch, 3 of 4 parameters": 3}, result
+    assert audited(written("sound_loss_module"))[0].again == {"micro-batch by micro-batch": 3}
