@@ -11,6 +11,10 @@ from tests.auditing.evidence_scripts import EVIDENCE
 from tests.auditing.running import audited, trained
 
 
+OF_THE_SYSTEM = "sound_system_entropy"
+"""The script that draws from the system, and trains otherwise each time."""
+
+
 def _named(verdict):
     return [name for name, script in EVIDENCE.items() if script.verdict == verdict]
 
@@ -43,6 +47,8 @@ def test_a_sound_script_holds_and_trains_as_it_does_without_an_audit(name, writt
     state = torch.get_rng_state()
     result, names = audited(path)
     assert result.verdict == "holds", result
+    if name == OF_THE_SYSTEM:
+        return
     assert all(map(torch.equal, without, _parameters(names)))
     assert torch.equal(state, torch.get_rng_state())
 
@@ -55,7 +61,7 @@ def test_what_is_not_judged_has_its_reason(name, written):
 
 
 def test_the_module_in_which_two_calls_part_is_named(written):
-    result, _ = audited(written("sound_system_entropy"))
+    result, _ = audited(written(OF_THE_SYSTEM))
     said = [one for one in result.named_findings if one.name == "not-reproducible"]
     assert said, result
     assert all("part in linear (Linear)" in one.sentence for one in said), said
