@@ -21,7 +21,12 @@ from typing import IO, Any, Literal, TextIO
 
 import torch
 
-from gradcheck_suite.auditing.custom_functions import FunctionKey
+from gradcheck_suite.auditing.custom_functions import (
+    NOT_SEEN,
+    CallsOfProgram,
+    FunctionKey,
+    statement_of,
+)
 from gradcheck_suite.auditing.events import Event, Gap, PassRecord, settle
 from gradcheck_suite.auditing.jax_opinion import JaxOpinion, ask_jax, kept_calls
 from gradcheck_suite.auditing.judge import ORPHANS, Judge
@@ -29,7 +34,15 @@ from gradcheck_suite.auditing.modes import AsBefore
 from gradcheck_suite.auditing.module_calls import ModuleCall, ModuleCalls
 from gradcheck_suite.auditing.places import Place, here, living
 from gradcheck_suite.auditing.program_state import preserve_rng
-from gradcheck_suite.auditing.recomputation import Asked, Part, recompute
+from gradcheck_suite.auditing.recomputation import (
+    SENTENCES,
+    UNEXPLAINED,
+    Asked,
+    Part,
+    Recomputed,
+    judge_calls_of_program,
+    recompute,
+)
 from gradcheck_suite.auditing.recorder import Recorder, Running
 from gradcheck_suite.auditing.replay import StepWindow, near
 from gradcheck_suite.auditing.schedule import Schedule
@@ -373,7 +386,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._standard_error = sys.stderr
         self._process = os.getpid()
         self._passes = self._passes_at_step = 0
-        self._after_gap = self._was_full = self._copied = False
+        self._after_gap = self._was_full = False
+        self._tried = set[str]()
+        self._doubts: dict[int, str] = {}
+        self._covered: tuple[int, int] | None = None
+        self._reasons = dict[str, Found]()
         self._told: set[Any] = set()
         self._events: list[Event] = []
         self._places: set[Place] = set()
@@ -384,8 +401,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._schedule = Schedule(self.options, on_ranks=self._ranks is not None)
         self._recorder = Recorder(
             self._receive,
-            lambda: self._schedule.whole or (self._forwards.copies and not self._copied),
+            lambda: self._schedule.whole or self._is_of_kept,
             self._resumes,
+            self._is_full,
             weights="weights" not in self.options.without,
             sums="sums" not in self.options.without,
             objectives=dict(given.split("=", 1) for given in self.options.objectives),
@@ -401,6 +419,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._running: dict[int, Running] = {}
         self._recomputed: Counter[str] = Counter()
         self._functions: set[FunctionKey] = set()
+        self._outside = CallsOfProgram()
         self._calls: list[Part] | str | None = None
         self._opinion: JaxOpinion | None = None
 
@@ -460,6 +479,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if self._observing:
             self._observing = False
             self._forwards.close()
+            for kind in self._outside.close():
+                said = f"custom function {kind.__name__}: {NOT_SEEN}"
+                self._judge.note(finding("custom-function", said))
             self._recorder.close()
             self._stance.close()
 
@@ -615,7 +637,12 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
         Whose it is shows at its step, so all are until that of each optimizer that is due has been.
         """
-        return self._schedule.full or (self._forwards.copies and not self._copied)
+        return self._schedule.full or self._is_of_kept
+
+    @property
+    def _is_of_kept(self) -> bool:
+        """Whether the window that runs is the first one of whose calls more is kept."""
+        return not self._forwards.keeps <= self._tried
 
     def _resumes(self, optimizer: int) -> bool:
         """Count a window, and return whether those after it are judged again."""
@@ -639,6 +666,10 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     def _pause(self) -> None:
         self._forwards.close()
+        unseen = self._outside.close()
+        self._functions -= unseen | {
+            statement_of(kind) for kind in unseen
+        }  # a later window shows them
         self._running.clear()
         self._recorder.pause()
 
@@ -677,7 +708,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             return
         self._places.add(event.place)
         if isinstance(event, PassRecord):
-            if self._is_full() and self._recorder.last is not None and self._recorder.last.forwards:
+            if self._is_full() and self._recorder.last is not None:
                 self._running[self._passes] = self._recorder.last
             self._passes += 1
             self._strays.on_pass(event)
@@ -724,10 +755,18 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         """
         for event in self._taken():
             self._judge.take([event])
+        window = None if "batch" in self.options.without else self._judge.window
+        if again and window is not None:
+            # what a call needs to give the same again is kept in the next window, and in that one
+            # it is known whether it helps
+            self._tried |= self._forwards.keeps
+            self._recompute(window)
+            self._judge_draws(window)
+        if window is not None and (again or self._outside.has_calls):
+            self._judge_functions(window)
         if again:
-            if self._judge.window is not None and "batch" not in self.options.without:
-                self._recompute(self._judge.window)
             self._running.clear()
+        self._forwards.forget_draws()
         for violation in self._judge.violations():
             if not any(map(violation.is_accepted_by, self.options.accept)):
                 self._tell(violation)
@@ -739,6 +778,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     def _keep_cotangent(self, forward: ModuleCall, index: int, cotangent: torch.Tensor) -> None:
         if (running := self._observed()) is not None:
+            if forward not in running.forwards:
+                forward.note_backward()
             running.forwards.setdefault(forward, {})[index] = cotangent
 
     def _keep_mode(self, module: int, training: bool, _: torch.Tensor) -> None:
@@ -767,6 +808,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if violation is not None and (
             violation.diagnosis == "repeated-micro-batch" or _is_rescaled_each_time(window)
         ):
+            return
+        # of a loss that each pass has as a whole, no weight of a pass is the right one
+        if violation is not None and _is_of_weights_alone(violation):
             return
         if window.copies:
             said = (
@@ -808,13 +852,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                 },
             )
             found = recompute(asked)
-        # inputs that the program changes in place are copied in the next window
-        self._copied = self._forwards.copies
-        self._forwards.copies |= found.inputs_changed
-        for note in found.notes:
-            self._judge.note(note)
+        self._note_recomputed(found, window.optimizer)
         if found.how is not None:
-            self._recomputed[found.how] += 1
+            compared, reached = found.covered
+            some = f", {compared} of {reached} parameters" if compared < reached else ""
+            self._recomputed[f"{found.how}{some}"] += 1
             self._schedule.again[window.optimizer] += 1
             if self.options.jax and self._calls is None:
                 self._calls = kept_calls(found.parts)
@@ -824,8 +866,45 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             key = next((k for k, p in live.items() if id(p) == found.parameter), None)
             name = None if key is None else self._name_of(key)
             last = window.passes[max(window.passes)].site
-            fault = violation_of(StepFault(found.name, found.sentence), window, last, name)
+            step_fault = StepFault(found.name, found.sentence, causes=found.causes)
+            fault = violation_of(step_fault, window, last, name)
             self._judge.add(replace(fault, error=found.error, allowed=found.allowed))
+
+    def _judge_draws(self, window: StepWindow) -> None:
+        """Judge what modules drew when a backward called them again."""
+        if self._forwards.redrawn and window.passes and self._judge.of_last_step() is None:
+            sentence = SENTENCES["redrawn again"].format(module=self._forwards.redrawn)
+            last = window.passes[max(window.passes)].site
+            self._judge.add(violation_of(StepFault("wrong-backward", sentence), window, last))
+
+    @preserve_rng()
+    def _judge_functions(self, window: StepWindow) -> None:
+        """Judge the custom functions that the program calls outside of recorded modules."""
+        if self._recorder.is_off("the window again"):
+            return
+        passes = [self._running[i] for i in window.passes if i in self._running]
+        with self._recorder.mute():
+            found = judge_calls_of_program(self._outside, passes, self._functions)
+        for note in found.notes:
+            self._judge.note(note)
+        if found.name is not None and self._judge.of_last_step() is None:
+            last = window.passes[max(window.passes)].site
+            fault = violation_of(StepFault(found.name, found.sentence), window, last)
+            self._judge.add(replace(fault, error=found.error, allowed=found.allowed))
+
+    def _note_recomputed(self, found: Recomputed, optimizer: int) -> None:
+        """Note what a window that was computed again has shown, or why it could not be."""
+        if found.keep is not None:
+            self._forwards.keeps.add(found.keep)
+        if found.doubt:
+            self._doubts[optimizer] = found.doubt
+        elif found.how is not None or found.reason:
+            self._doubts.pop(optimizer, None)
+        for note in found.notes:
+            if note.name == UNEXPLAINED:
+                self._reasons.setdefault(note.name, note)
+            else:
+                self._judge.note(note)
 
     @preserve_rng()
     def _tell(self, violation: Violation) -> None:
@@ -946,6 +1025,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                 " trains nothing, or it trains in another process"
             )
             return finding("nothing-trained", said)
+        if self._reasons:
+            return next(iter(self._reasons.values()))
+        if self._doubts and self not in _open:
+            said = f"{next(iter(self._doubts.values()))}: the window could not be computed again, and no later one was"
+            return finding(UNEXPLAINED, said)
         if windows:
             return None
         reasons = Counter(self._judge.skipped.values())
@@ -967,6 +1051,10 @@ def _is_rescaled_each_time(window: StepWindow) -> bool:
         and factor != 1
         and all(near(one, factor * other, 1e-3) for one, other in pairwise(found))
     )
+
+
+def _is_of_weights_alone(violation: Violation) -> bool:
+    return violation.diagnosis == "unrecognised-weights" and not violation.weights
 
 
 def _righted(violation: Violation, weights: Mapping[int, float]) -> dict[int, float]:

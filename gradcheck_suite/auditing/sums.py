@@ -12,7 +12,15 @@ from itertools import pairwise, product
 from statistics import median
 
 from gradcheck_suite.auditing.events import BY_HAND, PassRecord
-from gradcheck_suite.auditing.places import Loop, Place, is_edit, is_reset, is_tried, lines_between
+from gradcheck_suite.auditing.places import (
+    Loop,
+    Place,
+    is_edit,
+    is_given_up,
+    is_reset,
+    is_tried,
+    lines_between,
+)
 from gradcheck_suite.auditing.replay import (
     EARLIER,
     NEGLIGIBLE,
@@ -169,6 +177,7 @@ class Sums:
         by_hand: whether the program put it together itself, from what arrived and was kept
             elsewhere.
         untold: whether it cannot be told if it did, or reset and edited it.
+        unlike: whether that is since no sum of what arrived explains most of it.
         first_point: where the same micro-batches went backward at two points, as of SAM, the passes
             at the first one.
     """
@@ -179,6 +188,7 @@ class Sums:
     may_be_right: bool = False
     by_hand: bool = False
     untold: bool = False
+    unlike: bool = False
     first_point: Mapping[Source, float] = field(default_factory=dict)
 
 
@@ -327,17 +337,19 @@ def judge_sums(
     ]:
         return _fault("torn", keys=[key for key, c in members.by_parameter[torn[0]] if c])
     if window.edit == BY_HAND:
-        return Sums()
+        return _judge_kept(members) or Sums()
     if any(source[1] == UNKNOWN for cs in window.coefficients.values() for source in cs):
         return _fault("not a sum", where=_edits(members))
     lost = [i for i in members.required if not members.is_in(i)]
     edited = window.fit if window.edit == "free" else None
+    if edited is not None and edited.lost and edited.left > MOST_LEFT:
+        return Sums(untold=True, unlike=True)
     if edited is not None and edited.tells and edited.lost and edited.is_of_copies:
         return Sums(by_hand=True)
     if lost:
         found = _judge_lost(members, lost, typical_k, longest, stepped_in)
         is_untold = found.fault and edited and (edited.is_blank or not edited.tells)
-        return Sums(untold=True) if is_untold else found
+        return Sums(untold=True, unlike=edited.tells) if is_untold and edited else found
     if unequal := _judge_parameters(members):
         return unequal
     if len(members.required) > 1 and any(members.moved(i) for i in members.required):
@@ -397,6 +409,42 @@ def _judge_by_hand(members: Members) -> Sums | None:
     return None
 
 
+MOST_LEFT = 0.25
+"""The share of an edited `.grad` that no sum of the passes explains, from which on they are not told from chance."""
+FEWEST_KEPT = 3
+"""Gradients put together by hand whose coefficients may show a factor between neighbours: two tasks may have any."""
+
+
+def _judge_kept(members: Members) -> Sums | None:
+    """Judge gradients that the program has kept and put together: a sum that is rescaled each time.
+
+    The coefficients of tasks are the program's. Passes of one line that reach the same parameters
+    are micro-batches, and of their coefficients 2, the number of passes, and one over these are
+    what adding a buffer to itself or dividing it each time gives.
+    """
+    window, r = members.window, len(members.required)
+    terms = {
+        tuple(term.expression for term in record.terms)
+        for i in members.required
+        for record in window.passes[i].records
+    }
+    reached = {
+        frozenset(record.arrivals) for i in members.required for record in window.passes[i].records
+    }
+    if r < FEWEST_KEPT or len(members.places(members.required)) > 1 or len(terms | reached) > 2:
+        return None
+    values = [members.mean[i] for i in members.required]
+    if not all(values) or not is_alike(window):
+        return None
+    tolerance = max(1e-3, 4 * window.error)
+    ratios = [a / b for a, b in pairwise(values)]
+    known = (2.0, 0.5, float(r), 1.0 / r)
+    if not any(all(near(ratio, one, tolerance) for ratio in ratios) for one in known):
+        return None
+    listed = ":".join(f"{value / min(map(abs, values)):.3g}" for value in values)
+    return _fault("rescaled", where=f" (the micro-batches weigh {listed})")
+
+
 def _judge_lost(
     members: Members,
     lost: Sequence[int],
@@ -408,6 +456,8 @@ def _judge_lost(
     window = members.window
     kept = [i for i in members.required if i not in lost]
     elsewhere = not members.places(lost) & members.places(kept)
+    if stopped := _stopped(members, lost, kept):
+        return _excuse("window-given-up", stopped, window)
     if window.not_finite & set(lost):
         return _excuse("reset-non-finite", "gradients were not finite, and were reset", window)
     if elsewhere and all(set(window.passes[i].consumers) - {window.optimizer} for i in lost):
@@ -467,6 +517,19 @@ def _judge_lost(
     whole = all(abs(c) < NEGLIGIBLE for i in lost for _, c in members.by_parameter[i])
     seen = "dropped" if kept and max(lost) > min(kept) else "last passes"
     return _fault(seen, keys=() if whole else [*hit], where=_resets(members, lost))
+
+
+def _stopped(members: Members, lost: Sequence[int], kept: Sequence[int]) -> str | None:
+    """Say that a window was given up on purpose: its reset stands before a `break` or a `return`."""
+    if not kept or max(lost) > min(kept):
+        return None
+    lines = _reset_lines(members, lost)
+    if len(lines) != 1 or not is_given_up(lines[0]):
+        return None
+    return (
+        f"an update was stopped before its end (`.grad` was reset at {lines[0]}, and its loop was"
+        f" left): {counted(len(lost), 'micro-batch')} of it are in no step"
+    )
 
 
 def tail_dropped(lost: int) -> StepFault:
@@ -545,14 +608,19 @@ def _is_rest_of_epoch(
 
 
 def _resets(members: Members, lost: Sequence[int]) -> str:
-    """Say where the gradient that was lost was reset: where it was let go, or the lines that may
-    have done it.
-    """
+    """Say where the gradient that was lost was reset."""
+    return _said(_reset_lines(members, lost), "reset")
+
+
+def _reset_lines(members: Members, lost: Sequence[int]) -> list[str]:
+    """Return where a gradient was reset: where it was let go, or the lines that may have done it."""
     window, number = members.window, max(lost)
     after = next((seen.records[0] for i, seen in window.passes.items() if i > number), None)
-    if after is None or after.reset:
-        return f" (`.grad` was reset at {after.reset.line})" if after and after.reset else ""
-    return _lines(window, number, after, is_reset, "reset")
+    if after is None:
+        return []
+    if after.reset:
+        return [after.reset.line]
+    return _lines(window, number, after, is_reset)
 
 
 def _edits(members: Members) -> str:
@@ -560,15 +628,19 @@ def _edits(members: Members) -> str:
     window, passes = members.window, members.required
     if len(passes) < 2:
         return ""
-    return _lines(window, passes[0], window.passes[passes[-1]].records[0], is_edit, "changed")
+    after = window.passes[passes[-1]].records[0]
+    return _said(_lines(window, passes[0], after, is_edit), "changed")
 
 
 def _lines(
-    window: StepWindow, number: int, after: PassRecord, is_one: Callable[[ast.AST], bool], done: str
-) -> str:
+    window: StepWindow, number: int, after: PassRecord, is_one: Callable[[ast.AST], bool]
+) -> list[str]:
     before = window.passes[number].records[0]
     same_loop = before.loop is not None and before.loop == after.loop
-    lines = lines_between(is_one, before.place, after.place, window.step.place, same_loop=same_loop)
+    return lines_between(is_one, before.place, after.place, window.step.place, same_loop=same_loop)
+
+
+def _said(lines: Sequence[str], done: str) -> str:
     return f" (`.grad` was {done} at {' or '.join(lines)})" if 0 < len(lines) <= MOST_LINES else ""
 
 
