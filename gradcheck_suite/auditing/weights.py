@@ -92,7 +92,8 @@ class Objective:
     @property
     def line(self) -> str:
         """The line of the loss, or else where it goes backward."""
-        return self.parts[0].term.line or str(self.place)
+        # the first passes of a line may have no stack yet
+        return next((p.term.line for p in self.parts if p.term.line), None) or str(self.place)
 
     @property
     def term(self) -> str:
