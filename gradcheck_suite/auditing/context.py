@@ -13,18 +13,19 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import compress, pairwise
+from operator import not_
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, TextIO
 
 import torch
 
-from gradcheck_suite.auditing import recorder as recording
 from gradcheck_suite.auditing.custom_functions import FunctionKey
 from gradcheck_suite.auditing.events import Event, Gap, PassRecord, settle
 from gradcheck_suite.auditing.jax_opinion import JaxOpinion, ask_jax, kept_calls
 from gradcheck_suite.auditing.judge import ORPHANS, Judge
+from gradcheck_suite.auditing.modes import AsBefore
 from gradcheck_suite.auditing.module_calls import ModuleCall, ModuleCalls
 from gradcheck_suite.auditing.places import Place, here, living
 from gradcheck_suite.auditing.program_state import preserve_rng
@@ -32,13 +33,17 @@ from gradcheck_suite.auditing.recomputation import Asked, Part, recompute
 from gradcheck_suite.auditing.recorder import Recorder, Running
 from gradcheck_suite.auditing.replay import StepWindow, near
 from gradcheck_suite.auditing.schedule import Schedule
+from gradcheck_suite.auditing.stopping import StoppedOnViolation
+from gradcheck_suite.auditing.strays import Strays
 from gradcheck_suite.auditing.sums import StepFault
 from gradcheck_suite.auditing.terms import Reader, declare
 from gradcheck_suite.auditing.weighing import violation_of
+from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.options import DEFAULT_BUDGET, INSTRUMENTS, AuditOptions, takes
-from gradcheck_suite.core.results import Result, Violation, result_lines
+from gradcheck_suite.core.results import OTHER_RANK, Result, Violation, result_lines
 from gradcheck_suite.core.text import counted, say
 from gradcheck_suite.errors import UsageError
+from gradcheck_suite.run.private_names import expect_present
 
 # An audit on several ranks: each writes its own events to a file, and the first rank judges all of
 # them at the end.
@@ -290,13 +295,6 @@ def _say(lines: Sequence[str], standard_error: TextIO) -> None:
         )
 
 
-class StoppedOnViolation(BaseException):
-    """Ends a run at its first violation.
-
-    No `Exception`, so that a program that catches those ends all the same.
-    """
-
-
 @takes(AuditOptions)
 class audit:  # noqa: N801 - it is used as a function, as `open` is
     """Judge the optimizer steps of the code that runs while it is open, unchanged.
@@ -339,6 +337,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._told: set[Any] = set()
         self._events: list[Event] = []
         self._places: set[Place] = set()
+        self._lines: set[str] = set()
         self._names: dict[int, str] = {}
         self._dtypes: dict[int, str] = {}
         self._ranks = Ranks.of()
@@ -357,6 +356,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._forwards = ModuleCalls(
             self._records_calls, self._keep_cotangent, self._keep_mode, self._forwards_failed
         )
+        self._strays = Strays(self._recorder.parameters)
         self._running: dict[int, Running] = {}
         self._recomputed: Counter[str] = Counter()
         self._functions: set[FunctionKey] = set()
@@ -395,7 +395,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             )
         if _open:
             raise UsageError("audit: another audit is open in this process; close it first")
-        recording.expect_supported()
+        expect_present("audit", "torch")
         if self._ranks is not None:
             self._writer = RankWriter(self._ranks)
         self._opened = self._observing = True
@@ -448,11 +448,12 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if not self._recorder.records and not self._is_off:
             self._recorder.resume(self._recorder.steps_seen)
             if complete and (tail := self._recorder.since_step):
-                self._judge.note(
+                said = (
                     f"{counted(tail, 'call')} of backward after the last step, in a window that was"
                     " only counted: what they add to `.grad` is in no step (`--budget none` judges"
                     " them)"
                 )
+                self._judge.note(finding("counted-tail", said, remedy=""))
         self._detach()
         if self in _open:
             _open.remove(self)
@@ -477,7 +478,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._recorder.switch_off("steps", fault)
         if self.options.jax and not isinstance(error, KeyboardInterrupt):
             calls = self._calls or []
-            self._opinion = JaxOpinion(refusal=calls) if isinstance(calls, str) else ask_jax(calls)
+            with AsBefore(()):
+                told = JaxOpinion(refusal=calls) if isinstance(calls, str) else ask_jax(calls)
+            self._opinion = told
         return self._finished(error)
 
     def _of_all_ranks(self, ranks: Ranks, error: BaseException | None) -> Result:
@@ -485,7 +488,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if ranks.rank and not died_before(ranks):
             reason = f"rank {ranks.rank} of {ranks.size}: rank 0 judges the steps of all ranks"
             return replace(
-                self._finished(error), unjudged=reason, rank=ranks.rank, ranks=ranks.size
+                self._finished(error),
+                unjudged=reason,
+                unjudged_reason=OTHER_RANK,
+                rank=ranks.rank,
+                ranks=ranks.size,
             )
         files = gather(ranks)
         complete = all(file.end is not None and file.end.complete for file in files)
@@ -494,18 +501,19 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             each = [self._judged([file.events], complete=complete, of=file.end) for file in files]
             self._judge = self._new_judge(1)
             self._judge.take_over(each)
-            self._judge.note(
+            said = (
                 "the ranks do not step on the same gradients and nothing wraps the model: each rank"
-                " was judged by itself; if they train one model, each with all of it, wrap it in"
-                " DistributedDataParallel"
+                " was judged by itself"
             )
+            self._judge.note(finding("ranks-train-apart", said))
         for file in files:
             if file.fate is not None:
-                self._judge.note(file.fate)
+                self._judge.note(finding("lost-rank", file.fate))
             for what, why in (file.end or End()).off.items():
                 self._recorder.off.setdefault(what, f"{why}, on rank {file.rank}")
         if "batch" not in self.options.without:
-            self._judge.note("windows are not computed again where there are several ranks")
+            said = "windows are not computed again where there are several ranks"
+            self._judge.note(finding("several-ranks", said))
         shutil.rmtree(ranks.folder, ignore_errors=True)
         return replace(self._finished(error), rank=ranks.rank, ranks=ranks.size)
 
@@ -520,7 +528,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             try:
                 judge.take(row)
             except ValueError as error:
-                judge.note(f"{error}: judged up to there")
+                judge.note(finding("unlike-ranks", f"{error}: judged up to there"))
                 break
         judge.end(complete=complete)
         return judge
@@ -618,7 +626,12 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             if self._is_full() and self._recorder.last is not None and self._recorder.last.forwards:
                 self._running[self._passes] = self._recorder.last
             self._passes += 1
+            self._strays.on_pass(event)
+            self._lines.update(term.line for term in event.terms if term.line)
         else:
+            self._strays.on_step(event)
+            for key in self._strays.found.keys() - self._names.keys():
+                self._name_of(key)  # while its module lives
             # a step right after another one has its passes, or none
             has_passes, self._passes_at_step = self._passes > self._passes_at_step, self._passes
             if has_passes:
@@ -628,10 +641,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             else:
                 self._judge_events(again=has_passes and self._was_full)
                 if self._was_full and self._judge.used and not has_passes:
-                    self._judge.note(
+                    said = (
                         "a window was not computed again: another optimizer had stepped on its"
                         " passes"
                     )
+                    self._judge.note(finding("shared-passes", said))
             if has_passes or self._after_gap:
                 self._after_gap = False
                 passes, seconds = self._recorder.passes_seen, self._recorder.seconds
@@ -661,7 +675,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                 self._recompute(self._judge.window)
             self._running.clear()
         for violation in self._judge.violations():
-            if not self.options.accepts(violation.diagnosis, violation.where):
+            if not any(map(violation.is_accepted_by, self.options.accept)):
                 self._tell(violation)
 
     # The window again
@@ -701,9 +715,10 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         ):
             return
         if window.copies:
-            self._judge.note(
+            said = (
                 "a window was not computed again: the optimizer steps on copies of the parameters"
             )
+            self._judge.note(finding("copied-parameters", said))
             return
         if violation is not None and violation.weights:
             weights = _righted(violation, weights)
@@ -742,8 +757,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         # inputs that the program changes in place are copied in the next window
         self._copied = self._forwards.copies
         self._forwards.copies |= found.inputs_changed
-        for sentence in found.notes:
-            self._judge.note(sentence)
+        for note in found.notes:
+            self._judge.note(note)
         if found.how is not None:
             self._recomputed[found.how] += 1
             self._schedule.again[window.optimizer] += 1
@@ -774,15 +789,21 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     def _finished(self, error: BaseException | None) -> Result:
         found = self._judge.violations()
-        violations = tuple(v for v in found if not self.options.accepts(v.diagnosis, v.where))
-        accepted = tuple(v for v in found if self.options.accepts(v.diagnosis, v.where))
+        is_accepted = [any(map(v.is_accepted_by, self.options.accept)) for v in found]
+        violations = tuple(compress(found, map(not_, is_accepted)))
+        accepted = tuple(compress(found, is_accepted))
         off = Counter(
-            f"{what} could not be observed ({why}); please report it"
+            finding(
+                "failed-instrument",
+                f"{what} could not be observed ({why}); please report it",
+                remedy="",
+            )
             for what, why in self._recorder.off.items()
         )
         unknown = self._judge.unknown()
-        parts = Counter({str(part): steps for part, steps in unknown.items()})
-        findings = parts + self._recorder.notes + self._judge.notes() + off
+        parts = Counter({part.found: steps for part, steps in unknown.items()})
+        strays = () if self._judge.has_copies else self._strays.findings(self._name_of)
+        findings = parts + self._recorder.notes + self._judge.notes() + Counter(strays) + off
         whole = (
             not {*self.options.without} & {"weights", "sums"}
             and not self._recorder.off
@@ -797,18 +818,21 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         )
         if skipped and self._judge.weighed | self._judge.violated:  # else it is said why none was
             findings = Counter(skipped) + (findings - Counter(self._judge.skipped.values()))
-        said = [f"{text} ({n} times)" if n > 1 else text for text, n in findings.items()]
         disagreements = tuple(self._opinion.findings) if self._opinion else ()
+        named = [
+            *(replace(one, steps=times) for one, times in findings.items()),
+            *(finding("frameworks-differ", said) for said in disagreements),
+        ]
         if self._recorder.off or self._recorder.concurrent:
             violations = accepted = ()
         for violation in violations:
             self._tell(violation)  # what the end of the run, or all ranks together, have shown
         windows = len(self._judge.weighed | self._judge.violated)
-        files = {
-            line.rpartition(":")[0] for place in self._places for line in (place.line, *place.path)
-        }
+        lines = {line for place in self._places for line in (place.line, *place.path)}
+        files = {line.rpartition(":")[0] for line in lines | self._lines}
         if set(self.options.without) == {"weights", "sums"}:
             windows = self._recomputed.total()
+        unjudged = None if violations or accepted else self._why_unjudged(windows, findings)
         return Result(
             loop=self._name,
             command="audit",
@@ -824,49 +848,58 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             second_opinion=self._opinion.summary() if self._opinion else None,
             unknown=tuple(replace(part, steps=steps) for part, steps in unknown.items()),
             disagreements=disagreements,
-            findings=(*said, *disagreements),
-            unjudged=None if violations or accepted else self._why_unjudged(windows, findings),
+            findings=tuple(map(str, named)),
+            named_findings=self._as_wanted(named, unjudged),
+            unjudged=None if unjudged is None else unjudged.words,
+            unjudged_reason=None if unjudged is None else unjudged.name,
             interrupted=isinstance(error, KeyboardInterrupt),
             raised=_shown(error) or None,
             files=tuple((file, None) for file in sorted(files)),
         )
 
-    def _why_unjudged(self, windows: int, findings: Counter[str]) -> str | None:
+    def _as_wanted(self, named: Sequence[Found], unjudged: Found | None) -> tuple[Found, ...]:
+        """Return the findings as the options have them, with the reason for which nothing was
+        judged where they say something of it.
+        """
+        found = [self.options.judged(one) for one in named]
+        if unjudged is not None:
+            whole = self.options.judged(unjudged)
+            found += [whole] if whole.fails or whole.reason is not None else []
+        return tuple(found)
+
+    def _why_unjudged(self, windows: int, findings: Counter[Found]) -> Found | None:
         """Return why nothing could be judged, and what to do; None where something was."""
         recorder = self._recorder
         if recorder.off:
-            return "; ".join(
+            failed = "; ".join(
                 f"{what} could not be observed ({why})" for what, why in recorder.off.items()
             )
+            return finding("failed-instrument", failed, remedy="")
         if recorder.concurrent:
-            return (
-                "backward is called in several threads, whose passes cannot be told apart: let one"
-                " train at a time"
-            )
+            said = "backward is called in several threads, whose passes cannot be told apart"
+            return finding("concurrent-passes", said)
         if self._is_off:
-            return "every instrument was switched off"
+            return finding("switched-off", "every instrument was switched off")
         if not recorder.steps_seen and recorder.passes_seen:
             why = "the script trains without a torch.optim optimizer"
             if living(torch.optim.Optimizer):
                 why = "the step of a torch.optim optimizer that was made is never called"
-            return (
-                f"no optimizer.step() was seen in {counted(recorder.passes_seen, 'backward pass')}:"
-                f" {why}"
-            )
+            passes = counted(recorder.passes_seen, "backward pass")
+            return finding("no-step", f"no optimizer.step() was seen in {passes}: {why}")
         if not recorder.steps_seen:
-            return (
+            said = (
                 "no backward pass and no optimizer.step() was seen in this process: the script"
                 " trains nothing, or it trains in another process"
             )
+            return finding("nothing-trained", said)
         if windows:
             return None
         reasons = Counter(self._judge.skipped.values())
         if {*reasons} == {ORPHANS}:
-            return f"{recorder.passes_seen} calls of backward were seen, and {ORPHANS}"
-        return (
-            "no step could be judged:"
-            f" {'; '.join([*(findings | reasons)][:2]) or 'no loss went backward'}"
-        )
+            said = f"{recorder.passes_seen} calls of backward were seen, and {ORPHANS}"
+            return replace(ORPHANS, sentence=said)
+        why = "; ".join(map(str, [*(findings | reasons)][:2])) or "no loss went backward"
+        return finding("nothing-judged", f"no step could be judged: {why}")
 
 
 def _is_rescaled_each_time(window: StepWindow) -> bool:

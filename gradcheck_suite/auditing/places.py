@@ -6,6 +6,7 @@ import ast
 import contextlib
 import dis
 import gc
+import importlib.util
 import inspect
 import linecache
 import os
@@ -20,11 +21,10 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-import torch
-
 from gradcheck_suite.core.text import file_text
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+_FOUND = importlib.util.find_spec("torch")  # does not import it: a script may be one of JAX alone
+_TORCH = os.path.dirname((_FOUND and _FOUND.origin) or "<no torch>") + os.sep
 _SUITE = str(Path(__file__).parents[1]) + os.sep
 _INSTALLED = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -126,6 +126,11 @@ def _for_loops(code: CodeType) -> tuple[tuple[int, int, tuple[str, ...]], ...]:
             continue
         names = list[str]()
         for one in instructions[number + 1 :]:
+            # since Python 3.13 a loop whose body stands on its line stores and loads in one
+            # instruction: what it loads may belong to the body
+            if one.opname == "STORE_FAST_LOAD_FAST":
+                names.append(one.argval[0])
+                break
             if one.opname.startswith("STORE_"):
                 names += one.argval if isinstance(one.argval, tuple) else [one.argval]
             elif not one.opname.startswith("UNPACK_"):

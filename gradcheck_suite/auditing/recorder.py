@@ -47,6 +47,7 @@ from gradcheck_suite.auditing.events import (
     PassRecord,
     StepRecord,
 )
+from gradcheck_suite.auditing.modes import Apart, is_of_rows
 from gradcheck_suite.auditing.places import NOWHERE, Place, here, living, loop_here, shown
 from gradcheck_suite.auditing.samples import Raw
 from gradcheck_suite.auditing.terms import (
@@ -58,7 +59,7 @@ from gradcheck_suite.auditing.terms import (
     leaves_below,
     used_at,
 )
-from gradcheck_suite.errors import CannotRunHere
+from gradcheck_suite.core.findings import Found, finding
 
 # What trainers are configured with, read off the stack at a step; no trainer is imported.
 
@@ -162,7 +163,7 @@ class Engine(_engine_class):  # type: ignore[misc]
         if not recorder.records:
             recorder.passes_seen += accumulates and _task() == -1
             return super().run_backward(tensors, *args, **kwargs)
-        running = recorder.begin(tensors, accumulates, inputs)
+        running = recorder.begin(tensors, args[0] if args else (), accumulates, inputs)
         try:
             result = super().run_backward(tensors, *args, **kwargs)
         except BaseException:
@@ -173,48 +174,6 @@ class Engine(_engine_class):  # type: ignore[misc]
             recorder.end(running)
         recorder.by_hand(running, inputs, result)
         return result
-
-
-def expect_supported() -> None:
-    """Refuse a torch that lacks what an audit needs and torch does not document.
-
-    Raises:
-        CannotRunHere: it lacks something.
-    """
-    leaf = torch.zeros(1, 2, requires_grad=True)
-    leaf.register_hook(lambda gradient: None)
-    loss = torch.nn.functional.nll_loss(torch.cat([leaf * 1]), torch.tensor([0])).grad_fn
-    node: Any = loss.next_functions[0][0] if loss is not None else None
-    holders = {
-        "torch": torch,
-        "Node": node,
-        "NllLossBackward0": loss,
-        "Tensor": leaf,
-        "Module": torch.nn.Identity(),
-    }
-    for name in NEEDED.split():
-        holder, _, attribute = name.partition(".")
-        try:
-            attrgetter(attribute)(holders[holder])
-        except AttributeError:
-            raise CannotRunHere(
-                f"audit: torch {torch.__version__} has no {name}: the audit runs with torch 2.9.1"
-                " to 2.13.0"
-            ) from None
-
-
-NEEDED = """
-torch.autograd.Variable._execution_engine torch._C._current_graph_task_id torch.compiler.is_dynamo_compiling
-torch._C._functorch.is_functorch_wrapped_tensor torch._C._functorch.peek_interpreter_stack torch.compiler.set_stance
-torch._C._dynamo.eval_frame.set_code_exec_strategy torch._C._dynamo.eval_frame._FrameExecStrategy
-torch._C._dynamo.eval_frame._FrameAction torch._C._dynamo.eval_frame.set_eval_frame
-torch.nn.modules.module._has_any_global_hook torch.nn.modules.module._global_forward_hooks_with_kwargs
-Node._input_metadata Node._saved_dim Node.metadata Node.register_prehook Node.next_functions
-NllLossBackward0._raw_saved_target NllLossBackward0._saved_target NllLossBackward0._saved_total_weight
-NllLossBackward0._saved_reduction NllLossBackward0._saved_ignore_index Module._forward_hooks Module._forward_pre_hooks
-Tensor._backward_hooks Tensor._post_accumulate_grad_hooks Tensor._version
-"""
-"""What torch does not document."""
 
 
 @dataclass
@@ -265,7 +224,8 @@ def _guarded(instrument: str) -> Callable[[Callable[..., Any]], Callable[..., An
                 return None
             begun, self._begun = self._begun, self._begun or time.perf_counter()
             try:
-                return function(self, *args)
+                with Apart():
+                    return function(self, *args)
             except Exception as error:
                 self.switch_off(instrument, error)
                 return None
@@ -323,7 +283,7 @@ class Recorder:
         self.steps_seen = 0
         self.passes_seen = 0
         self.last: Running | None = None
-        self.notes: Counter[str] = Counter()
+        self.notes: Counter[Found] = Counter()
         self.used_at: dict[int, str] = {}
         self._receive, self._full, self._resumes = receive, full, resumes
         self._paused_at: int | None = None
@@ -467,7 +427,7 @@ class Recorder:
     # Passes
 
     @_guarded(PASSES)
-    def begin(self, tensors: Any, accumulates: bool, inputs: Any) -> Running | None:
+    def begin(self, tensors: Any, gradients: Any, accumulates: bool, inputs: Any) -> Running | None:
         """Note the beginning of a pass; a pass that runs inside another one belongs to that."""
         roots = [t for t in tensors if edge_of(t)[0] is not None]
         if any(
@@ -476,9 +436,10 @@ class Recorder:
             if isinstance(t, torch.Tensor)
         ):
             # what a transformation returns is a value of the program's
-            self.notes[
-                "a loss inside of torch.func is not seen: what it returns is no backward pass"
-            ] += 1
+            said = "a loss inside of torch.func is not seen: what it returns is no backward pass"
+            self.notes[finding("functional-loss", said)] += 1
+            return None
+        if any(isinstance(g, torch.Tensor) and is_of_rows(g) for g in gradients):
             return None
         if any(isinstance(t, torch.Tensor) and not samples.has_values(t) for t in roots):
             return None  # operations are counted on the meta device or with fake tensors: nothing is trained
@@ -948,10 +909,11 @@ class Recorder:
         if hasattr(group, "_gradient_postdivide_factor"):
             divisor = float(group._gradient_predivide_factor * group._gradient_postdivide_factor)
         what = "the mean" if divisor == ranks else f"the sum, divided by {divisor:g},"
-        self.notes[
+        said = (
             f"gradients are sharded over the ranks: what is reduced into them is taken for {what}"
             " over all ranks"
-        ] = 1
+        )
+        self.notes[finding("sharded-gradients", said)] = 1
         return divisor
 
     def _surround(self, key: int, parameter: torch.Tensor) -> None:
@@ -966,16 +928,19 @@ class Recorder:
         _arrange(hooks, [known.hooks[0].id], [known.hooks[1].id])
 
     @_guarded(SUMS)
-    def _raw(self, known: Known, gradient: torch.Tensor) -> None:
-        known.raw = gradient.detach().clone()
+    def _raw(self, known: Known, gradient: torch.Tensor | None) -> None:
+        # a function of one's own may return None for an input that requires a gradient
+        known.raw = None if gradient is None else gradient.detach().clone()
 
     @_guarded(SUMS)
-    def _hooked(self, key: int, known: Known, gradient: torch.Tensor) -> None:
+    def _hooked(self, key: int, known: Known, gradient: torch.Tensor | None) -> None:
         """Compare the factors by which the program's hooks change a gradient with those of the last
         pass.
         """
         raw, known.raw = known.raw, None
-        if raw is None or raw.shape != gradient.shape or raw.layout != torch.strided:
+        if raw is None or gradient is None:
+            return
+        if raw.shape != gradient.shape or raw.layout != torch.strided:
             return
         last, unchanged = known.ratio, torch.equal(raw, gradient)
         if last is None and unchanged:
@@ -1113,21 +1078,23 @@ class Recorder:
         if self._lines or self.steps_seen > 1:
             self._end_of_stacks()
         if _task() != -1:
-            self.notes[
+            said = (
                 "an optimizer steps inside of a backward pass, which has not ended: these steps"
                 " were not judged"
-            ] += 1
+            )
+            self.notes[finding("step-inside-backward", said)] += 1
             return
         own = [p for group in optimizer.param_groups for p in group["params"]]
         if any(
             getattr(p, "_fsdp_flattened", False) and not getattr(p, "_is_flat_param", False)
             for p in own
         ):
-            self.notes[
+            said = (
                 "FSDP with use_orig_params=True takes `.grad` away while it computes: neither sums"
                 " nor weights of these steps were judged; those of `fully_shard` and of"
                 " use_orig_params=False can be"
-            ] += 1
+            )
+            self.notes[finding("original-parameters", said, remedy="")] += 1
             return
         self._note_unseen()
         index = self.index(optimizer)

@@ -22,10 +22,8 @@ from gradcheck_suite.auditing.replay import (
     StepWindow,
     near,
 )
+from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.text import counted
-
-IF_WANTED = "; if it should be in one, do not reset between it and the step"
-"""What to do about a pass that may have been discarded on purpose."""
 
 MOST_LINES = 3
 """Lines that a sentence names."""
@@ -164,7 +162,7 @@ class Sums:
 
     Attributes:
         fault: what is wrong, or None.
-        excuse: why passes that are missing are no fault, or None.
+        excuse: a finding that says why passes that are missing are no fault, or None.
         removed: parameters whose gradient was taken away after the last pass.
         may_be_right: whether the passes have unequal coefficients, with which the losses may weigh
             rightly.
@@ -176,7 +174,7 @@ class Sums:
     """
 
     fault: StepFault | None = None
-    excuse: str | None = None
+    excuse: Found | None = None
     removed: Sequence[int] = ()
     may_be_right: bool = False
     by_hand: bool = False
@@ -187,6 +185,10 @@ class Sums:
 def _fault(seen: str, key: int | None = None, *, keys: Sequence[int] = (), where: str = "") -> Sums:
     fault = OF_SUMS[seen]
     return Sums(replace(fault, sentence=fault.sentence + where, key=key, keys=keys))
+
+
+def _excuse(name: str, sentence: str, window: StepWindow) -> Sums:
+    return Sums(excuse=finding(name, sentence, window.step.place))
 
 
 class Members:
@@ -407,9 +409,10 @@ def _judge_lost(
     kept = [i for i in members.required if i not in lost]
     elsewhere = not members.places(lost) & members.places(kept)
     if window.not_finite & set(lost):
-        return Sums(excuse="gradients were not finite, and were reset")
+        return _excuse("reset-non-finite", "gradients were not finite, and were reset", window)
     if elsewhere and all(set(window.passes[i].consumers) - {window.optimizer} for i in lost):
-        return Sums(excuse="passes that another optimizer steps on were reset")
+        said = "passes that another optimizer steps on were reset"
+        return _excuse("reset-shared-pass", said, window)
     if all(members.moved(i) for i in lost):
         # another pass at the first point may have been discarded before: it did not stand there
         # with these
@@ -419,20 +422,21 @@ def _judge_lost(
         first = [i for i in lost if i in together and not members.moved(i, lost[-1])]
         return _judge_points(members, first, kept)
     if elsewhere and window.first:
-        return Sums(excuse="what other lines sent backward was reset before the first step")
+        said = "what other lines sent backward was reset before the first step"
+        return _excuse("reset-before-first-step", said, window)
     if elsewhere:
         # `.grad` alone cannot tell a pass that is discarded on purpose (statistics, a warm-up) from
         # a slip
         lines = ", ".join(sorted(place.line for place in members.places(lost)))
-        return Sums(
-            excuse=f"{lines}: what goes backward here was reset, and is in no step{IF_WANTED}"
-        )
+        said = "what goes backward here was reset, and is in no step"
+        return Sums(excuse=finding("discarded-pass", said, lines))
     if kept and typical_k and len(kept) == typical_k and len(lost) % typical_k == 0:
-        return Sums(excuse="a whole window was reset without a step")
+        return _excuse("discarded-window", "a whole window was reset without a step", window)
     if any(r.raised for r in window.passes[max(lost)].records) and len(kept) == (
         typical_k or len(kept)
     ):
-        return Sums(excuse="a window was begun anew after an exception in backward")
+        said = "a window was begun anew after an exception in backward"
+        return _excuse("window-begun-anew", said, window)
     begun, ended = (
         window.passes[i].records[0].loop for i in (max(lost), min(kept, default=max(lost)))
     )
@@ -443,24 +447,22 @@ def _judge_lost(
     ):
         # no step came in this round of the outer loop: not the rest of an epoch, but a window that
         # was given up
-        return Sums(
-            excuse=(
-                f"a window was given up before its end{_resets(members, lost)}: its micro-batches"
-                " are in no step"
-            )
+        said = (
+            f"a window was given up before its end{_resets(members, lost)}: its micro-batches"
+            " are in no step"
         )
+        return _excuse("window-given-up", said, window)
     if _is_rest_of_epoch(window, lost, kept, typical_k, longest):
         fault = tail_dropped(len(lost))
         return Sums(replace(fault, sentence=fault.sentence + _resets(members, lost)))
     anew = len(kept) > 1 and max(lost) < min(kept) and weigh_one(window, used_of(window))
     if anew and is_tried(window.passes[max(lost)].site):
         # what is left is a whole mean: the rest of a window that is reset inside would weigh less
-        return Sums(
-            excuse=(
-                f"a window was begun anew{_resets(members, lost)}: what went backward before is in"
-                " no step"
-            )
+        said = (
+            f"a window was begun anew{_resets(members, lost)}: what went backward before is in"
+            " no step"
         )
+        return _excuse("window-begun-anew", said, window)
     hit = {k for i in lost for k, c in members.by_parameter[i] if abs(c) < NEGLIGIBLE}
     whole = all(abs(c) < NEGLIGIBLE for i in lost for _, c in members.by_parameter[i])
     seen = "dropped" if kept and max(lost) > min(kept) else "last passes"
@@ -500,7 +502,8 @@ def _judge_points(members: Members, first: Sequence[int], kept: Sequence[int]) -
     counts = [[[count for _, count in of_pass] for of_pass in at] for at in (before, after)]
     alike = first if len(first) > 1 and counts[0] == counts[1] else ()
     point = dict.fromkeys(product(range(len(passes[first[0]].records)), alike), 1.0)
-    return Sums(excuse=f"parameters were written between the passes: {said}", first_point=point)
+    excuse = finding("two-points", f"parameters were written between the passes: {said}")
+    return Sums(excuse=excuse, first_point=point)
 
 
 def weigh_one(window: StepWindow, coefficients: Mapping[Source, float]) -> bool:

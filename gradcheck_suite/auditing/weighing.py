@@ -28,6 +28,7 @@ from gradcheck_suite.auditing.weights import (
     evidence,
 )
 from gradcheck_suite.core.faults import FAULTS, FIX, remedy_of
+from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.results import Unknown, Violation, Weight
 from gradcheck_suite.judge.naming import diagnose, means_text, names_nothing
 from gradcheck_suite.judge.weights import Diagnosis, Weights
@@ -116,7 +117,7 @@ class Weighed:
     violations: list[Violation] = field(default_factory=list)
     provisional: list[Violation] = field(default_factory=list)
     united: United = field(default_factory=dict)
-    notes: Counter[str] = field(default_factory=Counter)
+    notes: Counter[Found] = field(default_factory=Counter)
     unknown: Counter[Unknown] = field(default_factory=Counter)
     steps: set[int] = field(default_factory=set)
 
@@ -171,7 +172,8 @@ def judge_weights(
             result.steps.add(one.window.number)
         for use in _uses(one, found):
             if use.objective.status == UNEQUAL and _is_coefficient(use):
-                result.notes[f"{use.objective.place}: a coefficient changes within a window"] += 1
+                said = "a coefficient changes within a window"
+                result.notes[finding("changing-coefficient", said, use.objective.place)] += 1
             elif use.objective.status == UNEQUAL:
                 unequal[use.objective.key].append(use)
             elif one.scaled:
@@ -273,9 +275,11 @@ def _note_unknown(
         for term in record.terms:
             if term.opaque:
                 remedy = DECLARE if term.expression[0] != "given" else ""
-                unreadable.add(Unknown("weights", str(record.place), term.opaque, remedy))
+                place = str(record.place)
+                one_loss = Unknown("weights", place, term.opaque, remedy, name="unreadable-loss")
+                unreadable.add(one_loss)
             elif term.partial:
-                partial.add(Unknown("weights", str(record.place), PARTIAL))
+                partial.add(Unknown("weights", str(record.place), PARTIAL, name="joined-items"))
     if one.length > 1:
         result.unknown.update(unreadable | partial)
         whole = {key for record in records.values() for key in record.whole if key in window.keys}
@@ -284,14 +288,18 @@ def _note_unknown(
         ]
         if whole and len(set(places)) == one.length:
             names = ", ".join(sorted(str(name_of(key)) for key in whole))
-            result.notes[
-                f"{one.window.where}: outside of the cached items, the gradient of {names} arrives"
+            said = (
+                f"outside of the cached items, the gradient of {names} arrives"
                 f" from each of the {one.length} passes over the same items: it is {one.length}"
-                f" times too large: divide it by {one.length} before the step"
-            ] += 1
+                " times too large"
+            )
+            remedy = f"divide it by {one.length} before the step"
+            result.notes[finding("repeated-outside-cache", said, one.window.where, remedy)] += 1
     reason = "the number of terms differs between micro-batches"
     uneven = [
-        Unknown("weights", str(one.place), reason, DECLARE) for one in found if one.status == UNEVEN
+        Unknown("weights", str(one.place), reason, DECLARE, name="uneven-terms")
+        for one in found
+        if one.status == UNEVEN
     ]
     result.unknown.update(uneven)
     return bool(unreadable or uneven), bool(partial)

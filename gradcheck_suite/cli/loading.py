@@ -21,7 +21,13 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, cast
 
-from gradcheck_suite.core.contract import Loop, Problem, is_jax, jax_training_loop
+from gradcheck_suite.core.contract import (
+    Loop,
+    Problem,
+    is_jax,
+    jax_training_loop,
+    signature_of,
+)
 from gradcheck_suite.core.text import suggestion
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.trainers import TRAINERS
@@ -320,7 +326,7 @@ def _expect_function(
             " yield"
         )
     try:
-        signature = inspect.signature(found)
+        signature = signature_of(found)
     except (TypeError, ValueError):
         return  # some callables written in C have no signature: the call itself will fail
     try:

@@ -19,6 +19,7 @@ from gradcheck_suite.core.text import aligned
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.loops.trainers import PACKAGES, TRAINERS, Trainer
 from gradcheck_suite.run import environment
+from gradcheck_suite.run.private_names import expect_present
 
 
 def add_arguments(parser: parsers.Parser) -> None:
@@ -61,6 +62,7 @@ def run(arguments: Namespace) -> int:
     trainers = _chosen(_models_only(arguments) if arguments.heads else arguments.trainers)
     parsers.expect_writable(arguments.reports, json=arguments.json)
     environment.prepare()
+    expect_present("verify")
     note_untested_trainers(trainer.name for trainer in trainers)
     from gradcheck_suite.cli.verify import subjects
     from gradcheck_suite.loops.trainers.trainer import model_questions, on_problem

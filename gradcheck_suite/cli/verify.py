@@ -30,7 +30,7 @@ from gradcheck_suite.core.contract import (
     is_jax,
 )
 from gradcheck_suite.core.counterexamples import FOLDER as COUNTEREXAMPLES
-from gradcheck_suite.core.counterexamples import Counterexample, loop_source, store_counterexample
+from gradcheck_suite.core.counterexamples import Counterexample, store_counterexample
 from gradcheck_suite.core.options import ChosenOptions, VerifyOptions
 from gradcheck_suite.core.records import (
     KINDS,
@@ -39,11 +39,19 @@ from gradcheck_suite.core.records import (
     judge_digest,
     write_text,
 )
-from gradcheck_suite.core.results import Result, Verdict, no_longer_found, result_lines
+from gradcheck_suite.core.results import (
+    Result,
+    Verdict,
+    Violation,
+    no_longer_found,
+    result_lines,
+)
+from gradcheck_suite.core.source_lines import loop_source
 from gradcheck_suite.core.text import aligned, counted, say
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.trainers import PACKAGES, TRAINERS
 from gradcheck_suite.run import environment
+from gradcheck_suite.run.private_names import expect_present
 from gradcheck_suite.run.processes import template_ahead
 from gradcheck_suite.strategies.coverage import CaseCoverage, Coverage
 from gradcheck_suite.verification.judge_process import second_process
@@ -119,26 +127,52 @@ def store(
     violation, stored = result.violation, None
     if violation is not None:
         case = store_counterexample(reports, result, environment, loop_source(subject.loop))
-        stored = Counterexample(case, None)
-        # a script is one process
-        if subject.importable and not violation.case.plan.ranks:
-            from gradcheck_suite.script import script_text
-
-            # a weight probe that was checked beside the user's problem brings its own
-            problem, limit = None if violation.case.spec else subject.problem, options.time_limit_s
-            script = case.with_suffix(".py")
-            text = script_text(
-                subject.loop,
-                subject.name,
-                violation,
-                problem=problem,
-                time_limit_s=limit,
-                assumes=result.assumes,
-            )
-            if text is not None:
-                write_text(script, text)
-                stored = Counterexample(case, script)
+        stored = _with_script(subject, options, result, case)
     return stored
+
+
+def _with_script(
+    subject: Subject, options: VerifyOptions, result: Result, case: Path
+) -> Counterexample:
+    """Write the script of a violation beside its case; return both, or why there is no script."""
+    from gradcheck_suite.script import NoScriptError, script_text
+
+    assert result.violation is not None
+    if not subject.importable:
+        why = "the loop is no FILE.py:NAME or package.module:NAME that a script could import"
+        return Counterexample(case, None, why)
+    # a weight probe that was checked beside the user's problem brings its own
+    problem = None if result.violation.case.spec else subject.problem
+    try:
+        text = script_text(
+            subject.loop,
+            subject.name,
+            result.violation,
+            problem=problem,
+            time_limit_s=options.time_limit_s,
+            assumes=result.assumes,
+        )
+    except NoScriptError as error:
+        return Counterexample(case, None, str(error))
+    script = case.with_suffix(".py")
+    write_text(script, text)
+    return Counterexample(case, script)
+
+
+def _tried(stored: Counterexample, violation: Violation, options: VerifyOptions) -> Counterexample:
+    """Run a script; return the files without it where it does not show the fault, and why not."""
+    from gradcheck_suite.script import script_failure
+
+    if stored.script is None:
+        return stored
+    failure = script_failure(stored.script, violation, options.time_limit_s)
+    if failure is None:
+        return stored
+    if not failure.is_refuted:
+        return replace(stored, no_script=failure.reason)
+    # a script that says that the fault is gone, or that fails, would contradict the verdict
+    stored.script.unlink(missing_ok=True)
+    return replace(stored, script=None, no_script=failure.reason)
 
 
 def record(
@@ -161,7 +195,7 @@ def record(
         "problem": subject.problem_name,
         "reached": reached,
         "stored": stored and stored.case.name,
-        "unrepeatable": stored and stored.unrepeatable,
+        "no_script": stored and stored.no_script,
     }
     append_record(reports, KINDS["verify"], data, environment=environment)
 
@@ -241,10 +275,12 @@ def file_lines(
         else f" --time-limit {options.time_limit_s:g}"
     )
     further += "" if options.autocast is None else f" --autocast {options.autocast}"
-    not_so = "" if stored.unrepeatable is None else f"  (not repeatable: {stored.unrepeatable})"
     lines = [f"    stored  {seen(stored.case)}"]
     if stored.script is not None:
-        lines.append(f"    script  python {shlex.quote(str(seen(stored.script)))}{not_so}")
+        unknown = "" if stored.no_script is None else f"  (not seen to fail: {stored.no_script})"
+        lines.append(f"    script  python {shlex.quote(str(seen(stored.script)))}{unknown}")
+    elif stored.no_script is not None:
+        lines.append(f"    script  none: {stored.no_script}")
     return [
         *lines,
         f"    replay  gradcheck-suite replay {shlex.quote(str(seen(stored.case)))}{further}",
@@ -338,6 +374,7 @@ def run(arguments: argparse.Namespace) -> int:
         second_process(wanted=_is_worth_a_process(arguments, options)),
     ):
         environment.prepare()
+        expect_present("verify")
         return _verify(arguments, options, output)
 
 
@@ -480,12 +517,8 @@ def _keep(
     stored = exit_status.attempt(PROGRAM, lambda: store(subject, options, result, reports, about))
     if stored is None:
         return None
-    if stored.script is not None and result.violation is not None:
-        from gradcheck_suite.script import unrepeatable
-
-        stored = replace(
-            stored, unrepeatable=unrepeatable(stored.script, result.violation, options.time_limit_s)
-        )
+    if result.violation is not None:
+        stored = _tried(stored, result.violation, options)
     done.stored.append(stored.case)
     if not quiet:
         say(file_lines(stored, options, output.seen))

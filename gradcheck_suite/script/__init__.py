@@ -1,5 +1,10 @@
 """The stand-alone script of a violation."""
 
-from gradcheck_suite.script.writer import script_text, unrepeatable
+from gradcheck_suite.script.writer import (
+    NoScriptError,
+    ScriptFailure,
+    script_failure,
+    script_text,
+)
 
-__all__ = ["script_text", "unrepeatable"]
+__all__ = ["NoScriptError", "ScriptFailure", "script_failure", "script_text"]

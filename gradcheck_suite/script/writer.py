@@ -19,6 +19,7 @@ import symtable
 import sys
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from pprint import pformat
@@ -78,6 +79,10 @@ MOST_SHOWN = 4096
 """Largest number of elements of a parameter whose observed gradient a script contains."""
 TEMPLATE = (Path(__file__).parent / "template.txt").read_text(encoding="utf-8")
 """Of every script: `%% A B` stands above lines of those scripts that have A or B, and `%%` above those of all."""
+SHOWN_OF_RANKS = (*AT_A_STEP, "step-count", "not-accumulable")
+"""Kinds of violation that the script of a loop on several ranks shows."""
+RANKS_S = 60.0
+"""Seconds that a rank of a script may take after the ranks before it have ended."""
 WRITTEN = {
     *re.findall(r"(?m)^(?:def |class )?(\w+)(?:\(| =|, )", TEMPLATE),
     "DTYPE",
@@ -93,6 +98,8 @@ IMPORTS = (
             "importlib.util",
             "inspect",
             "os",
+            "socket",
+            "subprocess",
             "sys",
             "traceback",
             "torch",
@@ -126,6 +133,10 @@ NONLINEARITY = inspect.Parameter("nonlinearity", inspect.Parameter.KEYWORD_ONLY,
 
 class CannotCopyError(Exception):
     """A definition does not stand alone."""
+
+
+class NoScriptError(Exception):
+    """Carries the reason why a violation has no script."""
 
 
 @cache
@@ -213,13 +224,16 @@ def _global_names(text: str) -> list[str]:
         for s in t.get_symbols()
         if s.is_referenced() and s.is_global()
     }
-    return sorted(outer | inner)
+    # Python 3.14 makes this name up where a module annotates a variable (PEP 649)
+    return sorted((outer | inner) - {"__conditional_annotations__"})
 
 
 class Sources:
     """Definitions and imports gathered so far; a definition comes after those it needs."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, jax: bool = False) -> None:
+        """Start with nothing; `jax` is whether the script runs JAX."""
+        self._jax = jax
         self.imports: set[tuple[str, str | None, str | None]] = set()
         self._texts: dict[str, str] = {}
         self._taken: set[str] = set()
@@ -241,7 +255,8 @@ class Sources:
                 source, original, renamed = found
                 if not _is_own(source):
                     # of JAX, only types stand in what runs torch
-                    self.imports |= {found} if source.partition(".")[0] != "jax" else set()
+                    is_type = source.partition(".")[0] == "jax" and not self._jax
+                    self.imports |= set() if is_type else {found}
                 elif original is None or renamed is not None:
                     raise CannotCopyError(
                         f"{name} of {module} has another name where it is defined"
@@ -562,12 +577,18 @@ def _users(problem: Problem, case: Case, sources: Sources) -> dict[str, Any]:
     }
 
 
+def _folder(name: str) -> Path:
+    """Return the folder in which `FILE.py:NAME` or `package.module:NAME` is looked up."""
+    place = name.rpartition(":")[0]
+    return Path(place).resolve().parent if place.endswith(".py") else Path.cwd()
+
+
 def _loaded(name: str) -> str:
     """Return the call that loads what `FILE.py:NAME` or `package.module:NAME` stands for."""
     place, _, attribute = name.rpartition(":")
-    folder = Path.cwd()
+    folder = _folder(name)
     if place.endswith(".py"):
-        folder, place = Path(place).resolve().parent, Path(place).name
+        place = Path(place).name
     return f"load({place!r}, {attribute!r}, folder={folder.as_posix()!r})".replace("'", '"')
 
 
@@ -655,6 +676,7 @@ def _flags(violation: Violation, reduction: str, time_limit_s: float | None) -> 
             "objective",
             "compares",
             "objective_mean" if reduction == "mean" else "objective_plain",
+            "one_rank",
         }
         return flags | (
             {"objective_sum"}
@@ -662,6 +684,7 @@ def _flags(violation: Violation, reduction: str, time_limit_s: float | None) -> 
             else {"objective_window", "compares_elements"}
         )
     flags |= {"loop", "real_optimizer" if case.optimizer else "no_optimizer"}
+    flags |= {"ranks" if case.plan.ranks else "one_rank"}
     # the loop may catch the exception that should stop it
     is_hang = is_endless(violation) and bool(time_limit_s)
     if kind == "raised" and not is_hang:
@@ -689,6 +712,8 @@ def _flags(violation: Violation, reduction: str, time_limit_s: float | None) -> 
         "step_moved" if moves else "step_fixed",
         "no_literal" if moves or not case.spec else "literal",
     }
+    # a rank's own gradient is not that of the rank whose evidence is kept
+    flags |= {"observed"} if "one_rank" in flags else set()
     return flags | {"counted", "step", "compares", "compares_elements"}
 
 
@@ -713,11 +738,9 @@ def script_text(
     problem: Problem | None = None,
     time_limit_s: float | None = LIMIT,
     assumes: Iterable[str] = (),
-) -> str | None:
+) -> str:
     """Return the text of a script that shows a violation: exit status 1 while it is there, 0 when
-    it is gone.
-
-    None where the script of a loop of JAX would not show the fault, or be too long.
+    it is gone, 2 where the script itself fails.
 
     Args:
         loop: the subject.
@@ -730,9 +753,18 @@ def script_text(
         time_limit_s: seconds that the loop may take, which the script repeats for a loop that took
             longer.
         assumes: what the loop assumes beside what it declares itself.
+
+    Raises:
+        NoScriptError: no script would show the violation, or it would be too long.
     """
     if is_jax(loop):
-        return _jax_script(loop, name, violation, problem)
+        return _jax_script(loop, name, violation, problem, time_limit_s)
+    if violation.case.plan.ranks and violation.kind not in SHOWN_OF_RANKS:
+        what = {"raised": "an exception or ranks that wait", "parameters": "what moves parameters"}
+        raise NoScriptError(
+            "a script of several ranks compares gradients and numbers of steps, and does not show"
+            f" {what.get(violation.kind, violation.kind)}"
+        )
     assumed = {*assumes, *assumptions_of(loop)}
     try:
         return _script(loop, name, violation, problem, time_limit_s, assumed, copied=True)
@@ -759,6 +791,7 @@ def _script(
     flags |= {flag for flag in ("ties", "frozen") if values.get(flag)}
     values |= _numbers(violation, with_expected="literal" in flags) | _places(violation, instance)
     values["seconds"] = time_limit_s
+    values["most_seconds"] = RANKS_S + (time_limit_s or 0.0)
     if problem is not None:
         needs.append(f"{case.problem}, which imports gradcheck_suite for its Problem")
     if "loop" in flags:
@@ -827,6 +860,13 @@ def _places(violation: Violation, instance: Instance) -> dict[str, Any]:
         "windows": len(plan.windows),
         "total_items": plan.total_items,
         "micro_batches": [plan.items(j) for j in range(len(plan.micro_batches))],
+        "of_rank": [list(plan.of_rank(rank)) for rank in range(plan.world_size)],
+        "own_micro_batches": (
+            "[MICRO_BATCHES[j] for j in OF_RANK[RANK]]" if plan.ranks else "MICRO_BATCHES"
+        ),
+        "rank": "RANK" if plan.ranks else "0",
+        "world_size": plan.world_size,
+        "backend": "nccl" if case.device == "cuda" else "gloo",
         "reduction": instance.problem.reduction,
         "seed": case.seed,
         "device": case.device,
@@ -878,11 +918,49 @@ MOST_NUMBERS = 100_000
 """Numbers that the script of a loop of JAX may contain."""
 
 
-def _jax_script(loop: Loop, name: str, violation: Violation, problem: Problem | None) -> str | None:
+OF_JAX_TEMPLATE = (
+    *((module, None, None) for module in ("faulthandler", "sys", "traceback", "types", "jax")),
+    ("dataclasses", "make_dataclass", None),
+    ("typing", "Any", None),
+    ("jax.numpy", None, "jnp"),
+    ("numpy", None, "np"),
+    ("optax", None, None),
+    *(("numpy", name, None) for name in ("array", "inf", "nan")),
+)
+"""What the template of JAX and its numbers import; the observer's own imports are copied with it."""
+
+
+def _no_jax_script(loop: Loop, name: str, violation: Violation) -> str | None:
+    """Return why a violation of a loop of JAX has no script, or None."""
+    if violation.kind not in SHOWN_OF_JAX:
+        return (
+            f"a script of JAX shows {', '.join(SHOWN_OF_JAX)} alone, and this is {violation.kind}"
+        )
+    if violation.moved:
+        return (
+            "a script of JAX has losses that are linear in the parameters, and here the optimizer"
+            " moves them"
+        )
+    if inspect.getsourcefile(inspect.unwrap(loop)) is None or ":" not in name:
+        return "the loop is in no file of its own"
+    return None
+
+
+def _jax_script(
+    loop: Loop,
+    name: str,
+    violation: Violation,
+    problem: Problem | None,
+    time_limit_s: float | None,
+) -> str:
     case = violation.case
-    source = inspect.getsourcefile(inspect.unwrap(loop))
-    if violation.kind not in SHOWN_OF_JAX or violation.moved or source is None or ":" not in name:
-        return None
+    if why := _no_jax_script(loop, name, violation):
+        raise NoScriptError(why)
+    source = inspect.getsourcefile(inspect.unwrap(loop)) or ""
+    text = Path(source).read_text(encoding="utf-8")
+    observer = Sources(jax=True)
+    observer.imports |= set(OF_JAX_TEMPLATE)
+    observer.copy(*jax_run.OBSERVER)
     instance = instance_of(case, of_torch(loop, problem))
     reference = Reference(instance)
     model = reference.model(None, None)
@@ -902,7 +980,9 @@ def _jax_script(loop: Loop, name: str, violation: Violation, problem: Problem | 
     if is_probe(case):
         gradients = np.diag(np.resize(slopes_of(case), len(items)))
     if gradients.size > MOST_NUMBERS:
-        return None
+        raise NoScriptError(
+            f"the script would have {gradients.size} numbers, and {MOST_NUMBERS} are the most"
+        )
     evidence, windows = violation.evidence, len(case.plan.windows)
     step = None if violation.window is None else (violation.epoch or 0) * windows + violation.window
     parameters = sorted(
@@ -925,16 +1005,19 @@ def _jax_script(loop: Loop, name: str, violation: Violation, problem: Problem | 
             expected=None if evidence is None else repr(ordered(evidence.expected)),
             allowed=None if evidence is None else repr(ordered(np.nan_to_num(evidence.allowed))),
             file=Path(source).name,
-            source=repr(Path(source).read_text(encoding="utf-8"))
-            .replace("\\n", "\\n'\n    '")
-            .join("()"),
+            folder=repr(_folder(name).as_posix()),
+            source="\n    ".join(map(repr, text.splitlines(keepends=True))).join(
+                ("(\n    ", "\n)")
+            ),
             name=name.rpartition(":")[2],
-            observer="\n\n".join(inspect.getsource(part) for part in jax_run.OBSERVER),
+            observer=observer.take().rstrip(),
+            imports=observer.import_text(),
             is_sum=instance.problem.reduction == "sum",
             accumulation_steps=case.plan.accumulation_steps,
             epochs=case.plan.epochs,
             reduction=instance.problem.reduction,
             kind=violation.kind,
+            ends_within=time_limit_s if violation.diagnosis == "timed-out" else None,
         )
 
 
@@ -945,7 +1028,26 @@ START_S = 120.0
 """Seconds that a script may take beside the time limit of its loop: it imports torch and what the loop needs."""
 
 
-def unrepeatable(script: Path, violation: Violation, time_limit_s: float | None) -> str | None:
+NOT_THE_FAILURE = ("This is another failure", "Install what is missing")
+"""Beginnings of lines that a failing script adds to what its failure was."""
+
+
+@dataclass(frozen=True)
+class ScriptFailure:
+    """A script that did not show the fault.
+
+    Attributes:
+        reason: why, as far as it is known.
+        is_refuted: whether the script ended without showing the fault, in place of not ending.
+    """
+
+    reason: str
+    is_refuted: bool
+
+
+def script_failure(
+    script: Path, violation: Violation, time_limit_s: float | None
+) -> ScriptFailure | None:
     """Run a script in a process of its own, in the working directory.
 
     Return why it does not show the fault, or None.
@@ -962,22 +1064,25 @@ def unrepeatable(script: Path, violation: Violation, time_limit_s: float | None)
             command, capture_output=True, text=True, errors="replace", timeout=longest, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"it did not end within {longest:g} s"
+        return ScriptFailure(f"it did not end within {longest:g} s", is_refuted=False)
     except (KeyboardInterrupt, OSError) as error:
-        return (
-            f"it could not be run: {error}"
-            if str(error)
-            else "it was not run to its end: interrupted"
-        )
+        why = f"it could not be run: {error}" if str(error) else "it was interrupted"
+        return ScriptFailure(why, is_refuted=False)
     # a loop that hangs ends the process, so nothing more is printed
     shown = is_endless(violation) or done.stdout.endswith("the fault is there\n")
     if done.returncode == 1 and shown:
         return None
     if done.returncode == 0:
-        return "in a process of its own the loop does not show the fault (status 0)"
+        return ScriptFailure(
+            "in a process of its own the loop does not show the fault", is_refuted=True
+        )
     errors = [
         line
         for line in done.stderr.splitlines()
-        if line.strip() and not line.startswith((" ", "Traceback"))
+        if line.strip() and not line.startswith((" ", "Traceback", *NOT_THE_FAILURE))
     ]
-    return f"it ends with status {done.returncode}: {errors[0] if errors else 'no message'}"
+    return ScriptFailure(
+        f"the script itself fails with status {done.returncode}:"
+        f" {errors[-1] if errors else 'no message'}",
+        is_refuted=True,
+    )

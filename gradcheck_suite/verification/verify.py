@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from hypothesis import find, settings
 from hypothesis import strategies as st
 
 from gradcheck_suite.catalogue.description import with_case_described
@@ -27,9 +28,9 @@ from gradcheck_suite.core.contract import (
     expect_within,
     is_jax,
 )
-from gradcheck_suite.core.counterexamples import loop_lines, loop_places
 from gradcheck_suite.core.options import ChosenOptions, VerifyOptions, takes
 from gradcheck_suite.core.results import MovedByZeros, Result, result_lines
+from gradcheck_suite.core.source_lines import judged_lines, loop_places
 from gradcheck_suite.core.text import say
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run.instance import Instance, instance_of, one_thread
@@ -116,7 +117,9 @@ def verify(
     violation = search.violation
     if violation is not None:
         violation = replace(
-            with_case_described(violation), found_after=search.found_after, **loop_places(loop)
+            with_case_described(violation),
+            found_after=search.found_after,
+            **loop_places(loop, violation),
         )
     findings = (*search.findings, *(opinion.findings if opinion else ()))
     moving = search.moved_by_zeros
@@ -140,7 +143,7 @@ def verify(
         traffic=traffic,
         moved_by_zeros=MovedByZeros(len(moving), moving[0]) if moving else None,
         runs=search.runs,
-        files=() if (place := loop_lines(loop)) is None else (place,),
+        files=judged_lines(loop),
     )
     if not quiet:
         say(result_lines(result))
@@ -275,6 +278,15 @@ def _traffic(
     return traffic_text(found) if found else None
 
 
+def _make_hypothesis_generator() -> None:
+    """Let Hypothesis make its random generator, which it does at the first example.
+
+    It then asks the collector who refers to it. Under Python 3.14, where every dict is tracked from
+    its beginning, a frozen one is no answer, and Hypothesis would warn.
+    """
+    find(st.none(), lambda _: True, settings=settings(database=None))
+
+
 @contextmanager
 def _frozen_heap() -> Iterator[None]:
     """Leave what exists out of garbage collection: each walk over the objects of torch and JAX
@@ -283,6 +295,7 @@ def _frozen_heap() -> Iterator[None]:
     if gc.get_freeze_count():
         yield
         return
+    _make_hypothesis_generator()
     gc.freeze()
     try:
         yield

@@ -10,6 +10,7 @@ from gradcheck_suite.core.contract import is_jax
 from gradcheck_suite.loops.reset_modes import BUILT_IN, MODES
 from gradcheck_suite.run.instance import generated_instance
 from gradcheck_suite.run.runner import run_loop
+from gradcheck_suite.script import NoScriptError, script_failure, script_text
 from gradcheck_suite.verification.check import check
 from properties.devices import DEVICES
 from studies.report.evidence import NOT_EXPRESSED
@@ -44,7 +45,7 @@ def test_a_known_bug_is_found_and_named_on_a_small_case(bug, device):
     ],
     ids=lambda bug: bug.name,
 )
-def test_a_known_bug_is_found_named_and_made_small(bug):
+def test_a_known_bug_is_found_named_made_small_and_shown_by_its_script(bug, tmp_path):
     row = run_bug(bug, [0], examples=200)
     assert row.found == 1
     violation = row.runs[0].violation
@@ -55,6 +56,30 @@ def test_a_known_bug_is_found_named_and_made_small(bug):
         violation.explanation
     )
     assert row.small, violation.case
+    assert_script_shows(bug, violation, tmp_path)
+
+
+NO_SCRIPT = ("a script of several ranks compares", "a script of JAX shows", "a script of JAX has")
+"""How the reasons begin for which a violation has no script."""
+
+
+def assert_script_shows(bug, violation, folder):
+    __tracebackhide__ = True
+    problem = None if violation.case.spec else bug.problem
+    if problem is not None and ":" not in str(violation.case.problem_name):
+        return  # a problem of the zoo has no place from which a script could import it
+    place = f"{bug.loop.__module__}:{bug.loop.__name__}"
+    script, reason = folder / "script.py", ""
+    try:
+        text = script_text(bug.loop, place, violation, problem=problem, assumes=bug.assumes)
+    except NoScriptError as error:
+        text, reason = "", str(error)
+    if not text:
+        assert reason.startswith(NO_SCRIPT)
+        return
+    script.write_text(text)
+    failure = script_failure(script, violation, 60.0)
+    assert failure is None, failure
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
