@@ -20,16 +20,24 @@ from typing import Any
 import torch
 from torch.nn.modules import module as module_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
+from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.hooks import unserializable_hook
 
+from gradcheck_suite.auditing.modes import Apart, AsBefore, is_of_rows
 from gradcheck_suite.auditing.places import here
 from gradcheck_suite.auditing.program_state import RandomState, unchanged
-from gradcheck_suite.auditing.samples import Raw, has_values, sample
+from gradcheck_suite.auditing.samples import OWN, Raw, has_values, sample
 from gradcheck_suite.auditing.terms import elements, factors_below, is_leaf, live
 from gradcheck_suite.core.comparison import UNIT_ROUNDOFF
 from gradcheck_suite.run.functions import ancestors, kinds_of
+
+LAZY = "a lazy module of the model has made its parameters in a call of it"
+LENT = "the model is called with other tensors than its parameters at {}"
+OF_PYTHON = "the model returns a {}, which computes in Python"
+"""Why a call cannot be computed again."""
 
 
 @dataclass(eq=False)
@@ -49,8 +57,9 @@ class ModuleCall:
         trained: whether each parameter required a gradient.
         autocast: device type, dtype, and whether autocast was on.
         point: fingerprint of the module's parameters.
-        lent: where it was called with other tensors than its parameters, as by `functional_call`;
-            else empty.
+        on: modes of the program that were on, the innermost first.
+        refusal: why it cannot be computed again, where that is known when it has returned; else
+            empty.
         outputs: a sample of each output tensor through which a gradient may come.
         scalars: which outputs have no dimension.
     """
@@ -65,7 +74,8 @@ class ModuleCall:
     trained: tuple[bool, ...]
     autocast: tuple[str, torch.dtype, bool]
     point: tuple[Any, ...]
-    lent: str = ""
+    on: list[Any] = field(default_factory=list)
+    refusal: str = ""
     outputs: list[Raw] = field(default_factory=list)
     scalars: list[bool] = field(default_factory=list)
 
@@ -78,19 +88,22 @@ class ModuleCall:
             if isinstance(value, torch.Tensor)
         )
 
+    @property
+    def watching(self) -> list[Any]:
+        """The modes of the program that were on, and are off when it is computed again."""
+        return [mode for mode in self.on if not isinstance(mode, DeviceContext)]
+
 
 def point_of(module: torch.nn.Module) -> tuple[Any, ...]:
     """Return what changes when something writes to a module's parameters: versions, addresses and a
     few values.
     """
+    # a sparse or nested parameter has no address of its own
     parameters = list(module.parameters())
-    sample = [
-        p.detach()
-        for p in parameters[:8]
-        if p.device.type == "cpu" and p.numel() and p.layout == torch.strided
-    ]
-    values = tuple(float(p.as_strided((), ())) for p in sample)
-    return sum(p._version for p in parameters), sum(p.data_ptr() for p in parameters), values
+    plain = [p for p in parameters if p.layout == torch.strided and not p.is_nested]
+    sample = [p.detach() for p in plain[:8] if p.device.type == "cpu" and p.numel()]
+    values = tuple(p.as_strided((), ()).item() for p in sample)
+    return sum(p._version for p in parameters), sum(p.data_ptr() for p in plain), values
 
 
 def _autocast(module: torch.nn.Module) -> tuple[str, torch.dtype, bool]:
@@ -170,24 +183,29 @@ class ModuleCalls:
         if not in_full:
             self._surrounding = module
             return
-        if not any(p.requires_grad for p in module.parameters()) or not all(
-            map(has_values, module.parameters())
-        ):
-            return
         try:
-            self._surrounding = module
-            made = functools.partial(
-                ModuleCall,
-                module=module,
-                random=RandomState.now(),
-                modes=tuple(part.training for part in module.modules()),
-                trained=tuple(p.requires_grad for p in module.parameters()),
-                autocast=_autocast(module),
-                point=point_of(module),
-            )
-            self._begun = arguments, made
+            with Apart() as apart:
+                self._begin(module, arguments, apart.modes)
         except Exception as error:
             self._failed(error)
+
+    def _begin(self, module: torch.nn.Module, arguments: tuple[Any, ...], modes: list[Any]) -> None:
+        parameters = list(module.parameters())
+        if not any(p.requires_grad for p in parameters) or not all(map(has_values, parameters)):
+            return
+        self._surrounding = module
+        made = functools.partial(
+            ModuleCall,
+            module=module,
+            random=RandomState.now(),
+            modes=tuple(part.training for part in module.modules()),
+            trained=tuple(p.requires_grad for p in parameters),
+            autocast=_autocast(module),
+            point=point_of(module),
+            on=modes,
+            refusal=LAZY if any(map(is_lazy, parameters)) else "",
+        )
+        self._begun = arguments, made
 
     def _after(
         self, module: torch.nn.Module, _: Any, keywords: dict[str, Any], output: Any
@@ -197,12 +215,13 @@ class ModuleCalls:
         begun = self._begun
         self._surrounding = self._begun = None
         try:
-            if begun is not None:
-                arguments, made = begun
-                self._record(module, made, (arguments, keywords), output)
-            else:
-                for tensor in filter(has_values, differentiable(output)):
-                    tensor.register_hook(self._hook(self._ran, id(module), module.training))
+            with Apart():
+                if begun is not None:
+                    arguments, made = begun
+                    self._record(module, made, (arguments, keywords), output)
+                else:
+                    for tensor in filter(has_values, differentiable(output)):
+                        tensor.register_hook(self._hook(self._ran, id(module), module.training))
         except Exception as error:
             self._failed(error)
 
@@ -212,9 +231,13 @@ class ModuleCalls:
         """
 
         @unserializable_hook  # type: ignore[untyped-decorator]
-        def hook(cotangent: torch.Tensor) -> None:
+        def hook(cotangent: torch.Tensor | None) -> None:
             try:
-                told(*about, cotangent.detach())
+                # a function of one's own may give its input no gradient
+                if cotangent is None or is_of_rows(cotangent):
+                    return
+                with Apart():
+                    told(*about, cotangent.detach())
             except Exception as error:
                 self._failed(error)
 
@@ -224,9 +247,7 @@ class ModuleCalls:
         self, module: torch.nn.Module, made: Callable[..., ModuleCall], given: Any, output: Any
     ) -> None:
         values, structure = pytree.tree_flatten(given)
-        kept = [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
-        if self.copies:
-            kept = [v.clone() if isinstance(v, torch.Tensor) else v for v in kept]
+        kept = [_kept(v, copy=self.copies) for v in values]
         forward = made(
             arguments=kept,
             structure=structure,
@@ -234,15 +255,35 @@ class ModuleCalls:
             needs_gradient=[
                 isinstance(value, torch.Tensor) and value.requires_grad for value in values
             ],
-            lent=here().line if any(not p.is_leaf for p in module.parameters()) else "",
         )
+        if any(not p.is_leaf for p in module.parameters()):
+            forward.refusal = LENT.format(here().line)
         seen = set[int]()
+        for tensor in filter(_computes_in_python, leaves_of(output)):
+            forward.refusal = OF_PYTHON.format(type(tensor).__name__)
+            tensor.register_hook(self._hook(self._receive, forward, -1))
         for index, tensor in enumerate(differentiable(output)):
             forward.outputs.append(sample(tensor, whole=True))
             forward.scalars.append(tensor.dim() == 0)
             if id(tensor) not in seen:  # a tensor that is returned twice receives one gradient
                 seen.add(id(tensor))
                 tensor.register_hook(self._hook(self._receive, forward, index))
+
+
+def _kept(value: Any, *, copy: bool) -> Any:
+    """Return a tensor as one of its class that has no graph, any other value as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _of_class(value, value.detach().clone() if copy else value.detach())
+
+
+def _of_class(like: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """Return what was computed from a tensor of a subclass, which did not see it, as one of these."""
+    if type(found) is type(like) or type(like) in OWN:
+        return found
+    one = found.as_subclass(type(like))
+    vars(one).update(vars(like))
+    return one
 
 
 def leaves_of(output: Any) -> list[Any]:
@@ -261,7 +302,17 @@ def leaves_of(output: Any) -> list[Any]:
 
 def is_differentiable(leaf: Any) -> bool:
     """Whether a gradient may come through a leaf of a module's output."""
-    return type(leaf) is torch.Tensor and leaf.grad_fn is not None
+    is_one = isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+    return is_one and not _computes_in_python(leaf)
+
+
+def _computes_in_python(leaf: Any) -> bool:
+    """Whether a leaf is a tensor through which a gradient may come, and which has no memory of its
+    own, as a distributed or a jagged one.
+    """
+    if not isinstance(leaf, torch.Tensor) or leaf.grad_fn is None:
+        return False
+    return type(leaf).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
 def differentiable(output: Any) -> list[torch.Tensor]:
@@ -367,11 +418,21 @@ def backward_hooks(module: torch.nn.Module) -> list[str]:
     ]
 
 
-@contextlib.contextmanager
-def _without_hooks(module: torch.nn.Module) -> Iterator[None]:
+def _without_hooks(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
     """Switch off backward hooks."""
     hooks = [vars(part)[name] for part in module.modules() for name in _HOOKS]
-    hooks += [module_hooks._global_backward_hooks, module_hooks._global_backward_pre_hooks]
+    return _emptied(
+        [*hooks, module_hooks._global_backward_hooks, module_hooks._global_backward_pre_hooks]
+    )
+
+
+def _without_watchers() -> contextlib.AbstractContextManager[None]:
+    """Switch off forward hooks of all modules, which torch has for profilers and counters."""
+    return _emptied([module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks])
+
+
+@contextlib.contextmanager
+def _emptied(hooks: Sequence[Any]) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         for each in filter(None, hooks):
             undo.callback(each.update, each.copy())
@@ -381,8 +442,9 @@ def _without_hooks(module: torch.nn.Module) -> Iterator[None]:
 
 def _nudged(value: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
     """Return a tensor whose elements are changed by one unit roundoff up or down."""
-    unit = UNIT_ROUNDOFF.get(str(value.dtype).removeprefix("torch."))
-    if generator is None or unit is None:
+    unit = UNIT_ROUNDOFF.get(str(value.dtype.to_real()).removeprefix("torch."))
+    # a nested tensor has no shape, and one of compressed rows no product with signs
+    if generator is None or unit is None or value.is_nested or value.layout != torch.strided:
         return value
     # one step of the format for a number in the middle of a binade
     signs = (
@@ -459,7 +521,7 @@ def replay(
     generator = None if how.seed is None else torch.Generator().manual_seed(how.seed)
     parameters = list(zip(module.parameters(), forward.trained, strict=True))
     real = [p for p, trained in parameters if trained]
-    leaves = [_nudged(p.detach().clone(), generator).requires_grad_() for p in real]
+    leaves = [_of_class(p, _nudged(p.detach().clone(), generator)).requires_grad_() for p in real]
     # what has been unfrozen since the call was a constant in it
     constants = [
         *module.buffers(),
@@ -468,7 +530,9 @@ def replay(
     replacing = {id(t): t.detach().clone() for t in constants}
     replacing.update((id(p), leaf) for p, leaf in zip(real, leaves, strict=True))
     values = [
-        _nudged(v, generator).detach().requires_grad_(need) if isinstance(v, torch.Tensor) else v
+        _of_class(v, _nudged(v, generator).detach()).requires_grad_(need)
+        if isinstance(v, torch.Tensor)
+        else v
         for v, need in zip(arguments, forward.needs_gradient, strict=True)
     ]
     positional, keywords = pytree.tree_unflatten(values, forward.structure)
@@ -484,16 +548,17 @@ def replay(
         result.inside[index] = arrived
         return given
 
-    recorded = register_module_forward_hook(see)
     hooks = contextlib.nullcontext() if how.hooks else _without_hooks(module)
     with (
-        recorded,
-        unchanged(module),
+        _without_watchers(),
+        register_module_forward_hook(see),
+        unchanged(module, {type(v) for v in arguments if isinstance(v, torch.Tensor)}),
         hooks,
         quiet(),
         torch.enable_grad(),
         _replaced(module, replacing),
         _eagerly(),
+        AsBefore(forward.on),
     ):
         forward.random.set()
         states[True].add(_generators())
@@ -515,7 +580,8 @@ def replay(
         gradients = torch.autograd.grad(found, leaves, scaled, allow_unused=True)
         result.redrawn = not states[False] <= states[True]
         both = zip(real, gradients, strict=True)
-        result.gradients = {id(p): g / how.scale for p, g in both if g is not None}
+        # a product, since rows that are compressed cannot be divided; the scale is a power of two
+        result.gradients = {id(p): g * (1 / how.scale) for p, g in both if g is not None}
         result.outputs = [output.detach() for output in outputs]
         # other than torch's own
         result.functions = frozenset(

@@ -33,6 +33,7 @@ from gradcheck_suite.auditing.custom_functions import (
     judge_function,
     statement_of,
 )
+from gradcheck_suite.auditing.modes import AsBefore
 from gradcheck_suite.auditing.module_calls import (
     Gradients,
     How,
@@ -45,7 +46,8 @@ from gradcheck_suite.auditing.module_calls import (
 )
 from gradcheck_suite.auditing.program_state import NotRecomputed
 from gradcheck_suite.auditing.recorder import Running
-from gradcheck_suite.auditing.samples import distance, read, sample
+from gradcheck_suite.auditing.samples import read, sample
+from gradcheck_suite.auditing.vectors import distance
 from gradcheck_suite.core.comparison import (
     FEW_DRAWS,
     FURTHER_ROUNDINGS,
@@ -106,10 +108,8 @@ def parts_of(
                 f"no call of a module that leads to the loss was recorded ({unseen})"
             )
         for forward, received in one.forwards.items():
-            if forward.lent:
-                raise NotRecomputed(
-                    f"the model is called with other tensors than its parameters at {forward.lent}"
-                )
+            if forward.refusal:
+                raise NotRecomputed(forward.refusal)
             if forward.changed:
                 raise InputsChanged("an input of the model was changed in place before the step")
             parts.append(Part(forward, dict(received), index, weight))
@@ -140,18 +140,24 @@ def from_outside(part: Part, *, hooks: bool = False) -> Part:
 
 def dtype_of(tensor: torch.Tensor) -> str:
     """Return the name of a dtype, float32 for one without a known unit roundoff."""
-    name = str(tensor.dtype).removeprefix("torch.")
+    name = str(tensor.dtype.to_real()).removeprefix("torch.")
     return name if name in UNIT_ROUNDOFF else "float32"
 
 
 def norm(tensor: torch.Tensor) -> float:
     """Return the 2-norm of a gradient, computed in float64."""
     values = tensor.coalesce().values() if tensor.layout == torch.sparse_coo else _dense(tensor)
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
     return float(torch.linalg.vector_norm(values.detach().reshape(-1), dtype=torch.float64))
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_dense() if tensor.layout != torch.strided else tensor).detach()
+
+
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def add_gradients(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -227,6 +233,8 @@ def _concatenated(
     ):
         return None
     columns = list(zip(*(f.arguments for f in forwards), strict=True))
+    if any(isinstance(v, torch.Tensor) and v.is_nested for column in columns for v in column):
+        return None  # it has no rows, but samples of sizes of their own
     batched = [c for c in columns if all(isinstance(v, torch.Tensor) and v.dim() for v in c)]
     if not batched:
         return None
@@ -350,7 +358,7 @@ def compare(
     keys = [key for key in total.gradients if key in observed]
     # a difference of close numbers is exact, a multiple is not
     exact = {
-        key: total.gradients[key] if factor == 1 else factor * total.gradients[key].double()
+        key: total.gradients[key] if factor == 1 else factor * _double(total.gradients[key])
         for key in keys
     }
     off = {
@@ -392,7 +400,7 @@ def exceeding(
     moved = [draws(seed) for seed in range(FEW_DRAWS)] if over else []
     for key in over:
         squares = [
-            norm(other[key].double() - expected[key].double()) ** 2
+            norm(_double(other[key]) - _double(expected[key])) ** 2
             for other in moved
             if key in other
         ]
@@ -596,6 +604,12 @@ def _expect_reproduced(parts: Sequence[Part], replayed: Sequence[Replayed]) -> N
         for part, found in zip(parts, replayed, strict=True)
         for i in part.cotangents
     )
+    watching = sorted({type(mode).__name__ for part in parts for mode in part.forward.watching})
+    if lost and watching:
+        raise NotRecomputed(
+            f"the model gives other outputs when it is called without {', '.join(watching)}, which"
+            " may not see a second call"
+        )
     if lost and any(part.forward.point != point_of(part.forward.module) for part in parts):
         raise NotRecomputed(
             "parameters were written between the window's calls of the model and the step"
@@ -718,7 +732,7 @@ def _judge_functions(
     missed = {made: kind for kind, made in new.items() if {kind, made}.isdisjoint(calls)}
     # a class that is made anew each time may hold tensors: its statement is known in its place
     asked.known.update(calls, missed)
-    with quiet():
+    with quiet(), AsBefore(parts[0].forward.on):
         verdicts = [judge_function(call) for call in calls.values()]
     verdicts += [FunctionReport(kind.__name__, note=NOT_CALLED) for kind in missed.values()]
     for verdict in verdicts:

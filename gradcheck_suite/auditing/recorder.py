@@ -47,6 +47,7 @@ from gradcheck_suite.auditing.events import (
     PassRecord,
     StepRecord,
 )
+from gradcheck_suite.auditing.modes import Apart, is_of_rows
 from gradcheck_suite.auditing.places import NOWHERE, Place, here, living, loop_here, shown
 from gradcheck_suite.auditing.samples import Raw
 from gradcheck_suite.auditing.terms import (
@@ -162,7 +163,7 @@ class Engine(_engine_class):  # type: ignore[misc]
         if not recorder.records:
             recorder.passes_seen += accumulates and _task() == -1
             return super().run_backward(tensors, *args, **kwargs)
-        running = recorder.begin(tensors, accumulates, inputs)
+        running = recorder.begin(tensors, args[0] if args else (), accumulates, inputs)
         try:
             result = super().run_backward(tensors, *args, **kwargs)
         except BaseException:
@@ -223,7 +224,8 @@ def _guarded(instrument: str) -> Callable[[Callable[..., Any]], Callable[..., An
                 return None
             begun, self._begun = self._begun, self._begun or time.perf_counter()
             try:
-                return function(self, *args)
+                with Apart():
+                    return function(self, *args)
             except Exception as error:
                 self.switch_off(instrument, error)
                 return None
@@ -425,7 +427,7 @@ class Recorder:
     # Passes
 
     @_guarded(PASSES)
-    def begin(self, tensors: Any, accumulates: bool, inputs: Any) -> Running | None:
+    def begin(self, tensors: Any, gradients: Any, accumulates: bool, inputs: Any) -> Running | None:
         """Note the beginning of a pass; a pass that runs inside another one belongs to that."""
         roots = [t for t in tensors if edge_of(t)[0] is not None]
         if any(
@@ -436,6 +438,8 @@ class Recorder:
             # what a transformation returns is a value of the program's
             said = "a loss inside of torch.func is not seen: what it returns is no backward pass"
             self.notes[finding("functional-loss", said)] += 1
+            return None
+        if any(isinstance(g, torch.Tensor) and is_of_rows(g) for g in gradients):
             return None
         if any(isinstance(t, torch.Tensor) and not samples.has_values(t) for t in roots):
             return None  # operations are counted on the meta device or with fake tensors: nothing is trained
@@ -924,16 +928,19 @@ class Recorder:
         _arrange(hooks, [known.hooks[0].id], [known.hooks[1].id])
 
     @_guarded(SUMS)
-    def _raw(self, known: Known, gradient: torch.Tensor) -> None:
-        known.raw = gradient.detach().clone()
+    def _raw(self, known: Known, gradient: torch.Tensor | None) -> None:
+        # a function of one's own may return None for an input that requires a gradient
+        known.raw = None if gradient is None else gradient.detach().clone()
 
     @_guarded(SUMS)
-    def _hooked(self, key: int, known: Known, gradient: torch.Tensor) -> None:
+    def _hooked(self, key: int, known: Known, gradient: torch.Tensor | None) -> None:
         """Compare the factors by which the program's hooks change a gradient with those of the last
         pass.
         """
         raw, known.raw = known.raw, None
-        if raw is None or raw.shape != gradient.shape or raw.layout != torch.strided:
+        if raw is None or gradient is None:
+            return
+        if raw.shape != gradient.shape or raw.layout != torch.strided:
             return
         last, unchanged = known.ratio, torch.equal(raw, gradient)
         if last is None and unchanged:

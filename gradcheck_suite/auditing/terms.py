@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
+from gradcheck_suite.auditing.loss_terms import Term
+from gradcheck_suite.auditing.modes import Apart
 from gradcheck_suite.auditing.places import in_trace
-from gradcheck_suite.core.comparison import LIVE_WEIGHT_TOLERANCE
 
 COARSE = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """The unit roundoff of the dtypes in which a loss's factors are rounded noticeably."""
@@ -275,67 +276,6 @@ def _valid(node: Any) -> torch.Tensor | None:
     return None
 
 
-@dataclass
-class Term:
-    """One term of a loss, in numbers.
-
-    Attributes:
-        expression: the names of its reduction and of its items.
-        weight: the factor that reaches each element of what the reduction reduces; None where none
-            arrived.
-        counts: what it may count -> how many: elements, those with a weight, rows, targets, the sum
-            of class weights.
-        mean: whether the reduction itself divides.
-        deeper: the weight and number of elements under each partial reduction below.
-        item: the weight and the number of those elements whose weight is not 0, where it is the
-            same for all of them.
-        factors: the numbers that the term is multiplied by on its way to the loss, as far as they
-            can be read.
-        factor: the product of the numbers that the elements are multiplied by, or divided by, under
-            the reduction.
-        hides: whether a tensor of weights multiplies the elements, in which a common factor cannot
-            be told from them: they are neither 0 and 1 nor, alone or with `factor`, 1 on average.
-        tolerance: relative, of the weight.
-        opaque: why it cannot be read as a sum over items.
-        partial: where it sees items through which no gradient flows: the share of the others, and
-            which of the joined tensors is the first of them.
-        repeated: whether it has gone backward before.
-        of_parameters: whether it is a function of parameters alone, such as a penalty, and has no
-            items.
-        line: `file:line` of the loss, where it is known.
-    """
-
-    expression: tuple[str, ...]
-    weight: float | None = None
-    counts: dict[str, float] = field(default_factory=dict)
-    mean: bool = False
-    deeper: tuple[tuple[float, float], ...] = ()
-    item: tuple[float, float] | None = None
-    factors: tuple[float, ...] = ()
-    factor: float = 1.0
-    hides: bool = False
-    tolerance: float = LIVE_WEIGHT_TOLERANCE
-    opaque: str | None = None
-    partial: tuple[float, int] | None = None
-    repeated: bool = False
-    of_parameters: bool = False
-    line: str | None = None
-
-    @property
-    def own(self) -> str:
-        """The count that the term's own reduction divides by, or would."""
-        first = (
-            "counted",
-            "elements" if self.mean else "nonzero",
-            "weights",
-            "nonzero",
-            "elements",
-        )
-        return next(
-            (name for name in first if name in self.counts), next(iter(self.counts), "elements")
-        )
-
-
 def _by(name: str, number: torch.Tensor) -> float:
     """Return the factor that a product or a quotient with a number is."""
     by = float(number)
@@ -373,6 +313,9 @@ class _Found:
         """Return the term in numbers, once its backward has run."""
         term, arrived = self.term, self.seen.get("arrived")
         if arrived is None:
+            return term
+        if (arrived := _real(arrived)) is None:
+            term.opaque = "backward is given a complex gradient, which tells no weight"
             return term
         if arrived.dtype in COARSE:
             term.tolerance = ROUNDINGS * COARSE[arrived.dtype]
@@ -427,6 +370,14 @@ class _Found:
             divisor, number = divisor * (size if divides else 1), number * size
             term.deeper = *term.deeper, (weight / divisor, number)
         return term
+
+
+def _real(arrived: torch.Tensor) -> torch.Tensor | None:
+    """Return a gradient as real numbers, None where it has imaginary ones."""
+    if not arrived.is_complex():
+        return arrived
+    real, imaginary = torch.view_as_real(arrived.resolve_conj()).unbind(-1)
+    return None if imaginary.any() else real
 
 
 class _Weights:
@@ -677,7 +628,8 @@ class Reader:
                 # latter alone
                 given = gradients[0][index] if len(gradients[0]) > index else None
                 if given is not None:
-                    found.seen.setdefault(name, given.detach())
+                    with Apart():
+                        found.seen.setdefault(name, given.detach())
             except Exception as error:
                 self.error = error
 
@@ -688,7 +640,8 @@ class Reader:
 def declare(loss: torch.Tensor, count: float | torch.Tensor, reduction: str) -> None:
     """Note what a loss is a mean or a sum of, so that the walk ends there."""
     if loss.grad_fn is not None:
-        number = count.detach() if isinstance(count, torch.Tensor) else float(count)
+        with Apart():
+            number = count.detach() if isinstance(count, torch.Tensor) else float(count)
         metadata: dict[Any, Any] = loss.grad_fn.metadata  # type: ignore[assignment]
         metadata[DECLARED] = number, reduction
 
