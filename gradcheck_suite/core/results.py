@@ -167,7 +167,12 @@ class Violation:
             weights.
         step: in an audit, index of the step among all that were seen, from 0; None where none was
             about to come.
-        where: in an audit, `file:line` of the call of the loss, or of what is nearest to the fault.
+        where: in an audit, `file:line` of the line to change: of the call of the loss, or of what
+            `change` names, else of what is nearest to the fault.
+        change: in an audit, what is to be changed at `where`: a `reset`, an `edit`, a `division`;
+            None for the loss.
+        loss: in an audit, `file:line` of the call of the loss where `where` is another one; else
+            None.
         backward: in an audit, `file:line` of the window's last call of backward, or None.
         stepped: in an audit, `file:line` of the call of the optimizer's step, or None.
         to_change: of `verify`, `file:line` of the line that must change, where it is known, or None.
@@ -205,6 +210,8 @@ class Violation:
     found_after: int | None = None
     step: int | None = field(default=None, metadata=AUDIT)
     where: str | None = field(default=None, metadata=AUDIT)
+    change: str | None = field(default=None, metadata=AUDIT)
+    loss: str | None = field(default=None, metadata=AUDIT)
     backward: str | None = field(default=None, metadata=AUDIT)
     stepped: str | None = field(default=None, metadata=AUDIT)
     to_change: str | None = field(default=None, metadata=INTERNAL)
@@ -227,8 +234,13 @@ class Violation:
 
     @property
     def places(self) -> dict[str, str | None]:
-        """Where an audited script computes the loss, sends it backward and steps: `file:line`."""
-        return {"loss": self.where, "backward": self.backward, "step": self.stepped}
+        """What an audited script does where, the line to change first: the loss, its backward, the
+        step; `file:line`.
+        """
+        others = {"backward": self.backward, "step": self.stepped}
+        if self.change is None:
+            return {"loss": self.where, **others}
+        return {self.change: self.where, "loss": self.loss, **others}
 
     @property
     def facts(self) -> list[tuple[str, str]]:
@@ -292,10 +304,13 @@ class Violation:
     def is_accepted_by(self, accepted: str) -> bool:
         """Return whether `NAME`, `NAME@FILE` or `NAME@FILE:LINE` accepts the violation.
 
-        Each file that it names will do; of lines, its own.
+        Each file that it names will do; of lines, its own and that of the loss.
         """
         return is_accepted(
-            accepted, self.diagnosis, f"{self.where} < {self.place}", beside=self.anywhere
+            accepted,
+            self.diagnosis,
+            " < ".join(filter(None, (self.where, self.loss, self.place))),
+            beside=self.anywhere,
         )
 
     def accepted_by(self, entries: Iterable[Accepted]) -> list[Accepted]:
@@ -366,6 +381,8 @@ class Violation:
             )  # a notebook may have edited it since, or gone to another folder
             text = linecache.getline(file, int(line)).rstrip() if line.isdigit() else ""
             rows.append((line if file == own else place, text, ", ".join(said)))
+        if all(label.isdigit() for label, _, _ in rows):
+            rows.sort(key=lambda row: int(row[0]))
         indent = min((len(text) - len(text.lstrip()) for _, text, _ in rows if text), default=0)
         shown = [(label, _cut(text[indent:]), said) for label, text, said in rows]
         widths = [max((len(row[column]) for row in shown), default=0) for column in (0, 1)]
@@ -895,7 +912,7 @@ def _line(result: Result, width: int) -> str:
     """Return the verdict in one line."""
     verdict = "VIOLATED" if result.violations else result.verdict
     if result.interrupted and result.holds:
-        verdict = "holds so far (interrupted)"
+        verdict = "no violation so far (interrupted)"
     if result.command == "audit":
         over = f" over {result.ranks} ranks" if result.ranks > 1 else ""
         accepted = f", {counted(len(result.accepted), 'fault')} accepted" if result.accepted else ""

@@ -11,6 +11,7 @@ from gradcheck_suite.auditing.jax.judge import JaxJudge
 from gradcheck_suite.auditing.jax.recorder import JaxRecorder
 from gradcheck_suite.auditing.jax.replay import MOST_STEPS, Event
 from gradcheck_suite.auditing.schedule import Schedule
+from gradcheck_suite.auditing.stopping import Terminated
 from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.options import DEFAULT_BUDGET, INSTRUMENTS, AuditOptions
 from gradcheck_suite.core.results import Result, Violation
@@ -136,7 +137,7 @@ class JaxAudit:
             unknown=tuple(replace(part, steps=steps) for part, steps in unknown.items()),
             unjudged=None if unjudged is None else unjudged.words,
             unjudged_reason=None if unjudged is None else unjudged.name,
-            interrupted=isinstance(error, KeyboardInterrupt),
+            interrupted=isinstance(error, KeyboardInterrupt | Terminated),
             raised=f"{type(error).__name__}: {error}" if isinstance(error, Exception) else None,
             files=tuple((file, None) for file in self._files()),
         )
