@@ -218,7 +218,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             raise StoppedOnViolation
 
     def _remark(self, line: str) -> None:
-        if not self.quiet:
+        """Say on a terminal what takes long: no log of two runs differs by it."""
+        if not self.quiet and self.standard_error.isatty():
             _say([line], self.standard_error)
 
     def close(self, error: BaseException | None = None, *, summary: bool = True) -> Result:
