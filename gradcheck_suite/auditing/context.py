@@ -13,7 +13,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import compress, pairwise
+from operator import not_
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, TextIO
@@ -32,6 +33,7 @@ from gradcheck_suite.auditing.recomputation import Asked, Part, recompute
 from gradcheck_suite.auditing.recorder import Recorder, Running
 from gradcheck_suite.auditing.replay import StepWindow, near
 from gradcheck_suite.auditing.schedule import Schedule
+from gradcheck_suite.auditing.stopping import StoppedOnViolation, Terminated
 from gradcheck_suite.auditing.strays import Strays
 from gradcheck_suite.auditing.sums import StepFault
 from gradcheck_suite.auditing.terms import Reader, declare
@@ -333,17 +335,6 @@ def _say(lines: Sequence[str], standard_error: TextIO) -> None:
         )
 
 
-class Terminated(BaseException):
-    """What ends a run that a signal ends: its last window is not complete."""
-
-
-class StoppedOnViolation(BaseException):
-    """Ends a run at its first violation.
-
-    No `Exception`, so that a program that catches those ends all the same.
-    """
-
-
 @takes(AuditOptions)
 class audit:  # noqa: N801 - it is used as a function, as `open` is
     """Judge the optimizer steps of the code that runs while it is open, unchanged.
@@ -386,6 +377,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._told: set[Any] = set()
         self._events: list[Event] = []
         self._places: set[Place] = set()
+        self._lines: set[str] = set()
         self._names: dict[int, str] = {}
         self._dtypes: dict[int, str] = {}
         self._ranks = Ranks.of()
@@ -689,6 +681,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                 self._running[self._passes] = self._recorder.last
             self._passes += 1
             self._strays.on_pass(event)
+            self._lines.update(term.line for term in event.terms if term.line)
         else:
             self._strays.on_step(event)
             for key in self._strays.found.keys() - self._names.keys():
@@ -736,7 +729,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                 self._recompute(self._judge.window)
             self._running.clear()
         for violation in self._judge.violations():
-            if not self.options.accepts(violation.diagnosis, violation.where):
+            if not any(map(violation.is_accepted_by, self.options.accept)):
                 self._tell(violation)
 
     # The window again
@@ -850,8 +843,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     def _finished(self, error: BaseException | None) -> Result:
         found = self._judge.violations()
-        violations = tuple(v for v in found if not self.options.accepts(v.diagnosis, v.where))
-        accepted = tuple(v for v in found if self.options.accepts(v.diagnosis, v.where))
+        is_accepted = [any(map(v.is_accepted_by, self.options.accept)) for v in found]
+        violations = tuple(compress(found, map(not_, is_accepted)))
+        accepted = tuple(compress(found, is_accepted))
         off = Counter(
             finding(
                 "failed-instrument",
@@ -888,9 +882,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         for violation in violations:
             self._tell(violation)  # what the end of the run, or all ranks together, have shown
         windows = len(self._judge.weighed | self._judge.violated)
-        files = {
-            line.rpartition(":")[0] for place in self._places for line in (place.line, *place.path)
-        }
+        lines = {line for place in self._places for line in (place.line, *place.path)}
+        files = {line.rpartition(":")[0] for line in lines | self._lines}
         if set(self.options.without) == {"weights", "sums"}:
             windows = self._recomputed.total()
         unjudged = None if violations or accepted else self._why_unjudged(windows, findings)
@@ -910,13 +903,23 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             unknown=tuple(replace(part, steps=steps) for part, steps in unknown.items()),
             disagreements=disagreements,
             findings=tuple(map(str, named)),
-            named_findings=tuple(named),
+            named_findings=self._as_wanted(named, unjudged),
             unjudged=None if unjudged is None else unjudged.words,
             unjudged_reason=None if unjudged is None else unjudged.name,
             interrupted=isinstance(error, KeyboardInterrupt | Terminated),
             raised=_shown(error) or None,
             files=tuple((file, None) for file in sorted(files)),
         )
+
+    def _as_wanted(self, named: Sequence[Found], unjudged: Found | None) -> tuple[Found, ...]:
+        """Return the findings as the options have them, with the reason for which nothing was
+        judged where they say something of it.
+        """
+        found = [self.options.judged(one) for one in named]
+        if unjudged is not None:
+            whole = self.options.judged(unjudged)
+            found += [whole] if whole.fails or whole.reason is not None else []
+        return tuple(found)
 
     def _why_unjudged(self, windows: int, findings: Counter[Found]) -> Found | None:
         """Return why nothing could be judged, and what to do; None where something was."""

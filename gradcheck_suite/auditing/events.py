@@ -7,14 +7,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradcheck_suite.auditing import samples
+from gradcheck_suite.auditing.loss_terms import Term
 from gradcheck_suite.auditing.places import Loop, Place
-from gradcheck_suite.auditing.samples import Raw
-from gradcheck_suite.auditing.terms import Term
+
+if TYPE_CHECKING:
+    from gradcheck_suite.auditing.samples import Raw
 
 NONE, KEPT, TOUCHED, BY_HAND, LATE = "none", "kept", "touched", "by hand", "late"
 
@@ -167,6 +168,11 @@ def settle(events: Sequence[Event]) -> None:
         for c in event.columns()
         if not {np.ndarray, NoneType}.issuperset(map(type, c.values()))
     ]
+    if not columns:
+        return
+    # a run of JAX alone has arrays only, and never imports torch
+    from gradcheck_suite.auditing import samples
+
     places = [(column, key) for column in columns for key, raw in column.items() if raw is not None]
     for (column, key), value in zip(
         places, samples.read([column[key] for column, key in places]), strict=True

@@ -22,7 +22,6 @@ from gradcheck_suite.auditing import weights as reading_weights
 from gradcheck_suite.auditing.events import BY_HAND, Event, Gap, PassRecord, StepRecord
 from gradcheck_suite.auditing.places import Loop, Place, lines_with
 from gradcheck_suite.auditing.replay import Replay, Seen, Source, StepWindow, near
-from gradcheck_suite.auditing.samples import size
 from gradcheck_suite.auditing.sums import (
     OF_SUMS,
     Members,
@@ -33,6 +32,7 @@ from gradcheck_suite.auditing.sums import (
     used_of,
     weigh_one,
 )
+from gradcheck_suite.auditing.vectors import size
 from gradcheck_suite.auditing.weighing import (
     Pending,
     Repeated,

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import dis
 import gc
+import importlib.util
 import inspect
 import linecache
 import os
@@ -20,11 +21,10 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-import torch
-
 from gradcheck_suite.core.text import file_text
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+_FOUND = importlib.util.find_spec("torch")  # does not import it: a script may be one of JAX alone
+_TORCH = os.path.dirname((_FOUND and _FOUND.origin) or "<no torch>") + os.sep
 _SUITE = str(Path(__file__).parents[1]) + os.sep
 _INSTALLED = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}

@@ -46,7 +46,8 @@ from gradcheck_suite.auditing.module_calls import (
 )
 from gradcheck_suite.auditing.program_state import NotRecomputed
 from gradcheck_suite.auditing.recorder import Running
-from gradcheck_suite.auditing.samples import distance, read, sample
+from gradcheck_suite.auditing.samples import read, sample
+from gradcheck_suite.auditing.vectors import distance
 from gradcheck_suite.core.comparison import (
     FEW_DRAWS,
     FURTHER_ROUNDINGS,

@@ -21,7 +21,7 @@ import numpy as np
 
 from gradcheck_suite.auditing.events import BY_HAND, NONE, Column, PassRecord, StepRecord
 from gradcheck_suite.auditing.places import Place
-from gradcheck_suite.auditing.samples import (
+from gradcheck_suite.auditing.vectors import (
     ELEMENTS,
     Vector,
     alike,

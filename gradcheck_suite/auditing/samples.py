@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 from operator import attrgetter
@@ -24,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-ELEMENTS, PROJECTIONS, TILE, MOST_TILES = 16, 8, 4096, 256
-Vector = npt.NDArray[np.float64]
-"""The elements, then the projections where they were taken."""
+from gradcheck_suite.auditing.vectors import ELEMENTS, PROJECTIONS, Vector
+
+TILE, MOST_TILES = 4096, 256
 Raw = torch.Tensor | Vector
 """A sample that may still lie on a device."""
 
@@ -343,54 +342,3 @@ def read(samples: Sequence[Raw]) -> list[Vector]:
         flat = torch.cat(on_device).cpu().numpy()
         over = iter(np.split(flat, np.cumsum([len(s) for s in on_device])[:-1]))
     return [next(over) if isinstance(s, torch.Tensor) else s for s in samples]
-
-
-def size(vector: Vector) -> float:
-    """Return the largest absolute value of a sample."""
-    return float(np.abs(vector).max()) if len(vector) else 0.0
-
-
-def is_finite(vector: Vector) -> bool:
-    """Return whether a sample has neither NaN nor infinity."""
-    return bool(np.isfinite(vector).all())
-
-
-def alike(one: Vector, other: Vector) -> tuple[Vector, Vector]:
-    """Return two samples cut to the part that both have."""
-    length = min(len(one), len(other))
-    return one[:length], other[:length]
-
-
-def distance(one: Vector, other: Vector) -> float:
-    """Return the largest difference of two samples relative to the size of the other, not finite
-    where they are not.
-
-    Elements and projections are compared each on a scale of their own: the square root of the
-    number of elements lies between them. Elements that are all 0 have the scale of the projections.
-    """
-    one, other = alike(one, other)
-    whole, parts = size(other) or 1.0, (slice(ELEMENTS), slice(ELEMENTS, None))
-    return float(
-        np.max([size(one[part] - other[part]) / (size(other[part]) or whole) for part in parts])
-    )
-
-
-def is_mostly(now: Vector, then: Vector) -> bool:
-    """Return whether most of the elements that are not 0 are equal to the bit: what differs are
-    some elements.
-    """
-    pairs = [(a, b) for a, b in zip(now[:ELEMENTS], then[:ELEMENTS], strict=True) if a or b]
-    return 2 * sum(a == b for a, b in pairs) > len(pairs)
-
-
-def factor(now: Vector, then: Vector, tolerance: float) -> float | None:
-    """Return f where `now` is f times `then`, else None.
-
-    Elements that most others, which are the same to the bit, contradict have no part in f.
-    """
-    now, then = alike(now, then)
-    square = float((then * then).sum())
-    if not square or not math.isfinite(square):
-        return None
-    found = 1.0 if is_mostly(now, then) else float((now * then).sum()) / square
-    return found if distance(found * then, now) <= tolerance else None

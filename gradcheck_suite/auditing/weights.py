@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from gradcheck_suite.auditing.loss_terms import Term
 from gradcheck_suite.auditing.places import Place
 from gradcheck_suite.auditing.replay import Seen, Source, StepWindow, near
-from gradcheck_suite.auditing.terms import Term
 from gradcheck_suite.core.faults import remedy_of
 from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.text import counted

@@ -17,6 +17,7 @@ from gradcheck_suite.core.case import DEVICES
 from gradcheck_suite.core.formats import FORMATS, Accepted
 from gradcheck_suite.core.options import (
     ACCEPTED,
+    FAIL_ON,
     FLAG,
     NATURAL,
     OF_COMMANDS,
@@ -235,6 +236,14 @@ class OutputOptions(Options):
         repeatable=True,
         in_project=True,
         project_key="accept",
+    )
+    always_fail_on: tuple[str, ...] = option(
+        (),
+        FAIL_ON,
+        "findings of audits that fail the command",
+        repeatable=True,
+        in_project=True,
+        project_key="fail-on",
     )
 
     def expect_writable(self) -> None:

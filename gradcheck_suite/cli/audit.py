@@ -26,10 +26,10 @@ from gradcheck_suite.cli import exit_status
 from gradcheck_suite.cli.arguments import OutputOptions
 from gradcheck_suite.cli.loading import no_file
 from gradcheck_suite.cli.progress import Output
-from gradcheck_suite.core.counterexamples import places_source
-from gradcheck_suite.core.options import LIVE_DIAGNOSES, AuditOptions
+from gradcheck_suite.core.options import LIVE_NAMES, AuditOptions
 from gradcheck_suite.core.records import KINDS, append_record
 from gradcheck_suite.core.results import Result, Violation, no_longer_found, result_lines
+from gradcheck_suite.core.source_lines import places_source
 from gradcheck_suite.core.text import say
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run import environment
@@ -141,12 +141,15 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = parsers.parsed(arguments, OutputOptions)
     wanted.expect_writable()
     options = parsers.parsed(arguments, AuditOptions)
-    live = tuple(str(one) for one in wanted.baseline if one.fault in LIVE_DIAGNOSES)
-    options = options.replace(accept=(*options.accept, *live))
+    live = tuple(str(one) for one in wanted.baseline if one.fault in LIVE_NAMES)
+    options = options.replace(
+        accept=(*options.accept, *live), fail_on=(*options.fail_on, *wanted.always_fail_on)
+    )
     runner = (module_runner if arguments.module else script_runner)(
         arguments.script, arguments.arguments
     )
-    from gradcheck_suite.auditing.context import Terminated, audit
+    from gradcheck_suite.auditing.session import audit
+    from gradcheck_suite.auditing.stopping import Terminated
 
     # the script's warnings are the script's
     warnings.resetwarnings()
@@ -160,9 +163,8 @@ def run(arguments: argparse.Namespace) -> int:
         nonlocal closing
         closing = True
         result = audited.close(error, summary=False)  # `_finish` prints it
-        if not isinstance(
-            error, Terminated
-        ):  # a signal loses what stands there without an audit too
+        # a signal loses what stands there without an audit too
+        if not isinstance(error, Terminated):
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()
         with contextlib.redirect_stderr(audited.standard_error), output:
@@ -216,7 +218,7 @@ def _ran(
         runner: runs it.
         exits: what `os._exit` does first.
     """
-    from gradcheck_suite.auditing.context import StoppedOnViolation
+    from gradcheck_suite.auditing.stopping import StoppedOnViolation
 
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -274,9 +276,9 @@ def _finish(arguments: list[str], output: Output, result: Result, status: int) -
     exit_status.attempt(
         PROGRAM, lambda: append_record(options.reports, KINDS["audit"], data, environment=about)
     )
-    if result.violations or stale:
+    if result.violations or stale or result.failing:
         return exit_status.VIOLATED
-    if result.unjudged is not None:
+    if result.unjudged is not None and not result.is_unjudged_accepted:
         # if the script failed before it trained, it may well train otherwise
         early = status and not result.steps
         why = (

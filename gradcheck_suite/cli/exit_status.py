@@ -24,7 +24,7 @@ INTERRUPTED = 130
 
 JUDGED = {
     HOLDS: "everything holds",
-    VIOLATED: "some loop is violated",
+    VIOLATED: "some loop is violated, or a finding that is to fail stands",
     DISAGREEMENT: "nothing is violated, but torch and JAX disagree somewhere (a finding)",
 }
 """What the exit statuses of a command that judges loops mean, beside those of every command."""

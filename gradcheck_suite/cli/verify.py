@@ -30,7 +30,7 @@ from gradcheck_suite.core.contract import (
     is_jax,
 )
 from gradcheck_suite.core.counterexamples import FOLDER as COUNTEREXAMPLES
-from gradcheck_suite.core.counterexamples import Counterexample, loop_source, store_counterexample
+from gradcheck_suite.core.counterexamples import Counterexample, store_counterexample
 from gradcheck_suite.core.options import ChosenOptions, VerifyOptions
 from gradcheck_suite.core.records import (
     KINDS,
@@ -46,6 +46,7 @@ from gradcheck_suite.core.results import (
     no_longer_found,
     result_lines,
 )
+from gradcheck_suite.core.source_lines import loop_source
 from gradcheck_suite.core.text import aligned, counted, say
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.loops.trainers import PACKAGES, TRAINERS

@@ -170,6 +170,7 @@ class Violation:
         where: in an audit, `file:line` of the call of the loss, or of what is nearest to the fault.
         backward: in an audit, `file:line` of the window's last call of backward, or None.
         stepped: in an audit, `file:line` of the call of the optimizer's step, or None.
+        to_change: of `verify`, `file:line` of the line that must change, where it is known, or None.
         gradient_error: in an audit, 2-norm of the gradient's error over that of the gradient, where
             the window was computed again.
         occurrences: in an audit, number of steps with this diagnosis.
@@ -183,7 +184,8 @@ class Violation:
         reason: why the project accepts it, as `accept` in `pyproject.toml` says; None where it does
             not.
 
-    `details`, `evidence`, `moved`, `described`, `source` and `command` are no part of the JSON.
+    `to_change`, `details`, `evidence`, `moved`, `described`, `source` and `command` are no part of
+    the JSON.
     """
 
     kind: ViolationKind
@@ -205,6 +207,7 @@ class Violation:
     where: str | None = field(default=None, metadata=AUDIT)
     backward: str | None = field(default=None, metadata=AUDIT)
     stepped: str | None = field(default=None, metadata=AUDIT)
+    to_change: str | None = field(default=None, metadata=INTERNAL)
     gradient_error: float | None = field(default=None, metadata=AUDIT)
     occurrences: int = field(default=1, metadata=AUDIT)
     moved: bool = field(default=False, metadata=INTERNAL)
@@ -267,6 +270,8 @@ class Violation:
 
         Of several the user's own file, not the library's.
         """
+        if self.to_change is not None:
+            return self.to_change
         known = [place for place in self.places.values() if place]
         # that of an audit's fault of steps is the first one already
         if self.command == "verify" and self.kind in ("step-count", "parameters"):
@@ -279,13 +284,23 @@ class Violation:
         level: Literal["error", "note"] = "error" if self.reason is None else "note"
         return Notice(level, self.diagnosis, self.sentence, self.fix, self.place, self.reason)
 
+    @property
+    def anywhere(self) -> str:
+        """Every place that it names, joined by ` < `."""
+        return " < ".join(filter(None, self.places.values()))
+
+    def is_accepted_by(self, accepted: str) -> bool:
+        """Return whether `NAME`, `NAME@FILE` or `NAME@FILE:LINE` accepts the violation.
+
+        Each file that it names will do; of lines, its own.
+        """
+        return is_accepted(
+            accepted, self.diagnosis, f"{self.where} < {self.place}", beside=self.anywhere
+        )
+
     def accepted_by(self, entries: Iterable[Accepted]) -> list[Accepted]:
         """Return the entries that accept the violation."""
-        return [
-            one
-            for one in entries
-            if is_accepted(str(one), self.diagnosis, f"{self.where} < {self.place}")
-        ]
+        return [one for one in entries if self.is_accepted_by(str(one))]
 
     @property
     def headline(self) -> str:
@@ -340,6 +355,8 @@ class Violation:
         for name, places in self.places.items():
             for place in (places or "").split(" < ") if places else ():
                 notes.setdefault(place, []).append(happened.get(name, name))
+        if self.to_change is not None:
+            notes.setdefault(self.to_change, ["to change"])
         own = (self.place or "").rpartition(":")[0]
         rows = []
         for place, said in notes.items():
@@ -610,7 +627,7 @@ class Result:
 
     def accepting(self, entries: Iterable[Accepted]) -> Result:
         """Return the result with the faults that some entries accept, and why, apart from its
-        violations.
+        violations, and its findings with why they are accepted.
         """
         accepted, violations = list[Violation](), list[Violation]()
         for fault in (*self.accepted, *self.violations):
@@ -619,18 +636,38 @@ class Result:
             (violations if is_kept else accepted).append(
                 replace(fault, reason=fits[0].reason if fits else None)
             )
-        return replace(self, accepted=tuple(accepted), violations=tuple(violations))
+        findings = [_accepting(one, entries) for one in self.named_findings]
+        return replace(
+            self,
+            accepted=tuple(accepted),
+            violations=tuple(violations),
+            named_findings=tuple(findings),
+        )
+
+    @property
+    def failing(self) -> list[Found]:
+        """The findings and reasons that the user wants to fail."""
+        return [one for one in self.named_findings if one.fails]
+
+    @property
+    def is_unjudged_accepted(self) -> bool:
+        """Whether the user accepts why nothing could be judged."""
+        return any(
+            one.name == self.unjudged_reason and one.reason is not None
+            for one in self.named_findings
+        )
 
     def raise_for_violation(self) -> None:
         """Do nothing where something was judged and holds.
 
         Raises:
-            ViolationFound: there is a violation; the message is the verdict in words.
+            ViolationFound: there is a violation, or a finding that is to fail; the message is the
+                verdict in words.
             UsageError: nothing could be judged.
         """
-        if self.violations:
+        if self.violations or self.failing:
             raise ViolationFound(str(self))
-        if self.unjudged is not None:
+        if self.unjudged is not None and not self.is_unjudged_accepted:
             raise UsageError(f"{result_lines(self)[0]}: {self.unjudged}")
 
     def to_json(self) -> dict[str, Any]:
@@ -715,18 +752,48 @@ def notices_of(results: Sequence[ToJson], stale: Sequence[str] = ()) -> list[Not
     return notices
 
 
+def _entries_of(one: Found, entries: Iterable[Accepted]) -> list[Accepted]:
+    """Return the entries that accept a finding."""
+    return [entry for entry in entries if is_accepted(str(entry), one.name, one.where)]
+
+
+def _accepting(one: Found, entries: Iterable[Accepted]) -> Found:
+    """Return a finding with why an entry accepts it, where one does."""
+    fits = _entries_of(one, entries)
+    return replace(one, reason=fits[0].reason, fails=False) if fits else one
+
+
+def _commands_of(diagnosis: str) -> set[str]:
+    """Return the commands that can find a fault, one of several, a finding or a reason."""
+    names = diagnosis.split(" or ")
+    return {
+        command
+        for command in BOTH
+        for name in names
+        if (FAULTS[name].command in ("", command) if name in FAULTS else command == "audit")
+    }
+
+
 def no_longer_found(entries: Sequence[Accepted], results: Sequence[Result]) -> list[str]:
     """Return a line for each entry that accepts nothing, although its file was judged to the end."""
     used = {
         one for result in results for fault in result.accepted for one in fault.accepted_by(entries)
     }
+    used |= {
+        one
+        for result in results
+        for found in result.named_findings
+        for one in _entries_of(found, entries)
+    }
     whole = (
         result for result in results if not (result.unjudged or result.interrupted or result.raised)
     )
-    judged = [file for result in whole for file in result.files]
+    judged = [(result.command, *file) for result in whole for file in result.files]
     lines = []
     for one in entries:
-        here = (span for file, span in judged if file == one.file)
+        # what `verify` cannot find is not gone where `verify` has judged the file, and vice versa
+        commands = _commands_of(one.fault)
+        here = (span for command, file, span in judged if file == one.file and command in commands)
         if one not in used and any(
             one.line is None or span is None or one.line in span for span in here
         ):
@@ -856,8 +923,7 @@ def _below_run(result: Result, *, shown: bool) -> Iterator[str]:
     yield from map(_accepted, result.accepted)
     if result.second_opinion:
         yield result.second_opinion
-    for one in result.named_findings:
-        yield f"finding: {one} [{one.name}]"
+    yield from map(_finding_line, result.named_findings)
     if result.unjudged is not None and not shown:
         yield f"unjudged: {result.unjudged} [{result.unjudged_reason}]"
 
@@ -890,6 +956,14 @@ def _below_loop(result: Result) -> Iterator[str]:
         yield from [*violation.words, _found(result, violation)]
     for violation in result.accepted:
         yield f"{_accepted(violation)}; the search ended there"
+
+
+def _finding_line(one: Found) -> str:
+    """Return a finding or a reason in one line: its name last, as mypy has the code of an error."""
+    if one.reason is not None:
+        return f"accepted: {one} [{one.name}], {one.reason}"
+    label = f"{one.kind}, which fails" if one.fails else one.kind
+    return f"{label}: {one} [{one.name}]"
 
 
 def _accepted(violation: Violation) -> str:

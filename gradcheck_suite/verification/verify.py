@@ -28,9 +28,9 @@ from gradcheck_suite.core.contract import (
     expect_within,
     is_jax,
 )
-from gradcheck_suite.core.counterexamples import loop_lines, loop_places
 from gradcheck_suite.core.options import ChosenOptions, VerifyOptions, takes
 from gradcheck_suite.core.results import MovedByZeros, Result, result_lines
+from gradcheck_suite.core.source_lines import judged_lines, loop_places
 from gradcheck_suite.core.text import say
 from gradcheck_suite.errors import UsageError
 from gradcheck_suite.run.instance import Instance, instance_of, one_thread
@@ -117,7 +117,9 @@ def verify(
     violation = search.violation
     if violation is not None:
         violation = replace(
-            with_case_described(violation), found_after=search.found_after, **loop_places(loop)
+            with_case_described(violation),
+            found_after=search.found_after,
+            **loop_places(loop, violation),
         )
     findings = (*search.findings, *(opinion.findings if opinion else ()))
     moving = search.moved_by_zeros
@@ -141,7 +143,7 @@ def verify(
         traffic=traffic,
         moved_by_zeros=MovedByZeros(len(moving), moving[0]) if moving else None,
         runs=search.runs,
-        files=() if (place := loop_lines(loop)) is None else (place,),
+        files=judged_lines(loop),
     )
     if not quiet:
         say(result_lines(result))
