@@ -1,4 +1,4 @@
-"""How an audit ends a run where its user asks for that."""
+"""How an audit ends a run where its user asks for that, and what ends a run from outside."""
 
 from __future__ import annotations
 
@@ -12,3 +12,7 @@ class StoppedOnViolation(BaseException):
 
     No `Exception`, so that a program that catches those ends all the same.
     """
+
+
+class Terminated(BaseException):
+    """What ends a run that a signal ends: its last window is not complete."""

@@ -11,6 +11,7 @@ from gradcheck_suite.auditing.jax.recorder import JaxRecorder
 from gradcheck_suite.auditing.jax.replay import Event
 from gradcheck_suite.auditing.jax.support import why_unsupported
 from gradcheck_suite.auditing.schedule import Schedule
+from gradcheck_suite.auditing.stopping import Terminated
 from gradcheck_suite.core.options import DEFAULT_BUDGET, INSTRUMENTS, AuditOptions
 from gradcheck_suite.core.results import Result, Violation
 from gradcheck_suite.core.text import counted
@@ -125,7 +126,7 @@ class JaxAudit:
             findings=tuple(said),
             unknown=tuple(unknown),
             unjudged=None if found else self._why_unjudged(windows, notes),
-            interrupted=isinstance(error, KeyboardInterrupt),
+            interrupted=isinstance(error, KeyboardInterrupt | Terminated),
             raised=f"{type(error).__name__}: {error}" if isinstance(error, Exception) else None,
             files=tuple((file, None) for file in self._files()),
         )
