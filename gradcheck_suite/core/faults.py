@@ -333,6 +333,12 @@ _ROWS = (
         "a loss is computed from other items or values than the loader yields",
         "look for what changes batches before they reach the loss: a normalization in place,"
         " augmentation, truncation, padding, targets shifted against inputs",
+        causes={
+            "refilled": Remedy(
+                "send a micro-batch's loss backward before its memory is filled again, or give each"
+                " micro-batch memory of its own"
+            )
+        },
         command="verify",
     ),
     _gradient(
@@ -359,6 +365,11 @@ _ROWS = (
             "look for parameters that a compiled function closes over, a gradient that is computed"
             " before the previous step, a step or an edit of parameters inside the window"
         ),
+        causes={
+            "written-between": Remedy(
+                "write to parameters after the window's last backward, and never through `.data`"
+            )
+        },
     ),
     _gradient(
         "misplaced-gradient",
@@ -444,7 +455,14 @@ _ROWS = (
             "assume `finite-gradients` if that is meant; remove `nan_to_num` or the clamp: it hides"
             " that the run diverged"
         ),
-        causes={"no-targets": Remedy("leave out that micro-batch alone, or add it")},
+        causes={
+            "no-targets": Remedy("leave out that micro-batch alone, or add it"),
+            "not-reset": Remedy(
+                "reset the gradients also where the step is left out; use a `GradScaler`, or assume"
+                " `finite-gradients`",
+                "begin a new sum also where the step is left out, or assume `finite-gradients`",
+            ),
+        },
         command="verify",
     ),
     _gradient(
