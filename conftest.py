@@ -1,11 +1,11 @@
 """Options and Hypothesis profiles that `tests/` and `properties/` share.
 
-    pytest tests properties studies -n 2                                    the same cases, within
-    six minutes pytest tests properties studies -n 2 --full --hypothesis-profile full   also the
-    long tests, over more cases pytest properties --hypothesis-profile dev
-    few new cases, while writing pytest properties --hypothesis-profile nightly
-    many new cases pytest properties --hypothesis-profile gpu -m cuda                on a CUDA
-    device
+    pytest tests properties studies -n 2               the same cases, within six minutes
+    pytest tests properties studies -n 2 --full --hypothesis-profile full
+                                                       also the long tests, over more cases
+    pytest properties --hypothesis-profile dev         few new cases, while writing
+    pytest properties --hypothesis-profile nightly     many new cases
+    pytest properties --hypothesis-profile gpu -m cuda on a CUDA device
 
 A profile sets how many examples a property draws. `properties.helpers.scaled(k)` draws a k-th of
 that for a property whose examples take longer. Neither torch nor JAX is imported here: tests of
@@ -25,7 +25,8 @@ from pathlib import Path
 
 import pytest
 from _pytest.assertion.rewrite import AssertionRewritingHook
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, find, settings
+from hypothesis import strategies as st
 
 DEFAULT_PROFILE = "ci"
 # The first example compiles programs, which takes seconds; deadlines and health checks of speed
@@ -128,6 +129,8 @@ def _keep_what_exists() -> None:
     """Take what exists out of garbage collection: most of it lives until the end, and audits look
     at all objects.
     """
+    # makes Hypothesis's generator, as `_make_hypothesis_generator` of `verification/verify.py` does
+    find(st.none(), lambda _: True, settings=settings(database=None))
     gc.collect()
     gc.freeze()
 

@@ -351,7 +351,12 @@ def to_assigns_grad(real, self, dtype):
         p.grad = gradient.to(dtype)
 
 
-@fault(REFERENCE, torch.nn.Parameter, "__deepcopy__")
+# what they share shows by its values, or by its graph where `detach_` took it
+@fault(
+    "a reference (taken on the way|should have kept its graph)",
+    torch.nn.Parameter,
+    "__deepcopy__",
+)
 def a_deep_copy_shares_grad(real, self, memo):
     copied = real(self, memo)
     copied.grad = self.grad

@@ -11,34 +11,52 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import compress, pairwise
+from operator import not_
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, TextIO
 
 import torch
 
-from gradcheck_suite.auditing import recorder as recording
-from gradcheck_suite.auditing.custom_functions import FunctionKey
+from gradcheck_suite.auditing.custom_functions import (
+    NOT_SEEN,
+    CallsOfProgram,
+    FunctionKey,
+    statement_of,
+)
 from gradcheck_suite.auditing.events import Event, Gap, PassRecord, settle
 from gradcheck_suite.auditing.jax_opinion import JaxOpinion, ask_jax, kept_calls
 from gradcheck_suite.auditing.judge import ORPHANS, Judge
+from gradcheck_suite.auditing.modes import AsBefore
 from gradcheck_suite.auditing.module_calls import ModuleCall, ModuleCalls
 from gradcheck_suite.auditing.places import Place, here, living
 from gradcheck_suite.auditing.program_state import preserve_rng
-from gradcheck_suite.auditing.recomputation import Asked, Part, recompute
+from gradcheck_suite.auditing.recomputation import (
+    SENTENCES,
+    UNEXPLAINED,
+    Asked,
+    Part,
+    Recomputed,
+    judge_calls_of_program,
+    recompute,
+)
 from gradcheck_suite.auditing.recorder import Recorder, Running
 from gradcheck_suite.auditing.replay import StepWindow, near
 from gradcheck_suite.auditing.schedule import Schedule
+from gradcheck_suite.auditing.stopping import StoppedOnViolation, Terminated
+from gradcheck_suite.auditing.strays import Strays
 from gradcheck_suite.auditing.sums import StepFault
 from gradcheck_suite.auditing.terms import Reader, declare
 from gradcheck_suite.auditing.weighing import violation_of
+from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.options import DEFAULT_BUDGET, INSTRUMENTS, AuditOptions, takes
-from gradcheck_suite.core.results import Result, Violation, result_lines
+from gradcheck_suite.core.results import OTHER_RANK, Result, Violation, result_lines
 from gradcheck_suite.core.text import counted, say
 from gradcheck_suite.errors import UsageError
+from gradcheck_suite.run.private_names import expect_present
 
 # An audit on several ranks: each writes its own events to a file, and the first rank judges all of
 # them at the end.
@@ -50,6 +68,8 @@ from gradcheck_suite.errors import UsageError
 
 PATIENCE = 60.0
 """Seconds for which rank 0 waits for ranks that have written nothing, as those of another machine."""
+GRACE = 10.0
+"""Seconds for which it waits for any rank once it was told to end: torchrun ends it for good after 30."""
 
 
 @dataclass(frozen=True)
@@ -219,21 +239,47 @@ class RankWriter:
         self._file.close()
 
 
+class RankReader:
+    """Reads what a rank writes, each time what is new.
+
+    Args:
+        ranks: the run.
+        rank: of the process whose file is read.
+    """
+
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self._ranks, self._found = ranks, RankFile(rank)
+        self._path: Path | None = None
+        self._at = 0
+
+    def read(self) -> RankFile:
+        """Return what the rank has written so far."""
+        path = self._ranks.path(self._found.rank)
+        if path != self._path:  # that of an earlier run, until this run's was begun
+            self._path, self._at, self._found = path, 0, RankFile(self._found.rank)
+        # an entry that is being written ends too early, and is read the next time
+        with contextlib.suppress(EOFError, FileNotFoundError, pickle.UnpicklingError):
+            if path is not None and path.stat().st_size > self._at:
+                with path.open("rb") as file:
+                    self._read_on(file)
+        return self._found
+
+    def _read_on(self, file: IO[bytes]) -> None:
+        file.seek(self._at)
+        while True:
+            entry = pickle.load(file)
+            self._at = file.tell()
+            if isinstance(entry, Writer):
+                self._found.writer = entry
+            elif isinstance(entry, End):
+                self._found.end = entry
+            else:
+                self._found.events.append(entry)
+
+
 def read(ranks: Ranks, rank: int) -> RankFile:
     """Return what a rank has written so far."""
-    found = RankFile(rank)
-    with contextlib.suppress(EOFError, FileNotFoundError, pickle.UnpicklingError):
-        if path := ranks.path(rank):
-            with path.open("rb") as file:
-                while True:
-                    entry = pickle.load(file)
-                    if isinstance(entry, Writer):
-                        found.writer = entry
-                    elif isinstance(entry, End):
-                        found.end = entry
-                    else:
-                        found.events.append(entry)
-    return found
+    return RankReader(ranks, rank).read()
 
 
 def _lives(pid: int) -> bool:
@@ -248,13 +294,25 @@ def _lives(pid: int) -> bool:
     return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def gather(ranks: Ranks, patience: float = PATIENCE) -> list[RankFile]:
-    """Wait until each other rank has ended or died, and return what all have written."""
-    deadline = time.monotonic() + patience
+def gather(
+    ranks: Ranks, patience: float = PATIENCE, hurries: Callable[[], float | None] = lambda: None
+) -> list[RankFile]:
+    """Wait until each other rank has ended or died, and return what all have written.
+
+    Args:
+        ranks: the run.
+        patience: seconds for which ranks are waited for of which nothing is known.
+        hurries: returns when this process was told to end, after which it waits for `GRACE`.
+    """
+    begun = time.monotonic()
+    readers = [RankReader(ranks, rank) for rank in range(ranks.size)]
     while True:
-        found = [read(ranks, rank) for rank in range(ranks.size)]
+        found = [reader.read() for reader in readers]
         others = [f.is_open for f in found if f.rank != ranks.rank]
-        if True not in others and (None not in others or time.monotonic() > deadline):
+        now, told = time.monotonic(), hurries()
+        if told is not None and now > told + GRACE:
+            return found
+        if True not in others and (None not in others or now > begun + patience):
             return found
         time.sleep(0.1)
 
@@ -288,13 +346,6 @@ def _say(lines: Sequence[str], standard_error: TextIO) -> None:
             ["", *lines] if not in_notebook else lines,
             sys.stdout if in_notebook else standard_error,
         )
-
-
-class StoppedOnViolation(BaseException):
-    """Ends a run at its first violation.
-
-    No `Exception`, so that a program that catches those ends all the same.
-    """
 
 
 @takes(AuditOptions)
@@ -335,18 +386,24 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._standard_error = sys.stderr
         self._process = os.getpid()
         self._passes = self._passes_at_step = 0
-        self._after_gap = self._was_full = self._copied = False
+        self._after_gap = self._was_full = False
+        self._tried = set[str]()
+        self._doubts: dict[int, str] = {}
+        self._covered: tuple[int, int] | None = None
+        self._reasons = dict[str, Found]()
         self._told: set[Any] = set()
         self._events: list[Event] = []
         self._places: set[Place] = set()
+        self._lines: set[str] = set()
         self._names: dict[int, str] = {}
         self._dtypes: dict[int, str] = {}
         self._ranks = Ranks.of()
         self._schedule = Schedule(self.options, on_ranks=self._ranks is not None)
         self._recorder = Recorder(
             self._receive,
-            lambda: self._schedule.whole or (self._forwards.copies and not self._copied),
+            lambda: self._schedule.whole or self._is_of_kept,
             self._resumes,
+            self._is_full,
             weights="weights" not in self.options.without,
             sums="sums" not in self.options.without,
             objectives=dict(given.split("=", 1) for given in self.options.objectives),
@@ -357,9 +414,12 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._forwards = ModuleCalls(
             self._records_calls, self._keep_cotangent, self._keep_mode, self._forwards_failed
         )
+        self._strays = Strays(self._recorder.parameters)
+        self._hurries: float | None = None
         self._running: dict[int, Running] = {}
         self._recomputed: Counter[str] = Counter()
         self._functions: set[FunctionKey] = set()
+        self._outside = CallsOfProgram()
         self._calls: list[Part] | str | None = None
         self._opinion: JaxOpinion | None = None
 
@@ -395,7 +455,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             )
         if _open:
             raise UsageError("audit: another audit is open in this process; close it first")
-        recording.expect_supported()
+        expect_present("audit", "torch")
         if self._ranks is not None:
             self._writer = RankWriter(self._ranks)
         self._opened = self._observing = True
@@ -419,6 +479,9 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if self._observing:
             self._observing = False
             self._forwards.close()
+            for kind in self._outside.close():
+                said = f"custom function {kind.__name__}: {NOT_SEEN}"
+                self._judge.note(finding("custom-function", said))
             self._recorder.close()
             self._stance.close()
 
@@ -448,11 +511,12 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if not self._recorder.records and not self._is_off:
             self._recorder.resume(self._recorder.steps_seen)
             if complete and (tail := self._recorder.since_step):
-                self._judge.note(
+                said = (
                     f"{counted(tail, 'call')} of backward after the last step, in a window that was"
                     " only counted: what they add to `.grad` is in no step (`--budget none` judges"
                     " them)"
                 )
+                self._judge.note(finding("counted-tail", said, remedy=""))
         self._detach()
         if self in _open:
             _open.remove(self)
@@ -475,9 +539,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._judge.end(complete=complete)
         except Exception as fault:
             self._recorder.switch_off("steps", fault)
-        if self.options.jax and not isinstance(error, KeyboardInterrupt):
+        if self.options.jax and not isinstance(error, KeyboardInterrupt | Terminated):
             calls = self._calls or []
-            self._opinion = JaxOpinion(refusal=calls) if isinstance(calls, str) else ask_jax(calls)
+            with AsBefore(()):
+                told = JaxOpinion(refusal=calls) if isinstance(calls, str) else ask_jax(calls)
+            self._opinion = told
         return self._finished(error)
 
     def _of_all_ranks(self, ranks: Ranks, error: BaseException | None) -> Result:
@@ -485,27 +551,32 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if ranks.rank and not died_before(ranks):
             reason = f"rank {ranks.rank} of {ranks.size}: rank 0 judges the steps of all ranks"
             return replace(
-                self._finished(error), unjudged=reason, rank=ranks.rank, ranks=ranks.size
+                self._finished(error),
+                unjudged=reason,
+                unjudged_reason=OTHER_RANK,
+                rank=ranks.rank,
+                ranks=ranks.size,
             )
-        files = gather(ranks)
+        files = gather(ranks, hurries=lambda: self._hurries)
         complete = all(file.end is not None and file.end.complete for file in files)
         self._judge = self._judged([file.events for file in files], complete=complete)
         if self._judge.ranks_train_apart:
             each = [self._judged([file.events], complete=complete, of=file.end) for file in files]
             self._judge = self._new_judge(1)
             self._judge.take_over(each)
-            self._judge.note(
+            said = (
                 "the ranks do not step on the same gradients and nothing wraps the model: each rank"
-                " was judged by itself; if they train one model, each with all of it, wrap it in"
-                " DistributedDataParallel"
+                " was judged by itself"
             )
+            self._judge.note(finding("ranks-train-apart", said))
         for file in files:
             if file.fate is not None:
-                self._judge.note(file.fate)
+                self._judge.note(finding("lost-rank", file.fate))
             for what, why in (file.end or End()).off.items():
                 self._recorder.off.setdefault(what, f"{why}, on rank {file.rank}")
         if "batch" not in self.options.without:
-            self._judge.note("windows are not computed again where there are several ranks")
+            said = "windows are not computed again where there are several ranks"
+            self._judge.note(finding("several-ranks", said))
         shutil.rmtree(ranks.folder, ignore_errors=True)
         return replace(self._finished(error), rank=ranks.rank, ranks=ranks.size)
 
@@ -520,10 +591,19 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             try:
                 judge.take(row)
             except ValueError as error:
-                judge.note(f"{error}: judged up to there")
+                judge.note(finding("unlike-ranks", f"{error}: judged up to there"))
                 break
         judge.end(complete=complete)
         return judge
+
+    def when_idle(self, act: Callable[[], None]) -> None:
+        """Call a function, which closes the audit, once nothing of the audit's is half done."""
+        self.hurry()
+        self._recorder.when_idle(act)
+
+    def hurry(self) -> None:
+        """Wait for other ranks no longer than a launcher waits for this one."""
+        self._hurries = self._hurries or time.monotonic()
 
     @property
     def result(self) -> Result:
@@ -548,12 +628,21 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         begun = self._standard_error
         return sys.stderr if begun is None or getattr(begun, "closed", False) else begun
 
+    @standard_error.setter
+    def standard_error(self, stream: TextIO) -> None:
+        self._standard_error = stream
+
     def _is_full(self) -> bool:
         """Return whether the window that runs is computed again.
 
         Whose it is shows at its step, so all are until that of each optimizer that is due has been.
         """
-        return self._schedule.full or (self._forwards.copies and not self._copied)
+        return self._schedule.full or self._is_of_kept
+
+    @property
+    def _is_of_kept(self) -> bool:
+        """Whether the window that runs is the first one of whose calls more is kept."""
+        return not self._forwards.keeps <= self._tried
 
     def _resumes(self, optimizer: int) -> bool:
         """Count a window, and return whether those after it are judged again."""
@@ -577,6 +666,10 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     def _pause(self) -> None:
         self._forwards.close()
+        unseen = self._outside.close()
+        self._functions -= unseen | {
+            statement_of(kind) for kind in unseen
+        }  # a later window shows them
         self._running.clear()
         self._recorder.pause()
 
@@ -615,10 +708,15 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             return
         self._places.add(event.place)
         if isinstance(event, PassRecord):
-            if self._is_full() and self._recorder.last is not None and self._recorder.last.forwards:
+            if self._is_full() and self._recorder.last is not None:
                 self._running[self._passes] = self._recorder.last
             self._passes += 1
+            self._strays.on_pass(event)
+            self._lines.update(term.line for term in event.terms if term.line)
         else:
+            self._strays.on_step(event)
+            for key in self._strays.found.keys() - self._names.keys():
+                self._name_of(key)  # while its module lives
             # a step right after another one has its passes, or none
             has_passes, self._passes_at_step = self._passes > self._passes_at_step, self._passes
             if has_passes:
@@ -628,10 +726,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             else:
                 self._judge_events(again=has_passes and self._was_full)
                 if self._was_full and self._judge.used and not has_passes:
-                    self._judge.note(
+                    said = (
                         "a window was not computed again: another optimizer had stepped on its"
                         " passes"
                     )
+                    self._judge.note(finding("shared-passes", said))
             if has_passes or self._after_gap:
                 self._after_gap = False
                 passes, seconds = self._recorder.passes_seen, self._recorder.seconds
@@ -656,12 +755,20 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         """
         for event in self._taken():
             self._judge.take([event])
+        window = None if "batch" in self.options.without else self._judge.window
+        if again and window is not None:
+            # what a call needs to give the same again is kept in the next window, and in that one
+            # it is known whether it helps
+            self._tried |= self._forwards.keeps
+            self._recompute(window)
+            self._judge_draws(window)
+        if window is not None and (again or self._outside.has_calls):
+            self._judge_functions(window)
         if again:
-            if self._judge.window is not None and "batch" not in self.options.without:
-                self._recompute(self._judge.window)
             self._running.clear()
+        self._forwards.forget_draws()
         for violation in self._judge.violations():
-            if not self.options.accepts(violation.diagnosis, violation.where):
+            if not any(map(violation.is_accepted_by, self.options.accept)):
                 self._tell(violation)
 
     # The window again
@@ -671,6 +778,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     def _keep_cotangent(self, forward: ModuleCall, index: int, cotangent: torch.Tensor) -> None:
         if (running := self._observed()) is not None:
+            if forward not in running.forwards:
+                forward.note_backward()
             running.forwards.setdefault(forward, {})[index] = cotangent
 
     def _keep_mode(self, module: int, training: bool, _: torch.Tensor) -> None:
@@ -700,10 +809,14 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             violation.diagnosis == "repeated-micro-batch" or _is_rescaled_each_time(window)
         ):
             return
+        # of a loss that each pass has as a whole, no weight of a pass is the right one
+        if violation is not None and _is_of_weights_alone(violation):
+            return
         if window.copies:
-            self._judge.note(
+            said = (
                 "a window was not computed again: the optimizer steps on copies of the parameters"
             )
+            self._judge.note(finding("copied-parameters", said))
             return
         if violation is not None and violation.weights:
             weights = _righted(violation, weights)
@@ -739,13 +852,11 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                 },
             )
             found = recompute(asked)
-        # inputs that the program changes in place are copied in the next window
-        self._copied = self._forwards.copies
-        self._forwards.copies |= found.inputs_changed
-        for sentence in found.notes:
-            self._judge.note(sentence)
+        self._note_recomputed(found, window.optimizer)
         if found.how is not None:
-            self._recomputed[found.how] += 1
+            compared, reached = found.covered
+            some = f", {compared} of {reached} parameters" if compared < reached else ""
+            self._recomputed[f"{found.how}{some}"] += 1
             self._schedule.again[window.optimizer] += 1
             if self.options.jax and self._calls is None:
                 self._calls = kept_calls(found.parts)
@@ -755,8 +866,45 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             key = next((k for k, p in live.items() if id(p) == found.parameter), None)
             name = None if key is None else self._name_of(key)
             last = window.passes[max(window.passes)].site
-            fault = violation_of(StepFault(found.name, found.sentence), window, last, name)
+            step_fault = StepFault(found.name, found.sentence, causes=found.causes)
+            fault = violation_of(step_fault, window, last, name)
             self._judge.add(replace(fault, error=found.error, allowed=found.allowed))
+
+    def _judge_draws(self, window: StepWindow) -> None:
+        """Judge what modules drew when a backward called them again."""
+        if self._forwards.redrawn and window.passes and self._judge.of_last_step() is None:
+            sentence = SENTENCES["redrawn again"].format(module=self._forwards.redrawn)
+            last = window.passes[max(window.passes)].site
+            self._judge.add(violation_of(StepFault("wrong-backward", sentence), window, last))
+
+    @preserve_rng()
+    def _judge_functions(self, window: StepWindow) -> None:
+        """Judge the custom functions that the program calls outside of recorded modules."""
+        if self._recorder.is_off("the window again"):
+            return
+        passes = [self._running[i] for i in window.passes if i in self._running]
+        with self._recorder.mute():
+            found = judge_calls_of_program(self._outside, passes, self._functions)
+        for note in found.notes:
+            self._judge.note(note)
+        if found.name is not None and self._judge.of_last_step() is None:
+            last = window.passes[max(window.passes)].site
+            fault = violation_of(StepFault(found.name, found.sentence), window, last)
+            self._judge.add(replace(fault, error=found.error, allowed=found.allowed))
+
+    def _note_recomputed(self, found: Recomputed, optimizer: int) -> None:
+        """Note what a window that was computed again has shown, or why it could not be."""
+        if found.keep is not None:
+            self._forwards.keeps.add(found.keep)
+        if found.doubt:
+            self._doubts[optimizer] = found.doubt
+        elif found.how is not None or found.reason:
+            self._doubts.pop(optimizer, None)
+        for note in found.notes:
+            if note.name == UNEXPLAINED:
+                self._reasons.setdefault(note.name, note)
+            else:
+                self._judge.note(note)
 
     @preserve_rng()
     def _tell(self, violation: Violation) -> None:
@@ -774,15 +922,21 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     def _finished(self, error: BaseException | None) -> Result:
         found = self._judge.violations()
-        violations = tuple(v for v in found if not self.options.accepts(v.diagnosis, v.where))
-        accepted = tuple(v for v in found if self.options.accepts(v.diagnosis, v.where))
+        is_accepted = [any(map(v.is_accepted_by, self.options.accept)) for v in found]
+        violations = tuple(compress(found, map(not_, is_accepted)))
+        accepted = tuple(compress(found, is_accepted))
         off = Counter(
-            f"{what} could not be observed ({why}); please report it"
+            finding(
+                "failed-instrument",
+                f"{what} could not be observed ({why}); please report it",
+                remedy="",
+            )
             for what, why in self._recorder.off.items()
         )
         unknown = self._judge.unknown()
-        parts = Counter({str(part): steps for part, steps in unknown.items()})
-        findings = parts + self._recorder.notes + self._judge.notes() + off
+        parts = Counter({part.found: steps for part, steps in unknown.items()})
+        strays = () if self._judge.has_copies else self._strays.findings(self._name_of)
+        findings = parts + self._recorder.notes + self._judge.notes() + Counter(strays) + off
         whole = (
             not {*self.options.without} & {"weights", "sums"}
             and not self._recorder.off
@@ -797,18 +951,21 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         )
         if skipped and self._judge.weighed | self._judge.violated:  # else it is said why none was
             findings = Counter(skipped) + (findings - Counter(self._judge.skipped.values()))
-        said = [f"{text} ({n} times)" if n > 1 else text for text, n in findings.items()]
         disagreements = tuple(self._opinion.findings) if self._opinion else ()
+        named = [
+            *(replace(one, steps=times) for one, times in findings.items()),
+            *(finding("frameworks-differ", said) for said in disagreements),
+        ]
         if self._recorder.off or self._recorder.concurrent:
             violations = accepted = ()
         for violation in violations:
             self._tell(violation)  # what the end of the run, or all ranks together, have shown
         windows = len(self._judge.weighed | self._judge.violated)
-        files = {
-            line.rpartition(":")[0] for place in self._places for line in (place.line, *place.path)
-        }
+        lines = {line for place in self._places for line in (place.line, *place.path)}
+        files = {line.rpartition(":")[0] for line in lines | self._lines}
         if set(self.options.without) == {"weights", "sums"}:
             windows = self._recomputed.total()
+        unjudged = None if violations or accepted else self._why_unjudged(windows, findings)
         return Result(
             loop=self._name,
             command="audit",
@@ -824,49 +981,63 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             second_opinion=self._opinion.summary() if self._opinion else None,
             unknown=tuple(replace(part, steps=steps) for part, steps in unknown.items()),
             disagreements=disagreements,
-            findings=(*said, *disagreements),
-            unjudged=None if violations or accepted else self._why_unjudged(windows, findings),
-            interrupted=isinstance(error, KeyboardInterrupt),
+            findings=tuple(map(str, named)),
+            named_findings=self._as_wanted(named, unjudged),
+            unjudged=None if unjudged is None else unjudged.words,
+            unjudged_reason=None if unjudged is None else unjudged.name,
+            interrupted=isinstance(error, KeyboardInterrupt | Terminated),
             raised=_shown(error) or None,
             files=tuple((file, None) for file in sorted(files)),
         )
 
-    def _why_unjudged(self, windows: int, findings: Counter[str]) -> str | None:
+    def _as_wanted(self, named: Sequence[Found], unjudged: Found | None) -> tuple[Found, ...]:
+        """Return the findings as the options have them, with the reason for which nothing was
+        judged where they say something of it.
+        """
+        found = [self.options.judged(one) for one in named]
+        if unjudged is not None:
+            whole = self.options.judged(unjudged)
+            found += [whole] if whole.fails or whole.reason is not None else []
+        return tuple(found)
+
+    def _why_unjudged(self, windows: int, findings: Counter[Found]) -> Found | None:
         """Return why nothing could be judged, and what to do; None where something was."""
         recorder = self._recorder
         if recorder.off:
-            return "; ".join(
+            failed = "; ".join(
                 f"{what} could not be observed ({why})" for what, why in recorder.off.items()
             )
+            return finding("failed-instrument", failed, remedy="")
         if recorder.concurrent:
-            return (
-                "backward is called in several threads, whose passes cannot be told apart: let one"
-                " train at a time"
-            )
+            said = "backward is called in several threads, whose passes cannot be told apart"
+            return finding("concurrent-passes", said)
         if self._is_off:
-            return "every instrument was switched off"
+            return finding("switched-off", "every instrument was switched off")
         if not recorder.steps_seen and recorder.passes_seen:
             why = "the script trains without a torch.optim optimizer"
             if living(torch.optim.Optimizer):
                 why = "the step of a torch.optim optimizer that was made is never called"
-            return (
-                f"no optimizer.step() was seen in {counted(recorder.passes_seen, 'backward pass')}:"
-                f" {why}"
-            )
+            passes = counted(recorder.passes_seen, "backward pass")
+            return finding("no-step", f"no optimizer.step() was seen in {passes}: {why}")
         if not recorder.steps_seen:
-            return (
+            said = (
                 "no backward pass and no optimizer.step() was seen in this process: the script"
                 " trains nothing, or it trains in another process"
             )
+            return finding("nothing-trained", said)
+        if self._reasons:
+            return next(iter(self._reasons.values()))
+        if self._doubts and self not in _open:
+            said = f"{next(iter(self._doubts.values()))}: the window could not be computed again, and no later one was"
+            return finding(UNEXPLAINED, said)
         if windows:
             return None
         reasons = Counter(self._judge.skipped.values())
         if {*reasons} == {ORPHANS}:
-            return f"{recorder.passes_seen} calls of backward were seen, and {ORPHANS}"
-        return (
-            "no step could be judged:"
-            f" {'; '.join([*(findings | reasons)][:2]) or 'no loss went backward'}"
-        )
+            said = f"{recorder.passes_seen} calls of backward were seen, and {ORPHANS}"
+            return replace(ORPHANS, sentence=said)
+        why = "; ".join(map(str, [*(findings | reasons)][:2])) or "no loss went backward"
+        return finding("nothing-judged", f"no step could be judged: {why}")
 
 
 def _is_rescaled_each_time(window: StepWindow) -> bool:
@@ -880,6 +1051,10 @@ def _is_rescaled_each_time(window: StepWindow) -> bool:
         and factor != 1
         and all(near(one, factor * other, 1e-3) for one, other in pairwise(found))
     )
+
+
+def _is_of_weights_alone(violation: Violation) -> bool:
+    return violation.diagnosis == "unrecognised-weights" and not violation.weights
 
 
 def _righted(violation: Violation, weights: Mapping[int, float]) -> dict[int, float]:

@@ -22,9 +22,7 @@ from gradcheck_suite.auditing import weights as reading_weights
 from gradcheck_suite.auditing.events import BY_HAND, Event, Gap, PassRecord, StepRecord
 from gradcheck_suite.auditing.places import Loop, Place, lines_with
 from gradcheck_suite.auditing.replay import Replay, Seen, Source, StepWindow, near
-from gradcheck_suite.auditing.samples import size
 from gradcheck_suite.auditing.sums import (
-    IF_WANTED,
     OF_SUMS,
     Members,
     StepFault,
@@ -34,6 +32,7 @@ from gradcheck_suite.auditing.sums import (
     used_of,
     weigh_one,
 )
+from gradcheck_suite.auditing.vectors import size
 from gradcheck_suite.auditing.weighing import (
     Pending,
     Repeated,
@@ -44,21 +43,17 @@ from gradcheck_suite.auditing.weighing import (
     read_joined,
     violation_of,
 )
+from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.results import Unknown, Violation
-from gradcheck_suite.core.text import counted
+from gradcheck_suite.core.text import MOST_NAMES, counted, listed
 
 MOST_WINDOWS = 512
 """Windows of one optimizer that are judged together; older ones have been judged and are forgotten."""
 EVERY = 64
 """Windows after which the weights are judged again, once there have been so many."""
 BOTH = "sums and weights"
-SEVERAL_MODES = (
-    "a module ran in train mode in some micro-batches of a window and in eval mode in others: call"
-    " model.train() after every evaluation; whether the gradient depends on it is judged in windows"
-    " that are computed again (`--every 1`)"
-)
-
 MASTERS = (
+    "written-gradient",
     (
         "the gradients of this step were written by hand to parameters that no backward pass"
         " reaches (master copies, `torch.func`, forward mode, a backward that is called in C++)"
@@ -70,33 +65,38 @@ MASTERS = (
     ),
 )
 UNSEEN = (
+    "unseen-pass",
     (
-        "`.grad` has a gradient that no backward pass started from Python has brought: it came from"
-        " C++ (TorchScript, an extension), or stood there when the audit began"
+        "`.grad` has a gradient that no backward pass started from Python has brought: the program"
+        " has put it there (from another copy of the model, from a checkpoint), it came from C++"
+        " (TorchScript, an extension), or stood there when the audit began"
     ),
     "call `backward` from Python, and open the audit before the first pass",
 )
 ZERO = (
+    "flat-copies",
     "DeepSpeed's ZeRO steps on flat copies of its own, which no backward pass reaches",
     "audit the script with `zero_optimization.stage` 0: the losses weigh the same there",
 )
-"""Why a step on copies could not be judged, and what to do."""
+"""Why a step on copies could not be judged: the name of the reason, what was seen, and what to do."""
 COMPOSED = (
     "gradients of backward passes are kept, reset, and put together again by the program: its step"
     " is on what it wrote, so their sum is not judged; the weights of each of these gradients are"
 )
 LOST = "dropped-micro-batch", "reset-inside-window"
 """What one window may show before another one tells that gradients are put together by hand."""
-ORPHANS = (
+ORPHANS = finding(
+    "unstepped-parameters",
     "no parameter that backward reached is in an optimizer that steps: was the model copied, moved"
-    " or replaced after the optimizer was made?"
+    " or replaced after the optimizer was made?",
+    remedy="",
 )
 """Why a step has no pass, where there were some."""
-MOST_NAMES = 3
-"""Parameters that a sentence names."""
+UNREAD = finding("unread-weights", "the weights of its losses could not be read")
 FEWEST_SHARES = 2
 """Micro-batches from which on coefficients that add up to 1 are shares; two tasks may well be weighted so."""
 UNTOLD = (
+    "too-few-elements",
     (
         "`.grad` is put together by hand, or was reset and edited: the model has too few elements"
         " for so many micro-batches, or their gradients are too much alike in its dtype, to tell"
@@ -104,7 +104,17 @@ UNTOLD = (
     ),
     "audit the script with fewer micro-batches in a window, or in float32",
 )
-"""Why a sum made by hand could not be judged, and what to do."""
+"""Why a sum made by hand could not be judged: the name of the reason, what was seen, and what to do."""
+
+UNLIKE = (
+    "unlike-gradient",
+    (
+        "`.grad` is put together by hand, or was reset and edited: no sum of what the backward"
+        " passes of the window have brought explains most of it"
+    ),
+    "let the optimizer step on what backward has left in `.grad`, where it should",
+)
+"""The same, and what to do, where something else stands there, or noise hides it."""
 
 
 def _unite(united: United, violations: Iterable[Violation]) -> None:
@@ -126,6 +136,14 @@ def _number(sets: Iterable[set[int | None]]) -> int:
     """
     largest, *others = sorted(sets, key=len, reverse=True)
     return len(largest) + len(set().union(*others) - largest)
+
+
+def _of_steps(reason: Found, numbers: Sequence[int], steps: int) -> Found:
+    """Return a reason with the steps that were not judged for it, of so many."""
+    more = ", ..." if len(numbers) > MOST_NAMES else ""
+    which = f"{', '.join(map(str, numbers[:MOST_NAMES]))}{more}"
+    said = f"{len(numbers)} of {counted(steps, 'step')} not judged ({which}): {reason}"
+    return Found(reason.name, said, remedy="", steps=1)
 
 
 def _order(violation: Violation) -> float:
@@ -175,6 +193,7 @@ class Judge:
         used: the coefficients of its passes, where its sums were judged.
         skipped: steps of which nothing was -> why.
         counted: steps that were not recorded, since the budget does not pay for them.
+        has_copies: whether an optimizer steps on copies of the parameters.
         ranks_train_apart: whether a step's gradients were not reduced over the ranks, and nothing
             wraps the model: each rank may train by itself.
     """
@@ -192,7 +211,7 @@ class Judge:
         self.window: StepWindow | None = None
         self._last: dict[int, StepWindow] = {}
         self.used: Mapping[Source, float] = {}
-        self.ranks_train_apart = False
+        self.ranks_train_apart = self.has_copies = False
         self.counted: list[range] = []
         self._known: set[int] | None = None
         self._by_hand: set[str] = set()
@@ -200,7 +219,7 @@ class Judge:
         self._reached: defaultdict[int, set[int]] = defaultdict(set)
         self._moving: defaultdict[str, list[int]] = defaultdict(list)
         self._clipped: set[str] = set()
-        self.skipped: dict[int, str] = {}
+        self.skipped: dict[int, Found] = {}
         self._removed: defaultdict[int, list[Sequence[int]]] = defaultdict(list)
         self._emptied: dict[int, StepWindow] = {}
         self._sizes: dict[int, float] = {}
@@ -222,7 +241,7 @@ class Judge:
         self._violated: set[int] = set()
         self._read_before = bytearray()
         self._of_step: list[Violation] = []
-        self._notes: Counter[str] = Counter()
+        self._notes: Counter[Found] = Counter()
         self._unknown: Counter[Unknown] = Counter()
         self._pending: defaultdict[int, list[Pending]] = defaultdict(list)
         self._since: Counter[int] = Counter()
@@ -291,7 +310,7 @@ class Judge:
                     several[diagnosis, where].append(one)
         return several
 
-    def notes(self) -> Counter[str]:
+    def notes(self) -> Counter[Found]:
         """Return what is worth knowing -> how often."""
         return sum((weighed.notes for weighed in self._weighed.values()), self._notes)
 
@@ -299,21 +318,14 @@ class Judge:
         """Return what could not be judged, and what to do -> in how many steps."""
         return sum((weighed.unknown for weighed in self._weighed.values()), self._unknown)
 
-    def unjudged(self, steps: int) -> list[str]:
-        """Return which of so many steps were not judged, and why: a sentence for each reason."""
-        judged, reasons = self.weighed | self.violated, defaultdict[str, list[int]](list)
+    def unjudged(self, steps: int) -> list[Found]:
+        """Return which of so many steps were not judged, and why."""
+        judged, reasons = self.weighed | self.violated, defaultdict[Found, list[int]](list)
         judged = judged.union(*self.counted)
         for step in range(steps):
             if step not in judged:
-                reasons[
-                    self.skipped.get(step, "the weights of its losses could not be read")
-                ].append(step)
-        return [
-            f"{len(found)} of {counted(steps, 'step')} not judged"
-            f" ({', '.join(map(str, found[:MOST_NAMES]))}{', ...' if len(found) > MOST_NAMES else ''}):"
-            f" {reason}"
-            for reason, found in reasons.items()
-        ]
+                reasons[self.skipped.get(step, UNREAD)].append(step)
+        return [_of_steps(reason, numbers, steps) for reason, numbers in reasons.items()]
 
     @property
     def weighed(self) -> set[int]:
@@ -328,9 +340,9 @@ class Judge:
         if violation.step is not None:
             self._violated.add(violation.step)
 
-    def note(self, sentence: str) -> None:
+    def note(self, one: Found) -> None:
         """Add what another instrument found worth knowing."""
-        self._notes[sentence] += 1
+        self._notes[one] += 1
 
     def take_over(self, of_ranks: Sequence[Judge]) -> None:
         """Take over what the judges of ranks that train by themselves have found: what all have
@@ -358,10 +370,9 @@ class Judge:
             [judge.notes() for judge in of_ranks],
             [judge.unknown() for judge in of_ranks],
         )
-        for sentence, ranks in _ranks_of(notes).items():
-            self._notes[_on(ranks, of_ranks, sentence)] = max(
-                notes[rank][sentence] for rank in ranks
-            )
+        for one, ranks in _ranks_of(notes).items():
+            limited_note = replace(one, sentence=_on(ranks, of_ranks, one.sentence))
+            self._notes[limited_note] = max(notes[rank][one] for rank in ranks)
         for part, ranks in _ranks_of(unknown).items():
             limited = replace(part, reason=_on(ranks, of_ranks, part.reason))
             self._unknown[limited] = max(unknown[rank][part] for rank in ranks)
@@ -403,6 +414,7 @@ class Judge:
         window = self.window = self._replay.on_step(steps)
         self.used, self._of_step = {}, []
         optimizer = window.optimizer
+        self.has_copies = self.has_copies or window.copies
         self._reached[optimizer] |= {
             key for key, now in window.step.gradients.items() if now is not None
         }
@@ -433,10 +445,8 @@ class Judge:
         self._windows[optimizer] += 1
         told = {index: seen for index, seen in window.passes.items() if not members.is_null(index)}
         for site in {str(seen.site) for index, seen in window.passes.items() if index not in told}:
-            self._notes[
-                f"{site}: every gradient that goes backward here is exactly 0: look for a mask, a"
-                " factor of 0, or a saturated function"
-            ] += 1
+            said = "every gradient that goes backward here is exactly 0"
+            self._notes[finding("zero-gradient", said, site)] += 1
         for index, seen in told.items():
             self._places.setdefault((optimizer, seen.site), [0, 0, 0])[
                 bool(members.is_in(index))
@@ -467,10 +477,10 @@ class Judge:
             fault = OF_SUMS["step per pass"]
             self._violate(replace(fault, sentence=fault.sentence.format(steps=self._given)), window)
 
-    def _skip(self, window: StepWindow, reason: str, remedy: str) -> None:
-        part = Unknown(BOTH, str(window.where), reason, remedy)
+    def _skip(self, window: StepWindow, name: str, reason: str, remedy: str) -> None:
+        part = Unknown(BOTH, str(window.where), reason, remedy, name=name)
         self._unknown[part] += 1
-        self.skipped[window.number] = str(part)
+        self.skipped[window.number] = part.found
 
     def _on_first_step(self, steps: Sequence[StepRecord]) -> None:
         """Take an optimizer's first step after a gap: what stands in `.grad` is known from then on."""
@@ -486,6 +496,7 @@ class Judge:
         """Judge a step to which nothing went backward."""
         given = [one for one in window.step.gradients.values() if isinstance(one, np.ndarray)]
         if any(map(size, given)):
+            self.has_copies = True
             self._skip(
                 window, *(ZERO if (window.step.trainer or "").startswith("deepspeed") else MASTERS)
             )
@@ -501,14 +512,15 @@ class Judge:
         since = [seen for index, seen in self._replay.passes.items() if index >= window.before]
         keys = {key for seen in since for key in seen.records[0].arrivals}
         if window.step.frozen.issuperset(window.keys):
-            self.skipped[window.number] = (
-                "every parameter of the optimizer is frozen (`requires_grad` is False)"
+            self.skipped[window.number] = finding(
+                "frozen-parameters",
+                "every parameter of the optimizer is frozen (`requires_grad` is False)",
             )
         elif keys and not self._replay.is_stepped(keys):
             self.skipped[window.number] = ORPHANS
         else:
-            self.skipped[window.number] = (
-                "nothing went backward to this optimizer since its last step"
+            self.skipped[window.number] = finding(
+                "no-pass", "nothing went backward to this optimizer since its last step"
             )
 
     def _judge_replaced(self, window: StepWindow) -> bool:
@@ -535,21 +547,20 @@ class Judge:
     def _note_listed(self, window: StepWindow) -> None:
         """Note parameters that an optimizer moves more than once in a step."""
         if twice := window.step.twice:
-            self._notes[
+            said = (
                 f"the optimizer lists {self._names(twice)} more than once, and moves it once for"
-                " each: list it once"
-            ] += 1
+                " each"
+            )
+            self._notes[finding("parameter-listed-twice", said, window.step.place)] += 1
         if own := sorted(self._replay.of_rank & window.step.values.keys()):
-            self._notes[
-                f"{self._names(own)} began with other values on each rank: right for experts that"
-                " each rank has for itself; else broadcast them before the first step"
-            ] += 1
+            said = f"{self._names(own)} began with other values on each rank"
+            self._notes[finding("unequal-ranks", said)] += 1
         if overlaid := window.step.overlaid:
-            self._notes[
+            said = (
                 f"{self._names(overlaid)} are different parameters over one memory, each with a"
-                " part of the gradient, and the optimizer moves that memory once for each: assign"
-                " the parameter itself, not its `.data`"
-            ] += 1
+                " part of the gradient, and the optimizer moves that memory once for each"
+            )
+            self._notes[finding("overlaid-parameters", said, window.step.place)] += 1
         if overlapping := window.step.overlapping:
             sentence = (
                 "their `.grad` lie over the same memory, so that what arrives at one is added to"
@@ -589,11 +600,12 @@ class Judge:
         for site, reached in by_site.items():
             times = Counter(key for keys in reached for key in keys)
             if some := [key for key, number in times.items() if number < len(reached)]:
-                self._notes[
-                    f"{site}: {counted(len(some), 'parameter')} of the optimizer got a gradient in"
+                said = (
+                    f"{counted(len(some), 'parameter')} of the optimizer got a gradient in"
                     " some passes of a window and in others none (experts by turns, or unfrozen"
                     " there; if they are none, look for a `detach` or a `no_grad`)"
-                ] += 1
+                )
+                self._notes[finding("partly-reached-parameters", said, site)] += 1
 
     def _note_modes(self, window: StepWindow, used: Iterable[Source]) -> None:
         """Note a line whose passes went through one module in train mode and in eval mode."""
@@ -603,8 +615,12 @@ class Judge:
             for module in {module for module, _ in record.modes}:
                 modes = frozenset(training for of, training in record.modes if of == module)
                 seen[str(record.place), module].add(modes)
+        said = (
+            "a module ran in train mode in some micro-batches of a window and in eval mode in"
+            " others"
+        )
         for place in {place for (place, _), modes in seen.items() if len(modes) > 1}:
-            self._notes[f"{place}: {SEVERAL_MODES}"] += 1
+            self._notes[finding("mixed-modes", said, place)] += 1
 
     def _judge_sums(self, members: Members) -> Mapping[Source, float] | None:
         """Judge a window's sums, and return the coefficients by which its weights are read, None
@@ -619,22 +635,22 @@ class Judge:
             self.typical_k(window.optimizer),
             max(self._lengths[window.optimizer], default=0),
         )
-        found = judge_sums(members, typical_k, longest, self._stepped_in.get(window.optimizer))
+        sums = judge_sums(members, typical_k, longest, self._stepped_in.get(window.optimizer))
         if window.passes:
             self._stepped_in[window.optimizer] = window.passes[max(window.passes)].records[0].loop
         coefficients = used_of(window)
-        if found.may_be_right and self._pending_of(window, coefficients).is_right:
+        if sums.may_be_right and self._pending_of(window, coefficients).is_right:
             return coefficients
-        fault = found.fault or self._of_hooks(window)
-        if found.excuse:
-            self._notes[found.excuse] += 1
-        if found.first_point and self._judges_weights:
+        fault = sums.fault or self._of_hooks(window)
+        if sums.excuse:
+            self._notes[sums.excuse] += 1
+        if sums.first_point and self._judges_weights:
             # the gradient there gives a direction, in which the micro-batches weigh as in the step
             self._pending[window.optimizer].append(
-                replace(self._pending_of(window, found.first_point), scaled=False)
+                replace(self._pending_of(window, sums.first_point), scaled=False)
             )
-        if found.removed:
-            self._removed[window.optimizer].append(found.removed)
+        if sums.removed:
+            self._removed[window.optimizer].append(sums.removed)
         if fault is not None:
             others = {
                 k for seen in window.passes.values() for r in seen.records for k in r.arrivals
@@ -644,19 +660,20 @@ class Judge:
             else:
                 self._violate(fault, window)
             return None
-        if found.untold:
-            self._skip(window, *UNTOLD)
+        if sums.untold:
+            self._skip(window, *(UNLIKE if sums.unlike else UNTOLD))
             return None
-        if found.by_hand or (
+        if sums.by_hand or (
             window.edit == "free" and any(seen.by_hand for seen in window.passes.values())
         ):
             window.edit = BY_HAND
             return {}
         if window.edit == "free":
-            self._notes[
+            said = (
                 "`.grad` is edited between the last backward pass and the step, which is the"
                 " program's decision"
-            ] += 1
+            )
+            self._notes[finding("edited-gradient", said, window.step.place)] += 1
         return coefficients
 
     def _judge_emptied(self, optimizer: int, *, seen_all: bool = True) -> None:
@@ -676,7 +693,9 @@ class Judge:
         elif seen_all:
             self._violate(OF_SUMS["all reset"], window)
             return
-        self.skipped[window.number] = "the gradients of its parameters were taken away before it"
+        self.skipped[window.number] = finding(
+            "gradients-taken-away", "the gradients of its parameters were taken away before it"
+        )
 
     def _assumed(self, window: StepWindow) -> Mapping[Source, float]:
         """Return the coefficients where sums are not judged: 1 for each pass that has no other
@@ -702,9 +721,8 @@ class Judge:
             )
         if hooked:
             number = counted(len({key for _, key in hooked}), "parameter")
-            self._notes[
-                f"a hook changes what arrives at {number}, by the same factors in each pass"
-            ] += 1
+            said = f"a hook changes what arrives at {number}, by the same factors in each pass"
+            self._notes[finding("hook-factor", said)] += 1
         return None
 
     def _read(self, window: StepWindow, used: Mapping[Source, float]) -> None:
@@ -736,6 +754,8 @@ class Judge:
             window.left if self._judges_sums and window.factor is not None else 1.0,
         )
         factors = [1.0] if abs(left - 1) < 1e-3 else [left, 1.0]
+        if self._judges_sums and window.divided is not None:
+            factors = [window.divided]  # what is clipping is known, and is no part of the weights
         tasks = self._tasks_of(window)
         read_joined(window.passes, used)
         scaled = [{source: c * f / scale for source, c in used.items()} for f in factors]
@@ -824,7 +844,7 @@ class Judge:
             weighed.violations += weighed.provisional
             weighed.provisional = []
         if made and optimizer in self._composed:
-            weighed.notes[f"{made[0].window.where}: {COMPOSED}"] += len(made)
+            weighed.notes[finding("composed-gradient", COMPOSED, made[0].window.where)] += len(made)
         if len(pending) > MOST_WINDOWS:
             # the first windows of a run and the last ones say most about it
             lost = {
@@ -858,24 +878,22 @@ class Judge:
         for (optimizer, place), (lost, used, windows) in self._places.items():
             every = self._windows[optimizer]
             if windows == 1 < every and (optimizer, place) in self._of_first:
-                self._notes[
-                    f"{place}: what goes backward here, before the first step and never again, is"
-                    " in its gradient: reset the gradients before the loop"
-                ] += 1
+                said = (
+                    "what goes backward here, before the first step and never again, is in its"
+                    " gradient"
+                )
+                self._notes[finding("gradient-before-loop", said, place)] += 1
             elif lost and not used:
                 if (
                     place not in somewhere
                 ):  # else another optimizer steps on what goes backward here
-                    self._notes[
-                        f"{place}: what goes backward here is in no step of the whole"
-                        f" run{IF_WANTED}"
-                    ] += 1
+                    said = "what goes backward here is in no step of the whole run"
+                    self._notes[finding("discarded-pass", said, place)] += 1
             elif (
                 windows < every and covered[optimizer] != every
             ):  # lines that take turns have each their windows
-                self._notes[
-                    f"{place}: backward is called here in {windows} of {every} windows"
-                ] += 1
+                said = f"backward is called here in {windows} of {every} windows"
+                self._notes[finding("occasional-pass", said, place)] += 1
         self._note_run()
         for optimizer in self._removed:
             self._note_removed(optimizer)
@@ -885,31 +903,33 @@ class Judge:
     def _note_run(self) -> None:
         """Note what moved, was clipped, was alike on all ranks, or got no gradient, over the run."""
         if self._replay.alike.keys() == {True} and len(self._windows):
-            self._notes[
-                "the same gradient arrived on all ranks in every backward pass, as of the same"
-                " data: give each rank its own (`DistributedSampler`), or train on one"
-            ] += 1
+            said = (
+                "the same gradient arrived on all ranks in every backward pass, as of the same data"
+            )
+            self._notes[finding("same-data-on-ranks", said)] += 1
         for what, steps in self._moving.items():
             if len(steps) > 1:
-                self._notes[
-                    f"{what} moves with every micro-batch, and the optimizer steps once per window:"
-                    " move it after the step"
-                ] += len(steps)
+                said = (
+                    f"{what} moves with every micro-batch, and the optimizer steps once per window"
+                )
+                remedy = "move it after the step"
+                self._notes[finding("step-per-micro-batch", said, remedy=remedy)] += len(steps)
         for line in self._clipped:
-            self._notes[
-                f"{line}: gradients are clipped before the GradScaler has divided by its scale, so"
-                " the norm is that of scaled ones: call `scaler.unscale_(optimizer)` before"
-            ] += 1
+            said = (
+                "gradients are clipped before the GradScaler has divided by its scale, so the norm"
+                " is that of scaled ones"
+            )
+            self._notes[finding("scaled-clipping", said, line)] += 1
         for optimizer, last in self._last.items():
             never = [
                 key for key in last.keys if key not in self._reached[optimizer] | last.step.frozen
             ]
             if never:
-                self._notes[
+                said = (
                     f"{len(never)} of {len(last.keys)} parameters of the optimizer got no gradient"
-                    f" in any step ({self._names(never)}): look for a `detach` or a `no_grad`, or"
-                    " leave them out of the optimizer"
-                ] += 1
+                    f" in any step ({self._names(never)})"
+                )
+                self._notes[finding("parameter-without-gradient", said, last.step.place)] += 1
 
     def _note_removed(self, optimizer: int) -> None:
         """Note gradients that were taken away before the step, as those of a layer that is frozen
@@ -918,18 +938,15 @@ class Judge:
         steps = Counter(key for keys in self._removed[optimizer] for key in keys)
         for number in sorted({*steps.values()}):
             names = self._names([key for key, times in steps.items() if times == number])
-            self._notes[
+            said = (
                 f"the gradient of {names} was taken away between backward and the step in {number}"
-                f" of {self._windows[optimizer]} steps: the program freezes them there; if it"
-                " should not, look for what resets their `.grad`"
-            ] += 1
+                f" of {self._windows[optimizer]} steps"
+            )
+            self._notes[finding("removed-gradient", said)] += 1
 
     def _names(self, keys: Sequence[int]) -> str:
         """Return the names of a few parameters, and how many more there are."""
-        named = [str(self._name_of(key)) for key in keys[:MOST_NAMES]]
-        return ", ".join(named) + (
-            f" and {len(keys) - MOST_NAMES} more" if len(keys) > MOST_NAMES else ""
-        )
+        return listed([str(self._name_of(key)) for key in keys])
 
     def _is_of_steps(self, optimizer: int, seen: Seen) -> bool:
         """Return whether the optimizer has stepped on passes of that place, or of its line in a

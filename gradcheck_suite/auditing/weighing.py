@@ -13,7 +13,7 @@ import numpy as np
 from gradcheck_suite.auditing import weights as reading_weights
 from gradcheck_suite.auditing.places import Place
 from gradcheck_suite.auditing.replay import Seen, Source, StepWindow, near
-from gradcheck_suite.auditing.sums import OF_SUMS, StepFault
+from gradcheck_suite.auditing.sums import OF_SUMS, Change, StepFault
 from gradcheck_suite.auditing.weights import (
     ACROSS_SITES,
     MEAN_OF_MEANS,
@@ -28,6 +28,7 @@ from gradcheck_suite.auditing.weights import (
     evidence,
 )
 from gradcheck_suite.core.faults import FAULTS, FIX, remedy_of
+from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.results import Unknown, Violation, Weight
 from gradcheck_suite.judge.naming import diagnose, means_text, names_nothing
 from gradcheck_suite.judge.weights import Diagnosis, Weights
@@ -116,7 +117,7 @@ class Weighed:
     violations: list[Violation] = field(default_factory=list)
     provisional: list[Violation] = field(default_factory=list)
     united: United = field(default_factory=dict)
-    notes: Counter[str] = field(default_factory=Counter)
+    notes: Counter[Found] = field(default_factory=Counter)
     unknown: Counter[Unknown] = field(default_factory=Counter)
     steps: set[int] = field(default_factory=set)
 
@@ -166,12 +167,17 @@ def judge_weights(
             result.steps.add(one.window.number)
             result.violations.append(violation_of(fault, one.window, one.window.where))
             continue  # of a loss that goes backward twice no weight says anything
+        if fault := _unequal_replays(one):
+            result.steps.add(one.window.number)
+            result.violations.append(violation_of(fault, one.window, one.window.where))
+            continue
         unreadable, partial = _note_unknown(one, found, result, name_of)
         if one.length == 1 or ((found or partial) and not unreadable):
             result.steps.add(one.window.number)
         for use in _uses(one, found):
             if use.objective.status == UNEQUAL and _is_coefficient(use):
-                result.notes[f"{use.objective.place}: a coefficient changes within a window"] += 1
+                said = "a coefficient changes within a window"
+                result.notes[finding("changing-coefficient", said, use.objective.place)] += 1
             elif use.objective.status == UNEQUAL:
                 unequal[use.objective.key].append(use)
             elif one.scaled:
@@ -235,6 +241,34 @@ PARTIAL = (
 )
 
 
+def _unequal_replays(one: Pending) -> StepFault | None:
+    """Return the fault of one loss over cached items that weighs another number in each pass.
+
+    Each pass has the whole loss, and lets the gradient through to its own items: these weigh what
+    the loss weighs there.
+    """
+    weights = defaultdict[tuple[str, ...], list[float]](list)
+    for rank, index in sorted(one.coefficients):
+        record = one.window.passes[index].records[rank]
+        partial = [term for term in record.terms if term.partial and not term.opaque]
+        if len(partial) != len(record.terms):
+            return None
+        for term in partial:
+            whole = (term.weight or 0.0) * term.counts.get(term.own, 0.0)
+            weights[term.expression].append(whole * one.coefficients[rank, index])
+    if len({one.window.passes[index].site for _, index in one.coefficients}) != 1:
+        return None
+    for found in weights.values():
+        if len(found) == one.length > 1 and not near(min(found), max(found), 1e-3):
+            listed = ", ".join(f"{weight:.4g}" for weight in found[:6])
+            sentence = (
+                "each pass computes the whole loss of the window, with a gradient to some of its"
+                f" items, and the loss weighs another number in each ({listed}), so that items do"
+            )
+            return StepFault("unrecognised-weights", sentence)
+    return None
+
+
 def read_joined(passes: Mapping[int, Seen], sources: Iterable[Source]) -> None:
     """Read a term as a sum over items again where the rows that it joins without a gradient are no
     cached items.
@@ -273,9 +307,11 @@ def _note_unknown(
         for term in record.terms:
             if term.opaque:
                 remedy = DECLARE if term.expression[0] != "given" else ""
-                unreadable.add(Unknown("weights", str(record.place), term.opaque, remedy))
+                place = str(record.place)
+                one_loss = Unknown("weights", place, term.opaque, remedy, name="unreadable-loss")
+                unreadable.add(one_loss)
             elif term.partial:
-                partial.add(Unknown("weights", str(record.place), PARTIAL))
+                partial.add(Unknown("weights", str(record.place), PARTIAL, name="joined-items"))
     if one.length > 1:
         result.unknown.update(unreadable | partial)
         whole = {key for record in records.values() for key in record.whole if key in window.keys}
@@ -284,14 +320,18 @@ def _note_unknown(
         ]
         if whole and len(set(places)) == one.length:
             names = ", ".join(sorted(str(name_of(key)) for key in whole))
-            result.notes[
-                f"{one.window.where}: outside of the cached items, the gradient of {names} arrives"
+            said = (
+                f"outside of the cached items, the gradient of {names} arrives"
                 f" from each of the {one.length} passes over the same items: it is {one.length}"
-                f" times too large: divide it by {one.length} before the step"
-            ] += 1
+                " times too large"
+            )
+            remedy = f"divide it by {one.length} before the step"
+            result.notes[finding("repeated-outside-cache", said, one.window.where, remedy)] += 1
     reason = "the number of terms differs between micro-batches"
     uneven = [
-        Unknown("weights", str(one.place), reason, DECLARE) for one in found if one.status == UNEVEN
+        Unknown("weights", str(one.place), reason, DECLARE, name="uneven-terms")
+        for one in found
+        if one.status == UNEVEN
     ]
     result.unknown.update(uneven)
     return bool(unreadable or uneven), bool(partial)
@@ -339,6 +379,8 @@ def violation_of(
 ) -> Violation:
     """Return the violation that a fault of a window is."""
     package = (window.step.trainer or "").partition(".")[0]
+    loss = place_of_loss(window, where)
+    line = fault.change.line if fault.change else None
     return Violation(
         kind=fault.kind,  # type: ignore[arg-type]
         diagnosis=fault.name,
@@ -347,7 +389,9 @@ def violation_of(
         found_after=window.number + 1,
         step=window.number,
         command="audit",
-        where=place_of_loss(window, where),
+        where=line or loss,
+        change=fault.change.what if fault.change and line else None,
+        loss=loss if line else None,
         backward=str(window.where) if window.passes else None,
         stepped=str(window.step.place),
         parameter=parameter,
@@ -398,9 +442,25 @@ def _of_weights(fault: StepFault, use: Use, rows: tuple[Weight, ...]) -> Violati
     share = "less than 1%" if error < 0.01 else f"{100 * error:.3g}%"
     fault = replace(fault, sentence=f"{fault.sentence} (weights are off by up to {share})")
     allowed = max(part.tolerance for part in use.objective.parts)
-    violation = violation_of(fault, use.window, use.objective.place)
-    where = use.objective.line if use.alone else violation.where
-    return replace(violation, where=where, error=error, allowed=allowed, weights=rows)
+    loss = use.objective.line if use.alone else place_of_loss(use.window, use.objective.place)
+    change = _division(fault, use, loss)
+    violation = violation_of(replace(fault, change=change), use.window, use.objective.place)
+    found = replace(violation, error=error, allowed=allowed, weights=rows)
+    return replace(found, loss=loss) if change else replace(found, where=loss)
+
+
+OF_OTHER_LINES = frozenset({"loss-scale", "growing", "begun-anew", "varying"})
+"""Causes of a wrong weight that are at no division of a loss."""
+
+
+def _division(fault: StepFault, use: Use, loss: str) -> Change | None:
+    """Return the line that multiplies or divides the loss, where there is one beside the loss's own."""
+    if use.alone:
+        return None  # others, which are right, may share it
+    lines = {line for part in use.objective.parts for line in part.term.divisions}
+    if len(lines) != 1 or lines == {loss} or OF_OTHER_LINES & {fault.name, *fault.causes}:
+        return None
+    return None if fault.name == "tail-leak" else Change("division", [*lines])
 
 
 def _of_unequal(use: Use, general: Diagnosis | None, *, is_shown: bool) -> Violation:

@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from gradcheck_suite.auditing.loss_terms import Term
 from gradcheck_suite.auditing.places import Place
 from gradcheck_suite.auditing.replay import Seen, Source, StepWindow, near
-from gradcheck_suite.auditing.terms import Term
 from gradcheck_suite.core.faults import remedy_of
+from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.text import counted
 from gradcheck_suite.judge.naming import diagnose, names_nothing
 from gradcheck_suite.judge.weights import ADDED, MOST_ADDED, Diagnosis, Weights
@@ -91,7 +92,8 @@ class Objective:
     @property
     def line(self) -> str:
         """The line of the loss, or else where it goes backward."""
-        return self.parts[0].term.line or str(self.place)
+        # the first passes of a line may have no stack yet
+        return next((p.term.line for p in self.parts if p.term.line), None) or str(self.place)
 
     @property
     def term(self) -> str:
@@ -627,7 +629,7 @@ MOST_CHOICES = 256
 
 
 def scales(
-    history: Mapping[Key, list[Use]], ranks: int, declared_k: int | None, notes: Counter[str]
+    history: Mapping[Key, list[Use]], ranks: int, declared_k: int | None, notes: Counter[Found]
 ) -> list[Scale]:
     """Return the coefficients that follow from how windows are cut up.
 
@@ -656,7 +658,7 @@ def scales(
 
 
 def _of_objective(
-    uses: Sequence[Use], ranks: int, declared_k: int | None, notes: Counter[str]
+    uses: Sequence[Use], ranks: int, declared_k: int | None, notes: Counter[Found]
 ) -> Iterator[Scale]:
     by_length: defaultdict[int, list[Use]] = defaultdict(list)
     for use in uses:
@@ -688,9 +690,8 @@ def _of_objective(
         # the number of micro-batches may be in the tensor of weights, too; where a window is right
         # without, it is not
         if use.hides and isinstance(verdict, Scale) and not (configured or some_right):
-            verdict = _either(
-                verdict.note, verdict.cause, "the weights of the samples have its inverse"
-            )
+            own = "the weights of the samples have its inverse"
+            verdict = _either(verdict.note, verdict.cause, own)
         if isinstance(verdict, Scale):
             # what leaks comes beside whole windows, and whole windows follow it: until one does,
             # nothing is said
@@ -712,10 +713,10 @@ def _of_objective(
         elif undivided and verdict in (None, USERS):
             notes[undivided] += 1
         elif verdict != USERS and (verdict or use.length > 1):
-            notes[f"{use.objective.place}: {verdict or COEFFICIENT}"] += 1
+            notes[replace(verdict or COEFFICIENT, where=str(use.objective.place))] += 1
 
 
-def _not_divided_beside(use: Use) -> str | None:
+def _not_divided_beside(use: Use) -> Found | None:
     """Say that no division of a loss by the window's length is seen, where another loss is a mean
     over the window.
 
@@ -735,11 +736,11 @@ def _not_divided_beside(use: Use) -> str | None:
     divided = any(map(one.is_divided_by, (r, use.items))) or _spread(use.masses) > one.tolerance
     if r < 2 or not use.whole or beside is None or divided:
         return None
-    return (
-        f"{one.line}: no division of this term ({one.term}) by the number of micro-batches is seen,"
-        f" where the one at {beside.line} ({beside.term}) is a mean over the window: divide it,"
-        " too, unless its coefficient is meant for each micro-batch"
+    said = (
+        f"no division of this term ({one.term}) by the number of micro-batches is seen, where the"
+        f" one at {beside.line} ({beside.term}) is a mean over the window"
     )
+    return finding("undivided-term", said, one.line)
 
 
 def _begun_anew(use: Use, uses: Sequence[Use]) -> Scale | None:
@@ -762,7 +763,7 @@ def _begun_anew(use: Use, uses: Sequence[Use]) -> Scale | None:
     return Scale(use, f"1 + {use.own - 1:.6g}: {why}", "begun-anew", "repeated-micro-batch")
 
 
-def _note_other_count(use: Use, notes: Counter[str]) -> None:
+def _note_other_count(use: Use, notes: Counter[Found]) -> None:
     own = use.objective.parts[0].term.own
     found = use.objective.coefficients.get(own)
     if (
@@ -772,39 +773,54 @@ def _note_other_count(use: Use, notes: Counter[str]) -> None:
         and not near(found, 1.0, use.objective.tolerance)
     ):
         counted = WORDS.get(use.count.partition("@")[0], use.count)
-        notes[
-            f"{use.objective.place}: the loss is divided by {counted}, more than {WORDS[own]}: the"
-            " accumulation is right, since the whole window has one denominator; for a mean over"
-            f" {WORDS[own]}, divide by their number"
-        ] += 1
+        said = (
+            f"the loss is divided by {counted}, more than {WORDS[own]}: the accumulation is right,"
+            " since the whole window has one denominator"
+        )
+        remedy = f"for a mean over {WORDS[own]}, divide by their number"
+        notes[finding("other-count", said, use.objective.place, remedy)] += 1
 
 
-USERS, COEFFICIENT = "the program's own", "the loss has a coefficient"
+def _may_be_divided(use: Use, what: str) -> bool:
+    """Return whether a division by the window's length may be there, though the weights lack it."""
+    r, window = use.length, use.window
+    if not use.is_mean and not what and near(use.items, float(r * r), use.objective.tolerance):
+        return True  # of as many items as passes in each: the number may be that of either
+    # what was done to `.grad` after the last pass may be a division, and clipping by hand
+    unknown = window.edit == "free" or window.left < (1 + 1e-3) / r
+    return unknown and window.divided is None
 
 
-def _either(why: str, cause: str, own: str) -> str:
+USERS = finding("coefficient", "the program's own")
+COEFFICIENT = finding("coefficient", "the loss has a coefficient")
+
+
+def _either(why: str, cause: str, own: str) -> Found:
     """Return that a coefficient is the program's own, or else a fault."""
-    remedy = remedy_of("wrong-scale", [cause])
-    return f"{COEFFICIENT}: if {own}, nothing is to be done; else it is {why}: {remedy}"
+    said = f"{COEFFICIENT}: if {own}, nothing is to be done; else it is {why}"
+    return finding("coefficient", said, remedy=remedy_of("wrong-scale", [cause]))
 
 
-MISCOUNTED = (
+MISCOUNTED = finding(
+    "miscounted",
     "the loss is divided by a whole number that is none of what it may count, the same for all"
-    " micro-batches of a window: no windows of different counts show the right one; divide by the"
-    " number of what the loss adds up, such as its valid targets"
+    " micro-batches of a window: no windows of different counts show the right one",
 )
-
-
-CLIPPED = (
+CLIPPED = finding(
+    "scaled-clipping",
     "the loss is multiplied by the scale of a GradScaler, and `.grad` by less than one over it"
-    " before the step, as by clipping: where nothing else divides by the scale, call"
-    " `scaler.unscale_(optimizer)` before"
+    " before the step, as by clipping",
+    remedy="where nothing else divides by the scale, call `scaler.unscale_(optimizer)` before",
 )
-PLANNED = (
-    "the loss is divided by {:g}, the count of other windows, where this one has {:g}: the"
-    " accumulation is right, since the whole window has one denominator; for a mean over each"
-    " window, divide by its own count"
-)
+
+
+def _planned(count: float, own: float) -> Found:
+    """Return that a loss is divided by the count of other windows, where its own is another one."""
+    said = (
+        f"the loss is divided by {count:g}, the count of other windows, where this one has {own:g}:"
+        " the accumulation is right, since the whole window has one denominator"
+    )
+    return finding("planned-count", said)
 
 
 def _against_configured(use: Use, declared_k: int | None) -> Scale | None:
@@ -819,7 +835,7 @@ def _against_configured(use: Use, declared_k: int | None) -> Scale | None:
     )
 
 
-def _still_scaled(use: Use) -> Scale | str | None:
+def _still_scaled(use: Use) -> Scale | Found | None:
     """Recognise the scale of a GradScaler, where nothing was done to `.grad` that has divided by
     it.
     """
@@ -886,7 +902,7 @@ def _divided_again(use: Use, uses: Sequence[Use], k: int) -> Scale | None:
 
 def _against_other_lengths(
     use: Use, uses: Sequence[Use], by_length: Mapping[int, list[Use]], typical_k: int
-) -> Scale | str | None:
+) -> Scale | Found | None:
     """Compare C with that of windows of other lengths: r/q where the loss is divided by q in a
     window of r.
     """
@@ -927,7 +943,31 @@ def _against_other_lengths(
     return None
 
 
-def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
+FEWEST_COUNTS = 3
+"""Counts of windows that may show a rule of their denominators: of two, the same rest may be chance."""
+
+
+def _is_off_by_a_count(uses: Sequence[Use]) -> bool:
+    """Return whether each window's denominator is its count and a rest, which is the same in all or
+    goes with something else that is counted, such as one target for each row.
+
+    A denominator that follows no count, as the number of boxes of a detector, is the program's.
+    """
+    if len({use.items for use in uses}) < FEWEST_COUNTS or any(
+        u.objective.weight <= 0 for u in uses
+    ):
+        return False
+    rests = [round(1 / use.objective.weight) - use.items for use in uses]
+    names = set.intersection(*(set(use.objective.counts) for use in uses)) - {uses[0].count}
+    others = [[sum(use.objective.counts[name]) for use in uses] for name in sorted(names)]
+    for counts in ([1.0] * len(uses), [float(use.length) for use in uses], *others):
+        shares = [rest / count if count else 0.0 for rest, count in zip(rests, counts, strict=True)]
+        if shares[0] and all(near(share, shares[0], 1e-6) for share in shares):
+            return True
+    return False
+
+
+def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | Found | None:
     """Recognise a C that is r, 1/r, the number of ranks or one over it, or a wrong count.
 
     Returns:
@@ -946,9 +986,7 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
         # a sum times a constant: that it fits the count of one window may be chance
         planned = Counter(u.items for u in uses if u.right and u.length > 1).most_common(1)
         return (
-            PLANNED.format(planned[0][0], use.items)
-            if r > 1 and planned and planned[0][1] > 1
-            else whose
+            _planned(planned[0][0], use.items) if r > 1 and planned and planned[0][1] > 1 else whose
         )
     masses = use.masses
     by_hand = all(near(mass, 1.0, tolerance) for mass in masses) and use.items > len(masses)
@@ -989,6 +1027,7 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
             # of a coefficient that changes from step to step, one value may be any number
             changes = any(u.length == r and not u.right and u not in fitting for u in uses)
             unclear = is_small if why == again else is_divided and cause == "not-divided"
+            unclear |= cause == "not-divided" and _may_be_divided(use, what)
             if use.others or changes or unclear:
                 return _either(why, cause, "the objective has it")
             times *= r**power
@@ -1009,5 +1048,6 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | str | None:
     shown = len({u.items for u in uses if u.right and u.length > 1}) > 1
     if not integer or divisor <= 2 or not varies:
         return None
+    shown = shown or _is_off_by_a_count(uses)
     note = f"each weighs 1/{round(divisor)}, where {use.items:g} count"
     return Scale(use, note, "", WRONG_COUNT) if shown else MISCOUNTED

@@ -22,6 +22,14 @@ from gradcheck_suite.errors import UsageError
 Options = Mapping[str, Any]
 Form = Literal["vector", "sequence", "image", "tokens"]
 
+SHARES_TIES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+"""Whether a number and a tensor that bounds it, and equal operands of fmax, have half of the
+gradient each.
+
+Since torch 2.14; at a bound that is no tensor a number then has none. Before, the first operand and
+the number had all.
+"""
+
 ROWS: tuple[Form, ...] = ("vector", "sequence")
 """Signals made of feature rows."""
 FLOATS: tuple[Form, ...] = (*ROWS, "image")

@@ -26,6 +26,7 @@ from jax.scipy.special import xlogy
 from gradcheck_suite.catalogue.definitions import (
     FLOATS,
     ROWS,
+    SHARES_TIES,
     Arguments,
     Arrays,
     Bools,
@@ -326,11 +327,11 @@ def softplus(x: jax.Array) -> jax.Array:
 
 
 def hinge(x: jax.Array) -> jax.Array:
-    """Return max(x, 0) with derivative 1 at 0, as torch's `clamp_min`.
+    """Return max(x, 0) with the derivative of torch's `clamp_min` at 0: 1 before torch 2.14, then 0.
 
     The derivative of `jnp.maximum` is 1/2 there.
     """
-    return jnp.where(x >= 0, x, 0.0)
+    return jnp.where(x > 0 if SHARES_TIES else x >= 0, x, 0.0)
 
 
 def absolute(x: jax.Array) -> jax.Array:

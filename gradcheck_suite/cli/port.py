@@ -14,6 +14,7 @@ from gradcheck_suite.cli.progress import Output
 from gradcheck_suite.core.options import PortOptions, options_of
 from gradcheck_suite.core.text import say
 from gradcheck_suite.run import environment
+from gradcheck_suite.run.private_names import expect_present
 
 PROGRAM = "gradcheck-suite port"
 OUTPUTS = ("output_format", "quiet", "json", "html")
@@ -49,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _judge(arguments: argparse.Namespace, options: PortOptions, output: Output) -> int:
     gc.set_threshold(YOUNG)
     environment.prepare()
+    expect_present("port")
     from gradcheck_suite.port.compare import judge_function
     from gradcheck_suite.port.pair import in_double
 

@@ -25,6 +25,7 @@ from gradcheck_suite.core.source_lines import loop_places
 from gradcheck_suite.core.text import of_bound, say
 from gradcheck_suite.errors import CannotRunHere, UsageError
 from gradcheck_suite.run import environment
+from gradcheck_suite.run.private_names import expect_present
 
 _T = TypeVar("_T")
 
@@ -60,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     for text in filter(None, (arguments.loop, arguments.problem)):
         expect_found(text)
     environment.prepare()
+    expect_present("verify")
     loop, problem = _subjects(arguments, stored, name)
     note_untested_trainers([name])
 

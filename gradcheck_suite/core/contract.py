@@ -6,6 +6,7 @@ torch appears in annotations only and is never imported.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from types import FunctionType
@@ -205,6 +206,23 @@ _ARGUMENTS = {
 }
 
 
+def signature_of(function: Any) -> inspect.Signature:
+    """Return a function's signature.
+
+    Its annotations may name what only a type checker imports, as Python 3.14 allows (PEP 649):
+    they are not evaluated.
+
+    Raises:
+        TypeError: the object is not callable, or
+        ValueError: has no signature, as some callables written in C.
+    """
+    if sys.version_info >= (3, 14):
+        from annotationlib import Format
+
+        return inspect.signature(function, annotation_format=Format.FORWARDREF)
+    return inspect.signature(function)
+
+
 def _expect_arguments(name: str, function: Any, wanted: tuple[str, ...]) -> None:
     """Raise `UsageError` if a function does not take these arguments."""
     # a plain function tells at once; a signature takes 30 times as long to find out more
@@ -214,7 +232,7 @@ def _expect_arguments(name: str, function: Any, wanted: tuple[str, ...]) -> None
     ):
         return
     try:
-        signature = inspect.signature(function)
+        signature = signature_of(function)
     except (TypeError, ValueError):
         return  # some callables written in C have no signature: the call itself fails then
     try:

@@ -74,8 +74,10 @@ def _steps(name: str, meaning: str, remedy: str, *, jax: str | None = None, **mo
     return Fault(name, "step-count", meaning, Remedy(remedy, jax), "steps", **more)
 
 
-def _parameters(name: str, meaning: str, remedy: str, *, jax: str | None = None) -> Fault:
-    return Fault(name, "parameters", meaning, Remedy(remedy, jax), "state", command="verify")
+def _parameters(name: str, meaning: str, remedy: str, **more: Any) -> Fault:
+    own = {"jax": None, "command": "verify", **more}
+    jax = own.pop("jax")
+    return Fault(name, "parameters", meaning, Remedy(remedy, jax), "state", **own)
 
 
 _ROWS = (
@@ -114,7 +116,17 @@ _ROWS = (
             "ranks": Remedy(
                 "divide each rank's summed loss by the count of all ranks; where gradients are"
                 " averaged over ranks (DistributedDataParallel, fully_shard), multiply it by the"
-                " number of ranks"
+                " number of ranks",
+                jax=(
+                    "add sums and counts up over all devices with `psum`, and divide once; `pmean`"
+                    " is right for means of equal counts alone"
+                ),
+            ),
+            "summed-by-jax": Remedy(
+                "under `shard_map` with `check_vma` (the default), `jax.grad` by replicated"
+                " parameters has added the gradients up over the devices, and `pmean` after it"
+                " changes nothing: take the `pmean` of the loss inside of the differentiated"
+                " function, or divide by the number of devices"
             ),
             "one-rank": Remedy(
                 "look for what a rank does to its losses or gradients before they are added up"
@@ -259,6 +271,10 @@ _ROWS = (
         " forward under `no_sync` (DistributedDataParallel decides in the forward whether backward"
         " reduces), a rank that leaves out its all-reduce or does not wait for it, a broadcast or a"
         " reduce in place of an all-reduce, a process group without some ranks",
+        jax=(
+            "add gradients up over all devices with `psum`, or average them with `pmean`, before the"
+            " update"
+        ),
     ),
     _gradient(
         "stale-window",
@@ -334,12 +350,11 @@ _ROWS = (
         "look for what changes batches before they reach the loss: a normalization in place,"
         " augmentation, truncation, padding, targets shifted against inputs",
         causes={
-            "refilled": Remedy(
-                "send a micro-batch's loss backward before its memory is filled again, or give each"
-                " micro-batch memory of its own"
+            "written": Remedy(
+                "write the next batch to other memory, or when the backward has ended: torch does"
+                " not know of what numpy or `.data` write"
             )
         },
-        command="verify",
     ),
     _gradient(
         "wrong-mode",
@@ -366,9 +381,11 @@ _ROWS = (
             " before the previous step, a step or an edit of parameters inside the window"
         ),
         causes={
-            "written-between": Remedy(
-                "write to parameters after the window's last backward, and never through `.data`"
-            )
+            "casts": Remedy(
+                "enter autocast anew for each forward, or call `torch.clear_autocast_cache()` after"
+                " the step"
+            ),
+            "written": Remedy("write to parameters when the backward has ended"),
         },
     ),
     _gradient(
@@ -407,7 +424,7 @@ _ROWS = (
         "sizes",
         "large gradients are too small, and small ones are right",
         "clip once, after the window's last micro-batch; switch it off for the verification",
-        command="verify",
+        causes={"in-audit": Remedy("clip once, after the window's last micro-batch")},
     ),
     _gradient(
         "normalised",
@@ -489,6 +506,10 @@ _ROWS = (
         " its forward",
         "mend its backward, let a checkpoint preserve the random state, or accept it with `--accept"
         " wrong-backward` if it is meant, as a straight-through estimator is",
+        jax=(
+            "mend the backward of the `jax.custom_vjp`, or accept it with `--accept wrong-backward`"
+            " if it is meant"
+        ),
         command="audit",
     ),
     _gradient(
@@ -593,6 +614,13 @@ _ROWS = (
         "parameter-not-updated",
         "the step leaves a parameter as it was, or the optimizer does not have the parameter",
         "keep every trainable parameter in `run.optimizer`",
+        command="",
+        causes={
+            "thrown-away": Remedy(
+                "return the new parameters from the compiled step and keep them; a step that updates"
+                " `nnx` objects in place needs `nnx.jit` in place of `jax.jit`"
+            )
+        },
     ),
     _parameters(
         "optimizer-state-changed",

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from gradcheck_suite.core.faults import FAULTS
+from gradcheck_suite.core.findings import FINDINGS, Row
 
 FORMATS = ("text", "json", "github", "sarif")
 _AT = re.compile(r"(?P<file>[^\s:][^:]*):(?P<line>\d+)(?=: |$)")
@@ -134,10 +135,8 @@ SCHEMA = (
 
 def sarif(notices: Sequence[Notice], folder: Path, version: str) -> dict[str, Any]:
     """Return notices as a SARIF log of one run, whose rules are the faults and what else was found."""
-    rules = [
-        *FAULTS,
-        *dict.fromkeys(notice.rule for notice in notices if notice.rule not in FAULTS),
-    ]
+    others = dict.fromkeys(notice.rule for notice in notices)
+    rules = list(dict.fromkeys([*FAULTS, *FINDINGS, *others]))
     driver = {
         "name": "gradcheck-suite",
         "version": version,
@@ -149,6 +148,8 @@ def sarif(notices: Sequence[Notice], folder: Path, version: str) -> dict[str, An
 
 
 def _rule(name: str) -> dict[str, Any]:
+    if name in FINDINGS:
+        return _rule_of_finding(FINDINGS[name])
     if name not in FAULTS:
         return {"id": name}
     fault = FAULTS[name]
@@ -161,6 +162,16 @@ def _rule(name: str) -> dict[str, Any]:
         "help": {"text": "\n".join(remedies)},
         "properties": {"kind": fault.kind},
     }
+
+
+def _rule_of_finding(row: Row) -> dict[str, Any]:
+    rule: dict[str, Any] = {
+        "id": row.name,
+        "shortDescription": {"text": row.meaning},
+        "defaultConfiguration": {"level": row.severity},
+        "properties": {"kind": row.kind},
+    }
+    return {**rule, "help": {"text": row.remedy}} if row.remedy else rule
 
 
 def _result(notice: Notice, index: int, folder: Path) -> dict[str, Any]:
@@ -192,7 +203,8 @@ Judged = tuple[str, range | None]
 
 @dataclass(frozen=True)
 class Accepted:
-    """A fault that a project lives with, an entry of `accept` in `[tool.gradcheck-suite]`.
+    """A fault, a finding or a reason that a project lives with, an entry of `accept` in
+    `[tool.gradcheck-suite]`.
 
     Attributes:
         fault: its name.
@@ -210,18 +222,18 @@ class Accepted:
         return f"{self.fault}@{self.file}" + ("" if self.line is None else f":{self.line}")
 
 
-def is_accepted(accepted: str, diagnosis: str, where: str | None) -> bool:
-    """Return whether `DIAGNOSIS`, `DIAGNOSIS@FILE` or `DIAGNOSIS@FILE:LINE` accepts a fault.
+def is_accepted(accepted: str, diagnosis: str, where: str | None, beside: str = "") -> bool:
+    """Return whether `NAME`, `NAME@FILE` or `NAME@FILE:LINE` accepts what has a name and places.
 
     Args:
         accepted: one of these.
-        diagnosis: the fault's name.
-        where: `file:line`, or `file:line < file:line` of what a library does for a line of the
-            user's.
+        diagnosis: the name of a fault, a finding or a reason.
+        where: its places, each `file:line`, joined by ` < `; None where it has none.
+        beside: further places that it names, of which the file is taken and the line is not.
     """
     name, _, place = accepted.partition("@")
     lines = (where or "").split(" < ")
-    places = {*lines, *(line.rpartition(":")[0] for line in lines)}
+    places = {*lines, *(line.rpartition(":")[0] for line in (*lines, *beside.split(" < ")))} - {""}
     return name == diagnosis and (
         not place or any(one == place or one.endswith(f"/{place}") for one in places)
     )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 from gradcheck_suite.core.case import SCHEMA, Case, case_from_json
 from gradcheck_suite.core.contract import DECLARED
 from gradcheck_suite.core.faults import FAULTS, FIX
+from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.formats import Accepted, Judged, Notice, is_accepted, place_in
 from gradcheck_suite.core.text import (
     aligned,
@@ -166,7 +167,12 @@ class Violation:
             weights.
         step: in an audit, index of the step among all that were seen, from 0; None where none was
             about to come.
-        where: in an audit, `file:line` of the call of the loss, or of what is nearest to the fault.
+        where: in an audit, `file:line` of the line to change: of the call of the loss, or of what
+            `change` names, else of what is nearest to the fault.
+        change: in an audit, what is to be changed at `where`: a `reset`, an `edit`, a `division`;
+            None for the loss.
+        loss: in an audit, `file:line` of the call of the loss where `where` is another one; else
+            None.
         backward: in an audit, `file:line` of the window's last call of backward, or None.
         stepped: in an audit, `file:line` of the call of the optimizer's step, or None.
         to_change: of `verify`, `file:line` of the line that must change, where it is known, or None.
@@ -205,6 +211,8 @@ class Violation:
     found_after: int | None = None
     step: int | None = field(default=None, metadata=AUDIT)
     where: str | None = field(default=None, metadata=AUDIT)
+    change: str | None = field(default=None, metadata=AUDIT)
+    loss: str | None = field(default=None, metadata=AUDIT)
     backward: str | None = field(default=None, metadata=AUDIT)
     stepped: str | None = field(default=None, metadata=AUDIT)
     to_change: str | None = field(default=None, metadata=INTERNAL)
@@ -228,8 +236,13 @@ class Violation:
 
     @property
     def places(self) -> dict[str, str | None]:
-        """Where an audited script computes the loss, sends it backward and steps: `file:line`."""
-        return {"loss": self.where, "backward": self.backward, "step": self.stepped}
+        """What an audited script does where, the line to change first: the loss, its backward, the
+        step; `file:line`.
+        """
+        others = {"backward": self.backward, "step": self.stepped}
+        if self.change is None:
+            return {"loss": self.where, **others}
+        return {self.change: self.where, "loss": self.loss, **others}
 
     @property
     def facts(self) -> list[tuple[str, str]]:
@@ -285,13 +298,26 @@ class Violation:
         level: Literal["error", "note"] = "error" if self.reason is None else "note"
         return Notice(level, self.diagnosis, self.sentence, self.fix, self.place, self.reason)
 
+    @property
+    def anywhere(self) -> str:
+        """Every place that it names, joined by ` < `."""
+        return " < ".join(filter(None, self.places.values()))
+
+    def is_accepted_by(self, accepted: str) -> bool:
+        """Return whether `NAME`, `NAME@FILE` or `NAME@FILE:LINE` accepts the violation.
+
+        Each file that it names will do; of lines, its own and that of the loss.
+        """
+        return is_accepted(
+            accepted,
+            self.diagnosis,
+            " < ".join(filter(None, (self.where, self.loss, self.place))),
+            beside=self.anywhere,
+        )
+
     def accepted_by(self, entries: Iterable[Accepted]) -> list[Accepted]:
         """Return the entries that accept the violation."""
-        return [
-            one
-            for one in entries
-            if is_accepted(str(one), self.diagnosis, f"{self.where} < {self.place}")
-        ]
+        return [one for one in entries if self.is_accepted_by(str(one))]
 
     @property
     def headline(self) -> str:
@@ -357,6 +383,8 @@ class Violation:
             )  # a notebook may have edited it since, or gone to another folder
             text = linecache.getline(file, int(line)).rstrip() if line.isdigit() else ""
             rows.append((line if file == own else place, text, ", ".join(said)))
+        if all(label.isdigit() for label, _, _ in rows):
+            rows.sort(key=lambda row: int(row[0]))
         indent = min((len(text) - len(text.lstrip()) for _, text, _ in rows if text), default=0)
         shown = [(label, _cut(text[indent:]), said) for label, text, said in rows]
         widths = [max((len(row[column]) for row in shown), default=0) for column in (0, 1)]
@@ -429,6 +457,7 @@ class Unknown:
         reason: why.
         remedy: what to do, or None where nothing helps.
         steps: in how many steps.
+        name: of the reason.
     """
 
     what: str
@@ -436,18 +465,32 @@ class Unknown:
     reason: str
     remedy: str | None = None
     steps: int = 1
+    name: str = "unreadable-loss"
 
-    def __str__(self) -> str:
+    @property
+    def found(self) -> Found:
+        """It as a reason."""
         left = (
             "the weights of this loss are unknown"
             if self.what == "weights"
             else "neither sums nor weights were judged"
         )
-        return f"{self.where}: {self.reason}: {left}" + (f"; {self.remedy}" if self.remedy else "")
+        return finding(self.name, f"{self.reason}: {left}", self.where, self.remedy or "")
+
+    def __str__(self) -> str:
+        return str(self.found)
 
 
 def _unknown(data: Mapping[str, Any]) -> Unknown:
     return from_json(Unknown, data)
+
+
+def _named(data: Mapping[str, Any]) -> Found:
+    return from_json(Found, data)
+
+
+OTHER_RANK = "other-rank"
+"""The reason of a rank whose steps another rank judges."""
 
 
 @dataclass(frozen=True)
@@ -463,6 +506,13 @@ class MovedByZeros:
 
     cases: int
     explanation: str
+
+
+def _notice_of(one: Found) -> Notice:
+    """Return a finding as CI systems show it."""
+    times = f" ({one.steps} times)" if one.steps > 1 else ""
+    level = "error" if one.fails else one.severity
+    return Notice(level, one.name, f"{one.sentence}{times}", one.remedy, one.place, one.reason)
 
 
 def _moved(data: Mapping[str, Any]) -> MovedByZeros:
@@ -497,6 +547,8 @@ class Result:
         findings: of `verify`, what problems and frameworks are to blame for, and no loop is; of
             `audit`, what could not be seen or judged, what is worth knowing, and where torch and
             JAX differ.
+        named_findings: of `audit`, the findings with their names, places and remedies.
+        unjudged_reason: of `audit`, the name of the reason why nothing could be judged.
         disagreements: those of an audit's findings in which torch and JAX differ. They are no part
             of the JSON.
         unknown: of `audit`, what could not be judged; the findings have it in words.
@@ -536,6 +588,8 @@ class Result:
     worst_error_over_allowed: float = field(default=0.0, metadata=VERIFY)
     again: dict[str, int] = field(default_factory=dict, metadata=AUDIT)
     findings: tuple[str, ...] = ()
+    named_findings: tuple[Found, ...] = field(default=(), metadata={**AUDIT, "read": _named})
+    unjudged_reason: str | None = field(default=None, metadata=AUDIT)
     disagreements: tuple[str, ...] = field(default=(), metadata=INTERNAL)
     unknown: tuple[Unknown, ...] = field(default=(), metadata={**AUDIT, "read": _unknown})
     second_opinion: str | None = None
@@ -571,7 +625,7 @@ class Result:
     @property
     def is_another_ranks(self) -> bool:
         """Whether another rank judges what this one recorded."""
-        return self.rank is not None and (self.unjudged or "").startswith("rank ")
+        return self.rank is not None and self.unjudged_reason == OTHER_RANK
 
     @property
     def notices(self) -> list[Notice]:
@@ -580,17 +634,21 @@ class Result:
             replace(fault.notice, accepted=fault.reason or "--accept", level="note")
             for fault in self.accepted
         ]
-        places = [(place_in(text), text) for text in self.findings]
+        places = [] if self.named_findings else [(place_in(text), text) for text in self.findings]
         findings = [
-            Notice("warning", "finding", text.removeprefix(f"{at}: "), place=at)
-            for at, text in places
+            *map(_notice_of, self.named_findings),
+            *(
+                Notice("warning", "finding", text.removeprefix(f"{at}: "), place=at)
+                for at, text in places
+            ),
         ]
-        unjudged = [Notice("error", "unjudged", self.unjudged)] if self.unjudged else []
+        rule = self.unjudged_reason or "unjudged"
+        unjudged = [Notice("error", rule, self.unjudged)] if self.unjudged else []
         return [*(fault.notice for fault in self.violations), *faults, *findings, *unjudged]
 
     def accepting(self, entries: Iterable[Accepted]) -> Result:
         """Return the result with the faults that some entries accept, and why, apart from its
-        violations.
+        violations, and its findings with why they are accepted.
         """
         accepted, violations = list[Violation](), list[Violation]()
         for fault in (*self.accepted, *self.violations):
@@ -599,18 +657,38 @@ class Result:
             (violations if is_kept else accepted).append(
                 replace(fault, reason=fits[0].reason if fits else None)
             )
-        return replace(self, accepted=tuple(accepted), violations=tuple(violations))
+        findings = [_accepting(one, entries) for one in self.named_findings]
+        return replace(
+            self,
+            accepted=tuple(accepted),
+            violations=tuple(violations),
+            named_findings=tuple(findings),
+        )
+
+    @property
+    def failing(self) -> list[Found]:
+        """The findings and reasons that the user wants to fail."""
+        return [one for one in self.named_findings if one.fails]
+
+    @property
+    def is_unjudged_accepted(self) -> bool:
+        """Whether the user accepts why nothing could be judged."""
+        return any(
+            one.name == self.unjudged_reason and one.reason is not None
+            for one in self.named_findings
+        )
 
     def raise_for_violation(self) -> None:
         """Do nothing where something was judged and holds.
 
         Raises:
-            ViolationFound: there is a violation; the message is the verdict in words.
+            ViolationFound: there is a violation, or a finding that is to fail; the message is the
+                verdict in words.
             UsageError: nothing could be judged.
         """
-        if self.violations:
+        if self.violations or self.failing:
             raise ViolationFound(str(self))
-        if self.unjudged is not None:
+        if self.unjudged is not None and not self.is_unjudged_accepted:
             raise UsageError(f"{result_lines(self)[0]}: {self.unjudged}")
 
     def to_json(self) -> dict[str, Any]:
@@ -695,18 +773,48 @@ def notices_of(results: Sequence[ToJson], stale: Sequence[str] = ()) -> list[Not
     return notices
 
 
+def _entries_of(one: Found, entries: Iterable[Accepted]) -> list[Accepted]:
+    """Return the entries that accept a finding."""
+    return [entry for entry in entries if is_accepted(str(entry), one.name, one.where)]
+
+
+def _accepting(one: Found, entries: Iterable[Accepted]) -> Found:
+    """Return a finding with why an entry accepts it, where one does."""
+    fits = _entries_of(one, entries)
+    return replace(one, reason=fits[0].reason, fails=False) if fits else one
+
+
+def _commands_of(diagnosis: str) -> set[str]:
+    """Return the commands that can find a fault, one of several, a finding or a reason."""
+    names = diagnosis.split(" or ")
+    return {
+        command
+        for command in BOTH
+        for name in names
+        if (FAULTS[name].command in ("", command) if name in FAULTS else command == "audit")
+    }
+
+
 def no_longer_found(entries: Sequence[Accepted], results: Sequence[Result]) -> list[str]:
     """Return a line for each entry that accepts nothing, although its file was judged to the end."""
     used = {
         one for result in results for fault in result.accepted for one in fault.accepted_by(entries)
     }
+    used |= {
+        one
+        for result in results
+        for found in result.named_findings
+        for one in _entries_of(found, entries)
+    }
     whole = (
         result for result in results if not (result.unjudged or result.interrupted or result.raised)
     )
-    judged = [file for result in whole for file in result.files]
+    judged = [(result.command, *file) for result in whole for file in result.files]
     lines = []
     for one in entries:
-        here = (span for file, span in judged if file == one.file)
+        # what `verify` cannot find is not gone where `verify` has judged the file, and vice versa
+        commands = _commands_of(one.fault)
+        here = (span for command, file, span in judged if file == one.file and command in commands)
         if one not in used and any(
             one.line is None or span is None or one.line in span for span in here
         ):
@@ -808,7 +916,7 @@ def _line(result: Result, width: int) -> str:
     """Return the verdict in one line."""
     verdict = "VIOLATED" if result.violations else result.verdict
     if result.interrupted and result.holds:
-        verdict = "holds so far (interrupted)"
+        verdict = "no violation so far (interrupted)"
     if result.command == "audit":
         over = f" over {result.ranks} ranks" if result.ranks > 1 else ""
         accepted = f", {counted(len(result.accepted), 'fault')} accepted" if result.accepted else ""
@@ -836,10 +944,9 @@ def _below_run(result: Result, *, shown: bool) -> Iterator[str]:
     yield from map(_accepted, result.accepted)
     if result.second_opinion:
         yield result.second_opinion
-    for finding in result.findings:
-        yield f"finding: {finding}"
+    yield from map(_finding_line, result.named_findings)
     if result.unjudged is not None and not shown:
-        yield f"unjudged: {result.unjudged}"
+        yield f"unjudged: {result.unjudged} [{result.unjudged_reason}]"
 
 
 def _below_loop(result: Result) -> Iterator[str]:
@@ -864,8 +971,8 @@ def _below_loop(result: Result) -> Iterator[str]:
             f" {moved.explanation}"
         )
     yield from (result.second_opinion or "").splitlines()
-    for finding in result.findings:
-        yield f"finding, for which no loop is to blame: {finding}"
+    for said in result.findings:
+        yield f"finding, for which no loop is to blame: {said}"
     for reason, count in result.skipped.items():
         yield f"{counted(count, 'case')} could not be judged here: {' '.join(reason.split())}"
     for reason, count in result.windows_skipped.items():
@@ -875,6 +982,14 @@ def _below_loop(result: Result) -> Iterator[str]:
         yield from [*violation.words, _found(result, violation)]
     for violation in result.accepted:
         yield f"{_accepted(violation)}; the search ended there"
+
+
+def _finding_line(one: Found) -> str:
+    """Return a finding or a reason in one line: its name last, as mypy has the code of an error."""
+    if one.reason is not None:
+        return f"accepted: {one} [{one.name}], {one.reason}"
+    label = f"{one.kind}, which fails" if one.fails else one.kind
+    return f"{label}: {one} [{one.name}]"
 
 
 def _accepted(violation: Violation) -> str:

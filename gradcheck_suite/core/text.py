@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from itertools import groupby
 from typing import TYPE_CHECKING, TextIO
@@ -35,6 +35,16 @@ def counted(number: int, noun: str) -> str:
         if number == 1
         else f"{number} {noun}{'es' if noun.endswith(('batch', 'pass')) else 's'}"
     )
+
+
+MOST_NAMES = 3
+"""Names that a sentence lists."""
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first names of a list, and how many more there are."""
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
 
 
 MOST_SHOWN = 24
@@ -143,8 +153,7 @@ def violation_title(kind: str, diagnosis: str) -> str:
 STYLES = {"good": "bold green", "bad": "bold red", "warn": "bold yellow", "label": "cyan"}
 _COLOURED = (
     (
-        r"^\S.*?  (?:(?P<good>holds(?: so far"
-        r" \(interrupted\))?)|(?P<bad>VIOLATED)|(?P<warn>unjudged))(?=  |$)"
+        r"^\S.*?  (?:(?P<good>holds|no violation so far \(interrupted\))|(?P<bad>VIOLATED)|(?P<warn>unjudged))(?=  |$)"
     ),
     r"^(?P<good>(?:the loop|all \d+ loops) holds?)|^(?P<bad>\d+ of \d+ loops? violated)",
     r"^ *(?P<bad>(?:gradient|step-count|none-pattern|non-finite|parameters|not-accumulable|raised)(?::"
@@ -153,7 +162,7 @@ _COLOURED = (
     rf"^ *(?:(?P<label>\S[^|]*:\d+): )?(?P<bad>{'|'.join(FAULTS)})(?= or |: )",
     r"^ *(?P<good>fix):",
     r"^ *(?P<label>(?:\S*:)?\d+ \|)",
-    r"^ *(?P<warn>finding\b[^:]*|accepted|unjudged):",
+    r"^ *(?P<warn>finding\b[^:]*|reason|accepted|unjudged):",
     r"^ *(?P<label>window|rank|parameter|error|stored|script|replay|page) {2,}",
     r"  (?P<label>[#-]* *\|[#-]*)$",
 )

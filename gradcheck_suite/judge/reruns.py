@@ -355,10 +355,10 @@ def _written_between(
     right = "and the gradient is right for what stood there at the backward"
     if batch:
         text = f"the memory of {listed([*batch])} is written again {when}, {right}"
-        yield Diagnosis("changed-batch", text, causes=("refilled",)), kept
+        yield Diagnosis("changed-batch", text, causes=("written",)), kept
     if parameters:
         text = f"{listed([*parameters])} are written {when}, without autograd's notice, {right}"
-        yield Diagnosis("stale-parameters", text, causes=("written-between",)), kept
+        yield Diagnosis("stale-parameters", text, causes=("written",)), kept
 
 
 def _mode_text(calls: Sequence[LossCall]) -> str:

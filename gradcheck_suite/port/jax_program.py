@@ -22,6 +22,7 @@ import numpy as np
 from jax.extend import core as jex
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from gradcheck_suite.core.jax_equations import scan_parts
 from gradcheck_suite.port.pair import Array, first_of_author, is_float, is_number
 from gradcheck_suite.reference.programs import PROGRAMS, ProgramRequest
 
@@ -236,7 +237,8 @@ class Interpreter:
     def _scan(self, eqn: Any, values: list[Any], eps: Any) -> tuple[list[Any], Any]:
         p = eqn.params
         jaxpr, consts = _open(p["jaxpr"])
-        fixed, carry, xs = _cut(values, p["num_consts"], p["num_carry"])
+        parts = scan_parts(p)
+        fixed, carry, xs = _cut(values, parts.constants, parts.carried)
 
         def body(state: Any, x: Any) -> Any:
             given, off = x
@@ -286,6 +288,37 @@ def _cast(value: Any, aval: Any) -> Any:
         if getattr(value, "dtype", None) != aval.dtype
         else value
     )
+
+
+def _whole_as(value: Any, aval: Any) -> Any:
+    """Return whole numbers in the dtype in which a program was traced: without x64 it has 32 bits."""
+    given = getattr(value, "dtype", None)
+    is_whole = given is not None and jnp.issubdtype(given, jnp.integer)
+    return value.astype(aval.dtype) if is_whole and given != aval.dtype else value
+
+
+def _traced(function: Callable[..., Any], example: Any) -> Any:
+    """Return the equations of a function, and the shapes of its results.
+
+    It is traced with float64 arguments. Code that names float32, such as the state of a recurrent
+    cell that starts as `zeros(n, float32)`, may then have a carry of two dtypes, which JAX refuses.
+    It is traced as its author runs it: with float32 arguments, and last without x64, so that what
+    has the default dtype is float32 as well.
+    """
+
+    def low(x: Any) -> Any:
+        return np.asarray(x, np.float32) if is_float(x) else x
+
+    trace = jax.make_jaxpr(function, return_shape=True)
+    try:
+        return trace(*example)
+    except TypeError:
+        narrow = jax.tree.map(low, example)
+    try:
+        return trace(*narrow)
+    except TypeError:
+        with jax.enable_x64(False):
+            return trace(*narrow)
 
 
 def line_of(eqn: Any) -> str:
@@ -379,12 +412,14 @@ class JaxRun:
         extras: what the model updates in training.
         loss: the loss.
         gradients: gradient of the loss by each leaf, zeros for leaves that are no float arrays.
+        input_gradients: place of an input that is a float array -> gradient of the loss by it.
     """
 
     outs: list[Array]
     extras: list[Array]
     loss: float
     gradients: list[Array]
+    input_gradients: dict[int, Array] = field(default_factory=dict)
 
 
 class JaxProgram:
@@ -408,14 +443,10 @@ class JaxProgram:
             list(leaves),
             [i for i, leaf in enumerate(leaves) if is_number(leaf)],
         )
-        example = self._arguments(leaves, inputs, targets)
-        trace = jax.make_jaxpr(lambda p, *rest: function(self._whole(p), *rest), return_shape=True)
-        try:
-            closed, shape = trace(*example)
-        except TypeError:  # a state that starts in float32, as that of flax's recurrent cells, does not become float64
-            closed, shape = trace(
-                *jax.tree.map(lambda x: np.asarray(x, np.float32) if is_float(x) else x, example)
-            )
+        closed, shape = _traced(
+            lambda p, *rest: function(self._whole(p), *rest),
+            self._arguments(leaves, inputs, targets),
+        )
         # a value that nothing depends on is no evidence: a port may compute torch's value and not
         # use it
         self.jaxpr, _ = dce_jaxpr(
@@ -453,7 +484,10 @@ class JaxProgram:
 
     def _evaluate(self, jaxpr_args: Any, *, custom: bool, shift: Any = 0.0, eps: Any = None) -> Any:
         interpreter = Interpreter(custom=custom, shift=shift)
-        flat = jax.tree.leaves(jaxpr_args)
+        flat = [
+            _whole_as(value, var.aval)
+            for value, var in zip(jax.tree.leaves(jaxpr_args), self.jaxpr.invars, strict=True)
+        ]
         outs, records = interpreter.run(self.jaxpr, self._consts, flat, eps)
         self.rounded |= interpreter.rounded
         return outs, records
@@ -469,26 +503,31 @@ class JaxProgram:
         """Return outputs, loss and gradients, by the author's own rules for derivatives."""
         arguments = self._arguments(leaves, inputs, targets)
         floats = [k for k, leaf in enumerate(arguments[0]) if is_float(leaf)]
+        real = [k for k, value in enumerate(arguments[1]) if is_float(value)]
 
         def main(given: Any, moved: Any) -> Any:
-            def loss(values: Any) -> Any:
-                whole = list(given[0])
+            def loss(values: Any, own_inputs: Any) -> Any:
+                whole, read = list(given[0]), list(given[1])
                 for k, value in zip(floats, values, strict=True):
                     whole[k] = value
-                outs = self._evaluate((whole, *given[1:]), custom=False, shift=moved)[0]
+                for k, value in zip(real, own_inputs, strict=True):
+                    read[k] = value
+                outs = self._evaluate((whole, read, given[2]), custom=False, shift=moved)[0]
                 return outs[-1], outs[:-1]
 
-            start = [given[0][k] for k in floats]
-            (total, rest), slopes = jax.value_and_grad(loss, has_aux=True)(start)
+            start = [given[0][k] for k in floats], [given[1][k] for k in real]
+            slope = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+            (total, rest), slopes = slope(*start)
             return rest, total, slopes
 
         rest, total, slopes = self._call("main", main, arguments, np.float64(shift))
         gradients: list[Any] = [
             np.zeros(np.shape(leaf)) if is_number(leaf) else None for leaf in leaves
         ]
-        for k, slope in zip(floats, slopes, strict=True):
+        for k, slope in zip(floats, slopes[0], strict=True):
             gradients[self._numbers[k]] = slope
-        return JaxRun(rest[: self.outs], rest[self.outs :], float(total), gradients)
+        by_input = dict(zip(real, slopes[1], strict=True))
+        return JaxRun(rest[: self.outs], rest[self.outs :], float(total), gradients, by_input)
 
     def ends(self, leaves: Any, inputs: Any, targets: Any) -> tuple[list[Array], float]:
         """Return the outputs and the loss."""

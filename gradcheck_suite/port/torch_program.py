@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -142,6 +143,7 @@ class _Recorder(Mode):
         self._kept: list[Any] = []
         self._writes: dict[int, list[int]] = {}
         self.constants: dict[Any, torch.Tensor] = {}
+        self.asked: Any = None
         for (kind, index), tensor in leaves.items():
             self._note(tensor, Ref(kind, index))
 
@@ -181,14 +183,14 @@ class _Recorder(Mode):
         out = func(*args, **kwargs)
         index, results = len(self.calls), flat(out)
         before = template[0][0] if func is torch.ops.aten.detach.default else None
-        if (
-            isinstance(before, Ref)
-            and isinstance(before.kind, int)
-            and self.calls[before.kind].op is func
-        ):
-            # torch 2.9 makes two calls of one `detach()`
-            self._note(out, before, keyed=False)
-            return out
+        if isinstance(before, Ref) and isinstance(before.kind, int):
+            # torch 2.9 makes two calls of one `detach()`; autograd detaches a result that it saves,
+            # and a gradient that is computed in the forward, as of a force, reads it
+            is_second = self.calls[before.kind].op is func
+            in_backward = sys._getframe(1).f_code.co_name == _ENGINE
+            if is_second or in_backward or _saves_its_result(self.asked, before.kind, index):
+                self._note(out, before, keyed=False)
+                return out
         path = self.stack[-1] if self.stack else None
         call = Call(
             func, template[0], template[1], path, _line(), torch.is_grad_enabled(), results, written
@@ -209,6 +211,24 @@ class _Recorder(Mode):
                 )
                 self._note(tensor, Ref(index, j), keyed=not again)
         return out
+
+
+_ENGINE = "_engine_run_backward"
+"""The function of torch that has no line of Python between itself and the backward of an operation."""
+
+
+def _saves_its_result(asked: Any, made_by: int, index: int) -> bool:
+    """Return whether a call of `detach` is autograd's, made while the result's own call runs.
+
+    Args:
+        asked: what the author's code called: another function that is written in C. One that is
+            written in Python may call `detach` itself.
+        made_by: index of the call that made the tensor.
+        index: that of the next call.
+    """
+    if made_by != index - 1 or asked is None or isinstance(asked, FunctionType):
+        return False
+    return getattr(asked, "__name__", "") not in ("detach", "detach_", "__get__")
 
 
 def _line() -> str:
@@ -261,21 +281,30 @@ def _projections(q: Any, k: Any, v: Any, w: Any, b: Any = None) -> list[Any]:
 
 
 class _Steps(TorchFunctionMode):
+    """Tells a recorder what is called, and takes attention in steps."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (
-            attention(*args, **(kwargs or {})) if func is _FUSED else func(*args, **(kwargs or {}))
-        )
+        before, self._recorder.asked = self._recorder.asked, func
+        try:
+            function = attention if func is _FUSED else func
+            return function(*args, **(kwargs or {}))
+        finally:
+            self._recorder.asked = before
 
 
 @contextmanager
-def _attention_in_steps() -> Iterator[None]:
+def _attention_in_steps(recorder: _Recorder) -> Iterator[None]:
     fast, functional = torch.backends.mha.get_fastpath_enabled(), nn.functional
     torch.backends.mha.set_fastpath_enabled(False)
     functional.scaled_dot_product_attention = attention
     packed = getattr(functional, _PACKED)
     setattr(functional, _PACKED, _projections)
     try:
-        with _Steps():
+        with _Steps(recorder):
             yield
     finally:
         functional.scaled_dot_product_attention = _FUSED
@@ -399,12 +428,14 @@ class TorchProgram:
         with ExitStack() as stack:
             stack.enter_context(self._modules(module))
             stack.enter_context(default_dtype())
-            stack.enter_context(_attention_in_steps())
+            stack.enter_context(_attention_in_steps(self._recorder))
             stack.enter_context(self._recorder)
             arguments = [v for kind, _, v in given if kind == "input"]
             out = module(*arguments, **pytree.tree_map(as_tensor, dict(kwargs)))
             self._recorder.stack.append(LOSS)
             kept, loss = ends(out, *[v for kind, _, v in given if kind == "target"])
+        # a leaf that is written into cannot have a gradient
+        self.written = {k for k, v in self.given.items() if v._version}
         self.after = {
             n: v.detach().clone().numpy() for n, v in own.items() if n not in self.parameters
         }
@@ -451,9 +482,24 @@ class TorchProgram:
                 todo += [r.kind for r in self.calls[index].refs]
         return found
 
+    def has_gradient(self, key: Any) -> bool:
+        """Return whether the gradient by an input can be compared.
+
+        Its numbers have to be real and different: with zeros or equal ones, as of padding, a
+        maximum has several gradients that are right.
+        """
+        value = self.given[key]
+        if key[0] != "input" or key in self.written or not value.is_floating_point():
+            return False
+        different = len(torch.unique(value)) == value.numel()
+        return bool(different and value.all() and (value != value.round()).any())
+
     def leaves(self, grad: bool = False) -> dict[Any, torch.Tensor]:
         """Return fresh tensors of the state and the inputs; tied names share one."""
         found, made = dict(self.given), dict[Any, torch.Tensor]()
+        for key, value in self.given.items() if grad else ():
+            if self.has_gradient(key):
+                found[key] = value.detach().clone().requires_grad_()
         for name in self.names:
             if self._memory[name] not in made:
                 made[self._memory[name]] = self.state[name].clone()

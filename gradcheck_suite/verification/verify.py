@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from hypothesis import find, settings
 from hypothesis import strategies as st
 
 from gradcheck_suite.catalogue.description import with_case_described
@@ -278,6 +279,15 @@ def _traffic(
     return traffic_text(found) if found else None
 
 
+def _make_hypothesis_generator() -> None:
+    """Let Hypothesis make its random generator, which it does at the first example.
+
+    It then asks the collector who refers to it. Under Python 3.14, where every dict is tracked from
+    its beginning, a frozen one is no answer, and Hypothesis would warn.
+    """
+    find(st.none(), lambda _: True, settings=settings(database=None))
+
+
 @contextmanager
 def _frozen_heap() -> Iterator[None]:
     """Leave what exists out of garbage collection: each walk over the objects of torch and JAX
@@ -286,6 +296,7 @@ def _frozen_heap() -> Iterator[None]:
     if gc.get_freeze_count():
         yield
         return
+    _make_hypothesis_generator()
     gc.freeze()
     try:
         yield

@@ -18,7 +18,6 @@ import sys
 import tarfile
 import tempfile
 import tomllib
-import venv
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,19 +107,36 @@ def expect(problems: Iterator[str]) -> None:
         raise SystemExit("\n".join(f"release: {one}" for one in found))
 
 
-def try_installed(archive: Path, sources: Path, folder: Path) -> None:
-    """Install an archive in a fresh environment and run there what the README promises, and tests
-    of the sdist.
+def promised_pythons(root: Path) -> list[str]:
+    """Return the versions of Python that the metadata names, such as `"3.14"`."""
+    listed = tomllib.loads((root / "pyproject.toml").read_text())["project"]["classifiers"]
+    return re.findall(r"Python :: (3\.\d+)$", "\n".join(listed), re.MULTILINE)
+
+
+def interpreter(version: str) -> str | None:
+    """Return the command that starts a version of Python, or None where it is not installed."""
+    command = shutil.which(f"python{version}")
+    # a version manager may have a command for a version that it does not start
+    if command is None or subprocess.run([command, "-c", ""], check=False).returncode:
+        return None
+    return command
+
+
+def try_installed(archive: Path, folder: Path, python: str, extra: str = "") -> None:
+    """Install an archive in a fresh environment, and run there what the README promises.
 
     Args:
         archive: sdist or wheel.
-        sources: the sdist, unpacked, without the package: what is tested is what was installed.
         folder: a new one, for the environment.
+        python: the command that starts the interpreter.
+        extra: of the package, as `"[test]"`.
     """
-    venv.create(folder, with_pip=True)
-    python, empty = folder / "bin" / "python", folder / "empty"
+    run(python, "-m", "venv", folder)
+    empty = folder / "empty"
     empty.mkdir()
-    run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", f"{archive}[test]")
+    constraints = ROOT / "constraints.txt"
+    pip = (folder / "bin" / "python", "-m", "pip")
+    run(*pip, "install", "-q", "-c", constraints, f"{archive}{extra}")
     run(folder / "bin" / "gradcheck-suite", "doctor", cwd=empty)
     run(
         folder / "bin" / "gradcheck-suite",
@@ -131,7 +147,17 @@ def try_installed(archive: Path, sources: Path, folder: Path) -> None:
         "20",
         cwd=empty,
     )
-    run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS, cwd=sources)
+
+
+def run_tests(folder: Path, sources: Path) -> None:
+    """Run tests of the sdist on what was installed.
+
+    Args:
+        folder: of the environment.
+        sources: the sdist, unpacked, without the package: what is tested is what was installed.
+    """
+    pytest = (folder / "bin" / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    run(*pytest, *TESTS, cwd=sources)
 
 
 def main(out: Path) -> None:
@@ -149,7 +175,18 @@ def main(out: Path) -> None:
         (sources,) = Path(folder).iterdir()
         shutil.rmtree(sources / "gradcheck_suite")
         for one in (wheel, sdist):
-            try_installed(one, sources, Path(folder) / one.suffix.strip("."))
+            environment = Path(folder) / one.suffix.strip(".")
+            try_installed(one, environment, sys.executable, "[test]")
+            run_tests(environment, sources)
+        not_found = []
+        for version in promised_pythons(ROOT):
+            python = interpreter(version)
+            if python is None:
+                not_found.append(version)
+            elif version != f"{sys.version_info.major}.{sys.version_info.minor}":
+                try_installed(wheel, Path(folder) / version, python)
+    if not_found:
+        print(f"release: not tried under Python {', '.join(not_found)}: not installed here")
     print(f"release: {sdist.name} and {wheel.name} in {out} are ready")
 
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradcheck_suite.core.faults import FAULTS
+from gradcheck_suite.core.findings import FINDINGS, finding
 from gradcheck_suite.core.formats import Notice, annotation, rendered
 from gradcheck_suite.core.results import Result, Violation, notices_of, results_to_json
 from gradcheck_suite.port.result import PortFinding, PortResult
@@ -42,9 +43,18 @@ ACCEPTED = replace(FAULT, diagnosis="wrong-scale", where="train.py:5", reason="t
 
 def everything():
     """One result of each command, with all that a result can say."""
-    findings = ("train.py:9: the loss cannot be read", "torch and JAX differ")
+    findings = (
+        finding("unreadable-loss", "the loss cannot be read", "library/loss.py:2 < train.py:9"),
+        replace(finding("frameworks-differ", "torch and JAX differ"), steps=3),
+        replace(finding("zero-gradient", "all zeros", "train.py:4"), reason="a warm-up"),
+        replace(finding("step-per-micro-batch", "a schedule moves", "train.py:6"), fails=True),
+    )
     audited = Result(
-        "train.py", command="audit", violations=(FAULT,), accepted=(ACCEPTED,), findings=findings
+        "train.py",
+        command="audit",
+        violations=(FAULT,),
+        accepted=(ACCEPTED,),
+        named_findings=findings,
     )
     verified = Result(
         "my_loop.py:train", violations=(replace(FAULT, command="verify", where=None),)
@@ -72,7 +82,8 @@ def valid(text):
     """Return the run of a SARIF log, whose results have rules."""
     (run,) = json.loads(text)["runs"]
     rules = run["tool"]["driver"]["rules"]
-    assert [rule["id"] for rule in rules][: len(FAULTS)] == list(FAULTS)
+    known = [*FAULTS, *FINDINGS]
+    assert [rule["id"] for rule in rules][: len(known)] == known
     assert all(rules[result["ruleIndex"]]["id"] == result["ruleId"] for result in run["results"])
     return run
 

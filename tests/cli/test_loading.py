@@ -35,6 +35,42 @@ def test_a_built_in_loop():
     assert resolve_loop("zero_") is reset_modes.BUILT_IN["zero_"]
 
 
+FOR_TYPE_CHECKERS = """
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gradcheck_suite import TrainingRun
+
+def loop(run: TrainingRun, *, scale: TrainingRun | None = None) -> None:
+    return 7
+
+def model(seed, sizes: TrainingRun = (3, 1)):
+    return torch.nn.Linear(*sizes)
+
+def problem():
+    return gradcheck_suite.Problem(model, lambda items, seed: None, lambda model, batch: None)
+"""
+"""Names of annotations that exist for a type checker alone; Python 3.14 evaluates none (PEP 649)."""
+
+
+@pytest.mark.parametrize(
+    "first_line",
+    [
+        "from __future__ import annotations",
+        pytest.param(
+            "import sys",
+            marks=pytest.mark.skipif(
+                sys.version_info < (3, 14), reason="Python before 3.14 evaluates annotations"
+            ),
+        ),
+    ],
+)
+def test_annotations_that_only_a_type_checker_can_evaluate(folder, first_line):
+    write(folder, "lazy.py", f"{first_line}\nimport torch, gradcheck_suite\n{FOR_TYPE_CHECKERS}")
+    assert resolve_loop("lazy.py:loop")(None) == 7
+    assert isinstance(resolve_problem("lazy.py:problem"), Problem)
+
+
 METHOD = "class T:\n    def fit(self, run):\n        return 7\ntrainer = T()\n"
 SEVEN = "def f(run):\n    return 7\n"
 DATACLASS = (

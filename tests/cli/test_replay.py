@@ -78,7 +78,8 @@ def test_a_result_file_with_another_number_is_not(run, project, stored, count):
             lambda data: "",
             "is not valid JSON (Expecting value: line 1 column 1",
         ),
-        (lambda data: "[" * 100000, "is not valid JSON (maximum recursion depth exceeded"),
+        # Python 3.14 limits the size of the stack, earlier ones the depth of recursion
+        (lambda data: "[" * 100000, "while decoding a JSON array"),
         (lambda data: [1, 2], "expected a JSON object that holds a case, got list"),
         (
             lambda data: {**data, "schema": 9},

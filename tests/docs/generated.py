@@ -18,6 +18,7 @@ from gradcheck_suite.cli import PROGRAM, exit_status
 from gradcheck_suite.cli.arguments import OutputOptions
 from gradcheck_suite.core.contract import ASSUMPTIONS
 from gradcheck_suite.core.faults import FAULTS
+from gradcheck_suite.core.findings import FINDINGS
 from gradcheck_suite.core.options import OF_COMMANDS, Option, VerifyOptions, options_of
 from gradcheck_suite.port.causes import CAUSES
 from gradcheck_suite.pytest_plugin import SECOND_OPINION_S
@@ -45,6 +46,12 @@ def diagnoses(kind: str) -> str:
         if one.kind == kind
     )
     return table(["diagnosis", "what it means", "what to do"], rows)
+
+
+def findings(kind: str) -> str:
+    """Return the table of findings, or of reasons, in the order of the code's table."""
+    rows = ([f"`{one.name}`", one.meaning] for one in FINDINGS.values() if one.kind == kind)
+    return table([kind, "what it means"], rows)
 
 
 def causes() -> str:
@@ -186,6 +193,8 @@ TABLES: dict[str, Callable[[], str]] = {
         f"JSON of {name}": lambda name=name: fields_of_json(name)
         for name in ("of_verify", "of_audit", "of_port", "violation", "port_finding")
     },
+    "findings": lambda: findings("finding"),
+    "reasons": lambda: findings("reason"),
     "causes of a port": causes,
     "exit statuses": exit_statuses,
     "assumptions": assumptions,

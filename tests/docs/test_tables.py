@@ -13,6 +13,7 @@ import gradcheck_suite
 from gradcheck_suite import bridge
 from gradcheck_suite.cli import PROGRAM, exit_status
 from gradcheck_suite.core.faults import FAULTS, names_of
+from gradcheck_suite.core.findings import FINDINGS
 from gradcheck_suite.core.results import ViolationKind
 from gradcheck_suite.judge.weights import Diagnosis
 from gradcheck_suite.pytest_plugin import OVERRIDES
@@ -54,6 +55,12 @@ def test_every_fault_is_named_somewhere_beside_the_table():
     assert set(FAULTS) <= set().union(
         *(names_in(path.read_text()) for path in code if "zoo" not in path.parts)
     )
+
+
+def test_every_finding_is_named_somewhere_beside_the_table():
+    code = [path for path in PACKAGE.rglob("*.py") if path.name != "findings.py"]
+    assert set(FINDINGS) <= set().union(*(names_in(path.read_text()) for path in code))
+    assert not FINDINGS.keys() & FAULTS.keys(), "a finding that is a fault has no row of its own"
 
 
 @pytest.mark.parametrize("name", ["new-name", "missing-gradient", "first-only or new-name"])

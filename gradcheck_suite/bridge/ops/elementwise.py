@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import torch
 from jax import lax
 from jax.scipy import special
 
@@ -28,6 +27,7 @@ from gradcheck_suite.bridge.op_table import (
     result_dtype,
     with_derivatives,
 )
+from gradcheck_suite.catalogue.definitions import SHARES_TIES
 
 
 def _entr(x: Array) -> Array:
@@ -74,17 +74,21 @@ def _atan2(y: Array, x: Array) -> Array:
     return jnp.where(origin, lax.stop_gradient(jnp.arctan2(y, x)), safe)
 
 
+def _acosh(x: Array) -> Array:
+    """Return the inverse of cosh, NaN below 1; torch's derivative 1/sqrt(x^2 - 1) goes on there."""
+    # since 0.12 JAX's is a product of two roots, which are both NaN below -1
+    below = x <= -1
+    inside = jnp.arccosh(jnp.where(below, 2.0, x))
+    # elsewhere -2 stands for x, since 0 times an infinite derivative would be NaN
+    far = jnp.where(below, x, -2.0)
+    outside = with_derivatives(jnp.full_like(x, jnp.nan), (far, lax.rsqrt(far * far - 1)))
+    return jnp.where(below, outside, inside)
+
+
 def _copysign(x: Array, y: Array) -> Array:
     """Return |x| with the sign of y; the gradient at x = 0 is 0."""
     flipped = jnp.where(jnp.signbit(x) == jnp.signbit(y), x, -x)
     return jnp.where(x == 0, lax.stop_gradient(flipped), flipped)
-
-
-SHARES_TIES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
-"""Whether equal operands of fmax, and a number and a tensor that bounds it, have half of the gradient each.
-
-Since torch 2.14; a number at a bound that is no tensor then has none. Before, the first operand and the number had all.
-"""
 
 
 def _number(x: Array, y: Array, before: Array, first: Array) -> Array:
@@ -115,7 +119,7 @@ def _times_log(log: Callable[[Array], Array], shift: int) -> Lowering:
 
 FLOATING: dict[str, Lowering] = {
     "aten.acos": jnp.arccos,
-    "aten.acosh": jnp.arccosh,
+    "aten.acosh": _acosh,
     "aten.asin": jnp.arcsin,
     "aten.asinh": jnp.arcsinh,
     "aten.atan": jnp.arctan,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.metadata
 
 import pytest
+from packaging.version import Version
 
 from gradcheck_suite.loops.trainers import TRAINERS
 from gradcheck_suite.loops.trainers.trainer import Question
@@ -21,6 +22,18 @@ def at_version(package, version):
         found = None
     return pytest.mark.skipif(
         found != version, reason=f"needs {package} {version}; here is {found}"
+    )
+
+
+def from_version(package, version):
+    """Skip unless that version or a later one is installed."""
+    try:
+        found = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        found = None
+    return pytest.mark.skipif(
+        found is None or Version(found) < Version(version),
+        reason=f"needs {package} {version} or later; here is {found}",
     )
 
 

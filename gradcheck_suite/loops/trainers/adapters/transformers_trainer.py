@@ -153,15 +153,28 @@ def train(
         made.train()
 
 
+def _annotation(function: Any, argument: str) -> Any:
+    """Return what a function's argument is annotated with, as an object.
+
+    None where there is no annotation, or one that names what only a type checker imports.
+    """
+    # since Python 3.14 annotations are evaluated where they are read
+    try:
+        hint = getattr(function, "__annotations__", {}).get(argument)
+        if isinstance(hint, str):
+            return eval(hint, inspect.unwrap(function).__globals__)
+    except NameError:
+        return None
+    return hint
+
+
 def _arguments_class(trainer: type) -> Any:
     """Return the most special class of training arguments that the constructor's annotation names."""
     from transformers import TrainingArguments
 
     for kind in trainer.__mro__:
         constructor: Any = vars(kind).get("__init__")
-        hint = getattr(constructor, "__annotations__", {}).get("args")
-        if isinstance(hint, str):
-            hint = eval(hint, inspect.unwrap(constructor).__globals__)
+        hint = _annotation(constructor, "args")
         if hint is not None:
             named = [one for one in typing.get_args(hint) or (hint,) if inspect.isclass(one)]
             found = [one for one in named if issubclass(one, TrainingArguments)]
@@ -261,7 +274,7 @@ def hf_trainer_smoothing(run: TrainingRun) -> None:
 _trainer = partial(
     Trainer,
     requires=("transformers>=4.45", "accelerate>=1.0"),
-    tested=("4.45.2", "5.23.0"),
+    tested=("4.45.2", "5.23.0", "5.24.0"),
     imports=(
         "transformers:PreTrainedModel",
         "transformers:PrinterCallback",

@@ -1,0 +1,68 @@
+"""Where a program is in its loops, whatever the interpreter compiles them to."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+
+import pytest
+
+from gradcheck_suite.auditing.places import Loop, loop_here
+
+LINES = """
+def program(see):
+    for epoch in range(2):
+        for row in range(2):
+            see(epoch)
+"""
+# Python 3.13 compiles the head and the body of such a loop to one STORE_FAST_LOAD_FAST
+ONE_LINE = """
+def program(see):
+    for epoch in range(2):
+        for row in range(2): see(epoch)
+"""
+TWO_FUNCTIONS = """
+def program(see):
+    for epoch in range(2): rows(see, epoch)
+
+def rows(see, epoch):
+    for row in range(2): see(epoch)
+"""
+COMPREHENSION = """
+def program(see):
+    [see(epoch) for epoch in range(2) for row in range(2)]
+"""
+PAIRS = """
+def program(see):
+    for epoch, name in enumerate("ab"):
+        for row, other in enumerate("cd"): see(epoch)
+"""
+BOUND_AGAIN = """
+def program(see):
+    for _ in range(2):
+        for _ in range(2): see(0)
+"""
+
+
+def _loops(text: str) -> list[tuple[int, Loop | None]]:
+    """Run a program of the user's; return each epoch with what `loop_here` says in it."""
+    found: list[tuple[int, Loop | None]] = []
+    module = types.ModuleType("users_program")
+    exec(compile(text, "/somewhere/users_program.py", "exec"), vars(module))
+    program: Callable[..., None] = module.program
+    program(lambda epoch: found.append((epoch, loop_here())))
+    return found
+
+
+@pytest.mark.parametrize("text", [LINES, ONE_LINE, TWO_FUNCTIONS, COMPREHENSION, PAIRS])
+def test_the_loops_around_the_innermost_one_tell_epochs_apart(text):
+    found = _loops(text)
+    assert len(found) == 4
+    assert None not in [loop for _, loop in found]
+    assert len({loop for epoch, loop in found if epoch == 0}) == 1
+    assert len({loop for epoch, loop in found if epoch == 1}) == 1
+    assert len({loop for _, loop in found}) == 2
+
+
+def test_an_outer_name_that_the_inner_loop_binds_again_tells_nothing():
+    assert {loop for _, loop in _loops(BOUND_AGAIN)} == {None}
