@@ -37,6 +37,7 @@ from gradcheck_suite.auditing.stopping import StoppedOnViolation
 from gradcheck_suite.auditing.strays import Strays
 from gradcheck_suite.auditing.sums import StepFault
 from gradcheck_suite.auditing.terms import Reader, declare
+from gradcheck_suite.auditing.told import Told
 from gradcheck_suite.auditing.weighing import violation_of
 from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.options import DEFAULT_BUDGET, INSTRUMENTS, AuditOptions, takes
@@ -334,7 +335,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._process = os.getpid()
         self._passes = self._passes_at_step = 0
         self._after_gap = self._was_full = self._copied = False
-        self._told: set[Any] = set()
+        self._told = Told()
         self._events: list[Event] = []
         self._places: set[Place] = set()
         self._lines: set[str] = set()
@@ -674,9 +675,14 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             if self._judge.window is not None and "batch" not in self.options.without:
                 self._recompute(self._judge.window)
             self._running.clear()
-        for violation in self._judge.violations():
-            if not any(map(violation.is_accepted_by, self.options.accept)):
-                self._tell(violation)
+        # a run that ends at its first violation has no later window
+        stops = self.options.stop_on_violation
+        for violation in self._judge.settled(is_last=stops):
+            if any(map(violation.is_accepted_by, self.options.accept)):
+                continue
+            if stops and self._observing:
+                raise StoppedOnViolation
+            self._tell(violation)
 
     # The window again
 
@@ -775,20 +781,16 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     @preserve_rng()
     def _tell(self, violation: Violation) -> None:
-        """Print a violation, unless it was printed; stop the run there where that is asked."""
-        # a later window may give the fault of an earlier one another name; ranks that train by
-        # themselves may have a fault each at one place
-        told = {violation.diagnosis, (violation.step, violation.where)}
-        if told & self._told and self._ranks is None:
+        """Print a violation, unless one of its diagnosis was printed."""
+        # ranks that train by themselves may have a fault each at one place
+        if self._told.has(violation.diagnosis) and self._ranks is None:
             return
-        self._told |= told
+        self._told.add(violation)
         if not self.quiet:
             _say(violation.words, self.standard_error)
-        if self.options.stop_on_violation and self._observing:
-            raise StoppedOnViolation
 
     def _finished(self, error: BaseException | None) -> Result:
-        found = self._judge.violations()
+        found = self._told.final(self._judge.violations())
         is_accepted = [any(map(v.is_accepted_by, self.options.accept)) for v in found]
         violations = tuple(compress(found, map(not_, is_accepted)))
         accepted = tuple(compress(found, is_accepted))
@@ -825,7 +827,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         ]
         if self._recorder.off or self._recorder.concurrent:
             violations = accepted = ()
-        for violation in violations:
+        for violation in violations if self not in _open else ():
             self._tell(violation)  # what the end of the run, or all ranks together, have shown
         windows = len(self._judge.weighed | self._judge.violated)
         lines = {line for place in self._places for line in (place.line, *place.path)}
