@@ -727,7 +727,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._judge.note(finding("copied-parameters", said))
             return
         if violation is not None and violation.weights:
-            weights = _righted(violation, weights)
+            weights = _righted(violation, weights, window)
         if not weights or window.edit is not None or self._recorder.is_off("the window again"):
             return
         known = self._recorder.parameters
@@ -917,8 +917,23 @@ def _is_rescaled_each_time(window: StepWindow) -> bool:
     )
 
 
-def _righted(violation: Violation, weights: Mapping[int, float]) -> dict[int, float]:
-    """Return the weights of passes times expected over observed, where a pass has one such ratio."""
+def _has_one_weight(record: PassRecord) -> bool:
+    """Return whether all that went backward in a pass has one expression and one weight."""
+    weights = [abs(term.weight or 0.0) for term in record.terms]
+    expressions = {term.expression for term in record.terms}
+    return len(expressions) <= 1 and all(near(one, weights[0], 1e-6) for one in weights)
+
+
+def _righted(
+    violation: Violation, weights: Mapping[int, float], window: StepWindow
+) -> dict[int, float]:
+    """Return the weights of passes times expected over observed, where a pass has one such ratio.
+
+    None where a pass has other terms, too: a pass is computed again as a whole, and what they weigh
+    is right.
+    """
+    if not all(_has_one_weight(window.passes[index].records[0]) for index in weights):
+        return {}
     ratios: dict[int, set[float]] = {}
     for row in violation.weights:
         if row.observed and row.count and row.micro_batch is not None:

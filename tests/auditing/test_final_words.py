@@ -154,3 +154,43 @@ def test_a_run_that_stops_prints_its_violation_once(name, scripts, tmp_path, cap
     assert result["steps"] < 3
     assert f": {diagnosis}: " in err
     assert err.count("fix: ") == 1
+
+
+SIZED = """
+aux = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD([*model.parameters(), *aux.parameters()], lr=0.1)
+for window in ((4, 2, 7, 1), (3, 3, 1, 5), (2, 8, 1, 1)):
+    for n in window:
+        x, y = torch.randn(n, 3), torch.randint(0, 8, (n,))
+        LOSS.backward()
+    for p in optimizer.param_groups[0]["params"]:
+        AFTER
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+MAIN = 'F.cross_entropy(model(x), y, reduction="sum") / sum(window)'
+BESIDE = f"({MAIN} + 0.1 * F.mse_loss(aux(x), torch.ones(n, 2)) / len(window))"
+
+
+@pytest.mark.parametrize(
+    ("loss", "after", "sized"),
+    [
+        ("(F.cross_entropy(model(x), y) / len(window))", "pass", True),
+        (
+            "(4096 * F.cross_entropy(model(x), y) / len(window))",
+            "p.grad is None or p.grad.div_(4096)",
+            True,
+        ),
+        (BESIDE, "pass", False),
+    ],
+)
+def test_sizes_are_those_of_the_run_or_not_given(loss, after, sized, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(HEAD + SIZED.replace("LOSS", loss).replace("AFTER", after))
+    result, _ = audited(path)
+    (violation,) = result.violations
+    assert violation.diagnosis == "mean-of-means"
+    assert (violation.gradient_error is not None) == sized
+    weight = 0.1 / 2 if not sized else 1.0
+    assert violation.weights[0].expected == pytest.approx(weight / 14, rel=1e-4)
+    assert violation.weights[0].observed == pytest.approx(weight / 16, rel=1e-4)
