@@ -12,7 +12,3 @@ class StoppedOnViolation(BaseException):
 
     No `Exception`, so that a program that catches those ends all the same.
     """
-
-
-class Terminated(BaseException):
-    """What ends a run that a signal ends: its last window is not complete."""
