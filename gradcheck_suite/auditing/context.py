@@ -50,6 +50,7 @@ from gradcheck_suite.auditing.stopping import StoppedOnViolation, Terminated
 from gradcheck_suite.auditing.strays import Strays
 from gradcheck_suite.auditing.sums import StepFault
 from gradcheck_suite.auditing.terms import Reader, declare
+from gradcheck_suite.auditing.told import Told
 from gradcheck_suite.auditing.weighing import violation_of
 from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.options import DEFAULT_BUDGET, INSTRUMENTS, AuditOptions, takes
@@ -391,7 +392,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._doubts: dict[int, str] = {}
         self._covered: tuple[int, int] | None = None
         self._reasons = dict[str, Found]()
-        self._told: set[Any] = set()
+        self._told = Told()
         self._events: list[Event] = []
         self._places: set[Place] = set()
         self._lines: set[str] = set()
@@ -767,9 +768,14 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if again:
             self._running.clear()
         self._forwards.forget_draws()
-        for violation in self._judge.violations():
-            if not any(map(violation.is_accepted_by, self.options.accept)):
-                self._tell(violation)
+        # a run that ends at its first violation has no later window
+        stops = self.options.stop_on_violation
+        for violation in self._judge.settled(is_last=stops):
+            if any(map(violation.is_accepted_by, self.options.accept)):
+                continue
+            if stops and self._observing:
+                raise StoppedOnViolation
+            self._tell(violation)
 
     # The window again
 
@@ -819,7 +825,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._judge.note(finding("copied-parameters", said))
             return
         if violation is not None and violation.weights:
-            weights = _righted(violation, weights)
+            weights = _righted(violation, weights, window)
         if not weights or window.edit is not None or self._recorder.is_off("the window again"):
             return
         known = self._recorder.parameters
@@ -908,20 +914,16 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     @preserve_rng()
     def _tell(self, violation: Violation) -> None:
-        """Print a violation, unless it was printed; stop the run there where that is asked."""
-        # a later window may give the fault of an earlier one another name; ranks that train by
-        # themselves may have a fault each at one place
-        told = {violation.diagnosis, (violation.step, violation.where)}
-        if told & self._told and self._ranks is None:
+        """Print a violation, unless one of its diagnosis was printed."""
+        # ranks that train by themselves may have a fault each at one place
+        if self._told.has(violation.diagnosis) and self._ranks is None:
             return
-        self._told |= told
+        self._told.add(violation)
         if not self.quiet:
             _say(violation.words, self.standard_error)
-        if self.options.stop_on_violation and self._observing:
-            raise StoppedOnViolation
 
     def _finished(self, error: BaseException | None) -> Result:
-        found = self._judge.violations()
+        found = self._told.final(self._judge.violations())
         is_accepted = [any(map(v.is_accepted_by, self.options.accept)) for v in found]
         violations = tuple(compress(found, map(not_, is_accepted)))
         accepted = tuple(compress(found, is_accepted))
@@ -958,7 +960,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         ]
         if self._recorder.off or self._recorder.concurrent:
             violations = accepted = ()
-        for violation in violations:
+        for violation in violations if self not in _open else ():
             self._tell(violation)  # what the end of the run, or all ranks together, have shown
         windows = len(self._judge.weighed | self._judge.violated)
         lines = {line for place in self._places for line in (place.line, *place.path)}
@@ -1057,8 +1059,23 @@ def _is_of_weights_alone(violation: Violation) -> bool:
     return violation.diagnosis == "unrecognised-weights" and not violation.weights
 
 
-def _righted(violation: Violation, weights: Mapping[int, float]) -> dict[int, float]:
-    """Return the weights of passes times expected over observed, where a pass has one such ratio."""
+def _has_one_weight(record: PassRecord) -> bool:
+    """Return whether all that went backward in a pass has one expression and one weight."""
+    weights = [abs(term.weight or 0.0) for term in record.terms]
+    expressions = {term.expression for term in record.terms}
+    return len(expressions) <= 1 and all(near(one, weights[0], 1e-6) for one in weights)
+
+
+def _righted(
+    violation: Violation, weights: Mapping[int, float], window: StepWindow
+) -> dict[int, float]:
+    """Return the weights of passes times expected over observed, where a pass has one such ratio.
+
+    None where a pass has other terms, too: a pass is computed again as a whole, and what they weigh
+    is right.
+    """
+    if not all(_has_one_weight(window.passes[index].records[0]) for index in weights):
+        return {}
     ratios: dict[int, set[float]] = {}
     for row in violation.weights:
         if row.observed and row.count and row.micro_batch is not None:

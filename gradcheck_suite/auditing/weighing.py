@@ -218,7 +218,19 @@ def _objectives_of(
     totals = {total for objective in found[0] for total in objective.coefficients.values()}
     is_part = any(near(one.factor, share, 1e-5) for share in shares.union(taken_out))
     is_divided_again = any(near(total, share, 1e-5) for total in totals for share in shares)
-    return found[0] if is_part or is_divided_again or _are_right(found[0]) else found[-1]
+    takes_out = len(found) > 1 and any(map(_weighs_one, found[0]))
+    is_weight = is_part or is_divided_again or takes_out or _are_right(found[0])
+    return found[0] if is_weight else found[-1]
+
+
+def _weighs_one(objective: Objective) -> bool:
+    """Return whether unequal weights weigh 1 together: what was multiplied into the loss, such as a
+    scale against underflow, is taken out after the last pass.
+    """
+    if objective.status != UNEQUAL or objective.named is None:
+        return False
+    masses = zip(objective.weights, objective.counts_of(objective.count), strict=True)
+    return near(sum(weight * count for weight, count in masses), 1.0, objective.tolerance)
 
 
 def _are_right(found: Sequence[Objective]) -> bool:

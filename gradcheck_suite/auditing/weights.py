@@ -111,6 +111,10 @@ class Objective:
         """The weight of an item of each part; negative where its sign is not that of the most."""
         return with_common_sign([part.weight for part in self.parts])
 
+    def counts_of(self, name: str) -> list[float]:
+        """Return what each part counts by one way of counting."""
+        return [part.term.counts.get(name, 0.0) for part in self.parts]
+
     def right(self, tolerance: float = 1e-4) -> bool:
         """Return whether some way of counting makes C equal to 1."""
         return self.status == EQUAL and any(

@@ -183,6 +183,7 @@ class Violation:
         evidence: observed and expected gradient of the step with the bound of each element, for the
             kinds `gradient`, `none-pattern` and `non-finite`; None for others.
         moved: whether the gradient is that of other parameters than the initial ones.
+        refutes_weights: of `verify`, whether the case itself rules out names of weights.
         described: the case in words, which need the layers' definitions; filled in by `verify`.
         source: the user's lines, as `core.counterexamples` writes them, or None.
         command: that found it.
@@ -218,6 +219,7 @@ class Violation:
     gradient_error: float | None = field(default=None, metadata=AUDIT)
     occurrences: int = field(default=1, metadata=AUDIT)
     moved: bool = field(default=False, metadata=INTERNAL)
+    refutes_weights: bool = field(default=False, repr=False, compare=False, metadata=INTERNAL)
     described: tuple[str, ...] = field(default=(), repr=False, compare=False, metadata=INTERNAL)
     source: Mapping[str, Any] | None = field(
         default=None, repr=False, compare=False, metadata=INTERNAL
@@ -536,6 +538,7 @@ class Result:
         windows_skipped: reason why gradients of steps were not judged, of `verify` in cases that
             were, of `audit` where steps were only counted -> number of such steps.
         assumes: of `verify`, the assumptions of the loop.
+        is_uncast: of `verify`, whether the cases had a dtype that autocast leaves alone.
         autocast: of `verify`, the dtype in which the loop may compute its losses under autocast, or
             None.
         worst_error_over_allowed: of `verify`, largest ratio of error to allowed error in cases that
@@ -581,6 +584,7 @@ class Result:
     windows_skipped: dict[str, int] = field(default_factory=dict)
     assumes: tuple[str, ...] = field(default=(), metadata=VERIFY)
     autocast: str | None = field(default=None, metadata=VERIFY)
+    is_uncast: bool = field(default=False, metadata=INTERNAL)
     worst_error_over_allowed: float = field(default=0.0, metadata=VERIFY)
     again: dict[str, int] = field(default_factory=dict, metadata=AUDIT)
     findings: tuple[str, ...] = ()
@@ -953,7 +957,12 @@ def _below_loop(result: Result) -> Iterator[str]:
         f"assumes {name}: {meaning}" for name, meaning in DECLARED.items() if name in result.assumes
     )
     if result.autocast:
-        yield f"losses may be computed under torch.autocast in {result.autocast}"
+        uncast = (
+            "; nothing of the cast was judged: it leaves float64 alone, so say --dtype float32"
+            if result.is_uncast
+            else ""
+        )
+        yield f"losses may be computed under torch.autocast in {result.autocast}{uncast}"
     if result.traffic:
         yield result.traffic
     if moved := result.moved_by_zeros:
