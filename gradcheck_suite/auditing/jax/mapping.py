@@ -45,10 +45,11 @@ def term_of(term: LossTerm, levels: Sequence[Sequence[float]], unread: str) -> T
     first, weight = even[0], _weight(even[0])
     alike = [one for one in even if one[NUMBER] and _is_alike(one, weight)]
     others = [one for one in even if one[NUMBER] and not _is_alike(one, weight)]
-    counts = {
-        "nonzero": float(min((one[NUMBER] for one in alike), default=0.0)),
-        "elements": float(first[NUMBER]),
-    }
+    # sums of rows may be summed: the innermost items are counted, or the outermost, or the fewest
+    numbers = [float(one[NUMBER]) for one in alike] or [0.0]
+    counts = {"nonzero": numbers[-1], "elements": float(first[NUMBER])}
+    if min(numbers) not in counts.values():
+        counts["rows"] = min(numbers)
     return Term(
         expression,
         weight,
