@@ -10,7 +10,6 @@ import torch
 from tests.auditing.evidence_scripts import EVIDENCE
 from tests.auditing.running import audited, trained
 
-
 OF_THE_SYSTEM = "sound_system_entropy"
 """The script that draws from the system, and trains otherwise each time."""
 
