@@ -343,6 +343,9 @@ class _Found:
             own = counts.get("counted", counts.get("elements", 0.0))
             weight = weight / own if own else float("nan")
         term.factors = tuple(_by(*one) for one in self.above)
+        term.by_data = any(
+            number.is_floating_point() and number.dtype != torch.float64 for _, number in self.above
+        )
         term.factor = prod(_by(*one) for one in self.numbers_below)
         if (each := self.seen.get("items")) is not None:
             weights, below = _Weights(each), self.inner[self.outside :]
