@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress, pairwise
 from operator import not_
@@ -46,10 +46,11 @@ from gradcheck_suite.auditing.recomputation import (
 from gradcheck_suite.auditing.recorder import Recorder, Running
 from gradcheck_suite.auditing.replay import StepWindow, near
 from gradcheck_suite.auditing.schedule import Schedule
-from gradcheck_suite.auditing.stopping import StoppedOnViolation
+from gradcheck_suite.auditing.stopping import StoppedOnViolation, Terminated
 from gradcheck_suite.auditing.strays import Strays
 from gradcheck_suite.auditing.sums import StepFault
 from gradcheck_suite.auditing.terms import Reader, declare
+from gradcheck_suite.auditing.told import Told
 from gradcheck_suite.auditing.weighing import violation_of
 from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.options import DEFAULT_BUDGET, INSTRUMENTS, AuditOptions, takes
@@ -68,6 +69,8 @@ from gradcheck_suite.run.private_names import expect_present
 
 PATIENCE = 60.0
 """Seconds for which rank 0 waits for ranks that have written nothing, as those of another machine."""
+GRACE = 10.0
+"""Seconds for which it waits for any rank once it was told to end: torchrun ends it for good after 30."""
 
 
 @dataclass(frozen=True)
@@ -237,21 +240,47 @@ class RankWriter:
         self._file.close()
 
 
+class RankReader:
+    """Reads what a rank writes, each time what is new.
+
+    Args:
+        ranks: the run.
+        rank: of the process whose file is read.
+    """
+
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self._ranks, self._found = ranks, RankFile(rank)
+        self._path: Path | None = None
+        self._at = 0
+
+    def read(self) -> RankFile:
+        """Return what the rank has written so far."""
+        path = self._ranks.path(self._found.rank)
+        if path != self._path:  # that of an earlier run, until this run's was begun
+            self._path, self._at, self._found = path, 0, RankFile(self._found.rank)
+        # an entry that is being written ends too early, and is read the next time
+        with contextlib.suppress(EOFError, FileNotFoundError, pickle.UnpicklingError):
+            if path is not None and path.stat().st_size > self._at:
+                with path.open("rb") as file:
+                    self._read_on(file)
+        return self._found
+
+    def _read_on(self, file: IO[bytes]) -> None:
+        file.seek(self._at)
+        while True:
+            entry = pickle.load(file)
+            self._at = file.tell()
+            if isinstance(entry, Writer):
+                self._found.writer = entry
+            elif isinstance(entry, End):
+                self._found.end = entry
+            else:
+                self._found.events.append(entry)
+
+
 def read(ranks: Ranks, rank: int) -> RankFile:
     """Return what a rank has written so far."""
-    found = RankFile(rank)
-    with contextlib.suppress(EOFError, FileNotFoundError, pickle.UnpicklingError):
-        if path := ranks.path(rank):
-            with path.open("rb") as file:
-                while True:
-                    entry = pickle.load(file)
-                    if isinstance(entry, Writer):
-                        found.writer = entry
-                    elif isinstance(entry, End):
-                        found.end = entry
-                    else:
-                        found.events.append(entry)
-    return found
+    return RankReader(ranks, rank).read()
 
 
 def _lives(pid: int) -> bool:
@@ -266,13 +295,25 @@ def _lives(pid: int) -> bool:
     return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def gather(ranks: Ranks, patience: float = PATIENCE) -> list[RankFile]:
-    """Wait until each other rank has ended or died, and return what all have written."""
-    deadline = time.monotonic() + patience
+def gather(
+    ranks: Ranks, patience: float = PATIENCE, hurries: Callable[[], float | None] = lambda: None
+) -> list[RankFile]:
+    """Wait until each other rank has ended or died, and return what all have written.
+
+    Args:
+        ranks: the run.
+        patience: seconds for which ranks are waited for of which nothing is known.
+        hurries: returns when this process was told to end, after which it waits for `GRACE`.
+    """
+    begun = time.monotonic()
+    readers = [RankReader(ranks, rank) for rank in range(ranks.size)]
     while True:
-        found = [read(ranks, rank) for rank in range(ranks.size)]
+        found = [reader.read() for reader in readers]
         others = [f.is_open for f in found if f.rank != ranks.rank]
-        if True not in others and (None not in others or time.monotonic() > deadline):
+        now, told = time.monotonic(), hurries()
+        if told is not None and now > told + GRACE:
+            return found
+        if True not in others and (None not in others or now > begun + patience):
             return found
         time.sleep(0.1)
 
@@ -351,7 +392,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         self._doubts: dict[int, str] = {}
         self._covered: tuple[int, int] | None = None
         self._reasons = dict[str, Found]()
-        self._told: set[Any] = set()
+        self._told = Told()
         self._events: list[Event] = []
         self._places: set[Place] = set()
         self._lines: set[str] = set()
@@ -375,6 +416,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._records_calls, self._keep_cotangent, self._keep_mode, self._forwards_failed
         )
         self._strays = Strays(self._recorder.parameters)
+        self._hurries: float | None = None
         self._running: dict[int, Running] = {}
         self._recomputed: Counter[str] = Counter()
         self._functions: set[FunctionKey] = set()
@@ -498,7 +540,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._judge.end(complete=complete)
         except Exception as fault:
             self._recorder.switch_off("steps", fault)
-        if self.options.jax and not isinstance(error, KeyboardInterrupt):
+        if self.options.jax and not isinstance(error, KeyboardInterrupt | Terminated):
             calls = self._calls or []
             with AsBefore(()):
                 told = JaxOpinion(refusal=calls) if isinstance(calls, str) else ask_jax(calls)
@@ -516,7 +558,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                 rank=ranks.rank,
                 ranks=ranks.size,
             )
-        files = gather(ranks)
+        files = gather(ranks, hurries=lambda: self._hurries)
         complete = all(file.end is not None and file.end.complete for file in files)
         self._judge = self._judged([file.events for file in files], complete=complete)
         if self._judge.ranks_train_apart:
@@ -555,6 +597,15 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         judge.end(complete=complete)
         return judge
 
+    def when_idle(self, act: Callable[[], None]) -> None:
+        """Call a function, which closes the audit, once nothing of the audit's is half done."""
+        self.hurry()
+        self._recorder.when_idle(act)
+
+    def hurry(self) -> None:
+        """Wait for other ranks no longer than a launcher waits for this one."""
+        self._hurries = self._hurries or time.monotonic()
+
     @property
     def result(self) -> Result:
         """The result so far, or the final one where the audit is closed."""
@@ -577,6 +628,10 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         """
         begun = self._standard_error
         return sys.stderr if begun is None or getattr(begun, "closed", False) else begun
+
+    @standard_error.setter
+    def standard_error(self, stream: TextIO) -> None:
+        self._standard_error = stream
 
     def _is_full(self) -> bool:
         """Return whether the window that runs is computed again.
@@ -720,9 +775,14 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         if again:
             self._running.clear()
         self._forwards.forget_draws()
-        for violation in self._judge.violations():
-            if not any(map(violation.is_accepted_by, self.options.accept)):
-                self._tell(violation)
+        # a run that ends at its first violation has no later window
+        stops = self.options.stop_on_violation
+        for violation in self._judge.settled(is_last=stops):
+            if any(map(violation.is_accepted_by, self.options.accept)):
+                continue
+            if stops and self._observing:
+                raise StoppedOnViolation
+            self._tell(violation)
 
     # The window again
 
@@ -772,7 +832,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             self._judge.note(finding("copied-parameters", said))
             return
         if violation is not None and violation.weights:
-            weights = _righted(violation, weights)
+            weights = _righted(violation, weights, window)
         if not weights or window.edit is not None or self._recorder.is_off("the window again"):
             return
         known = self._recorder.parameters
@@ -868,20 +928,16 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
 
     @preserve_rng()
     def _tell(self, violation: Violation) -> None:
-        """Print a violation, unless it was printed; stop the run there where that is asked."""
-        # a later window may give the fault of an earlier one another name; ranks that train by
-        # themselves may have a fault each at one place
-        told = {violation.diagnosis, (violation.step, violation.where)}
-        if told & self._told and self._ranks is None:
+        """Print a violation, unless one of its diagnosis was printed."""
+        # ranks that train by themselves may have a fault each at one place
+        if self._told.has(violation.diagnosis) and self._ranks is None:
             return
-        self._told |= told
+        self._told.add(violation)
         if not self.quiet:
             _say(violation.words, self.standard_error)
-        if self.options.stop_on_violation and self._observing:
-            raise StoppedOnViolation
 
     def _finished(self, error: BaseException | None) -> Result:
-        found = self._judge.violations()
+        found = self._told.final(self._judge.violations())
         is_accepted = [any(map(v.is_accepted_by, self.options.accept)) for v in found]
         violations = tuple(compress(found, map(not_, is_accepted)))
         accepted = tuple(compress(found, is_accepted))
@@ -918,7 +974,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         ]
         if self._recorder.off or self._recorder.concurrent:
             violations = accepted = ()
-        for violation in violations:
+        for violation in violations if self not in _open else ():
             self._tell(violation)  # what the end of the run, or all ranks together, have shown
         windows = len(self._judge.weighed | self._judge.violated)
         lines = {line for place in self._places for line in (place.line, *place.path)}
@@ -945,7 +1001,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             named_findings=self._as_wanted(named, unjudged),
             unjudged=None if unjudged is None else unjudged.words,
             unjudged_reason=None if unjudged is None else unjudged.name,
-            interrupted=isinstance(error, KeyboardInterrupt),
+            interrupted=isinstance(error, KeyboardInterrupt | Terminated),
             raised=_shown(error) or None,
             files=tuple((file, None) for file in sorted(files)),
         )
@@ -1017,8 +1073,23 @@ def _is_of_weights_alone(violation: Violation) -> bool:
     return violation.diagnosis == "unrecognised-weights" and not violation.weights
 
 
-def _righted(violation: Violation, weights: Mapping[int, float]) -> dict[int, float]:
-    """Return the weights of passes times expected over observed, where a pass has one such ratio."""
+def _has_one_weight(record: PassRecord) -> bool:
+    """Return whether all that went backward in a pass has one expression and one weight."""
+    weights = [abs(term.weight or 0.0) for term in record.terms]
+    expressions = {term.expression for term in record.terms}
+    return len(expressions) <= 1 and all(near(one, weights[0], 1e-6) for one in weights)
+
+
+def _righted(
+    violation: Violation, weights: Mapping[int, float], window: StepWindow
+) -> dict[int, float]:
+    """Return the weights of passes times expected over observed, where a pass has one such ratio.
+
+    None where a pass has other terms, too: a pass is computed again as a whole, and what they weigh
+    is right.
+    """
+    if not all(_has_one_weight(window.passes[index].records[0]) for index in weights):
+        return {}
     ratios: dict[int, set[float]] = {}
     for row in violation.weights:
         if row.observed and row.count and row.micro_batch is not None:

@@ -141,6 +141,19 @@ class Known:
     times: int = 0
 
 
+@dataclass
+class Lines:
+    """Lines of one expression that one place sends backward.
+
+    Attributes:
+        losses: that compute it; several where that depends on the pass.
+        divisions: that multiply or divide it by a number.
+    """
+
+    losses: set[str] = field(default_factory=set)
+    divisions: set[str] = field(default_factory=set)
+
+
 # The choke point.
 
 
@@ -204,6 +217,8 @@ class Running:
 GROUPING = "_group_tensors_by_device_and_dtype"
 """What torch's clipping calls first, in `torch.nn.utils.clip_grad`."""
 PASSES, WEIGHTS, SUMS, STEPS = "backward passes", "weights", "sums", "steps"
+MOST_LINES = 64
+"""Losses, each an expression at a line that sends it backward, whose own lines are looked for."""
 SCHEDULE, AVERAGE = "a schedule of the learning rate", "an average of the parameters"
 NEAR = 0.5
 """Relative difference of an average from its parameter; gradients and other states differ by more."""
@@ -240,6 +255,7 @@ def _guarded(instrument: str) -> Callable[[Callable[..., Any]], Callable[..., An
                 if not begun:
                     self._spent += time.perf_counter() - self._begun
                     self._begun = 0.0
+                    self._do_what_is_due()
 
         inner._torchdynamo_disable = True  # type: ignore[attr-defined]  # what `torch.compiler.disable` sets
         return inner
@@ -289,6 +305,7 @@ class Recorder:
         self._threads: set[threading.Thread] = set()
         self.records = True
         self._spent = self._begun = 0.0
+        self._due: Callable[[], None] | None = None
         self.steps_seen = 0
         self.passes_seen = 0
         self.last: Running | None = None
@@ -306,7 +323,9 @@ class Recorder:
         self._idle: dict[int, StepRecord] = {}
         self._running: dict[int, Running] = {}
         self._unbound: list[Running] = []
-        self._lines: dict[tuple[str, ...], dict[Place, str]] = {}
+        self._lines: dict[tuple[Place, tuple[str, ...], int], Lines] = {}
+        # two steps: Lightning switches anomaly mode off when it begins to fit
+        self._stacks_until = 2
         self._checks: bool | None = None
         self._before: dict[int, str] = {}
         self._touched: dict[int, Raw] = {}
@@ -375,15 +394,14 @@ class Recorder:
         self._before_clipping = dict(zip(stands, found, strict=True))
 
     def _keep_stacks(self) -> None:
-        """Let every node keep the stack that made it until the first step: so the lines of losses
-        are known.
-        """
-        # two steps where the first one's losses have none: Lightning switches anomaly mode off when
-        # it begins to fit
-        wanted = self._weights and self.steps_seen < (1 if self._lines else 2)
-        if wanted and not torch.is_anomaly_enabled():
+        """Let every node keep the stack that made it where the line of a loss is not known yet."""
+        if self._wants_stacks and not torch.is_anomaly_enabled():
             self._checks = torch.is_anomaly_check_nan_enabled()
             torch.set_anomaly_enabled(True, False)
+
+    @property
+    def _wants_stacks(self) -> bool:
+        return self._weights and self.steps_seen < self._stacks_until
 
     def _end_of_stacks(self) -> None:
         # also later than the first steps: what switched the mode for a while puts back what it
@@ -453,6 +471,17 @@ class Recorder:
         self._unhook()
         self.last = None
         self._running.clear()
+
+    def when_idle(self, act: Callable[[], None]) -> None:
+        """Call a function now, or when the work that a signal has interrupted here has ended."""
+        self._due = act
+        if not self._begun:
+            self._do_what_is_due()
+
+    def _do_what_is_due(self) -> None:
+        if self._due is not None:
+            due, self._due = self._due, None
+            due()
 
     @property
     def is_silent(self) -> bool:
@@ -674,9 +703,9 @@ class Recorder:
             self._unbound.remove(running)
         for task in running.tasks:
             self._running.pop(task, None)
-        self._keep_stacks()
         self._arrive_all(running)
         self._numbers(running)
+        self._keep_stacks()
         if running.record.accumulates:
             self._finish(running)
 
@@ -684,16 +713,22 @@ class Recorder:
     def _numbers(self, running: Running) -> None:
         if running.reader.error is not None:
             raise running.reader.error
-        place = running.record.place
+        place, numbers = running.record.place, Counter[tuple[str, ...]]()
         for term in running.reader.terms():
+            # what one line sends backward was made where it was made before; what another line
+            # does, an expression of the same operations, may be another loss
+            key = place, term.expression, numbers[term.expression]
+            numbers[term.expression] += 1
+            if term.line is None and key not in self._lines and len(self._lines) < MOST_LINES:
+                # this loss was made without a stack; those of the next passes, or of the next
+                # window where it has one pass, are made with one
+                self._stacks_until = max(self._stacks_until, self.steps_seen + 2)
+            known = self._lines.setdefault(key, Lines())
             if term.line is not None:
-                self._lines.setdefault(term.expression, {}).setdefault(place, term.line)
-            known = self._lines.get(term.expression, {})
-            # a trainer may send the micro-batch that it steps on backward by another path than the
-            # others
-            term.line = known.get(place) or (
-                next(iter(known.values())) if len({*known.values()}) == 1 else None
-            )
+                known.losses.add(term.line)
+                known.divisions |= term.divisions
+            elif len(known.losses) == 1:
+                term.line, term.divisions = next(iter(known.losses)), frozenset(known.divisions)
             running.record.terms.append(term)
 
     def _finish(self, running: Running) -> None:
@@ -1136,7 +1171,11 @@ class Recorder:
         """
         if not self.records:  # a closure that is called once more
             return
-        if self._lines or self.steps_seen > 1:
+        if self._stacks_until == self.steps_seen + 1 and all(
+            known.losses for known in self._lines.values()
+        ):
+            self._stacks_until = self.steps_seen
+        if not self._wants_stacks:
             self._end_of_stacks()
         if _task() != -1:
             said = (

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 from statistics import median
+from typing import Literal
 
 from gradcheck_suite.auditing.events import BY_HAND, PassRecord
 from gradcheck_suite.auditing.places import (
@@ -38,6 +39,29 @@ MOST_LINES = 3
 
 
 @dataclass(frozen=True)
+class Change:
+    """What changed `.grad`, and where.
+
+    Attributes:
+        what: a `reset` or an `edit`.
+        lines: that may have done it, a few at most; the one of a single line is known.
+    """
+
+    what: Literal["reset", "edit", "division"]
+    lines: Sequence[str]
+
+    @property
+    def line(self) -> str | None:
+        """The line, where it is known; it may begin with a library's for one of the user's."""
+        return self.lines[0] if len(self.lines) == 1 else None
+
+    def __str__(self) -> str:
+        done = "reset" if self.what == "reset" else "changed"
+        lines = " or ".join(line.partition(" < ")[0] for line in self.lines)
+        return f" (`.grad` was {done} at {lines})"
+
+
+@dataclass(frozen=True)
 class StepFault:
     """What is wrong with a window.
 
@@ -48,6 +72,7 @@ class StepFault:
         keys: of the parameters that are hit, where others are not.
         kind: the part of the promise.
         causes: of the fault, for which the table of faults has remedies of their own.
+        change: what is to be changed, and where.
     """
 
     name: str
@@ -56,6 +81,7 @@ class StepFault:
     keys: Sequence[int] = ()
     kind: str = "gradient"
     causes: tuple[str, ...] = ()
+    change: Change | None = None
 
 
 OF_SUMS = {
@@ -192,9 +218,16 @@ class Sums:
     first_point: Mapping[Source, float] = field(default_factory=dict)
 
 
-def _fault(seen: str, key: int | None = None, *, keys: Sequence[int] = (), where: str = "") -> Sums:
-    fault = OF_SUMS[seen]
-    return Sums(replace(fault, sentence=fault.sentence + where, key=key, keys=keys))
+def _fault(
+    seen: str,
+    key: int | None = None,
+    *,
+    keys: Sequence[int] = (),
+    where: str = "",
+    change: Change | None = None,
+) -> Sums:
+    fault = replace(OF_SUMS[seen], key=key, keys=keys, change=change)
+    return Sums(replace(fault, sentence=f"{fault.sentence}{where}{change or ''}"))
 
 
 def _excuse(name: str, sentence: str, window: StepWindow) -> Sums:
@@ -339,7 +372,7 @@ def judge_sums(
     if window.edit == BY_HAND:
         return _judge_kept(members) or Sums()
     if any(source[1] == UNKNOWN for cs in window.coefficients.values() for source in cs):
-        return _fault("not a sum", where=_edits(members))
+        return _fault("not a sum", change=_edits(members))
     lost = [i for i in members.required if not members.is_in(i)]
     edited = window.fit if window.edit == "free" else None
     is_hidden = edited is not None and bool(edited.lost) and edited.left > MOST_LEFT
@@ -498,36 +531,36 @@ def _judge_lost(
         # no step came in this round of the outer loop: not the rest of an epoch, but a window that
         # was given up
         said = (
-            f"a window was given up before its end{_resets(members, lost)}: its micro-batches"
+            f"a window was given up before its end{_resets(members, lost) or ''}: its micro-batches"
             " are in no step"
         )
         return _excuse("window-given-up", said, window)
     if _is_rest_of_epoch(window, lost, kept, typical_k, longest):
         fault = tail_dropped(len(lost))
-        return Sums(replace(fault, sentence=fault.sentence + _resets(members, lost)))
+        return Sums(replace(fault, sentence=f"{fault.sentence}{_resets(members, lost) or ''}"))
     anew = len(kept) > 1 and max(lost) < min(kept) and weigh_one(window, used_of(window))
     if anew and is_tried(window.passes[max(lost)].site):
         # what is left is a whole mean: the rest of a window that is reset inside would weigh less
         said = (
-            f"a window was begun anew{_resets(members, lost)}: what went backward before is in"
+            f"a window was begun anew{_resets(members, lost) or ''}: what went backward before is in"
             " no step"
         )
         return _excuse("window-begun-anew", said, window)
     hit = {k for i in lost for k, c in members.by_parameter[i] if abs(c) < NEGLIGIBLE}
     whole = all(abs(c) < NEGLIGIBLE for i in lost for _, c in members.by_parameter[i])
     seen = "dropped" if kept and max(lost) > min(kept) else "last passes"
-    return _fault(seen, keys=() if whole else [*hit], where=_resets(members, lost))
+    return _fault(seen, keys=() if whole else [*hit], change=_resets(members, lost))
 
 
 def _stopped(members: Members, lost: Sequence[int], kept: Sequence[int]) -> str | None:
     """Say that a window was given up on purpose: its reset stands before a `break` or a `return`."""
     if not kept or max(lost) > min(kept):
         return None
-    lines = _reset_lines(members, lost)
-    if len(lines) != 1 or not is_given_up(lines[0]):
+    change = _resets(members, lost)
+    if change is None or change.line is None or not is_given_up(change.line):
         return None
     return (
-        f"an update was stopped before its end (`.grad` was reset at {lines[0]}, and its loop was"
+        f"an update was stopped before its end (`.grad` was reset at {change.line}, and its loop was"
         f" left): {counted(len(lost), 'micro-batch')} of it are in no step"
     )
 
@@ -607,41 +640,38 @@ def _is_rest_of_epoch(
     return 1 < longest >= len(lost) or bool(typical_k and len(lost) < typical_k == len(kept))
 
 
-def _resets(members: Members, lost: Sequence[int]) -> str:
-    """Say where the gradient that was lost was reset."""
-    return _said(_reset_lines(members, lost), "reset")
-
-
-def _reset_lines(members: Members, lost: Sequence[int]) -> list[str]:
-    """Return where a gradient was reset: where it was let go, or the lines that may have done it."""
+def _resets(members: Members, lost: Sequence[int]) -> Change | None:
+    """Return where the gradient that was lost was reset: where it was let go, or the lines that may
+    have done it.
+    """
     window, number = members.window, max(lost)
     after = next((seen.records[0] for i, seen in window.passes.items() if i > number), None)
     if after is None:
-        return []
+        return None
     if after.reset:
-        return [after.reset.line]
-    return _lines(window, number, after, is_reset)
+        return Change("reset", [str(after.reset)])
+    return _between(window, number, after, is_reset, "reset")
 
 
-def _edits(members: Members) -> str:
-    """Say where `.grad` may have been edited between the passes."""
+def _edits(members: Members) -> Change | None:
+    """Return where `.grad` may have been edited between the passes."""
     window, passes = members.window, members.required
     if len(passes) < 2:
-        return ""
-    after = window.passes[passes[-1]].records[0]
-    return _said(_lines(window, passes[0], after, is_edit), "changed")
+        return None
+    return _between(window, passes[0], window.passes[passes[-1]].records[0], is_edit, "edit")
 
 
-def _lines(
-    window: StepWindow, number: int, after: PassRecord, is_one: Callable[[ast.AST], bool]
-) -> list[str]:
+def _between(
+    window: StepWindow,
+    number: int,
+    after: PassRecord,
+    is_one: Callable[[ast.AST], bool],
+    what: Literal["reset", "edit"],
+) -> Change | None:
     before = window.passes[number].records[0]
     same_loop = before.loop is not None and before.loop == after.loop
-    return lines_between(is_one, before.place, after.place, window.step.place, same_loop=same_loop)
-
-
-def _said(lines: Sequence[str], done: str) -> str:
-    return f" (`.grad` was {done} at {' or '.join(lines)})" if 0 < len(lines) <= MOST_LINES else ""
+    lines = lines_between(is_one, before.place, after.place, window.step.place, same_loop=same_loop)
+    return Change(what, lines) if 0 < len(lines) <= MOST_LINES else None
 
 
 def _judge_parameters(members: Members) -> Sums | None:
@@ -661,8 +691,8 @@ def _judge_parameters(members: Members) -> Sums | None:
                 if any(abs(c) < NEGLIGIBLE for _, c in members.by_parameter[i])
             ]
             keys = [key for key, c in off.items() if abs(c) < NEGLIGIBLE]
-            return _fault("last passes", key, keys=keys, where=_resets(members, lost))
-        return _fault("rescaled", key, where=_edits(members))
+            return _fault("last passes", key, keys=keys, change=_resets(members, lost))
+        return _fault("rescaled", key, change=_edits(members))
     # what was set to None after the last pass lacks all passes alike, as what was zeroed there does
     missing = members.missing_parameters()
     if missing or members.window.removed:
@@ -674,9 +704,10 @@ def _judge_parameters(members: Members) -> Sums | None:
         fault = OF_SUMS[
             "rescaled" if max(ratios) - min(ratios) < 2e-3 * max(ratios) else "not a sum"
         ]
-        sentence = f"{fault.sentence} (factors between the passes: {listed}){_edits(members)}"
+        change = _edits(members)
+        sentence = f"{fault.sentence} (factors between the passes: {listed}){change or ''}"
         # a running mean rescales the sum on purpose: what the losses weigh together decides
-        return Sums(replace(fault, sentence=sentence), may_be_right=True)
+        return Sums(replace(fault, sentence=sentence, change=change), may_be_right=True)
     return None
 
 

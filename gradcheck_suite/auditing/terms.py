@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -100,8 +100,23 @@ MEAN = 1
 
 Edge = tuple[Any, int]
 """A node and the index of its output."""
-Numbers = tuple[tuple[str, torch.Tensor], ...]
-"""What something is multiplied or divided by: the name of the node, and the number."""
+
+
+class Number(NamedTuple):
+    """What something is multiplied or divided by.
+
+    Attributes:
+        name: of the node.
+        value: the number.
+        line: where the program does it, where the node has kept its stack; else None.
+    """
+
+    name: str
+    value: torch.Tensor
+    line: str | None
+
+
+Numbers = tuple[Number, ...]
 
 
 def kind(node: Any) -> str:
@@ -277,6 +292,11 @@ def _valid(node: Any) -> torch.Tensor | None:
     return None
 
 
+def _line_of(node: Any) -> str | None:
+    """Return the line that has made a node, where it has kept its stack."""
+    return in_trace(node.metadata.get("traceback_", ()))
+
+
 def _by(name: str, number: torch.Tensor) -> float:
     """Return the factor that a product or a quotient with a number is."""
     by = float(number)
@@ -342,10 +362,11 @@ class _Found:
         if term.mean:
             own = counts.get("counted", counts.get("elements", 0.0))
             weight = weight / own if own else float("nan")
-        term.factors = tuple(_by(*one) for one in self.above)
+        term.factors = tuple(_by(one.name, one.value) for one in self.above)
         term.by_data = any(
-            number.is_floating_point() and number.dtype != torch.float64 for _, number in self.above
+            one.value.is_floating_point() and one.value.dtype != torch.float64 for one in self.above
         )
+        term.divisions = frozenset(one.line for one in self.above if one.line is not None)
         term.factor = prod(_by(*one) for one in self.numbers_below)
         if (each := self.seen.get("items")) is not None:
             weights, below = _Weights(each), self.inner[self.outside :]
@@ -488,7 +509,7 @@ class Reader:
             if not one:
                 break
             if name in ("Div", "Mul") and (number := _number(node)) is not None:
-                above = *above, (name, number)
+                above = *above, Number(name, number, _line_of(node))
             node, index = inputs[0]
         return self._end(node, index, above, name, inputs)
 
@@ -619,7 +640,7 @@ class Reader:
 
     def _add(self, found: _Found, node: Any, index: int) -> None:
         found.node, found.has_dimension = node, bool(_shape(node, index))
-        found.term.line = in_trace(node.metadata.get("traceback_", ()))
+        found.term.line = _line_of(node)
         self.found.append(found)
         self._hook(node, found, "arrived", index)
 

@@ -92,7 +92,8 @@ class Objective:
     @property
     def line(self) -> str:
         """The line of the loss, or else where it goes backward."""
-        return self.parts[0].term.line or str(self.place)
+        # the first passes of a line may have no stack yet
+        return next((p.term.line for p in self.parts if p.term.line), None) or str(self.place)
 
     @property
     def term(self) -> str:
@@ -109,6 +110,10 @@ class Objective:
     def weights(self) -> list[float]:
         """The weight of an item of each part; negative where its sign is not that of the most."""
         return with_common_sign([part.weight for part in self.parts])
+
+    def counts_of(self, name: str) -> list[float]:
+        """Return what each part counts by one way of counting."""
+        return [part.term.counts.get(name, 0.0) for part in self.parts]
 
     def right(self, tolerance: float = 1e-4) -> bool:
         """Return whether some way of counting makes C equal to 1."""

@@ -472,7 +472,14 @@ _ROWS = (
             "assume `finite-gradients` if that is meant; remove `nan_to_num` or the clamp: it hides"
             " that the run diverged"
         ),
-        causes={"no-targets": Remedy("leave out that micro-batch alone, or add it")},
+        causes={
+            "no-targets": Remedy("leave out that micro-batch alone, or add it"),
+            "not-reset": Remedy(
+                "reset the gradients also where the step is left out; use a `GradScaler`, or assume"
+                " `finite-gradients`",
+                "begin a new sum also where the step is left out, or assume `finite-gradients`",
+            ),
+        },
         command="verify",
     ),
     _gradient(
