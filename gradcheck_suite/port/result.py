@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -12,6 +13,13 @@ from gradcheck_suite.core.text import counted
 from gradcheck_suite.errors import UsageError, ViolationFound
 from gradcheck_suite.port.causes import remedy
 
+_VALUE = re.compile(r", observed [^,]* instead of ([\w.+-]+)(?= \(|$)")
+"""The value that torch has, in the sentence of a finding."""
+_OF_TORCH = ("pass torch's ", "use torch's ")
+_BY_VALUE = {
+    ("gelu-approximation", "none"): "pass approximate=False",
+    ("gelu-approximation", "tanh"): "pass approximate=True",
+}
 Kind = Literal["load", "forward", "gradient", "update", "state", "precision"]
 
 
@@ -41,8 +49,14 @@ class PortFinding:
 
     @property
     def remedy(self) -> str:
-        """What to do, or nothing where the cause is unknown."""
-        return remedy(self.cause)
+        """What to do, with torch's value where it is known; nothing where the cause is unknown."""
+        general = remedy(self.cause)
+        value = _VALUE.search(self.words)
+        if value is None:
+            return general
+        if (named := _BY_VALUE.get((self.cause, value[1]))) is not None:
+            return named
+        return f"{general}, {value[1]}" if general.startswith(_OF_TORCH) else general
 
     def to_json(self) -> dict[str, Any]:
         """Return the finding as JSON-ready data."""

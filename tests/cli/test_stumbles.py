@@ -352,3 +352,29 @@ def test_the_page_of_a_port_is_a_page():
     assert "<table>" in page
     assert "off by &lt;one&gt;" in page
     assert "port.py:3" in page
+
+
+@pytest.mark.parametrize(
+    ("cause", "words", "fix"),
+    [
+        (
+            "eps",
+            "expected layer_norm as at a.py:1, observed eps 1e-06 instead of 1e-05 (why)",
+            "pass torch's eps, 1e-05",
+        ),
+        (
+            "gelu-approximation",
+            "expected gelu, observed approximate tanh instead of none",
+            "pass approximate=False",
+        ),
+        (
+            "gelu-approximation",
+            "expected gelu, observed approximate none instead of tanh",
+            "pass approximate=True",
+        ),
+        ("eps-place", "expected rms, observed 1e-06 instead of 1e-05", "add eps where torch does"),
+        ("eps", "expected layer_norm, observed no epsilon", "pass torch's eps"),
+    ],
+)
+def test_a_port_s_fix_has_torch_s_value_where_it_is_known(cause, words, fix):
+    assert PortFinding("forward", "head", cause, words).remedy == fix

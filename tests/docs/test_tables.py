@@ -109,7 +109,7 @@ def test_every_kind_of_violation_has_one_row():
 
 
 def test_every_option_of_pytest_has_one_row():
-    rows = first_cells(section("in-your-tests.md", "## Options of the command line"))
+    rows = first_cells(section("pytest-plugin.md", "## Options of the command line"))
     assert rows == [*(f"--gradcheck-{option.name}" for option in OVERRIDES), "--gradcheck-reports"]
 
 
