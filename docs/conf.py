@@ -24,11 +24,16 @@ html_show_copyright = False
 html_show_sphinx = False
 
 
+REPOSITORY = f"https://github.com/gradcheck-suite/gradcheck-suite/blob/v{release}"
+
+
 def with_contents(app: object, name: str, text: list[str]) -> None:
     """Add hidden tables of contents to the index, of the pages that each of its sections links.
 
-    The index itself has none: a file view would show the directives.
+    The index itself has none: a file view would show the directives. What a page links outside of
+    `docs/` is no part of the site, and leads to the repository.
     """
+    text[0] = re.sub(r"\]\(\.\./", f"]({REPOSITORY}/", text[0])
     if name != "index":
         return
     seen: set[str] = set()
