@@ -24,6 +24,7 @@ class Term:
         deeper: the weight and number of elements under each partial reduction below.
         item: the weight and the number of those elements whose weight is not 0, where it is the
             same for all of them.
+        divisions: the lines that multiply or divide the term by a number, where they are known.
         factors: the numbers that the term is multiplied by on its way to the loss, as far as they
             can be read.
         factor: the product of the numbers that the elements are multiplied by, or divided by, under
@@ -47,6 +48,7 @@ class Term:
     deeper: tuple[tuple[float, float], ...] = ()
     item: tuple[float, float] | None = None
     factors: tuple[float, ...] = ()
+    divisions: frozenset[str] = frozenset()
     factor: float = 1.0
     hides: bool = False
     tolerance: float = LIVE_WEIGHT_TOLERANCE

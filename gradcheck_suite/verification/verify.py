@@ -132,6 +132,7 @@ def verify(
         unjudged=None if search.judged or violation or interrupted else _unjudged(search, findings),
         assumes=tuple(sorted(chosen)),
         autocast=autocast,
+        is_uncast=autocast is not None and options.dtype == "float64",
         worst_error_over_allowed=search.ratio,
         findings=findings,
         skipped=dict(search.skipped),
