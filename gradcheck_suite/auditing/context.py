@@ -782,7 +782,8 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
                 continue
             if stops and self._observing:
                 raise StoppedOnViolation
-            self._tell(violation)
+            # how often it occurs is known at the end, and counted there alone
+            self._tell(replace(violation, occurrences=1))
 
     # The window again
 
@@ -953,6 +954,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         parts = Counter({part.found: steps for part, steps in unknown.items()})
         strays = () if self._judge.has_copies else self._strays.findings(self._name_of)
         findings = parts + self._recorder.notes + self._judge.notes() + Counter(strays) + off
+        findings += Counter(self._recorder.unused_objectives)
         whole = (
             not {*self.options.without} & {"weights", "sums"}
             and not self._recorder.off

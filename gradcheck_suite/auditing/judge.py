@@ -44,6 +44,7 @@ from gradcheck_suite.auditing.weighing import (
     read_joined,
     violation_of,
 )
+from gradcheck_suite.core.faults import over_ranks
 from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.results import Unknown, Violation
 from gradcheck_suite.core.text import MOST_NAMES, counted, listed
@@ -298,9 +299,11 @@ class Judge:
                 (e for step, e in self._sizes.items() if any(step in steps for steps in of_steps)),
                 None,
             )
-            united.append(
-                replace(_first(ones), occurrences=_number(of_steps), gradient_error=error)
-            )
+            first = _first(ones)
+            if self._ranks > 1:
+                said = over_ranks(first.explanation, first.diagnosis)
+                first = replace(first, explanation=said)
+            united.append(replace(first, occurrences=_number(of_steps), gradient_error=error))
         return sorted(united, key=_order)
 
     def settled(self, *, is_last: bool = False) -> list[Violation]:
