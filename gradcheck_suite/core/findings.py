@@ -156,6 +156,12 @@ _ROWS = (
     ),
     _note("custom-function", "what is known of the backward of a custom function"),
     _finding("frameworks-differ", "torch and JAX differ in a gradient"),
+    # declarations
+    _finding(
+        "unused-declaration",
+        "a declaration of `--objective` matches no loss",
+        "give the line that calls backward, and an expression of names that exist there",
+    ),
     # ranks
     _finding(
         "same-data-on-ranks",

@@ -16,6 +16,7 @@ from gradcheck_suite.core.findings import Found, finding
 from gradcheck_suite.core.formats import Accepted, Judged, Notice, is_accepted, place_in
 from gradcheck_suite.core.text import (
     aligned,
+    cell_lines,
     counted,
     error_text,
     of_bound,
@@ -381,7 +382,7 @@ class Violation:
             linecache.checkcache(
                 file
             )  # a notebook may have edited it since, or gone to another folder
-            text = linecache.getline(file, int(line)).rstrip() if line.isdigit() else ""
+            text = _line_of(file, int(line)) if line.isdigit() else ""
             rows.append((line if file == own else place, text, ", ".join(said)))
         if all(label.isdigit() for label, _, _ in rows):
             rows.sort(key=lambda row: int(row[0]))
@@ -402,6 +403,12 @@ class Violation:
         """Return the violation as JSON-ready data; NaN and infinities become strings."""
         data: dict[str, Any] = to_json(self, self.command)
         return data
+
+
+def _line_of(file: str, number: int) -> str:
+    """Return a line of a file or of a notebook's cell, empty where it is not known."""
+    cell = () if (line := linecache.getline(file, number)) else cell_lines(file)
+    return (cell[number - 1] if number <= len(cell) else line).rstrip()
 
 
 def _cut(line: str) -> str:
@@ -855,7 +862,7 @@ def weight_lines(weights: Sequence[Weight]) -> list[str]:
     top = _largest(weights)
     ranks = any(w.rank is not None for w in weights)
     rows: list[tuple[str, ...]] = [
-        ("micro-batch", "rank", "count", "weight", "should be", "# weight, | should be")
+        ("micro-batch", "rank", "count", "weight", "expected", "weight (bar), expected (|)")
     ]
     for w in weights[:SHOWN_ROWS]:
         numbers = (f"{value:.6g}" for value in (w.count, w.observed, w.expected))
@@ -1057,14 +1064,14 @@ def _weights_html(weights: Sequence[Weight]) -> str:
         "micro-batch",
         *(("rank",) if ranks else ()),
         "count",
+        "weight",
         "expected",
-        "observed",
-        "observed, | expected",
+        "weight (bar), expected (|)",
     )
     head = "".join(f'<th style="{_CELL}">{name}</th>' for name in names)
     body = []
     for w in weights:
-        numbers = (f"{value:.6g}" for value in (w.count, w.expected, w.observed))
+        numbers = (f"{value:.6g}" for value in (w.count, w.observed, w.expected))
         cells = (w.place, *((str(w.rank),) if ranks else ()), *numbers)
         bar = "".join(
             f'<div style="position:absolute;{style}"></div>'

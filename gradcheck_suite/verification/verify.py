@@ -25,6 +25,7 @@ from gradcheck_suite.core.contract import (
     checked_assumptions,
     checked_autocast,
     dealt_to_ranks,
+    expect_loop,
     expect_within,
     is_jax,
 )
@@ -175,8 +176,7 @@ def _assumed(
         from gradcheck_suite.run.jax_run import jax_optimizer  # torch loops need none of it
 
         jax_optimizer(options.optimizer)
-    if not callable(loop):
-        raise UsageError(f"a loop must be callable with one TrainingRun, got {type(loop).__name__}")
+    expect_loop(loop)
     chosen = checked_assumptions({*options.assumes, *assumptions_of(loop)})
     if problem is not None:
         expect_within(problem, chosen, name=problem_name)
