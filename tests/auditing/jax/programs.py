@@ -530,6 +530,17 @@ def step(a, b, s, t, x, y):
 for xs, ys in rows(5, 1):
     a, b, s, t = step(a, b, s, t, xs[0], ys[0])
 """,
+    "momentum_by_hand": """
+p = {"w": jnp.ones((6, 8)), "v": jnp.ones((8, 1))}; m = zeros(p)
+f = lambda p, x, y: jnp.mean((jnp.tanh(x @ p["w"]) @ p["v"] - y) ** 2)
+@jax.jit
+def step(p, m, x, y):
+    m = add(scale(m, 0.9), jax.grad(f)(p, x, y))
+    return add(p, scale(m, -0.01)), m
+f1 = jax.jit(jax.value_and_grad(f))
+for xs, ys in rows(8, 1):
+    p, m = step(p, m, xs[0], ys[0])
+""",
     "chunked_loss_in_a_scan": """
 tx = optax.adam(1e-2); p = lm; s = tx.init(p)
 def loss(p, x, y, m):
@@ -602,20 +613,6 @@ def step(p, s, x, y):
     return optax.apply_updates(p, u), s
 for xs, ys in rows(6, 1):
     p, s = step(p, s, xs[0], ys[0])
-""",
-    ),
-    "momentum_by_hand": (
-        "unexplained-gradient",
-        """
-p = {"w": jnp.ones((6, 8)), "v": jnp.ones((8, 1))}; m = zeros(p)
-f = lambda p, x, y: jnp.mean((jnp.tanh(x @ p["w"]) @ p["v"] - y) ** 2)
-@jax.jit
-def step(p, m, x, y):
-    m = add(scale(m, 0.9), jax.grad(f)(p, x, y))
-    return add(p, scale(m, -0.01)), m
-f1 = jax.jit(jax.value_and_grad(f))
-for xs, ys in rows(8, 1):
-    p, m = step(p, m, xs[0], ys[0])
 """,
     ),
     "few_elements_clipped_one_by_one": (
