@@ -116,7 +116,8 @@ def _judge_points(judge: JaxJudge) -> None:
     """Judge parameters that stay the same while an optimizer steps on their gradients."""
     stale = {one.where for one in judge.verdicts.found if one.diagnosis == "stale-parameters"}
     for points in judge.points.values():
-        first, mark = points.first, points.first.mark
+        first = points.first
+        mark = points.first.mark
         steps = [
             after
             for optimizer in judge.optimizers.values()

@@ -87,7 +87,9 @@ def fit(
     b = target[keep] / scale[keep]
     blur = blur[keep] / scale[keep]
     say = 1 / (1 + blur / relative)  # what rounding blurs counts for less
-    a, b, blur = a * say[:, None], b * say, blur * say
+    a = a * say[:, None]
+    b = b * say
+    blur = blur * say
     size = np.maximum(np.linalg.norm(a, axis=0), 1e-300)
     solution, _, _, singular = np.linalg.lstsq(a / size, b, rcond=1e-6)
     found = solution / size

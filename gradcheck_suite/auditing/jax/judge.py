@@ -147,7 +147,8 @@ class JaxJudge:
         self.on_step()
 
     def _on_update(self, event: MarkEvent, mark: UpdateMark) -> None:
-        inner, self._inner = self._inner, None
+        inner = self._inner
+        self._inner = None
         if not self._has_updates:
             self._has_updates = True
             self._withdraw_implicit()
@@ -229,7 +230,8 @@ class JaxJudge:
         if given.devices:
             if self._differs_over_devices(gradient, parameters, mark, optimizer, columns):
                 return
-            gradient, norms = gradient[0], norms[0]
+            gradient = gradient[0]
+            norms = norms[0]
             parameters = None if parameters is None else parameters[0]
         step = Step(
             number=self.steps,
@@ -413,8 +415,10 @@ class JaxJudge:
         """Judge functions with a backward of their own, against JAX's gradient of their forward."""
         for rule, values in zip(column.mark.rules, column.rules, strict=True):
             row = np.atleast_2d(np.asarray(values, np.float64))
-            own, entered = row[:, OWN].max(), row[:, ENTERED].max()
-            difference, identity = row[:, DIFFERENCE].max(), row[:, IDENTITY].max()
+            own = row[:, OWN].max()
+            entered = row[:, ENTERED].max()
+            difference = row[:, DIFFERENCE].max()
+            identity = row[:, IDENTITY].max()
             if not difference > WRONG_RULE * max(own, entered):
                 continue
             line = rule.line or str(column.mark.place)

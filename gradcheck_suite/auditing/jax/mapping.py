@@ -42,7 +42,8 @@ def term_of(term: LossTerm, levels: Sequence[Sequence[float]], unread: str) -> T
     even = [one for one in rows if not one[NUMBER] or _is_even(one)]
     if not even:
         return Term(expression, opaque="its items have other weights each", line=line)
-    first, weight = even[0], _weight(even[0])
+    first = even[0]
+    weight = _weight(even[0])
     alike = [one for one in even if one[NUMBER] and _is_alike(one, weight)]
     others = [one for one in even if one[NUMBER] and not _is_alike(one, weight)]
     # sums of rows may be summed: the innermost items are counted, or the outermost, or the fewest
@@ -134,4 +135,7 @@ def pending_of(window: Window, optimizer: int) -> Pending:
 
 def devices_of(window: Window) -> int:
     """Return the number of devices of a window."""
-    return len({member.device for column in window.columns for member in column.members}) or 1
+    devices = set[int]()
+    for column in window.columns:
+        devices.update(member.device for member in column.members)
+    return len(devices) or 1

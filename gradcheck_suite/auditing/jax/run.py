@@ -42,7 +42,9 @@ class JaxAudit:
         tell: Callable[[Violation], None],
         say: Callable[[str], None],
     ) -> None:
-        self._options, self._name, self._tell = options, name, tell
+        self._options = options
+        self._name = name
+        self._tell = tell
         self._schedule = Schedule(options, on_ranks=False)
         self._recorder = JaxRecorder(self._receive, say, self._schedule, options.steps)
         self._judge = JaxJudge(
@@ -105,7 +107,8 @@ class JaxAudit:
         Args:
             error: that ended the run, or None.
         """
-        judge, recorder = self._judge, self._recorder
+        judge = self._judge
+        recorder = self._recorder
         found = judge.verdicts.violations() if recorder.off is None else []
         accepts = self._options.accepts
         violations = tuple(v for v in found if not accepts(v.diagnosis, v.where))
@@ -144,7 +147,9 @@ class JaxAudit:
         )
 
     def _files(self) -> list[str]:
-        lines = {line for place in self._judge.places for line in (place.line, *place.path)}
+        lines = set[str]()
+        for place in self._judge.places:
+            lines.update((place.line, *place.path))
         return sorted({line.rpartition(":")[0] for line in lines})
 
     def _of_unseen(self) -> Counter[Found]:

@@ -130,7 +130,8 @@ class Verdicts:
     def _of_lost(self) -> list[Violation]:
         found = []
         for shown in self.lost:
-            window, optimizer = shown.window, shown.optimizer
+            window = shown.window
+            optimizer = shown.optimizer
             usual = optimizer.lengths.most_common(1)
             if usual and usual[0][0] == window.length:
                 continue  # other windows are as long, and lack nothing: it was discarded

@@ -85,7 +85,7 @@ def columns_of(event: MarkEvent, number: int) -> list[Column]:
     devices: list[int | None] = list(range(event.devices)) or [None]
     members = [Member(d or 0, _of_device(event.values["terms"], d)) for d in devices]
     found = []
-    for device in devices[:1] if mark.reduced else devices:
+    for device in devices[: 1 if mark.reduced else None]:
         values = _of_device(event.values, device)
         found.append(
             Column(
@@ -117,8 +117,7 @@ def select(column: Column, shapes: Sequence[tuple[int, ...]]) -> Column | None:
     if len(starts) != 1:
         return None
     parts = segments(own)[starts[0] : starts[0] + number]
-    places = [np.arange(one.start, one.stop) for slices in parts for one in slices]
-    at = np.concatenate(places)
+    at = np.concatenate([np.arange(slices[0].start, slices[-1].stop) for slices in parts])
     cut = column.parameters[at] if len(column.parameters) == len(column.gradient) else np.zeros(0)
     return Column(
         column.number,
@@ -212,7 +211,8 @@ def is_of_earlier_step(window: Window, optimizer: Optimizer) -> bool:
     """Return whether gradients are by parameters that the optimizer was given at an earlier step,
     and no longer has.
     """
-    now, known = window.step.parameters, optimizer.parameters
+    now = window.step.parameters
+    known = optimizer.parameters
     if now is None or known is None or not window.used:
         return False
     point = window.used[0].parameters
@@ -227,7 +227,8 @@ def _is_close(a: Vector, b: Vector) -> bool:
 
 def is_same_point(one: Column, other: Column) -> bool:
     """Return whether two gradients are by the same parameters."""
-    a, b = one.parameters, other.parameters
+    a = one.parameters
+    b = other.parameters
     return len(a) == len(b) and _is_close(a, b)
 
 
@@ -245,7 +246,8 @@ def mixes(column: Column, before: Column) -> float:
     """
     largest = 0.0
     for now, then in zip(column.mixing, before.mixing, strict=False):
-        here, there = np.asarray(now["input"], float), np.asarray(then["input"], float)
+        here = np.asarray(now["input"], float)
+        there = np.asarray(then["input"], float)
         redrawn = here.shape == there.shape and np.linalg.norm(here - there) > REDRAWN * max(
             np.linalg.norm(here), np.linalg.norm(there)
         )
@@ -378,7 +380,8 @@ def _stale(optimizer: Optimizer, step: Step, columns: list[Column]) -> Stale | N
         if not extra:
             continue
         of_both = _fit(step, [*columns, *extra])
-        own, earlier = of_both.found[: len(columns)], of_both.found[len(columns) :]
+        own = of_both.found[: len(columns)]
+        earlier = of_both.found[len(columns) :]
         if of_both.is_exact and of_both.is_told and any(earlier):
             return Stale(what, is_all=not any(own))
     return None
