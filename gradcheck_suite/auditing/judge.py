@@ -67,8 +67,9 @@ MASTERS = (
 UNSEEN = (
     "unseen-pass",
     (
-        "`.grad` has a gradient that no backward pass started from Python has brought: it came from"
-        " C++ (TorchScript, an extension), or stood there when the audit began"
+        "`.grad` has a gradient that no backward pass started from Python has brought: the program"
+        " has put it there (from another copy of the model, from a checkpoint), it came from C++"
+        " (TorchScript, an extension), or stood there when the audit began"
     ),
     "call `backward` from Python, and open the audit before the first pass",
 )
@@ -104,6 +105,16 @@ UNTOLD = (
     "audit the script with fewer micro-batches in a window, or in float32",
 )
 """Why a sum made by hand could not be judged: the name of the reason, what was seen, and what to do."""
+
+UNLIKE = (
+    "unlike-gradient",
+    (
+        "`.grad` is put together by hand, or was reset and edited: no sum of what the backward"
+        " passes of the window have brought explains most of it"
+    ),
+    "let the optimizer step on what backward has left in `.grad`, where it should",
+)
+"""The same, and what to do, where something else stands there, or noise hides it."""
 
 
 def _unite(united: United, violations: Iterable[Violation]) -> None:
@@ -680,7 +691,7 @@ class Judge:
                 self._violate(fault, window)
             return None
         if sums.untold:
-            self._skip(window, *UNTOLD)
+            self._skip(window, *(UNLIKE if sums.unlike else UNTOLD))
             return None
         if sums.by_hand or (
             window.edit == "free" and any(seen.by_hand for seen in window.passes.values())
@@ -773,6 +784,8 @@ class Judge:
             window.left if self._judges_sums and window.factor is not None else 1.0,
         )
         factors = [1.0] if abs(left - 1) < 1e-3 else [left, 1.0]
+        if self._judges_sums and window.divided is not None:
+            factors = [window.divided]  # what is clipping is known, and is no part of the weights
         tasks = self._tasks_of(window)
         read_joined(window.passes, used)
         scaled = [{source: c * f / scale for source, c in used.items()} for f in factors]

@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils import clip_grad
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -52,11 +53,13 @@ from gradcheck_suite.auditing.places import NOWHERE, Place, here, living, loop_h
 from gradcheck_suite.auditing.samples import Raw
 from gradcheck_suite.auditing.terms import (
     MARK,
+    Outside,
     Reader,
     declare,
     edge_of,
     joined_share,
     leaves_below,
+    outside_of_calls,
     used_at,
 )
 from gradcheck_suite.core.findings import Found, finding
@@ -200,6 +203,7 @@ class Running:
         tasks: the ids that autograd gave it.
         forwards: recorded calls of modules -> index of an output -> the gradient that arrived
             there.
+        outside: what it passes outside of these, where its window is to be computed again.
     """
 
     record: PassRecord
@@ -207,8 +211,11 @@ class Running:
     outer: Running | None = None
     tasks: list[int] = field(default_factory=list)
     forwards: dict[Any, dict[int, torch.Tensor]] = field(default_factory=dict)
+    outside: Outside = field(default_factory=Outside)
 
 
+GROUPING = "_group_tensors_by_device_and_dtype"
+"""What torch's clipping calls first, in `torch.nn.utils.clip_grad`."""
 PASSES, WEIGHTS, SUMS, STEPS = "backward passes", "weights", "sums", "steps"
 MOST_LINES = 64
 """Losses, each an expression at a line that sends it backward, whose own lines are looked for."""
@@ -248,6 +255,7 @@ def _guarded(instrument: str) -> Callable[[Callable[..., Any]], Callable[..., An
                 if not begun:
                     self._spent += time.perf_counter() - self._begun
                     self._begun = 0.0
+                    self._do_what_is_due()
 
         inner._torchdynamo_disable = True  # type: ignore[attr-defined]  # what `torch.compiler.disable` sets
         return inner
@@ -263,6 +271,7 @@ class Recorder:
         full: tells whether the window that runs now is looked at in full.
         resumes: called with the optimizer of a step that is only counted, tells whether the next
             ones are recorded.
+        again: tells whether the window that runs now is to be computed again.
         weights: whether the terms of losses are read.
         sums: whether what arrives at parameters is.
         objectives: `file:line` of a call of backward -> an expression of the names there: what the
@@ -284,6 +293,7 @@ class Recorder:
         receive: Callable[[Event], None],
         full: Callable[[], bool],
         resumes: Callable[[int], bool] = lambda _: True,
+        again: Callable[[], bool] = lambda: False,
         *,
         weights: bool,
         sums: bool,
@@ -295,12 +305,14 @@ class Recorder:
         self._threads: set[threading.Thread] = set()
         self.records = True
         self._spent = self._begun = 0.0
+        self._due: Callable[[], None] | None = None
         self.steps_seen = 0
         self.passes_seen = 0
         self.last: Running | None = None
         self.notes: Counter[Found] = Counter()
         self.used_at: dict[int, str] = {}
         self._receive, self._full, self._resumes = receive, full, resumes
+        self._again = again
         self._paused_at: int | None = None
         self._weights, self._sums, self._objectives = weights, sums, objectives or {}
         self._keys: dict[int, int] = {}
@@ -326,6 +338,9 @@ class Recorder:
         self._schedules: list[weakref.ref[Any]] | None = None
         self._averages: list[weakref.ref[torch.Tensor]] = []
         self._values_of, self._gradients_of = samples.Together(), samples.Together()
+        self._clipped_of = samples.Together()
+        self._before_clipping = dict[int, Raw]()
+        self._grouping: Any = None
         self._scalers: list[weakref.ref[torch.amp.GradScaler]] = []
         self._handles: list[Any] = []
         self._engine: Any = None
@@ -341,7 +356,42 @@ class Recorder:
             register_optimizer_step_pre_hook(self._step_begins),
             register_optimizer_step_post_hook(self._step_ends),
         ]
+        self._watch_clipping()
         self._keep_stacks()
+
+    def _watch_clipping(self) -> None:
+        """Look at `.grad` when torch's clipping begins: what is divided before it is told apart.
+
+        All of torch's functions that clip first group what they are given, by a name of their
+        module, however the program has imported them.
+        """
+        grouping = getattr(clip_grad, GROUPING, None)
+        if grouping is None or not self._sums:
+            return
+
+        @functools.wraps(grouping)
+        def grouped(*args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                self._note_clipping()
+            return grouping(*args, **kwargs)
+
+        self._grouping = grouping, grouped
+        setattr(clip_grad, GROUPING, grouped)
+
+    def _end_of_clipping(self) -> None:
+        if self._grouping is not None and getattr(clip_grad, GROUPING) is self._grouping[1]:
+            setattr(clip_grad, GROUPING, self._grouping[0])
+        self._grouping = None
+
+    @_guarded(SUMS)
+    def _note_clipping(self) -> None:
+        """Note what stands in `.grad` before it is clipped for the first time since the last pass."""
+        if self.is_silent or not self.records or self._before_clipping or _task() != -1:
+            return
+        own = ((key, known.reference()) for key, known in self.parameters.items())
+        stands = {key: p.grad for key, p in own if p is not None and p.grad is not None}
+        found, _ = self._clipped_of.taken([*stands.values()], whole=self._full())
+        self._before_clipping = dict(zip(stands, found, strict=True))
 
     def _keep_stacks(self) -> None:
         """Let every node keep the stack that made it where the line of a loss is not known yet."""
@@ -417,9 +467,21 @@ class Recorder:
         if isinstance(torch.autograd.Variable._execution_engine, Engine):
             torch.autograd.Variable._execution_engine = self._engine
         self._end_of_stacks()
+        self._end_of_clipping()
         self._unhook()
         self.last = None
         self._running.clear()
+
+    def when_idle(self, act: Callable[[], None]) -> None:
+        """Call a function now, or when the work that a signal has interrupted here has ended."""
+        self._due = act
+        if not self._begun:
+            self._do_what_is_due()
+
+    def _do_what_is_due(self) -> None:
+        if self._due is not None:
+            due, self._due = self._due, None
+            due()
 
     @property
     def is_silent(self) -> bool:
@@ -468,6 +530,7 @@ class Recorder:
                     self._unhook(2)
                     return None
             self._note_unseen()
+            self._before_clipping = {}
             # what a pass computes itself, as an adjoint does, would take ten times as long with
             # stacks
             self._end_of_stacks()
@@ -604,6 +667,8 @@ class Recorder:
         if self.steps_seen < 2 and self._full():  # nodes keep their stacks until then
             lines = used_at(edge_of(root)[0] for root in roots)
             self.used_at |= {self._keys[i]: line for i, line in lines.items() if i in self._keys}
+        if self._again():
+            self._look_outside(running, roots)
         for found in running.reader.found if joins else ():
             below, own = leaves_below([found.node])
             outside = {id(leaf) for leaf in leaves_below([found.node], own)[0]}
@@ -616,6 +681,15 @@ class Recorder:
                 running.record.whole = sorted(
                     self._keys[i] for i in outside - inside if i in self._keys
                 )
+
+    def _look_outside(self, running: Running, roots: list[Any]) -> None:
+        """See what a pass reaches outside of the recorded calls.
+
+        What starts inside of a recorded call, as a checkpoint computes it again, is a part of that.
+        """
+        outermost = running.outer or running
+        if running.outer is None or outermost.outside.reenters:
+            outermost.outside += outside_of_calls(edge_of(root)[0] for root in roots)
 
     @_guarded(PASSES)
     def end(self, running: Running | None) -> None:
@@ -1168,6 +1242,9 @@ class Recorder:
             ],
             has_unseen=not self._unseen.isdisjoint(gradients),
         )
+        step.before_clipping = {
+            key: one for key, one in self._before_clipping.items() if key in gradients
+        }
         self._unseen -= gradients.keys()
         self._late.clear()
         if step.scale is None:

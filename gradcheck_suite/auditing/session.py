@@ -18,7 +18,7 @@ from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from gradcheck_suite.auditing.places import here
-from gradcheck_suite.auditing.stopping import StoppedOnViolation
+from gradcheck_suite.auditing.stopping import StoppedOnViolation, Terminated
 from gradcheck_suite.core.options import AuditOptions, takes
 from gradcheck_suite.core.results import Result, Violation, result_lines
 from gradcheck_suite.core.text import say
@@ -274,7 +274,7 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
             command="audit",
             seconds=time.perf_counter() - self._start if self._opened else 0.0,
             unjudged="; ".join(self._failed) or why,
-            interrupted=isinstance(error, KeyboardInterrupt),
+            interrupted=isinstance(error, KeyboardInterrupt | Terminated),
             raised=f"{type(error).__name__}: {error}" if isinstance(error, Exception) else None,
         )
 
@@ -297,6 +297,18 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         """Whether steps are still judged in this process."""
         return self._opened and self._result is None and self._process == os.getpid()
 
+    def when_idle(self, act: Callable[[], None]) -> None:
+        """Call a function, which closes the audit, once nothing of the audit's is half done."""
+        if self._torch is None:
+            act()
+        else:
+            self._torch.when_idle(act)
+
+    def hurry(self) -> None:
+        """Wait for other ranks no longer than a launcher waits for this one."""
+        if self._torch is not None:
+            self._torch.hurry()
+
     @property
     def standard_error(self) -> TextIO:
         """The standard error of the time when the audit began, which the program may have replaced
@@ -304,6 +316,12 @@ class audit:  # noqa: N801 - it is used as a function, as `open` is
         """
         begun = self._standard_error
         return sys.stderr if begun is None or getattr(begun, "closed", False) else begun
+
+    @standard_error.setter
+    def standard_error(self, stream: TextIO) -> None:
+        self._standard_error = stream
+        if self._torch is not None:
+            self._torch.standard_error = stream
 
 
 OF_EXAMPLES = "jax.example_libraries.optimizers"

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 
+class Terminated(BaseException):
+    """What ends a run that a signal ends: its last window is not complete."""
+
+
 class StoppedOnViolation(BaseException):
     """Ends a run at its first violation.
 

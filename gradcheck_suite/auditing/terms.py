@@ -19,6 +19,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from gradcheck_suite.auditing.loss_terms import Term
 from gradcheck_suite.auditing.modes import Apart
@@ -736,6 +737,68 @@ def used_at(nodes: Iterable[Any]) -> dict[int, str]:
         line = in_trace(node.metadata.get("traceback_", ()))
         found |= {id(one.variable): line for one in below if line and is_leaf(one)}
     return found
+
+
+CALL = f"{MARK} call"
+"""Where a node that gives the output of a recorded call keeps the nodes of its inputs."""
+
+
+def mark_call(outputs: Iterable[torch.Tensor], inputs: Iterable[Any]) -> None:
+    """Mark the nodes of the outputs of a recorded call, so that what is outside of it is known."""
+    below = [
+        torch.autograd.graph.get_gradient_edge(value).node
+        for value in inputs
+        if isinstance(value, torch.Tensor) and value.requires_grad
+    ]
+    for node in (output.grad_fn for output in outputs):
+        metadata: dict[Any, Any] = node.metadata  # type: ignore[union-attr, assignment]
+        metadata[CALL] = below
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What a gradient passes that is part of no recorded call.
+
+    Attributes:
+        leaves: the tensors that it reaches.
+        functions: the classes of custom functions on the way.
+        reenters: whether there are functions in Python, torch's own included, whose backward may
+            start further passes.
+    """
+
+    leaves: Sequence[torch.Tensor] = ()
+    functions: frozenset[type] = frozenset()
+    reenters: bool = False
+
+    def __add__(self, other: Outside) -> Outside:
+        return Outside(
+            [*self.leaves, *other.leaves],
+            self.functions | other.functions,
+            self.reenters or other.reenters,
+        )
+
+
+def outside_of_calls(nodes: Iterable[Any]) -> Outside:
+    """Return what is below some nodes and inside of no recorded call."""
+    stack = [node for node in nodes if node is not None]
+    leaves, kinds, seen = list[torch.Tensor](), set[type](), set[Any]()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if is_leaf(node):
+            leaves.append(node.variable)
+            continue
+        inputs = node.metadata.get(CALL)
+        if inputs is not None and node not in inputs:
+            stack += inputs
+            continue
+        if isinstance(node, BackwardCFunction):
+            kinds.add(vars(type(node))["_forward_cls"])
+        stack += [below for below, _ in node.next_functions]
+    own = frozenset(kind for kind in kinds if not kind.__module__.startswith("torch."))
+    return Outside(leaves, own, bool(kinds))
 
 
 def joined_share(join: Any) -> tuple[float, int]:

@@ -167,6 +167,10 @@ def judge_weights(
             result.steps.add(one.window.number)
             result.violations.append(violation_of(fault, one.window, one.window.where))
             continue  # of a loss that goes backward twice no weight says anything
+        if fault := _unequal_replays(one):
+            result.steps.add(one.window.number)
+            result.violations.append(violation_of(fault, one.window, one.window.where))
+            continue
         unreadable, partial = _note_unknown(one, found, result, name_of)
         if one.length == 1 or ((found or partial) and not unreadable):
             result.steps.add(one.window.number)
@@ -247,6 +251,34 @@ PARTIAL = (
     "the loss sees items through which no gradient flows, and is no sum over the window's"
     " micro-batches"
 )
+
+
+def _unequal_replays(one: Pending) -> StepFault | None:
+    """Return the fault of one loss over cached items that weighs another number in each pass.
+
+    Each pass has the whole loss, and lets the gradient through to its own items: these weigh what
+    the loss weighs there.
+    """
+    weights = defaultdict[tuple[str, ...], list[float]](list)
+    for rank, index in sorted(one.coefficients):
+        record = one.window.passes[index].records[rank]
+        partial = [term for term in record.terms if term.partial and not term.opaque]
+        if len(partial) != len(record.terms):
+            return None
+        for term in partial:
+            whole = (term.weight or 0.0) * term.counts.get(term.own, 0.0)
+            weights[term.expression].append(whole * one.coefficients[rank, index])
+    if len({one.window.passes[index].site for _, index in one.coefficients}) != 1:
+        return None
+    for found in weights.values():
+        if len(found) == one.length > 1 and not near(min(found), max(found), 1e-3):
+            listed = ", ".join(f"{weight:.4g}" for weight in found[:6])
+            sentence = (
+                "each pass computes the whole loss of the window, with a gradient to some of its"
+                f" items, and the loss weighs another number in each ({listed}), so that items do"
+            )
+            return StepFault("unrecognised-weights", sentence)
+    return None
 
 
 def read_joined(passes: Mapping[int, Seen], sources: Iterable[Source]) -> None:

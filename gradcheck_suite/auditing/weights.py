@@ -785,6 +785,16 @@ def _note_other_count(use: Use, notes: Counter[Found]) -> None:
         notes[finding("other-count", said, use.objective.place, remedy)] += 1
 
 
+def _may_be_divided(use: Use, what: str) -> bool:
+    """Return whether a division by the window's length may be there, though the weights lack it."""
+    r, window = use.length, use.window
+    if not use.is_mean and not what and near(use.items, float(r * r), use.objective.tolerance):
+        return True  # of as many items as passes in each: the number may be that of either
+    # what was done to `.grad` after the last pass may be a division, and clipping by hand
+    unknown = window.edit == "free" or window.left < (1 + 1e-3) / r
+    return unknown and window.divided is None
+
+
 USERS = finding("coefficient", "the program's own")
 COEFFICIENT = finding("coefficient", "the loss has a coefficient")
 
@@ -937,6 +947,30 @@ def _against_other_lengths(
     return None
 
 
+FEWEST_COUNTS = 3
+"""Counts of windows that may show a rule of their denominators: of two, the same rest may be chance."""
+
+
+def _is_off_by_a_count(uses: Sequence[Use]) -> bool:
+    """Return whether each window's denominator is its count and a rest, which is the same in all or
+    goes with something else that is counted, such as one target for each row.
+
+    A denominator that follows no count, as the number of boxes of a detector, is the program's.
+    """
+    if len({use.items for use in uses}) < FEWEST_COUNTS or any(
+        u.objective.weight <= 0 for u in uses
+    ):
+        return False
+    rests = [round(1 / use.objective.weight) - use.items for use in uses]
+    names = set.intersection(*(set(use.objective.counts) for use in uses)) - {uses[0].count}
+    others = [[sum(use.objective.counts[name]) for use in uses] for name in sorted(names)]
+    for counts in ([1.0] * len(uses), [float(use.length) for use in uses], *others):
+        shares = [rest / count if count else 0.0 for rest, count in zip(rests, counts, strict=True)]
+        if shares[0] and all(near(share, shares[0], 1e-6) for share in shares):
+            return True
+    return False
+
+
 def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | Found | None:
     """Recognise a C that is r, 1/r, the number of ranks or one over it, or a wrong count.
 
@@ -997,6 +1031,7 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | Found | Non
             # of a coefficient that changes from step to step, one value may be any number
             changes = any(u.length == r and not u.right and u not in fitting for u in uses)
             unclear = is_small if why == again else is_divided and cause == "not-divided"
+            unclear |= cause == "not-divided" and _may_be_divided(use, what)
             if use.others or changes or unclear:
                 return _either(why, cause, "the objective has it")
             times *= r**power
@@ -1017,5 +1052,6 @@ def _by_itself(use: Use, uses: Sequence[Use], ranks: int) -> Scale | Found | Non
     shown = len({u.items for u in uses if u.right and u.length > 1}) > 1
     if not integer or divisor <= 2 or not varies:
         return None
+    shown = shown or _is_off_by_a_count(uses)
     note = f"each weighs 1/{round(divisor)}, where {use.items:g} count"
     return Scale(use, note, "", WRONG_COUNT) if shown else MISCOUNTED

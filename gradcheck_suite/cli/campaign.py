@@ -330,6 +330,14 @@ def add_arguments(parser: Parser, kinds: Iterable[str] = tuple(KINDS)) -> None:
         metavar="ADDR",
         help="with --engine ray: the cluster to join, in place of a local one",
     )
+    parsers.add_quiet(parser, "print each verdict in one line, and no more")
+    parser.add_argument(
+        "-n",
+        "--examples",
+        type=parsers.positive_integer,
+        metavar="N",
+        help="cases, as --examples of the command (default: the command's own)",
+    )
     parsers.add_json(parser, "the merged results")
     where = f"the records go to DIR/records, and until then the shards to DIR/{FOLDER}"
     parsers.add_reports(parser, where, Path("reports"))
@@ -353,13 +361,17 @@ def run_campaign(arguments: argparse.Namespace, kinds: Mapping[str, Kind], progr
         raise UsageError("--address needs --engine ray")
     parsers.expect_writable(arguments.reports, FOLDER, json=arguments.json)
     environment.set_variables()
-    campaign = cut_up(arguments.what, arguments.rest, kinds, program)
+    rest = list(arguments.rest)
+    if arguments.examples is not None:
+        rest = [*rest, "--examples", str(arguments.examples)]
+    campaign = cut_up(arguments.what, rest, kinds, program)
     shards = Shards(arguments.reports / FOLDER / campaign.key)
     numbers = range(len(campaign.shards))
     waiting = [number for number in numbers if not shards.done(number)]
     done = len(numbers) - len(waiting)
     before = f", {done} of them done before" if done else ""
-    print(f"{counted(len(numbers), 'shard')} of {arguments.what}{before}", flush=True)
+    if not arguments.quiet:
+        print(f"{counted(len(numbers), 'shard')} of {arguments.what}{before}", flush=True)
     engine = (
         partial(run_on_ray, address=arguments.address) if arguments.engine == "ray" else run_locally
     )
@@ -386,7 +398,7 @@ def run_campaign(arguments: argparse.Namespace, kinds: Mapping[str, Kind], progr
     merge(shards, numbers, arguments.reports, found.copied)
     if found.record is not None:
         kind, data = found.record
-        command = f"{program.name} {shlex.join([FOLDER, arguments.what, *arguments.rest])}"
+        command = f"{program.name} {shlex.join([FOLDER, arguments.what, *rest])}"
         append_record(arguments.reports, kind, data, environment=about, command=command)
     write_document(arguments.json, about, found.document)
     shards.remove()

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, cast
 
+from gradcheck_suite.cli.arguments import CONFIGURED
 from gradcheck_suite.core.contract import (
     Loop,
     Problem,
@@ -280,8 +281,28 @@ def _guarded(load: Callable[[], Any], shown: str, file: str | None) -> Any:
         ) from None
     except Exception as error:
         raise UsageError(
-            f"cannot import {shown}{_line_in(error, file)}: {one_line(error)}"
+            f"cannot import {shown}{_line_in(error, file)}: {one_line(error)}{_hint(error, shown)}"
         ) from None
+
+
+def _hint(error: Exception, shown: str) -> str:
+    """Return what to write in place of a file's path where the file imports relative to its package."""
+    if not shown.endswith(".py") or "no known parent package" not in str(error):
+        return ""
+    module = Path(shown).resolve().with_suffix("")
+    names, folder = [module.name], module.parent
+    while (folder / "__init__.py").is_file():
+        names, folder = [folder.name, *names], folder.parent
+    if len(names) == 1:  # a folder without __init__.py is a package too
+        names, folder = [folder.name, *names], folder.parent
+    path = "" if folder == Path.cwd() else f", with {_seen(folder)} in pythonpath of {CONFIGURED}"
+    return f"; name the module, not the file: {'.'.join(names)}:NAME{path}"
+
+
+def _seen(folder: Path) -> str:
+    """Return a folder as seen from the working directory."""
+    here = Path.cwd()
+    return str(folder.relative_to(here)) if folder.is_relative_to(here) else str(folder)
 
 
 def _line_in(error: BaseException, file: str | None) -> str:

@@ -349,7 +349,12 @@ _ROWS = (
         "a loss is computed from other items or values than the loader yields",
         "look for what changes batches before they reach the loss: a normalization in place,"
         " augmentation, truncation, padding, targets shifted against inputs",
-        command="verify",
+        causes={
+            "written": Remedy(
+                "write the next batch to other memory, or when the backward has ended: torch does"
+                " not know of what numpy or `.data` write"
+            )
+        },
     ),
     _gradient(
         "wrong-mode",
@@ -375,6 +380,13 @@ _ROWS = (
             "look for parameters that a compiled function closes over, a gradient that is computed"
             " before the previous step, a step or an edit of parameters inside the window"
         ),
+        causes={
+            "casts": Remedy(
+                "enter autocast anew for each forward, or call `torch.clear_autocast_cache()` after"
+                " the step"
+            ),
+            "written": Remedy("write to parameters when the backward has ended"),
+        },
     ),
     _gradient(
         "misplaced-gradient",

@@ -214,6 +214,11 @@ _ROWS = (
         "too few elements tell which micro-batches are in `.grad`",
         "audit the script with fewer micro-batches in a window, or in float32",
     ),
+    _reason(
+        "unlike-gradient",
+        "no sum of the passes explains most of `.grad`",
+        "let the optimizer step on what backward has left in `.grad`, where it should",
+    ),
     _reason("functional-loss", "a loss inside of torch.func is not seen", severity="note"),
     _reason("step-inside-backward", "an optimizer steps inside of a backward pass"),
     _reason(
@@ -246,6 +251,17 @@ _ROWS = (
         "uncovered-parameters",
         "parameters had no part in the second computation",
         severity="note",
+    ),
+    _reason(
+        "not-reproducible",
+        "a call gives other results when it is made again",
+        "let it draw from torch's, numpy's or Python's generators",
+        severity="note",
+    ),
+    _reason(
+        "unexplained-difference",
+        "the window computed again differs, and nothing that was measured says why",
+        "look at what the sentence does not rule out; `--without batch` judges the rest alone",
     ),
     # reasons: the whole run
     _reason("failed-instrument", "an instrument of the audit failed", "report it"),

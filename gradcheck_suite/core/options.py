@@ -514,10 +514,10 @@ class AuditOptions(Options):
     accumulation_steps: int | None = option(
         None,
         POSITIVE_INTEGER,
-        "micro-batches per window, to which the run is held",
+        "micro-batches that every window must have",
         "--accumulation-steps",
         metavar="K",
-        unset="read off the run",
+        unset="inferred from the run",
     )
     accept: tuple[str, ...] = option(
         (),

@@ -912,7 +912,7 @@ def _line(result: Result, width: int) -> str:
     """Return the verdict in one line."""
     verdict = "VIOLATED" if result.violations else result.verdict
     if result.interrupted and result.holds:
-        verdict = "holds so far (interrupted)"
+        verdict = "no violation so far (interrupted)"
     if result.command == "audit":
         over = f" over {result.ranks} ranks" if result.ranks > 1 else ""
         accepted = f", {counted(len(result.accepted), 'fault')} accepted" if result.accepted else ""

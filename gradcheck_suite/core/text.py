@@ -153,8 +153,7 @@ def violation_title(kind: str, diagnosis: str) -> str:
 STYLES = {"good": "bold green", "bad": "bold red", "warn": "bold yellow", "label": "cyan"}
 _COLOURED = (
     (
-        r"^\S.*?  (?:(?P<good>holds(?: so far"
-        r" \(interrupted\))?)|(?P<bad>VIOLATED)|(?P<warn>unjudged))(?=  |$)"
+        r"^\S.*?  (?:(?P<good>holds|no violation so far \(interrupted\))|(?P<bad>VIOLATED)|(?P<warn>unjudged))(?=  |$)"
     ),
     r"^(?P<good>(?:the loop|all \d+ loops) holds?)|^(?P<bad>\d+ of \d+ loops? violated)",
     r"^ *(?P<bad>(?:gradient|step-count|none-pattern|non-finite|parameters|not-accumulable|raised)(?::"

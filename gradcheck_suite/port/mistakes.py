@@ -410,6 +410,12 @@ def _scattered(a: Given, kind: str) -> Any:
     )
 
 
+def _where_empty(a: Given, value: float) -> Any:
+    """Return a reduction by an index with another value where no element has the index."""
+    count = torch.zeros_like(a.self).scatter_add(a.dim, a.index, torch.ones_like(a.src))
+    return torch.where(count == 0, torch.as_tensor(value, dtype=a.self.dtype), a.out())
+
+
 LOSSES: dict[str, Callable[[Any, Any], Any]] = {
     **{
         f"Huber's loss with {d:g}": lambda x, y, d=d: F.huber_loss(x, y, delta=d)
@@ -941,6 +947,13 @@ FORMULAS = (
         "the {} of the elements at an index",
         _scattered,
         ("sum", "mean", "amax", "amin"),
+    ),
+    Formula(
+        "empty-segment",
+        "scatter_reduce_?",
+        "{:g} where no element has the index",
+        _where_empty,
+        (-math.inf, math.inf, 0.0, 1.0, math.nan),
     ),
     Formula("axis", REDUCING, "axes {}", _along, _other_axes),
     Formula(

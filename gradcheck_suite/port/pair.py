@@ -63,6 +63,9 @@ class Port:
         jax_optimizer: an `optax.GradientTransformation`.
         train: whether both are in train mode; running statistics are then compared.
         draw: a Hypothesis strategy of inputs, or `draw(seed) -> inputs`.
+        sizes: that the pair is made for: None for all that torch takes, `"given"`, a function of
+            the inputs that returns whether it is made for them, or a dict of axes of the first
+            input, or (input, axis), with a size or a container of sizes.
         accept: names of causes that are intended.
         outputs: what is compared of an output, where not all of it is.
         rebuild: the function that made the pair, or None.
@@ -82,6 +85,7 @@ class Port:
     jax_optimizer: Any = None
     train: bool = False
     draw: Any = None
+    sizes: Any = None
     accept: tuple[str, ...] = ()
     outputs: Callable[[Any], Any] | None = None
     rebuild: Callable[[], Any] | None = field(default=None, repr=False)
@@ -395,7 +399,20 @@ def _path(keys: Sequence[Any]) -> str:
     return ".".join(parts[:-1] if is_variable else parts)
 
 
-def flat_output(out: Any) -> list[Any]:
+@dataclass(frozen=True)
+class Output:
+    """One array of an output.
+
+    Attributes:
+        name: keys and fields that lead to it; empty where none does.
+        value: the array.
+    """
+
+    name: str
+    value: Any
+
+
+def named_outputs(out: Any, name: str = "") -> list[Output]:
     """Return the arrays of an output of either side: sequences in order, dicts by sorted keys,
     dataclasses by field.
     """
@@ -404,16 +421,24 @@ def flat_output(out: Any) -> list[Any]:
         or is_array(out)
         or isinstance(out, jax.core.Tracer | np.generic)
     ):
-        return [out]
+        return [Output(name, out)]
     if out is None or isinstance(out, str | bool | int | float):
         return []
     if isinstance(out, Mapping):
-        return [leaf for key in sorted(out) for leaf in flat_output(out[key])]
-    if isinstance(out, list | tuple):
-        return [leaf for part in out for leaf in flat_output(part)]
-    if dataclasses.is_dataclass(out):
-        return [leaf for f in dataclasses.fields(out) for leaf in flat_output(getattr(out, f.name))]
-    return [leaf for leaf in jax.tree.leaves(out) if leaf is not out]
+        named = [(f"{name}.{key}".lstrip("."), out[key]) for key in sorted(out)]
+    elif isinstance(out, list | tuple):
+        named = [(name, part) for part in out]
+    elif dataclasses.is_dataclass(out):
+        fields = [f.name for f in dataclasses.fields(out)]
+        named = [(f"{name}.{field}".lstrip("."), getattr(out, field)) for field in fields]
+    else:
+        return [Output(name, leaf) for leaf in jax.tree.leaves(out) if leaf is not out]
+    return [leaf for own, part in named for leaf in named_outputs(part, own)]
+
+
+def flat_output(out: Any) -> list[Any]:
+    """Return the arrays of an output without their names."""
+    return [leaf.value for leaf in named_outputs(out)]
 
 
 # The module's state, and other values of it.
@@ -465,6 +490,18 @@ def movable(module: nn.Module) -> set[str]:
     return parameters | {name for name in module.state_dict() if is_statistic(name)}
 
 
+def may_be_moved(value: Array) -> bool:
+    """Return whether a buffer may have other values: a mask or a table of positions may not."""
+    if not np.isfinite(value).all():
+        return False
+    return is_neutral(value) or bool((value != np.round(value)).any())
+
+
+def is_neutral(value: Array) -> bool:
+    """Return whether a buffer is zeros or ones, as a normalizer starts that has seen nothing."""
+    return bool((value == 0).all() or (value == 1).all())
+
+
 Draw = Callable[[Array, str], Array]
 
 
@@ -484,6 +521,10 @@ def moved(rng: np.random.Generator, much: float = 1.0) -> Draw:
             float(np.sqrt(np.mean(value**2))) if value.size else 0.0,
             much * rng.normal(size=value.shape),
         )
+        rises = value.ndim == 1 and value.size > 2 and bool((np.diff(value) > 0).all())
+        if rises or (value.size and value.min() > 0 and value.max() < 1):
+            # edges of bins stay in order, and shares between 0 and 1
+            return _in_order(value, 0.3 * noise)
         small = size <= 1e-3  # layers that start at 1e-6 hide what is behind them, as zeros do
         if (
             value.size and value.min() > 0
@@ -492,6 +533,19 @@ def moved(rng: np.random.Generator, much: float = 1.0) -> Draw:
         return value + (0.2 if small else 0.3 * size) * noise
 
     return draw
+
+
+def _in_order(value: Array, noise: Array) -> Array:
+    """Return other numbers that rise where the given ones do, and stay between 0 and 1."""
+    if value.min() > 0 and value.max() < 1:
+        new = value ** np.exp(noise)
+    else:
+        new = value + noise * np.abs(np.diff(value)).mean()
+    if value.ndim != 1 or value.size < 3:
+        return np.asarray(new)
+    steps = np.diff(value)
+    new = np.sort(new) if (steps >= 0).all() else new
+    return np.sort(new)[::-1].copy() if (steps <= 0).all() else np.asarray(new)
 
 
 def distinct(rng: np.random.Generator, high: bool) -> Draw:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -227,7 +228,7 @@ def _finding_lines(finding: PortFinding) -> list[str]:
         f"  {finding.words}",
     ]
     lines += [f"  {where}"] if where else []
-    if finding.error is not None and finding.allowed is not None:
+    if finding.error is not None and finding.allowed is not None and math.isfinite(finding.error):
         lines.append(
             f"  off by {finding.error:.2g} of the largest number, {finding.allowed:.1g} allowed"
         )

@@ -38,6 +38,8 @@ LEAST = 3
 by chance."""
 SPARE = 100
 """Changes that are run to the end on the evidence of numbers that both sides have."""
+FEW_CALLS = 150
+"""Calls of a program up to which so many changes are run to the end of each family."""
 CANDIDATES = 10_000
 """Candidates of one search. The zoo of ports needs up to 5,000."""
 FLAT = frozenset(
@@ -224,6 +226,8 @@ class Search:
         }
         best: Found | None = None
         for family, where in families:
+            if len(self.program.calls) <= FEW_CALLS:
+                self._spare = SPARE
             found = self._of_family(family, places[where])
             if found is not None and found.error <= self.close:
                 return found
@@ -359,17 +363,17 @@ class Search:
             if before is None:
                 continue
             run, side = _run(self.repairs.plus(found.hypothesis), witness.program), witness.side
-            # what comes behind may be the port's by chance, where one more difference changes it
-            if run is None or any(side.has(run.seen[i]) is False for i in found.new[:1]):
+            if run is None:
                 return False
-            ends = self._off(run, side)
+            ends, close = self._off(run, side), max(10 * witness.allowed, self.close)
+            if found.error <= self.close and ends <= close:
+                continue
+            # what comes behind may be the port's by chance, where one more difference changes it
+            if any(side.has(run.seen[i]) is False for i in found.new[:1]):
+                return False
             # with other inputs another fault may show, too: then this change explains a part
             better = not witness.same_inputs and ends < self._off(before, side)
-            if (
-                found.error <= self.close
-                and ends > max(10 * witness.allowed, self.close)
-                and not better
-            ):
+            if found.error <= self.close and not better:
                 return False
         return True
 

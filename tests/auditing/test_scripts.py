@@ -124,7 +124,6 @@ def test_without_an_instrument_the_others_find_what_they_find(off, scripts):
             "finding_declared_denominator_of_chunks",
             "is divided by all its elements, more than its targets",
         ),
-        ("finding_miscounted", "none of what it may count"),
         ("sound_boxes", "none of what it may count"),
         (
             "finding_autoencoder_undivided",
