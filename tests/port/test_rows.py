@@ -80,7 +80,7 @@ CALLS: tuple[tuple[Callable[[Any], Any], Any], ...] = (
     (lambda x: F.embedding(CLASSES, x.T.contiguous(), padding_idx=0), ROWS),
     (lambda x: x[:, CLASSES], ROWS),
     (lambda x: x[CLASSES[:2]], ROWS),
-    (lambda x: 10000.0 ** x, ROWS),
+    (lambda x: 10000.0**x, ROWS),
     (lambda x: x * (x.isnan().logical_not()), ROWS),
     (lambda x: x.masked_fill(x > 0, -1e9), ROWS),
     (lambda x: torch.where(x > 0, x, -1.0), ROWS),
