@@ -540,7 +540,11 @@ _ROWS = (
         jax="switch off clipping and noise; check each `custom_vjp`, buffers and casts",
         general=True,
         causes={
-            "between-passes": Remedy("change `.grad` once, after the window's last backward pass")
+            "between-passes": Remedy("change `.grad` once, after the window's last backward pass"),
+            "module-hook": Remedy(
+                "let the modules' backward hooks return None, or remove them: what a hook returns"
+                " replaces the gradient of every layer before it"
+            ),
         },
     ),
     _steps(
@@ -590,7 +594,13 @@ _ROWS = (
         "repeated-step",
         "a window is stepped several times, or a step comes right after a reset",
         "step once, where a window has been accumulated; look for a library that steps as well",
-        causes={"zeros": Remedy("step once per window, or reset to None, which optimizers skip")},
+        causes={
+            "zeros": Remedy(
+                "step once per window, or reset to None, which optimizers skip",
+                "update once per window, as `optax.MultiSteps` does: `optax.apply_every` hands the"
+                " optimizer zeros in between",
+            )
+        },
     ),
     _steps(
         "wrong-step-count",
