@@ -341,7 +341,7 @@ PREDICATES = (
         _repeats,
         lambda run: True,
         _repeated_text,
-        causes=lambda run: ("zeros",) if not all(run.held) else (),
+        causes=lambda run: ("held-nothing",) if not all(run.held) else (),
     ),
     StepPredicate(
         "dropped-window",

@@ -231,6 +231,23 @@ def a_module_hook_looks(run: TrainingRun) -> None:
     _hooks_every_module(run, None)
 
 
+@_right("not-reduced")
+def trains_on_the_same_data(run: TrainingRun) -> None:
+    """Every rank trains on the micro-batches of rank 0."""
+    for _ in range(run.epochs):
+        handed = [list(run.loader)]
+        dist.broadcast_object_list(handed, 0)
+        batches, k = handed[0], run.accumulation_steps
+        for first in range(0, len(batches), k):
+            run.optimizer.zero_grad()
+            for batch in batches[first : first + k]:
+                run.loss(run.model, batch).backward()
+            for p in run.model.parameters():
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
+                dist.all_reduce(p.grad)
+            run.optimizer.step()
+
+
 @_right("other-window")
 def a_rank_is_late(run: TrainingRun) -> None:
     """Rank 1 adds its gradient of the window before, from the second window on."""
