@@ -23,6 +23,7 @@ from gradcheck_suite.auditing.events import BY_HAND, Event, Gap, PassRecord, Ste
 from gradcheck_suite.auditing.places import Loop, Place, lines_with
 from gradcheck_suite.auditing.replay import Replay, Seen, Source, StepWindow, near
 from gradcheck_suite.auditing.sums import (
+    MOST_LEFT,
     OF_SUMS,
     Members,
     StepFault,
@@ -217,6 +218,7 @@ class Judge:
         self._known: set[int] | None = None
         self._by_hand: set[str] = set()
         self._composed: set[int] = set()
+        self._unlike: set[int] = set()
         self._reached: defaultdict[int, set[int]] = defaultdict(set)
         self._moving: defaultdict[str, list[int]] = defaultdict(list)
         self._clipped: set[str] = set()
@@ -693,8 +695,11 @@ class Judge:
             else:
                 self._violate(fault, window)
             return None
-        if sums.untold:
-            self._skip(window, *(UNLIKE if sums.unlike else UNTOLD))
+        if sums.unlike:
+            self._forget_alike(window.optimizer)
+        hidden = sums.by_hand and window.fit is not None and window.fit.left > MOST_LEFT
+        if sums.untold or (hidden and window.optimizer in self._unlike):
+            self._skip(window, *(UNTOLD if sums.untold and not sums.unlike else UNLIKE))
             return None
         if sums.by_hand or (
             window.edit == "free" and any(seen.by_hand for seen in window.passes.values())
@@ -708,6 +713,18 @@ class Judge:
             )
             self._notes[finding("edited-gradient", said, window.step.place)] += 1
         return coefficients
+
+    def _forget_alike(self, optimizer: int) -> None:
+        """Take back what was read of windows whose gradient looks put together from passes, where
+        that of another window is not: it looked so by chance.
+        """
+        self._unlike.add(optimizer)
+        for one in [*self._pending[optimizer]]:
+            fit = one.window.fit
+            if fit is not None and not fit.is_exact and fit.left > MOST_LEFT:
+                self._pending[optimizer].remove(one)
+                self._skip(one.window, *UNLIKE)
+        self._weighed.pop(optimizer, None)
 
     def _judge_emptied(self, optimizer: int, *, seen_all: bool = True) -> None:
         """Judge a window whose gradients were all reset, where its passes reached other optimizers'

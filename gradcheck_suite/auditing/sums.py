@@ -375,13 +375,13 @@ def judge_sums(
         return _fault("not a sum", change=_edits(members))
     lost = [i for i in members.required if not members.is_in(i)]
     edited = window.fit if window.edit == "free" else None
-    if edited is not None and edited.lost and edited.left > MOST_LEFT:
-        return Sums(untold=True, unlike=True)
+    is_hidden = edited is not None and bool(edited.lost) and edited.left > MOST_LEFT
     if edited is not None and edited.tells and edited.lost and edited.is_of_copies:
-        return Sums(by_hand=True)
+        is_unlike = is_hidden and not edited.is_plausible
+        return Sums(untold=True, unlike=True) if is_unlike else Sums(by_hand=True)
     if lost:
         found = _judge_lost(members, lost, typical_k, longest, stepped_in)
-        is_untold = found.fault and edited and (edited.is_blank or not edited.tells)
+        is_untold = found.fault and edited and (is_hidden or edited.is_blank or not edited.tells)
         return Sums(untold=True, unlike=edited.tells) if is_untold and edited else found
     if unequal := _judge_parameters(members):
         return unequal

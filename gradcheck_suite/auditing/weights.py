@@ -788,7 +788,12 @@ def _note_other_count(use: Use, notes: Counter[Found]) -> None:
 def _may_be_divided(use: Use, what: str) -> bool:
     """Return whether a division by the window's length may be there, though the weights lack it."""
     r, window = use.length, use.window
-    if not use.is_mean and not what and near(use.items, float(r * r), use.objective.tolerance):
+    by_data = any(part.term.by_data for part in use.objective.parts)
+    if (
+        not (use.is_mean or what or by_data)
+        and near(use.items, float(r * r), use.objective.tolerance)
+        and use.objective.is_divided_by(r)
+    ):
         return True  # of as many items as passes in each: the number may be that of either
     # what was done to `.grad` after the last pass may be a division, and clipping by hand
     unknown = window.edit == "free" or window.left < (1 + 1e-3) / r
