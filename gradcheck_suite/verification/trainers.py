@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from gradcheck_suite.core.case import Plan
 from gradcheck_suite.core.contract import Problem
+from gradcheck_suite.core.options import NUMPY
 from gradcheck_suite.core.results import Result
 from gradcheck_suite.core.text import cut_text
 from gradcheck_suite.errors import CannotRunHere
@@ -81,6 +82,7 @@ def ask(
     examples: int,
     seed: int = 0,
     problem: Problem | None = None,
+    jax: str = NUMPY,
 ) -> Answer:
     """Ask a trainer one question.
 
@@ -92,6 +94,7 @@ def ask(
         examples: number of cases.
         seed: the seed of the cases.
         problem: the problem to train in place of the one that the question names.
+        jax: what evaluates JAX's derivatives.
     """
     small = plans(max_windows=2, max_accumulation_steps=MAX_SIZE, max_items=MAX_SIZE)
     try:
@@ -107,6 +110,7 @@ def ask(
                 examples=examples,
                 seed_value=seed,
                 quiet=True,
+                jax=jax,
             )
     except CannotRunHere as error:
         return Answer(trainer, question, None, str(error))
